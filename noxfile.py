@@ -1,0 +1,72 @@
+"""The demo and the checks; every session sets up all it needs from Python and pip."""
+
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["lint", "types", "tests"]
+
+PROJECT = nox.project.load_toml("pyproject.toml")
+SHARED_VENV = Path(".nox", "engines").absolute()
+ENV = {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
+
+
+@nox.session(python=False)
+def demo(session: nox.Session) -> None:
+    """Train on 4 CPU ranks, reshard, resume on 2, compare the losses."""
+    run_shared(session, "-m", "streamshard.demo", *session.posargs)
+
+
+@nox.session(python=False)
+def tests(session: nox.Session) -> None:
+    """Run the test suite; arguments after `--` go to pytest."""
+    run_shared(session, "-m", "pytest", *session.posargs, groups=["tests"])
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check rules and format."""
+    session.install(*packages("lint"))
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+
+
+@nox.session(python=False)
+def types(session: nox.Session) -> None:
+    """Check types, with everything installed whose types are used."""
+    where = session.posargs or ["streamshard", "tests", "benchmarks", "noxfile.py"]
+    run_shared(session, "-m", "mypy", *where, groups=["types"])
+
+
+@nox.session(python=False)
+def bench(session: nox.Session) -> None:
+    """Run every benchmark in its short form, or with the arguments after `--`."""
+    for file in sorted(Path("benchmarks").glob("[!_]*.py")):
+        run_shared(session, str(file), *(session.posargs or ["--short"]))
+
+
+def run_shared(session: nox.Session, *args: str, groups: list[str] | None = None) -> None:
+    """Run Python in the one environment that holds torch and DeepSpeed.
+
+    nox would give every session its own, and each would take half a minute and a gigabyte. pip
+    leaves alone what is there already, so that asking again for the same packages is cheap.
+    """
+    python = str(SHARED_VENV / "bin" / "python")
+    pip = (python, "-m", "pip", "install", "-qq", "--disable-pip-version-check")
+    if not SHARED_VENV.exists():
+        session.log("Installing torch and DeepSpeed, once; this can take some minutes.")
+    with_groups = packages("engines", *(groups or []))
+    session.run_install(sys.executable, "-m", "virtualenv", "--quiet", str(SHARED_VENV))
+    session.run_install(*pip, *packages("torch"))
+    # DeepSpeed's build asks the torch that is installed; isolated, it would fetch another one.
+    session.run_install(*pip, "--no-build-isolation", "--editable=.", *with_groups, env=ENV)
+    session.run(python, *args, env=ENV)
+
+
+def packages(*groups: str) -> list[str]:
+    """Return the requirements of these dependency groups."""
+    return list(nox.project.dependency_groups(PROJECT, *groups))

@@ -1,0 +1,235 @@
+"""The command line: argv, one call, what is printed, the exit code."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, Final, TypeAlias
+
+from tqdm import tqdm
+
+from streamshard import sizes
+from streamshard.engine import memory
+from streamshard.errors import StreamshardError, UsageError
+from streamshard.formats.zarr_documents import CODECS
+from streamshard.operations import convert, inspect, repartition, running
+from streamshard.operations.report import Progress, Report, Silent
+from streamshard.tables import inspection_text, report_text
+
+Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+INTERRUPTED: Final = 130
+_SOURCE_HELP: Final = "run directory with 'latest', tag directory, or .zarr store"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.verb(arguments)
+        sys.stdout.flush()
+    except StreamshardError as error:
+        print(f"streamshard: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("streamshard: interrupted; no target was left", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader has gone; keep the interpreter from complaining about it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="streamshard",
+        description="Reshard DeepSpeed ZeRO checkpoints to another number of GPUs.",
+        epilog="Exit codes: 0 done, 2 usage, 3 source unreadable or incomplete, 4 target, "
+        "5 memory limit too small, 6 bytes differ from what was recorded, 130 interrupted.",
+    )
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    _add_repartition(verbs)
+    _add_convert(verbs)
+    _add_inspect(verbs)
+    return parser
+
+
+def _add_repartition(verbs: Verbs) -> None:
+    verb = _add(
+        verbs,
+        "repartition",
+        _repartition,
+        "write a checkpoint's files for another world size",
+        "streamshard repartition runs/7b runs/7b-on-6 --world-size 6",
+    )
+    verb.add_argument("source", metavar="SRC", help=_SOURCE_HELP)
+    verb.add_argument("target", metavar="OUT", help="run directory to make")
+    verb.add_argument(
+        "--world-size", type=int, required=True, metavar="M", help="ranks that will resume"
+    )
+    verb.add_argument(
+        "--zero-stage", type=int, choices=(1, 2, 3), help="stage that will resume [the source's]"
+    )
+    verb.add_argument(
+        "--ds-config",
+        metavar="FILE",
+        help="DeepSpeed config of the job that will resume [the one kept in the checkpoint]",
+    )
+    _add_moving_options(verb)
+
+
+def _add_convert(verbs: Verbs) -> None:
+    verb = _add(
+        verbs,
+        "convert",
+        _convert,
+        "write a checkpoint into a Zarr store",
+        "streamshard convert runs/7b archive/7b.zarr --codec zstd",
+    )
+    verb.add_argument("source", metavar="SRC", help=_SOURCE_HELP)
+    verb.add_argument("target", metavar="STORE.zarr", help="store to make")
+    verb.add_argument("--codec", choices=CODECS, default="none", help="compression [none]")
+    verb.add_argument(
+        "--chunk-size",
+        type=_size,
+        default=convert.DEFAULT_CHUNK_BYTES,
+        metavar="SIZE",
+        help="bytes per chunk at most, before compression [64MiB]",
+    )
+    _add_moving_options(verb)
+
+
+def _add_inspect(verbs: Verbs) -> None:
+    verb = _add(
+        verbs,
+        "inspect",
+        _inspect,
+        "show what is in a checkpoint",
+        "streamshard inspect runs/7b",
+    )
+    verb.add_argument("source", metavar="SRC", help=_SOURCE_HELP)
+    verb.add_argument("--tag", help="tag to open [the one that 'latest' names]")
+
+
+def _add(
+    verbs: Verbs, name: str, run: Callable[[argparse.Namespace], None], summary: str, example: str
+) -> argparse.ArgumentParser:
+    verb = verbs.add_parser(
+        name, help=summary, description=summary.capitalize() + ".", epilog=f"Example: {example}"
+    )
+    verb.set_defaults(verb=run)
+    verb.add_argument("--json", action="store_true", help="print one JSON document")
+    volume = verb.add_mutually_exclusive_group()
+    volume.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
+    volume.add_argument("-v", "--verbose", action="store_true", help="print more")
+    return verb
+
+
+def _add_moving_options(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--tag", help="tag to read [the one that 'latest' names]")
+    verb.add_argument(
+        "--memory-limit",
+        type=_memory,
+        default=running.DEFAULT_LIMIT_BYTES,
+        metavar="SIZE",
+        help="memory above the program's own: 512MiB, 2GB, or 50%% of the machine's [1GiB]",
+    )
+    verb.add_argument("--workers", type=int, metavar="N", help="threads [one per core, at most 4]")
+    verb.add_argument("--overwrite", action="store_true", help="replace the target if it exists")
+    verb.add_argument(
+        "-n", "--dry-run", action="store_true", help="show what would be done, and write nothing"
+    )
+
+
+def _size(text: str) -> int:
+    try:
+        return sizes.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _memory(text: str) -> int:
+    try:
+        return sizes.parse(text, whole=memory.available_bytes())
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _repartition(arguments: argparse.Namespace) -> None:
+    plan = repartition.plan_repartition(
+        arguments.source,
+        arguments.target,
+        world_size=arguments.world_size,
+        zero_stage=arguments.zero_stage,
+        ds_config_file=arguments.ds_config,
+        **_moving_options(arguments),
+    )
+    _show(plan.report if arguments.dry_run else plan.run(_progress(arguments)), arguments)
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    plan = convert.plan_convert(
+        arguments.source,
+        arguments.target,
+        codec=arguments.codec,
+        chunk_size=arguments.chunk_size,
+        **_moving_options(arguments),
+    )
+    _show(plan.report if arguments.dry_run else plan.run(_progress(arguments)), arguments)
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    found = inspect.inspect(arguments.source, tag=arguments.tag)
+    if arguments.json:
+        print(json.dumps(asdict(found), indent=2))
+    elif not arguments.quiet:
+        print(inspection_text(found, verbose=arguments.verbose))
+
+
+def _moving_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    if arguments.workers is not None and arguments.workers < 1:
+        raise UsageError(f"--workers {arguments.workers}: at least one is needed")
+    return {
+        "tag": arguments.tag,
+        "memory_limit": arguments.memory_limit,
+        "workers": arguments.workers,
+        "overwrite": arguments.overwrite,
+    }
+
+
+def _show(report: Report, arguments: argparse.Namespace) -> None:
+    if arguments.json:
+        print(json.dumps(asdict(report), indent=2))
+    elif not arguments.quiet:
+        print(report_text(report, verbose=arguments.verbose))
+
+
+def _progress(arguments: argparse.Namespace) -> Progress:
+    """Show a bar to a person at a terminal, and to nobody else."""
+    if arguments.quiet or not sys.stderr.isatty():
+        return Silent()
+    return _Bar()
+
+
+class _Bar:
+    """Progress as a bar with bytes and rate."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm[Any] | None = None
+
+    def start(self, total_bytes: int) -> None:
+        self._bar = tqdm(total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024)
+
+    def advance(self, nbytes: int) -> None:
+        if self._bar is not None:
+            self._bar.update(nbytes)
+
+    def stop(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Train, reshard and resume on this machine: `python -m streamshard.demo`."""

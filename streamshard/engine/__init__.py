@@ -1,0 +1,1 @@
+"""Holds bytes and knows no format: windows, streaming, checksums, progress events."""

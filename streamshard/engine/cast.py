@@ -1,0 +1,44 @@
+"""Conversions between float dtypes, bit for bit what torch's `tensor.to(dtype)` gives."""
+
+import numpy as np
+
+from streamshard.engine.work import Cast
+from streamshard.errors import UnsupportedError
+
+
+def _float32_to_bfloat16(source: memoryview, target: memoryview) -> None:
+    """Round to nearest, ties to even; every NaN becomes the one that torch makes of it."""
+    bits = np.frombuffer(source, dtype=np.uint32)
+    result = np.frombuffer(target, dtype=np.uint16)
+    carry = (bits >> 16) & 1
+    carry += np.uint32(0x7FFF)
+    carry += bits  # cannot wrap: only NaNs are that large, and they are overwritten
+    np.right_shift(carry, 16, out=carry)
+    result[:] = carry
+    result[(bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)] = 0x7FC0
+
+
+def _float32_to_float16(source: memoryview, target: memoryview) -> None:
+    with np.errstate(over="ignore"):
+        np.frombuffer(target, dtype=np.float16)[:] = np.frombuffer(source, dtype=np.float32)
+
+
+_CASTS: dict[tuple[str, str], Cast] = {
+    ("float32", "bfloat16"): _float32_to_bfloat16,
+    ("float32", "float16"): _float32_to_float16,
+}
+
+
+def cast_between(source: str, target: str) -> Cast | None:
+    """Find the conversion between two dtypes; None where there is nothing to convert.
+
+    Raises
+    ------
+    UnsupportedError
+        The conversion is not known.
+    """
+    if source == target:
+        return None
+    if (source, target) not in _CASTS:
+        raise UnsupportedError(f"weights cannot be converted from {source} to {target}")
+    return _CASTS[source, target]

@@ -1,0 +1,81 @@
+"""Running checksums over bytes as they pass by."""
+
+from typing import Protocol
+
+import google_crc32c
+import numpy as np
+from isal import isal_zlib
+from numpy.typing import NDArray
+
+
+class Checksum(Protocol):
+    """Something that has seen the bytes of a region so far."""
+
+    def update(self, view: memoryview) -> None:
+        """Take in the next bytes."""
+
+
+class Crc32:
+    """CRC-32 as zip files use it."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def update(self, view: memoryview) -> None:
+        """Take in the next bytes."""
+        self.value = isal_zlib.crc32(view, self.value)
+
+
+class Crc32c:
+    """CRC-32C (Castagnoli) as Zarr's checksum codec uses it."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def update(self, view: memoryview) -> None:
+        """Take in the next bytes."""
+        # The library wants an object that it can take for bytes; an array over the view copies
+        # nothing.
+        self.value = google_crc32c.extend(self.value, np.frombuffer(view, dtype=np.uint8))
+
+
+class BlockCrc32:
+    """CRC-32 of every block of fixed length, so that any part can be checked by itself."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._values: list[int] = []
+        self._open = 0
+        """Bytes seen of the last block."""
+
+    def update(self, view: memoryview) -> None:
+        """Take in the next bytes."""
+        while len(view):
+            if self._open == 0:
+                self._values.append(0)
+            piece = view[: self._block_bytes - self._open]
+            self._values[-1] = isal_zlib.crc32(piece, self._values[-1])
+            self._open = (self._open + len(piece)) % self._block_bytes
+            view = view[len(piece) :]
+
+    def values(self) -> NDArray[np.uint32]:
+        """Return one CRC per block, in order."""
+        return np.array(self._values, dtype=np.uint32)
+
+
+class ChunkChecksums:
+    """Both checksums of an uncompressed chunk, taken while its bytes are at hand."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self.crc32c = Crc32c()
+        self.blocks = BlockCrc32(block_bytes)
+
+    def update(self, view: memoryview) -> None:
+        """Take in the next bytes."""
+        self.crc32c.update(view)
+        self.blocks.update(view)
+
+
+def crc32(view: memoryview | bytes) -> int:
+    """CRC-32 of bytes that are at hand."""
+    return int(isal_zlib.crc32(view, 0))

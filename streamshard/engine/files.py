@@ -1,0 +1,168 @@
+"""The one place that reads from sources and writes to targets."""
+
+import errno
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from streamshard.engine.checksums import crc32
+from streamshard.errors import (
+    CorruptFileError,
+    IntegrityError,
+    NoSpaceError,
+    SourceError,
+    TargetError,
+)
+from streamshard.model import BlockDigests, SourceFile
+
+_OPEN_FILES = 64
+"""Sources that one worker keeps open. A run has more sources than a process may have files."""
+
+
+class Encoded(Protocol):
+    """A file that holds its content in another form, all of it or nothing."""
+
+    def decode(self, descriptor: int) -> memoryview:
+        """Return the content, checked against what was recorded of it."""
+
+
+Decoder = BlockDigests | Encoded
+
+
+class SourceReader:
+    """Reads ranges of the source's files; one per worker, so that nothing is shared."""
+
+    def __init__(self, files: Sequence[SourceFile], decoders: Mapping[int, Decoder]) -> None:
+        self._files = files
+        self._decoders = decoders
+        self._open: OrderedDict[int, int] = OrderedDict()
+        self._decoded: tuple[int, memoryview] = (-1, memoryview(b""))
+        """File that was decoded last, and its content: the next read likely wants more of it."""
+
+    def close(self) -> None:
+        """Close all files."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def read_into(self, file: int, offset: int, view: memoryview) -> None:
+        """Fill a view from a byte offset of a file's content.
+
+        Raises
+        ------
+        CorruptFileError
+            The file ends too early, or is not the one that the plan was made for.
+        IntegrityError
+            The bytes are not those that were recorded.
+        """
+        decoder = self._decoders.get(file)
+        try:
+            if decoder is None:
+                self._read(file, offset, view)
+            elif isinstance(decoder, BlockDigests):
+                self._read_checked(file, decoder, offset, view)
+            else:
+                if self._decoded[0] != file:
+                    self._decoded = (-1, memoryview(b""))  # let go of it before decoding the next
+                    self._decoded = (file, decoder.decode(self._descriptor(file)))
+                view[:] = self._decoded[1][offset : offset + len(view)]
+        except OSError as error:
+            message = f"{self._files[file].path}: cannot be read ({error.strerror})"
+            raise SourceError(message) from error
+
+    def _read(self, file: int, offset: int, view: memoryview) -> None:
+        descriptor, done = self._descriptor(file), 0
+        while done < len(view):
+            count = os.preadv(descriptor, [view[done:]], offset + done)
+            if count == 0:
+                source = self._files[file]
+                message = (
+                    f"{source.path}: ends at byte {offset + done}; it had {source.nbytes} bytes "
+                    "when the run began. Something is changing the source: stop that and run again"
+                )
+                raise CorruptFileError(message)
+            done += count
+
+    def _read_checked(
+        self, file: int, digests: BlockDigests, offset: int, view: memoryview
+    ) -> None:
+        """Read a range by whole blocks, and hold each against its checksum."""
+        end, step = offset + len(view), digests.block_bytes
+        for block in range(offset // step, -(-end // step)):
+            start = block * step
+            stop = min(start + step, digests.nbytes)
+            lower, upper = max(start, offset), min(stop, end)
+            if (lower, upper) == (start, stop):
+                content = view[start - offset : stop - offset]
+                self._read(file, start, content)
+            else:
+                content = memoryview(bytearray(stop - start))
+                self._read(file, start, content)
+                view[lower - offset : upper - offset] = content[lower - start : upper - start]
+            if crc32(content) != digests.crc32s[block]:
+                message = f"{self._files[file].path}: bytes {start} to {stop} are damaged"
+                raise IntegrityError(f"{message}: they are not those that were written")
+
+    def _descriptor(self, file: int) -> int:
+        if file in self._open:
+            self._open.move_to_end(file)
+            return self._open[file]
+        while len(self._open) >= _OPEN_FILES:
+            os.close(self._open.popitem(last=False)[1])
+        source = self._files[file]
+        descriptor = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC)
+        self._open[file] = descriptor
+        require_unchanged(source, os.fstat(descriptor))
+        return descriptor
+
+
+def require_unchanged(source: SourceFile, stat: os.stat_result) -> None:
+    """Refuse a source file that is no longer what it was when the plan was made."""
+    if (stat.st_size, stat.st_mtime_ns) != (source.nbytes, source.mtime_ns):
+        message = (
+            f"{source.path}: changed while it was being read ({source.nbytes} bytes when the run "
+            f"began, {stat.st_size} now). Is the job still saving? Run again when it has finished"
+        )
+        raise CorruptFileError(message)
+
+
+@contextmanager
+def target_errors(path: Path) -> Iterator[None]:
+    """Turn the system's refusal to write a target into an error that names it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            message = f"{path}: no space left on the target's file system ({error.strerror})"
+            raise NoSpaceError(f"{message}; free some and run the same command again") from error
+        raise TargetError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def open_target(path: Path) -> int:
+    """Create a file for writing at any offset."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+
+def write_all(descriptor: int, view: memoryview, offset: int) -> None:
+    """Write all of a view at a byte offset."""
+    while len(view):
+        count = os.pwrite(descriptor, view, offset)
+        view, offset = view[count:], offset + count
+
+
+def sync_directories(root: Path) -> None:
+    """Make the names in a directory tree durable, innermost first."""
+    for directory, _, _ in os.walk(root, topdown=False):
+        sync_directory(Path(directory))
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in one directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

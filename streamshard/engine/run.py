@@ -1,0 +1,134 @@
+"""Runs the work: a few workers, one window each, files finished and synced as they complete."""
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+from streamshard.engine.files import Decoder, SourceReader, open_target, target_errors, write_all
+from streamshard.engine.window import Window
+from streamshard.engine.work import Span, TargetFile
+from streamshard.model import SourceFile
+
+Progress = Callable[[int], None]
+"""Called from workers with the count of target bytes that were written since the last call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a run may use."""
+
+    workers: int
+    window_bytes: int
+    scratch_bytes: int
+
+
+class _OpenFile:
+    """A target file while its spans are being written."""
+
+    def __init__(self, file: TargetFile, path: Path) -> None:
+        self.file = file
+        self.path = path
+        self.descriptor = open_target(path)
+        self._left = len(file.spans)
+        self._lock = threading.Lock()
+
+    def span_done(self) -> bool:
+        """Count a span; True for the one that was last."""
+        with self._lock:
+            self._left -= 1
+            return self._left == 0
+
+    def finish(self) -> int:
+        """Write the ending and make the content durable; returns the ending's size."""
+        ending = self.file.ending()
+        write_all(self.descriptor, memoryview(ending), self.file.ending_offset)
+        if self.file.mode is not None:
+            os.fchmod(self.descriptor, self.file.mode)
+        os.fsync(self.descriptor)
+        self.close()
+        return len(ending)
+
+    def close(self) -> None:
+        """Close the file unless that is done."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+class Engine:
+    """Writes target files from source files with fixed buffers."""
+
+    def __init__(
+        self,
+        sources: tuple[SourceFile, ...],
+        decoders: Mapping[int, Decoder],
+        resources: Resources,
+        progress: Progress,
+    ) -> None:
+        self._sources = sources
+        self._decoders = decoders
+        self._resources = resources
+        self._progress = progress
+        self._local = threading.local()
+        self._readers: list[SourceReader] = []
+        self._opened: set[_OpenFile] = set()
+
+    def run(self, files: Iterable[TargetFile], root: Path) -> None:
+        """Write all files below a directory, in order, a bounded number at a time.
+
+        The first error stops the run: work that has begun is finished, the rest is left.
+
+        Raises
+        ------
+        TargetError
+            A file cannot be written; the message names it.
+        SourceError, IntegrityError
+            A source cannot be read, or is not what it was.
+        """
+        pool = ThreadPoolExecutor(self._resources.workers, thread_name_prefix="streamshard")
+        pending: set[Future[None]] = set()
+        try:
+            for opened, span in self._spans(files, root):
+                pending.add(pool.submit(self._write, opened, span))
+                if len(pending) > 2 * self._resources.workers:
+                    done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        future.result()
+            for future in pending:
+                future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+            for reader in self._readers:
+                reader.close()
+            for left in self._opened:
+                left.close()
+
+    def _spans(self, files: Iterable[TargetFile], root: Path) -> Iterator[tuple[_OpenFile, Span]]:
+        for file in files:
+            path = root / file.path
+            with target_errors(path):
+                opened = _OpenFile(file, path)
+            self._opened.add(opened)
+            for span in file.spans:
+                yield opened, span
+
+    def _write(self, opened: _OpenFile, span: Span) -> None:
+        with target_errors(opened.path):
+            end = self._window().write(span, opened.descriptor)
+            self._progress(end - span.offset)
+            if opened.span_done():
+                self._progress(opened.finish())
+                self._opened.discard(opened)
+
+    def _window(self) -> Window:
+        if not hasattr(self._local, "window"):
+            reader = SourceReader(self._sources, self._decoders)
+            self._readers.append(reader)
+            buffer = memoryview(bytearray(self._resources.window_bytes))
+            scratch = memoryview(bytearray(self._resources.scratch_bytes))
+            self._local.window = Window(buffer, scratch, reader)
+        window: Window = self._local.window
+        return window

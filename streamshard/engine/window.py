@@ -1,0 +1,125 @@
+"""Streams parts through one buffer into a file: large sequential writes whatever the fragments."""
+
+from streamshard.engine.files import SourceReader, write_all
+from streamshard.engine.work import Fixed, Region, Span
+
+
+class Window:
+    """A worker's buffer in front of the file that it writes."""
+
+    def __init__(self, buffer: memoryview, scratch: memoryview, reader: SourceReader) -> None:
+        self._buffer = buffer
+        self._scratch = scratch
+        self._reader = reader
+        self._descriptor = -1
+        self._offset = 0
+        self._filled = 0
+
+    def write(self, span: Span, descriptor: int) -> int:
+        """Write a span; returns the byte offset behind it."""
+        self._descriptor, self._offset, self._filled = descriptor, span.offset, 0
+        for part in span.parts:
+            if isinstance(part, Fixed):
+                self._put(part.data)
+            elif part.encode is not None:
+                self._put_encoded(part)
+            else:
+                self._stream(part)
+        self._flush()
+        return self._offset
+
+    def _flush(self) -> None:
+        write_all(self._descriptor, self._buffer[: self._filled], self._offset)
+        self._offset += self._filled
+        self._filled = 0
+
+    def _put(self, data: bytes) -> None:
+        view = memoryview(data)
+        while len(view):
+            if self._filled == len(self._buffer):
+                self._flush()
+            piece = view[: len(self._buffer) - self._filled]
+            self._buffer[self._filled : self._filled + len(piece)] = piece
+            self._filled += len(piece)
+            view = view[len(piece) :]
+
+    def _stream(self, region: Region) -> None:
+        filler = RegionFiller(region, self._reader, self._scratch)
+        left = region.content_bytes
+        while left:
+            room = len(self._buffer) - self._filled
+            if room < region.target_itemsize:
+                self._flush()
+                continue
+            count = min(left, room - room % region.target_itemsize)
+            view = self._buffer[self._filled : self._filled + count]
+            filler.fill(view)
+            region.checksum.update(view)
+            self._filled += count
+            left -= count
+        self._put(region.trailer())
+
+    def _put_encoded(self, region: Region) -> None:
+        content = memoryview(bytearray(region.content_bytes))
+        RegionFiller(region, self._reader, self._scratch).fill(content)
+        region.checksum.update(content)
+        self._put(region.encode(content) if region.encode else b"")
+        self._put(region.trailer())
+
+
+class RegionFiller:
+    """Delivers a region's bytes in order, in portions of any size that holds whole elements."""
+
+    def __init__(self, region: Region, reader: SourceReader, scratch: memoryview) -> None:
+        copies = region.copies
+        self._files = copies.file.tolist()
+        self._sources = copies.source.tolist()
+        self._targets = copies.target.tolist()
+        self._nbytes = copies.nbytes.tolist()
+        self._region = region
+        self._reader = reader
+        self._scratch = scratch
+        self._next = 0
+        """Copy that delivers next."""
+        self._used = 0
+        """Source bytes that it has delivered."""
+        self._at = 0
+
+    def fill(self, view: memoryview) -> None:
+        """Fill a view with the region's next bytes."""
+        region, end, done = self._region, self._at + len(view), 0
+        while done < len(view):
+            at = self._at + done
+            if self._next == len(self._files) or self._targets[self._next] >= end:
+                view[done:] = bytes(len(view) - done)
+                break
+            if self._targets[self._next] > at and not self._used:
+                gap = self._targets[self._next] - at
+                view[done : done + gap] = bytes(gap)
+                done += gap
+                continue
+            source_left = self._nbytes[self._next] - self._used
+            wanted = (len(view) - done) // region.target_itemsize * region.source_itemsize
+            count = min(source_left, wanted)
+            done += self._deliver(count, view[done:])
+            self._used += count
+            if self._used == self._nbytes[self._next]:
+                self._next, self._used = self._next + 1, 0
+        self._at = end
+
+    def _deliver(self, count: int, view: memoryview) -> int:
+        """Read source bytes of the current copy into the front of a view; returns bytes filled."""
+        file, offset = self._files[self._next], self._sources[self._next] + self._used
+        region = self._region
+        if region.cast is None:
+            self._reader.read_into(file, offset, view[:count])
+            return count
+        written = 0
+        step = len(self._scratch) - len(self._scratch) % region.source_itemsize
+        for start in range(0, count, step):
+            piece = self._scratch[: min(step, count - start)]
+            self._reader.read_into(file, offset + start, piece)
+            produced = len(piece) // region.source_itemsize * region.target_itemsize
+            region.cast(piece, view[written : written + produced])
+            written += produced
+        return written

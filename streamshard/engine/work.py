@@ -1,0 +1,66 @@
+"""What there is to write, in terms that know no format."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from streamshard.engine.checksums import Checksum, Crc32
+from streamshard.model import Copies
+
+Cast = Callable[[memoryview, memoryview], None]
+"""Converts source elements in the first view into target elements that fill the second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """Bytes that are at hand."""
+
+    data: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return len(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Bytes that come from sources; zeros where no copy writes."""
+
+    content_bytes: int
+    copies: Copies
+    checksum: Checksum = field(default_factory=Crc32)
+    trailer: Callable[[], bytes] = bytes
+    """Spells what follows the content, once the checksum has seen all of it."""
+    trailer_bytes: int = 0
+    source_itemsize: int = 1
+    target_itemsize: int = 1
+    cast: Cast | None = None
+    encode: Callable[[memoryview], bytes] | None = None
+    """Turns the whole content into what is stored; such a region is alone in its file."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in the file, the trailer included; an upper bound where it is encoded."""
+        return self.content_bytes + self.trailer_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Parts that follow each other in a file; the unit of work of one worker."""
+
+    offset: int
+    parts: Sequence[Fixed | Region]
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFile:
+    """A file to write."""
+
+    path: str
+    """Relative to the target directory."""
+    spans: Sequence[Span]
+    ending: Callable[[], bytes] = bytes
+    """Spells the file's last bytes, once all spans are written."""
+    ending_offset: int = 0
+    mode: int | None = None
+    """Permission bits, where they matter."""

@@ -1,0 +1,89 @@
+"""Every way a run can fail, one class each; the exit code is on the class.
+
+::
+
+    StreamshardError
+    ├── UsageError              2   the command line or a call asks for something impossible
+    ├── SourceError             3   the source cannot be read or is incomplete
+    │   ├── SourceNotFoundError       nothing checkpoint-like at the given path
+    │   ├── CorruptFileError          a file is truncated or not what its name says
+    │   ├── IncompleteError           a rank's file is missing, or one is there that should not be
+    │   ├── DisagreementError         two files of one checkpoint contradict each other
+    │   └── UnsupportedError          a layout that is known, and not supported
+    ├── TargetError             4   the target cannot be written
+    │   ├── TargetExistsError
+    │   ├── TargetLockedError
+    │   └── NoSpaceError
+    ├── MemoryLimitError        5   the plan needs more memory than the limit
+    └── IntegrityError          6   bytes differ from what was recorded
+"""
+
+from typing import ClassVar
+
+
+class StreamshardError(Exception):
+    """Base of every error that is the input's, the target's or the caller's fault."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class UsageError(StreamshardError):
+    """The command line or a call asks for something that cannot be."""
+
+    exit_code = 2
+
+
+class SourceError(StreamshardError):
+    """The source cannot be read or is incomplete."""
+
+    exit_code = 3
+
+
+class SourceNotFoundError(SourceError):
+    """There is nothing at the given path that looks like a checkpoint."""
+
+
+class CorruptFileError(SourceError):
+    """A file is truncated, or is not what its name says it is."""
+
+
+class IncompleteError(SourceError):
+    """A rank's file is missing, or a file of another world size lies among the others."""
+
+
+class DisagreementError(SourceError):
+    """Two files of one checkpoint contradict each other."""
+
+
+class UnsupportedError(SourceError):
+    """The layout is recognised and not supported."""
+
+
+class TargetError(StreamshardError):
+    """The target cannot be written."""
+
+    exit_code = 4
+
+
+class TargetExistsError(TargetError):
+    """The target is already there and may not be replaced."""
+
+
+class TargetLockedError(TargetError):
+    """Another run is writing the same target."""
+
+
+class NoSpaceError(TargetError):
+    """The target's file system has too little room."""
+
+
+class MemoryLimitError(StreamshardError):
+    """The plan needs more memory than the limit allows. Nothing was read or written."""
+
+    exit_code = 5
+
+
+class IntegrityError(StreamshardError):
+    """Bytes differ from what was recorded when they were written."""
+
+    exit_code = 6

@@ -1,0 +1,79 @@
+"""File names and dictionary keys that DeepSpeed decided (`deepspeed/checkpoint/constants.py`)."""
+
+import re
+from typing import Final
+
+LATEST: Final = "latest"
+LATEST_UNIVERSAL: Final = "latest_universal"
+
+_RANK_FILE: Final = re.compile(
+    r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)"
+    r"_?(?P<kind>optim|model)_states\.pt"
+)
+_MODEL_FILE: Final = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
+_PARALLEL_FILE: Final = re.compile(
+    r"(layer_\d+[-_].*model_states|expert_\d+_mp_rank_\d+.*|expp_rank_\d+_mp_rank_\d+_optim_states)"
+    r"\.pt"
+)
+
+OPTIMIZER: Final = "optimizer_state_dict"
+"""In an optimizer file: the ZeRO optimizer's state; inside that, in stage 3, the wrapped one's."""
+BASE_OPTIMIZER: Final = "base_optimizer_state"
+"""Stages 1 and 2: the wrapped optimizer's state."""
+FLAT_GROUPS: Final = "single_partition_of_fp32_groups"
+FLAT_GROUPS_3: Final = "fp32_flat_groups"
+PARTITION_COUNT: Final = "partition_count"
+GROUP_PADDINGS: Final = "group_paddings"
+ALIGNMENT_PADDINGS: Final = "param_alignment_paddings"
+SLICE_MAPPINGS: Final = "param_slice_mappings"
+ZERO_STAGE: Final = "zero_stage"
+CLIP_GRAD: Final = "clip_grad"
+DS_CONFIG: Final = "ds_config"
+DS_VERSION: Final = "ds_version"
+
+MODULE_STATE: Final = "module"
+BUFFER_NAMES: Final = "buffer_names"
+PARAM_SHAPES: Final = "param_shapes"
+FROZEN_SHAPES: Final = "frozen_param_shapes"
+FROZEN_FRAGMENTS: Final = "frozen_param_fragments"
+SHARED_PARAMS: Final = "shared_params"
+DP_WORLD_SIZE: Final = "dp_world_size"
+MP_WORLD_SIZE: Final = "mp_world_size"
+
+
+class RankFile:
+    """What the name of a checkpoint file says about it."""
+
+    __slots__ = ("dp_rank", "kind", "mp_rank", "prefix")
+
+    def __init__(self, kind: str, prefix: str, dp_rank: int | None, mp_rank: int) -> None:
+        self.kind = kind
+        """`optim`, `model`, or `parallel` for pipeline and expert files."""
+        self.prefix = prefix
+        self.dp_rank = dp_rank
+        """None for the model file of stages 1 and 2, which all ranks share."""
+        self.mp_rank = mp_rank
+
+
+def parse(name: str) -> RankFile | None:
+    """Understand a file name of a tag directory; None if it is not DeepSpeed's."""
+    if match := _RANK_FILE.fullmatch(name):
+        return RankFile(match["kind"], match["prefix"] or "", int(match["dp"]), int(match["mp"]))
+    if match := _MODEL_FILE.fullmatch(name):
+        return RankFile("model", "", None, int(match["mp"]))
+    if _PARALLEL_FILE.fullmatch(name):
+        return RankFile("parallel", "", None, 0)
+    return None
+
+
+def optimizer_file(dp_rank: int, *, bf16: bool, mp_rank: int = 0) -> str:
+    """Name the optimizer file that an engine looks for."""
+    prefix = "bf16_" if bf16 else ""
+    return f"{prefix}zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
+
+
+def model_file(dp_rank: int | None, mp_rank: int = 0) -> str:
+    """Name the model file; without a rank the one that stages 1 and 2 share."""
+    if dp_rank is None:
+        return f"mp_rank_{mp_rank:02d}_model_states.pt"
+    return f"zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_model_states.pt"

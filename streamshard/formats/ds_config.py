@@ -1,0 +1,140 @@
+"""What in a DeepSpeed config shapes the files of a checkpoint, and nothing else of it.
+
+Key names and defaults: `deepspeed/runtime/zero/config.py`, `runtime/precision_config.py`.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from streamshard.errors import UsageError
+from streamshard.model import ZeroLayout
+
+Config = Mapping[str, Any]
+
+DEFAULT_SUB_GROUP_SIZE: Final = 1_000_000_000
+
+_ZERO: Final = "zero_optimization"
+_SHAPING_KEYS: Final = (
+    "stage",
+    "round_robin_gradients",
+    "parameter_alignment",
+    "sub_group_size",
+)
+"""Keys of `zero_optimization` that decide what the files look like."""
+_PRECISIONS: Final = {"float16": ("fp16",), "bfloat16": ("bf16", "bfloat16")}
+"""Sections that switch a 16-bit type on, by the dtype they stand for."""
+
+
+def read_file(path: Path) -> Config:
+    """Read a DeepSpeed config file.
+
+    Raises
+    ------
+    UsageError
+        There is no such file, or it is no JSON object.
+    """
+    try:
+        config = json.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise UsageError(f"{path}: not a DeepSpeed config in JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"{path}: not a DeepSpeed config: the JSON in it is no object")
+    return config
+
+
+def _zero(config: Config) -> Mapping[str, Any]:
+    section = config.get(_ZERO, {})
+    if isinstance(section, bool):  # before 0.3 a bare `true` meant stage 1
+        return {"stage": int(section)}
+    return section if isinstance(section, Mapping) else {}
+
+
+def _number(value: object) -> int | None:
+    """Read a count; "auto", which frameworks fill in later, counts as not given."""
+    if isinstance(value, str) and re.fullmatch(r"[0-9.]+(e[0-9]+)?", value):
+        value = float(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return int(value)
+    return None
+
+
+def zero_stage(config: Config) -> int | None:
+    """Tell the ZeRO stage that a config asks for, None if it names none."""
+    return _number(_zero(config).get("stage"))
+
+
+def zero_layout(config: Config, *, stage: int, world_size: int) -> ZeroLayout:
+    """Read how an engine with this config would cut its optimizer state."""
+    zero = _zero(config)
+    size = _number(zero.get("sub_group_size"))
+    return ZeroLayout(
+        stage=stage,
+        world_size=world_size,
+        round_robin=zero.get("round_robin_gradients") is True and stage < 3,
+        parameter_alignment=zero.get("parameter_alignment") is True and stage < 3,
+        sub_group_size=DEFAULT_SUB_GROUP_SIZE if size is None else size,
+    )
+
+
+def module_dtype(config: Config) -> str | None:
+    """Tell the dtype that the module is trained in; None if the config does not say.
+
+    A section that is absent is off; a config without either section trains in fp32 unless it is
+    a bare fragment, which cannot be told apart, so absence of both means "not said".
+    """
+    said = False
+    for dtype, names in _PRECISIONS.items():
+        for name in names:
+            enabled = config.get(name, {}).get("enabled") if name in config else None
+            said = said or isinstance(enabled, bool)
+            if enabled is True:
+                return dtype
+    return "float32" if said else None
+
+
+def merged(config: Config, wanted: Config) -> dict[str, Any]:
+    """Return a config with everything that shapes files replaced by what is wanted.
+
+    Batch sizes, optimizer settings and the rest stay as the run that saved them had them.
+    """
+    result = dict(config)
+    given = {
+        key: value
+        for key, value in _zero(wanted).items()
+        if key in _SHAPING_KEYS and value != "auto"
+    }
+    if given:
+        result[_ZERO] = {**_zero(config), **given}
+    if module_dtype(wanted) is not None:
+        for names in _PRECISIONS.values():
+            for name in names:
+                if name in wanted:
+                    result[name] = wanted[name]
+                elif isinstance(result.get(name), Mapping):
+                    result[name] = {**result[name], "enabled": False}
+    return result
+
+
+def with_stage(config: Config, stage: int) -> dict[str, Any]:
+    """Return a config that asks for another ZeRO stage."""
+    return {**config, _ZERO: {**_zero(config), "stage": stage}}
+
+
+def gradient_clipping(config: Config) -> float:
+    """Gradient clipping in force; 0 where it is off, as DeepSpeed's default is."""
+    value = config.get("gradient_clipping", 0.0)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def batch_sizes(config: Config) -> tuple[int | None, int | None, int | None]:
+    """Read (train_batch_size, micro batch per GPU, gradient accumulation steps) as given."""
+    return (
+        _number(config.get("train_batch_size")),
+        _number(config.get("train_micro_batch_size_per_gpu")),
+        _number(config.get("gradient_accumulation_steps")),
+    )

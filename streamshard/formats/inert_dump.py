@@ -1,0 +1,95 @@
+"""Writes inert nodes as a pickle of protocol 2, the one that torch.save uses."""
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from streamshard.formats.inert import ORDERED_DICT, UNSET, Call, Global, Node
+
+_PythonPickler: Any = pickle._Pickler
+"""The standard library's pickler in Python: the C one insists on importing what it writes."""
+
+_GETATTR = Global("__builtin__", "getattr")
+_NEWOBJ_EX = Global("copyreg", "__newobj_ex__")
+
+
+def dump(node: Node, persistent_id: Callable[[Node], Node | None]) -> bytes:
+    """Write nodes so that unpickling makes the calls that they remember.
+
+    Equal strings and equal globals are written once, whatever object holds them, so that the
+    bytes depend on the value alone and not on the way by which it came here.
+    """
+    buffer = io.BytesIO()
+    _Pickler(buffer, persistent_id).dump(node)
+    return buffer.getvalue()
+
+
+class _Pickler(_PythonPickler):  # type: ignore[misc]
+    dispatch: ClassVar[dict[type, Any]] = dict(_PythonPickler.dispatch)
+
+    def __init__(self, buffer: io.BytesIO, persistent_id: Callable[[Node], Node | None]) -> None:
+        super().__init__(buffer, protocol=2)
+        self.persistent_id = persistent_id
+        self._canonical: dict[str | Global, str | Global] = {}
+
+    def _saved_before(self, node: Node) -> bool:
+        if id(node) not in self.memo:
+            return False
+        self.write(self.get(self.memo[id(node)][0]))
+        return True
+
+    def save_text(self, text: str) -> None:
+        text = self._canonical.setdefault(text, text)  # type: ignore[assignment]
+        if not self._saved_before(text):
+            _PythonPickler.save_str(self, text)
+
+    dispatch[str] = save_text
+
+    def save_global_node(self, node: Global) -> None:
+        node = self._canonical.setdefault(node, node)  # type: ignore[assignment]
+        if self._saved_before(node):
+            return
+        head, _, tail = node.name.rpartition(".")
+        if head:
+            # Protocol 2 has no dotted names: a nested class is an attribute of its outer one.
+            self.save(_GETATTR)
+            self.save((Global(node.module, head), tail))
+            self.write(pickle.REDUCE)
+            self.memoize(node)
+            return
+        self.write(pickle.GLOBAL + f"{node.module}\n{node.name}\n".encode())
+        self.memoize(node)
+
+    dispatch[Global] = save_global_node
+
+    def save_call(self, node: Call) -> None:
+        if node.kwargs is None:
+            self.save(node.function)
+            self.save(node.args)
+            self.write(pickle.NEWOBJ if node.new else pickle.REDUCE)
+        else:
+            # Protocol 2 has no NEWOBJ_EX either; the function behind it does the same.
+            self.save(_NEWOBJ_EX)
+            self.save((node.function, node.args, node.kwargs))
+            self.write(pickle.REDUCE)
+        self.memoize(node)
+        self._batch_appends(node.items)
+        self._batch_setitems(node.entries)
+        if node.state is not UNSET:
+            self.save(node.state)
+            self.write(pickle.BUILD)
+
+    dispatch[Call] = save_call
+
+    def save_ordered_dict(self, node: OrderedDict[Node, Node]) -> None:
+        self.save(ORDERED_DICT)
+        self.write(pickle.EMPTY_TUPLE + pickle.REDUCE)
+        self.memoize(node)
+        self._batch_setitems(list(node.items()))
+        if vars(node):
+            self.save(vars(node))
+            self.write(pickle.BUILD)
+
+    dispatch[OrderedDict] = save_ordered_dict

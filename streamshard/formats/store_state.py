@@ -1,0 +1,147 @@
+"""Training state of a store: a checkpoint's inert nodes as one pickle, read and written inertly."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Final
+
+from streamshard.errors import CorruptFileError, UnsupportedError
+from streamshard.formats import inert, inert_dump
+from streamshard.formats.checkpoint import (
+    Checkpoint,
+    FlatState,
+    ModuleEntry,
+    OtherFile,
+    ParamGroup,
+    ScalarState,
+)
+from streamshard.formats.inert import Node
+from streamshard.formats.torch_tensor import Storage
+from streamshard.model import ITEMSIZE, LogicalTensor, Whole, ZeroLayout
+
+VERSION: Final = 1
+"""Version of a store's format."""
+
+_FLAT: Final = "flat"
+_SCALAR: Final = "scalar"
+_PLAIN: Final = "plain"
+
+
+ChunkShapes = Sequence[tuple[int, ...]]
+"""Shape of the chunks of each logical tensor."""
+
+
+def dump(checkpoint: Checkpoint, chunk_shapes: ChunkShapes) -> bytes:
+    """Spell everything of a checkpoint that is not a logical tensor's bytes."""
+
+    def persistent_id(node: Node) -> Node | None:
+        if not isinstance(node, Storage):
+            return None
+        if not isinstance(node.content, Whole):
+            raise CorruptFileError("a storage of the training state is no blob")
+        return ("blob", node.dtype, node.numel, node.content.tensor)
+
+    return inert_dump.dump(
+        {
+            "tag": checkpoint.tag,
+            "layout": _values(checkpoint.layout),
+            "tensors": [_values(tensor) for tensor in checkpoint.tensors],
+            "chunk_shapes": list(chunk_shapes),
+            "groups": [
+                (g.params, g.master_dtype, {k: _spell_state(v) for k, v in g.states.items()})
+                for g in checkpoint.groups
+            ],
+            "module": [_values(entry) for entry in checkpoint.module],
+            "module_dtype": checkpoint.module_dtype,
+            "model_state": checkpoint.model_state,
+            "optimizer_file": checkpoint.optimizer_file,
+            "param_ids": checkpoint.param_ids,
+            "files": [_values(file) for file in checkpoint.files],
+            "notes": checkpoint.notes,
+        },
+        persistent_id,
+    )
+
+
+def load(data: bytes) -> tuple[Checkpoint, ChunkShapes]:
+    """Read what `dump` spelled.
+
+    Raises
+    ------
+    CorruptFileError
+        The bytes are not what `dump` spells.
+    """
+    storages: dict[Node, Storage] = {}
+
+    def persistent_load(identifier: Node) -> Storage:
+        kind, dtype, numel, tensor = identifier
+        if kind != "blob" or dtype not in ITEMSIZE or not isinstance(tensor, int):
+            raise CorruptFileError(f"{identifier!r:.80} does not name a blob")
+        # One object for one blob: tensors that shared a storage are to share it again.
+        return storages.setdefault(identifier, Storage(dtype, numel, Whole(tensor)))
+
+    try:
+        root = inert.load(data, persistent_load)
+        shapes = [tuple(map(int, shape)) for shape in root["chunk_shapes"]]
+        checkpoint = Checkpoint(
+            tag=_text(root["tag"]),
+            layout=ZeroLayout(*root["layout"]),
+            tensors=tuple(_tensor(*values) for values in root["tensors"]),
+            groups=tuple(
+                ParamGroup(
+                    tuple(map(_text, params)), dtype, {k: _read_state(v) for k, v in held.items()}
+                )
+                for params, dtype, held in root["groups"]
+            ),
+            module=tuple(ModuleEntry(*values) for values in root["module"]),
+            module_dtype=_text(root["module_dtype"]),
+            model_state=_mapping(root["model_state"]),
+            optimizer_file=_mapping(root["optimizer_file"]),
+            param_ids=_mapping(root["param_ids"]),
+            files=tuple(OtherFile(*values) for values in root["files"]),
+            notes=tuple(root["notes"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        message = f"training state is not as streamshard writes it: {error}"
+        raise CorruptFileError(message) from error
+    return checkpoint, shapes
+
+
+def _values(noun: object) -> tuple[Any, ...]:
+    return tuple(getattr(noun, field.name) for field in fields(noun))  # type: ignore[arg-type]
+
+
+def _spell_state(value: Node) -> Node:
+    if isinstance(value, FlatState):
+        return (_FLAT, value.dtype)
+    if isinstance(value, ScalarState):
+        return (_SCALAR, value.dtype, value.shape, value.data.hex())
+    return (_PLAIN, value)
+
+
+def _read_state(spelled: Node) -> Node:
+    kind, *values = spelled
+    if kind == _FLAT:
+        return FlatState(*values)
+    if kind == _SCALAR:
+        dtype, shape, data = values
+        return ScalarState(dtype, shape, bytes.fromhex(data))
+    (value,) = values
+    return value
+
+
+def _tensor(state: str, name: str, dtype: str, shape: tuple[int, ...]) -> LogicalTensor:
+    if dtype not in ITEMSIZE or any(length < 0 for length in shape):
+        raise UnsupportedError(f"tensor {name}: dtype {dtype}, shape {shape}")
+    return LogicalTensor(_text(state), _text(name), dtype, tuple(shape))
+
+
+def _text(value: Node) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.40} is no text")
+    return value
+
+
+def _mapping(value: Node) -> Mapping[str, Node]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{value!r:.40} is no mapping")
+    return value

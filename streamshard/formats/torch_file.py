@@ -1,0 +1,241 @@
+"""torch.save's container: a zip of stored records, read as extents and laid out before writing.
+
+The layout is that of `PyTorchStreamWriter` (torch 2.13): record data aligned to 64 bytes by an
+`FB` extra field, CRC and sizes in a data descriptor behind the data, Zip64 fields only where a
+number needs them, a Zip64 end record always. `tests/formats/test_torch_file.py` compares ours
+with torch's own, byte by byte.
+"""
+
+import struct
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from streamshard.errors import CorruptFileError, UnsupportedError
+from streamshard.formats import inert, inert_dump
+from streamshard.formats.inert import Node
+from streamshard.formats.torch_tensor import Storage, storage_from_id, storage_id
+from streamshard.model import Literal
+
+_ALIGNMENT: Final = 64
+_LIMIT_32: Final = 0xFFFFFFFF
+_FLAGS: Final = 0x0808
+"""UTF-8 name; CRC and sizes follow the data."""
+_FLAGS_EMPTY: Final = 0x0800
+_LOCAL: Final = struct.Struct("<IHHHHHIIIHH")
+_CENTRAL: Final = struct.Struct("<IHHHHHHIIIHHHHHII")
+_END_64: Final = struct.Struct("<IQHHIIQQQQ")
+_LOCATOR_64: Final = struct.Struct("<IIQI")
+_END: Final = struct.Struct("<IHHHHIIH")
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFile:
+    """What a file saved by torch holds: its object, inert, and where its storages lie."""
+
+    root: Node
+    storages: Mapping[str, Storage]
+
+
+def read(path: Path, file: int) -> TorchFile:
+    """Open a file saved by torch without reading tensor data or running anything from it.
+
+    Parameters
+    ----------
+    file
+        The index by which the storages found are to name this file.
+
+    Raises
+    ------
+    CorruptFileError
+        The file is truncated, or no torch file.
+    UnsupportedError
+        It is one of torch's formats from before the zip container.
+    """
+    try:
+        with path.open("rb") as stream:
+            _refuse_legacy(stream.read(2), path)
+            with zipfile.ZipFile(stream) as archive:
+                return _read_archive(archive, path, file)
+    except zipfile.BadZipFile as error:
+        message = (
+            f"{path}: not a whole torch file ({error}; {path.stat().st_size} bytes). "
+            "Was the save interrupted? Copy the file again or take an earlier tag."
+        )
+        raise CorruptFileError(message) from error
+    except (CorruptFileError, UnsupportedError) as error:
+        if str(path) in str(error):
+            raise
+        raise type(error)(f"{path}: {error}") from error
+
+
+def _refuse_legacy(start: bytes, path: Path) -> None:
+    if start[:1] == b"\x80":
+        message = (
+            f'{path}: saved in torch\'s legacy format ("checkpoint_serialization": false). '
+            "Load and save it once with torch.save(..., _use_new_zipfile_serialization=True)."
+        )
+        raise UnsupportedError(message)
+
+
+def _read_archive(archive: zipfile.ZipFile, path: Path, file: int) -> TorchFile:
+    records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+    if "data.pkl" not in records:
+        raise CorruptFileError(f"{path}: a zip file, but not one that torch.save wrote")
+    if "byteorder" in records and archive.read(records["byteorder"]) != b"little":
+        raise UnsupportedError(f"{path}: written on a big-endian machine")
+    storages: dict[str, Storage] = {}
+
+    def persistent_load(identifier: Node) -> Storage:
+        storage, key = storage_from_id(identifier)
+        if key in storages:
+            return storages[key]
+        info = records.get(f"data/{key}")
+        if info is None or info.file_size < storage.nbytes:
+            have = "no record" if info is None else f"{info.file_size} bytes"
+            message = f"storage {key} of {storage.nbytes} bytes has {have} in the file"
+            raise CorruptFileError(message)
+        storage.file, storage.crc32 = file, info.CRC
+        storage.offset = _data_offset(archive, info)
+        storages[key] = storage
+        return storage
+
+    return TorchFile(inert.load(archive.read(records["data.pkl"]), persistent_load), storages)
+
+
+def _data_offset(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> int:
+    """Find a record's first byte, which only its local header tells."""
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise CorruptFileError(f"record {info.filename} is compressed")
+    stream = archive.fp
+    if stream is None:
+        raise CorruptFileError("the archive is closed")
+    stream.seek(info.header_offset)
+    header = stream.read(_LOCAL.size)
+    if len(header) < _LOCAL.size or not header.startswith(b"PK\x03\x04"):
+        raise CorruptFileError(f"record {info.filename} has no local header")
+    name_bytes, extra_bytes = _LOCAL.unpack(header)[-2:]
+    start = info.header_offset + _LOCAL.size + int(name_bytes) + int(extra_bytes)
+    end = stream.seek(0, 2)
+    if start + info.file_size > end:
+        message = f"record {info.filename} ends at byte {start + info.file_size} of {end}"
+        raise CorruptFileError(message)
+    return start
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record of a file to be written: its header, then its data, then its descriptor."""
+
+    name: str
+    start: int
+    """Byte offset of the local header."""
+    nbytes: int
+    content: Storage | Literal
+
+    @property
+    def is_large(self) -> bool:
+        """Whether one of its numbers needs Zip64."""
+        return self.nbytes >= _LIMIT_32 or self.start >= _LIMIT_32
+
+    def zip64(self) -> bytes:
+        """Spell the extra field that holds what 32 bits cannot."""
+        numbers = [self.nbytes, self.nbytes] if self.nbytes >= _LIMIT_32 else []
+        numbers += [self.start] if self.start >= _LIMIT_32 else []
+        return struct.pack(f"<HH{len(numbers)}Q", 1, 8 * len(numbers), *numbers) if numbers else b""
+
+    def header(self) -> bytes:
+        """Spell the local header with the padding that aligns the data."""
+        name, extra = self.name.encode(), self.zip64()
+        bare = self.start + _LOCAL.size + len(name) + len(extra) + 4
+        gap = -bare % _ALIGNMENT
+        extra += struct.pack("<2sH", b"FB", gap) + b"Z" * gap
+        flags = _FLAGS if self.nbytes else _FLAGS_EMPTY
+        numbers = (0x04034B50, 0, flags, 0, 0, 0, 0, 0, 0, len(name), len(extra))
+        return _LOCAL.pack(*numbers) + name + extra
+
+    def descriptor(self, crc32: int) -> bytes:
+        """Spell what follows the data; empty records have nothing there."""
+        if not self.nbytes:
+            return b""
+        form = "<IIQQ" if self.is_large else "<IIII"
+        return struct.pack(form, 0x08074B50, crc32, self.nbytes, self.nbytes)
+
+    def central(self, crc32: int) -> bytes:
+        """Spell the record's entry in the central directory."""
+        name, extra = self.name.encode(), self.zip64()
+        size, start = min(self.nbytes, _LIMIT_32), min(self.start, _LIMIT_32)
+        flags = _FLAGS if self.nbytes else _FLAGS_EMPTY
+        numbers = (crc32, size, size, len(name), len(extra), 0, 0, 0, 0, start)
+        return _CENTRAL.pack(0x02014B50, 0, 0, flags, 0, 0, 0, *numbers) + name + extra
+
+    @property
+    def end(self) -> int:
+        """Byte offset just behind the descriptor."""
+        return self.start + len(self.header()) + self.nbytes + len(self.descriptor(0))
+
+
+@dataclass(frozen=True, slots=True)
+class TorchLayout:
+    """Where everything will lie in a file to be written."""
+
+    records: tuple[Record, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole file, known before a byte of it is written."""
+        return self.records[-1].end + len(self.ending([0] * len(self.records)))
+
+    def ending(self, crc32s: Sequence[int]) -> bytes:
+        """Spell the central directory and the end records, given each record's CRC-32."""
+        start = self.records[-1].end
+        central = b"".join(
+            record.central(crc) for record, crc in zip(self.records, crc32s, strict=True)
+        )
+        count, size = len(self.records), len(central)
+        end_64 = _END_64.pack(0x06064B50, 44, 0x031E, 45, 0, 0, count, count, size, start)
+        locator = _LOCATOR_64.pack(0x07064B50, 0, start + size, 1)
+        small = min(count, 0xFFFF)
+        end = _END.pack(
+            0x06054B50, 0, 0, small, small, min(size, _LIMIT_32), min(start, _LIMIT_32), 0
+        )
+        return central + end_64 + locator + end
+
+
+def lay_out(root: Node, stem: str) -> TorchLayout:
+    """Lay out the file that torch.save would write for an object, under `stem` as root folder."""
+    keys: dict[int, str] = {}
+    storages: list[Storage] = []
+
+    def persistent_id(node: Node) -> Node | None:
+        if not isinstance(node, Storage):
+            return None
+        if id(node) not in keys:
+            keys[id(node)] = str(len(storages))
+            storages.append(node)
+        return storage_id(node, keys[id(node)])
+
+    pickled = inert_dump.dump(root, persistent_id)
+    contents: list[tuple[str, Storage | Literal]] = [
+        ("data.pkl", Literal(pickled)),
+        (".format_version", Literal(b"1")),
+        (".storage_alignment", Literal(str(_ALIGNMENT).encode())),
+        ("byteorder", Literal(b"little")),
+        *((f"data/{keys[id(storage)]}", storage) for storage in storages),
+        ("version", Literal(b"3\n")),
+    ]
+    records: list[Record] = []
+    start = 0
+    for name, content in contents:
+        nbytes = len(content.data) if isinstance(content, Literal) else content.nbytes
+        records.append(Record(f"{stem}/{name}", start, nbytes, content))
+        start = records[-1].end
+    return TorchLayout(tuple(records))
+
+
+def crc32_of(literal: Literal) -> int:
+    """CRC-32 of bytes that are at hand."""
+    return zlib.crc32(literal.data)

@@ -1,0 +1,77 @@
+"""Stored bytes of a chunk: optionally compressed, always followed by a CRC-32C."""
+
+import os
+import struct
+from pathlib import Path
+from typing import Final
+
+import google_crc32c
+import numpy as np
+from numcodecs.blosc import Blosc
+
+from streamshard.errors import IntegrityError
+
+CHECKSUM_BYTES: Final = 4
+"""Length of what Zarr's crc32c codec appends."""
+
+
+def spell_checksum(crc32c: int) -> bytes:
+    """Spell the end of a chunk as Zarr's crc32c codec does."""
+    return struct.pack("<I", crc32c)
+
+
+class BloscChunk:
+    """Compresses and decompresses chunks of one dtype."""
+
+    def __init__(self, cname: str, itemsize: int) -> None:
+        self._blosc = Blosc(cname=cname, clevel=5, shuffle=Blosc.BITSHUFFLE)
+        self._itemsize = itemsize
+
+    def encode(self, content: memoryview) -> bytes:
+        """Return what is stored for a chunk's content."""
+        # Blosc shuffles by the item size of the array that it is handed.
+        data = self._blosc.encode(np.frombuffer(content, dtype=f"V{self._itemsize}"))
+        return bytes(data) + spell_checksum(google_crc32c.value(data))
+
+    def decode(self, stored: bytes, path: Path, content_bytes: int) -> memoryview:
+        """Return a chunk's content.
+
+        Raises
+        ------
+        IntegrityError
+            The stored bytes are not those that were written.
+        """
+        data = require_checksum(stored, path)
+        content = memoryview(self._blosc.decode(data)).cast("B")
+        if len(content) != content_bytes:
+            message = f"{path}: decodes to {len(content)} bytes where {content_bytes} belong"
+            raise IntegrityError(message)
+        return content
+
+
+class EncodedChunk:
+    """One compressed chunk file, to be read as a whole."""
+
+    def __init__(
+        self, path: Path, codec: BloscChunk, stored_bytes: int, content_bytes: int
+    ) -> None:
+        self._path = path
+        self._codec = codec
+        self._stored_bytes = stored_bytes
+        self._content_bytes = content_bytes
+
+    def decode(self, descriptor: int) -> memoryview:
+        """Read and decompress the chunk."""
+        stored = os.pread(descriptor, self._stored_bytes + 1, 0)
+        if len(stored) != self._stored_bytes:
+            message = f"{self._path}: {len(stored)} bytes where {self._stored_bytes} were written"
+            raise IntegrityError(message)
+        return self._codec.decode(stored, self._path, self._content_bytes)
+
+
+def require_checksum(stored: bytes, path: Path) -> bytes:
+    """Return stored bytes without the CRC-32C at their end, after checking it."""
+    data, end = stored[:-CHECKSUM_BYTES], stored[-CHECKSUM_BYTES:]
+    if len(stored) < CHECKSUM_BYTES or end != spell_checksum(google_crc32c.value(data)):
+        raise IntegrityError(f"{path}: damaged: its bytes do not fit the checksum at its end")
+    return data

@@ -1,0 +1,94 @@
+"""The documents and keys of a plain Zarr v3 hierarchy (https://zarr-specs.readthedocs.io, v3 core).
+
+zarr-python would do this too, but needs a millisecond or more for every array and holds whole
+chunks; a checkpoint has tens of thousands of arrays, and a chunk is streamed here. Tests open what
+is written with zarr-python and TensorStore.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+from urllib.parse import quote
+
+from streamshard.model import BLOB, FILE, ITEMSIZE, MODULE, LogicalTensor
+
+CODECS: Final = ("none", "lz4", "zstd")
+"""Names by which a user chooses how chunks are compressed."""
+
+ROOT_KEY: Final = "streamshard"
+"""Attribute of the root group that makes a hierarchy a store."""
+STATE_PATH: Final = "meta/state"
+MANIFEST_PATH: Final = "meta/manifest"
+
+_STORED_DTYPES: Final = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+"""Dtypes that Zarr's core has no name for are stored as the integers that have their bits."""
+
+
+def array_path(tensor: LogicalTensor) -> str:
+    """Name a logical tensor's array in the hierarchy."""
+    top = tensor.state if tensor.state in (MODULE, BLOB, FILE) else f"state/{_escape(tensor.state)}"
+    return f"{top}/{_escape(tensor.name)}"
+
+
+def _escape(name: str) -> str:
+    """Make a node name of any text: no slash, no leading dots or underscores, nothing empty."""
+    escaped = quote(name, safe=" !#$&'()+,;=@[]{}~^")
+    if not escaped.strip(".") or escaped.startswith("__"):
+        escaped = "".join(f"%{byte:02X}" for byte in name[:1].encode()) + escaped[1:]
+    return escaped or "%"
+
+
+def group_document(attributes: Mapping[str, Any] | None = None) -> bytes:
+    """Spell the zarr.json of a group."""
+    return _json({"zarr_format": 3, "node_type": "group", "attributes": dict(attributes or {})})
+
+
+def array_document(tensor: LogicalTensor, chunk: tuple[int, ...], codec: str) -> bytes:
+    """Spell the zarr.json of a tensor's array."""
+    stored = _STORED_DTYPES.get(tensor.dtype, tensor.dtype)
+    fill: Any = False if stored == "bool" else [0.0, 0.0] if stored.startswith("complex") else 0
+    codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
+    if ITEMSIZE[tensor.dtype] == 1:
+        codecs = [{"name": "bytes"}]
+    if codec != "none":
+        codecs.append({"name": "blosc", "configuration": blosc_configuration(tensor.dtype, codec)})
+    return _json(
+        {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": list(tensor.shape),
+            "data_type": stored,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+            "fill_value": fill,
+            "codecs": [*codecs, {"name": "crc32c"}],
+            "attributes": {"dtype": tensor.dtype} if stored != tensor.dtype else {},
+            "storage_transformers": [],
+        }
+    )
+
+
+def blosc_configuration(dtype: str, codec: str) -> dict[str, Any]:
+    """Spell how Blosc compresses: bits of equal weight side by side, which suits floats."""
+    return {
+        "cname": codec,
+        "clevel": 5,
+        "shuffle": "bitshuffle",
+        "typesize": ITEMSIZE[dtype],
+        "blocksize": 0,
+    }
+
+
+def chunk_keys(counts: Sequence[int]) -> list[str]:
+    """List the keys of an array's chunks in the order of the elements that they hold."""
+    if math.prod(counts) == 0:
+        return []
+    keys = ["c"]
+    for count in counts:
+        keys = [f"{key}/{index}" for key in keys for index in range(count)]
+    return keys
+
+
+def _json(document: Mapping[str, Any]) -> bytes:
+    return json.dumps(document, indent=1).encode()

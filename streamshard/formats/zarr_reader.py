@@ -1,0 +1,144 @@
+"""Opens a store: training state, manifest, and where the chunks of every logical tensor lie."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from streamshard.errors import (
+    CorruptFileError,
+    IncompleteError,
+    IntegrityError,
+    SourceError,
+    SourceNotFoundError,
+    UnsupportedError,
+)
+from streamshard.formats import store_manifest, store_state
+from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.store_manifest import FileRecord
+from streamshard.formats.zarr_chunks import (
+    CHECKSUM_BYTES,
+    BloscChunk,
+    EncodedChunk,
+    require_checksum,
+)
+from streamshard.formats.zarr_documents import (
+    CODECS,
+    MANIFEST_PATH,
+    ROOT_KEY,
+    STATE_PATH,
+    array_path,
+    chunk_keys,
+)
+from streamshard.model import ITEMSIZE, BlockDigests, Slot, SourceFile, SourceMap
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """An opened store."""
+
+    checkpoint: Checkpoint
+    source_map: SourceMap
+    decoders: dict[int, BlockDigests | EncodedChunk]
+    codec_bytes: int
+
+
+def read(root: Path) -> Store:
+    """Open a store.
+
+    Raises
+    ------
+    SourceError, IntegrityError
+        It is no store, or not whole, or damaged; the message names the file.
+    """
+    _require_version(root)
+    try:
+        records, codec = store_manifest.read(_read_small(root / MANIFEST_PATH / "c/0"))
+        checkpoint, chunk_shapes = store_state.load(_read_small(root / STATE_PATH / "c/0"))
+    except CorruptFileError as error:
+        raise CorruptFileError(f"{root}: {error}") from error
+    if codec not in CODECS:
+        raise UnsupportedError(f"{root}: compressed with '{codec}', which is not known")
+    return _StoreReader(root, checkpoint, records, codec).open(chunk_shapes)
+
+
+def _require_version(root: Path) -> None:
+    document = root / "zarr.json"
+    try:
+        found: Any = json.loads(document.read_bytes())["attributes"][ROOT_KEY]["format_version"]
+    except (KeyError, TypeError, ValueError) as error:
+        message = f"{root}: a Zarr hierarchy, but not one that streamshard wrote"
+        raise SourceNotFoundError(message) from error
+    if found != store_state.VERSION:
+        message = f"{root}: store format {found}; this streamshard reads {store_state.VERSION}"
+        raise UnsupportedError(f"{message}: use a newer one")
+
+
+def _read_small(path: Path) -> bytes:
+    if not path.is_file():
+        raise IncompleteError(f"{path}: missing; the store is not whole")
+    return require_checksum(path.read_bytes(), path)
+
+
+class _StoreReader:
+    def __init__(
+        self, root: Path, checkpoint: Checkpoint, records: dict[str, FileRecord], codec: str
+    ) -> None:
+        self._root = root
+        self._checkpoint = checkpoint
+        self._records = records
+        self._codec = codec
+        self._files: list[SourceFile] = []
+        self._decoders: dict[int, BlockDigests | EncodedChunk] = {}
+        self._codec_bytes = 0
+
+    def open(self, chunk_shapes: store_state.ChunkShapes) -> Store:
+        chunks = {}
+        both = zip(self._checkpoint.tensors, chunk_shapes, strict=True)
+        for index, (tensor, shape) in enumerate(both):
+            numel = math.prod(shape)
+            counts = [-(-n // c) for n, c in zip(tensor.shape, shape, strict=True)]
+            keys = chunk_keys(counts)
+            first = len(self._files)
+            for key in keys:
+                self._add(f"{array_path(tensor)}/{key}", numel, ITEMSIZE[tensor.dtype])
+            slot = Slot(
+                files=np.arange(first, first + len(keys), dtype=np.int64),
+                offsets=np.zeros(len(keys), dtype=np.int64),
+                numels=np.full(len(keys), numel, dtype=np.int64),
+            )
+            chunks[index] = (numel, slot)
+        source_map = SourceMap(files=tuple(self._files), chunks=chunks)
+        return Store(self._checkpoint, source_map, self._decoders, self._codec_bytes)
+
+    def _add(self, path: str, numel: int, itemsize: int) -> None:
+        """Add one chunk: Zarr would read a missing one as zeros, so it must be there, and whole."""
+        full, record = self._root / path, self._records.get(path)
+        if record is None:
+            raise CorruptFileError(f"{full}: a chunk that the manifest does not list")
+        try:
+            stat = full.stat()
+        except OSError as error:
+            message = f"{full}: this chunk of the store cannot be read ({error.strerror})"
+            raise SourceError(message) from error
+        if stat.st_size != record.nbytes:
+            message = f"{full}: {stat.st_size} bytes where {record.nbytes} were written"
+            raise IntegrityError(message)
+        content_bytes = numel * itemsize
+        if self._codec == "none":
+            if record.nbytes != content_bytes + CHECKSUM_BYTES:
+                raise CorruptFileError(f"{full}: {record.nbytes} bytes for {content_bytes} of data")
+            block = store_manifest.BLOCK_BYTES
+            if len(record.crc32s) != -(-content_bytes // block):
+                raise CorruptFileError(f"{full}: the manifest lists {len(record.crc32s)} checksums")
+            digests = BlockDigests(content_bytes, block, record.crc32s)
+            self._decoders[len(self._files)] = digests
+        else:
+            codec = BloscChunk(self._codec, itemsize)
+            chunk = EncodedChunk(full, codec, record.nbytes, content_bytes)
+            self._decoders[len(self._files)] = chunk
+            self._codec_bytes = max(self._codec_bytes, content_bytes + record.nbytes)
+        self._files.append(SourceFile(full, stat.st_size, stat.st_mtime_ns))

@@ -1,0 +1,198 @@
+"""Reads what the ranks' optimizer files hold, group by group or sub-group by sub-group.
+
+"Unit" is what a rank flattens into one tensor: a param group in stages 1 and 2, a sub-group in
+stage 3.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
+from streamshard.formats import deepspeed_names as names
+from streamshard.formats.checkpoint import FlatState, ModuleEntry, ParamGroup, ScalarState
+from streamshard.formats.inert import Node
+from streamshard.formats.torch_tensor import Tensor, tensor_of
+from streamshard.formats.zero_files import SourceFiles, fingerprint, require
+from streamshard.model import MASTER, Slot
+
+_SCALAR_LIMIT_BYTES = 64
+"""A state tensor that is neither per element nor this small is not understood."""
+
+
+class OptimizerReader:
+    """Collects the optimizer's groups and where each rank keeps its part of every state."""
+
+    def __init__(
+        self,
+        sources: SourceFiles,
+        paths: Sequence[Path],
+        states: Sequence[Mapping[str, Node]],
+        stage: int,
+    ) -> None:
+        self.slots: dict[tuple[int, str], Slot] = {}
+        """(unit, state) → where each rank keeps it."""
+        self._sources = sources
+        self._paths = paths
+        self._states = states
+        self._stage = stage
+        inner = names.OPTIMIZER if stage == 3 else names.BASE_OPTIMIZER
+        masters = names.FLAT_GROUPS_3 if stage == 3 else names.FLAT_GROUPS
+        self._inner = [self._inner_state(s, inner, p) for s, p in zip(states, paths, strict=True)]
+        self._masters = [
+            [self._flat(node, f"{masters}[{unit}]", path) for unit, node in enumerate(nodes)]
+            for path, nodes in (
+                (p, require(s, masters, p)) for s, p in zip(states, paths, strict=True)
+            )
+        ]
+
+    def _inner_state(self, state: Mapping[str, Node], key: str, path: Path) -> Mapping[str, Node]:
+        inner = require(state, key, path)
+        if isinstance(inner, list):
+            message = (
+                f"{path}: saved with elastic_checkpoint, whose files lack the optimizer's "
+                "hyper-parameters; not supported yet"
+            )
+            raise UnsupportedError(message)
+        if not isinstance(inner, dict) or not {"state", "param_groups"} <= inner.keys():
+            raise CorruptFileError(f"{path}: '{key}' is not the state dict of an optimizer")
+        return inner
+
+    def _flat(self, node: Node, what: str, path: Path) -> Tensor:
+        tensor = tensor_of(node)
+        if tensor is None or len(tensor.shape) != 1:
+            raise CorruptFileError(f"{path}: {what} is not a flat tensor")
+        return tensor.require_contiguous(f"{path}: {what}")
+
+    def groups(self, units: Sequence[Sequence[str]]) -> tuple[ParamGroup, ...]:
+        """Read the param groups; `units` names the parameters of each unit.
+
+        Raises
+        ------
+        DisagreementError
+            Ranks, or sub-groups of one group, differ in what they must have in common.
+        UnsupportedError
+            A state is neither per element nor a scalar.
+        """
+        for rank, masters in enumerate(self._masters):
+            if len(masters) != len(units):
+                message = f"{self._paths[rank]}: {len(masters)} flat groups for {len(units)}"
+                raise DisagreementError(f"{message} groups of parameter shapes")
+        self._check_hyper_parameters()
+        found: list[ParamGroup] = []
+        for group, members in enumerate(self._members(len(units))):
+            states = [self._unit_states(unit) for unit in members]
+            for other in states[1:]:
+                if other != states[0]:
+                    message = f"{self._paths[0]}: sub-groups of param group {group} differ in state"
+                    raise DisagreementError(message)
+            found.append(
+                ParamGroup(
+                    params=tuple(name for unit in members for name in units[unit]),
+                    master_dtype=self._masters[0][members[0]].dtype if members else "float32",
+                    states=states[0] if states else {},
+                )
+            )
+        return tuple(found)
+
+    def _members(self, unit_count: int) -> list[list[int]]:
+        """Tell which units each param group consists of."""
+        listed = [group.get("params") for group in self._inner[0]["param_groups"]]
+        if list(chain.from_iterable(listed)) != list(range(unit_count)):
+            message = f"{self._paths[0]}: param groups {listed} do not number {unit_count} groups"
+            raise CorruptFileError(message)
+        return [list(params) for params in listed]
+
+    def _check_hyper_parameters(self) -> None:
+        first, *rest = [fingerprint(inner["param_groups"]) for inner in self._inner]
+        for other, path in zip(rest, self._paths[1:], strict=True):
+            if other != first:
+                message = f"{path} and {self._paths[0]} disagree about the optimizer's param groups"
+                raise DisagreementError(f"{message}: they are not of one step of one run")
+
+    def _unit_states(self, unit: int) -> dict[str, Node]:
+        """Read one unit's states on all ranks and note where they lie."""
+        self._add_slot(unit, MASTER, [masters[unit] for masters in self._masters])
+        per_rank = [inner["state"].get(unit, {}) for inner in self._inner]
+        for rank, held in enumerate(per_rank):
+            if list(held) != list(per_rank[0]):
+                message = (
+                    f"{self._paths[rank]}: states {list(held)} of group {unit}, where "
+                    f"{self._paths[0]} has {list(per_rank[0])}"
+                )
+                raise DisagreementError(message)
+        return {
+            key: self._state(unit, key, [held[key] for held in per_rank]) for key in per_rank[0]
+        }
+
+    def _state(self, unit: int, key: str, nodes: Sequence[Node]) -> Node:
+        tensors = [tensor_of(node) for node in nodes]
+        what = f"optimizer state '{key}' of group {unit}"
+        present = [tensor for tensor in tensors if tensor is not None]
+        if len(present) < len(tensors):
+            if present or len({fingerprint(node) for node in nodes}) > 1:
+                raise DisagreementError(f"{self._paths[0]}: ranks disagree about {what}")
+            return nodes[0]
+        if all(self._is_flat(unit, rank, tensor) for rank, tensor in enumerate(present)):
+            self._add_slot(unit, key, present)
+            return FlatState(present[0].dtype)
+        values = [self._scalar(what, rank, tensor) for rank, tensor in enumerate(present)]
+        for rank, value in enumerate(values):
+            if value != values[0]:
+                message = f"{self._paths[rank]} and {self._paths[0]} disagree about {what}"
+                raise DisagreementError(f"{message}: they are not of one step of one run")
+        return values[0]
+
+    def _is_flat(self, unit: int, rank: int, tensor: Tensor) -> bool:
+        """Tell whether a state has one element per element of the unit's partition."""
+        expected = self._masters[rank][unit].numel
+        paddings = self._states[rank].get(names.GROUP_PADDINGS)
+        if self._stage < 3 and isinstance(paddings, list):
+            expected += paddings[unit]
+        return len(tensor.shape) == 1 and tensor.numel == expected
+
+    def _scalar(self, what: str, rank: int, tensor: Tensor) -> ScalarState:
+        path = self._paths[rank]
+        tensor.require_contiguous(f"{path}: {what}")
+        nbytes = tensor.numel * tensor.storage.nbytes // max(tensor.storage.numel, 1)
+        if nbytes > _SCALAR_LIMIT_BYTES:
+            message = (
+                f"{path}: {what} has shape {tensor.shape}, which is neither one element per "
+                "element of the partition nor a scalar; this optimizer is not supported"
+            )
+            raise UnsupportedError(message)
+        data = self._sources.read_bytes(tensor.storage, tensor.offset, nbytes)
+        return ScalarState(tensor.dtype, tensor.shape, data)
+
+    def _add_slot(self, unit: int, state: str, tensors: Sequence[Tensor]) -> None:
+        for tensor, path in zip(tensors, self._paths, strict=True):
+            if tensor.dtype != tensors[0].dtype:
+                message = f"{path}: {state} of group {unit} is {tensor.dtype}, on rank 0"
+                raise DisagreementError(f"{message} {tensors[0].dtype}")
+            tensor.require_contiguous(f"{path}: {state} of group {unit}")
+        self.slots[unit, state] = Slot(
+            files=np.array([t.storage.file for t in tensors], dtype=np.int64),
+            offsets=np.array([t.offset for t in tensors], dtype=np.int64),
+            numels=np.array([t.numel for t in tensors], dtype=np.int64),
+        )
+
+    def param_ids(
+        self, units: Sequence[Sequence[str]], entries: Sequence[ModuleEntry]
+    ) -> dict[str, int]:
+        """Tell ZeRO-3's `ds_id` of the parameters.
+
+        The files name the first and last id of each sub-group. The engine counts parameters in
+        the module's order unless they were made under `zero.Init`; where the order explains every
+        id that the files name, all ids are known, else only those.
+        """
+        counted = [e.name for e in entries if e.kind in ("param", "frozen")]
+        derived = {name: number for number, name in enumerate(counted)}
+        known: dict[str, int] = {}
+        for params, master in zip(units, self._masters[0], strict=True):
+            first, _, last = str(master.attributes.get("ds_id", "")).partition("_")
+            if first.isdecimal() and last.isdecimal() and params:
+                known |= {params[0]: int(first), params[-1]: int(last)}
+        agrees = all(derived.get(name) == number for name, number in known.items())
+        return derived if agrees else known

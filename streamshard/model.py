@@ -1,0 +1,233 @@
+"""The nouns that every room shares. Frozen; they import nothing of streamshard.
+
+A checkpoint is a set of *logical tensors* (a parameter's master weights, one of its optimizer
+states, a buffer, a file) that each layout cuts into fragments in its own way. The nouns here say
+what there is and how ZeRO was told to cut it; the arithmetic of the cut is in ``plan``, the
+spelling of names and keys in ``formats``.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+MASTER: Final = "fp32"
+"""State name of the master weights, whatever their dtype."""
+MODULE: Final = "module"
+"""State name of what the module itself holds: 16-bit weights, buffers, frozen weights."""
+BLOB: Final = "blob"
+"""State name of storages in training state that is not a parameter's (raw bytes)."""
+FILE: Final = "file"
+"""State name of the other files of a checkpoint directory (raw bytes)."""
+
+ITEMSIZE: Final[Mapping[str, int]] = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint64": 8,
+    "uint32": 4,
+    "uint16": 2,
+    "uint8": 1,
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
+}
+"""Bytes per element of every dtype that can be carried, by torch's name for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogicalTensor:
+    """One tensor as the training job thinks of it, however many ranks hold it."""
+
+    state: str
+    """`fp32`, `exp_avg`, … for optimizer state; `module`, `blob` or `file` for the rest."""
+    name: str
+    """Parameter or buffer name; for `file` the path relative to the run directory."""
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Count of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes, without any padding."""
+        return self.numel * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroLayout:
+    """What a ZeRO engine was told about cutting its optimizer state."""
+
+    stage: int
+    world_size: int
+    """Size of the (sequence-)data-parallel group."""
+    round_robin: bool = False
+    """`round_robin_gradients`; stages 1 and 2 only."""
+    parameter_alignment: bool = False
+    """Stages 1 and 2 only: every parameter starts at a multiple of 16 bytes of module weights."""
+    sub_group_size: int = 1_000_000_000
+    """Stage 3 only: elements per rank after which a sub-group is closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPartition:
+    """What one rank owns of one flat group (stages 1 and 2)."""
+
+    numel: int
+    """Length of the partition, padding included; equal on all ranks."""
+    padding: int
+    """Elements at the partition's end that belong to no parameter."""
+    slices: tuple[tuple[int, int, int], ...]
+    """(parameter's index in the group, start in the partition, numel), in order of parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlatCut:
+    """How one param group is flattened and cut (stages 1 and 2)."""
+
+    order: tuple[int, ...]
+    """Indices into the param group, in the order in which the parameters are stored."""
+    alignments: tuple[int, ...]
+    """Alignment padding after each parameter, in stored order."""
+    partitions: tuple[RankPartition, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SubGroup:
+    """A run of one param group's parameters that ZeRO-3 flattens together."""
+
+    group: int
+    first: int
+    """Index in the param group of the first parameter."""
+    stop: int
+    """Index in the param group after the last parameter."""
+    numel: int
+    """Elements that each rank holds, padding included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """Bytes that are known before anything is read."""
+
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """All elements of one logical tensor."""
+
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionOf:
+    """What a rank owns of one state of a flat group (stages 1 and 2)."""
+
+    group: int
+    state: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardsOf:
+    """What a rank owns of one state of a sub-group: its shard of each parameter (stage 3)."""
+
+    sub_group: int
+    state: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardOf:
+    """A rank's shard of a single tensor (stage 3, frozen weights)."""
+
+    tensor: int
+    rank: int
+
+
+Content = Literal | Whole | PartitionOf | ShardsOf | ShardOf
+"""What fills a storage of a target file. Where it says less than the storage holds, zeros."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Byte runs to copy, ordered by where they go; parallel arrays.
+
+    Where source and target dtypes differ in size, `nbytes` counts source bytes.
+    """
+
+    file: NDArray[np.int64]
+    """Index into the source's files."""
+    source: NDArray[np.int64]
+    """Byte offset in the source file."""
+    target: NDArray[np.int64]
+    """Byte offset in the target region."""
+    nbytes: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        """Count the runs."""
+        return len(self.file)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file that bytes are read from, and what it looked like when the plan was made."""
+
+    path: Path
+    nbytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDigests:
+    """What was recorded of a file whose first bytes are content as it is."""
+
+    nbytes: int
+    """Length of the content."""
+    block_bytes: int
+    crc32s: NDArray[np.uint32]
+    """One per block; the last block may be shorter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where consecutive pieces of something lie: `files[k]` at byte `offsets[k]` holds piece k."""
+
+    files: NDArray[np.int64]
+    """Indices into the source's list of files."""
+    offsets: NDArray[np.int64]
+    numels: NDArray[np.int64]
+    """Elements that each piece is said to hold, to be held against the arithmetic."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceMap:
+    """Where a source keeps its logical tensors, in the source's own terms."""
+
+    files: tuple[SourceFile, ...]
+    whole: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """Tensor → (file, byte offset), for tensors that lie in one piece."""
+    partitions: Mapping[tuple[int, str], Slot] = field(default_factory=dict)
+    """(param group, state) → each rank's partition (stages 1 and 2)."""
+    sub_groups: Mapping[tuple[int, str], Slot] = field(default_factory=dict)
+    """(sub-group, state) → each rank's shards (stage 3)."""
+    sub_group_params: tuple[tuple[str, ...], ...] = ()
+    """Names of the parameters in each sub-group (stage 3)."""
+    shards: Mapping[int, Slot] = field(default_factory=dict)
+    """Tensor → each rank's shard of it (stage 3, frozen weights)."""
+    chunks: Mapping[int, tuple[int, Slot]] = field(default_factory=dict)
+    """Tensor → (elements per chunk, its chunks in order), for a store."""

@@ -1,0 +1,180 @@
+"""`inspect`: what is in a checkpoint, from its headers alone."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from streamshard.formats import deepspeed_names as names
+from streamshard.formats.checkpoint import Checkpoint, FlatState, ParamGroup, ScalarState
+from streamshard.formats.inert import Call, Global, Node
+from streamshard.model import MASTER
+from streamshard.operations.source import Source, open_source
+
+Plain = Any
+"""What JSON can hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSummary:
+    """One param group."""
+
+    parameters: int
+    numel: int
+    master_dtype: str
+    states: Mapping[str, Any]
+    """State → its dtype where it has one element per parameter element, else its value."""
+    hyper_parameters: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSummary:
+    """One trained parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    numel: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What a checkpoint holds."""
+
+    path: str
+    kind: str
+    """`native` for shards, `store` for a Zarr store."""
+    tag: str
+    zero_stage: int
+    """Stage that saved it."""
+    world_size: int
+    """Data-parallel ranks that saved it."""
+    module_dtype: str
+    optimizer: str | None
+    """Type named in the DeepSpeed config; the files themselves do not name it."""
+    deepspeed_version: str | None
+    global_steps: int | None
+    skipped_steps: int | None
+    global_samples: int | None
+    groups: tuple[GroupSummary, ...]
+    parameters: tuple[ParameterSummary, ...]
+    frozen: int
+    buffers: int
+    tied: Mapping[str, str]
+    """Name of a tied parameter → the name under which its values are kept."""
+    state_bytes: Mapping[str, int]
+    """Bytes of logical tensors by state, without padding and copies."""
+    files: int
+    """Files that hold them."""
+    file_bytes: int
+    notes: tuple[str, ...]
+
+
+def inspect(source: str | os.PathLike[str], *, tag: str | None = None) -> Inspection:
+    """Read a checkpoint's headers; no tensor data is read.
+
+    Raises
+    ------
+    SourceError
+        There is no checkpoint there, or it cannot be used; the message names the file.
+    """
+    return summarize(open_source(source, tag))
+
+
+def summarize(source: Source) -> Inspection:
+    """Summarize an opened checkpoint."""
+    checkpoint = source.checkpoint
+    model, optimizer = checkpoint.model_state, checkpoint.optimizer_file
+    config = optimizer.get(names.DS_CONFIG)
+    numels = {t.name: t for t in checkpoint.tensors if t.state == MASTER}
+    kinds = [entry.kind for entry in checkpoint.module]
+    sizes: dict[str, int] = {}
+    for tensor in checkpoint.tensors:
+        sizes[tensor.state] = sizes.get(tensor.state, 0) + tensor.nbytes
+    return Inspection(
+        path=str(source.path),
+        kind=source.kind,
+        tag=checkpoint.tag,
+        zero_stage=checkpoint.layout.stage,
+        world_size=checkpoint.layout.world_size,
+        module_dtype=checkpoint.module_dtype,
+        optimizer=_optimizer_type(config),
+        deepspeed_version=_plain(optimizer.get(names.DS_VERSION)),
+        global_steps=_count(model.get("global_steps")),
+        skipped_steps=_count(model.get("skipped_steps")),
+        global_samples=_count(model.get("global_samples")),
+        groups=_groups(checkpoint),
+        parameters=tuple(
+            ParameterSummary(name, numels[name].shape, numels[name].numel, number)
+            for number, group in enumerate(checkpoint.groups)
+            for name in group.params
+        ),
+        frozen=kinds.count("frozen"),
+        buffers=kinds.count("buffer"),
+        tied={e.name: e.alias_of for e in checkpoint.module if e.kind == "alias"},
+        state_bytes=sizes,
+        files=len(source.files),
+        file_bytes=sum(file.nbytes for file in source.files),
+        notes=checkpoint.notes,
+    )
+
+
+def _groups(checkpoint: Checkpoint) -> tuple[GroupSummary, ...]:
+    state = checkpoint.optimizer_file[names.OPTIMIZER]
+    wrapped = state.get(names.BASE_OPTIMIZER) or state.get(names.OPTIMIZER)
+    numels = {t.name: t.numel for t in checkpoint.tensors if t.state == MASTER}
+    return tuple(
+        GroupSummary(
+            parameters=len(group.params),
+            numel=sum(numels[name] for name in group.params),
+            master_dtype=group.master_dtype,
+            states=_states(group),
+            hyper_parameters={k: _plain(v) for k, v in hyper.items() if k != "params"},
+        )
+        for group, hyper in zip(checkpoint.groups, wrapped["param_groups"], strict=True)
+    )
+
+
+def _states(group: ParamGroup) -> dict[str, Any]:
+    shown: dict[str, Any] = {}
+    for key, value in group.states.items():
+        if isinstance(value, FlatState):
+            shown[key] = value.dtype
+        elif isinstance(value, ScalarState):
+            shown[key] = _scalar(value)
+        else:
+            shown[key] = _plain(value)
+    return shown
+
+
+def _scalar(value: ScalarState) -> Plain:
+    try:
+        array = np.frombuffer(value.data, dtype=value.dtype)
+    except TypeError:  # a dtype that NumPy has not
+        return f"{value.dtype} {value.data.hex()}"
+    return array[0].item() if len(array) == 1 else array.tolist()
+
+
+def _plain(node: Node) -> Plain:
+    """Show a node as plain values; calls by their name only, as they have never been made."""
+    if node is None or isinstance(node, bool | int | float | str):
+        return node
+    if isinstance(node, dict):
+        return {str(key): _plain(value) for key, value in node.items()}
+    if isinstance(node, list | tuple | set | frozenset):
+        return [_plain(value) for value in node]
+    if isinstance(node, Call):
+        return f"<{node.name or 'object'}>"
+    return str(node) if isinstance(node, Global) else f"<{type(node).__name__}>"
+
+
+def _count(node: Node) -> int | None:
+    return node if isinstance(node, int) else None
+
+
+def _optimizer_type(config: Node) -> str | None:
+    section = config.get("optimizer") if isinstance(config, dict) else None
+    kind = section.get("type") if isinstance(section, dict) else None
+    return kind if isinstance(kind, str) else None

@@ -1,0 +1,164 @@
+"""Turns spelled torch files into work: every storage becomes a region with its copies."""
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamshard.engine.cast import cast_between
+from streamshard.engine.checksums import Crc32, crc32
+from streamshard.engine.work import Fixed, Region, Span, TargetFile
+from streamshard.formats import torch_file
+from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.torch_tensor import Storage
+from streamshard.formats.zero_writer import FileImage
+from streamshard.model import (
+    BLOB,
+    FILE,
+    ITEMSIZE,
+    MASTER,
+    Content,
+    Copies,
+    Literal,
+    PartitionOf,
+    ShardOf,
+    ShardsOf,
+    SubGroup,
+    Whole,
+)
+from streamshard.operations.source import Source
+from streamshard.plan.cutting import (
+    Segments,
+    coalesce,
+    partition_segments,
+    shard_segments,
+    whole_segment,
+)
+from streamshard.plan.zero import FlatGroup
+
+_SPAN_BYTES: Final = 256 << 20
+"""Large files are shared out among workers in spans of about this size."""
+
+
+class NativeFiles:
+    """Knows how a target is cut, and fills its files from a source."""
+
+    def __init__(
+        self,
+        source: Source,
+        world_size: int,
+        flat_groups: Sequence[FlatGroup],
+        sub_groups: Sequence[SubGroup],
+    ) -> None:
+        self._source = source
+        self._world_size = world_size
+        self._flat_groups = flat_groups
+        self._sub_groups = sub_groups
+        self._tensors = source.checkpoint.tensors
+        self._numels = np.array([tensor.numel for tensor in self._tensors], dtype=np.int64)
+        self._members = _members(source.checkpoint)
+
+    def lay_out(self, image: FileImage) -> torch_file.TorchLayout:
+        """Lay out a file; its size and its pickle are known then."""
+        stem = image.path.rpartition("/")[2].removesuffix(".pt")
+        return torch_file.lay_out(image.root, stem)
+
+    def torch_target(self, image: FileImage) -> TargetFile:
+        """Turn one spelled file into work."""
+        layout = self.lay_out(image)
+        spans: list[Span] = []
+        parts: list[Fixed | Region] = []
+        checksums: list[Crc32] = []
+        start = held = 0
+        for record in layout.records:
+            checksum = Crc32()
+            checksums.append(checksum)
+            parts += self._parts(record, checksum)
+            held += record.nbytes
+            if held >= _SPAN_BYTES:
+                spans.append(Span(start, parts))
+                start, held, parts = record.end, 0, []
+        spans.append(Span(start, parts))
+        return TargetFile(
+            path=image.path,
+            spans=spans,
+            ending=lambda: layout.ending([checksum.value for checksum in checksums]),
+            ending_offset=layout.records[-1].end,
+        )
+
+    def other_targets(self) -> Iterator[TargetFile]:
+        """Turn the files that come along into work."""
+        modes = {file.path: file.mode for file in self._source.checkpoint.files}
+        for index, tensor in enumerate(self._tensors):
+            if tensor.state == FILE:
+                copies = self._copies(whole_segment(index, tensor.numel), 1, 1)
+                span = Span(0, [Region(tensor.nbytes, copies)])
+                yield TargetFile(
+                    tensor.name, [span], ending_offset=tensor.nbytes, mode=modes[tensor.name]
+                )
+
+    def _parts(self, record: torch_file.Record, checksum: Crc32) -> list[Fixed | Region]:
+        """Spell a record: its header, its data, its descriptor."""
+        storage = record.content
+        content = storage.content if isinstance(storage, Storage) else storage
+        if isinstance(content, Literal):
+            checksum.value = crc32(content.data)
+            return [Fixed(record.header() + content.data + record.descriptor(checksum.value))]
+        if content is None or not isinstance(storage, Storage):
+            raise TypeError(f"record {record.name} has nothing to fill it")
+        source_dtype, target_dtype = self._dtypes(storage, content)
+        source_itemsize, target_itemsize = ITEMSIZE[source_dtype], ITEMSIZE[target_dtype]
+        segments = self._segments(content, target_itemsize)
+        region = Region(
+            content_bytes=storage.nbytes,
+            copies=self._copies(segments, source_itemsize, target_itemsize),
+            checksum=checksum,
+            trailer=lambda: record.descriptor(checksum.value),
+            trailer_bytes=len(record.descriptor(0)),
+            source_itemsize=source_itemsize,
+            target_itemsize=target_itemsize,
+            cast=cast_between(source_dtype, target_dtype),
+        )
+        return [Fixed(record.header()), region]
+
+    def _dtypes(self, storage: Storage, content: Content) -> tuple[str, str]:
+        """Tell what a storage's elements are in the source, and what they are to become."""
+        if isinstance(content, Whole | ShardOf):
+            tensor = self._tensors[content.tensor]
+            # A blob is bytes, whatever dtype its storage gives them.
+            return tensor.dtype, tensor.dtype if tensor.state == BLOB else storage.dtype
+        return storage.dtype, storage.dtype
+
+    def _segments(self, content: Content, itemsize: int) -> Segments:
+        if isinstance(content, Whole):
+            return whole_segment(content.tensor, self._tensors[content.tensor].numel)
+        if isinstance(content, PartitionOf):
+            group = self._flat_groups[content.group]
+            members = self._members[content.group, content.state]
+            return partition_segments(group, content.rank, members, itemsize=itemsize)
+        if isinstance(content, ShardsOf):
+            unit = self._sub_groups[content.sub_group]
+            members = self._members[unit.group, content.state][unit.first : unit.stop]
+            return self._shards(members, content.rank, itemsize)
+        if isinstance(content, ShardOf):
+            return self._shards(np.array([content.tensor]), content.rank, itemsize)
+        raise TypeError(f"{content} is no range of logical tensors")
+
+    def _shards(self, tensors: NDArray[np.int64], rank: int, itemsize: int) -> Segments:
+        numels = self._numels[tensors]
+        return shard_segments(numels, self._world_size, rank, tensors, itemsize=itemsize)
+
+    def _copies(self, segments: Segments, source_itemsize: int, target_itemsize: int) -> Copies:
+        copies = self._source.cutting.locate(segments, target_itemsize=target_itemsize)
+        return coalesce(copies, itemsize=source_itemsize, target_itemsize=target_itemsize)
+
+
+def _members(checkpoint: Checkpoint) -> dict[tuple[int, str], NDArray[np.int64]]:
+    """Return (param group, state) → logical tensor of each parameter, in the group's order."""
+    index = checkpoint.tensor_index()
+    return {
+        (number, state): np.array([index[state, name] for name in group.params], dtype=np.int64)
+        for number, group in enumerate(checkpoint.groups)
+        for state in (MASTER, *group.flat_states())
+    }

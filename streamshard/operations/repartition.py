@@ -1,0 +1,257 @@
+"""`repartition`: native files for another world size, from shards or from a store."""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from streamshard.engine import memory
+from streamshard.engine.work import TargetFile
+from streamshard.errors import UsageError
+from streamshard.formats import deepspeed_names as names
+from streamshard.formats import ds_config
+from streamshard.formats.zero_writer import ZeroWriter
+from streamshard.model import FILE, MASTER, ZeroLayout
+from streamshard.operations import advice, running
+from streamshard.operations.native_files import NativeFiles
+from streamshard.operations.report import Progress, Report, Silent
+from streamshard.operations.source import Source, flat_groups, open_source
+from streamshard.operations.target import (
+    PartialTarget,
+    require_free,
+    require_separate,
+    require_space,
+)
+from streamshard.plan.memory import MemoryPlan
+from streamshard.plan.zero import sub_groups
+
+Path_ = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSettings:
+    """What the files of a target are shaped by, and where that was found."""
+
+    layout: ZeroLayout
+    config: Mapping[str, Any]
+    """DeepSpeed config that the files will hold."""
+    module_dtype: str
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class RepartitionPlan:
+    """A repartition that fits memory and disk, ready to run."""
+
+    source: Source
+    target: Path
+    writer: ZeroWriter
+    files: NativeFiles
+    memory: MemoryPlan
+    overwrite: bool
+    report: Report
+    """What running it will do."""
+
+    def run(self, progress: Progress | None = None) -> Report:
+        """Write the target.
+
+        Raises
+        ------
+        StreamshardError
+            The source changed or the target cannot be written; no target is left then.
+        """
+        with PartialTarget(self.target, overwrite=self.overwrite) as partial_target:
+
+            def work() -> None:
+                running.run(self.source, self._targets(), partial_target, self.memory, told)
+                partial_target.commit(latest=self.source.checkpoint.tag)
+
+            told = progress or Silent()
+            return running.measured(self.report, told, work)
+
+    def _targets(self) -> Iterator[TargetFile]:
+        for image in self.writer.images():
+            yield self.files.torch_target(image)
+        yield from self.files.other_targets()
+
+
+def plan_repartition(
+    source: Path_,
+    target: Path_,
+    *,
+    world_size: int,
+    zero_stage: int | None = None,
+    ds_config_file: Path_ | None = None,
+    tag: str | None = None,
+    memory_limit: int = running.DEFAULT_LIMIT_BYTES,
+    workers: int | None = None,
+    overwrite: bool = False,
+) -> RepartitionPlan:
+    """Read the source's headers and plan a repartition; writes nothing.
+
+    Parameters
+    ----------
+    source
+        Run directory with `latest`, tag directory, or store.
+    target
+        Run directory to make.
+    world_size
+        Count of data-parallel ranks that will resume.
+    zero_stage
+        ZeRO stage that will resume; by default the source's.
+    ds_config_file
+        DeepSpeed config of the job that will resume; by default the one kept in the checkpoint.
+    memory_limit
+        Bytes allowed above what the program itself occupies.
+
+    Raises
+    ------
+    StreamshardError
+        One of its subclasses, each with its own exit code; see `streamshard.errors`.
+    """
+    floor_bytes = memory.resident_bytes()
+    memory.restart_peak()
+    if world_size < 1:
+        raise UsageError(f"--world-size {world_size}: at least one rank is needed")
+    target = Path(target)
+    require_free(target, overwrite=overwrite)
+    opened = open_source(source, tag)
+    require_separate(opened.path, target)
+    wanted = ds_config.read_file(Path(ds_config_file)) if ds_config_file else None
+    settings = _settings(opened, world_size, zero_stage, wanted)
+    files, writer = _spell(opened, settings)
+    sizes = [files.lay_out(image).nbytes for image in writer.images()]
+    others = [t.nbytes for t in opened.checkpoint.tensors if t.state == FILE]
+    bytes_written = sum(sizes) + sum(others) + len(opened.checkpoint.tag.encode())
+    memory_plan = running.fit_memory(
+        floor_bytes=floor_bytes,
+        codec_bytes=opened.codec_bytes,
+        workers=workers,
+        limit_bytes=memory_limit,
+    )
+    require_space(target, bytes_written)
+    report = Report(
+        verb="repartition",
+        source=str(source),
+        target=str(target),
+        tag=opened.checkpoint.tag,
+        zero_stage=settings.layout.stage,
+        source_world_size=opened.checkpoint.layout.world_size,
+        world_size=world_size,
+        files=len(sizes) + len(others) + 1,
+        bytes_written=bytes_written,
+        floor_bytes=floor_bytes,
+        limit_bytes=memory_limit,
+        projected_bytes=memory_plan.projected_bytes,
+        notes=(
+            settings.note,
+            *opened.checkpoint.notes,
+            *advice.for_world_size(opened.checkpoint, world_size),
+        ),
+    )
+    return RepartitionPlan(opened, target, writer, files, memory_plan, overwrite, report)
+
+
+def repartition(
+    source: Path_,
+    target: Path_,
+    *,
+    world_size: int,
+    zero_stage: int | None = None,
+    ds_config_file: Path_ | None = None,
+    tag: str | None = None,
+    memory_limit: int = running.DEFAULT_LIMIT_BYTES,
+    workers: int | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Write a checkpoint's files for another world size; see `plan_repartition`."""
+    plan = plan_repartition(
+        source,
+        target,
+        world_size=world_size,
+        zero_stage=zero_stage,
+        ds_config_file=ds_config_file,
+        tag=tag,
+        memory_limit=memory_limit,
+        workers=workers,
+        overwrite=overwrite,
+    )
+    return plan.run(progress)
+
+
+def _settings(
+    source: Source, world_size: int, zero_stage: int | None, wanted: ds_config.Config | None
+) -> TargetSettings:
+    """Decide what shapes the target: the flags, else the given config, else the kept one."""
+    checkpoint = source.checkpoint
+    kept = checkpoint.optimizer_file.get(names.DS_CONFIG)
+    kept = kept if isinstance(kept, dict) else {}
+    config = ds_config.merged(kept, wanted) if wanted is not None else dict(kept)
+    asked = ds_config.zero_stage(wanted) if wanted is not None else None
+    if zero_stage is not None and asked is not None and asked != zero_stage:
+        message = f"--zero-stage {zero_stage}, but the given config says stage {asked}"
+        raise UsageError(f"{message}; make them agree")
+    stage = zero_stage or asked or checkpoint.layout.stage
+    if stage not in (1, 2, 3):
+        raise UsageError(f"ZeRO stage {stage}: only 1, 2 and 3 partition the optimizer state")
+    if stage != checkpoint.layout.stage:
+        config = ds_config.with_stage(config, stage)
+    dtype = ds_config.module_dtype(wanted) if wanted is not None else None
+    dtype = dtype or checkpoint.module_dtype
+    _require_same_scaling(checkpoint.module_dtype, dtype)
+    layout = ds_config.zero_layout(config, stage=stage, world_size=world_size)
+    if wanted is None and not kept:
+        layout = replace(checkpoint.layout, stage=stage, world_size=world_size)
+    return TargetSettings(layout, config, dtype, _settings_note(layout, dtype, wanted, kept))
+
+
+def _require_same_scaling(source: str, target: str) -> None:
+    if source != target and "float16" in (source, target):
+        message = (
+            f"the checkpoint was trained in {source}, the given config trains in {target}: "
+            "the loss scale that fp16 training needs cannot be made up"
+        )
+        raise UsageError(message)
+
+
+def _settings_note(
+    layout: ZeroLayout, dtype: str, wanted: ds_config.Config | None, kept: Mapping[str, Any]
+) -> str:
+    where = "the config kept in the checkpoint, then DeepSpeed's defaults"
+    if wanted is not None:
+        where = "the given --ds-config, then the config kept in the checkpoint"
+    elif not kept:
+        where = "DeepSpeed's defaults, as the checkpoint keeps no config"
+    shape = (
+        f"sub_group_size {layout.sub_group_size:,}"
+        if layout.stage == 3
+        else f"round_robin_gradients {_switch(layout.round_robin)}, "
+        f"parameter_alignment {_switch(layout.parameter_alignment)}"
+    )
+    return f"ZeRO stage {layout.stage}, {dtype}, {shape}: from {where}."
+
+
+def _switch(on: bool) -> str:
+    return "on" if on else "off"
+
+
+def _spell(source: Source, settings: TargetSettings) -> tuple[NativeFiles, ZeroWriter]:
+    checkpoint, layout = source.checkpoint, settings.layout
+    numels = {t.name: t.numel for t in checkpoint.tensors if t.state == MASTER}
+    flat = flat_groups(checkpoint, layout, settings.module_dtype) if layout.stage < 3 else []
+    units = sub_groups(
+        [[numels[name] for name in group.params] for group in checkpoint.groups],
+        world_size=layout.world_size,
+        sub_group_size=layout.sub_group_size,
+    )
+    writer = ZeroWriter(
+        checkpoint,
+        layout,
+        config=settings.config,
+        module_dtype=settings.module_dtype,
+        flat_cuts=[group.spell() for group in flat],
+        sub_groups=units if layout.stage == 3 else (),
+    )
+    return NativeFiles(source, layout.world_size, flat, units), writer

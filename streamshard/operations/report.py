@@ -1,0 +1,60 @@
+"""What verbs return, and what they tell while they run."""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """Someone who wants to know how far a run is; called from several threads."""
+
+    def start(self, total_bytes: int) -> None:
+        """Take note of how much there is to write."""
+
+    def advance(self, nbytes: int) -> None:
+        """Take note of bytes that were written since the last call."""
+
+    def stop(self) -> None:
+        """Take note of the end, whether good or bad."""
+
+
+class Silent:
+    """Progress that nobody wants to know."""
+
+    def start(self, total_bytes: int) -> None:
+        """Do nothing."""
+
+    def advance(self, nbytes: int) -> None:
+        """Do nothing."""
+
+    def stop(self) -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a run did, or what it would do."""
+
+    verb: str
+    source: str
+    target: str
+    tag: str
+    zero_stage: int
+    source_world_size: int
+    world_size: int | None
+    """World size of the target; None for a store, which has none."""
+    files: int
+    """Files written."""
+    bytes_written: int
+    """Exact for native checkpoints and uncompressed stores; else an upper bound before the run."""
+    floor_bytes: int
+    """Resident memory before anything was opened."""
+    limit_bytes: int
+    """Memory allowed above the floor."""
+    projected_bytes: int
+    """Resident memory that the run was not to exceed, floor included."""
+    peak_bytes: int | None = None
+    """Highest resident memory that was measured; None before the run."""
+    seconds: float | None = None
+    """Duration of the run without planning; None before the run."""
+    notes: tuple[str, ...] = field(default=())
+    """What the user should know or do next."""

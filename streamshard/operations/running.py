@@ -1,0 +1,66 @@
+"""What every verb that moves bytes does alike: fit memory, check space, run, measure."""
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Final
+
+from streamshard.engine import memory
+from streamshard.engine.run import Engine, Resources
+from streamshard.engine.work import TargetFile
+from streamshard.errors import UsageError
+from streamshard.operations.report import Progress, Report
+from streamshard.operations.source import Source
+from streamshard.operations.target import PartialTarget
+from streamshard.plan.memory import MIB, SCRATCH_BYTES, MemoryPlan, plan_memory
+
+DEFAULT_LIMIT_BYTES: Final = 1024 * MIB
+
+
+def default_workers() -> int:
+    """Count of workers that keep a disk busy without crowding a login node."""
+    return min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
+
+
+def fit_memory(
+    *, floor_bytes: int, codec_bytes: int, workers: int | None, limit_bytes: int
+) -> MemoryPlan:
+    """Fit a run into the limit, once everything is planned.
+
+    What planning took at its peak stands for the metadata, which the run will hold again.
+    """
+    if workers is not None and workers < 1:
+        raise UsageError(f"--workers {workers}: at least one is needed")
+    return plan_memory(
+        floor_bytes=floor_bytes,
+        metadata_bytes=max(0, memory.peak_bytes() - floor_bytes),
+        codec_bytes=codec_bytes,
+        workers=workers or default_workers(),
+        limit_bytes=limit_bytes,
+    )
+
+
+def run(
+    source: Source,
+    files: Iterable[TargetFile],
+    target: PartialTarget,
+    memory_plan: MemoryPlan,
+    progress: Progress,
+) -> None:
+    """Write all files of a plan below the partial target."""
+    resources = Resources(memory_plan.workers, memory_plan.window_bytes, SCRATCH_BYTES)
+    engine = Engine(source.files, source.decoders, resources, progress.advance)
+    engine.run(files, target.path)
+
+
+def measured(report: Report, progress: Progress, work: Callable[[], None]) -> Report:
+    """Do the work, and add to the report how long it took and how much memory at most."""
+    progress.start(report.bytes_written)
+    began = time.monotonic()
+    try:
+        work()
+    finally:
+        progress.stop()
+    seconds = time.monotonic() - began
+    return replace(report, peak_bytes=memory.peak_bytes(), seconds=seconds)

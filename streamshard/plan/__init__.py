@@ -1,0 +1,1 @@
+"""Integers only, disk unplugged: ZeRO cuts, chunk grids, intersection, coalescing, memory."""

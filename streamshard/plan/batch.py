@@ -1,0 +1,31 @@
+"""What keeps the global batch as it was when the world size changes."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """Batch settings of a job."""
+
+    train_batch_size: int
+    micro_batch: int
+    accumulation: int
+
+
+def keep_global_batch(train_batch_size: int, micro_batch: int, world_size: int) -> BatchPlan | None:
+    """Find settings with the same global batch; None where the world size does not divide it.
+
+    Keeps the micro batch if it can, else takes the largest smaller one that fits.
+
+    >>> keep_global_batch(64, 4, 8)
+    BatchPlan(train_batch_size=64, micro_batch=4, accumulation=2)
+    >>> keep_global_batch(60, 4, 3)
+    BatchPlan(train_batch_size=60, micro_batch=4, accumulation=5)
+    >>> keep_global_batch(64, 4, 6) is None
+    True
+    """
+    if train_batch_size % world_size:
+        return None
+    share = train_batch_size // world_size
+    micro = next(size for size in range(min(micro_batch, share), 0, -1) if share % size == 0)
+    return BatchPlan(train_batch_size, micro, share // micro)

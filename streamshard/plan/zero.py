@@ -1,0 +1,150 @@
+"""How ZeRO cuts parameters among ranks, as arithmetic.
+
+Checked against DeepSpeed 0.19.8: `DeepSpeedZeroOptimizer.__init__` (`runtime/zero/
+stage_1_and_2.py`) for flat groups, `_create_fp16_sub_groups` (`runtime/zero/stage3.py`) and
+`partition_parameters.py` for stage 3. All numbers count elements.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamshard.model import FlatCut, RankPartition, SubGroup
+
+START_ALIGNMENT: Final = 2
+"""`nccl_start_alignment_factor`: a flat group is padded to this many elements per rank."""
+
+
+def ceil_div(value: int, divisor: int) -> int:
+    """Divide, rounding up."""
+    return -(-value // divisor)
+
+
+def round_robin_order(count: int, world_size: int) -> list[int]:
+    """Order in which `round_robin_gradients` stores a group's parameters.
+
+    >>> round_robin_order(5, 2)
+    [0, 2, 4, 1, 3]
+    """
+    return [i for rank in range(world_size) for i in range(rank, count, world_size)]
+
+
+def alignment_unit(itemsize: int) -> int:
+    """Elements of the module's dtype that `parameter_alignment` aligns each parameter to.
+
+    >>> alignment_unit(2), alignment_unit(4)
+    (8, 4)
+    """
+    return max(1, 16 // itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatGroup:
+    """A param group of stages 1 and 2, flattened and cut into equal partitions.
+
+    ::
+
+        flat   | p0   | p1 |a| p2          |pad|      a: alignment, pad: to 2 x world size
+        ranks  |   0      |    1     |    2    |
+    """
+
+    order: tuple[int, ...]
+    """Indices into the param group, in the order in which the parameters are stored."""
+    numels: NDArray[np.int64]
+    """Element count of each parameter, in the param group's own order."""
+    starts: NDArray[np.int64]
+    """First flat element of each parameter, in the param group's own order."""
+    alignments: tuple[int, ...]
+    """Alignment padding after each parameter, in stored order."""
+    numel: int
+    """Elements up to the end of the last parameter, alignment included."""
+    partition_numel: int
+    world_size: int
+
+    def padding(self, rank: int) -> int:
+        """Count the elements at the end of a rank's partition that are no parameter's."""
+        stop = (rank + 1) * self.partition_numel
+        return min(max(stop - self.numel, 0), self.partition_numel)
+
+    def cut(self, rank: int) -> RankPartition:
+        """Say what a rank owns; slices follow the param group's own order."""
+        lower = rank * self.partition_numel
+        upper = lower + self.partition_numel
+        first = np.maximum(self.starts, lower)
+        stop = np.minimum(self.starts + self.numels, upper)
+        owned = np.flatnonzero(stop > first)
+        return RankPartition(
+            numel=self.partition_numel,
+            padding=self.padding(rank),
+            slices=tuple((int(i), int(first[i] - lower), int(stop[i] - first[i])) for i in owned),
+        )
+
+    def spell(self) -> FlatCut:
+        """Say what every rank owns, for those who have to write it down."""
+        ranks = tuple(self.cut(rank) for rank in range(self.world_size))
+        return FlatCut(self.order, self.alignments, ranks)
+
+
+def flat_group(
+    numels: Sequence[int], *, world_size: int, round_robin: bool, alignment: int
+) -> FlatGroup:
+    """Lay out a param group for stages 1 and 2.
+
+    Parameters
+    ----------
+    numels
+        Element counts in the param group's own order.
+    alignment
+        Unit of `parameter_alignment` in elements; 1 where it is off.
+    """
+    count = len(numels)
+    order = round_robin_order(count, world_size) if round_robin else list(range(count))
+    starts = np.zeros(count, dtype=np.int64)
+    alignments: list[int] = []
+    end = 0
+    for position, index in enumerate(order):
+        starts[index] = end
+        end += numels[index]
+        gap = 0 if position == count - 1 else -end % alignment
+        alignments.append(gap)
+        end += gap
+    unit = START_ALIGNMENT * world_size
+    return FlatGroup(
+        order=tuple(order),
+        numels=np.asarray(numels, dtype=np.int64),
+        starts=starts,
+        alignments=tuple(alignments),
+        numel=end,
+        partition_numel=ceil_div(end, unit) * unit // world_size,
+        world_size=world_size,
+    )
+
+
+def shard_numel(numel: int, world_size: int) -> int:
+    """Elements of one parameter that each rank holds in stage 3, padding included."""
+    return ceil_div(numel, world_size)
+
+
+def sub_groups(
+    groups: Sequence[Sequence[int]], *, world_size: int, sub_group_size: int
+) -> tuple[SubGroup, ...]:
+    """Split param groups into stage 3's sub-groups, numbered across all groups.
+
+    A sub-group is closed by the parameter that brings a rank's share to `sub_group_size`.
+
+    >>> [(s.first, s.stop) for s in sub_groups([[4, 4, 4]], world_size=2, sub_group_size=3)]
+    [(0, 2), (2, 3)]
+    """
+    found: list[SubGroup] = []
+    for group, numels in enumerate(groups):
+        shares = [shard_numel(numel, world_size) for numel in numels]
+        first = held = 0
+        for index, share in enumerate(shares):
+            held += share
+            if held >= sub_group_size or index == len(shares) - 1:
+                found.append(SubGroup(group, first, index + 1, held))
+                first, held = index + 1, 0
+    return tuple(found)

@@ -1,0 +1,57 @@
+"""Sizes as people write them."""
+
+import re
+from typing import Final
+
+_UNITS: Final = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+    "TIB": 1 << 40,
+}
+
+
+def parse(text: str, *, whole: int | None = None) -> int:
+    """Read a size in bytes.
+
+    Parameters
+    ----------
+    whole
+        What a percentage is taken of; without it, percentages are refused.
+
+    Raises
+    ------
+    ValueError
+        The text is no size.
+
+    >>> parse("64MiB"), parse("5GB"), parse("1.5 KiB"), parse("50%", whole=1000)
+    (67108864, 5000000000, 1536, 500)
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*", text)
+    unit = match[2].upper() if match else None
+    if match and unit == "%" and whole is not None and float(match[1]) <= 100:
+        return int(whole * float(match[1]) / 100)
+    if match is None or unit not in _UNITS:
+        percent = " or 50%" if whole is not None else ""
+        raise ValueError(f"{text!r} is no size; write 64MiB, 5GB{percent}")
+    return int(float(match[1]) * _UNITS[unit])
+
+
+def show(nbytes: int) -> str:
+    """Write a size for a person.
+
+    >>> show(0), show(1536), show(5 << 30)
+    ('0 B', '1.5 KiB', '5.0 GiB')
+    """
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{int(value)} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

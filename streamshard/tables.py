@@ -1,0 +1,126 @@
+"""Text for people: what verbs found or did."""
+
+from collections.abc import Sequence
+
+from streamshard.operations.inspect import GroupSummary, Inspection
+from streamshard.operations.report import Report
+from streamshard.sizes import show
+
+
+def table(rows: Sequence[Sequence[object]]) -> str:
+    """Align columns; the first row is the head."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    right = [all(_is_number(row[i]) for row in texts[1:]) for i in range(len(widths))]
+    lines = []
+    for row in texts:
+        cells = [
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, right, strict=True)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def _is_number(text: str) -> bool:
+    return text.replace(",", "").replace(".", "").isdecimal()
+
+
+def _facts(facts: Sequence[tuple[str, object]]) -> str:
+    width = max(len(name) for name, _ in facts)
+    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in facts)
+
+
+def inspection_text(found: Inspection, *, verbose: bool) -> str:
+    """Lay out what `inspect` found."""
+    blocks = [_summary(found), _group_table(found.groups), _state_table(found)]
+    if verbose:
+        rows: list[Sequence[object]] = [("parameter", "shape", "elements", "group")]
+        rows += [(p.name, list(p.shape), f"{p.numel:,}", p.group) for p in found.parameters]
+        blocks.append(table(rows))
+    blocks += [f"Note: {note}" for note in found.notes]
+    return "\n\n".join(blocks)
+
+
+def _summary(found: Inspection) -> str:
+    kind = "Zarr store" if found.kind == "store" else "DeepSpeed shards"
+    numel = sum(group.numel for group in found.groups)
+    steps = "?" if found.global_steps is None else f"{found.global_steps:,}"
+    if found.skipped_steps:
+        steps += f" ({found.skipped_steps:,} skipped)"
+    states = dict.fromkeys(key for group in found.groups for key in group.states)
+    facts: list[tuple[str, object]] = [
+        ("checkpoint", f"{found.path} ({kind})"),
+        ("tag", found.tag),
+        ("saved by", f"ZeRO stage {found.zero_stage}, world size {found.world_size}"),
+        ("DeepSpeed", found.deepspeed_version or "version not recorded"),
+        ("dtype", found.module_dtype),
+        ("steps", steps),
+        ("optimizer", found.optimizer or "type not recorded"),
+        ("states", ", ".join(states) or "none yet"),
+        ("parameters", f"{len(found.parameters):,} trained, {numel:,} elements"),
+        ("also", f"{found.frozen} frozen, {found.buffers} buffers, {len(found.tied)} tied names"),
+        ("files", f"{found.files:,}, {show(found.file_bytes)}"),
+    ]
+    return _facts(facts)
+
+
+def _group_table(groups: Sequence[GroupSummary]) -> str:
+    head = ("group", "parameters", "elements", "state", "hyper-parameters")
+    rows: list[Sequence[object]] = [head]
+    for number, group in enumerate(groups):
+        states = ", ".join(
+            key if isinstance(value, str) else f"{key} {value:g}" if _real(value) else key
+            for key, value in group.states.items()
+        )
+        hyper = ", ".join(
+            f"{key} {_short(value)}"
+            for key, value in group.hyper_parameters.items()
+            if not (value is None or value is False)
+        )
+        rows.append((number, f"{group.parameters:,}", f"{group.numel:,}", states, hyper))
+    return table(rows)
+
+
+def _real(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
+def _short(value: object) -> str:
+    if isinstance(value, list):
+        return "(" + ", ".join(map(_short, value)) + ")"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _state_table(found: Inspection) -> str:
+    rows: list[Sequence[object]] = [("tensors", "bytes")]
+    rows += [(state, f"{nbytes:,}") for state, nbytes in found.state_bytes.items()]
+    rows.append(("all", f"{sum(found.state_bytes.values()):,}"))
+    return table(rows)
+
+
+def report_text(report: Report, *, verbose: bool) -> str:
+    """Lay out what a run did, or would do."""
+    planned = report.seconds is None
+    above = report.projected_bytes - report.floor_bytes
+    facts: list[tuple[str, object]] = [
+        ("would write" if planned else "wrote", report.target),
+        ("tag", report.tag),
+        ("world size", _resize(report)),
+        ("files", f"{report.files:,}, {show(report.bytes_written)}"),
+        ("memory", f"{show(above)} above the program's {show(report.floor_bytes)}"),
+    ]
+    if report.seconds is not None and report.peak_bytes is not None:
+        rate = report.bytes_written / max(report.seconds, 1e-9)
+        facts.append(("took", f"{report.seconds:.1f} s, {show(int(rate))}/s"))
+        if verbose:
+            peak, projected = show(report.peak_bytes), show(report.projected_bytes)
+            facts.append(("peak", f"{peak} measured, {projected} projected"))
+    return "\n\n".join([_facts(facts), *report.notes])
+
+
+def _resize(report: Report) -> str:
+    if report.world_size is None:
+        return f"{report.source_world_size} -> any"
+    return f"{report.source_world_size} -> {report.world_size}, ZeRO stage {report.zero_stage}"

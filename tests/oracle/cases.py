@@ -1,0 +1,48 @@
+"""The cases of the first-light test and the world sizes each is taken between."""
+
+from dataclasses import dataclass
+
+from tests.oracle.models import Case
+
+
+@dataclass(frozen=True)
+class Resharding:
+    """One conversion: `case` trained at `source` ranks and resumed at `target` ranks."""
+
+    case: Case
+    source: int
+    target: int
+
+    @property
+    def name(self) -> str:
+        """A name for test ids and directories."""
+        return f"{self.case.name}-{self.source}to{self.target}"
+
+
+def _plain(zero_stage: int, dtype: str) -> Case:
+    assert dtype in ("bf16", "fp16", "fp32")
+    return Case(f"z{zero_stage}-{dtype}", zero_stage, dtype)  # type: ignore[arg-type]
+
+
+ROUND_ROBIN = Case(
+    "z2-round-robin", 2, "bf16", {"zero_optimization": {"round_robin_gradients": True}}
+)
+ALIGNED = Case("z2-aligned", 2, "bf16", {"zero_optimization": {"parameter_alignment": True}})
+SUB_GROUPS = Case("z3-sub-groups", 3, "bf16", {"zero_optimization": {"sub_group_size": 150}})
+ZERO_INIT = Case("z3-zero-init", 3, "bf16", zero_init=True)
+
+BF16 = [_plain(stage, "bf16") for stage in (1, 2, 3)]
+FP16 = [_plain(stage, "fp16") for stage in (1, 2, 3)]
+FP32 = [_plain(stage, "fp32") for stage in (1, 2, 3)]
+
+FIRST_LIGHT = [
+    *(Resharding(case, n, m) for case in BF16 for n, m in ((4, 2), (2, 4), (3, 5), (1, 3), (4, 1))),
+    *(Resharding(case, 2, 3) for case in FP16 + FP32),
+    Resharding(BF16[1], 2, 2),
+    Resharding(ROUND_ROBIN, 4, 3),
+    Resharding(ALIGNED, 4, 3),
+    Resharding(SUB_GROUPS, 4, 2),
+    Resharding(SUB_GROUPS, 2, 3),
+    Resharding(ZERO_INIT, 2, 3),
+]
+"""Shrink, grow, same size, to and from one rank; every stage and dtype; the layout options."""

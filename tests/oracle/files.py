@@ -1,0 +1,128 @@
+"""Compare two native checkpoint tag directories file by file, value by value."""
+
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from itertools import combinations
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from tests.oracle.values import value_differences
+
+Content: TypeAlias = Any
+"""Whatever was unpickled: its keys and their types are DeepSpeed's."""
+
+
+def file_differences(left: Path, right: Path) -> list[str]:
+    """Every difference between two tag directories, with the path that leads to it.
+
+    Ignored are two things only. The padding of ZeRO-3 masters and frozen shards: DeepSpeed leaves
+    uninitialised memory in it. And the attributes DeepSpeed hangs on ZeRO-3 masters (``ds_id``):
+    they count the engines made in a process, and no loader reads them.
+    """
+    names = {path.name for path in left.iterdir()}, {path.name for path in right.iterdir()}
+    found = [f"{name}: only in {left}" for name in sorted(names[0] - names[1])]
+    found += [f"{name}: only in {right}" for name in sorted(names[1] - names[0])]
+    for name in sorted(names[0] & names[1]):
+        if not name.endswith(".pt"):
+            if (left / name).read_bytes() != (right / name).read_bytes():
+                found.append(f"{name}: bytes differ")
+            continue
+        contents = _load(left / name), _load(right / name)
+        found += value_differences(*contents, name)
+        found += _aliasing_differences(*contents, name)
+    return found
+
+
+def _load(path: Path) -> Content:
+    """A file's content with what may be anything set to zero."""
+    content = torch.load(path, map_location="cpu", weights_only=False)
+    optimizer = content.get("optimizer_state_dict")
+    if optimizer is not None and optimizer.get("zero_stage") == 3:
+        _clear_padding_of_masters(optimizer, path)
+    elif content.get("frozen_param_fragments") is not None:
+        _clear_padding_of_frozen(content, path)
+    return content
+
+
+def _clear_padding_of_masters(optimizer: dict[str, Any], path: Path) -> None:
+    """Zero each parameter's padding in this rank's flat masters."""
+    world_size = optimizer["partition_count"]
+    rank = _data_parallel_rank(path)
+    model_file = path.with_name(
+        path.name.removeprefix("bf16_").replace("optim_states", "model_states")
+    )
+    shapes = torch.load(model_file, map_location="cpu", weights_only=False)["param_shapes"]
+    for sub_group, flat in zip(shapes, optimizer["fp32_flat_groups"], strict=True):
+        offset = 0
+        for shape in sub_group.values():
+            shard = -(-shape.numel() // world_size)
+            real = _real_numel(shape.numel(), shard, rank)
+            flat.detach()[offset + real : offset + shard] = 0
+            offset += shard
+        assert offset == flat.numel(), f"{path.name}: {flat.numel()} masters, shapes say {offset}"
+
+
+def _clear_padding_of_frozen(content: dict[str, Any], path: Path) -> None:
+    """Zero the padding of this rank's frozen shards; stage 2 keeps them whole, without any."""
+    rank = _data_parallel_rank(path) if path.name.startswith("zero_pp_rank_") else 0
+    for name, fragment in content["frozen_param_fragments"].items():
+        full = content["frozen_param_shapes"][name].numel()
+        fragment.detach().flatten()[_real_numel(full, fragment.numel(), rank) :] = 0
+
+
+def _real_numel(full: int, shard: int, rank: int) -> int:
+    """How many of the `shard` elements of `rank` belong to the parameter's `full` ones."""
+    return min(max(full - rank * shard, 0), shard)
+
+
+def _data_parallel_rank(path: Path) -> int:
+    return int(path.name.partition("zero_pp_rank_")[2].partition("_")[0])
+
+
+def _aliasing_differences(left: object, right: object, name: str) -> Iterator[str]:
+    """Pairs of tensors that share elements in one file and not in the other.
+
+    A tied weight must not become two weights, and two states must not come to share one ``step``:
+    torch keeps what is shared in a file shared in the process that loads it.
+    """
+    shared = _overlaps(left), _overlaps(right)
+    for pair in sorted(shared[0] - shared[1]):
+        yield f"{name}: {' and '.join(pair)} share memory on the left only"
+    for pair in sorted(shared[1] - shared[0]):
+        yield f"{name}: {' and '.join(pair)} share memory on the right only"
+
+
+def _overlaps(content: object) -> set[tuple[str, str]]:
+    """The pairs of tensors in `content` that have bytes of one storage in common."""
+    by_storage: dict[int, list[tuple[int, int, str]]] = {}
+    for path, tensor in _tensors(content, ""):
+        if tensor.numel():
+            span = 1 + sum(
+                (size - 1) * int(stride)
+                for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            )
+            start = int(tensor.storage_offset()) * tensor.element_size()
+            stop = start + span * tensor.element_size()
+            storage = tensor.untyped_storage().data_ptr()
+            by_storage.setdefault(storage, []).append((start, stop, path))
+    return {
+        (min(a, b), max(a, b))
+        for extents in by_storage.values()
+        for (a_start, a_stop, a), (b_start, b_stop, b) in combinations(extents, 2)
+        if a_start < b_stop and b_start < a_stop
+    }
+
+
+def _tensors(value: object, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, below in value.items():
+            yield from _tensors(below, f"{path}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for index, below in enumerate(value):
+            yield from _tensors(below, f"{path}[{index}]")
+    elif hasattr(value, "__dict__") and not isinstance(value, Enum | type):
+        yield from _tensors(vars(value), f"{path}.__dict__")

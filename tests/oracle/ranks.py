@@ -1,0 +1,172 @@
+"""Start the ranks of one world size once and let them do many jobs, one after the other."""
+
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.multiprocessing.spawn import ProcessException, spawn
+
+from tests.oracle import jobs as work
+
+START_SECONDS = 120.0
+COLLECTIVE_SECONDS = 60.0
+JOB_SECONDS = 90.0
+"""Hard limits, far above what is measured; a rank that waits for a dead one fails first."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How one job ended."""
+
+    job: work.Job
+    seconds: float
+    error: str | None
+    """The failing rank's traceback and the end of its output."""
+
+
+def run_jobs(world_size: int, jobs: Sequence[work.Job], workdir: Path) -> list[Finished]:
+    """Run `jobs` in order on `world_size` ranks; one result for each.
+
+    A job that fails takes its ranks with it; the jobs after it get new ones. What the ranks leave
+    on disk decides, not their exit codes: a process may crash with all its work done.
+    """
+    workdir.mkdir(parents=True, exist_ok=True)
+    finished: list[Finished] = []
+    while len(finished) < len(jobs):
+        rest = list(jobs[len(finished) :])
+        start_dir = Path(tempfile.mkdtemp(prefix=f"world{world_size}_", dir=workdir))
+        crash = _start_and_wait(world_size, rest, start_dir)
+        done = _done(rest, start_dir)
+        finished += done
+        if len(done) < len(rest):
+            finished.append(Finished(rest[len(done)], 0.0, _complaint(start_dir, crash)))
+    return finished
+
+
+def require_success(finished: Sequence[Finished]) -> None:
+    """Raise with every failed job's error."""
+    errors = [f"{one.job}\n{one.error}" for one in finished if one.error is not None]
+    assert not errors, "\n\n".join(errors)
+
+
+def _start_and_wait(world_size: int, jobs: list[work.Job], start_dir: Path) -> str:
+    """Let the ranks run to their end; the reason when it is a bad one, else ''."""
+    context: Any = spawn(  # type: ignore[no-untyped-call]
+        _rank_main, args=(world_size, jobs, start_dir), nprocs=world_size, join=False
+    )
+    deadline = time.monotonic() + START_SECONDS + JOB_SECONDS
+    done = 0
+    try:
+        while not context.join(timeout=1.0):
+            if len(_done(jobs, start_dir)) > done:
+                done = len(_done(jobs, start_dir))
+                deadline = time.monotonic() + JOB_SECONDS
+            elif time.monotonic() > deadline:
+                return "the ranks made no progress and were killed"
+    except ProcessException as error:
+        return str(error)
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+    return ""
+
+
+def _done(jobs: list[work.Job], start_dir: Path) -> list[Finished]:
+    """The jobs that every rank completed, in order."""
+    done = []
+    for index, job in enumerate(jobs):
+        marker = start_dir / f"job{index}.json"
+        if not marker.exists():
+            break
+        done.append(Finished(job, json.loads(marker.read_text())["seconds"], None))
+    return done
+
+
+def _complaint(start_dir: Path, crash: str) -> str:
+    parts = [crash or "the ranks ended without a word"]
+    parts += [
+        f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}"
+        for log in sorted(start_dir.glob("rank*.log"))
+    ]
+    return "\n".join(parts)
+
+
+def _rank_main(rank: int, world_size: int, jobs: list[work.Job], start_dir: Path) -> None:
+    """The life of one rank."""
+    _redirect_output(start_dir / f"rank{rank}.log")
+    try:
+        _join_group(rank, world_size, start_dir)
+        for index, job in enumerate(jobs):
+            started = time.monotonic()
+            work.run(job)
+            if rank == 0:
+                _mark_done(start_dir / f"job{index}.json", time.monotonic() - started)
+        distributed.barrier()
+    except BaseException:
+        traceback.print_exc()
+        _leave(1)
+    _leave(0)
+
+
+def _leave(code: int) -> None:
+    # Past the interpreter's teardown, where gloo's threads now and then abort a finished process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _redirect_output(log: Path) -> None:
+    """Send stdout and stderr, native code's included, to a file."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+
+
+def _join_group(rank: int, world_size: int, start_dir: Path) -> None:
+    """Make this process a DeepSpeed rank on CPU."""
+    os.environ |= {
+        "DS_ACCELERATOR": "cpu",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_SIZE": str(world_size),
+        # DeepSpeed wants them set; the ranks meet at a file, so that no port can be taken.
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    torch.set_num_threads(1)
+    import deepspeed  # type: ignore[import-untyped,unused-ignore]
+    from deepspeed.accelerator import get_accelerator  # type: ignore[import-untyped,unused-ignore]
+
+    # Without its shared-memory all-reduce there is nothing to compile under a lock that a killed
+    # process leaves behind, and no buffer to leak in /dev/shm; gloo does the reductions.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # torch computes in fp16 on any CPU; DeepSpeed only asks whether it is fast.
+    get_accelerator().is_fp16_supported = lambda: True
+    deepspeed.init_distributed(
+        dist_backend="gloo",
+        init_method=f"file://{start_dir / 'rendezvous'}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=COLLECTIVE_SECONDS),
+    )
+
+
+def _mark_done(marker: Path, seconds: float) -> None:
+    """Written whole or not at all: the marker's existence is the message."""
+    partial = marker.with_suffix(".partial")
+    partial.write_text(json.dumps({"seconds": seconds}))
+    partial.replace(marker)

@@ -1,0 +1,235 @@
+"""What an engine holds, gathered from all ranks into full, unpadded, named tensors.
+
+The masters and optimizer states are read from the optimizer's own partitions. DeepSpeed's public
+accessors (``safe_get_full_fp32_param``, ``safe_get_full_optimizer_state``) cannot be the truth at
+stages 1 and 2. They all-reduce over zeros, which turns -0.0 into 0.0; they take a parameter's
+offset from a mapping that is wrong under round_robin_gradients; and they are linked to the states
+after the first param group's first step, when the other groups have none yet, so that asking for
+those raises. `accessor_differences` checks against them where they can be right.
+"""
+
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import distributed
+
+from tests.oracle.values import value_differences
+
+T = TypeVar("T")
+Tensors: TypeAlias = dict[str, torch.Tensor]
+
+# DeepSpeed has no types, and gives parameters methods of its own.
+Engine: TypeAlias = Any
+Param: TypeAlias = Any
+Optimizer: TypeAlias = Any
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The whole training state, with nothing left in it that depends on the world size."""
+
+    weights: Tensors
+    """The module's trainable parameters, in the model's dtype."""
+    frozen: Tensors
+    buffers: Tensors
+    """Persistent ones only."""
+    states: dict[str, Tensors]
+    """State name (``fp32`` for the masters, ``exp_avg``, ...) to parameter name to full tensor."""
+    groups: list[dict[str, Any]]
+    """Per param group: hyper-parameters, parameter names (sorted) and the states' scalars."""
+    scaler: dict[str, Any]
+    scheduler: dict[str, Any] | None
+    counters: dict[str, Any]
+    client_state: dict[str, Any]
+
+    def save(self, path: Path) -> None:
+        """Write it as plain values that ``load`` reads without an engine."""
+        torch.save(vars(self), path)
+
+    @classmethod
+    def load(cls, path: Path) -> "Truth":
+        """Read what ``save`` wrote."""
+        return cls(**torch.load(path, weights_only=False))
+
+
+def gather_truth(engine: Engine, client_state: Mapping[str, Any]) -> Truth:
+    """Everything the ranks of `engine` hold together. A collective call: every rank gets it all."""
+    persistent = engine.module.state_dict().keys()
+    params = dict(_full_weights(engine))
+    trainable = {name for name, param in named_params(engine) if param.requires_grad}
+    states, groups = _states_and_groups(engine)
+    buffers = {
+        name: buffer.detach().clone()
+        for name, buffer in engine.module.named_buffers()
+        if name in persistent
+    }
+    return Truth(
+        weights={name: value for name, value in params.items() if name in trainable},
+        frozen={name: value for name, value in params.items() if name not in trainable},
+        buffers=agreed(buffers, "buffers"),
+        states=states,
+        groups=groups,
+        scaler=agreed(_scaler(engine.optimizer), "loss scaler"),
+        scheduler=agreed(engine.lr_scheduler.state_dict(), "LR scheduler"),
+        counters=agreed(
+            {k: getattr(engine, k) for k in ("global_steps", "skipped_steps", "global_samples")},
+            "counters",
+        ),
+        client_state=dict(client_state),
+    )
+
+
+def named_params(engine: Engine) -> Iterator[tuple[str, Param]]:
+    """The module's parameters, a tied one once, under its first name."""
+    yield from engine.module.named_parameters()
+
+
+def agreed(mine: T, what: str) -> T:
+    """`mine`, once every rank has been found to hold the same.
+
+    Raises
+    ------
+    AssertionError
+        When ranks disagree: there is no one truth then.
+    """
+    for rank, theirs in enumerate(_from_all_ranks(mine)):
+        found = list(value_differences(mine, theirs, what))
+        assert not found, f"rank {rank} disagrees: {found[:5]}"
+    return mine
+
+
+def _from_all_ranks(mine: T) -> list[T]:
+    gathered: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(gathered, mine)
+    return gathered
+
+
+def _full_weights(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each parameter's value as the model computes with it."""
+    zero: Any = importlib.import_module("deepspeed").zero
+    params = [param for _, param in named_params(engine)]
+    # Does nothing for parameters that stages 1 and 2 leave whole.
+    with zero.GatheredParameters([param for param in params if hasattr(param, "ds_id")]):
+        values = {name: param.detach().clone() for name, param in named_params(engine)}
+    yield from agreed(values, "weights").items()
+
+
+def _scaler(optimizer: Optimizer) -> dict[str, Any]:
+    """The loss scaler's fields, and what the optimizer keeps beside it."""
+    scaler = optimizer.loss_scaler
+    return {
+        "class": type(scaler).__name__,
+        **vars(scaler),
+        "overflow": bool(optimizer.overflow),
+        "dynamic_loss_scale": optimizer.dynamic_loss_scale,
+        "clip_grad": float(optimizer.clip_grad),
+    }
+
+
+@dataclass(frozen=True)
+class _Flat:
+    """One flat tensor of this rank, with the places of its parameters in the ranks' tensors."""
+
+    group: int
+    master: torch.Tensor
+    params: list[Param]
+    offsets: list[int]
+
+
+def _flats(optimizer: Optimizer) -> list[_Flat]:
+    """This rank's flat partitions, as the optimizer itself cut and ordered them."""
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # ZeRO-3: per sub-group
+        flats = []
+        for k, master in enumerate(optimizer.fp32_partitioned_groups_flat):
+            params = list(optimizer.fp16_groups[k])
+            offsets = [optimizer.grad_position[optimizer.get_param_id(p)][1] for p in params]
+            flats.append(_Flat(optimizer.sub_group_to_group_id[k], master, params, offsets))
+        return flats
+    return [
+        # The stored order and the offsets in it: under round robin not those of `bit16_groups`.
+        _Flat(g, master, list(params), list(optimizer.round_robin_bit16_offsets[g]))
+        for g, (master, params) in enumerate(
+            zip(
+                optimizer.single_partition_of_fp32_groups,
+                optimizer.round_robin_bit16_groups,
+                strict=True,
+            )
+        )
+    ]
+
+
+def _states_and_groups(engine: Engine) -> tuple[dict[str, Tensors], list[dict[str, Any]]]:
+    """Full states by name, and per param group what belongs to no single element."""
+    optimizer = engine.optimizer
+    names = {id(param): name for name, param in named_params(engine)}
+    groups: list[dict[str, Any]] = [
+        {"hyper_parameters": {k: v for k, v in group.items() if k != "params"}, "params": []}
+        for group in optimizer.optimizer.param_groups
+    ]
+    states: dict[str, Tensors] = {}
+    for flat in _flats(optimizer):
+        mine = {"fp32": flat.master, **optimizer.optimizer.state.get(flat.master, {})}
+        # A partition-like state has an element for each of the master's; all else is per group.
+        tensors = {k: v.detach() for k, v in mine.items() if _same_length(v, flat.master)}
+        scalars = {k: _copied(v) for k, v in mine.items() if k not in tensors}
+        group = groups[flat.group]
+        group["params"] = sorted([*group["params"], *(names[id(p)] for p in flat.params)])
+        _agree_with_sub_groups(group, agreed(scalars, f"scalars of param group {flat.group}"))
+        per_rank = _from_all_ranks(tensors)
+        for state in tensors:
+            pieces = [rank[state] for rank in per_rank]
+            for param, value in _cut(flat, pieces):
+                states.setdefault(state, {})[names[id(param)]] = value
+    return states, agreed(groups, "param groups")
+
+
+def _same_length(value: object, master: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == master.shape
+
+
+def _copied(value: object) -> object:
+    # The engine goes on counting in its own ``step`` tensor.
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _agree_with_sub_groups(group: dict[str, Any], scalars: dict[str, Any]) -> None:
+    """Keep one copy of the scalars that every sub-group of a param group has (``step``)."""
+    found = list(value_differences(group.setdefault("scalars", scalars), scalars, "scalars"))
+    assert not found, f"sub-groups of param group {group['hyper_parameters']} disagree: {found}"
+
+
+def _cut(flat: _Flat, pieces: list[torch.Tensor]) -> Iterator[tuple[Param, torch.Tensor]]:
+    """Each parameter's full value out of all ranks' flat tensors, padding left out."""
+    whole = torch.cat(pieces)
+    for param, offset in zip(flat.params, flat.offsets, strict=True):
+        if hasattr(param, "ds_id"):
+            shard = param.partition_numel()
+            full = torch.cat([piece[offset : offset + shard] for piece in pieces])
+            yield param, full[: param.ds_numel].reshape(param.ds_shape).clone()
+        else:
+            yield param, whole[offset : offset + param.numel()].reshape(param.shape).clone()
+
+
+def accessor_differences(engine: Engine, truth: Truth) -> list[str]:
+    """Where DeepSpeed's public accessors give other values than `truth`. A collective call."""
+    utils: Any = importlib.import_module("deepspeed.utils")
+    found = []
+    for state, tensors in truth.states.items():
+        for name, param in named_params(engine):
+            if name not in tensors:
+                continue
+            if state == "fp32":
+                value = utils.safe_get_full_fp32_param(param)
+            elif hasattr(param, "ds_id"):
+                value = utils.safe_get_full_optimizer_state(param, state)
+            else:
+                # Raises at stages 1 and 2 for every param group but the first.
+                continue
+            # By value: the accessors lose the sign of zero.
+            if value is None or not torch.equal(value, tensors[name]):
+                found.append(f"{state} of {name}")
+    return found
