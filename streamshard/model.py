@@ -93,6 +93,8 @@ class RankPartition:
     """Elements at the partition's end that belong to no parameter."""
     slices: tuple[tuple[int, int, int], ...]
     """(parameter's index in the group, start in the partition, numel), in order of parameter."""
+    recorded: tuple[tuple[int, int, int], ...]
+    """The slices as DeepSpeed writes them down, which under round robin are others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +217,20 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordedCut:
+    """What a rank's file says of its own cut (stages 1 and 2), to be held against the arithmetic.
+
+    None where the DeepSpeed that saved it did not write that down yet.
+    """
+
+    path: Path
+    paddings: tuple[int, ...] | None
+    alignments: tuple[tuple[int, ...], ...] | None
+    slices: tuple[tuple[tuple[str, int, int], ...], ...] | None
+    """(parameter, start in the partition, numel) per param group."""
+
+
+@dataclass(frozen=True, slots=True)
 class SourceMap:
     """Where a source keeps its logical tensors, in the source's own terms."""
 
@@ -223,6 +239,8 @@ class SourceMap:
     """Tensor → (file, byte offset), for tensors that lie in one piece."""
     partitions: Mapping[tuple[int, str], Slot] = field(default_factory=dict)
     """(param group, state) → each rank's partition (stages 1 and 2)."""
+    recorded: tuple[RecordedCut, ...] = ()
+    """One per rank (stages 1 and 2)."""
     sub_groups: Mapping[tuple[int, str], Slot] = field(default_factory=dict)
     """(sub-group, state) → each rank's shards (stage 3)."""
     sub_group_params: tuple[tuple[str, ...], ...] = ()

@@ -7,7 +7,7 @@ from streamshard.errors import UnsupportedError
 
 
 def _float32_to_bfloat16(source: memoryview, target: memoryview) -> None:
-    """Round to nearest, ties to even; every NaN becomes the one that torch makes of it."""
+    """Round to nearest, ties to even; a NaN becomes the one of torch's scalar code."""
     bits = np.frombuffer(source, dtype=np.uint32)
     result = np.frombuffer(target, dtype=np.uint16)
     carry = (bits >> 16) & 1
@@ -23,9 +23,16 @@ def _float32_to_float16(source: memoryview, target: memoryview) -> None:
         np.frombuffer(target, dtype=np.float16)[:] = np.frombuffer(source, dtype=np.float32)
 
 
+def _bfloat16_to_float32(source: memoryview, target: memoryview) -> None:
+    bits = np.frombuffer(target, dtype=np.uint32)
+    bits[:] = np.frombuffer(source, dtype=np.uint16)
+    np.left_shift(bits, 16, out=bits)
+
+
 _CASTS: dict[tuple[str, str], Cast] = {
     ("float32", "bfloat16"): _float32_to_bfloat16,
     ("float32", "float16"): _float32_to_float16,
+    ("bfloat16", "float32"): _bfloat16_to_float32,
 }
 
 

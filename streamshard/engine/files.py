@@ -113,8 +113,12 @@ class SourceReader:
             os.close(self._open.popitem(last=False)[1])
         source = self._files[file]
         descriptor = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            require_unchanged(source, os.fstat(descriptor))
+        except BaseException:
+            os.close(descriptor)  # kept, it would pass for checked the next time
+            raise
         self._open[file] = descriptor
-        require_unchanged(source, os.fstat(descriptor))
         return descriptor
 
 

@@ -17,13 +17,6 @@ Config = Mapping[str, Any]
 DEFAULT_SUB_GROUP_SIZE: Final = 1_000_000_000
 
 _ZERO: Final = "zero_optimization"
-_SHAPING_KEYS: Final = (
-    "stage",
-    "round_robin_gradients",
-    "parameter_alignment",
-    "sub_group_size",
-)
-"""Keys of `zero_optimization` that decide what the files look like."""
 _PRECISIONS: Final = {"float16": ("fp16",), "bfloat16": ("bf16", "bfloat16")}
 """Sections that switch a 16-bit type on, by the dtype they stand for."""
 
@@ -55,7 +48,7 @@ def _zero(config: Config) -> Mapping[str, Any]:
 
 
 def _number(value: object) -> int | None:
-    """Read a count; "auto", which frameworks fill in later, counts as not given."""
+    """Read a count; what is none counts as not given."""
     if isinstance(value, str) and re.fullmatch(r"[0-9.]+(e[0-9]+)?", value):
         value = float(value)
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -81,42 +74,30 @@ def zero_layout(config: Config, *, stage: int, world_size: int) -> ZeroLayout:
     )
 
 
-def module_dtype(config: Config) -> str | None:
-    """Tell the dtype that the module is trained in; None if the config does not say.
-
-    A section that is absent is off; a config without either section trains in fp32 unless it is
-    a bare fragment, which cannot be told apart, so absence of both means "not said".
-    """
-    said = False
+def module_dtype(config: Config) -> str:
+    """Tell the dtype that an engine with this config trains the module in."""
     for dtype, names in _PRECISIONS.items():
         for name in names:
-            enabled = config.get(name, {}).get("enabled") if name in config else None
-            said = said or isinstance(enabled, bool)
-            if enabled is True:
+            section = config.get(name)
+            if isinstance(section, Mapping) and section.get("enabled") is True:
                 return dtype
-    return "float32" if said else None
+    return "float32"
 
 
-def merged(config: Config, wanted: Config) -> dict[str, Any]:
-    """Return a config with everything that shapes files replaced by what is wanted.
+def resolved(given: Config, kept: Config) -> dict[str, Any]:
+    """Return a job's config with every "auto" replaced by what the last run had in its place.
 
-    Batch sizes, optimizer settings and the rest stay as the run that saved them had them.
+    Frameworks fill "auto" in when the job starts; where the last run had nothing, the key goes.
     """
-    result = dict(config)
-    given = {
-        key: value
-        for key, value in _zero(wanted).items()
-        if key in _SHAPING_KEYS and value != "auto"
-    }
-    if given:
-        result[_ZERO] = {**_zero(config), **given}
-    if module_dtype(wanted) is not None:
-        for names in _PRECISIONS.values():
-            for name in names:
-                if name in wanted:
-                    result[name] = wanted[name]
-                elif isinstance(result.get(name), Mapping):
-                    result[name] = {**result[name], "enabled": False}
+    result: dict[str, Any] = {}
+    for key, value in given.items():
+        before = kept.get(key)
+        if isinstance(value, Mapping):
+            result[key] = resolved(value, before if isinstance(before, Mapping) else {})
+        elif value != "auto":
+            result[key] = value
+        elif before is not None:
+            result[key] = before
     return result
 
 
@@ -125,10 +106,10 @@ def with_stage(config: Config, stage: int) -> dict[str, Any]:
     return {**config, _ZERO: {**_zero(config), "stage": stage}}
 
 
-def gradient_clipping(config: Config) -> float:
-    """Gradient clipping in force; 0 where it is off, as DeepSpeed's default is."""
-    value = config.get("gradient_clipping", 0.0)
-    return float(value) if isinstance(value, int | float) else 0.0
+def gradient_clipping(config: Config) -> float | None:
+    """Tell the gradient clipping that a config asks for, None if it leaves it to the default."""
+    value = config.get("gradient_clipping")
+    return float(value) if isinstance(value, int | float) else None
 
 
 def batch_sizes(config: Config) -> tuple[int | None, int | None, int | None]:

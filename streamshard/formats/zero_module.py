@@ -60,8 +60,16 @@ class ModuleReader:
         self._frozen_shapes: dict[str, Node] = models[0].get(names.FROZEN_SHAPES) or {}
         self._shared: dict[str, str] = models[0].get(names.SHARED_PARAMS) or {}
 
-    def entries(self, trained: frozenset[str]) -> tuple[ModuleEntry, ...]:
-        """Say what each entry of the module's state dict is."""
+    def entries(self, trained: Mapping[str, tuple[int, ...]]) -> tuple[ModuleEntry, ...]:
+        """Say what each entry of the module's state dict is.
+
+        Parameters
+        ----------
+        trained
+            Shapes of the trained parameters: in stage 3 the entries are empty placeholders.
+        """
+        frozen = {name: shape_of(node) for name, node in self._frozen_shapes.items()}
+        shapes = {**trained, **frozen}
         buffers = set(self._models[0].get(names.BUFFER_NAMES) or [])
         seen: dict[tuple[object, ...], str] = {}
         found = []
@@ -72,9 +80,7 @@ class ModuleReader:
                 continue
             alias = self._alias_of(name, tensor, seen)
             kind = "alias" if alias else self._kind(name, buffers, trained)
-            shape = tensor.shape
-            if kind == "frozen" and name in self._frozen_shapes:
-                shape = shape_of(self._frozen_shapes[name])
+            shape = shapes.get(alias or name, tensor.shape)
             found.append(ModuleEntry(name, kind, tensor.dtype, shape, alias))
         return tuple(found)
 
@@ -91,7 +97,7 @@ class ModuleReader:
         first = seen.setdefault((tensor.place, tensor.shape, tensor.dtype), name)
         return "" if first == name else first
 
-    def _kind(self, name: str, buffers: set[str], trained: frozenset[str]) -> str:
+    def _kind(self, name: str, buffers: set[str], trained: Mapping[str, object]) -> str:
         if name in buffers:
             return "buffer"
         if name in trained:

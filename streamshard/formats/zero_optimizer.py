@@ -16,7 +16,7 @@ from streamshard.formats.checkpoint import FlatState, ModuleEntry, ParamGroup, S
 from streamshard.formats.inert import Node
 from streamshard.formats.torch_tensor import Tensor, tensor_of
 from streamshard.formats.zero_files import SourceFiles, fingerprint, require
-from streamshard.model import MASTER, Slot
+from streamshard.model import MASTER, RecordedCut, Slot
 
 _SCALAR_LIMIT_BYTES = 64
 """A state tensor that is neither per element nor this small is not understood."""
@@ -178,6 +178,18 @@ class OptimizerReader:
             numels=np.array([t.numel for t in tensors], dtype=np.int64),
         )
 
+    def recorded(self) -> tuple[RecordedCut, ...]:
+        """Read what each rank's file says of its own cut."""
+        return tuple(
+            RecordedCut(
+                path=path,
+                paddings=_tuple(state.get(names.GROUP_PADDINGS)),
+                alignments=_nested(state.get(names.ALIGNMENT_PADDINGS)),
+                slices=_recorded_slices(state.get(names.SLICE_MAPPINGS), path),
+            )
+            for state, path in zip(self._states, self._paths, strict=True)
+        )
+
     def param_ids(
         self, units: Sequence[Sequence[str]], entries: Sequence[ModuleEntry]
     ) -> dict[str, int]:
@@ -196,3 +208,24 @@ class OptimizerReader:
                 known |= {params[0]: int(first), params[-1]: int(last)}
         agrees = all(derived.get(name) == number for name, number in known.items())
         return derived if agrees else known
+
+
+def _tuple(node: Node) -> tuple[int, ...] | None:
+    return tuple(node) if isinstance(node, list) else None
+
+
+def _nested(node: Node) -> tuple[tuple[int, ...], ...] | None:
+    return tuple(tuple(inner) for inner in node) if isinstance(node, list) else None
+
+
+def _recorded_slices(node: Node, path: Path) -> tuple[tuple[tuple[str, int, int], ...], ...] | None:
+    """Read `param_slice_mappings`: per group, name to a `fragment_address` object."""
+    if not isinstance(node, list):
+        return None
+    try:
+        return tuple(
+            tuple((name, at.state["start"], at.state["numel"]) for name, at in mapping.items())
+            for mapping in node
+        )
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CorruptFileError(f"{path}: '{names.SLICE_MAPPINGS}' is unreadable") from error

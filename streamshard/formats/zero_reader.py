@@ -68,7 +68,7 @@ def _read_shards(
     groups = optimizer.groups([list(unit) for unit in shapes])
     shape_by_name = {name: shape for unit in shapes for name, shape in unit.items()}
     module = ModuleReader(sources, shards.model_files, models, stage)
-    entries = module.entries(frozenset(shape_by_name))
+    entries = module.entries(shape_by_name)
     tensors = _optimizer_tensors(groups, shape_by_name)
     module_map = module.place(entries, first=len(tensors))
     tensors += module.tensors
@@ -86,7 +86,7 @@ def _read_shards(
         tensors=tuple(tensors),
         groups=groups,
         module=entries,
-        module_dtype=module.dtype(entries) or ds_config.module_dtype(config) or "float32",
+        module_dtype=module.dtype(entries) or ds_config.module_dtype(config),
         model_state=models[0],
         optimizer_file=optimizers[0],
         param_ids=param_ids,
@@ -97,6 +97,7 @@ def _read_shards(
         files=tuple(sources.files),
         whole=whole,
         partitions={} if stage == 3 else optimizer.slots,
+        recorded=() if stage == 3 else optimizer.recorded(),
         sub_groups=optimizer.slots if stage == 3 else {},
         sub_group_params=tuple(tuple(unit) for unit in shapes) if stage == 3 else (),
         shards=module_map.shards,
@@ -150,7 +151,8 @@ def _check_world_size(
             missing = shards.tag_dir / names.optimizer_file(found, bf16=bf16)
             message += f"; {missing} is missing: copy it from the node that saved it"
         else:
-            message += "; files of another world size lie among them: move them away"
+            surplus = shards.optimizer_files[world_size if isinstance(world_size, int) else 0]
+            message += f"; {surplus} is of another world size: move it and its like away"
         raise DisagreementError(message)
 
 

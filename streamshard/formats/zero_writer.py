@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from streamshard.errors import UnsupportedError
 from streamshard.formats import deepspeed_names as names
+from streamshard.formats import ds_config
 from streamshard.formats.checkpoint import (
     Checkpoint,
     FlatState,
@@ -26,6 +27,7 @@ from streamshard.model import (
     FlatCut,
     Literal,
     PartitionOf,
+    RankPartition,
     ShardOf,
     ShardsOf,
     SubGroup,
@@ -93,7 +95,6 @@ class ZeroWriter:
         self._sub_groups = sub_groups
         self._index = checkpoint.tensor_index()
         self._shapes = {t.name: t.shape for t in checkpoint.tensors if t.state == MASTER}
-        self._numels = {t.name: t.numel for t in checkpoint.tensors if t.state == MASTER}
 
     def images(self) -> Iterator[FileImage]:
         """Spell all files, one after the other: model files first, then optimizer files."""
@@ -112,9 +113,20 @@ class ZeroWriter:
     def _optimizer_file(self, rank: int) -> dict[str, Node]:
         source = self._source.optimizer_file
         state = self._stage_3(rank) if self._layout.stage == 3 else self._stage_12(rank)
-        held = source[names.OPTIMIZER]
+        held = {**self._unkept(source), **source[names.OPTIMIZER]}
         ordered = _in_order(state, held, _KEYS_3 if self._layout.stage == 3 else _KEYS_12)
         return {**source, names.OPTIMIZER: ordered, **self._given_config(source)}
+
+    def _unkept(self, source: Mapping[str, Node]) -> dict[str, Node]:
+        """Spell what stages 1 and 2 keep with the optimizer and stage 3 does not."""
+        kept: dict[str, Node] = {}
+        if self._layout.stage < 3 and names.FLAT_GROUPS_3 in source[names.OPTIMIZER]:
+            clipping = ds_config.gradient_clipping(self._config)
+            if clipping is not None:
+                kept[names.CLIP_GRAD] = clipping
+            if names.DS_VERSION in source:
+                kept[names.DS_VERSION] = source[names.DS_VERSION]
+        return kept
 
     def _given_config(self, source: Mapping[str, Node]) -> dict[str, Node]:
         return {names.DS_CONFIG: self._config} if names.DS_CONFIG in source else {}
@@ -138,7 +150,7 @@ class ZeroWriter:
                     key: self._state(value, own.numel, PartitionOf(group, key, rank))
                     for key, value in held.states.items()
                 }
-            mappings.append(self._slice_mapping(held, cut, rank))
+            mappings.append(self._slice_mapping(held, own))
         return {
             names.BASE_OPTIMIZER: self._inner(states, [[g] for g in range(len(masters))]),
             names.FLAT_GROUPS: masters,
@@ -149,18 +161,10 @@ class ZeroWriter:
             names.SLICE_MAPPINGS: mappings,
         }
 
-    def _slice_mapping(self, group: ParamGroup, cut: FlatCut, rank: int) -> OrderedDict[str, Node]:
-        """Spell which parameters a rank's partition holds, and where.
-
-        Under round robin DeepSpeed itself computes these as if the parameters were stored in the
-        group's own order, unless there is alignment padding (`_create_param_mapping`, 0.19.8); a
-        file that it would have saved holds the same.
-        """
-        slices = cut.partitions[rank].slices
-        if self._layout.round_robin and not any(cut.alignments):
-            slices = _slices_in_order([self._numels[n] for n in group.params], cut, rank)
+    def _slice_mapping(self, group: ParamGroup, own: RankPartition) -> OrderedDict[str, Node]:
         return OrderedDict(
-            (group.params[index], _fragment_address(start, numel)) for index, start, numel in slices
+            (group.params[index], _fragment_address(start, numel))
+            for index, start, numel in own.recorded
         )
 
     def _stage_3(self, rank: int) -> dict[str, Node]:
@@ -266,8 +270,9 @@ class ZeroWriter:
         )
 
     def _entry_dtype(self, entry: ModuleEntry) -> str:
-        trained = entry.kind == "param" or entry.alias_of in self._shapes
-        return self._module_dtype if trained else entry.dtype
+        """Weights follow the module's dtype, as `module.to(dtype)` has it; buffers keep theirs."""
+        is_weight = entry.kind != "buffer" and entry.dtype == self._source.module_dtype
+        return self._module_dtype if is_weight else entry.dtype
 
     def _entry_content(self, entry: ModuleEntry) -> Content:
         """Take the module's own bits where they are, else a cast of the master weights."""
@@ -309,7 +314,8 @@ class ZeroWriter:
             return make_tensor(module[entry.name].args[0], entry.shape)
         tensor = self._index[MODULE, entry.name]
         numel = -(-self._source.tensors[tensor].numel // self._layout.world_size)
-        return make_tensor(Storage(entry.dtype, numel, ShardOf(tensor, rank)), (numel,))
+        storage = Storage(self._entry_dtype(entry), numel, ShardOf(tensor, rank))
+        return make_tensor(storage, (numel,))
 
 
 def _wrapped_optimizer(state: Mapping[str, Node]) -> Mapping[str, Node]:
@@ -325,8 +331,7 @@ def _in_order(
     Entries that only the other stages know are left out; entries that nobody knows are kept.
     """
     only_elsewhere = {*_KEYS_12, *_KEYS_3} - set(order)
-    same_stage = names.FLAT_GROUPS_3 in source if order is _KEYS_3 else names.FLAT_GROUPS in source
-    if same_stage:
+    if (names.FLAT_GROUPS_3 in source) == (order is _KEYS_3):
         kept = {key: state.get(key, value) for key, value in source.items()}
         # Without this key, which DeepSpeed before 0.19.7 did not write, paddings are not expected.
         if any(map(any, state.get(names.ALIGNMENT_PADDINGS, []))):
@@ -340,18 +345,3 @@ def _in_order(
 
 def _fragment_address(start: int, numel: int) -> Call:
     return Call(_FRAGMENT_ADDRESS, (), new=True, state={"numel": numel, "start": start})
-
-
-def _slices_in_order(
-    numels: Sequence[int], cut: FlatCut, rank: int
-) -> tuple[tuple[int, int, int], ...]:
-    """Cut parameters laid end to end in their own order at a rank's partition."""
-    lower = rank * cut.partitions[rank].numel
-    upper = lower + cut.partitions[rank].numel
-    found, end = [], 0
-    for index, numel in enumerate(numels):
-        first, stop = max(end, lower), min(end + numel, upper)
-        if first < stop:
-            found.append((index, first - lower, stop - first))
-        end += numel
-    return tuple(found)

@@ -99,9 +99,11 @@ def plan_repartition(
     world_size
         Count of data-parallel ranks that will resume.
     zero_stage
-        ZeRO stage that will resume; by default the source's.
+        ZeRO stage that will resume; by default the config's.
     ds_config_file
-        DeepSpeed config of the job that will resume; by default the one kept in the checkpoint.
+        The whole DeepSpeed config of the job that will resume; by default the one kept in the
+        checkpoint. What it leaves out has DeepSpeed's defaults; an "auto" in it, the last run's
+        value.
     memory_limit
         Bytes allowed above what the program itself occupies.
 
@@ -188,23 +190,31 @@ def _settings(
     checkpoint = source.checkpoint
     kept = checkpoint.optimizer_file.get(names.DS_CONFIG)
     kept = kept if isinstance(kept, dict) else {}
-    config = ds_config.merged(kept, wanted) if wanted is not None else dict(kept)
-    asked = ds_config.zero_stage(wanted) if wanted is not None else None
-    if zero_stage is not None and asked is not None and asked != zero_stage:
-        message = f"--zero-stage {zero_stage}, but the given config says stage {asked}"
-        raise UsageError(f"{message}; make them agree")
-    stage = zero_stage or asked or checkpoint.layout.stage
-    if stage not in (1, 2, 3):
-        raise UsageError(f"ZeRO stage {stage}: only 1, 2 and 3 partition the optimizer state")
-    if stage != checkpoint.layout.stage:
+    stage, dtype = zero_stage or checkpoint.layout.stage, checkpoint.module_dtype
+    config = dict(kept)
+    if wanted is not None:
+        config = ds_config.resolved(wanted, kept)
+        stage = _agreed_stage(ds_config.zero_stage(config), zero_stage)
+        dtype = ds_config.module_dtype(config)
+        _require_same_scaling(checkpoint.module_dtype, dtype)
+    if config:
         config = ds_config.with_stage(config, stage)
-    dtype = ds_config.module_dtype(wanted) if wanted is not None else None
-    dtype = dtype or checkpoint.module_dtype
-    _require_same_scaling(checkpoint.module_dtype, dtype)
     layout = ds_config.zero_layout(config, stage=stage, world_size=world_size)
     if wanted is None and not kept:
         layout = replace(checkpoint.layout, stage=stage, world_size=world_size)
     return TargetSettings(layout, config, dtype, _settings_note(layout, dtype, wanted, kept))
+
+
+def _agreed_stage(in_config: int | None, asked: int | None) -> int:
+    """Take the stage from the given config, and hold it against the flag if there is one."""
+    if in_config is not None and asked is not None and in_config != asked:
+        message = f"--zero-stage {asked}, but the given config says stage {in_config}"
+        raise UsageError(f"{message}; make them agree")
+    stage = asked or in_config
+    if stage not in (1, 2, 3):
+        message = f"the given config asks for ZeRO stage {stage or 0}, which partitions nothing"
+        raise UsageError(f"{message}; give the whole config of the job that will resume")
+    return stage
 
 
 def _require_same_scaling(source: str, target: str) -> None:
@@ -221,7 +231,7 @@ def _settings_note(
 ) -> str:
     where = "the config kept in the checkpoint, then DeepSpeed's defaults"
     if wanted is not None:
-        where = "the given --ds-config, then the config kept in the checkpoint"
+        where = "the given --ds-config, then DeepSpeed's defaults"
     elif not kept:
         where = "DeepSpeed's defaults, as the checkpoint keeps no config"
     shape = (

@@ -4,12 +4,14 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
 from streamshard.engine.files import Decoder
 from streamshard.errors import (
     CorruptFileError,
+    DisagreementError,
     IncompleteError,
     SourceError,
     SourceNotFoundError,
@@ -18,7 +20,7 @@ from streamshard.errors import (
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats import zarr_reader, zero_reader
 from streamshard.formats.checkpoint import Checkpoint, ParamGroup
-from streamshard.model import ITEMSIZE, MASTER, Slot, SourceFile, SourceMap, ZeroLayout
+from streamshard.model import ITEMSIZE, MASTER, RecordedCut, Slot, SourceFile, SourceMap, ZeroLayout
 from streamshard.plan.cutting import Cutting, CuttingBuilder
 from streamshard.plan.zero import (
     FlatGroup,
@@ -27,6 +29,8 @@ from streamshard.plan.zero import (
     round_robin_order,
     shard_numel,
 )
+
+_LAYOUT_KEYS: Final = "round_robin_gradients, parameter_alignment"
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +216,33 @@ def _place_partitions(
         for name, start in zip(held.params, flat.starts.tolist(), strict=True):
             tensor = index[state, name]
             builder.place(tensor, first, piece_numel=flat.partition_numel, origin=start)
+    for rank, recorded in enumerate(source_map.recorded):
+        _require_recorded(recorded, rank, groups, checkpoint.groups)
+
+
+def _require_recorded(
+    recorded: RecordedCut, rank: int, groups: Sequence[FlatGroup], held: Sequence[ParamGroup]
+) -> None:
+    """Refuse a source whose files describe another cut than the one computed from its config.
+
+    The lengths alone would not tell: stored in another order, parameters take as much room.
+    """
+    cuts = [group.cut(rank) for group in groups]
+    slices = tuple(
+        tuple((group.params[index], start, numel) for index, start, numel in cut.recorded)
+        for group, cut in zip(held, cuts, strict=True)
+    )
+    computed = {
+        "group_paddings": (recorded.paddings, tuple(cut.padding for cut in cuts)),
+        "param_alignment_paddings": (recorded.alignments, tuple(g.alignments for g in groups)),
+        "param_slice_mappings": (recorded.slices, slices),
+    }
+    for key, (found, expected) in computed.items():
+        if found is not None and found != expected:
+            message = f"{recorded.path}: its {key} are not those of the layout that its ds_config"
+            raise DisagreementError(
+                f"{message} describes ({_LAYOUT_KEYS}). Was the config changed after the save?"
+            )
 
 
 def _place_sub_groups(
@@ -241,6 +272,6 @@ def _require_lengths(slot: Slot, lengths: Sequence[int], source_map: SourceMap, 
             path = source_map.files[int(slot.files[rank])].path
             message = f"{path}: {what} has {found} elements on rank {rank}, {expected} belong there"
             raise CorruptFileError(
-                f"{message}. Is the ds_config in the checkpoint (round_robin_gradients, "
-                "parameter_alignment) that of the run that saved it?"
+                f"{message}. Is the ds_config in the checkpoint ({_LAYOUT_KEYS}) that of the run "
+                "that saved it?"
             )

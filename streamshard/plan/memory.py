@@ -51,11 +51,11 @@ def plan_memory(
     fixed = metadata_bytes + SLACK_BYTES + workers * (SCRATCH_BYTES + codec_bytes)
     window = min(WINDOW_BYTES, (limit_bytes - fixed) // workers)
     if window < MIN_WINDOW_BYTES:
-        least = fixed + workers * MIN_WINDOW_BYTES
+        least = -(-(fixed + workers * MIN_WINDOW_BYTES) // MIB)
         message = (
-            f"this run needs {least // MIB + 1} MiB above the {floor_bytes // MIB} MiB of the "
+            f"this run needs {least} MiB above the {floor_bytes // MIB} MiB of the "
             f"program itself, the limit is {limit_bytes // MIB} MiB; "
-            f"use --memory-limit {least // MIB + 1}MiB"
+            f"use --memory-limit {least}MiB"
         )
         if workers > 1:
             message += " or --workers 1"

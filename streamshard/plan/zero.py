@@ -73,19 +73,28 @@ class FlatGroup:
         """Say what a rank owns; slices follow the param group's own order."""
         lower = rank * self.partition_numel
         upper = lower + self.partition_numel
-        first = np.maximum(self.starts, lower)
-        stop = np.minimum(self.starts + self.numels, upper)
-        owned = np.flatnonzero(stop > first)
-        return RankPartition(
-            numel=self.partition_numel,
-            padding=self.padding(rank),
-            slices=tuple((int(i), int(first[i] - lower), int(stop[i] - first[i])) for i in owned),
-        )
+        slices = _slices(self.starts, self.numels, lower, upper)
+        recorded = slices
+        if not any(self.alignments):
+            # `_create_param_mapping` (0.19.8) takes offsets as if the parameters were stored in
+            # the group's own order; only with alignment padding is it handed the real ones.
+            ends = np.cumsum(self.numels)
+            recorded = _slices(ends - self.numels, self.numels, lower, upper)
+        return RankPartition(self.partition_numel, self.padding(rank), slices, recorded)
 
     def spell(self) -> FlatCut:
         """Say what every rank owns, for those who have to write it down."""
         ranks = tuple(self.cut(rank) for rank in range(self.world_size))
         return FlatCut(self.order, self.alignments, ranks)
+
+
+def _slices(
+    starts: NDArray[np.int64], numels: NDArray[np.int64], lower: int, upper: int
+) -> tuple[tuple[int, int, int], ...]:
+    """Cut flat parameters at a range: (parameter, start in the range, numel) of all inside."""
+    first, stop = np.maximum(starts, lower), np.minimum(starts + numels, upper)
+    owned = np.flatnonzero(stop > first)
+    return tuple((int(i), int(first[i] - lower), int(stop[i] - first[i])) for i in owned)
 
 
 def flat_group(

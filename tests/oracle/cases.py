@@ -12,11 +12,19 @@ class Resharding:
     case: Case
     source: int
     target: int
+    resume: Case | None = None
+    """What resumes, where that is trained in another way; its config then goes to the converter."""
+
+    @property
+    def resuming(self) -> Case:
+        """The case that loads the result."""
+        return self.resume or self.case
 
     @property
     def name(self) -> str:
         """A name for test ids and directories."""
-        return f"{self.case.name}-{self.source}to{self.target}"
+        as_what = f"-as-{self.resume.name}" if self.resume else ""
+        return f"{self.case.name}-{self.source}to{self.target}{as_what}"
 
 
 def _plain(zero_stage: int, dtype: str) -> Case:
@@ -44,5 +52,19 @@ FIRST_LIGHT = [
     Resharding(SUB_GROUPS, 4, 2),
     Resharding(SUB_GROUPS, 2, 3),
     Resharding(ZERO_INIT, 2, 3),
+    Resharding(BF16[1], 4, 3, resume=ROUND_ROBIN),
+    Resharding(ROUND_ROBIN, 4, 2, resume=ALIGNED),
+    Resharding(ALIGNED, 4, 2, resume=BF16[1]),
+    Resharding(SUB_GROUPS, 2, 3, resume=BF16[2]),
+    Resharding(BF16[2], 4, 3, resume=SUB_GROUPS),
+    Resharding(FP32[1], 2, 3, resume=BF16[1]),
+    Resharding(BF16[1], 4, 2, resume=FP32[1]),
+    Resharding(BF16[0], 4, 2, resume=BF16[1]),
+    Resharding(BF16[1], 4, 2, resume=BF16[0]),
+    Resharding(BF16[1], 4, 3, resume=BF16[2]),
+    Resharding(BF16[2], 4, 3, resume=BF16[1]),
+    Resharding(BF16[0], 2, 3, resume=SUB_GROUPS),
+    Resharding(SUB_GROUPS, 4, 2, resume=ROUND_ROBIN),
 ]
-"""Shrink, grow, same size, to and from one rank; every stage and dtype; the layout options."""
+"""Shrink, grow, same size, to and from one rank; every stage and dtype; the layout options, also
+where the job that resumes has other ones."""

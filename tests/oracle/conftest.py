@@ -1,0 +1,126 @@
+"""The session in which every case is trained, converted and resumed, for all tests that look at it.
+
+All engines run in the session fixture, one start of the ranks per world size; the tests only
+compare what was left on disk. A conversion or resume that fails fails its own tests and no others.
+"""
+
+import json
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+import streamshard
+from tests.oracle.cases import FIRST_LIGHT, Resharding
+from tests.oracle.jobs import Consolidate, Job, Resume, Train
+from tests.oracle.models import Case
+from tests.oracle.ranks import require_success, run_jobs
+
+T = TypeVar("T")
+FURTHER_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where each thing of the session lies, and what went wrong on the way."""
+
+    root: Path
+    errors: dict[str, str] = field(default_factory=dict)
+    """Resharding name to the traceback of the conversion or the resume."""
+
+    def source(self, case: Case, ranks: int) -> Path:
+        return self.root / f"{case.name}-at{ranks}"
+
+    def store(self, one: Resharding) -> Path:
+        return self.root / f"{one.case.name}-at{one.source}.zarr"
+
+    def out(self, one: Resharding) -> Path:
+        return self.root / f"{one.name}-direct"
+
+    def out_of_store(self, one: Resharding) -> Path:
+        return self.root / f"{one.name}-of-store"
+
+    def resaved(self, one: Resharding) -> Path:
+        return self.root / f"{one.name}-resaved"
+
+    def truth_path(self, directory: Path) -> Path:
+        return directory.with_name(f"{directory.name}.truth.pt")
+
+    def merged_path(self, directory: Path) -> Path:
+        return directory.with_name(f"{directory.name}.fp32.pt")
+
+
+@pytest.fixture(scope="session")
+def light(tmp_path_factory: pytest.TempPathFactory) -> Places:
+    """Every case trained, taken to its target world size by both roads, resumed and saved again."""
+    places = Places(tmp_path_factory.mktemp("first-light"))
+    for ranks, group in _by(lambda one: one.source, FIRST_LIGHT):
+        cases = {one.case.name: one.case for one in group}.values()
+        jobs = [job for case in cases for job in _train_jobs(places, case, ranks)]
+        require_success(run_jobs(ranks, jobs, places.root / "ranks"))
+    for one in FIRST_LIGHT:
+        try:
+            _convert(places, one)
+        except Exception:
+            places.errors[one.name] = traceback.format_exc()
+    for ranks, group in _by(lambda one: one.target, FIRST_LIGHT):
+        _resume(places, ranks, [one for one in group if one.name not in places.errors])
+    return places
+
+
+def _by(
+    key: Callable[[Resharding], int], ones: Iterable[Resharding]
+) -> Iterator[tuple[int, list[Resharding]]]:
+    groups: dict[int, list[Resharding]] = {}
+    for one in ones:
+        groups.setdefault(key(one), []).append(one)
+    yield from sorted(groups.items())
+
+
+def _train_jobs(places: Places, case: Case, ranks: int) -> list[Job]:
+    source = places.source(case, ranks)
+    return [
+        Train(case, source, places.truth_path(source), further_steps=FURTHER_STEPS),
+        Consolidate(source, places.merged_path(source)),
+    ]
+
+
+def _convert(places: Places, one: Resharding) -> None:
+    """Take the source to the target world size, straight and by way of a store."""
+    source, store = places.source(one.case, one.source), places.store(one)
+    if not store.exists():
+        streamshard.convert(source, store)
+    config = None
+    if one.resume is not None:
+        config = places.root / f"{one.resume.name}.json"
+        config.write_text(json.dumps(one.resume.ds_config()))
+    for road, out in ((source, places.out(one)), (store, places.out_of_store(one))):
+        streamshard.repartition(road, out, world_size=one.target, ds_config_file=config)
+
+
+def _resume(places: Places, ranks: int, ones: list[Resharding]) -> None:
+    jobs: list[Job] = []
+    owners: list[str] = []
+    for one in ones:
+        out, resaved = places.out(one), places.resaved(one)
+        jobs += [
+            Resume(one.resuming, out, places.truth_path(out), resaved, FURTHER_STEPS),
+            Consolidate(out, places.merged_path(out)),
+            Consolidate(resaved, places.merged_path(resaved)),
+        ]
+        owners += [one.name] * 3
+    for name, finished in zip(owners, run_jobs(ranks, jobs, places.root / "ranks"), strict=True):
+        if finished.error is not None:
+            places.errors.setdefault(name, finished.error)
+
+
+@pytest.fixture(params=FIRST_LIGHT, ids=lambda one: one.name)
+def one(request: pytest.FixtureRequest, light: Places) -> Resharding:
+    """One resharding that was converted and resumed without an error."""
+    resharding: Resharding = request.param
+    if resharding.name in light.errors:
+        pytest.fail(light.errors[resharding.name], pytrace=False)
+    return resharding
