@@ -21,7 +21,10 @@ from streamshard.tables import inspection_text, report_text
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 INTERRUPTED: Final = 130
-_SOURCE_HELP: Final = "run directory with 'latest', tag directory, or .zarr store"
+_SOURCE_HELP: Final = (
+    "run directory with 'latest', tag directory, .zarr store, or template of raw per-rank dumps "
+    "such as 'ckpt/optimizer.{rank:02d}.pt'"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,17 +68,12 @@ def _add_repartition(verbs: Verbs) -> None:
         "streamshard repartition runs/7b runs/7b-on-6 --world-size 6",
     )
     verb.add_argument("source", metavar="SRC", help=_SOURCE_HELP)
-    verb.add_argument("target", metavar="OUT", help="run directory to make")
+    verb.add_argument("target", metavar="OUT", help="run directory to make, or template")
     verb.add_argument(
         "--world-size", type=int, required=True, metavar="M", help="ranks that will resume"
     )
     verb.add_argument(
         "--zero-stage", type=int, choices=(1, 2, 3), help="stage that will resume [the source's]"
-    )
-    verb.add_argument(
-        "--ds-config",
-        metavar="FILE",
-        help="DeepSpeed config of the job that will resume [the one kept in the checkpoint]",
     )
     _add_moving_options(verb)
 
@@ -128,6 +126,14 @@ def _add(
 
 
 def _add_moving_options(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "--ds-config",
+        metavar="FILE",
+        help="whole DeepSpeed config of the job that will resume [the one kept in the checkpoint]",
+    )
+    verb.add_argument(
+        "--like", metavar="SRC", help="checkpoint that names the parameters of stage-3 dumps"
+    )
     verb.add_argument("--tag", help="tag to read [the one that 'latest' names]")
     verb.add_argument(
         "--memory-limit",
@@ -163,7 +169,6 @@ def _repartition(arguments: argparse.Namespace) -> None:
         arguments.target,
         world_size=arguments.world_size,
         zero_stage=arguments.zero_stage,
-        ds_config_file=arguments.ds_config,
         **_moving_options(arguments),
     )
     _show(plan.report if arguments.dry_run else plan.run(_progress(arguments)), arguments)
@@ -192,6 +197,8 @@ def _moving_options(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.workers is not None and arguments.workers < 1:
         raise UsageError(f"--workers {arguments.workers}: at least one is needed")
     return {
+        "ds_config_file": arguments.ds_config,
+        "like": arguments.like,
         "tag": arguments.tag,
         "memory_limit": arguments.memory_limit,
         "workers": arguments.workers,

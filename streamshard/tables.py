@@ -1,10 +1,29 @@
 """Text for people: what verbs found or did."""
 
+import shutil
+import textwrap
 from collections.abc import Sequence
+from typing import Final
 
 from streamshard.operations.inspect import GroupSummary, Inspection
 from streamshard.operations.report import Report
 from streamshard.sizes import show
+
+_KINDS: Final = {
+    "native": "DeepSpeed shards",
+    "store": "Zarr store",
+    "dumps": "raw per-rank dumps",
+}
+_MAIN_HYPER_PARAMETERS: Final = ("lr", "weight_decay", "betas", "momentum")
+"""Hyper-parameters that are shown without being asked for."""
+
+
+def paragraph(text: str) -> str:
+    """Break lines of running text at the terminal's width; leave lines to be pasted alone."""
+    width = min(100, shutil.get_terminal_size((100, 24)).columns)
+    return "\n".join(
+        line if line.startswith(" ") else textwrap.fill(line, width) for line in text.split("\n")
+    )
 
 
 def table(rows: Sequence[Sequence[object]]) -> str:
@@ -34,28 +53,27 @@ def _facts(facts: Sequence[tuple[str, object]]) -> str:
 
 def inspection_text(found: Inspection, *, verbose: bool) -> str:
     """Lay out what `inspect` found."""
-    blocks = [_summary(found), _group_table(found.groups), _state_table(found)]
+    blocks = [_summary(found), _group_table(found.groups, verbose=verbose), _state_table(found)]
     if verbose:
         rows: list[Sequence[object]] = [("parameter", "shape", "elements", "group")]
         rows += [(p.name, list(p.shape), f"{p.numel:,}", p.group) for p in found.parameters]
         blocks.append(table(rows))
-    blocks += [f"Note: {note}" for note in found.notes]
+    blocks += [paragraph(note) for note in found.notes]
     return "\n\n".join(blocks)
 
 
 def _summary(found: Inspection) -> str:
-    kind = "Zarr store" if found.kind == "store" else "DeepSpeed shards"
     numel = sum(group.numel for group in found.groups)
     steps = "?" if found.global_steps is None else f"{found.global_steps:,}"
     if found.skipped_steps:
         steps += f" ({found.skipped_steps:,} skipped)"
     states = dict.fromkeys(key for group in found.groups for key in group.states)
     facts: list[tuple[str, object]] = [
-        ("checkpoint", f"{found.path} ({kind})"),
+        ("checkpoint", f"{found.path} ({_KINDS[found.kind]})"),
         ("tag", found.tag),
         ("saved by", f"ZeRO stage {found.zero_stage}, world size {found.world_size}"),
         ("DeepSpeed", found.deepspeed_version or "version not recorded"),
-        ("dtype", found.module_dtype),
+        ("dtype", found.module_dtype or "not recorded"),
         ("steps", steps),
         ("optimizer", found.optimizer or "type not recorded"),
         ("states", ", ".join(states) or "none yet"),
@@ -66,20 +84,16 @@ def _summary(found: Inspection) -> str:
     return _facts(facts)
 
 
-def _group_table(groups: Sequence[GroupSummary]) -> str:
-    head = ("group", "parameters", "elements", "state", "hyper-parameters")
-    rows: list[Sequence[object]] = [head]
+def _group_table(groups: Sequence[GroupSummary], *, verbose: bool) -> str:
+    held = dict.fromkeys(key for group in groups for key in group.hyper_parameters)
+    shown = [key for key in held if verbose or key in _MAIN_HYPER_PARAMETERS]
+    rows: list[Sequence[object]] = [("group", "parameters", "elements", "state", *shown)]
     for number, group in enumerate(groups):
         states = ", ".join(
-            key if isinstance(value, str) else f"{key} {value:g}" if _real(value) else key
-            for key, value in group.states.items()
+            f"{key} {value:g}" if _real(value) else key for key, value in group.states.items()
         )
-        hyper = ", ".join(
-            f"{key} {_short(value)}"
-            for key, value in group.hyper_parameters.items()
-            if not (value is None or value is False)
-        )
-        rows.append((number, f"{group.parameters:,}", f"{group.numel:,}", states, hyper))
+        values = [_short(group.hyper_parameters.get(key, "-")) for key in shown]
+        rows.append((number, f"{group.parameters:,}", f"{group.numel:,}", states or "-", *values))
     return table(rows)
 
 
@@ -117,7 +131,7 @@ def report_text(report: Report, *, verbose: bool) -> str:
         if verbose:
             peak, projected = show(report.peak_bytes), show(report.projected_bytes)
             facts.append(("peak", f"{peak} measured, {projected} projected"))
-    return "\n\n".join([_facts(facts), *report.notes])
+    return "\n\n".join([_facts(facts), *map(paragraph, report.notes)])
 
 
 def _resize(report: Report) -> str:

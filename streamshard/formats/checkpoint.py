@@ -81,6 +81,11 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
     """What a user should know about the reading of it."""
 
+    @property
+    def is_dumps(self) -> bool:
+        """Whether this is the optimizer alone, as raw per-rank dumps have it."""
+        return not self.model_state
+
     def tensor_index(self) -> dict[tuple[str, str], int]:
         """Return (state, name) → index in `tensors`."""
         return {(t.state, t.name): i for i, t in enumerate(self.tensors)}

@@ -101,7 +101,9 @@ class _Reader:
             code = data[self._at]
             self._at += 1
             if code == stop:
-                (result,) = self._stack
+                result = self.pop()
+                if self._stack:
+                    raise CorruptFileError("pickle leaves values behind")
                 return result
             operation = table.get(code)
             if operation is None:
@@ -123,11 +125,14 @@ class _Reader:
     def number(self, width: int, *, signed: bool = False) -> int:
         return int.from_bytes(self.take(width), "little", signed=signed)
 
-    def line(self) -> str:
+    def raw_line(self) -> bytes:
         end = self._data.index(b"\n", self._at)
-        text = self._data[self._at : end].decode()
+        text = self._data[self._at : end]
         self._at = end + 1
         return text
+
+    def line(self) -> str:
+        return self.raw_line().decode()
 
     # Stack and memo ----------------------------------------------------------------------------
 
@@ -170,7 +175,10 @@ class _Reader:
 
     def stack_name(self) -> None:
         name, module = self.pop(), self.pop()
-        self.name(str(module), str(name))
+        # A line break would end the name where protocol 2 writes it, and the rest would be opcodes.
+        if not (isinstance(name, str) and isinstance(module, str)) or "\n" in module + name:
+            raise CorruptFileError("pickle names something by what is no name")
+        self.name(module, name)
 
     def persistent(self, identifier: Node) -> None:
         self.push(self._persistent_load(identifier))
@@ -292,7 +300,7 @@ _OPCODES: Final[dict[int, Callable[[_Reader], None]]] = {
         "S": _Reader.quoted,
         "T": lambda r: r.push(r.take(r.number(4)).decode("latin1")),
         "U": lambda r: r.push(r.take(r.number(1)).decode("latin1")),
-        "V": lambda r: r.push(r.line().encode().decode("raw_unicode_escape")),
+        "V": lambda r: r.push(r.raw_line().decode("raw_unicode_escape")),
         "X": lambda r: r.push(r.take(r.number(4)).decode("utf-8", "surrogatepass")),
         "\x8c": lambda r: r.push(r.take(r.number(1)).decode("utf-8", "surrogatepass")),
         "\x8d": lambda r: r.push(r.take(r.number(8)).decode("utf-8", "surrogatepass")),

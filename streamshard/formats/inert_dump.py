@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from streamshard.errors import UnsupportedError
 from streamshard.formats.inert import ORDERED_DICT, UNSET, Call, Global, Node
 
 _PythonPickler: Any = pickle._Pickler
@@ -20,9 +21,17 @@ def dump(node: Node, persistent_id: Callable[[Node], Node | None]) -> bytes:
 
     Equal strings and equal globals are written once, whatever object holds them, so that the
     bytes depend on the value alone and not on the way by which it came here.
+
+    Raises
+    ------
+    UnsupportedError
+        The nodes are nested more deeply than a pickler can follow, or a call depends on itself.
     """
     buffer = io.BytesIO()
-    _Pickler(buffer, persistent_id).dump(node)
+    try:
+        _Pickler(buffer, persistent_id).dump(node)
+    except RecursionError as error:
+        raise UnsupportedError("training state is nested too deeply") from error
     return buffer.getvalue()
 
 
@@ -33,6 +42,8 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         super().__init__(buffer, protocol=2)
         self.persistent_id = persistent_id
         self._canonical: dict[str | Global, str | Global] = {}
+        self._unmade: set[int] = set()
+        """Calls whose arguments are being written."""
 
     def _saved_before(self, node: Node) -> bool:
         if id(node) not in self.memo:
@@ -65,6 +76,10 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
     dispatch[Global] = save_global_node
 
     def save_call(self, node: Call) -> None:
+        if id(node) in self._unmade:
+            # Below protocol 4, a set with a member that refers to the set.
+            raise UnsupportedError(f"an object of {node.name} is among its own arguments")
+        self._unmade.add(id(node))
         if node.kwargs is None:
             self.save(node.function)
             self.save(node.args)
@@ -74,6 +89,7 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
             self.save(_NEWOBJ_EX)
             self.save((node.function, node.args, node.kwargs))
             self.write(pickle.REDUCE)
+        self._unmade.remove(id(node))
         self.memoize(node)
         self._batch_appends(node.items)
         self._batch_setitems(node.entries)

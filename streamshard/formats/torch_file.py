@@ -32,6 +32,10 @@ _LOCATOR_64: Final = struct.Struct("<IIQI")
 _END: Final = struct.Struct("<IHHHHIIH")
 
 
+_UNREADABLE: Final = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError)
+"""What zipfile raises at damage, depending on where it is; UnicodeDecodeError is a ValueError."""
+
+
 @dataclass(frozen=True, slots=True)
 class TorchFile:
     """What a file saved by torch holds: its object, inert, and where its storages lie."""
@@ -60,12 +64,16 @@ def read(path: Path, file: int) -> TorchFile:
             _refuse_legacy(stream.read(2), path)
             with zipfile.ZipFile(stream) as archive:
                 return _read_archive(archive, path, file)
-    except zipfile.BadZipFile as error:
+    except _UNREADABLE as error:
         message = (
             f"{path}: not a whole torch file ({error}; {path.stat().st_size} bytes). "
             "Was the save interrupted? Copy the file again or take an earlier tag."
         )
         raise CorruptFileError(message) from error
+    except OSError as error:
+        if error.filename is not None:
+            raise  # from opening it, not from following an offset in it
+        raise CorruptFileError(f"{path}: not a whole torch file ({error.strerror})") from error
     except (CorruptFileError, UnsupportedError) as error:
         if str(path) in str(error):
             raise

@@ -69,9 +69,10 @@ class EncodedChunk:
         return self._codec.decode(stored, self._path, self._content_bytes)
 
 
-def require_checksum(stored: bytes, path: Path) -> bytes:
-    """Return stored bytes without the CRC-32C at their end, after checking it."""
-    data, end = stored[:-CHECKSUM_BYTES], stored[-CHECKSUM_BYTES:]
-    if len(stored) < CHECKSUM_BYTES or end != spell_checksum(google_crc32c.value(data)):
+def require_checksum(stored: bytes, path: Path) -> memoryview:
+    """Return stored bytes without the CRC-32C at their end, after checking it; copies nothing."""
+    data, end = memoryview(stored)[:-CHECKSUM_BYTES], stored[-CHECKSUM_BYTES:]
+    found = google_crc32c.value(np.frombuffer(data, dtype=np.uint8)) if len(data) else 0
+    if len(stored) < CHECKSUM_BYTES or end != spell_checksum(found):
         raise IntegrityError(f"{path}: damaged: its bytes do not fit the checksum at its end")
     return data

@@ -82,7 +82,7 @@ class OptimizerReader:
                 raise DisagreementError(f"{message} groups of parameter shapes")
         self._check_hyper_parameters()
         found: list[ParamGroup] = []
-        for group, members in enumerate(self._members(len(units))):
+        for group, members in enumerate(self.members(len(units))):
             states = [self._unit_states(unit) for unit in members]
             for other in states[1:]:
                 if other != states[0]:
@@ -97,13 +97,17 @@ class OptimizerReader:
             )
         return tuple(found)
 
-    def _members(self, unit_count: int) -> list[list[int]]:
+    def members(self, unit_count: int) -> list[list[int]]:
         """Tell which units each param group consists of."""
         listed = [group.get("params") for group in self._inner[0]["param_groups"]]
         if list(chain.from_iterable(listed)) != list(range(unit_count)):
             message = f"{self._paths[0]}: param groups {listed} do not number {unit_count} groups"
             raise CorruptFileError(message)
         return [list(params) for params in listed]
+
+    def lengths(self) -> list[int]:
+        """Tell how many elements of each unit a rank holds."""
+        return [master.numel for master in self._masters[0]]
 
     def _check_hyper_parameters(self) -> None:
         first, *rest = [fingerprint(inner["param_groups"]) for inner in self._inner]

@@ -61,7 +61,7 @@ def _read_shards(
     states = [require(optimizer, names.OPTIMIZER, path) for optimizer, path in both]
     stage = _stage(states, shards)
     _check_world_size(states, models, shards)
-    _check_agreement(states, shards)
+    check_agreement(states, shards.optimizer_files)
 
     shapes = _param_shapes(models, shards)
     optimizer = OptimizerReader(sources, shards.optimizer_files, states, stage)
@@ -69,16 +69,16 @@ def _read_shards(
     shape_by_name = {name: shape for unit in shapes for name, shape in unit.items()}
     module = ModuleReader(sources, shards.model_files, models, stage)
     entries = module.entries(shape_by_name)
-    tensors = _optimizer_tensors(groups, shape_by_name)
+    tensors = optimizer_tensors(groups, shape_by_name)
     module_map = module.place(entries, first=len(tensors))
     tensors += module.tensors
 
     config = _config(optimizers[0], models[0])
     param_ids = optimizer.param_ids([list(unit) for unit in shapes], entries)
-    _strip(states[0], stage)
+    strip_optimizer(states[0], stage)
     module.strip(entries)
     whole = dict(module_map.whole)
-    _adopt_blobs([models[0], optimizers[0]], tensors, whole)
+    adopt_blobs([models[0], optimizers[0]], tensors, whole)
     files = _adopt_files(others, sources, tensors, whole)
     checkpoint = Checkpoint(
         tag=shards.tag_dir.name,
@@ -106,21 +106,26 @@ def _read_shards(
 
 
 def _stage(states: Sequence[Mapping[str, Node]], shards: ShardSet) -> int:
+    stage = stage_of(states, shards.optimizer_files)
+    if (stage == 3) != (len(shards.model_files) > 1 or "zero_pp" in shards.model_files[0].name):
+        message = f"{shards.model_files[0]} does not belong to optimizer files of stage {stage}"
+        raise DisagreementError(message)
+    return stage
+
+
+def stage_of(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> int:
+    """Read the ZeRO stage that all ranks' optimizer states agree about."""
     stages = [_enum_value(state.get(names.ZERO_STAGE)) for state in states]
-    for stage, path in zip(stages, shards.optimizer_files, strict=True):
+    for stage, path in zip(stages, paths, strict=True):
         if stage is None:
             message = f"{path}: saved by BF16_Optimizer, which is not supported yet"
             raise UnsupportedError(message)
         if stage not in (1, 2, 3):
             raise UnsupportedError(f"{path}: ZeRO stage {stage} is not known")
         if stage != stages[0]:
-            message = f"{path} is of ZeRO stage {stage}, {shards.optimizer_files[0]} of {stages[0]}"
+            message = f"{path} is of ZeRO stage {stage}, {paths[0]} of {stages[0]}"
             raise DisagreementError(f"{message}; move away the files of the older run")
-    stage = int(stages[0])
-    if (stage == 3) != (len(shards.model_files) > 1 or "zero_pp" in shards.model_files[0].name):
-        message = f"{shards.model_files[0]} does not belong to optimizer files of stage {stage}"
-        raise DisagreementError(message)
-    return stage
+    return int(stages[0])
 
 
 def _enum_value(node: Node) -> Node:
@@ -156,16 +161,16 @@ def _check_world_size(
         raise DisagreementError(message)
 
 
-def _check_agreement(states: Sequence[Mapping[str, Node]], shards: ShardSet) -> None:
+def check_agreement(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> None:
     """Refuse ranks that disagree about what does not depend on the rank."""
     first, *rest = [
         {key: fingerprint(value) for key, value in state.items() if key not in _CUT_KEYS}
         for state in states
     ]
-    for other, path in zip(rest, shards.optimizer_files[1:], strict=True):
+    for other, path in zip(rest, paths[1:], strict=True):
         wrong = [key for key in {**first, **other} if first.get(key) != other.get(key)]
         if wrong:
-            message = f"{path} and {shards.optimizer_files[0]} disagree about {', '.join(wrong)}"
+            message = f"{path} and {paths[0]} disagree about {', '.join(wrong)}"
             raise DisagreementError(f"{message}: they are not of one step of one run")
 
 
@@ -192,9 +197,10 @@ def _config(optimizer: Mapping[str, Node], model: Mapping[str, Node]) -> ds_conf
     return {}
 
 
-def _optimizer_tensors(
+def optimizer_tensors(
     groups: Sequence[ParamGroup], shapes: Mapping[str, tuple[int, ...]]
 ) -> list[LogicalTensor]:
+    """List the logical tensors of all optimizer states, group by group and state by state."""
     return [
         LogicalTensor(state, name, dtype, shapes[name])
         for group in groups
@@ -203,7 +209,7 @@ def _optimizer_tensors(
     ]
 
 
-def _strip(state: dict[str, Node], stage: int) -> None:
+def strip_optimizer(state: dict[str, Node], stage: int) -> None:
     """Empty what depends on the cutting, leaving every key where it stands."""
     inner = state[names.OPTIMIZER if stage == 3 else names.BASE_OPTIMIZER]
     inner["state"] = {}
@@ -214,7 +220,7 @@ def _strip(state: dict[str, Node], stage: int) -> None:
             state[key] = None
 
 
-def _adopt_blobs(
+def adopt_blobs(
     roots: Sequence[Node], tensors: list[LogicalTensor], whole: dict[int, tuple[int, int]]
 ) -> None:
     """Make every storage that is left in the training state a logical tensor of raw bytes."""

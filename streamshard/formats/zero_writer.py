@@ -4,7 +4,7 @@ Nothing here holds tensor data: every storage of the trees made here says what f
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -86,6 +86,7 @@ class ZeroWriter:
         module_dtype: str,
         flat_cuts: Sequence[FlatCut],
         sub_groups: Sequence[SubGroup],
+        dump_name: Callable[[int], str] | None = None,
     ) -> None:
         self._source = checkpoint
         self._layout = layout
@@ -93,16 +94,25 @@ class ZeroWriter:
         self._module_dtype = module_dtype
         self._flat_cuts = flat_cuts
         self._sub_groups = sub_groups
+        self._dump_name = dump_name
         self._index = checkpoint.tensor_index()
         self._shapes = {t.name: t.shape for t in checkpoint.tensors if t.state == MASTER}
 
     def images(self) -> Iterator[FileImage]:
-        """Spell all files, one after the other: model files first, then optimizer files."""
+        """Spell all files, one after the other: model files first, then optimizer files.
+
+        Where dumps have a name, they are all there is.
+        """
         ranks = range(self._layout.world_size)
+        if self._dump_name is not None:
+            for rank in ranks:
+                state = self._optimizer_file(rank)[names.OPTIMIZER]
+                yield FileImage(self._dump_name(rank), state)
+            return
         tag = self._source.tag
-        for rank in ranks if self._layout.stage == 3 else (None,):
-            path = f"{tag}/{names.model_file(rank)}"
-            yield FileImage(path, self._model_file(rank))
+        for holder in ranks if self._layout.stage == 3 else (None,):
+            path = f"{tag}/{names.model_file(holder)}"
+            yield FileImage(path, self._model_file(holder))
         for rank in ranks:
             bf16 = self._module_dtype == "bfloat16"
             path = f"{tag}/{names.optimizer_file(rank, bf16=bf16)}"

@@ -45,13 +45,14 @@ class Inspection:
 
     path: str
     kind: str
-    """`native` for shards, `store` for a Zarr store."""
+    """`native` for shards, `store` for a Zarr store, `dumps` for raw per-rank dumps."""
     tag: str
     zero_stage: int
     """Stage that saved it."""
     world_size: int
     """Data-parallel ranks that saved it."""
-    module_dtype: str
+    module_dtype: str | None
+    """None for raw dumps, which do not tell."""
     optimizer: str | None
     """Type named in the DeepSpeed config; the files themselves do not name it."""
     deepspeed_version: str | None
@@ -99,7 +100,7 @@ def summarize(source: Source) -> Inspection:
         tag=checkpoint.tag,
         zero_stage=checkpoint.layout.stage,
         world_size=checkpoint.layout.world_size,
-        module_dtype=checkpoint.module_dtype,
+        module_dtype=None if checkpoint.is_dumps else checkpoint.module_dtype,
         optimizer=_optimizer_type(config),
         deepspeed_version=_plain(optimizer.get(names.DS_VERSION)),
         global_steps=_count(model.get("global_steps")),

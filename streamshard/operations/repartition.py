@@ -10,7 +10,8 @@ from streamshard.engine import memory
 from streamshard.engine.work import TargetFile
 from streamshard.errors import UsageError
 from streamshard.formats import deepspeed_names as names
-from streamshard.formats import ds_config
+from streamshard.formats import ds_config, dump_names
+from streamshard.formats.dump_names import Template
 from streamshard.formats.zero_writer import ZeroWriter
 from streamshard.model import FILE, MASTER, ZeroLayout
 from streamshard.operations import advice, running
@@ -46,6 +47,8 @@ class RepartitionPlan:
 
     source: Source
     target: Path
+    template: Template | None
+    """How dumps are named, where the target is a directory of them."""
     writer: ZeroWriter
     files: NativeFiles
     memory: MemoryPlan
@@ -61,11 +64,14 @@ class RepartitionPlan:
         StreamshardError
             The source changed or the target cannot be written; no target is left then.
         """
-        with PartialTarget(self.target, overwrite=self.overwrite) as partial_target:
+        with PartialTarget(
+            self.target, overwrite=self.overwrite, template=self.template
+        ) as partial_target:
 
             def work() -> None:
                 running.run(self.source, self._targets(), partial_target, self.memory, told)
-                partial_target.commit(latest=self.source.checkpoint.tag)
+                tag = self.source.checkpoint.tag
+                partial_target.commit(latest=tag if self.template is None else None)
 
             told = progress or Silent()
             return running.measured(self.report, told, work)
@@ -83,6 +89,7 @@ def plan_repartition(
     world_size: int,
     zero_stage: int | None = None,
     ds_config_file: Path_ | None = None,
+    like: Path_ | None = None,
     tag: str | None = None,
     memory_limit: int = running.DEFAULT_LIMIT_BYTES,
     workers: int | None = None,
@@ -93,9 +100,10 @@ def plan_repartition(
     Parameters
     ----------
     source
-        Run directory with `latest`, tag directory, or store.
+        Run directory with `latest`, tag directory, store, or a template of raw per-rank dumps
+        such as ``ckpt/optimizer.{rank:02d}.pt``.
     target
-        Run directory to make.
+        Run directory to make; for raw dumps a template, whose directory is made.
     world_size
         Count of data-parallel ranks that will resume.
     zero_stage
@@ -104,6 +112,8 @@ def plan_repartition(
         The whole DeepSpeed config of the job that will resume; by default the one kept in the
         checkpoint. What it leaves out has DeepSpeed's defaults; an "auto" in it, the last run's
         value.
+    like
+        Another checkpoint of the same model, for raw dumps of stage 3, which hold no shapes.
     memory_limit
         Bytes allowed above what the program itself occupies.
 
@@ -116,23 +126,26 @@ def plan_repartition(
     memory.restart_peak()
     if world_size < 1:
         raise UsageError(f"--world-size {world_size}: at least one rank is needed")
-    target = Path(target)
-    require_free(target, overwrite=overwrite)
-    opened = open_source(source, tag)
-    require_separate(opened.path, target)
+    template = dump_names.parse(str(target)) if dump_names.is_template(str(target)) else None
+    directory = template.directory if template else Path(target)
+    require_free(directory, overwrite=overwrite, template=template)
     wanted = ds_config.read_file(Path(ds_config_file)) if ds_config_file else None
+    opened = open_source(source, tag, config=wanted, like=like)
+    require_separate(opened.path, directory)
+    _require_same_kind(opened, template, str(target))
     settings = _settings(opened, world_size, zero_stage, wanted)
-    files, writer = _spell(opened, settings)
+    files, writer = _spell(opened, settings, template)
     sizes = [files.lay_out(image).nbytes for image in writer.images()]
     others = [t.nbytes for t in opened.checkpoint.tensors if t.state == FILE]
-    bytes_written = sum(sizes) + sum(others) + len(opened.checkpoint.tag.encode())
+    latest = [] if template else [len(opened.checkpoint.tag.encode())]
+    bytes_written = sum(sizes) + sum(others) + sum(latest)
     memory_plan = running.fit_memory(
         floor_bytes=floor_bytes,
         codec_bytes=opened.codec_bytes,
         workers=workers,
         limit_bytes=memory_limit,
     )
-    require_space(target, bytes_written)
+    require_space(directory, bytes_written)
     report = Report(
         verb="repartition",
         source=str(source),
@@ -141,7 +154,7 @@ def plan_repartition(
         zero_stage=settings.layout.stage,
         source_world_size=opened.checkpoint.layout.world_size,
         world_size=world_size,
-        files=len(sizes) + len(others) + 1,
+        files=len(sizes) + len(others) + len(latest),
         bytes_written=bytes_written,
         floor_bytes=floor_bytes,
         limit_bytes=memory_limit,
@@ -152,7 +165,9 @@ def plan_repartition(
             *advice.for_world_size(opened.checkpoint, world_size),
         ),
     )
-    return RepartitionPlan(opened, target, writer, files, memory_plan, overwrite, report)
+    return RepartitionPlan(
+        opened, directory, template, writer, files, memory_plan, overwrite, report
+    )
 
 
 def repartition(
@@ -162,6 +177,7 @@ def repartition(
     world_size: int,
     zero_stage: int | None = None,
     ds_config_file: Path_ | None = None,
+    like: Path_ | None = None,
     tag: str | None = None,
     memory_limit: int = running.DEFAULT_LIMIT_BYTES,
     workers: int | None = None,
@@ -175,12 +191,23 @@ def repartition(
         world_size=world_size,
         zero_stage=zero_stage,
         ds_config_file=ds_config_file,
+        like=like,
         tag=tag,
         memory_limit=memory_limit,
         workers=workers,
         overwrite=overwrite,
     )
     return plan.run(progress)
+
+
+def _require_same_kind(source: Source, template: Template | None, target: str) -> None:
+    """Refuse to make a checkpoint of dumps, which lack the model, or dumps of a checkpoint."""
+    if source.checkpoint.is_dumps and template is None:
+        message = f"{target}: the source is raw dumps, without the model's files; give a template"
+        raise UsageError(f"{message} for the target too, such as 'out/{source.checkpoint.tag}'")
+    if template is not None and not source.checkpoint.is_dumps:
+        message = f"{target}: a template, but the source is no set of raw dumps; give a directory"
+        raise UsageError(message)
 
 
 def _settings(
@@ -199,6 +226,9 @@ def _settings(
         _require_same_scaling(checkpoint.module_dtype, dtype)
     if config:
         config = ds_config.with_stage(config, stage)
+    if checkpoint.is_dumps and (stage == 3) != (checkpoint.layout.stage == 3):
+        message = f"raw dumps of ZeRO stage {checkpoint.layout.stage} lack what stage {stage} needs"
+        raise UsageError(f"{message}; reshard a whole checkpoint instead")
     layout = ds_config.zero_layout(config, stage=stage, world_size=world_size)
     if wanted is None and not kept:
         layout = replace(checkpoint.layout, stage=stage, world_size=world_size)
@@ -247,7 +277,9 @@ def _switch(on: bool) -> str:
     return "on" if on else "off"
 
 
-def _spell(source: Source, settings: TargetSettings) -> tuple[NativeFiles, ZeroWriter]:
+def _spell(
+    source: Source, settings: TargetSettings, template: Template | None
+) -> tuple[NativeFiles, ZeroWriter]:
     checkpoint, layout = source.checkpoint, settings.layout
     numels = {t.name: t.numel for t in checkpoint.tensors if t.state == MASTER}
     flat = flat_groups(checkpoint, layout, settings.module_dtype) if layout.stage < 3 else []
@@ -263,5 +295,6 @@ def _spell(source: Source, settings: TargetSettings) -> tuple[NativeFiles, ZeroW
         module_dtype=settings.module_dtype,
         flat_cuts=[group.spell() for group in flat],
         sub_groups=units if layout.stage == 3 else (),
+        dump_name=template.file_name if template else None,
     )
     return NativeFiles(source, layout.world_size, flat, units), writer

@@ -18,7 +18,7 @@ from streamshard.errors import (
     UsageError,
 )
 from streamshard.formats import deepspeed_names as names
-from streamshard.formats import zarr_reader, zero_reader
+from streamshard.formats import ds_config, dump_names, dump_reader, zarr_reader, zero_reader
 from streamshard.formats.checkpoint import Checkpoint, ParamGroup
 from streamshard.model import ITEMSIZE, MASTER, RecordedCut, Slot, SourceFile, SourceMap, ZeroLayout
 from streamshard.plan.cutting import Cutting, CuttingBuilder
@@ -38,9 +38,9 @@ class Source:
     """An opened checkpoint: its content, and where every element of it lies."""
 
     path: Path
-    """The run directory, or the store."""
+    """The run directory, the store, or the directory of the dumps."""
     kind: str
-    """`native` or `store`."""
+    """`native`, `store` or `dumps`."""
     checkpoint: Checkpoint
     cutting: Cutting
     files: tuple[SourceFile, ...]
@@ -50,8 +50,21 @@ class Source:
     """Memory that decoding one file takes."""
 
 
-def open_source(path: str | os.PathLike[str], tag: str | None = None) -> Source:
-    """Open a run directory, a tag directory or a store.
+def open_source(
+    path: str | os.PathLike[str],
+    tag: str | None = None,
+    *,
+    config: ds_config.Config | None = None,
+    like: str | os.PathLike[str] | None = None,
+) -> Source:
+    """Open a run directory, a tag directory, a store, or raw dumps.
+
+    Parameters
+    ----------
+    config
+        DeepSpeed config of the job, for raw dumps, which hold none.
+    like
+        Another checkpoint of the same model, for raw dumps of stage 3, which hold no shapes.
 
     Raises
     ------
@@ -59,7 +72,11 @@ def open_source(path: str | os.PathLike[str], tag: str | None = None) -> Source:
         There is no checkpoint there, or it cannot be used; the message names the file.
     """
     root = Path(path)
+    if like is not None and not dump_names.is_template(str(path)):
+        raise UsageError(f"{path}: is no set of raw dumps, so there is no use for --like")
     try:
+        if dump_names.is_template(str(path)):
+            return _open_dumps(str(path), config, like)
         if (root / "zarr.json").is_file():
             return _open_store(root, tag)
         return _open_native(*_find_tag(root, tag))
@@ -126,6 +143,21 @@ def _run_files(run_dir: Path) -> list[tuple[Path, str]]:
         for entry in entries
         if entry.is_file() and not entry.is_symlink() and entry.name not in skipped
     ]
+
+
+def _open_dumps(
+    path: str, config: ds_config.Config | None, like: str | os.PathLike[str] | None
+) -> Source:
+    template = dump_names.parse(path)
+    shapes = None
+    if like is not None:
+        known = open_source(like).checkpoint
+        by_name = {t.name: t.shape for t in known.tensors if t.state == MASTER}
+        shapes = [{name: by_name[name] for name in group.params} for group in known.groups]
+    checkpoint, source_map = dump_reader.read(template.find(), template.name, config, shapes)
+    # The slices that name the parameters are recorded in the group's own order already.
+    cutting = _cut(checkpoint, source_map)
+    return Source(template.directory, "dumps", checkpoint, cutting, source_map.files, {})
 
 
 def _open_native(run_dir: Path, tag_dir: Path) -> Source:

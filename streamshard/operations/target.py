@@ -10,6 +10,7 @@ from typing import Final, Self
 from streamshard.engine.files import sync_directories, sync_directory, target_errors
 from streamshard.errors import NoSpaceError, TargetExistsError, TargetLockedError, UsageError
 from streamshard.formats import deepspeed_names as names
+from streamshard.formats.dump_names import Template
 
 _PARTIAL: Final = ".partial"
 _REPLACED: Final = ".replaced"
@@ -23,21 +24,26 @@ def require_separate(source: Path, target: Path) -> None:
         raise UsageError(f"{target}: lies in or around the source {source}; choose another place")
 
 
-def require_free(target: Path, *, overwrite: bool) -> None:
-    """Refuse a target that exists, unless it is one of ours and may be replaced."""
+def require_free(target: Path, *, overwrite: bool, template: Template | None = None) -> None:
+    """Refuse a target that exists, unless it is one of ours and may be replaced.
+
+    A directory of dumps is ours if nothing else is in it.
+    """
     if not (target.exists() or target.is_symlink()):
         return
     if not overwrite:
         raise TargetExistsError(f"{target}: exists; use --overwrite to replace it")
-    if not _is_ours(target):
+    if not _is_ours(target, template):
         message = f"{target}: is no checkpoint and no store, so --overwrite will not replace it"
         raise TargetExistsError(f"{message}; remove it yourself or choose another place")
 
 
-def _is_ours(target: Path) -> bool:
+def _is_ours(target: Path, template: Template | None) -> bool:
     if target.is_symlink() or not target.is_dir():
         return False
     entries = {entry.name for entry in target.iterdir()}
+    if template is not None:
+        return all(template.rank_of(entry) is not None for entry in entries)
     return not entries or bool(entries & {names.LATEST, "zarr.json"})
 
 
@@ -55,14 +61,15 @@ def require_space(target: Path, nbytes: int) -> None:
 class PartialTarget:
     """`OUT.partial`, locked while it is being written; gone again if the run fails."""
 
-    def __init__(self, target: Path, *, overwrite: bool) -> None:
+    def __init__(self, target: Path, *, overwrite: bool, template: Template | None = None) -> None:
         self._target = target
         self._overwrite = overwrite
+        self._template = template
         self._lock = -1
         self.path = target.with_name(target.name + _PARTIAL)
 
     def __enter__(self) -> Self:
-        require_free(self._target, overwrite=self._overwrite)
+        require_free(self._target, overwrite=self._overwrite, template=self._template)
         with target_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._take_lock()

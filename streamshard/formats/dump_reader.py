@@ -1,0 +1,176 @@
+"""Reads raw per-rank dumps: what `torch.save(optimizer.state_dict(), …)` on every rank leaves.
+
+They have neither model files nor a config. Stages 1 and 2 name the parameters and tell their
+sizes in `param_slice_mappings`; stage 3 tells neither, so another checkpoint of the same model
+has to.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from streamshard.errors import DisagreementError, UnsupportedError
+from streamshard.formats import deepspeed_names as names
+from streamshard.formats import ds_config
+from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.inert import Node
+from streamshard.formats.zero_files import SourceFiles, require
+from streamshard.formats.zero_optimizer import OptimizerReader
+from streamshard.formats.zero_reader import (
+    adopt_blobs,
+    check_agreement,
+    optimizer_tensors,
+    stage_of,
+    strip_optimizer,
+)
+from streamshard.model import SourceMap
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+_ASSUMED = (
+    "The dumps do not tell whether round_robin_gradients was on; it was taken as off, DeepSpeed's "
+    "default. If it was on, give the job's config with --ds-config."
+)
+_LOADING = (
+    "optimizer.load_state_dict wants the list of all ranks' dumps. At stages 1 and 2 it rebuilds "
+    "the master weights from the 16-bit weights of the model unless it is called with "
+    "load_from_fp32_weights=True."
+)
+
+
+def read(
+    paths: Sequence[Path],
+    name: str,
+    config: ds_config.Config | None,
+    like: Sequence[Shapes] | None,
+) -> tuple[Checkpoint, SourceMap]:
+    """Open the dumps of all ranks.
+
+    Parameters
+    ----------
+    name
+        What to call the set.
+    config
+        DeepSpeed config of the job, if known.
+    like
+        Names and shapes of the parameters of each param group, in the optimizer's order. Stage 3
+        cannot do without.
+
+    Raises
+    ------
+    SourceError
+        Something is missing, damaged, contradictory or not supported; the message names the file.
+    """
+    sources = SourceFiles()
+    states = [sources.read_dict(path) for path in paths]
+    for state, path in zip(states, paths, strict=True):
+        if names.OPTIMIZER in state and names.FLAT_GROUPS_3 not in state:
+            message = f"{path}: a DeepSpeed checkpoint file, not a dump; give its directory instead"
+            raise UnsupportedError(message)
+    stage = stage_of(states, paths)
+    _check_world_size(states, paths)
+    check_agreement(states, paths)
+    optimizer = OptimizerReader(sources, paths, states, stage)
+    if stage == 3:
+        units = _units_like(optimizer, paths[0], like, len(states))
+    else:
+        units = _units_recorded(optimizer, paths)
+    groups = optimizer.groups([list(unit) for unit in units])
+    tensors = optimizer_tensors(groups, {n: s for unit in units for n, s in unit.items()})
+    strip_optimizer(states[0], stage)
+    whole: dict[int, tuple[int, int]] = {}
+    adopt_blobs([states[0]], tensors, whole)
+    layout = ds_config.zero_layout(config or {}, stage=stage, world_size=len(states))
+    checkpoint = Checkpoint(
+        tag=name,
+        layout=layout,
+        tensors=tuple(tensors),
+        groups=groups,
+        module=(),
+        module_dtype=ds_config.module_dtype(config) if config else "bfloat16",
+        model_state={},
+        optimizer_file={names.OPTIMIZER: states[0]},
+        param_ids={},
+        files=(),
+        notes=(_LOADING, *((_ASSUMED,) if config is None and stage < 3 else ())),
+    )
+    source_map = SourceMap(
+        files=tuple(sources.files),
+        whole=whole,
+        partitions={} if stage == 3 else optimizer.slots,
+        recorded=() if stage == 3 else optimizer.recorded(),
+        sub_groups=optimizer.slots if stage == 3 else {},
+        sub_group_params=tuple(tuple(unit) for unit in units) if stage == 3 else (),
+    )
+    return checkpoint, source_map
+
+
+def _check_world_size(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> None:
+    for state, path in zip(states, paths, strict=True):
+        counts = require(state, names.PARTITION_COUNT, path)
+        for count in counts if isinstance(counts, list) else [counts]:
+            if count != len(states):
+                message = f"{path}: dumped by {count} ranks, but there are {len(states)} dumps"
+                raise DisagreementError(f"{message}; all ranks' dumps of one step are needed")
+
+
+def _units_recorded(optimizer: OptimizerReader, paths: Sequence[Path]) -> list[Shapes]:
+    """Read names and sizes from the slices that the ranks record, in the group's own order.
+
+    A parameter's slices on all ranks add up to it. Its shape is not known and not needed.
+    """
+    found: list[dict[str, int]] = []
+    for recorded, path in zip(optimizer.recorded(), paths, strict=True):
+        if recorded.slices is None:
+            message = f"{path}: dumped by a DeepSpeed before 0.7.4, which did not name parameters"
+            raise UnsupportedError(message)
+        if any(any(group) for group in recorded.alignments or ()):
+            message = f"{path}: dumped with parameter_alignment, which is not supported for dumps"
+            raise UnsupportedError(message)
+        found = found or [{} for _ in recorded.slices]
+        for unit, slices in zip(found, recorded.slices, strict=True):
+            for name, _, numel in slices:
+                unit[name] = unit.get(name, 0) + numel
+    return [{name: (numel,) for name, numel in unit.items()} for unit in found]
+
+
+def _units_like(
+    optimizer: OptimizerReader, path: Path, like: Sequence[Shapes] | None, world_size: int
+) -> list[Shapes]:
+    """Find which of another checkpoint's parameters each sub-group holds, by their lengths."""
+    if like is None:
+        message = (
+            f"{path}: dumps of stage 3 tell neither names nor shapes of the parameters, without "
+            "which their padding cannot be told from data; give any DeepSpeed checkpoint of the "
+            "same model and optimizer with --like"
+        )
+        raise UnsupportedError(message)
+    units: list[Shapes] = []
+    lengths = optimizer.lengths()
+    members = optimizer.members(len(lengths))
+    if len(members) != len(like):
+        message = f"{path}: {len(members)} param groups, the checkpoint given with --like has"
+        raise DisagreementError(f"{message} {len(like)}")
+    for group, (own, shapes) in enumerate(zip(members, like, strict=True)):
+        params = list(shapes.items())
+        for unit in own:
+            held: dict[str, tuple[int, ...]] = {}
+            left = lengths[unit]
+            while left > 0 and params:
+                name, shape = params.pop(0)
+                held[name] = shape
+                left -= -(-_numel(shape) // world_size)
+            if left != 0:
+                message = f"{path}: sub-group {unit} holds {lengths[unit]} elements, which the"
+                raise DisagreementError(f"{message} parameters given with --like do not add up to")
+            units.append(held)
+        if params:
+            message = f"{path}: param group {group} has no room for '{params[0][0]}', which the"
+            raise DisagreementError(f"{message} checkpoint given with --like has in it")
+    return units
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    numel = 1
+    for length in shape:
+        numel *= length
+    return numel
