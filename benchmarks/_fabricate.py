@@ -1,0 +1,127 @@
+"""Writes native ZeRO checkpoints of any size in bounded memory.
+
+torch itself lays each file out (`torch.save` under `skip_data`, which leaves holes where tensors
+go); the elements are then written into the holes, and their CRCs where a zip file has them.
+"""
+
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from benchmarks._layout import TAG, Leaf, NativeLayout, Stored, deepspeed_stand_ins
+from benchmarks._model import PADDING, PIECE_NUMEL, Model, Run, values
+
+SCRIPT: Final = ("zero_to_fp32.py", b"# DeepSpeed leaves a script beside its checkpoints.\n")
+_CENTRAL: Final = struct.Struct("<IHHHHHHIIIHHHHHII")
+_DESCRIPTOR: Final = 0x08074B50
+
+
+def fabricate(run_dir: Path, model: Model, *, stage: int, world_size: int) -> int:
+    """Write a run directory; returns its size in bytes.
+
+    Stage 3 leaves garbage in its padding, as DeepSpeed does.
+    """
+    (run_dir / TAG).mkdir(parents=True)
+    for relative, tree in NativeLayout(model, stage, world_size).files():
+        _write_file(run_dir / relative, tree, garbage=stage == 3)
+    (run_dir / SCRIPT[0]).write_bytes(SCRIPT[1])
+    (run_dir / "latest").write_text(TAG)
+    return sum(path.stat().st_size for path in run_dir.rglob("*") if path.is_file())
+
+
+def pieces(runs: tuple[Run, ...]) -> Iterator[Run]:
+    """Split runs into pieces that are small enough to be held."""
+    for run in runs:
+        for at in range(0, run.numel, PIECE_NUMEL):
+            yield Run(run.state, run.name, run.start + at, min(PIECE_NUMEL, run.numel - at))
+
+
+def _write_file(path: Path, tree: dict[str, Any], *, garbage: bool) -> None:
+    made: dict[int, tuple[Stored, torch.Tensor]] = {}
+    with torch.serialization.skip_data(), deepspeed_stand_ins():
+        torch.save(_with_tensors(tree, made), path)
+    with deepspeed_stand_ins():
+        loaded = torch.load(path, map_location="meta", weights_only=False)
+    places = {
+        id(leaf.stored): (leaf.stored, _offset(tensor)) for leaf, tensor in leaves(tree, loaded)
+    }
+    crc32s = {}
+    with path.open("r+b") as stream:
+        for stored, offset in places.values():
+            if stored.numel:
+                crc32s[offset] = _fill(stream.fileno(), stored, offset, garbage=garbage)
+        _write_crc32s(path, stream.fileno(), crc32s)
+
+
+def _with_tensors(node: Any, made: dict[int, tuple[Stored, torch.Tensor]]) -> Any:  # noqa: ANN401
+    """Replace each description by a tensor whose memory is never touched, so never there."""
+    if isinstance(node, Leaf):
+        # The description is held too: an id is only good while its object lives.
+        _, flat = made.setdefault(
+            id(node.stored), (node.stored, torch.empty(node.stored.numel, dtype=node.stored.dtype))
+        )
+        stride = torch.empty(node.shape, device="meta").stride()
+        tensor = flat.as_strided(node.shape, stride, node.start).requires_grad_(node.requires_grad)
+        if node.ds_id is not None:
+            tensor = tensor.detach().requires_grad_(node.requires_grad)
+            tensor.ds_id = node.ds_id  # type: ignore[attr-defined]
+        return tensor
+    if isinstance(node, dict):
+        return type(node)((key, _with_tensors(value, made)) for key, value in node.items())
+    if isinstance(node, list):
+        return [_with_tensors(value, made) for value in node]
+    return node
+
+
+def leaves(tree: Any, loaded: Any) -> Iterator[tuple[Leaf, torch.Tensor]]:  # noqa: ANN401
+    """Pair each described tensor with the one that stands in its place in a loaded file."""
+    if isinstance(tree, Leaf):
+        yield tree, loaded
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from leaves(value, loaded[key])
+    elif isinstance(tree, list):
+        for inner, other in zip(tree, loaded, strict=True):
+            yield from leaves(inner, other)
+
+
+def _offset(tensor: torch.Tensor) -> int:
+    """Tell where in the file a tensor's storage begins; torch says so of tensors on "meta"."""
+    return int(tensor.untyped_storage()._checkpoint_offset or 0)
+
+
+def _fill(descriptor: int, stored: Stored, offset: int, *, garbage: bool) -> int:
+    crc32 = 0
+    for run in pieces(stored.runs):
+        piece = values(run, stored.dtype)
+        if garbage and run.state == PADDING:
+            piece = torch.full_like(piece, float("nan"))
+        data = piece.view(torch.uint8).numpy().data
+        crc32 = zlib.crc32(data, crc32)
+        os.pwrite(descriptor, data, offset)
+        offset += len(data)
+    return crc32
+
+
+def _write_crc32s(path: Path, descriptor: int, crc32s: dict[int, int]) -> None:
+    """Put the CRCs of filled records where a zip file has them: behind the data, and at its end."""
+    with zipfile.ZipFile(path) as archive:
+        entry = archive.start_dir
+        for info in archive.infolist():
+            header = os.pread(descriptor, 30, info.header_offset)
+            name_bytes, extra_bytes = struct.unpack_from("<HH", header, 26)
+            data = info.header_offset + 30 + name_bytes + extra_bytes
+            if data in crc32s:
+                spelled = struct.pack("<I", crc32s[data])
+                os.pwrite(descriptor, spelled, entry + 16)
+                os.pwrite(
+                    descriptor, struct.pack("<I", _DESCRIPTOR) + spelled, data + info.file_size
+                )
+            fields = _CENTRAL.unpack(os.pread(descriptor, _CENTRAL.size, entry))
+            entry += _CENTRAL.size + sum(fields[10:13])

@@ -1,0 +1,190 @@
+"""How fast is resharding, beside `cp -r` of the same bytes?
+
+    python -m benchmarks.repartition_vs_cp --size 8GB --stage 2 --runs 5
+
+Whole processes, page cache warm, all on one file system; every round runs each program once, and
+ratios are taken within a round. streamshard makes its output durable, which `cp` leaves to the
+kernel: so there is a ratio to `cp` alone, and one to `cp` followed by fsync of every copy. From
+streamshard's times the start-up is subtracted, which is the time of `inspect` on the same source.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks._check import native_differences, store_differences
+from benchmarks._fabricate import fabricate
+from benchmarks._measure import (
+    STREAMSHARD,
+    Measured,
+    files_in,
+    machine,
+    print_table,
+    succeed,
+    warm,
+)
+from benchmarks._model import Model, transformer
+from streamshard import sizes
+
+FROM, TO = 8, 6
+SHORT = "256MB"
+HEAD = (
+    "program",
+    "start-up s",
+    "less start-up s",
+    "x cp",
+    "x cp + fsync",
+    "peak above floor MiB",
+    "projected MiB",
+)
+
+
+class Bench:
+    """One checkpoint, the store made of it, and the programs that are compared."""
+
+    def __init__(self, root: Path, model: Model, stage: int, extra: list[str]) -> None:
+        self.source, self.store, self.target = root / "source", root / "kept.zarr", root / "target"
+        self._model, self._stage = model, stage
+        self._extra = extra
+        self.nbytes = fabricate(self.source, model, stage=stage, world_size=FROM)
+        self._verb("convert", self.source, self.store)
+
+    def _verb(self, verb: str, source: Path, target: Path, *options: str) -> Measured:
+        return succeed(*STREAMSHARD, verb, source, target, "--json", *options, *self._extra)
+
+    def repartition(self) -> Measured:
+        """Reshard without a store."""
+        return self._verb("repartition", self.source, self.target, "--world-size", str(TO))
+
+    def convert(self) -> Measured:
+        """Make a store, uncompressed."""
+        return self._verb("convert", self.source, self.target, "--codec", "none")
+
+    def from_store(self) -> Measured:
+        """Reshard from the store."""
+        return self._verb("repartition", self.store, self.target, "--world-size", str(TO))
+
+    def copy(self) -> Measured:
+        """Copy the source."""
+        return succeed("cp", "-r", self.source, self.target)
+
+    def sync_copies(self) -> Measured:
+        """Make durable what was copied."""
+        return succeed("sync", *files_in(self.target))
+
+    def start_up(self, source: Path) -> float:
+        """Time what every verb does before it moves bytes."""
+        return succeed(*STREAMSHARD, "inspect", source, "--quiet").seconds
+
+    def check(self) -> None:
+        """Hold every element of each result against the function that made the source."""
+        for make, differences in (
+            (self.repartition, self._native_differences),
+            (self.from_store, self._native_differences),
+            (self.convert, lambda: store_differences(self.target, self._model, stage=self._stage)),
+        ):
+            with self.prepared(self.source):
+                make()
+                wrong = next(differences(), None)
+            if wrong is not None:
+                raise RuntimeError(f"{make.__name__} went wrong: {wrong}")
+
+    def _native_differences(self) -> Iterator[str]:
+        return native_differences(self.target, self._model, stage=self._stage, world_size=TO)
+
+    @contextmanager
+    def prepared(self, source: Path) -> Iterator[None]:
+        """Have the source in the cache and the disk idle before; remove the target after."""
+        warm(source)
+        os.sync()
+        yield
+        shutil.rmtree(self.target)
+
+
+def run_rounds(bench: Bench, runs: int) -> list[list[str]]:
+    """Run everything once per round; returns the table's rows."""
+    verbs: dict[str, tuple[Path, Callable[[], Measured]]] = {
+        f"repartition {FROM} -> {TO}": (bench.source, bench.repartition),
+        "convert --codec none": (bench.source, bench.convert),
+        f"repartition store -> {TO}": (bench.store, bench.from_store),
+    }
+    copies, synced = [], []
+    starts: dict[str, list[float]] = {name: [] for name in verbs}
+    moves: dict[str, list[float]] = {name: [] for name in verbs}
+    reports: dict[str, dict[str, Any]] = {}
+    for _ in range(runs):
+        with bench.prepared(bench.source):
+            copies.append(bench.copy().seconds)
+            synced.append(copies[-1] + bench.sync_copies().seconds)
+        for name, (source, run) in verbs.items():
+            with bench.prepared(source):
+                starts[name].append(bench.start_up(source))
+                done = run()
+            moves[name].append(done.seconds - starts[name][-1])
+            reports[name] = done.report
+    return [
+        ["cp -r", "", f"{median(copies):.2f}", "1.00", "", "", ""],
+        ["cp -r, fsync", "", f"{median(synced):.2f}", _ratio(synced, copies), "1.00", "", ""],
+        *(_row(name, starts[name], moves[name], copies, synced, reports[name]) for name in verbs),
+    ]
+
+
+def _row(
+    name: str,
+    starts: list[float],
+    moves: list[float],
+    copies: list[float],
+    synced: list[float],
+    report: dict[str, Any],
+) -> list[str]:
+    memory = [
+        (report[key] - report["floor_bytes"]) / (1 << 20)
+        for key in ("peak_bytes", "projected_bytes")
+    ]
+    ratios = [_ratio(moves, copies), _ratio(moves, synced)]
+    times = [f"{median(starts):.2f}", f"{median(moves):.2f}"]
+    return [name, *times, *ratios, *(f"{value:.1f}" for value in memory)]
+
+
+def _ratio(times: list[float], others: list[float]) -> str:
+    """Return the median of the ratios of each round, and between which they lie."""
+    ratios = [time / other for time, other in zip(times, others, strict=True)]
+    return f"{median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+
+
+def main() -> int:
+    """Run the benchmark; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--size", default="8GB", help="size of the checkpoint [8GB]")
+    parser.add_argument("--short", action="store_true", help=f"{SHORT}, two rounds")
+    parser.add_argument("--stage", type=int, choices=(1, 2, 3), help="ZeRO stage [both 2 and 3]")
+    parser.add_argument("--runs", type=int, default=5, help="rounds [5]")
+    parser.add_argument("--directory", help="where to work; three times the size is needed there")
+    parser.add_argument("--workers", help="passed on to streamshard")
+    parser.add_argument("--memory-limit", help="passed on to streamshard")
+    given = parser.parse_args()
+    size, runs = (SHORT, 2) if given.short else (given.size, given.runs)
+    options = {"--workers": given.workers, "--memory-limit": given.memory_limit}
+    extra = [text for key, value in options.items() if value for text in (key, value)]
+    print(machine())
+    for stage in [given.stage] if given.stage else [2, 3]:
+        with tempfile.TemporaryDirectory(dir=given.directory) as directory:
+            model = transformer(sizes.parse(size), stage=stage)
+            bench = Bench(Path(directory), model, stage, extra)
+            bench.check()
+            rows = run_rounds(bench, runs)
+        count = len(model.trained)
+        print(f"\nZeRO stage {stage}, {bench.nbytes:,} bytes, {count} parameters, {runs} rounds")
+        print_table(HEAD, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""Small checkpoints to try the command line on, and a way to run it."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from benchmarks._fabricate import fabricate
+from benchmarks._layout import TAG
+from benchmarks._model import transformer
+
+RANKS = 4
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def streamshard(*arguments: object) -> Finished:
+    """Run the command line in a process of its own."""
+    command = [sys.executable, "-m", "streamshard.cli", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    return Finished(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Make a checkpoint of a stage once; not to be changed."""
+    root = tmp_path_factory.mktemp("saved")
+    for stage in (2, 3):
+        fabricate(
+            root / str(stage), transformer(1 << 20, stage=stage), stage=stage, world_size=RANKS
+        )
+    return lambda stage: root / str(stage)
+
+
+@pytest.fixture
+def stage_2(saved: Callable[[int], Path], tmp_path: Path) -> Path:
+    """A run directory of stage 2 that a test may damage."""
+    return Path(shutil.copytree(saved(2), tmp_path / "run"))
+
+
+@pytest.fixture
+def stage_3(saved: Callable[[int], Path], tmp_path: Path) -> Path:
+    """A run directory of stage 3 that a test may damage."""
+    return Path(shutil.copytree(saved(3), tmp_path / "run"))
+
+
+def optimizer_file(run_dir: Path, rank: int) -> Path:
+    """Where a rank's optimizer file lies."""
+    return run_dir / TAG / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+def model_file(run_dir: Path, rank: int | None = None) -> Path:
+    """Where a model file lies: the shared one, or a rank's in stage 3."""
+    name = "mp_rank_00" if rank is None else f"zero_pp_rank_{rank}_mp_rank_00"
+    return run_dir / TAG / f"{name}_model_states.pt"
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    """Every file below a directory with its bytes."""
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }

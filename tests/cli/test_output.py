@@ -1,0 +1,89 @@
+"""What is printed, where, and by which flag."""
+
+import fcntl
+import json
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import RANKS, streamshard
+
+
+def test_inspect_tells_what_is_there(saved: Callable[[int], Path]) -> None:
+    done = streamshard("inspect", saved(3))
+    assert (done.code, done.err) == (0, "")
+    for text in ("ZeRO stage 3, world size 4", "bfloat16", "exp_avg_sq", "weight_decay"):
+        assert text in done.out
+    assert max(map(len, done.out.splitlines())) <= 120
+
+
+def test_inspect_in_json_is_complete(saved: Callable[[int], Path]) -> None:
+    found = json.loads(streamshard("inspect", saved(2), "--json").out)
+    assert (found["zero_stage"], found["world_size"], found["kind"]) == (2, RANKS, "native")
+    assert [group["states"]["step"] for group in found["groups"]] == [7.0, 7.0]
+    assert found["groups"][0]["hyper_parameters"]["betas"] == [0.9, 0.999]
+    numel = sum(parameter["numel"] for parameter in found["parameters"])
+    assert found["state_bytes"]["fp32"] == 4 * numel
+    assert found["tied"] == {"head.weight": "embed.weight"}
+
+
+def test_a_store_is_inspected_like_its_source(saved: Callable[[int], Path], tmp_path: Path) -> None:
+    store = tmp_path / "run.zarr"
+    assert streamshard("convert", saved(3), store, "-q").code == 0
+    of_shards, of_store = (
+        json.loads(streamshard("inspect", path, "--json").out) for path in (saved(3), store)
+    )
+    for own in ("path", "kind", "files", "file_bytes"):
+        assert of_shards.pop(own) != of_store.pop(own)
+    assert of_shards == of_store
+
+
+@pytest.mark.parametrize("flag", ["-q", "--json"])
+def test_quiet_and_json_print_nothing_else(
+    flag: str, saved: Callable[[int], Path], tmp_path: Path
+) -> None:
+    done = streamshard("repartition", saved(2), tmp_path / "out", "--world-size", 2, flag)
+    assert (done.code, done.err) == (0, "")
+    if flag == "-q":
+        assert done.out == ""
+    else:
+        report = json.loads(done.out)
+        assert report["peak_bytes"] <= report["projected_bytes"]
+
+
+def test_the_note_keeps_the_global_batch(stage_2: Path, tmp_path: Path) -> None:
+    done = streamshard("repartition", stage_2, tmp_path / "out", "--world-size", 2)
+    assert "round_robin_gradients off" in done.out
+    assert "global batch" in done.out
+
+
+def test_a_bar_on_a_terminal_and_none_off_it(saved: Callable[[int], Path], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "streamshard.cli", "repartition", str(saved(2))]
+    off = streamshard("repartition", saved(2), tmp_path / "off", "--world-size", 2)
+    assert off.err == ""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    done = subprocess.run(
+        [*command, str(tmp_path / "on"), "--world-size", "2"], stdout=subprocess.PIPE, stderr=slave
+    )
+    os.close(slave)
+    shown = os.read(master, 100_000).decode()
+    os.close(master)
+    assert done.returncode == 0
+    assert "100%" in shown
+    assert "B/s" in shown
+
+
+def test_help_teaches_by_example() -> None:
+    for verb in ("repartition", "convert", "inspect"):
+        done = streamshard(verb, "--help")
+        assert done.code == 0
+        assert f"Example: streamshard {verb}" in done.out
+    assert "Exit codes" in streamshard("--help").out

@@ -1,0 +1,172 @@
+"""Targets that exist, are locked, full or forbidden; interruption; dry runs."""
+
+import fcntl
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import streamshard, tree
+
+
+def test_an_existing_target_is_refused_and_left_alone(
+    saved: Callable[[int], Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert streamshard("repartition", saved(2), out, "--world-size", 2).code == 0
+    before = tree(out)
+    done = streamshard("repartition", saved(2), out, "--world-size", 3)
+    assert (done.code, "--overwrite" in done.err) == (4, True)
+    assert tree(out) == before
+    assert streamshard("repartition", saved(2), out, "--world-size", 3, "--overwrite").code == 0
+    assert tree(out) != before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_overwrite_spares_what_is_not_ours(saved: Callable[[int], Path], tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter").write_text("irreplaceable")
+    done = streamshard(
+        "repartition", saved(2), tmp_path / "thesis", "--world-size", 3, "--overwrite"
+    )
+    assert (done.code, "remove it yourself" in done.err) == (4, True)
+    assert tree(tmp_path) == {"thesis/chapter": b"irreplaceable"}
+
+
+@pytest.mark.parametrize("inside", [".", "out", "../run"])
+def test_a_target_in_its_own_source_is_refused(stage_2: Path, inside: str) -> None:
+    before = tree(stage_2)
+    done = streamshard("repartition", stage_2, stage_2 / inside, "--world-size", 2, "--overwrite")
+    assert done.code == 2
+    assert tree(stage_2) == before
+
+
+def test_a_second_run_on_a_target_is_refused(saved: Callable[[int], Path], tmp_path: Path) -> None:
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    with (partial / ".streamshard.lock").open("w") as lock:
+        lock.write("4711")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = streamshard("repartition", saved(2), tmp_path / "out", "--world-size", 2)
+        assert (done.code, "4711" in done.err) == (4, True)
+    # The holder is gone: what it left is cleared away.
+    (partial / "half").write_text("torn")
+    assert streamshard("repartition", saved(2), tmp_path / "out", "--world-size", 2).code == 0
+    assert not (tmp_path / "out" / "half").exists()
+    assert not partial.exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB, if this process may mount one."""
+    where = tmp_path / "disk"
+    where.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(where)]
+    mounted = subprocess.run(command, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"needs the right to mount a tmpfs: {mounted.stderr.strip()}")
+    yield where
+    subprocess.run(["umount", str(where)], check=True)
+
+
+@pytest.mark.kernel
+def test_a_disk_that_is_too_small(saved: Callable[[int], Path], small_disk: Path) -> None:
+    done = streamshard("repartition", saved(2), small_disk / "out", "--world-size", 8)
+    assert (done.code, "free on its file system" in done.err) == (4, True)
+    assert list(small_disk.iterdir()) == []
+
+
+@pytest.mark.kernel
+def test_a_disk_that_fills_up_on_the_way(saved: Callable[[int], Path], small_disk: Path) -> None:
+    """The free space is looked at once; another program may take it after that."""
+    script = (
+        "import os, sys\n"
+        "from streamshard import cli\n"
+        "from streamshard.operations import repartition\n"
+        "repartition.require_space = lambda target, nbytes: None\n"
+        "sys.exit(cli.main(sys.argv[1:]))\n"
+    )
+    command = ["repartition", str(saved(2)), str(small_disk / "out"), "--world-size", "8"]
+    done = subprocess.run([sys.executable, "-c", script, *command], capture_output=True, text=True)
+    assert (done.returncode, "no space left" in done.stderr) == (4, True), done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(small_disk.iterdir()) == []
+
+
+@pytest.mark.kernel
+def test_a_read_only_file_system(saved: Callable[[int], Path], small_disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    done = streamshard("repartition", saved(2), small_disk / "out", "--world-size", 1)
+    assert done.code == 4
+    assert "Traceback" not in done.err
+
+
+def test_a_file_size_limit(saved: Callable[[int], Path], tmp_path: Path) -> None:
+    script = (
+        "import resource, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "from streamshard import cli\n"
+        "sys.exit(cli.main(sys.argv[1:]))\n"
+    )
+    command = ["repartition", str(saved(2)), str(tmp_path / "out"), "--world-size", "1"]
+    done = subprocess.run([sys.executable, "-c", script, *command], capture_output=True, text=True)
+    assert done.returncode == 4, done.stderr
+    assert "out.partial" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_leaves_no_target(saved: Callable[[int], Path], tmp_path: Path) -> None:
+    script = (
+        "import os, signal, sys\n"
+        "from streamshard import cli\n"
+        "from streamshard.engine import window\n"
+        "write = window.Window.write\n"
+        "def interrupted(self, span, descriptor):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return write(self, span, descriptor)\n"
+        "window.Window.write = interrupted\n"
+        "sys.exit(cli.main(sys.argv[1:]))\n"
+    )
+    command = ["repartition", str(saved(3)), str(tmp_path / "out"), "--world-size", "2"]
+    done = subprocess.run([sys.executable, "-c", script, *command], capture_output=True, text=True)
+    assert (done.returncode, "interrupted" in done.stderr) == (130, True), done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_touches_nothing_and_tells_the_exact_size(
+    saved: Callable[[int], Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    dry = streamshard("repartition", saved(3), out, "--world-size", 3, "--dry-run", "--json")
+    assert dry.code == 0
+    assert list(tmp_path.iterdir()) == []
+    planned = json.loads(dry.out)
+    assert planned["seconds"] is None
+    assert streamshard("repartition", saved(3), out, "--world-size", 3, "-q").code == 0
+    written = tree(out)
+    assert planned["files"] == len(written)
+    assert planned["bytes_written"] == sum(map(len, written.values()))
+
+
+def test_permissions_and_links(stage_2: Path, tmp_path: Path) -> None:
+    script = stage_2 / "zero_to_fp32.py"
+    script.chmod(0o755)
+    (stage_2 / "link").symlink_to("/etc/hostname")
+    out = tmp_path / "out"
+    assert streamshard("repartition", stage_2, out, "--world-size", 2, "-q").code == 0
+    assert (out / "zero_to_fp32.py").stat().st_mode & 0o777 == 0o755
+    assert not (out / "link").exists()
+
+
+def test_sigpipe_is_no_error(saved: Callable[[int], Path]) -> None:
+    command = f"{sys.executable} -m streamshard.cli inspect {saved(2)} -v | head -n 1"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True)
+    assert done.stderr == b""
+    assert done.returncode in (0, 128 + signal.SIGPIPE)

@@ -1,0 +1,208 @@
+"""The memory contract: measured <= projected <= floor + limit, whatever the checkpoint's size.
+
+Every run is a process of its own, on a checkpoint of eight times the limit in which a single
+parameter is larger than the limit. Each result is checked element by element.
+"""
+
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks._check import native_differences, store_differences
+from benchmarks._fabricate import fabricate
+from benchmarks._measure import STREAMSHARD, Measured, measure
+from benchmarks._model import Model, transformer
+
+MIB = 1 << 20
+LIMIT = 64 * MIB
+LARGE, SMALL = 8 * LIMIT, 2 * LIMIT
+FROM, TO = 8, 6
+
+pytestmark = pytest.mark.memory
+
+
+@dataclass(frozen=True)
+class Source:
+    """A fabricated checkpoint."""
+
+    path: Path
+    model: Model
+    stage: int
+
+    def differences(self, result: Path, world_size: int = TO) -> list[str]:
+        """Say how a native result differs from what it must be."""
+        found = native_differences(result, self.model, stage=self.stage, world_size=world_size)
+        return list(found)
+
+    def store_differences(self, store: Path) -> list[str]:
+        """Say how a store differs from what it must be."""
+        return list(store_differences(store, self.model, stage=self.stage))
+
+
+@contextmanager
+def fabricated(directory: Path, nbytes: int, stage: int) -> Iterator[Source]:
+    """Make a checkpoint, and take the space back: pytest would keep it for days."""
+    path = directory / "source"
+    model = transformer(nbytes, stage=stage, layers=2, vocabulary=24)
+    fabricate(path, model, stage=stage, world_size=FROM)
+    try:
+        yield Source(path, model, stage)
+    finally:
+        shutil.rmtree(path)
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["stage2", "stage3"])
+def source(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Source]:
+    with fabricated(tmp_path_factory.mktemp("memory"), LARGE, request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """A directory for results, which are large and do not outlive the test."""
+    (tmp_path / "results").mkdir()
+    yield tmp_path / "results"
+    shutil.rmtree(tmp_path / "results")
+
+
+def run(verb: str, source: Path, target: Path, *options: str, limit: int = LIMIT) -> Measured:
+    """Run a verb with a memory limit."""
+    limited = ("--memory-limit", str(limit), "--json")
+    return measure(*STREAMSHARD, verb, source, target, *options, *limited)
+
+
+def require_kept_contract(done: Measured, limit: int = LIMIT) -> dict[str, Any]:
+    """Hold projected, measured and limit against each other, and against the kernel's word."""
+    assert done.exit_code == 0, done.stderr
+    report = done.report
+    assert report["limit_bytes"] == limit
+    assert report["projected_bytes"] <= report["floor_bytes"] + limit
+    assert report["floor_bytes"] <= report["peak_bytes"] <= report["projected_bytes"]
+    # The report's own figure is what the kernel tells this process, which is its parent.
+    assert done.peak_bytes <= report["projected_bytes"]
+    assert abs(done.peak_bytes - report["peak_bytes"]) <= 2 * MIB
+    return report
+
+
+def test_the_checkpoint_is_out_of_all_proportion(source: Source) -> None:
+    largest = max(
+        4 * a * b for a, b in ((*shape, 1, 1)[:2] for shape in source.model.trained.values())
+    )
+    assert largest > LIMIT
+    assert sum(path.stat().st_size for path in source.path.rglob("*.pt")) > 7.8 * LIMIT
+
+
+def test_repartition_direct(source: Source, place: Path) -> None:
+    require_kept_contract(run("repartition", source.path, place / "out", "--world-size", str(TO)))
+    assert source.differences(place / "out") == []
+
+
+def test_repartition_to_more_ranks(source: Source, place: Path) -> None:
+    require_kept_contract(run("repartition", source.path, place / "out", "--world-size", "33"))
+    assert source.differences(place / "out", 33) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--codec", "none"), ("--codec", "zstd", "--chunk-size", "4MiB")],
+    ids=["none", "zstd"],
+)
+def test_through_a_store(source: Source, place: Path, options: tuple[str, ...]) -> None:
+    store = place / "kept.zarr"
+    require_kept_contract(run("convert", source.path, store, *options))
+    assert source.store_differences(store) == []
+    require_kept_contract(run("repartition", store, place / "out", "--world-size", str(TO)))
+    assert source.differences(place / "out") == []
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("verb", ["repartition", "convert"])
+def test_memory_does_not_grow_with_the_checkpoint(
+    tmp_path: Path, place: Path, verb: str, stage: int
+) -> None:
+    options = ("--world-size", str(TO)) if verb == "repartition" else ()
+    above_floor = []
+    for size in (SMALL, LARGE):
+        with fabricated(tmp_path, size, stage) as made:
+            report = require_kept_contract(run(verb, made.path, place / str(size), *options))
+        above_floor.append(report["peak_bytes"] - report["floor_bytes"])
+    small, large = above_floor
+    assert large <= 1.05 * small + 2 * MIB
+
+
+@pytest.mark.parametrize(
+    ("verb", "options"),
+    [
+        ("repartition", ("--world-size", str(TO))),
+        ("convert", ("--codec", "none")),
+        ("convert", ("--codec", "zstd", "--chunk-size", "4MiB")),
+    ],
+)
+def test_too_small_a_limit_is_refused_and_the_one_it_names_works(
+    source: Source, place: Path, verb: str, options: tuple[str, ...]
+) -> None:
+    refused = run(verb, source.path, place / "out", *options, limit=4 * MIB)
+    assert refused.exit_code == 5
+    assert list(place.iterdir()) == []
+    named = re.search(r"use --memory-limit (\d+)MiB", refused.stderr)
+    assert named is not None, refused.stderr
+    least = int(named[1]) * MIB
+    assert run(verb, source.path, place / "out", *options, limit=least - 2 * MIB).exit_code == 5
+    require_kept_contract(run(verb, source.path, place / "out", *options, limit=least), least)
+    assert [path.name for path in place.iterdir()] == ["out"]
+
+
+@pytest.mark.kernel
+def test_inside_a_hard_memory_cgroup(source: Source, place: Path) -> None:
+    """The kernel kills what takes more than the group may have, all its page cache counted."""
+    with memory_cgroup(LARGE // 4) as group:
+        enter = ("sh", "-c", f'echo $$ > "{group}/cgroup.procs" && exec "$@"', "sh")
+        verb = ("repartition", source.path, place / "out", "--world-size", str(TO))
+        done = measure(*enter, *STREAMSHARD, *verb, "--memory-limit", str(LIMIT), "--json")
+        require_kept_contract(done)
+        assert hits_of_limit(group) > 0, "the limit was never in force"
+    assert source.differences(place / "out") == []
+
+
+@contextmanager
+def memory_cgroup(limit: int) -> Iterator[Path]:
+    """Make a group below this process's own; version 1 and 2 name their files differently."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, own = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            parent, limit_file = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+        elif not controllers and Path("/sys/fs/cgroup/cgroup.controllers").exists():
+            parent, limit_file = Path("/sys/fs/cgroup"), "memory.max"
+        else:
+            continue
+        group = parent / own.lstrip("/") / "streamshard-test-memory"
+        try:
+            group.mkdir()
+        except OSError as error:
+            pytest.skip(f"no memory cgroup can be made here: {error}")
+        try:
+            try:
+                (group / limit_file).write_text(str(limit))
+            except OSError as error:
+                pytest.skip(f"no memory limit can be set here: {error}")
+            yield group
+        finally:
+            group.rmdir()
+        return
+    pytest.skip("this machine has no memory cgroups")
+
+
+def hits_of_limit(group: Path) -> int:
+    """Count how often the kernel had to take pages back for the group to stay within its limit."""
+    if (group / "memory.failcnt").exists():
+        return int((group / "memory.failcnt").read_text())
+    events = dict(line.split() for line in (group / "memory.events").read_text().splitlines())
+    return int(events["max"])
