@@ -80,6 +80,8 @@ class Checkpoint:
     files: tuple[OtherFile, ...]
     notes: tuple[str, ...] = ()
     """What a user should know about the reading of it."""
+    accelerate_step: int | None = None
+    """`Accelerator.step`, which Accelerate keeps with each rank's random generators."""
 
     @property
     def is_dumps(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Final
 
 import google_crc32c
 import numpy as np
+from isal import isal_zlib
 from numcodecs.blosc import Blosc
 
 from streamshard.errors import IntegrityError
@@ -53,11 +54,18 @@ class EncodedChunk:
     """One compressed chunk file, to be read as a whole."""
 
     def __init__(
-        self, path: Path, codec: BloscChunk, stored_bytes: int, content_bytes: int
+        self,
+        path: Path,
+        codec: BloscChunk,
+        *,
+        stored_bytes: int,
+        stored_crc32: int,
+        content_bytes: int,
     ) -> None:
         self._path = path
         self._codec = codec
         self._stored_bytes = stored_bytes
+        self._stored_crc32 = stored_crc32
         self._content_bytes = content_bytes
 
     def decode(self, descriptor: int) -> memoryview:
@@ -66,6 +74,9 @@ class EncodedChunk:
         if len(stored) != self._stored_bytes:
             message = f"{self._path}: {len(stored)} bytes where {self._stored_bytes} were written"
             raise IntegrityError(message)
+        # A chunk that is whole in itself may still be another one.
+        if isal_zlib.crc32(stored) != self._stored_crc32:
+            raise IntegrityError(f"{self._path}: damaged: its bytes are not those in the manifest")
         return self._codec.decode(stored, self._path, self._content_bytes)
 
 

@@ -80,7 +80,7 @@ def _require_version(root: Path) -> None:
 def _read_small(path: Path) -> bytes:
     if not path.is_file():
         raise IncompleteError(f"{path}: missing; the store is not whole")
-    return require_checksum(path.read_bytes(), path)
+    return bytes(require_checksum(path.read_bytes(), path))
 
 
 class _StoreReader:
@@ -138,7 +138,16 @@ class _StoreReader:
             self._decoders[len(self._files)] = digests
         else:
             codec = BloscChunk(self._codec, itemsize)
-            chunk = EncodedChunk(full, codec, record.nbytes, content_bytes)
+            if len(record.crc32s) != 1:
+                raise CorruptFileError(f"{full}: the manifest lists {len(record.crc32s)} checksums")
+            chunk = EncodedChunk(
+                full,
+                codec,
+                stored_bytes=record.nbytes,
+                stored_crc32=int(record.crc32s[0]),
+                content_bytes=content_bytes,
+            )
             self._decoders[len(self._files)] = chunk
-            self._codec_bytes = max(self._codec_bytes, content_bytes + record.nbytes)
+            # Twice, because the allocator keeps what the chunk before took.
+            self._codec_bytes = max(self._codec_bytes, 2 * (content_bytes + record.nbytes))
         self._files.append(SourceFile(full, stat.st_size, stat.st_mtime_ns))

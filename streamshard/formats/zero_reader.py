@@ -6,7 +6,7 @@ from typing import Final
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
 from streamshard.formats import deepspeed_names as names
-from streamshard.formats import ds_config
+from streamshard.formats import ds_config, frameworks, torch_file
 from streamshard.formats.checkpoint import Checkpoint, OtherFile, ParamGroup
 from streamshard.formats.inert import Call, Node
 from streamshard.formats.torch_tensor import shape_of, storages_in
@@ -92,6 +92,7 @@ def _read_shards(
         param_ids=param_ids,
         files=files,
         notes=tuple(module.notes),
+        accelerate_step=_accelerate_step(others),
     )
     source_map = SourceMap(
         files=tuple(sources.files),
@@ -218,6 +219,16 @@ def strip_optimizer(state: dict[str, Node], stage: int) -> None:
     for key in _CUT_KEYS - {names.OPTIMIZER, names.BASE_OPTIMIZER}:
         if key in state:
             state[key] = None
+
+
+def _accelerate_step(others: Sequence[tuple[Path, str]]) -> int | None:
+    """Read the step that Accelerate keeps with rank 0's random generators, if it is there."""
+    for path, relative in others:
+        if relative == frameworks.accelerate_file(0):
+            root = torch_file.read(path, -1).root
+            step = root.get("step") if isinstance(root, dict) else None
+            return step if isinstance(step, int) else None
+    return None
 
 
 def adopt_blobs(

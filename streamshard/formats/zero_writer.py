@@ -87,6 +87,7 @@ class ZeroWriter:
         flat_cuts: Sequence[FlatCut],
         sub_groups: Sequence[SubGroup],
         dump_name: Callable[[int], str] | None = None,
+        step_files: Sequence[str] = (),
     ) -> None:
         self._source = checkpoint
         self._layout = layout
@@ -95,6 +96,7 @@ class ZeroWriter:
         self._flat_cuts = flat_cuts
         self._sub_groups = sub_groups
         self._dump_name = dump_name
+        self._step_files = step_files
         self._index = checkpoint.tensor_index()
         self._shapes = {t.name: t.shape for t in checkpoint.tensors if t.state == MASTER}
 
@@ -117,6 +119,8 @@ class ZeroWriter:
             bf16 = self._module_dtype == "bfloat16"
             path = f"{tag}/{names.optimizer_file(rank, bf16=bf16)}"
             yield FileImage(path, self._optimizer_file(rank))
+        for path in self._step_files:
+            yield FileImage(path, {"step": self._source.accelerate_step})
 
     # Optimizer files ---------------------------------------------------------------------------
 

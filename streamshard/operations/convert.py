@@ -193,8 +193,9 @@ def plan_convert(
     largest = max((math.prod(s) * ITEMSIZE[t.dtype] for s, t in both), default=0)
     memory_plan = running.fit_memory(
         floor_bytes=floor_bytes,
-        # Content and result side by side while a chunk is compressed.
-        codec_bytes=opened.codec_bytes + (0 if codec == "none" else 2 * largest + MIB),
+        # While a chunk is compressed: its content, the result, that with its checksum behind, and
+        # what the allocator keeps of the chunk before.
+        codec_bytes=opened.codec_bytes + (0 if codec == "none" else 4 * largest + MIB),
         workers=workers,
         limit_bytes=memory_limit,
     )

@@ -1,6 +1,7 @@
 """Turns spelled torch files into work: every storage becomes a region with its copies."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Final
 
 import numpy as np
@@ -61,8 +62,7 @@ class NativeFiles:
 
     def lay_out(self, image: FileImage) -> torch_file.TorchLayout:
         """Lay out a file; its size and its pickle are known then."""
-        stem = image.path.rpartition("/")[2].removesuffix(".pt")
-        return torch_file.lay_out(image.root, stem)
+        return torch_file.lay_out(image.root, PurePosixPath(image.path).stem)
 
     def torch_target(self, image: FileImage) -> TargetFile:
         """Turn one spelled file into work."""
@@ -87,15 +87,18 @@ class NativeFiles:
             ending_offset=layout.records[-1].end,
         )
 
-    def other_targets(self) -> Iterator[TargetFile]:
-        """Turn the files that come along into work."""
+    def other_targets(self, paths: Mapping[str, str]) -> Iterator[TargetFile]:
+        """Turn the files that come along into work; `paths` says what each is to be called."""
         modes = {file.path: file.mode for file in self._source.checkpoint.files}
         for index, tensor in enumerate(self._tensors):
-            if tensor.state == FILE:
+            if tensor.state == FILE and tensor.name in paths:
                 copies = self._copies(whole_segment(index, tensor.numel), 1, 1)
                 span = Span(0, [Region(tensor.nbytes, copies)])
                 yield TargetFile(
-                    tensor.name, [span], ending_offset=tensor.nbytes, mode=modes[tensor.name]
+                    paths[tensor.name],
+                    [span],
+                    ending_offset=tensor.nbytes,
+                    mode=modes[tensor.name],
                 )
 
     def _parts(self, record: torch_file.Record, checksum: Crc32) -> list[Fixed | Region]:

@@ -10,7 +10,7 @@ from streamshard.engine import memory
 from streamshard.engine.work import TargetFile
 from streamshard.errors import UsageError
 from streamshard.formats import deepspeed_names as names
-from streamshard.formats import ds_config, dump_names
+from streamshard.formats import ds_config, dump_names, frameworks
 from streamshard.formats.dump_names import Template
 from streamshard.formats.zero_writer import ZeroWriter
 from streamshard.model import FILE, MASTER, ZeroLayout
@@ -51,6 +51,8 @@ class RepartitionPlan:
     """How dumps are named, where the target is a directory of them."""
     writer: ZeroWriter
     files: NativeFiles
+    resized: frameworks.Resized
+    """What becomes of the files that come along."""
     memory: MemoryPlan
     overwrite: bool
     report: Report
@@ -79,7 +81,7 @@ class RepartitionPlan:
     def _targets(self) -> Iterator[TargetFile]:
         for image in self.writer.images():
             yield self.files.torch_target(image)
-        yield from self.files.other_targets()
+        yield from self.files.other_targets(self.resized.paths)
 
 
 def plan_repartition(
@@ -134,11 +136,15 @@ def plan_repartition(
     require_separate(opened.path, directory)
     _require_same_kind(opened, template, str(target))
     settings = _settings(opened, world_size, zero_stage, wanted)
-    files, writer = _spell(opened, settings, template)
+    others = [file.path for file in opened.checkpoint.files]
+    resized = frameworks.resize(opened.checkpoint.tag, others, world_size)
+    files, writer = _spell(opened, settings, template, resized)
     sizes = [files.lay_out(image).nbytes for image in writer.images()]
-    others = [t.nbytes for t in opened.checkpoint.tensors if t.state == FILE]
+    sizes += [
+        t.nbytes for t in opened.checkpoint.tensors if t.state == FILE and t.name in resized.paths
+    ]
     latest = [] if template else [len(opened.checkpoint.tag.encode())]
-    bytes_written = sum(sizes) + sum(others) + sum(latest)
+    bytes_written = sum(sizes) + sum(latest)
     memory_plan = running.fit_memory(
         floor_bytes=floor_bytes,
         codec_bytes=opened.codec_bytes,
@@ -154,7 +160,7 @@ def plan_repartition(
         zero_stage=settings.layout.stage,
         source_world_size=opened.checkpoint.layout.world_size,
         world_size=world_size,
-        files=len(sizes) + len(others) + len(latest),
+        files=len(sizes) + len(latest),
         bytes_written=bytes_written,
         floor_bytes=floor_bytes,
         limit_bytes=memory_limit,
@@ -162,11 +168,12 @@ def plan_repartition(
         notes=(
             settings.note,
             *opened.checkpoint.notes,
+            *resized.notes,
             *advice.for_world_size(opened.checkpoint, world_size),
         ),
     )
     return RepartitionPlan(
-        opened, directory, template, writer, files, memory_plan, overwrite, report
+        opened, directory, template, writer, files, resized, memory_plan, overwrite, report
     )
 
 
@@ -278,7 +285,10 @@ def _switch(on: bool) -> str:
 
 
 def _spell(
-    source: Source, settings: TargetSettings, template: Template | None
+    source: Source,
+    settings: TargetSettings,
+    template: Template | None,
+    resized: frameworks.Resized,
 ) -> tuple[NativeFiles, ZeroWriter]:
     checkpoint, layout = source.checkpoint, settings.layout
     numels = {t.name: t.numel for t in checkpoint.tensors if t.state == MASTER}
@@ -296,5 +306,6 @@ def _spell(
         flat_cuts=[group.spell() for group in flat],
         sub_groups=units if layout.stage == 3 else (),
         dump_name=template.file_name if template else None,
+        step_files=resized.new_steps if checkpoint.accelerate_step is not None else (),
     )
     return NativeFiles(source, layout.world_size, flat, units), writer

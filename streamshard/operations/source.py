@@ -18,7 +18,14 @@ from streamshard.errors import (
     UsageError,
 )
 from streamshard.formats import deepspeed_names as names
-from streamshard.formats import ds_config, dump_names, dump_reader, zarr_reader, zero_reader
+from streamshard.formats import (
+    ds_config,
+    dump_names,
+    dump_reader,
+    frameworks,
+    zarr_reader,
+    zero_reader,
+)
 from streamshard.formats.checkpoint import Checkpoint, ParamGroup
 from streamshard.model import ITEMSIZE, MASTER, RecordedCut, Slot, SourceFile, SourceMap, ZeroLayout
 from streamshard.plan.cutting import Cutting, CuttingBuilder
@@ -128,21 +135,31 @@ def _has_shards(path: Path) -> bool:
 
 
 def _hint_of_tags(root: Path) -> str:
-    tags = sorted(p.name for p in root.iterdir() if p.is_dir() and _has_shards(p))
+    directories = [p for p in root.iterdir() if p.is_dir()]
+    tags = sorted(p.name for p in directories if _has_shards(p))
+    nested = sorted(p.name for p in directories if (p / names.LATEST).is_file())
+    if nested and not tags:
+        return f". Give one of the checkpoints in it: {', '.join(nested[:8])}"
     if not tags:
         return ". Give the directory that holds 'latest', or a tag directory"
     return f". Choose one with --tag: {', '.join(tags[:8])}"
 
 
-def _run_files(run_dir: Path) -> list[tuple[Path, str]]:
-    """List the plain files beside the tags: recovery scripts, tokenizer, configs."""
+def _run_files(run_dir: Path, tag: str) -> list[tuple[Path, str]]:
+    """List the files beside the tags: recovery scripts, tokenizer, configs."""
     skipped = {names.LATEST, names.LATEST_UNIVERSAL}
-    entries = sorted(run_dir.iterdir(), key=lambda entry: entry.name)
-    return [
+    found = [
         (entry, entry.name)
-        for entry in entries
+        for entry in sorted(run_dir.iterdir(), key=lambda entry: entry.name)
         if entry.is_file() and not entry.is_symlink() and entry.name not in skipped
     ]
+    if frameworks.framework_of(tag, [name for _, name in found]) is None:
+        return found
+    # A framework's directory holds one checkpoint, so what lies deeper belongs to it as well.
+    for directory in sorted(d for d in run_dir.iterdir() if d.is_dir() and not _has_shards(d)):
+        inside = sorted(p for p in directory.rglob("*") if p.is_file() and not p.is_symlink())
+        found += [(path, path.relative_to(run_dir).as_posix()) for path in inside]
+    return found
 
 
 def _open_dumps(
@@ -161,7 +178,7 @@ def _open_dumps(
 
 
 def _open_native(run_dir: Path, tag_dir: Path) -> Source:
-    checkpoint, source_map = zero_reader.read(tag_dir, _run_files(run_dir))
+    checkpoint, source_map = zero_reader.read(tag_dir, _run_files(run_dir, tag_dir.name))
     if checkpoint.layout.round_robin:
         groups = tuple(
             _undo_round_robin(group, checkpoint.layout.world_size) for group in checkpoint.groups
