@@ -46,7 +46,7 @@ def types(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Run every benchmark in its short form, or with the arguments after `--`."""
     for file in sorted(Path("benchmarks").glob("[!_]*.py")):
-        run_shared(session, str(file), *(session.posargs or ["--short"]))
+        run_shared(session, "-m", f"benchmarks.{file.stem}", *(session.posargs or ["--short"]))
 
 
 def run_shared(session: nox.Session, *args: str, groups: list[str] | None = None) -> None:

@@ -81,6 +81,8 @@ class ZeroLayout:
     """Stages 1 and 2 only: every parameter starts at a multiple of 16 bytes of module weights."""
     sub_group_size: int = 1_000_000_000
     """Stage 3 only: elements per rank after which a sub-group is closed."""
+    bf16_optimizer: bool = False
+    """Stage 1 as `BF16_Optimizer` has it: cut like any other, masters saved with their padding."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ class SourceReader:
         source = self._files[file]
         descriptor = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            require_unchanged(source, os.fstat(descriptor))
+            _require_same(source, os.fstat(descriptor))
         except BaseException:
             os.close(descriptor)  # kept, it would pass for checked the next time
             raise
@@ -122,8 +122,22 @@ class SourceReader:
         return descriptor
 
 
-def require_unchanged(source: SourceFile, stat: os.stat_result) -> None:
-    """Refuse a source file that is no longer what it was when the plan was made."""
+def require_unchanged(source: SourceFile) -> None:
+    """Refuse a source file that is no longer what it was when the plan was made.
+
+    Raises
+    ------
+    SourceError
+        It is gone, or has another size or time of change.
+    """
+    try:
+        stat = source.path.stat()
+    except OSError as error:
+        raise SourceError(f"{source.path}: gone during the run ({error.strerror})") from error
+    _require_same(source, stat)
+
+
+def _require_same(source: SourceFile, stat: os.stat_result) -> None:
     if (stat.st_size, stat.st_mtime_ns) != (source.nbytes, source.mtime_ns):
         message = (
             f"{source.path}: changed while it was being read ({source.nbytes} bytes when the run "

@@ -71,7 +71,21 @@ def zero_layout(config: Config, *, stage: int, world_size: int) -> ZeroLayout:
         round_robin=zero.get("round_robin_gradients") is True and stage < 3,
         parameter_alignment=zero.get("parameter_alignment") is True and stage < 3,
         sub_group_size=DEFAULT_SUB_GROUP_SIZE if size is None else size,
+        bf16_optimizer=stage == 1 and _uses_bf16_optimizer(config),
     )
+
+
+def _uses_bf16_optimizer(config: Config) -> bool:
+    """Tell whether an engine at stage 1 would choose `BF16_Optimizer`.
+
+    By `DeepSpeedEngine._do_optimizer_sanity_check` (0.19.8): bf16 weights, fp32 gradients, and no
+    optimizer offload to the CPU.
+    """
+    types = config.get("data_types")
+    gradients = types.get("grad_accum_dtype") if isinstance(types, Mapping) else None
+    offload = _zero(config).get("offload_optimizer")
+    device = offload.get("device", "none") if isinstance(offload, Mapping) else "none"
+    return module_dtype(config) == "bfloat16" and gradients == "fp32" and device == "none"
 
 
 def module_dtype(config: Config) -> str:

@@ -6,6 +6,7 @@ has to.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from streamshard.errors import DisagreementError, UnsupportedError
@@ -79,7 +80,10 @@ def read(
     strip_optimizer(states[0], stage)
     whole: dict[int, tuple[int, int]] = {}
     adopt_blobs([states[0]], tensors, whole)
-    layout = ds_config.zero_layout(config or {}, stage=stage, world_size=len(states))
+    layout = replace(
+        ds_config.zero_layout(config or {}, stage=stage, world_size=len(states)),
+        bf16_optimizer=names.ZERO_STAGE not in states[0],
+    )
     checkpoint = Checkpoint(
         tag=name,
         layout=layout,

@@ -78,7 +78,9 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
     def save_call(self, node: Call) -> None:
         if id(node) in self._unmade:
             # Below protocol 4, a set with a member that refers to the set.
-            raise UnsupportedError(f"an object of {node.name} is among its own arguments")
+            raise UnsupportedError(
+                f"an object of {node.name or 'some class'} is among its own arguments"
+            )
         self._unmade.add(id(node))
         if node.kwargs is None:
             self.save(node.function)

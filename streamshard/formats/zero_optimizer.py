@@ -152,10 +152,17 @@ class OptimizerReader:
     def _is_flat(self, unit: int, rank: int, tensor: Tensor) -> bool:
         """Tell whether a state has one element per element of the unit's partition."""
         expected = self._masters[rank][unit].numel
-        paddings = self._states[rank].get(names.GROUP_PADDINGS)
-        if self._stage < 3 and isinstance(paddings, list):
-            expected += paddings[unit]
+        if self._strips_masters(rank):
+            expected += self._states[rank][names.GROUP_PADDINGS][unit]
         return len(tensor.shape) == 1 and tensor.numel == expected
+
+    def _strips_masters(self, rank: int) -> bool:
+        """Tell whether a rank's masters are saved without the padding that its states have.
+
+        BF16_Optimizer, which names no stage, saves both with it; its paddings are of another kind.
+        """
+        state = self._states[rank]
+        return self._stage < 3 and names.ZERO_STAGE in state and names.GROUP_PADDINGS in state
 
     def _scalar(self, what: str, rank: int, tensor: Tensor) -> ScalarState:
         path = self._paths[rank]
@@ -187,11 +194,13 @@ class OptimizerReader:
         return tuple(
             RecordedCut(
                 path=path,
-                paddings=_tuple(state.get(names.GROUP_PADDINGS)),
+                paddings=(
+                    _tuple(state[names.GROUP_PADDINGS]) if self._strips_masters(rank) else None
+                ),
                 alignments=_nested(state.get(names.ALIGNMENT_PADDINGS)),
                 slices=_recorded_slices(state.get(names.SLICE_MAPPINGS), path),
             )
-            for state, path in zip(self._states, self._paths, strict=True)
+            for rank, (state, path) in enumerate(zip(self._states, self._paths, strict=True))
         )
 
     def param_ids(

@@ -1,6 +1,7 @@
 """Reads a native ZeRO checkpoint into logical tensors and says where their bytes lie."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -82,7 +83,10 @@ def _read_shards(
     files = _adopt_files(others, sources, tensors, whole)
     checkpoint = Checkpoint(
         tag=shards.tag_dir.name,
-        layout=ds_config.zero_layout(config, stage=stage, world_size=len(states)),
+        layout=replace(
+            ds_config.zero_layout(config, stage=stage, world_size=len(states)),
+            bf16_optimizer=names.ZERO_STAGE not in states[0],
+        ),
         tensors=tuple(tensors),
         groups=groups,
         module=entries,
@@ -116,11 +120,9 @@ def _stage(states: Sequence[Mapping[str, Node]], shards: ShardSet) -> int:
 
 def stage_of(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> int:
     """Read the ZeRO stage that all ranks' optimizer states agree about."""
-    stages = [_enum_value(state.get(names.ZERO_STAGE)) for state in states]
+    # BF16_Optimizer, which does what stage 1 does, does not say so.
+    stages = [_enum_value(state.get(names.ZERO_STAGE, 1)) for state in states]
     for stage, path in zip(stages, paths, strict=True):
-        if stage is None:
-            message = f"{path}: saved by BF16_Optimizer, which is not supported yet"
-            raise UnsupportedError(message)
         if stage not in (1, 2, 3):
             raise UnsupportedError(f"{path}: ZeRO stage {stage} is not known")
         if stage != stages[0]:

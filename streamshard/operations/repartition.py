@@ -1,8 +1,9 @@
 """`repartition`: native files for another world size, from shards or from a store."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from streamshard.errors import UsageError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats import ds_config, dump_names, frameworks
 from streamshard.formats.dump_names import Template
-from streamshard.formats.zero_writer import ZeroWriter
+from streamshard.formats.zero_target import ZeroTarget
+from streamshard.formats.zero_writer import FileImage, dump_images, native_images
 from streamshard.model import FILE, MASTER, ZeroLayout
 from streamshard.operations import advice, running
 from streamshard.operations.native_files import NativeFiles
@@ -49,7 +51,8 @@ class RepartitionPlan:
     target: Path
     template: Template | None
     """How dumps are named, where the target is a directory of them."""
-    writer: ZeroWriter
+    images: Callable[[], Iterator[FileImage]]
+    """Spells the torch files to be made, anew at every call."""
     files: NativeFiles
     resized: frameworks.Resized
     """What becomes of the files that come along."""
@@ -79,7 +82,7 @@ class RepartitionPlan:
             return running.measured(self.report, told, work)
 
     def _targets(self) -> Iterator[TargetFile]:
-        for image in self.writer.images():
+        for image in self.images():
             yield self.files.torch_target(image)
         yield from self.files.other_targets(self.resized.paths)
 
@@ -138,8 +141,8 @@ def plan_repartition(
     settings = _settings(opened, world_size, zero_stage, wanted)
     others = [file.path for file in opened.checkpoint.files]
     resized = frameworks.resize(opened.checkpoint.tag, others, world_size)
-    files, writer = _spell(opened, settings, template, resized)
-    sizes = [files.lay_out(image).nbytes for image in writer.images()]
+    files, images = _spell(opened, settings, template, resized)
+    sizes = [files.lay_out(image).nbytes for image in images()]
     sizes += [
         t.nbytes for t in opened.checkpoint.tensors if t.state == FILE and t.name in resized.paths
     ]
@@ -173,7 +176,7 @@ def plan_repartition(
         ),
     )
     return RepartitionPlan(
-        opened, directory, template, writer, files, resized, memory_plan, overwrite, report
+        opened, directory, template, images, files, resized, memory_plan, overwrite, report
     )
 
 
@@ -237,6 +240,8 @@ def _settings(
         message = f"raw dumps of ZeRO stage {checkpoint.layout.stage} lack what stage {stage} needs"
         raise UsageError(f"{message}; reshard a whole checkpoint instead")
     layout = ds_config.zero_layout(config, stage=stage, world_size=world_size)
+    if wanted is None and stage == checkpoint.layout.stage:
+        layout = replace(layout, bf16_optimizer=checkpoint.layout.bf16_optimizer)
     if wanted is None and not kept:
         layout = replace(checkpoint.layout, stage=stage, world_size=world_size)
     return TargetSettings(layout, config, dtype, _settings_note(layout, dtype, wanted, kept))
@@ -289,7 +294,7 @@ def _spell(
     settings: TargetSettings,
     template: Template | None,
     resized: frameworks.Resized,
-) -> tuple[NativeFiles, ZeroWriter]:
+) -> tuple[NativeFiles, Callable[[], Iterator[FileImage]]]:
     checkpoint, layout = source.checkpoint, settings.layout
     numels = {t.name: t.numel for t in checkpoint.tensors if t.state == MASTER}
     flat = flat_groups(checkpoint, layout, settings.module_dtype) if layout.stage < 3 else []
@@ -298,14 +303,16 @@ def _spell(
         world_size=layout.world_size,
         sub_group_size=layout.sub_group_size,
     )
-    writer = ZeroWriter(
-        checkpoint,
-        layout,
+    zero_target = ZeroTarget(
+        checkpoint=checkpoint,
+        layout=layout,
         config=settings.config,
         module_dtype=settings.module_dtype,
         flat_cuts=[group.spell() for group in flat],
         sub_groups=units if layout.stage == 3 else (),
-        dump_name=template.file_name if template else None,
-        step_files=resized.new_steps if checkpoint.accelerate_step is not None else (),
     )
-    return NativeFiles(source, layout.world_size, flat, units), writer
+    files = NativeFiles(source, layout.world_size, flat, units)
+    if template is not None:
+        return files, partial(dump_images, zero_target, template.file_name)
+    steps = resized.new_steps if checkpoint.accelerate_step is not None else ()
+    return files, partial(native_images, zero_target, steps)

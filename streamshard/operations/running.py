@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from streamshard.engine import memory
+from streamshard.engine.files import require_unchanged
 from streamshard.engine.run import Engine, Resources
 from streamshard.engine.work import TargetFile
 from streamshard.errors import UsageError
@@ -52,6 +53,9 @@ def run(
     resources = Resources(memory_plan.workers, memory_plan.window_bytes, SCRATCH_BYTES)
     engine = Engine(source.files, source.decoders, resources, progress.advance)
     engine.run(files, target.path)
+    # Bytes that were read before a file changed do not belong to those that were read after it.
+    for file in source.files:
+        require_unchanged(file)
 
 
 def measured(report: Report, progress: Progress, work: Callable[[], None]) -> Report:

@@ -258,8 +258,11 @@ def _place_partitions(
     groups = flat_groups(checkpoint, checkpoint.layout, checkpoint.module_dtype)
     for (group, state), slot in source_map.partitions.items():
         flat, held = groups[group], checkpoint.groups[group]
-        ranks = range(flat.world_size)
-        lengths = [flat.partition_numel - flat.padding(r) * (state == MASTER) for r in ranks]
+        stripped = state == MASTER and not checkpoint.layout.bf16_optimizer
+        lengths = [
+            flat.partition_numel - (flat.padding(rank) if stripped else 0)
+            for rank in range(flat.world_size)
+        ]
         _require_lengths(slot, lengths, source_map, f"{state} of param group {group}")
         first = builder.slot(slot)
         for name, start in zip(held.params, flat.starts.tolist(), strict=True):

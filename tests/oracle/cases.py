@@ -21,6 +21,11 @@ class Resharding:
         return self.resume or self.case
 
     @property
+    def consolidates(self) -> bool:
+        """Whether DeepSpeed's `zero_to_fp32` can read both ends; it refuses BF16_Optimizer's."""
+        return BF16_OPTIMIZER not in (self.case, self.resuming)
+
+    @property
     def name(self) -> str:
         """A name for test ids and directories."""
         as_what = f"-as-{self.resume.name}" if self.resume else ""
@@ -37,6 +42,8 @@ ROUND_ROBIN = Case(
 )
 ALIGNED = Case("z2-aligned", 2, "bf16", {"zero_optimization": {"parameter_alignment": True}})
 SUB_GROUPS = Case("z3-sub-groups", 3, "bf16", {"zero_optimization": {"sub_group_size": 150}})
+BF16_OPTIMIZER = Case("bf16-optimizer", 1, "bf16", {"data_types": {"grad_accum_dtype": "fp32"}})
+"""What DeepSpeed makes of stage 1 when gradients are fp32: another optimizer class, other files."""
 ZERO_INIT = Case("z3-zero-init", 3, "bf16", zero_init=True)
 
 BF16 = [_plain(stage, "bf16") for stage in (1, 2, 3)]
@@ -52,6 +59,12 @@ FIRST_LIGHT = [
     Resharding(SUB_GROUPS, 4, 2),
     Resharding(SUB_GROUPS, 2, 3),
     Resharding(ZERO_INIT, 2, 3),
+    Resharding(BF16_OPTIMIZER, 4, 3),
+    Resharding(BF16_OPTIMIZER, 2, 4),
+    Resharding(BF16_OPTIMIZER, 4, 2, resume=BF16[1]),
+    Resharding(BF16_OPTIMIZER, 2, 3, resume=BF16[2]),
+    Resharding(BF16[0], 4, 2, resume=BF16_OPTIMIZER),
+    Resharding(BF16[2], 4, 3, resume=BF16_OPTIMIZER),
     Resharding(BF16[1], 4, 3, resume=ROUND_ROBIN),
     Resharding(ROUND_ROBIN, 4, 2, resume=ALIGNED),
     Resharding(ALIGNED, 4, 2, resume=BF16[1]),

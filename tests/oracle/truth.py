@@ -11,6 +11,7 @@ those raises. `accessor_differences` checks against them where they can be right
 import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -74,7 +75,7 @@ def gather_truth(engine: Engine, client_state: Mapping[str, Any]) -> Truth:
         states=states,
         groups=groups,
         scaler=agreed(_scaler(engine.optimizer), "loss scaler"),
-        scheduler=agreed(engine.lr_scheduler.state_dict(), "LR scheduler"),
+        scheduler=agreed(_scheduler(engine), "LR scheduler"),
         counters=agreed(
             {k: getattr(engine, k) for k in ("global_steps", "skipped_steps", "global_samples")},
             "counters",
@@ -118,8 +119,15 @@ def _full_weights(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
     yield from agreed(values, "weights").items()
 
 
+def _scheduler(engine: Engine) -> dict[str, Any] | None:
+    """The state of the LR scheduler, unless the user keeps it from the engine."""
+    return None if engine.lr_scheduler is None else dict(engine.lr_scheduler.state_dict())
+
+
 def _scaler(optimizer: Optimizer) -> dict[str, Any]:
     """The loss scaler's fields, and what the optimizer keeps beside it."""
+    if not hasattr(optimizer, "loss_scaler"):  # BF16_Optimizer, which needs none
+        return {"clip_grad": float(optimizer.clip_grad)}
     scaler = optimizer.loss_scaler
     return {
         "class": type(scaler).__name__,
@@ -149,6 +157,13 @@ def _flats(optimizer: Optimizer) -> list[_Flat]:
             offsets = [optimizer.grad_position[optimizer.get_param_id(p)][1] for p in params]
             flats.append(_Flat(optimizer.sub_group_to_group_id[k], master, params, offsets))
         return flats
+    if hasattr(optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer
+        return [
+            _Flat(g, master, list(params), _ends([0, *(param.numel() for param in params[:-1])]))
+            for g, (master, params) in enumerate(
+                zip(optimizer.fp32_groups_flat_partition, optimizer.bf16_groups, strict=True)
+            )
+        ]
     return [
         # The stored order and the offsets in it: under round robin not those of `bit16_groups`.
         _Flat(g, master, list(params), list(optimizer.round_robin_bit16_offsets[g]))
@@ -160,6 +175,10 @@ def _flats(optimizer: Optimizer) -> list[_Flat]:
             )
         )
     ]
+
+
+def _ends(lengths: list[int]) -> list[int]:
+    return list(accumulate(lengths))
 
 
 def _states_and_groups(engine: Engine) -> tuple[dict[str, Tensors], list[dict[str, Any]]]:

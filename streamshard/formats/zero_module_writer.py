@@ -1,0 +1,120 @@
+"""Spells model files: module state, shapes, frozen and tied parameters, counters."""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from streamshard.errors import UnsupportedError
+from streamshard.formats import deepspeed_names as names
+from streamshard.formats.checkpoint import ModuleEntry
+from streamshard.formats.inert import Node
+from streamshard.formats.torch_tensor import Storage, make_size, make_tensor
+from streamshard.formats.zero_target import ZeroTarget
+from streamshard.model import MASTER, MODULE, Content, Literal, ShardOf, Whole
+
+
+class ModuleWriter:
+    """Spells the model file that all ranks share, or each rank's in stage 3."""
+
+    def __init__(self, target: ZeroTarget) -> None:
+        self._source = target.checkpoint
+        self._layout = target.layout
+        self._config = target.config
+        self._module_dtype = target.module_dtype
+        self._flat_cuts = target.flat_cuts
+        self._sub_groups = target.sub_groups
+        self._index = self._source.tensor_index()
+        self._shapes = {t.name: t.shape for t in self._source.tensors if t.state == MASTER}
+
+    def file(self, rank: int | None) -> dict[str, Node]:
+        """Spell a model file; without a rank the one that stages 1 and 2 share."""
+        source = self._source.model_state
+        module = OrderedDict[str, Node]()
+        vars(module).update(vars(source[names.MODULE_STATE]))
+        for entry in self._source.module:
+            module[entry.name] = self._module_entry(entry, module)
+        shapes, fragments = self._frozen(module, rank)
+        buffers = {entry.name for entry in self._source.module if entry.kind == "buffer"}
+        aliases = {
+            entry.name: entry.alias_of
+            for entry in self._source.module
+            if entry.kind == "alias" and entry.alias_of not in buffers
+        }
+        given = {names.DS_CONFIG: self._config} if names.DS_CONFIG in source else {}
+        state = {
+            names.MODULE_STATE: module,
+            names.PARAM_SHAPES: self._param_shapes(),
+            names.FROZEN_SHAPES: shapes,
+            names.SHARED_PARAMS: aliases if not rank else {},
+            names.FROZEN_FRAGMENTS: fragments,
+            names.DP_WORLD_SIZE: self._layout.world_size,
+        }
+        known = {key: value for key, value in state.items() if key in source}
+        return {**source, **known, **given}
+
+    def _module_entry(self, entry: ModuleEntry, made: Mapping[str, Node]) -> Node:
+        if entry.kind == "extra":
+            return self._source.model_state[names.MODULE_STATE][entry.name]
+        if entry.kind != "buffer" and self._layout.stage == 3:
+            if entry.kind == "loose":
+                message = (
+                    f"parameter '{entry.name}' is trained by no param group; ZeRO-3 would not "
+                    "save it"
+                )
+                raise UnsupportedError(message)
+            return make_tensor(Storage(self._entry_dtype(entry), 0, Literal(b"")), (0,))
+        if entry.kind == "alias":
+            return make_tensor(made[entry.alias_of].args[0], entry.shape)
+        numel = 1
+        for length in entry.shape:
+            numel *= length
+        return make_tensor(
+            Storage(self._entry_dtype(entry), numel, self._entry_content(entry)), entry.shape
+        )
+
+    def _entry_dtype(self, entry: ModuleEntry) -> str:
+        """Weights follow the module's dtype, as `module.to(dtype)` has it; buffers keep theirs."""
+        is_weight = entry.kind != "buffer" and entry.dtype == self._source.module_dtype
+        return self._module_dtype if is_weight else entry.dtype
+
+    def _entry_content(self, entry: ModuleEntry) -> Content:
+        """Take the module's own bits where they are, else a cast of the master weights."""
+        kept = self._index.get((MODULE, entry.name))
+        if kept is None or (entry.kind == "param" and entry.dtype != self._module_dtype):
+            kept = self._index[MASTER, entry.name]
+        return Whole(kept)
+
+    def _param_shapes(self) -> list[Node]:
+        if self._layout.stage == 3:
+            units = [
+                self._source.groups[s.group].params[s.first : s.stop] for s in self._sub_groups
+            ]
+        else:
+            units = [
+                tuple(group.params[index] for index in cut.order)
+                for group, cut in zip(self._source.groups, self._flat_cuts, strict=True)
+            ]
+        return [OrderedDict((n, make_size(self._shapes[n])) for n in unit) for unit in units]
+
+    def _frozen(self, module: Mapping[str, Node], rank: int | None) -> tuple[Node, Node]:
+        """Spell what a stage keeps of parameters that are not trained: stage 1 nothing."""
+        left_out = self._source.layout.stage > 1 and (
+            self._source.model_state.get(names.FROZEN_SHAPES) is None
+        )
+        if self._layout.stage == 1 or left_out:
+            return None, None
+        shapes, fragments = OrderedDict[str, Node](), OrderedDict[str, Node]()
+        for entry in self._source.module:
+            if entry.kind == "frozen":
+                shapes[entry.name] = make_size(entry.shape)
+                fragments[entry.name] = self._frozen_fragment(entry, module, rank)
+        return shapes, fragments
+
+    def _frozen_fragment(
+        self, entry: ModuleEntry, module: Mapping[str, Node], rank: int | None
+    ) -> Node:
+        if rank is None:
+            return make_tensor(module[entry.name].args[0], entry.shape)
+        tensor = self._index[MODULE, entry.name]
+        numel = -(-self._source.tensors[tensor].numel // self._layout.world_size)
+        storage = Storage(self._entry_dtype(entry), numel, ShardOf(tensor, rank))
+        return make_tensor(storage, (numel,))
