@@ -14,8 +14,9 @@ import torch
 import zarr
 
 from benchmarks._fabricate import SCRIPT, pieces
-from benchmarks._layout import TAG, Leaf, NativeLayout, deepspeed_stand_ins
+from benchmarks._layout import TAG, Leaf, NativeLayout
 from benchmarks._model import MASTER, MODULE, STATES, Model, Run, Shape, values
+from benchmarks._stand_ins import deepspeed_stand_ins
 
 
 def native_differences(

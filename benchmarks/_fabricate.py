@@ -14,8 +14,9 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks._layout import TAG, Leaf, NativeLayout, Stored, deepspeed_stand_ins
+from benchmarks._layout import TAG, Leaf, NativeLayout, Stored
 from benchmarks._model import PADDING, PIECE_NUMEL, Model, Run, values
+from benchmarks._stand_ins import deepspeed_stand_ins
 
 SCRIPT: Final = ("zero_to_fp32.py", b"# DeepSpeed leaves a script beside its checkpoints.\n")
 _CENTRAL: Final = struct.Struct("<IHHHHHHIIIHHHHHII")

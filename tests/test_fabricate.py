@@ -11,9 +11,10 @@ import zarr
 
 from benchmarks._check import native_differences, store_differences
 from benchmarks._fabricate import fabricate
-from benchmarks._layout import TAG, deepspeed_stand_ins
+from benchmarks._layout import TAG
 from benchmarks._measure import STREAMSHARD, succeed
 from benchmarks._model import MASTER, Model, Run, transformer, values
+from benchmarks._stand_ins import deepspeed_stand_ins
 
 WORLD_SIZE = 4
 MODEL = transformer(1_000_000, stage=2, layers=2, vocabulary=24)

@@ -4,6 +4,7 @@ Every run is a process of its own, on a checkpoint of eight times the limit in w
 parameter is larger than the limit. Each result is checked element by element.
 """
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from benchmarks._measure import STREAMSHARD, Measured, measure
 from benchmarks._model import Model, transformer
 
 MIB = 1 << 20
-LIMIT = 64 * MIB
+LIMIT = 48 * MIB
 LARGE, SMALL = 8 * LIMIT, 2 * LIMIT
 FROM, TO = 8, 6
 
@@ -112,7 +113,7 @@ def test_repartition_to_more_ranks(source: Source, place: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [("--codec", "none"), ("--codec", "zstd", "--chunk-size", "4MiB")],
+    [("--codec", "none"), ("--codec", "zstd", "--chunk-size", "2MiB")],
     ids=["none", "zstd"],
 )
 def test_through_a_store(source: Source, place: Path, options: tuple[str, ...]) -> None:
@@ -143,7 +144,7 @@ def test_memory_does_not_grow_with_the_checkpoint(
     [
         ("repartition", ("--world-size", str(TO))),
         ("convert", ("--codec", "none")),
-        ("convert", ("--codec", "zstd", "--chunk-size", "4MiB")),
+        ("convert", ("--codec", "zstd", "--chunk-size", "2MiB")),
     ],
 )
 def test_too_small_a_limit_is_refused_and_the_one_it_names_works(
@@ -183,7 +184,7 @@ def memory_cgroup(limit: int) -> Iterator[Path]:
             parent, limit_file = Path("/sys/fs/cgroup"), "memory.max"
         else:
             continue
-        group = parent / own.lstrip("/") / "streamshard-test-memory"
+        group = parent / own.lstrip("/") / f"streamshard-test-{os.getpid()}"
         try:
             group.mkdir()
         except OSError as error:

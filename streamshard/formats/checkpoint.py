@@ -80,6 +80,8 @@ class Checkpoint:
     files: tuple[OtherFile, ...]
     notes: tuple[str, ...] = ()
     """What a user should know about the reading of it."""
+    is_bf16: bool = False
+    """Whether the engine had bf16 switched on, which the files' names tell."""
     accelerate_step: int | None = None
     """`Accelerator.step`, which Accelerate keeps with each rank's random generators."""
 

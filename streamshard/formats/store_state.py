@@ -57,6 +57,7 @@ def dump(checkpoint: Checkpoint, chunk_shapes: ChunkShapes) -> bytes:
             "param_ids": checkpoint.param_ids,
             "files": [_values(file) for file in checkpoint.files],
             "notes": checkpoint.notes,
+            "is_bf16": checkpoint.is_bf16,
             "accelerate_step": checkpoint.accelerate_step,
         },
         persistent_id,
@@ -100,6 +101,7 @@ def load(data: bytes) -> tuple[Checkpoint, ChunkShapes]:
             param_ids=_mapping(root["param_ids"]),
             files=tuple(OtherFile(*values) for values in root["files"]),
             notes=tuple(root["notes"]),
+            is_bf16=root["is_bf16"],
             accelerate_step=root["accelerate_step"],
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:

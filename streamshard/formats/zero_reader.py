@@ -96,6 +96,7 @@ def _read_shards(
         param_ids=param_ids,
         files=files,
         notes=tuple(module.notes),
+        is_bf16=shards.prefix == "bf16_",
         accelerate_step=_accelerate_step(others),
     )
     source_map = SourceMap(

@@ -17,6 +17,8 @@ class ZeroTarget:
     config: Mapping[str, Any]
     """DeepSpeed config that the files will hold."""
     module_dtype: str
+    is_bf16: bool
+    """Whether the engine that resumes has bf16 switched on: it looks for other file names."""
     flat_cuts: Sequence[FlatCut]
     """One per param group (stages 1 and 2)."""
     sub_groups: Sequence[SubGroup]

@@ -32,11 +32,11 @@ def native_images(target: ZeroTarget, step_files: Sequence[str]) -> Iterator[Fil
     """
     model, optimizer = ModuleWriter(target), OptimizerWriter(target)
     ranks, tag = range(target.layout.world_size), target.checkpoint.tag
-    bf16 = target.module_dtype == "bfloat16"
     for holder in ranks if target.layout.stage == 3 else (None,):
         yield FileImage(f"{tag}/{names.model_file(holder)}", model.file(holder))
     for rank in ranks:
-        yield FileImage(f"{tag}/{names.optimizer_file(rank, bf16=bf16)}", optimizer.file(rank))
+        path = f"{tag}/{names.optimizer_file(rank, bf16=target.is_bf16)}"
+        yield FileImage(path, optimizer.file(rank))
     for path in step_files:
         yield FileImage(path, {"step": target.checkpoint.accelerate_step})
 

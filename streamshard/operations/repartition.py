@@ -40,6 +40,7 @@ class TargetSettings:
     config: Mapping[str, Any]
     """DeepSpeed config that the files will hold."""
     module_dtype: str
+    is_bf16: bool
     note: str
 
 
@@ -228,11 +229,12 @@ def _settings(
     kept = checkpoint.optimizer_file.get(names.DS_CONFIG)
     kept = kept if isinstance(kept, dict) else {}
     stage, dtype = zero_stage or checkpoint.layout.stage, checkpoint.module_dtype
-    config = dict(kept)
+    config, is_bf16 = dict(kept), checkpoint.is_bf16
     if wanted is not None:
         config = ds_config.resolved(wanted, kept)
         stage = _agreed_stage(ds_config.zero_stage(config), zero_stage)
         dtype = ds_config.module_dtype(config)
+        is_bf16 = dtype == "bfloat16"
         _require_same_scaling(checkpoint.module_dtype, dtype)
     if config:
         config = ds_config.with_stage(config, stage)
@@ -244,7 +246,9 @@ def _settings(
         layout = replace(layout, bf16_optimizer=checkpoint.layout.bf16_optimizer)
     if wanted is None and not kept:
         layout = replace(checkpoint.layout, stage=stage, world_size=world_size)
-    return TargetSettings(layout, config, dtype, _settings_note(layout, dtype, wanted, kept))
+    return TargetSettings(
+        layout, config, dtype, is_bf16, _settings_note(layout, dtype, wanted, kept)
+    )
 
 
 def _agreed_stage(in_config: int | None, asked: int | None) -> int:
@@ -308,6 +312,7 @@ def _spell(
         layout=layout,
         config=settings.config,
         module_dtype=settings.module_dtype,
+        is_bf16=settings.is_bf16,
         flat_cuts=[group.spell() for group in flat],
         sub_groups=units if layout.stage == 3 else (),
     )

@@ -1,0 +1,1 @@
+"""The engine with real files, and with files that misbehave."""

@@ -1,0 +1,83 @@
+"""Sources in memory and on disk, and the regions that are made of them."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from hypothesis import strategies as st
+
+from streamshard.engine.files import SourceReader
+from streamshard.model import Copies, SourceFile
+
+Row = tuple[int, int, int, int]
+"""(file, source offset, target offset, bytes)."""
+
+
+class FakeReader(SourceReader):
+    """Reads from memory and remembers what it was asked for."""
+
+    def __init__(self, contents: Sequence[bytes]) -> None:
+        super().__init__((), {})
+        self.contents = contents
+        self.calls: list[tuple[int, int, int]] = []
+        """(file, offset, bytes) of each read."""
+
+    def read_into(self, file: int, offset: int, view: memoryview) -> None:
+        """Fill a view from memory."""
+        self.calls.append((file, offset, len(view)))
+        piece = self.contents[file][offset : offset + len(view)]
+        assert len(piece) == len(view)
+        view[:] = piece
+
+
+def on_disk(directory: Path, contents: Sequence[bytes]) -> tuple[SourceFile, ...]:
+    """Write source files and describe them as a plan would."""
+    found = []
+    for number, content in enumerate(contents):
+        path = directory / f"source-{number}"
+        path.write_bytes(content)
+        stat = path.stat()
+        found.append(SourceFile(path, stat.st_size, stat.st_mtime_ns))
+    return tuple(found)
+
+
+def copies_of(rows: Sequence[Row]) -> Copies:
+    """Turn runs into parallel arrays."""
+    return Copies(*np.array(rows, np.int64).reshape(-1, 4).T)
+
+
+def expected(contents: Sequence[bytes], rows: Sequence[Row], nbytes: int) -> bytes:
+    """Fill a region byte by byte."""
+    region = bytearray(nbytes)
+    for file, source, target, count in rows:
+        for i in range(count):
+            region[target + i] = contents[file][source + i]
+    return bytes(region)
+
+
+def open_descriptors() -> int:
+    """Count the files that this process has open."""
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
+def contents() -> st.SearchStrategy[list[bytes]]:
+    """Draw a few source files whose bytes all differ from zero."""
+    return st.lists(st.integers(1, 250), min_size=1, max_size=3).map(
+        lambda seeds: [bytes(1 + (seed * 7 + i * 11) % 255 for i in range(64)) for seed in seeds]
+    )
+
+
+@st.composite
+def regions(draw: st.DrawFn, itemsize: int = 1) -> tuple[list[bytes], list[Row], int]:
+    """Draw sources, runs in order of target with gaps between them, and the region's length."""
+    sources = draw(contents())
+    rows: list[Row] = []
+    target = 0
+    for _ in range(draw(st.integers(0, 6))):
+        target += itemsize * draw(st.integers(0, 9))
+        count = itemsize * draw(st.integers(1, 32 // itemsize))
+        source = draw(st.integers(0, 64 - count))
+        rows.append((draw(st.integers(0, len(sources) - 1)), source, target, count))
+        target += count
+    return sources, rows, target + itemsize * draw(st.integers(0, 9))

@@ -1,0 +1,115 @@
+"""Casts, bit by bit, against torch's `tensor.to(dtype)`."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from streamshard.engine.cast import cast_between
+from streamshard.errors import UnsupportedError
+
+Bits = NDArray[Any]
+TORCH = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def ours(bits: Bits, dtype: str) -> Bits:
+    """Cast float32 bits with the engine."""
+    cast = cast_between("float32", dtype)
+    assert cast is not None
+    target = bytearray(2 * len(bits))
+    cast(memoryview(bits.astype("<u4").tobytes()), memoryview(target))
+    return np.frombuffer(target, "<u2")
+
+
+def theirs(bits: Bits, dtype: str) -> Bits:
+    """Cast float32 bits with torch."""
+    source = torch.from_numpy(bits.astype("<u4").view(np.float32).copy())
+    result: Bits = source.to(TORCH[dtype]).view(torch.int16).numpy().view("<u2")
+    return result
+
+
+def is_nan(bits: Bits) -> NDArray[np.bool_]:
+    """Tell which float32 bits are no number."""
+    found: NDArray[np.bool_] = (bits & np.uint32(0x7FFFFFFF)) > 0x7F800000
+    return found
+
+
+def check(bits: Bits, dtype: str) -> None:
+    """Compare bit by bit; of a NaN only that it stays one.
+
+    torch does not agree with itself about a NaN's bits: its scalar code, its vector code and its
+    kernels for GPUs each make another one.
+    """
+    found, wanted, nan = ours(bits, dtype), theirs(bits, dtype), is_nan(bits)
+    np.testing.assert_array_equal(found[~nan], wanted[~nan])
+    infinity = 0x7F80 if dtype == "bfloat16" else 0x7C00
+    assert np.all((found[nan] & 0x7FFF) > infinity)
+    assert np.all((wanted[nan] & 0x7FFF) > infinity)
+
+
+def test_every_bfloat16_and_its_neighbours() -> None:
+    upper = np.arange(1 << 16, dtype=np.uint32) << 16
+    for lower in (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+        check(upper | np.uint32(lower), "bfloat16")
+
+
+def test_every_float16_the_ties_between_them_and_their_neighbours() -> None:
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    with np.errstate(invalid="ignore"):
+        exact = halves.astype(np.float32).view(np.uint32)
+    tie = exact + np.uint32(1 << 12)  # for subnormal halves the ties lie elsewhere, below
+    for bits in (exact, tie):
+        for step in (-1, 0, 1):
+            check((bits.astype(np.int64) + step).astype(np.uint32), "float16")
+    below = np.ldexp(np.arange(2050, dtype=np.float32) + np.float32(0.5), -24).view(np.uint32)
+    for step in (-1, 0, 1):
+        check((below.astype(np.int64) + step).astype(np.uint32), "float16")
+        check((below.astype(np.int64) + step).astype(np.uint32) | np.uint32(1 << 31), "float16")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("count", [0, 1, 3, 16, 17, 1000])
+def test_known_numbers_at_any_length(dtype: str, count: int) -> None:
+    known = np.array(
+        [0x00000000, 0x80000000, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x00000001,
+         0x807FFFFF, 0x3F808000, 0x3F818000, 0x477FE000, 0x477FF000, 0x477FEFFF, 0x33000000,
+         0x33000001, 0x7FC00000, 0xFFC00001, 0x7F800001, 0xFFFFFFFF, 0x7FFFFFFF],
+        dtype=np.uint32,
+    )  # fmt: skip
+    check(np.resize(known, count), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_signs_of_zeros_and_infinities_are_kept(dtype: str) -> None:
+    infinity = 0x7F80 if dtype == "bfloat16" else 0x7C00
+    bits = np.array([0x00000000, 0x80000000, 0x7F800000, 0xFF800000], np.uint32)
+    assert ours(bits, dtype).tolist() == [0, 0x8000, infinity, 0x8000 | infinity]
+    # Halfway past the largest finite number rounds to infinity.
+    largest = 0x7F7F8000 if dtype == "bfloat16" else 0x477FF000
+    edge = np.array([largest - 1, largest], np.uint32)
+    assert ours(edge, dtype).tolist() == [infinity - 1, infinity]
+
+
+@given(st.lists(st.integers(0, 0xFFFFFFFF), max_size=40), st.sampled_from(sorted(TORCH)))
+def test_any_bits(numbers: list[int], dtype: str) -> None:
+    check(np.array(numbers, dtype=np.uint32), dtype)
+
+
+def test_what_need_not_and_what_cannot_be_cast() -> None:
+    assert cast_between("int64", "int64") is None
+    with pytest.raises(UnsupportedError, match="float64 to bfloat16"):
+        cast_between("float64", "bfloat16")
+
+
+def test_widening_keeps_every_bit() -> None:
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    cast = cast_between("bfloat16", "float32")
+    assert cast is not None
+    target = bytearray(4 * len(bits))
+    cast(memoryview(bits.tobytes()), memoryview(target))
+    wide = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).to(torch.float32)
+    assert bytes(target) == wide.numpy().tobytes()

@@ -1,0 +1,250 @@
+"""Reading from sources that are short, changed or damaged; writing to targets that refuse."""
+
+import errno
+import os
+import zlib
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from streamshard.engine.files import (
+    Decoder,
+    SourceReader,
+    open_target,
+    sync_directories,
+    target_errors,
+    write_all,
+)
+from streamshard.errors import (
+    CorruptFileError,
+    IntegrityError,
+    NoSpaceError,
+    SourceError,
+    TargetError,
+)
+from streamshard.model import BlockDigests, SourceFile
+from tests.engine.fakes import on_disk, open_descriptors
+
+DATA = bytes(1 + i * 37 % 255 for i in range(1000))
+
+
+def reader_of(files: Sequence[SourceFile], *decoders: Decoder) -> SourceReader:
+    return SourceReader(files, dict(enumerate(decoders)))
+
+
+def read(reader: SourceReader, file: int, start: int, stop: int) -> bytes:
+    view = memoryview(bytearray(stop - start))
+    reader.read_into(file, start, view)
+    return bytes(view)
+
+
+def digests(data: bytes, block_bytes: int) -> BlockDigests:
+    starts = range(0, len(data), block_bytes)
+    crcs = [zlib.crc32(data[at : at + block_bytes]) for at in starts]
+    return BlockDigests(len(data), block_bytes, np.array(crcs, np.uint32))
+
+
+def flip(path: Path, at: int) -> None:
+    """Flip one bit, leaving size and time as they were."""
+    stat = path.stat()
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+@pytest.mark.parametrize("most", [1, 3, 64])
+def test_short_reads_are_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    real = os.preadv
+
+    def few(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        return real(descriptor, [buffers[0][:most]], offset)
+
+    monkeypatch.setattr("streamshard.engine.files.os.preadv", few)
+    reader = reader_of(on_disk(tmp_path, [DATA, DATA[::-1]]))
+    assert read(reader, 0, 17, 300) == DATA[17:300]
+    assert read(reader, 1, 0, 1000) == DATA[::-1]
+    reader.close()
+
+
+@pytest.mark.parametrize("most", [1, 3, 64])
+def test_short_writes_are_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    real = os.pwrite
+
+    def few(descriptor: int, view: memoryview, offset: int) -> int:
+        return real(descriptor, view[:most], offset)
+
+    monkeypatch.setattr("streamshard.engine.files.os.pwrite", few)
+    descriptor = open_target(tmp_path / "deep" / "target")
+    write_all(descriptor, memoryview(DATA), 5)
+    os.close(descriptor)
+    assert (tmp_path / "deep" / "target").read_bytes() == bytes(5) + DATA
+
+
+@pytest.mark.parametrize("stop", [1001, 2000])
+def test_a_plan_that_reaches_past_the_end_is_refused(tmp_path: Path, stop: int) -> None:
+    reader = reader_of(on_disk(tmp_path, [DATA]))
+    with pytest.raises(CorruptFileError, match="source-0: ends at byte 1000") as caught:
+        read(reader, 0, 990, stop)
+    assert "1000 bytes" in str(caught.value)
+    reader.close()
+
+
+def test_a_source_truncated_while_it_is_open_is_refused(tmp_path: Path) -> None:
+    (source,) = on_disk(tmp_path, [DATA])
+    reader = reader_of([source])
+    assert read(reader, 0, 0, 10) == DATA[:10]
+    os.truncate(source.path, 100)
+    with pytest.raises(CorruptFileError, match="source-0: ends at byte 100"):
+        read(reader, 0, 90, 200)
+    reader.close()
+
+
+@pytest.mark.parametrize("change", ["shorter", "longer", "touched", "rewritten"])
+def test_a_source_changed_after_planning_is_refused(tmp_path: Path, change: str) -> None:
+    (source,) = on_disk(tmp_path, [DATA])
+    if change == "touched":
+        os.utime(source.path, ns=(0, source.mtime_ns + 1))
+    elif change == "rewritten":
+        source.path.write_bytes(DATA[::-1])
+        os.utime(source.path, ns=(0, source.mtime_ns + 1_000_000))
+    else:
+        os.truncate(source.path, 999 if change == "shorter" else 1001)
+        os.utime(source.path, ns=(0, source.mtime_ns))
+    reader = reader_of([source])
+    before = open_descriptors()
+    for _ in range(2):  # being refused once does not make it good
+        with pytest.raises(CorruptFileError, match="source-0: changed while it was being read"):
+            read(reader, 0, 0, 10)
+    assert open_descriptors() == before
+
+
+def test_a_source_that_is_gone_is_named(tmp_path: Path) -> None:
+    (source,) = on_disk(tmp_path, [DATA])
+    source.path.unlink()
+    reader = reader_of([source])
+    with pytest.raises(SourceError, match="source-0: cannot be read"):
+        read(reader, 0, 0, 10)
+    reader.close()
+
+
+@pytest.mark.parametrize("block_bytes", [1, 7, 64, 999, 1000, 5000])
+def test_checked_ranges_are_those_of_the_file(tmp_path: Path, block_bytes: int) -> None:
+    files = on_disk(tmp_path, [DATA + b"tail"])
+    reader = reader_of(files, digests(DATA, block_bytes))
+    for start, stop in [(0, 1000), (0, 1), (999, 1000), (63, 65), (64, 128), (13, 777), (5, 5)]:
+        assert read(reader, 0, start, stop) == DATA[start:stop]
+    reader.close()
+
+
+@pytest.mark.parametrize("at", [0, 63, 64, 500, 999])
+def test_a_damaged_block_is_reported_by_every_range_that_touches_it(
+    tmp_path: Path, at: int
+) -> None:
+    files = on_disk(tmp_path, [DATA])
+    flip(files[0].path, at)
+    reader = reader_of(files, digests(DATA, 64))
+    edges = [0, 10, 63, 64, 65, 128, 450, 512, 576, 960, 990, 1000]
+    for start, stop in pairwise(edges):
+        blocks = range(start // 64, (stop - 1) // 64 + 1)
+        if at // 64 in blocks:
+            with pytest.raises(IntegrityError, match=r"source-0: bytes \d+ to \d+ are damaged"):
+                read(reader, 0, start, stop)
+        else:
+            assert read(reader, 0, start, stop) == DATA[start:stop]
+    reader.close()
+
+
+class Reversed:
+    """A file that holds its content backwards."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name = name
+        self.log = log
+
+    def decode(self, descriptor: int) -> memoryview:
+        """Return the content, noting that it was asked for."""
+        self.log.append(self.name)
+        return memoryview(os.pread(descriptor, 10_000, 0)[::-1])
+
+
+def test_an_encoded_file_is_decoded_once_while_it_is_wanted(tmp_path: Path) -> None:
+    files = on_disk(tmp_path, [DATA[::-1], DATA, DATA])
+    log: list[str] = []
+    reader = reader_of(files, Reversed("a", log), Reversed("b", log))
+    assert read(reader, 0, 3, 50) == DATA[3:50]
+    assert read(reader, 0, 900, 1000) == DATA[900:]
+    assert log == ["a"]
+    assert read(reader, 1, 0, 5) == DATA[::-1][:5]
+    assert read(reader, 2, 0, 5) == DATA[:5]  # a plain file between leaves the decoded one alone
+    assert read(reader, 1, 5, 9) == DATA[::-1][5:9]
+    assert log == ["a", "b"]
+    assert read(reader, 0, 0, 1) == DATA[:1]
+    assert log == ["a", "b", "a"]
+    reader.close()
+
+
+def test_more_sources_than_a_process_may_open_are_read(tmp_path: Path) -> None:
+    before = open_descriptors()
+    contents = [bytes([number]) * 4 for number in range(150)]
+    reader = reader_of(on_disk(tmp_path, contents))
+    for round_ in range(2):
+        for number in range(150):
+            assert read(reader, number, round_, round_ + 2) == bytes([number]) * 2
+        assert open_descriptors() - before <= 64
+    reader.close()
+    assert open_descriptors() == before
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.ENOSPC, NoSpaceError),
+        (errno.EDQUOT, NoSpaceError),
+        (errno.EACCES, TargetError),
+        (errno.EIO, TargetError),
+        (errno.EROFS, TargetError),
+    ],
+)
+def test_refusals_to_write_name_the_target(
+    tmp_path: Path, number: int, kind: type[TargetError]
+) -> None:
+    path = tmp_path / "target"
+    with pytest.raises(kind, match="target: ") as caught, target_errors(path):
+        raise OSError(number, os.strerror(number))
+    assert type(caught.value) is kind
+    assert os.strerror(number) in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_an_existing_target_is_never_opened(tmp_path: Path) -> None:
+    path = tmp_path / "target"
+    path.write_bytes(b"mine")
+    with pytest.raises(FileExistsError):
+        open_target(path)
+    assert path.read_bytes() == b"mine"
+
+
+def test_every_directory_of_a_tree_is_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    synced = []
+    real = os.fsync
+
+    def note(descriptor: int) -> None:
+        synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink().relative_to(tmp_path)))
+        real(descriptor)
+
+    monkeypatch.setattr("streamshard.engine.files.os.fsync", note)
+    before = open_descriptors()
+    sync_directories(tmp_path)
+    assert synced == ["a/b", "a", "."]
+    assert open_descriptors() == before

@@ -1,0 +1,179 @@
+"""Whole runs: several files and workers, and what is left when something goes wrong."""
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from streamshard.engine.cast import cast_between
+from streamshard.engine.run import Engine, Resources
+from streamshard.engine.work import Fixed, Region, Span, TargetFile
+from streamshard.errors import CorruptFileError, IntegrityError, NoSpaceError, TargetError
+from streamshard.model import BlockDigests
+from tests.engine.fakes import Row, copies_of, expected, on_disk, open_descriptors, regions
+
+Drawn = tuple[list[bytes], list[Row], int]
+DATA = bytes(range(1, 251))
+
+
+def simple(path: str, nbytes: int = 250) -> TargetFile:
+    """Make a file that copies the front of source 0, then says so."""
+    region = Region(nbytes, copies_of([(0, 0, 0, nbytes)]))
+    return TargetFile(path, [Span(0, [region])], lambda: b"end", nbytes)
+
+
+class Run:
+    """A run into a directory of its own."""
+
+    def __init__(self, directory: Path, workers: int = 2, window: int = 16) -> None:
+        self.sources = on_disk(directory, [DATA])
+        self.root = directory / "out"
+        self.progress: list[int] = []
+        self.resources = Resources(workers, window, 8)
+        self.decoders: dict[int, BlockDigests] = {}
+
+    def __call__(self, *files: TargetFile) -> None:
+        engine = Engine(self.sources, self.decoders, self.resources, self.progress.append)
+        engine.run(files, self.root)
+
+    def fails(self, kind: type[Exception], match: str, *files: TargetFile) -> None:
+        """Run, expecting an error and nothing left open by it."""
+        before = open_descriptors(), threading.active_count()
+        with pytest.raises(kind, match=match) as caught:
+            self(*files)
+        assert type(caught.value) is kind
+        assert (open_descriptors(), threading.active_count()) == before
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@given(st.lists(st.lists(regions(), max_size=4), max_size=4), st.integers(1, 4), st.integers(1, 40))
+def test_any_files_by_any_number_of_workers(
+    tmp_path_factory: pytest.TempPathFactory, drawn: list[list[Drawn]], workers: int, window: int
+) -> None:
+    directory = tmp_path_factory.mktemp("run")
+    run = Run(directory, workers, window)
+    contents: list[bytes] = []
+    files, wanted = [], {}
+    for number, parts in enumerate(drawn):
+        spans: list[Span] = []
+        data = b""
+        for sources, rows, nbytes in parts:
+            moved = [(file + len(contents), at, to, count) for file, at, to, count in rows]
+            contents += sources
+            # One span each, handed over with the last first: order must not matter.
+            spans.insert(0, Span(len(data), [Fixed(b"#"), Region(nbytes, copies_of(moved))]))
+            data += b"#" + expected(contents, moved, nbytes)
+        spans = spans or [Span(0, [])]
+        files.append(TargetFile(f"d{number}/file", spans, lambda: b"the end", len(data), 0o640))
+        wanted[f"d{number}/file"] = data + b"the end"
+    run.sources = on_disk(directory, contents)
+    before = open_descriptors()
+    run(*files)
+    assert open_descriptors() == before
+    found = {str(p.relative_to(run.root)): p for p in run.root.rglob("*") if p.is_file()}
+    assert {path: place.read_bytes() for path, place in found.items()} == wanted
+    assert all(place.stat().st_mode & 0o777 == 0o640 for place in found.values())
+    assert sum(run.progress) == sum(map(len, wanted.values()))
+
+
+def test_a_cast_of_a_real_file(tmp_path: Path) -> None:
+    run = Run(tmp_path, window=6)
+    region = Region(
+        20, copies_of([(0, 2, 4, 32)]), source_itemsize=4, target_itemsize=2,
+        cast=cast_between("float32", "bfloat16"),
+    )  # fmt: skip
+    run(TargetFile("file", [Span(0, [region])]))
+    data = (run.root / "file").read_bytes()
+    # Elements 2 to 9 of the target: the upper halves, rounded up where the lower half says so.
+    upper = [int.from_bytes(DATA[2 + 4 * i : 6 + 4 * i], "little") for i in range(8)]
+    rounded = [(bits + 0x7FFF + (bits >> 16 & 1)) >> 16 for bits in upper]
+    assert data == bytes(4) + b"".join(bits.to_bytes(2, "little") for bits in rounded)
+
+
+def test_a_file_without_work_is_still_made(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run(TargetFile("empty", [Span(0, [])]))
+    assert (run.root / "empty").read_bytes() == b""
+
+
+def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run(simple("one"))
+    run.fails(TargetError, "out/one: cannot be written", simple("two"), simple("one"))
+    assert (run.root / "one").read_bytes() == DATA + b"end"
+
+
+def test_a_changed_source_stops_the_run(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    os.truncate(run.sources[0].path, 100)
+    run.fails(CorruptFileError, "source-0: changed", *(simple(f"{i}") for i in range(20)))
+    # Work that had begun is finished; of the rest nothing is.
+    assert len(list(run.root.iterdir())) < 20
+
+
+def test_a_damaged_source_stops_the_run(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    wrong = copies_of([]).file.astype("uint32")
+    wrong.resize(4)
+    run.decoders = {0: BlockDigests(250, 64, wrong)}
+    run.fails(IntegrityError, "source-0: bytes 0 to 64 are damaged", simple("a"), simple("b"))
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(errno.ENOSPC, NoSpaceError), (errno.EIO, TargetError)]
+)
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "open"])
+def test_a_target_that_refuses_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    kind: type[TargetError],
+    call: str,
+) -> None:
+    run = Run(tmp_path)
+    real = getattr(os, call)
+
+    def refuse(what: int | Path, *rest: object) -> object:
+        path = Path(f"/proc/self/fd/{what}").readlink() if isinstance(what, int) else Path(what)
+        if path.name == "bad":
+            raise OSError(number, os.strerror(number))
+        return real(what, *rest)
+
+    monkeypatch.setattr(os, call, refuse)
+    files = [simple("good"), simple("bad"), *(simple(f"{i}") for i in range(9))]
+    run.fails(kind, f"{run.root}/bad: ", *files)
+
+
+def test_an_error_while_files_are_planned_closes_everything(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+
+    def files() -> Iterator[TargetFile]:
+        yield simple("one")
+        raise RuntimeError("planning broke")
+
+    before = open_descriptors()
+    engine = Engine(run.sources, {}, run.resources, run.progress.append)
+    with pytest.raises(RuntimeError, match="planning broke"):
+        engine.run(files(), run.root)
+    assert open_descriptors() == before
+
+
+def test_files_are_planned_only_a_few_ahead(tmp_path: Path) -> None:
+    run = Run(tmp_path, workers=2)
+    made: list[int] = []
+    ahead: list[int] = []
+
+    def files() -> Iterator[TargetFile]:
+        for number in range(60):
+            made.append(number)
+            ahead.append(len(made) - sum(part == 3 for part in run.progress))
+            yield simple(f"{number}")
+
+    Engine(run.sources, {}, run.resources, run.progress.append).run(files(), run.root)
+    assert len(made) == 60
+    assert max(ahead) <= 2 * run.resources.workers + 2

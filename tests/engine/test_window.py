@@ -1,0 +1,167 @@
+"""Streaming through small windows against filling a region byte by byte."""
+
+import os
+import tempfile
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamshard.engine.cast import cast_between
+from streamshard.engine.checksums import Crc32
+from streamshard.engine.window import RegionFiller, Window
+from streamshard.engine.work import Fixed, Region, Span
+from tests.engine.fakes import FakeReader, Row, copies_of, expected, regions
+
+Drawn = tuple[list[bytes], list[Row], int]
+
+
+def buffer(nbytes: int) -> memoryview:
+    """Make a buffer full of what must not be seen in any file."""
+    return memoryview(bytearray(b"\xdd" * nbytes))
+
+
+def written(span: Span, reader: FakeReader, window: int, scratch: int = 8) -> bytes:
+    """Write a span into an empty file and return what the file holds then."""
+    with tempfile.TemporaryFile() as stream:
+        end = Window(buffer(window), buffer(scratch), reader).write(span, stream.fileno())
+        data = os.pread(stream.fileno(), 1 << 20, 0)
+    assert end == len(data)
+    return data
+
+
+@given(regions(), st.integers(1, 50))
+def test_a_region_is_streamed_through_any_window(drawn: Drawn, window: int) -> None:
+    contents, rows, nbytes = drawn
+    reader = FakeReader(contents)
+    checksum = Crc32()
+    region = Region(
+        nbytes, copies_of(rows), checksum, lambda: checksum.value.to_bytes(4, "big"), 4
+    )  # fmt: skip
+    data = written(Span(0, [region]), reader, window)
+    content = expected(contents, rows, nbytes)
+    # The trailer is asked for after the checksum has seen all of the content, and not before.
+    assert data == content + zlib.crc32(content).to_bytes(4, "big")
+    assert len(data) == region.nbytes
+    # Every source byte is read once, and none that is not wanted.
+    read = [(file, at + i) for file, at, count in reader.calls for i in range(count)]
+    assert read == [(file, at + i) for file, at, _, count in rows for i in range(count)]
+    assert all(count <= window for _, _, count in reader.calls)
+
+
+@given(st.sampled_from([2, 4, 8]), st.integers(0, 30), st.data())
+def test_windows_never_split_an_element(itemsize: int, extra: int, data: st.DataObject) -> None:
+    contents, rows, nbytes = data.draw(regions(itemsize))
+    reader = FakeReader(contents)
+    region = Region(
+        nbytes, copies_of(rows), source_itemsize=itemsize, target_itemsize=itemsize
+    )  # fmt: skip
+    # The odd byte in front leaves a room that no whole element fills.
+    span = Span(0, [Fixed(b"#"), region])
+    assert written(span, reader, itemsize + extra) == b"#" + expected(contents, rows, nbytes)
+    assert all(count % itemsize == 0 for _, _, count in reader.calls)
+
+
+@given(st.lists(st.one_of(st.binary(max_size=40), regions()), max_size=5), st.integers(1, 30))
+def test_parts_follow_each_other_at_the_offset(drawn: Sequence[bytes | Drawn], window: int) -> None:
+    parts: list[Fixed | Region] = []
+    contents: list[bytes] = []
+    wanted = b""
+    for part in drawn:
+        if isinstance(part, bytes):
+            parts.append(Fixed(part))
+            wanted += part
+            continue
+        sources, rows, nbytes = part
+        shifted = [(file + len(contents), *rest) for file, *rest in rows]
+        contents += sources
+        rows = [(a, b, c, d) for a, b, c, d in shifted]
+        parts.append(Region(nbytes, copies_of(rows)))
+        wanted += expected(contents, rows, nbytes)
+    with tempfile.TemporaryFile() as stream:
+        stream.write(b"?" * (17 + len(wanted) + 3))
+        stream.flush()
+        writer = Window(buffer(window), buffer(8), FakeReader(contents))
+        assert writer.write(Span(17, parts), stream.fileno()) == 17 + len(wanted)
+        stream.seek(0)
+        assert stream.read() == b"?" * 17 + wanted + b"?" * 3
+    assert sum(part.nbytes for part in parts) == len(wanted)
+
+
+@given(regions(), st.integers(1, 30))
+def test_an_encoded_region_is_handed_over_whole(drawn: Drawn, window: int) -> None:
+    contents, rows, nbytes = drawn
+    checksum, seen = Crc32(), []
+
+    def encode(content: memoryview) -> bytes:
+        seen.append(bytes(content))
+        return b"<" + bytes(content[::-1]) + b">"
+
+    region = Region(nbytes, copies_of(rows), checksum, encode=encode)
+    content = expected(contents, rows, nbytes)
+    data = written(Span(0, [region]), FakeReader(contents), window)
+    assert data == b"<" + content[::-1] + b">"
+    assert seen == [content]
+    assert checksum.value == zlib.crc32(content)
+
+
+@given(regions(4), st.integers(2, 40), st.integers(4, 40))
+def test_a_cast_goes_through_any_window_and_scratch(
+    drawn: Drawn, window: int, scratch: int
+) -> None:
+    contents, rows, nbytes = drawn
+    halved = [(file, at, to // 2, count) for file, at, to, count in rows]
+    reader = FakeReader(contents)
+    region = Region(
+        nbytes // 2,
+        copies_of(halved),
+        source_itemsize=4,
+        target_itemsize=2,
+        cast=cast_between("float32", "bfloat16"),
+    )
+    data = written(Span(0, [region]), reader, window, scratch)
+    assert data == cast_whole(expected(contents, rows, nbytes))
+    assert all(count <= scratch and count % 4 == 0 for _, _, count in reader.calls)
+
+
+def cast_whole(source: bytes) -> bytes:
+    """Cast in one go."""
+    cast = cast_between("float32", "bfloat16")
+    assert cast is not None
+    target = bytearray(len(source) // 2)
+    cast(memoryview(source), memoryview(target))
+    return bytes(target)
+
+
+@given(regions(), st.lists(st.integers(1, 40), min_size=1))
+def test_portions_of_any_size_make_the_region(drawn: Drawn, portions: list[int]) -> None:
+    contents, rows, nbytes = drawn
+    filler = RegionFiller(Region(nbytes, copies_of(rows)), FakeReader(contents), buffer(8))
+    found = b""
+    while len(found) < nbytes:
+        view = buffer(min(portions[len(found) % len(portions)], nbytes - len(found)))
+        filler.fill(view)
+        found += bytes(view)
+    assert found == expected(contents, rows, nbytes)
+
+
+@pytest.mark.parametrize("window", [1, 7, 100])
+def test_a_region_without_copies_is_zeros(window: int) -> None:
+    region = Region(33, copies_of([]))
+    assert written(Span(0, [region]), FakeReader([]), window) == bytes(33)
+    assert written(Span(0, []), FakeReader([]), window) == b""
+
+
+def test_a_window_is_used_again_for_the_next_span() -> None:
+    reader = FakeReader([bytes(range(1, 65))])
+    window = Window(buffer(16), buffer(8), reader)
+    for offset in (0, 5):
+        with tempfile.TemporaryFile() as stream:
+            region = Region(20, copies_of([(0, 3, 1, 10)]))
+            assert window.write(Span(offset, [region]), stream.fileno()) == offset + 20
+            data = os.pread(stream.fileno(), 100, 0)
+        assert data == bytes(offset) + b"\0" + bytes(range(4, 14)) + bytes(9)
+        assert np.frombuffer(data, np.uint8).sum() == sum(range(4, 14))

@@ -1,0 +1,185 @@
+"""Pickles read and written without running them, held against the standard library's own."""
+
+import argparse
+import functools
+import pickle
+import pickletools
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamshard.errors import UnsupportedError
+from streamshard.formats import inert, inert_dump
+from streamshard.formats.inert import Call, Global
+from tests.formats.graphs import PLAIN, Keyword, Outer, Record, graphs, pickled, same
+
+PROTOCOLS = range(6)
+
+
+def no_storage(identifier: object) -> object:
+    raise AssertionError(identifier)
+
+
+def load(data: bytes) -> Any:  # noqa: ANN401
+    return inert.load(data, no_storage)
+
+
+def dump(node: object) -> bytes:
+    return inert_dump.dump(node, lambda part: None)
+
+
+@settings(max_examples=200)
+@given(graphs(), st.sampled_from(PROTOCOLS))
+def test_what_is_carried_unpickles_to_the_same(graph: object, protocol: int) -> None:
+    data = pickled(graph, protocol)
+    carried = dump(load(data))
+    assert same(pickle.loads(carried), pickle.loads(data))
+    # Written by protocol 2 alone, and the same when it is carried once more.
+    assert all(opcode.proto <= 2 for opcode, _, _ in pickletools.genops(carried))
+    assert dump(load(carried)) == carried
+
+
+@settings(max_examples=150)
+@given(graphs(PLAIN))
+def test_bytes_are_those_of_the_standard_pickler(graph: object) -> None:
+    data = pickle.dumps(graph, protocol=2)
+    assert dump(load(data)) == data
+
+
+def test_equal_strings_and_names_are_written_once_whatever_object_holds_them() -> None:
+    text = "exp_avg"
+    other = "".join(list(text))
+    assert other is not text
+    assert dump([text, other]) == dump([text, text]) == pickle.dumps([text, text], protocol=2)
+    assert dump([Global("a", "b"), Global("a", "b")]).count(b"ca\nb\n") == 1
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_torch_state_is_carried(protocol: int) -> None:
+    state = {
+        "generator": np.random.default_rng(7),
+        "legacy": np.random.RandomState(3),
+        "size": torch.Size([4, 5]),
+        "dtype": torch.float16,
+        "args": argparse.Namespace(betas=(0.9, 0.95), path=Path("a/b")),
+        "call": functools.partial(int, base=16),
+    }
+    carried = pickle.loads(dump(load(pickle.dumps(state, protocol=protocol))))
+    assert carried["generator"].integers(1 << 60) == np.random.default_rng(7).integers(1 << 60)
+    assert carried["legacy"].randint(1 << 30) == np.random.RandomState(3).randint(1 << 30)
+    assert carried["call"]("ff") == 255
+    assert (carried["size"], carried["dtype"]) == (state["size"], torch.float16)
+    assert carried["args"] == state["args"]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_rings_through_everything(protocol: int) -> None:
+    record = Record(None)
+    in_tuple = (record,)
+    record.value, record.other = {"self": record, "tuple": in_tuple}, [in_tuple]
+    carried = pickle.loads(dump(load(pickle.dumps(in_tuple, protocol=protocol))))
+    assert carried[0].value["self"] is carried[0]
+    assert carried[0].value["tuple"] is carried
+    assert carried[0].other[0] is carried
+
+
+class Hashed(Record):
+    """A record that can be in a set."""
+
+    def __hash__(self) -> int:
+        return 7
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_ring_through_what_a_call_is_given(protocol: int) -> None:
+    # Protocols below 4 make a set by a call with its members, one of which here holds the set.
+    member = Hashed(None)
+    member.value = {member}
+    node = load(pickle.dumps(member.value, protocol=protocol))
+    if protocol < 4:
+        with pytest.raises(UnsupportedError, match="set is among its own arguments"):
+            dump(node)
+        return
+    carried = pickle.loads(dump(node))
+    (found,) = carried
+    assert found.value is carried
+
+
+def test_known_stand_ins() -> None:
+    node = load(pickle.dumps(Outer.Inner(3), protocol=4))
+    assert isinstance(node, Call)
+    assert (str(node.function), node.args, node.new) == (
+        "tests.formats.graphs.Outer.Inner",
+        (),
+        True,
+    )
+    assert node.state == {"value": 3}
+    node = load(pickle.dumps(Keyword(value=1), protocol=4))
+    assert node.kwargs == {"value": 1}
+    assert load(pickle.dumps(OrderedDict, protocol=2)) == Global("collections", "OrderedDict")
+    plain = load(pickle.dumps(OrderedDict(a=1), protocol=2))
+    assert type(plain) is OrderedDict
+
+
+def test_a_state_of_none_is_not_no_state() -> None:
+    head = b"\x80\x02ctests.formats.graphs\nRecord\n)\x81"
+    assert dump(load(head + b"Nb.")).count(b"b") > dump(load(head + b".")).count(b"b")
+    assert load(head + b"Nb.").state is None
+    assert load(head + b".").state is inert.UNSET
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_nothing_is_imported_or_called(tmp_path: Path, protocol: int) -> None:
+    marker = tmp_path / "marker"
+    (tmp_path / "trap.py").write_text(
+        "def note(word):\n"
+        f"    with open({str(marker)!r}, 'a') as stream:\n"
+        "        stream.write(word)\n"
+        "note('imported ')\n"
+        "class Trap:\n"
+        "    def __init__(self): self.x = 1\n"
+        "    def __setstate__(self, state): note('called')\n"
+    )
+    script = (
+        f"import pickle, sys, trap\nopen('p', 'wb').write(pickle.dumps(trap.Trap(), {protocol}))"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
+    data = (tmp_path / "p").read_bytes()
+    marker.unlink()
+    sys.path.insert(0, str(tmp_path))
+    try:
+        carried = dump(load(data))
+        assert "trap" not in sys.modules
+        assert not marker.exists()
+        pickle.loads(carried)  # it was importable all the time, and is what was meant
+        assert marker.read_text() == "imported called"
+    finally:
+        sys.path.remove(str(tmp_path))
+        sys.modules.pop("trap", None)
+
+
+def test_code_to_be_run_is_carried_and_not_run(tmp_path: Path) -> None:
+    attack = f"cposix\nsystem\n(S'touch {tmp_path}/pwned'\ntR.".encode()
+    node = load(attack)
+    assert (node.name, node.args) == ("posix.system", (f"touch {tmp_path}/pwned",))
+    assert b"posix\nsystem\n" in dump(node)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("head", [b"]", b"("], ids=["lists", "tuples"])
+def test_deep_nesting_is_carried_or_refused(head: bytes) -> None:
+    def nested(depth: int) -> Any:  # noqa: ANN401
+        tail = b"a" * (depth - 1) if head == b"]" else b"t" * depth
+        return load(b"\x80\x02" + head * depth + tail + b".")
+
+    assert same(pickle.loads(dump(nested(100))), nested(100))
+    with pytest.raises(UnsupportedError, match="nested too deeply"):
+        dump(nested(100_000))

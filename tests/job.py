@@ -1,0 +1,161 @@
+"""What a fabricated training job holds, and the classes that its files name.
+
+Every value is a function of its state's and parameter's name and of its position, so that a test
+knows what belongs where.
+"""
+
+import enum
+import sys
+import types
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+
+TAG = "global_step7"
+STATES = ("exp_avg", "exp_avg_sq")
+
+
+class ZeroStageEnum(int, enum.Enum):
+    """Stands in for DeepSpeed's."""
+
+    one = 1
+    two = 2
+    three = 3
+
+
+@dataclass
+class fragment_address:
+    """Stands in for DeepSpeed's."""
+
+    numel: int
+    start: int
+
+
+class LossScaler:
+    """Stands in for DeepSpeed's."""
+
+    def __init__(self, scale: float) -> None:
+        self.cur_scale = scale
+        self.dynamic = False
+
+
+class Keepsake:
+    """Stands for a class of the training script, which no other machine can import."""
+
+    def __init__(self, value: Any) -> None:  # noqa: ANN401
+        self.value = value
+
+
+_PLACES = {
+    "deepspeed.runtime.zero.config": ZeroStageEnum,
+    "deepspeed.utils.tensor_fragment": fragment_address,
+    "deepspeed.runtime.fp16.loss_scaler": LossScaler,
+    "training_script_of_somebody": Keepsake,
+}
+
+
+@contextmanager
+def stand_ins() -> Iterator[None]:
+    """Let pickle find the stand-ins under the names that real files hold."""
+    modules = {part: types.ModuleType(part) for part in ("deepspeed", *_PLACES)}
+    before = {name: sys.modules.get(name) for name in modules}
+    for name, kind in _PLACES.items():
+        kind.__module__ = name
+        setattr(modules[name], kind.__name__, kind)
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            sys.modules.pop(name)
+            if module is not None:
+                sys.modules[name] = module
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is trained, and how ZeRO was told to cut it."""
+
+    stage: int = 2
+    world_size: int = 2
+    groups: tuple[Shapes, ...] = (
+        (("embed.weight", (11, 4)), ("block.0.attn.weight", (6, 5)), ("block.0.mlp", (3, 2, 4))),
+        (("embed.bias", (1,)), ("block.0.bias", (7,)), ("block.1.bias", (2,))),
+    )
+    frozen: Shapes = (("old.weight", (5, 3)), ("old.bias", (1,)))
+    tied: Mapping[str, str] = field(default_factory=lambda: {"head.weight": "embed.weight"})
+    dtype: torch.dtype = torch.bfloat16
+    round_robin: bool = False
+    alignment: bool = False
+    sub_group_size: int = 1_000_000_000
+    client_state: Mapping[str, Any] = field(default_factory=dict)
+    config: bool = True
+    """Whether the files keep the job's config."""
+    garbage: bool = True
+    """Whether stage 3's padding holds what was in memory, as it does, or zeros, as ours does."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every trained parameter."""
+        return {name: shape for group in self.groups for name, shape in group}
+
+    def stored_order(self, group: int) -> list[str]:
+        """Names of a group's parameters in the order in which a flat group holds them."""
+        names = [name for name, _ in self.groups[group]]
+        if not self.round_robin:
+            return names
+        return [name for rank in range(self.world_size) for name in names[rank :: self.world_size]]
+
+
+def values(state: str, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Make a state of a parameter: floats that no other element of any tensor has."""
+    seed = zlib.crc32(f"{state}/{name}".encode())
+    numbers = (torch.arange(prod(shape), dtype=torch.int64) * 7919 + seed) % 8_388_593
+    return (numbers.to(torch.float32) / 4096 - 1024).reshape(shape)
+
+
+def buffers() -> dict[str, Tensor]:
+    """Make the module's buffers, of several dtypes; one is a scalar, one is empty."""
+    return {
+        "rotary.inv_freq": values("buffer", "inv_freq", (8,)),
+        "norm.count": torch.tensor(12345),
+        "mask": torch.tensor([[True, False, True], [False, True, True]]),
+        "empty": torch.empty(0, 4),
+    }
+
+
+def expected(job: Job) -> dict[tuple[str, str], Tensor]:
+    """Say what every logical tensor of a job holds, by (state, name)."""
+    found = {
+        (state, name): values(state, name, shape)
+        for state in ("fp32", *STATES)
+        for name, shape in job.shapes.items()
+    }
+    if job.stage < 3:
+        for name, shape in job.shapes.items():
+            found["module", name] = values("fp32", name, shape).to(job.dtype)
+    for name, shape in job.frozen:
+        found["module", name] = values("frozen", name, shape).to(job.dtype)
+    return found | {("module", name): tensor for name, tensor in buffers().items()}
+
+
+def ds_config(job: Job) -> dict[str, Any]:
+    """Spell the job's config."""
+    zero = {
+        "stage": job.stage,
+        "round_robin_gradients": job.round_robin,
+        "parameter_alignment": job.alignment,
+        "sub_group_size": job.sub_group_size,
+    }
+    precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    enabled = {precision[job.dtype]: {"enabled": True}} if job.dtype in precision else {}
+    return {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2, "zero_optimization": zero,
+            "optimizer": {"type": "AdamW"}, **enabled}  # fmt: skip

@@ -1,0 +1,191 @@
+"""What users can see: names, exit codes, and what is not needed to use them."""
+
+import argparse
+import inspect as inspection
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import streamshard
+from streamshard import cli, errors
+from streamshard.formats import torch_file
+from streamshard.formats.inert_dump import dump
+from streamshard.formats.torch_tensor import Storage
+from tests.fabricated import client_state, load, write
+from tests.job import TAG, Job, Keepsake
+
+ROOT = Path(streamshard.__file__).parent.parent
+
+SURFACE = [
+    "Inspection",
+    "Report",
+    "StreamshardError",
+    "convert",
+    "inspect",
+    "plan_convert",
+    "plan_repartition",
+    "repartition",
+]
+
+
+def test_the_surface_is_pinned() -> None:
+    assert streamshard.__all__ == SURFACE == sorted(SURFACE)
+
+
+def test_the_surface_is_all_that_can_be_imported() -> None:
+    public = {
+        name
+        for name, value in vars(streamshard).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+    assert public == set(SURFACE)
+    assert (ROOT / "streamshard" / "py.typed").exists()
+
+
+@pytest.mark.parametrize("name", SURFACE)
+def test_everything_public_is_documented_and_takes_options_by_keyword(name: str) -> None:
+    value = getattr(streamshard, name)
+    assert inspection.getdoc(value)
+    if inspection.isfunction(value):
+        kinds = [p.kind for p in inspection.signature(value).parameters.values()]
+        by_position = kinds.count(inspection.Parameter.POSITIONAL_OR_KEYWORD)
+        assert by_position == (1 if name == "inspect" else 2)
+        assert kinds[by_position:] == [inspection.Parameter.KEYWORD_ONLY] * len(kinds[by_position:])
+
+
+CODES = {
+    errors.UsageError: 2,
+    errors.SourceError: 3,
+    errors.TargetError: 4,
+    errors.MemoryLimitError: 5,
+    errors.IntegrityError: 6,
+}
+
+
+def all_errors() -> set[type[errors.StreamshardError]]:
+    """List every class of errors."""
+    return {
+        value
+        for value in vars(errors).values()
+        if inspection.isclass(value) and issubclass(value, errors.StreamshardError)
+    }
+
+
+def test_every_branch_of_errors_has_an_exit_code_of_its_own() -> None:
+    branches = {kind for kind in all_errors() if kind.__base__ is errors.StreamshardError}
+    assert {kind: kind.exit_code for kind in branches} == CODES
+    assert len(set(CODES.values())) == len(CODES)
+    assert not set(CODES.values()) & {0, 1, cli.INTERRUPTED}
+    for kind in all_errors() - branches - {errors.StreamshardError}:
+        (branch,) = [b for b in branches if issubclass(kind, b)]
+        assert kind.exit_code == branch.exit_code
+        assert "exit_code" not in vars(kind)
+
+
+def test_the_tree_in_the_docstring_is_the_tree_of_classes() -> None:
+    drawn = re.findall(r"── (\w+)(?: +(\d))?", errors.__doc__ or "")
+    assert {name for name, _ in drawn} == {k.__name__ for k in all_errors()} - {"StreamshardError"}
+    assert {name: int(code) for name, code in drawn if code} == {
+        kind.__name__: code for kind, code in CODES.items()
+    }
+
+
+def test_exit_codes_are_those_in_the_help_and_the_readme() -> None:
+    known = {0, *CODES.values(), cli.INTERRUPTED}
+    parser = cli._parser()
+    assert isinstance(parser, argparse.ArgumentParser)
+    said = (parser.epilog or "").partition("Exit codes:")[2]
+    assert {int(code) for code in re.findall(r"\b(\d+)\b", said)} == known
+    listed = re.findall(r"^\| (\d+) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert sorted(int(code) for code in listed) == sorted(known)
+
+
+@pytest.mark.parametrize("kind", sorted(all_errors(), key=str))
+def test_the_command_line_exits_with_the_code_on_the_class(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kind: type[errors.StreamshardError],
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise kind("the file and both numbers")
+
+    monkeypatch.setattr("streamshard.operations.inspect.inspect", fail)
+    assert cli.main(["inspect", "somewhere"]) == kind.exit_code
+    assert capsys.readouterr().err == "streamshard: the file and both numbers\n"
+
+
+SCRIPT = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "deepspeed", "zarr", "training_script_of_somebody"}:
+            raise RuntimeError(f"imports {name}")
+
+sys.meta_path.insert(0, Refuse())
+import streamshard
+import streamshard.cli
+root = sys.argv[1]
+streamshard.convert(f"{root}/run", f"{root}/x.zarr", codec="zstd", chunk_size=100)
+for source in ("run", "x.zarr"):
+    assert streamshard.inspect(f"{root}/{source}").world_size == 2
+    for world_size in (2, 3):
+        streamshard.repartition(
+            f"{root}/{source}", f"{root}/{source}-{world_size}", world_size=world_size
+        )
+assert streamshard.cli.main(["inspect", f"{root}/run", "--json"]) == 0
+"""
+
+
+def bare(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script in an interpreter of its own."""
+    command = [sys.executable, "-c", script, str(directory)]
+    return subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_neither_torch_nor_deepspeed_nor_zarr_nor_the_script_is_needed(
+    tmp_path: Path, stage: int
+) -> None:
+    write(Job(stage=stage, client_state=client_state()), tmp_path / "run")
+    done = bare(SCRIPT, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    name = "mp_rank_00" if stage == 2 else "zero_pp_rank_1_mp_rank_00"
+    source = tmp_path / "run" / TAG / f"{name}_model_states.pt"
+    for out in ("run-2", "x.zarr-2", "run-3", "x.zarr-3"):
+        found = tmp_path / out / TAG / source.name
+        for key in ("keepsake", "args", "lr_scheduler", "rng"):
+            assert carried(found, key) == carried(source, key)
+        state = load(found)
+        assert type(state["keepsake"]) is Keepsake
+        kept = state["keepsake"].value
+        assert kept["shared"] is kept["again"]
+        assert kept["shared"] == ["one", "list"]
+        first, second, whole = state["views"]
+        assert first.untyped_storage()._cdata == whole.untyped_storage()._cdata
+        assert second.storage_offset() == 3
+        assert (vars(state["args"]), state["rng"].shape) == (
+            vars(client_state()["args"]), client_state()["rng"].shape
+        )  # fmt: skip
+
+
+def carried(path: Path, key: str) -> bytes:
+    """Spell what a file holds under a key as a pickle, without running it."""
+
+    def name(node: Any) -> Any:  # noqa: ANN401
+        return (node.dtype, node.numel, node.crc32) if isinstance(node, Storage) else None
+
+    return dump(torch_file.read(path, 0).root[key], name)
+
+
+def test_the_hook_would_notice(tmp_path: Path) -> None:
+    for module in ("torch", "deepspeed", "zarr"):
+        script = SCRIPT.partition("import streamshard\n")[0] + f"import {module}\n"
+        done = bare(script, tmp_path)
+        assert done.returncode != 0
+        assert f"RuntimeError: imports {module}" in done.stderr

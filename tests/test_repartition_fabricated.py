@@ -1,0 +1,105 @@
+"""Fabricated checkpoints, repartitioned, against the same job fabricated for the other world.
+
+Real engines are asked the same in `tests/oracle`; this asks it often, in seconds.
+"""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import streamshard
+from tests.fabricated import client_state, load, write
+from tests.job import TAG, Job
+
+SIZES = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=2), min_size=1, max_size=5)
+
+
+def differences(found: Any, wanted: Any, path: str = "") -> list[str]:  # noqa: ANN401
+    """List where two loaded files differ, tensors bit by bit."""
+    if type(found) is not type(wanted):
+        return [f"{path}: {type(found)} for {type(wanted)}"]
+    if isinstance(found, torch.Tensor):
+        same = (
+            (found.dtype, found.shape, found.requires_grad, vars(found))
+            == (wanted.dtype, wanted.shape, wanted.requires_grad, vars(wanted))
+            and bits(found) == bits(wanted)
+        )  # fmt: skip
+        return [] if same else [f"{path}: {found} for {wanted}"]
+    if isinstance(found, Mapping):
+        if list(found) != list(wanted):
+            return [f"{path}: keys {list(found)} for {list(wanted)}"]
+        pairs = [(found[key], wanted[key], f"{path}/{key}") for key in found]
+    elif isinstance(found, list | tuple):
+        if len(found) != len(wanted):
+            return [f"{path}: {len(found)} items for {len(wanted)}"]
+        both = zip(found, wanted, strict=True)
+        pairs = [(one, other, f"{path}/{i}") for i, (one, other) in enumerate(both)]
+    elif isinstance(found, enum.Enum) or not hasattr(found, "__dict__"):
+        return [] if found == wanted else [f"{path}: {found!r} for {wanted!r}"]
+    else:
+        pairs = [(vars(found), vars(wanted), path)]
+    return [line for pair in pairs for line in differences(*pair)]
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return np.asarray(flat.numpy()).tobytes() if tensor.numel() else b""
+
+
+def check(job: Job, world_size: int, directory: Path) -> None:
+    """Repartition a job's files and compare with what the other world would have saved."""
+    write(job, directory / "run")
+    wanted = write(replace(job, world_size=world_size, garbage=False), directory / "wanted")
+    streamshard.repartition(directory / "run", directory / "found", world_size=world_size)
+    names = [sorted(p.name for p in (directory / d / TAG).iterdir()) for d in ("found", "wanted")]
+    assert names[0] == names[1]
+    for name in names[0]:
+        found = differences(load(directory / "found" / TAG / name), load(wanted / TAG / name), name)
+        assert found == []
+    assert (directory / "found" / "latest").read_text() == TAG
+    script = directory / "found" / "zero_to_fp32.py"
+    assert script.stat().st_mode & 0o777 == 0o755
+    assert script.read_bytes() == (directory / "run" / "zero_to_fp32.py").read_bytes()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_files_are_those_of_the_other_world(tmp_path: Path, stage: int, world_size: int) -> None:
+    job = Job(stage=stage, world_size=3, client_state=client_state(), sub_group_size=20)
+    check(job, world_size, tmp_path)
+
+
+@pytest.mark.parametrize("alignment", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_round_robin_and_alignment_of_any_dtype(
+    tmp_path: Path, dtype: torch.dtype, alignment: bool
+) -> None:
+    check(Job(world_size=4, round_robin=True, alignment=alignment, dtype=dtype), 3, tmp_path)
+
+
+@settings(max_examples=25, deadline=None)
+@given(SIZES, st.data())
+def test_any_job(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[list[int]], data: st.DataObject
+) -> None:
+    params = [(f"p{number}", tuple(shape)) for number, shape in enumerate(sizes)]
+    cut = data.draw(st.integers(0, len(params) - 1))
+    stage = data.draw(st.integers(1, 3))
+    job = Job(
+        stage=stage,
+        world_size=data.draw(st.integers(1, 6)),
+        groups=tuple(tuple(part) for part in (params[:cut], params[cut:]) if part),
+        tied={},
+        round_robin=stage < 3 and data.draw(st.booleans()),
+        alignment=stage < 3 and data.draw(st.booleans()),
+        sub_group_size=data.draw(st.sampled_from([1, 4, 9, 10**9])),
+    )
+    check(job, data.draw(st.integers(1, 6)), tmp_path_factory.mktemp("job"))
