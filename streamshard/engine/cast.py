@@ -1,4 +1,7 @@
-"""Conversions between float dtypes, bit for bit what torch's `tensor.to(dtype)` gives."""
+"""Conversions between float dtypes, bit for bit what torch's `tensor.to(dtype)` gives.
+
+But for NaNs, which stay NaNs: torch's own bits for them depend on the processor's instructions.
+"""
 
 import numpy as np
 
@@ -7,7 +10,7 @@ from streamshard.errors import UnsupportedError
 
 
 def _float32_to_bfloat16(source: memoryview, target: memoryview) -> None:
-    """Round to nearest, ties to even; a NaN becomes the one of torch's scalar code."""
+    """Round to nearest, ties to even; NaNs become quiet ones."""
     bits = np.frombuffer(source, dtype=np.uint32)
     result = np.frombuffer(target, dtype=np.uint16)
     carry = (bits >> 16) & 1

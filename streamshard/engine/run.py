@@ -7,7 +7,14 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamshard.engine.files import Decoder, SourceReader, open_target, target_errors, write_all
+from streamshard.engine.files import (
+    Decoder,
+    SourceReader,
+    open_target,
+    sync_file,
+    target_errors,
+    write_all,
+)
 from streamshard.engine.window import Window
 from streamshard.engine.work import Span, TargetFile
 from streamshard.model import SourceFile
@@ -47,7 +54,8 @@ class _OpenFile:
         write_all(self.descriptor, memoryview(ending), self.file.ending_offset)
         if self.file.mode is not None:
             os.fchmod(self.descriptor, self.file.mode)
-        os.fsync(self.descriptor)
+        if not self.file.sync_late:
+            os.fsync(self.descriptor)
         self.close()
         return len(ending)
 
@@ -75,6 +83,7 @@ class Engine:
         self._local = threading.local()
         self._readers: list[SourceReader] = []
         self._opened: set[_OpenFile] = set()
+        self._unsynced: list[Path] = []
 
     def run(self, files: Iterable[TargetFile], root: Path) -> None:
         """Write all files below a directory, in order, a bounded number at a time.
@@ -99,12 +108,19 @@ class Engine:
                         future.result()
             for future in pending:
                 future.result()
+            self._sync_late()
         finally:
             pool.shutdown(cancel_futures=True)
             for reader in self._readers:
                 reader.close()
             for left in self._opened:
                 left.close()
+
+    def _sync_late(self) -> None:
+        """Sync what was left for the end: the first sync commits most of a journal for all."""
+        for path in self._unsynced:
+            with target_errors(path):
+                sync_file(path)
 
     def _spans(self, files: Iterable[TargetFile], root: Path) -> Iterator[tuple[_OpenFile, Span]]:
         for file in files:
@@ -122,6 +138,8 @@ class Engine:
             if opened.span_done():
                 self._progress(opened.finish())
                 self._opened.discard(opened)
+                if opened.file.sync_late:
+                    self._unsynced.append(opened.path)
 
     def _window(self) -> Window:
         if not hasattr(self._local, "window"):

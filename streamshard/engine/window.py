@@ -1,6 +1,6 @@
 """Streams parts through one buffer into a file: large sequential writes whatever the fragments."""
 
-from streamshard.engine.files import SourceReader, write_all
+from streamshard.engine.files import SourceReader, start_writeback, write_all
 from streamshard.engine.work import Fixed, Region, Span
 
 
@@ -30,6 +30,8 @@ class Window:
 
     def _flush(self) -> None:
         write_all(self._descriptor, self._buffer[: self._filled], self._offset)
+        if self._filled > len(self._buffer) // 2:
+            start_writeback(self._descriptor, self._offset, self._filled)
         self._offset += self._filled
         self._filled = 0
 

@@ -77,7 +77,7 @@ def load(data: bytes) -> tuple[Checkpoint, ChunkShapes]:
     def persistent_load(identifier: Node) -> Storage:
         kind, dtype, numel, tensor = identifier
         if kind != "blob" or dtype not in ITEMSIZE or not isinstance(tensor, int):
-            raise CorruptFileError(f"{identifier!r:.80} does not name a blob")
+            raise CorruptFileError("a persistent id does not name a blob")
         # One object for one blob: tensors that shared a storage are to share it again.
         return storages.setdefault(identifier, Storage(dtype, numel, Whole(tensor)))
 

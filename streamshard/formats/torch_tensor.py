@@ -63,7 +63,7 @@ class Storage:
 def storage_from_id(identifier: Node) -> tuple[Storage, str]:
     """Read torch.save's persistent id; returns the storage and its key in the file."""
     if not (isinstance(identifier, tuple) and len(identifier) == 5 and identifier[0] == "storage"):
-        raise CorruptFileError(f"persistent id {identifier!r:.80} does not describe a storage")
+        raise CorruptFileError("a persistent id does not describe a storage")
     _, kind, key, _location, numel = identifier
     dtype = _STORAGE_DTYPES.get(kind.name) if isinstance(kind, Global) else None
     if kind == _UNTYPED:

@@ -107,7 +107,7 @@ class ConvertPlan:
             region = self._raw_region(chunk, copies)
         else:
             region = self._encoded_region(chunk, copies, itemsize)
-        return TargetFile(chunk.path, [Span(0, [region])])
+        return TargetFile(chunk.path, [Span(0, [region])], sync_late=True)
 
     def _copies(self, chunk: Chunk, itemsize: int) -> Copies:
         one = np.array([chunk.tensor], dtype=np.int64)
@@ -284,7 +284,7 @@ def record_of(data: bytes) -> FileRecord:
 
 def _fixed(files: Mapping[str, bytes]) -> Iterator[TargetFile]:
     for path, data in files.items():
-        yield TargetFile(path, [Span(0, [Fixed(data)])])
+        yield TargetFile(path, [Span(0, [Fixed(data)])], sync_late=True)
 
 
 def _sizes(source: Source, chunk_shapes: Sequence[tuple[int, ...]], codec: str) -> list[int]:

@@ -50,7 +50,7 @@ def run(
     progress: Progress,
 ) -> None:
     """Write all files of a plan below the partial target."""
-    resources = Resources(memory_plan.workers, memory_plan.window_bytes, SCRATCH_BYTES)
+    resources = Resources(memory_plan.workers, memory_plan.window_bytes, SCRATCH_BYTES // 2)
     engine = Engine(source.files, source.decoders, resources, progress.advance)
     engine.run(files, target.path)
     # Bytes that were read before a file changed do not belong to those that were read after it.

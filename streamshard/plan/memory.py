@@ -15,7 +15,8 @@ MIB: Final = 1 << 20
 WINDOW_BYTES: Final = 4 * MIB
 """Window that a worker gets where the limit allows: past this, copies get no faster."""
 MIN_WINDOW_BYTES: Final = MIB // 4
-SCRATCH_BYTES: Final = MIB
+SCRATCH_BYTES: Final = 2 * MIB
+"""For casts, and for a block of a store of which only a part is wanted."""
 SLACK_BYTES: Final = 16 * MIB
 """Thread stacks, the allocator's reserves, and the plan of the file that is next."""
 
