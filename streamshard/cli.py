@@ -75,6 +75,11 @@ def _add_repartition(verbs: Verbs) -> None:
     verb.add_argument(
         "--zero-stage", type=int, choices=(1, 2, 3), help="stage that will resume [the source's]"
     )
+    verb.add_argument(
+        "--ds-config",
+        metavar="FILE",
+        help="whole DeepSpeed config of the job that will resume [the one kept in the checkpoint]",
+    )
     _add_moving_options(verb)
 
 
@@ -127,9 +132,7 @@ def _add(
 
 def _add_moving_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
-        "--ds-config",
-        metavar="FILE",
-        help="whole DeepSpeed config of the job that will resume [the one kept in the checkpoint]",
+        "--source-ds-config", metavar="FILE", help="DeepSpeed config of the job that left raw dumps"
     )
     verb.add_argument(
         "--like", metavar="SRC", help="checkpoint that names the parameters of stage-3 dumps"
@@ -169,6 +172,7 @@ def _repartition(arguments: argparse.Namespace) -> None:
         arguments.target,
         world_size=arguments.world_size,
         zero_stage=arguments.zero_stage,
+        ds_config_file=arguments.ds_config,
         **_moving_options(arguments),
     )
     _show(plan.report if arguments.dry_run else plan.run(_progress(arguments)), arguments)
@@ -197,7 +201,7 @@ def _moving_options(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.workers is not None and arguments.workers < 1:
         raise UsageError(f"--workers {arguments.workers}: at least one is needed")
     return {
-        "ds_config_file": arguments.ds_config,
+        "source_ds_config_file": arguments.source_ds_config,
         "like": arguments.like,
         "tag": arguments.tag,
         "memory_limit": arguments.memory_limit,

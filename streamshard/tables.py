@@ -79,7 +79,7 @@ def _summary(found: Inspection) -> str:
         ("states", ", ".join(states) or "none yet"),
         ("parameters", f"{len(found.parameters):,} trained, {numel:,} elements"),
         ("also", f"{found.frozen} frozen, {found.buffers} buffers, {len(found.tied)} tied names"),
-        ("files", f"{found.files:,}, {show(found.file_bytes)}"),
+        ("data files", f"{found.files:,}, {show(found.file_bytes)}"),
     ]
     return _facts(facts)
 
@@ -116,21 +116,17 @@ def _state_table(found: Inspection) -> str:
 
 def report_text(report: Report, *, verbose: bool) -> str:
     """Lay out what a run did, or would do."""
-    planned = report.seconds is None
-    above = report.projected_bytes - report.floor_bytes
+    done = report.seconds is not None
     facts: list[tuple[str, object]] = [
-        ("would write" if planned else "wrote", report.target),
+        ("wrote" if done else "would write", report.target),
         ("tag", report.tag),
         ("world size", _resize(report)),
         ("files", f"{report.files:,}, {show(report.bytes_written)}"),
-        ("memory", f"{show(above)} above the program's {show(report.floor_bytes)}"),
+        ("memory", _memory(report, verbose=verbose)),
     ]
-    if report.seconds is not None and report.peak_bytes is not None:
+    if report.seconds is not None:
         rate = report.bytes_written / max(report.seconds, 1e-9)
         facts.append(("took", f"{report.seconds:.1f} s, {show(int(rate))}/s"))
-        if verbose:
-            peak, projected = show(report.peak_bytes), show(report.projected_bytes)
-            facts.append(("peak", f"{peak} measured, {projected} projected"))
     return "\n\n".join([_facts(facts), *map(paragraph, report.notes)])
 
 
@@ -138,3 +134,13 @@ def _resize(report: Report) -> str:
     if report.world_size is None:
         return f"{report.source_world_size} -> any"
     return f"{report.source_world_size} -> {report.world_size}, ZeRO stage {report.zero_stage}"
+
+
+def _memory(report: Report, *, verbose: bool) -> str:
+    """Show what came, or at most comes, on top of what the program itself occupies."""
+    projected = show(report.projected_bytes - report.floor_bytes)
+    above = f"above the program's {show(report.floor_bytes)}"
+    if report.peak_bytes is None:
+        return f"at most {projected} {above}"
+    measured = f"{show(max(0, report.peak_bytes - report.floor_bytes))} {above}"
+    return f"{measured}; projected {projected}" if verbose else measured

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from streamshard.formats import deepspeed_names as names
 from streamshard.formats.inert import Node
 from streamshard.model import LogicalTensor, ZeroLayout
 
@@ -30,12 +31,12 @@ class ParamGroup:
     params: tuple[str, ...]
     """Parameter names in the optimizer's order."""
     master_dtype: str
-    states: Mapping[str, Node]
-    """State key → `FlatState`, `ScalarState`, or a plain value; empty before the first step."""
+    states: Mapping[str, Node] | None
+    """State key → `FlatState`, `ScalarState`, or a plain value; None before the first step."""
 
     def flat_states(self) -> dict[str, str]:
         """Return state → dtype of all states that are cut, the optimizer's own in their order."""
-        return {k: v.dtype for k, v in self.states.items() if isinstance(v, FlatState)}
+        return {k: v.dtype for k, v in (self.states or {}).items() if isinstance(v, FlatState)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,13 @@ class Checkpoint:
     def is_dumps(self) -> bool:
         """Whether this is the optimizer alone, as raw per-rank dumps have it."""
         return not self.model_state
+
+    @property
+    def wrapped_optimizer(self) -> Mapping[str, Node]:
+        """State dict of the optimizer that ZeRO wraps: hyper-parameters, without states."""
+        state = self.optimizer_file[names.OPTIMIZER]
+        wrapped: Mapping[str, Node] = state.get(names.BASE_OPTIMIZER) or state[names.OPTIMIZER]
+        return wrapped
 
     def tensor_index(self) -> dict[tuple[str, str], int]:
         """Return (state, name) → index in `tensors`."""

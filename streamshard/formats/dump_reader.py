@@ -29,7 +29,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 _ASSUMED = (
     "The dumps do not tell whether round_robin_gradients was on; it was taken as off, DeepSpeed's "
-    "default. If it was on, give the job's config with --ds-config."
+    "default. If it was on, give the config of the job that saved "
+    "them with --source-ds-config."
 )
 _LOADING = (
     "optimizer.load_state_dict wants the list of all ranks' dumps. At stages 1 and 2 it rebuilds "
@@ -92,10 +93,10 @@ def read(
         module=(),
         module_dtype=ds_config.module_dtype(config) if config else "bfloat16",
         model_state={},
-        optimizer_file={names.OPTIMIZER: states[0]},
+        optimizer_file={names.OPTIMIZER: states[0], names.DS_CONFIG: config},
         param_ids={},
         files=(),
-        notes=(_LOADING, *((_ASSUMED,) if config is None and stage < 3 else ())),
+        notes=_notes(stage, config),
     )
     source_map = SourceMap(
         files=tuple(sources.files),
@@ -106,6 +107,12 @@ def read(
         sub_group_params=tuple(tuple(unit) for unit in units) if stage == 3 else (),
     )
     return checkpoint, source_map
+
+
+def _notes(stage: int, config: ds_config.Config | None) -> tuple[str, ...]:
+    if stage == 3:
+        return ("optimizer.load_state_dict wants the list of all ranks' dumps.",)
+    return (_LOADING,) if config is not None else (_LOADING, _ASSUMED)
 
 
 def _check_world_size(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> None:

@@ -21,6 +21,7 @@ _HF_MARK: Final = "trainer_state.json"
 _ACCELERATE_RANK: Final = re.compile(r"random_states_(\d+)\.pkl")
 _ACCELERATE_SCHEDULER: Final = re.compile(r"scheduler(_\d+)?\.bin")
 _LIGHTNING_TAG: Final = "checkpoint"
+_STALE: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,12 @@ def accelerate_file(rank: int) -> str:
     return f"random_states_{rank}.pkl"
 
 
+def accelerate_rank(path: str) -> int | None:
+    """Tell whose random generators a file of an Accelerate directory holds, if any rank's."""
+    match = _ACCELERATE_RANK.fullmatch(path)
+    return int(match[1]) if match else None
+
+
 def framework_of(tag: str, paths: Sequence[str]) -> str | None:
     """Tell which framework a run directory belongs to, by the names in it."""
     top = {path for path in paths if "/" not in path}
@@ -50,72 +57,78 @@ def framework_of(tag: str, paths: Sequence[str]) -> str | None:
     return LIGHTNING if tag == _LIGHTNING_TAG else None
 
 
-def resize(tag: str, paths: Sequence[str], world_size: int) -> Resized:
+def resize(tag: str, paths: Sequence[str], *, source_world_size: int, world_size: int) -> Resized:
     """Apply the policy to the files of a run directory."""
     framework = framework_of(tag, paths)
     if framework == HF_TRAINER:
-        return _hf_trainer(paths, world_size)
+        return _hf_trainer(paths, source_world_size, world_size)
     if framework == ACCELERATE:
-        return _accelerate(paths, world_size)
+        return _accelerate(paths, source_world_size, world_size)
     return Resized(framework, {path: path for path in paths}, (), ())
 
 
-def _hf_trainer(paths: Sequence[str], world_size: int) -> Resized:
-    ranks = {path: _hf_rank(path) for path in paths}
+def _hf_trainer(paths: Sequence[str], source_world_size: int, world_size: int) -> Resized:
+    ranks = {path: _hf_rank(path, source_world_size) for path in paths}
     kept = {
         path: path if rank is None else _hf_name(rank, world_size)
         for path, rank in ranks.items()
-        if rank is None or rank < world_size
+        if rank is None or rank in range(world_size)
     }
-    held = {rank for rank in ranks.values() if rank is not None}
-    return Resized(HF_TRAINER, kept, (), _rank_notes(HF_TRAINER, held, world_size))
+    return Resized(HF_TRAINER, kept, (), _rank_notes(HF_TRAINER, ranks, world_size))
 
 
-def _hf_rank(path: str) -> int | None:
+def _hf_rank(path: str, world_size: int) -> int | None:
+    """Tell whose generators a file holds: a rank's, nobody's (None), or a stale rank's (-1)."""
     match = _HF_RANK.fullmatch(path)
-    return int(match[1]) if match else 0 if path == _HF_ALONE else None
+    if match is None and path != _HF_ALONE:
+        return None
+    rank = int(match[1]) if match else 0
+    # A file of another world size, or spelled as for one, was left behind by an earlier run.
+    return rank if path == _hf_name(rank, world_size) and rank < world_size else _STALE
 
 
 def _hf_name(rank: int, world_size: int) -> str:
     return _HF_ALONE if world_size == 1 else f"rng_state_{rank}.pth"
 
 
-def _accelerate(paths: Sequence[str], world_size: int) -> Resized:
-    matches = {path: _ACCELERATE_RANK.fullmatch(path) for path in paths}
-    ranks = {path: int(match[1]) for path, match in matches.items() if match}
-    kept = {path: path for path in paths if ranks.get(path, 0) < world_size}
-    new = [rank for rank in range(world_size) if rank not in ranks.values()]
-    notes = list(_rank_notes(ACCELERATE, set(ranks.values()), world_size))
+def _accelerate(paths: Sequence[str], source_world_size: int, world_size: int) -> Resized:
+    ranks = {path: accelerate_rank(path) for path in paths}
+    ranks = {
+        path: rank if rank is None or rank < source_world_size else _STALE
+        for path, rank in ranks.items()
+    }
+    kept = {p: p for p, rank in ranks.items() if rank is None or rank in range(world_size)}
+    notes = list(_rank_notes(ACCELERATE, ranks, world_size))
     if any(_ACCELERATE_SCHEDULER.fullmatch(path) for path in paths):
         notes.append(
             "Accelerate's scheduler advances once per process and step unless split_batches is "
             "set: its saved position is that of the old world size. Check the learning rate."
         )
-    return Resized(
-        ACCELERATE,
-        kept,
-        tuple(map(accelerate_file, new)),
-        tuple(notes),
-    )
+    new = [rank for rank in range(world_size) if rank not in ranks.values()]
+    return Resized(ACCELERATE, kept, tuple(map(accelerate_file, new)), tuple(notes))
 
 
-def _rank_notes(framework: str, held: set[int], world_size: int) -> tuple[str, ...]:
-    if not held:
-        return ()
+def _rank_notes(
+    framework: str, ranks: Mapping[str, int | None], world_size: int
+) -> tuple[str, ...]:
+    held = {rank for rank in ranks.values() if rank is not None and rank != _STALE}
+    stale = sorted(path for path, rank in ranks.items() if rank == _STALE)
     new = [rank for rank in range(world_size) if rank not in held]
     gone = sorted(rank for rank in held if rank >= world_size)
     notes = []
-    if new:
+    if held and new:
         notes.append(
             f"{framework}: {_ranks(new)} new: the random generators are those that the job seeds, "
             "as no rank is given another one's."
         )
     if gone:
         notes.append(f"{framework}: {_ranks(gone)} gone, and so are the random generators.")
+    if stale:
+        notes.append(f"{framework}: left out, as of another world size: {', '.join(stale)}.")
     return tuple(notes)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]} is"
-    return f"ranks {ranks[0]} to {ranks[-1]} are"
+    return f"ranks {', '.join(map(str, ranks))} are"

@@ -47,8 +47,8 @@ def dump(checkpoint: Checkpoint, chunk_shapes: ChunkShapes) -> bytes:
             "tensors": [_values(tensor) for tensor in checkpoint.tensors],
             "chunk_shapes": list(chunk_shapes),
             "groups": [
-                (g.params, g.master_dtype, {k: _spell_state(v) for k, v in g.states.items()})
-                for g in checkpoint.groups
+                (group.params, group.master_dtype, _spell_states(group.states))
+                for group in checkpoint.groups
             ],
             "module": [_values(entry) for entry in checkpoint.module],
             "module_dtype": checkpoint.module_dtype,
@@ -89,9 +89,7 @@ def load(data: bytes) -> tuple[Checkpoint, ChunkShapes]:
             layout=ZeroLayout(*root["layout"]),
             tensors=tuple(_tensor(*values) for values in root["tensors"]),
             groups=tuple(
-                ParamGroup(
-                    tuple(map(_text, params)), dtype, {k: _read_state(v) for k, v in held.items()}
-                )
+                ParamGroup(tuple(map(_text, params)), dtype, _read_states(held))
                 for params, dtype, held in root["groups"]
             ),
             module=tuple(ModuleEntry(*values) for values in root["module"]),
@@ -112,6 +110,14 @@ def load(data: bytes) -> tuple[Checkpoint, ChunkShapes]:
 
 def _values(noun: object) -> tuple[Any, ...]:
     return tuple(getattr(noun, field.name) for field in fields(noun))  # type: ignore[arg-type]
+
+
+def _spell_states(states: Mapping[str, Node] | None) -> Node:
+    return None if states is None else {k: _spell_state(v) for k, v in states.items()}
+
+
+def _read_states(spelled: Node) -> dict[str, Node] | None:
+    return None if spelled is None else {k: _read_state(v) for k, v in spelled.items()}
 
 
 def _spell_state(value: Node) -> Node:

@@ -81,6 +81,7 @@ class OptimizerReader:
                 message = f"{self._paths[rank]}: {len(masters)} flat groups for {len(units)}"
                 raise DisagreementError(f"{message} groups of parameter shapes")
         self._check_hyper_parameters()
+        self._refuse_muon()
         found: list[ParamGroup] = []
         for group, members in enumerate(self.members(len(units))):
             states = [self._unit_states(unit) for unit in members]
@@ -92,7 +93,7 @@ class OptimizerReader:
                 ParamGroup(
                     params=tuple(name for unit in members for name in units[unit]),
                     master_dtype=self._masters[0][members[0]].dtype if members else "float32",
-                    states=states[0] if states else {},
+                    states=states[0] if states else None,
                 )
             )
         return tuple(found)
@@ -109,6 +110,16 @@ class OptimizerReader:
         """Tell how many elements of each unit a rank holds."""
         return [master.numel for master in self._masters[0]]
 
+    def _refuse_muon(self) -> None:
+        """Refuse Muon where its momentum is that of whole parameters, not of the partition."""
+        groups = self._inner[0]["param_groups"]
+        if self._stage < 3 and any(group.get("use_muon") is True for group in groups):
+            message = (
+                f"{self._paths[0]}: trained with Muon, whose 'momentum_buffer' at stages 1 and 2 "
+                "is kept for whole parameters; that is not supported yet"
+            )
+            raise UnsupportedError(message)
+
     def _check_hyper_parameters(self) -> None:
         first, *rest = [fingerprint(inner["param_groups"]) for inner in self._inner]
         for other, path in zip(rest, self._paths[1:], strict=True):
@@ -116,9 +127,12 @@ class OptimizerReader:
                 message = f"{path} and {self._paths[0]} disagree about the optimizer's param groups"
                 raise DisagreementError(f"{message}: they are not of one step of one run")
 
-    def _unit_states(self, unit: int) -> dict[str, Node]:
-        """Read one unit's states on all ranks and note where they lie."""
+    def _unit_states(self, unit: int) -> dict[str, Node] | None:
+        """Read one unit's states on all ranks and note where they lie; None if there are none."""
         self._add_slot(unit, MASTER, [masters[unit] for masters in self._masters])
+        present = [unit in inner["state"] for inner in self._inner]
+        if not any(present):
+            return None
         per_rank = [inner["state"].get(unit, {}) for inner in self._inner]
         for rank, held in enumerate(per_rank):
             if list(held) != list(per_rank[0]):

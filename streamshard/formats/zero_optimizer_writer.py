@@ -138,7 +138,7 @@ class OptimizerWriter:
             content = PartitionOf(group, MASTER, rank)
             storage = Storage(held.master_dtype, own.numel - padding, content)
             masters.append(make_tensor(storage, (storage.numel,), requires_grad=True))
-            if held.states:
+            if held.states is not None:
                 states[group] = {
                     key: self._state(value, own.numel, PartitionOf(group, key, rank))
                     for key, value in held.states.items()
@@ -185,7 +185,7 @@ class OptimizerWriter:
                     attributes=self._unit_attributes(held, sub_group),
                 )
             )
-            if held.states:
+            if held.states is not None:
                 states[unit] = {
                     key: self._state(value, sub_group.numel, ShardsOf(unit, key, rank))
                     for key, value in held.states.items()
@@ -219,17 +219,12 @@ class OptimizerWriter:
         return value
 
     def _inner(self, states: Mapping[int, Node], members: Sequence[list[int]]) -> dict[str, Node]:
-        held = _wrapped_optimizer(self._source.optimizer_file[names.OPTIMIZER])
+        held = self._source.wrapped_optimizer
         groups = [
             {**group, "params": list(params)}
             for group, params in zip(held["param_groups"], members, strict=True)
         ]
         return {**held, "state": dict(states), "param_groups": groups}
-
-
-def _wrapped_optimizer(state: Mapping[str, Node]) -> Mapping[str, Node]:
-    wrapped: Mapping[str, Node] = state.get(names.BASE_OPTIMIZER) or state[names.OPTIMIZER]
-    return wrapped
 
 
 def _keys_of(layout: ZeroLayout) -> tuple[str, ...]:

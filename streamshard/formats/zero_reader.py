@@ -97,7 +97,7 @@ def _read_shards(
         files=files,
         notes=tuple(module.notes),
         is_bf16=shards.prefix == "bf16_",
-        accelerate_step=_accelerate_step(others),
+        accelerate_step=_accelerate_step(others, len(states)),
     )
     source_map = SourceMap(
         files=tuple(sources.files),
@@ -224,14 +224,21 @@ def strip_optimizer(state: dict[str, Node], stage: int) -> None:
             state[key] = None
 
 
-def _accelerate_step(others: Sequence[tuple[Path, str]]) -> int | None:
-    """Read the step that Accelerate keeps with rank 0's random generators, if it is there."""
+def _accelerate_step(others: Sequence[tuple[Path, str]], world_size: int) -> int | None:
+    """Read the step that Accelerate keeps with each rank's random generators, if it is there."""
+    steps: dict[Path, Node] = {}
     for path, relative in others:
-        if relative == frameworks.accelerate_file(0):
+        rank = frameworks.accelerate_rank(relative)
+        if rank is not None and rank < world_size:
             root = torch_file.read(path, -1).root
-            step = root.get("step") if isinstance(root, dict) else None
-            return step if isinstance(step, int) else None
-    return None
+            steps[path] = root.get("step") if isinstance(root, dict) else None
+    for path, step in steps.items():
+        first = next(iter(steps))
+        if step != steps[first]:
+            message = f"{path} is of Accelerate's step {step}, {first} of {steps[first]}"
+            raise DisagreementError(f"{message}: they are not of one save")
+    step = next(iter(steps.values()), None)
+    return step if isinstance(step, int) else None
 
 
 def adopt_blobs(

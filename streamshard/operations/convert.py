@@ -14,7 +14,7 @@ from streamshard.engine import memory
 from streamshard.engine.checksums import ChunkChecksums, Crc32, crc32
 from streamshard.engine.work import Fixed, Region, Span, TargetFile
 from streamshard.errors import UsageError
-from streamshard.formats import ds_config, dump_names, store_manifest, store_state, zarr_writer
+from streamshard.formats import store_manifest, store_state, zarr_writer
 from streamshard.formats.store_manifest import BLOCK_BYTES, FileRecord
 from streamshard.formats.zarr_chunks import CHECKSUM_BYTES, BloscChunk, spell_checksum
 from streamshard.formats.zarr_documents import (
@@ -142,7 +142,7 @@ def plan_convert(
     *,
     codec: str = "none",
     chunk_size: int = DEFAULT_CHUNK_BYTES,
-    ds_config_file: str | os.PathLike[str] | None = None,
+    source_ds_config_file: str | os.PathLike[str] | None = None,
     like: str | os.PathLike[str] | None = None,
     tag: str | None = None,
     memory_limit: int = running.DEFAULT_LIMIT_BYTES,
@@ -161,7 +161,7 @@ def plan_convert(
         `none`, `lz4` or `zstd`.
     chunk_size
         Bytes per chunk at most, before compression.
-    ds_config_file, like
+    source_ds_config_file, like
         For raw dumps only, which hold neither config nor, at stage 3, shapes; see
         `plan_repartition`.
     memory_limit
@@ -180,11 +180,7 @@ def plan_convert(
         raise UsageError(f"--chunk-size {chunk_size}: at least one byte is needed")
     target = Path(target)
     require_free(target, overwrite=overwrite)
-    if ds_config_file and not dump_names.is_template(str(source)):
-        message = f"{source}: is no set of raw dumps, so there is no use for --ds-config here"
-        raise UsageError(f"{message}; give it to repartition")
-    config = ds_config.read_file(Path(ds_config_file)) if ds_config_file else None
-    opened = open_source(source, tag, config=config, like=like)
+    opened = open_source(source, tag, ds_config_file=source_ds_config_file, like=like)
     require_separate(opened.path, target)
     tensors = opened.checkpoint.tensors
     shapes = [chunk_shape(t.shape, ITEMSIZE[t.dtype], chunk_size) for t in tensors]
@@ -224,7 +220,7 @@ def convert(
     *,
     codec: str = "none",
     chunk_size: int = DEFAULT_CHUNK_BYTES,
-    ds_config_file: str | os.PathLike[str] | None = None,
+    source_ds_config_file: str | os.PathLike[str] | None = None,
     like: str | os.PathLike[str] | None = None,
     tag: str | None = None,
     memory_limit: int = running.DEFAULT_LIMIT_BYTES,
@@ -238,7 +234,7 @@ def convert(
         target,
         codec=codec,
         chunk_size=chunk_size,
-        ds_config_file=ds_config_file,
+        source_ds_config_file=source_ds_config_file,
         like=like,
         tag=tag,
         memory_limit=memory_limit,

@@ -123,8 +123,6 @@ def summarize(source: Source) -> Inspection:
 
 
 def _groups(checkpoint: Checkpoint) -> tuple[GroupSummary, ...]:
-    state = checkpoint.optimizer_file[names.OPTIMIZER]
-    wrapped = state.get(names.BASE_OPTIMIZER) or state.get(names.OPTIMIZER)
     numels = {t.name: t.numel for t in checkpoint.tensors if t.state == MASTER}
     return tuple(
         GroupSummary(
@@ -134,13 +132,15 @@ def _groups(checkpoint: Checkpoint) -> tuple[GroupSummary, ...]:
             states=_states(group),
             hyper_parameters={k: _plain(v) for k, v in hyper.items() if k != "params"},
         )
-        for group, hyper in zip(checkpoint.groups, wrapped["param_groups"], strict=True)
+        for group, hyper in zip(
+            checkpoint.groups, checkpoint.wrapped_optimizer["param_groups"], strict=True
+        )
     )
 
 
 def _states(group: ParamGroup) -> dict[str, Any]:
     shown: dict[str, Any] = {}
-    for key, value in group.states.items():
+    for key, value in (group.states or {}).items():
         if isinstance(value, FlatState):
             shown[key] = value.dtype
         elif isinstance(value, ScalarState):

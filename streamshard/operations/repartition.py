@@ -9,9 +9,10 @@ from typing import Any
 
 from streamshard.engine import memory
 from streamshard.engine.work import TargetFile
-from streamshard.errors import UsageError
+from streamshard.errors import UnsupportedError, UsageError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats import ds_config, dump_names, frameworks
+from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.dump_names import Template
 from streamshard.formats.zero_target import ZeroTarget
 from streamshard.formats.zero_writer import FileImage, dump_images, native_images
@@ -95,6 +96,7 @@ def plan_repartition(
     world_size: int,
     zero_stage: int | None = None,
     ds_config_file: Path_ | None = None,
+    source_ds_config_file: Path_ | None = None,
     like: Path_ | None = None,
     tag: str | None = None,
     memory_limit: int = running.DEFAULT_LIMIT_BYTES,
@@ -118,6 +120,8 @@ def plan_repartition(
         The whole DeepSpeed config of the job that will resume; by default the one kept in the
         checkpoint. What it leaves out has DeepSpeed's defaults; an "auto" in it, the last run's
         value.
+    source_ds_config_file
+        The DeepSpeed config of the job that saved, for raw dumps, which hold none.
     like
         Another checkpoint of the same model, for raw dumps of stage 3, which hold no shapes.
     memory_limit
@@ -136,12 +140,17 @@ def plan_repartition(
     directory = template.directory if template else Path(target)
     require_free(directory, overwrite=overwrite, template=template)
     wanted = ds_config.read_file(Path(ds_config_file)) if ds_config_file else None
-    opened = open_source(source, tag, config=wanted, like=like)
+    opened = open_source(source, tag, ds_config_file=source_ds_config_file, like=like)
     require_separate(opened.path, directory)
     _require_same_kind(opened, template, str(target))
     settings = _settings(opened, world_size, zero_stage, wanted)
     others = [file.path for file in opened.checkpoint.files]
-    resized = frameworks.resize(opened.checkpoint.tag, others, world_size)
+    resized = frameworks.resize(
+        opened.checkpoint.tag,
+        others,
+        source_world_size=opened.checkpoint.layout.world_size,
+        world_size=world_size,
+    )
     files, images = _spell(opened, settings, template, resized)
     sizes = [files.lay_out(image).nbytes for image in images()]
     sizes += [
@@ -188,6 +197,7 @@ def repartition(
     world_size: int,
     zero_stage: int | None = None,
     ds_config_file: Path_ | None = None,
+    source_ds_config_file: Path_ | None = None,
     like: Path_ | None = None,
     tag: str | None = None,
     memory_limit: int = running.DEFAULT_LIMIT_BYTES,
@@ -202,6 +212,7 @@ def repartition(
         world_size=world_size,
         zero_stage=zero_stage,
         ds_config_file=ds_config_file,
+        source_ds_config_file=source_ds_config_file,
         like=like,
         tag=tag,
         memory_limit=memory_limit,
@@ -235,12 +246,13 @@ def _settings(
         stage = _agreed_stage(ds_config.zero_stage(config), zero_stage)
         dtype = ds_config.module_dtype(config)
         is_bf16 = dtype == "bfloat16"
-        _require_same_scaling(checkpoint.module_dtype, dtype)
+        _require_same_scaling(checkpoint, dtype)
     if config:
         config = ds_config.with_stage(config, stage)
     if checkpoint.is_dumps and (stage == 3) != (checkpoint.layout.stage == 3):
         message = f"raw dumps of ZeRO stage {checkpoint.layout.stage} lack what stage {stage} needs"
         raise UsageError(f"{message}; reshard a whole checkpoint instead")
+    _require_whole_momentum(checkpoint, stage)
     layout = ds_config.zero_layout(config, stage=stage, world_size=world_size)
     if wanted is None and stage == checkpoint.layout.stage:
         layout = replace(layout, bf16_optimizer=checkpoint.layout.bf16_optimizer)
@@ -249,6 +261,14 @@ def _settings(
     return TargetSettings(
         layout, config, dtype, is_bf16, _settings_note(layout, dtype, wanted, kept)
     )
+
+
+def _require_whole_momentum(checkpoint: Checkpoint, stage: int) -> None:
+    """Refuse to write Muon's momentum for stages 1 and 2, where it is that of whole parameters."""
+    groups = checkpoint.wrapped_optimizer["param_groups"]
+    if stage < 3 and any(group.get("use_muon") is True for group in groups):
+        message = f"trained with Muon, whose 'momentum_buffer' stage {stage} keeps in another way"
+        raise UnsupportedError(f"{message}; that is not supported yet. Stay at stage 3")
 
 
 def _agreed_stage(in_config: int | None, asked: int | None) -> int:
@@ -263,7 +283,12 @@ def _agreed_stage(in_config: int | None, asked: int | None) -> int:
     return stage
 
 
-def _require_same_scaling(source: str, target: str) -> None:
+def _require_same_scaling(checkpoint: Checkpoint, target: str) -> None:
+    source = checkpoint.module_dtype
+    if checkpoint.is_dumps and not checkpoint.optimizer_file.get(names.DS_CONFIG):
+        # Dumps tell fp16 by its loss scale, and nothing else.
+        dynamic = checkpoint.optimizer_file[names.OPTIMIZER].get("dynamic_loss_scale") is True
+        source = "float16" if dynamic else target
     if source != target and "float16" in (source, target):
         message = (
             f"the checkpoint was trained in {source}, the given config trains in {target}: "

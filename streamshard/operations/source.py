@@ -15,6 +15,7 @@ from streamshard.errors import (
     IncompleteError,
     SourceError,
     SourceNotFoundError,
+    UnsupportedError,
     UsageError,
 )
 from streamshard.formats import deepspeed_names as names
@@ -61,15 +62,15 @@ def open_source(
     path: str | os.PathLike[str],
     tag: str | None = None,
     *,
-    config: ds_config.Config | None = None,
+    ds_config_file: str | os.PathLike[str] | None = None,
     like: str | os.PathLike[str] | None = None,
 ) -> Source:
     """Open a run directory, a tag directory, a store, or raw dumps.
 
     Parameters
     ----------
-    config
-        DeepSpeed config of the job, for raw dumps, which hold none.
+    ds_config_file
+        DeepSpeed config of the job that saved, for raw dumps, which hold none.
     like
         Another checkpoint of the same model, for raw dumps of stage 3, which hold no shapes.
 
@@ -79,10 +80,12 @@ def open_source(
         There is no checkpoint there, or it cannot be used; the message names the file.
     """
     root = Path(path)
-    if like is not None and not dump_names.is_template(str(path)):
-        raise UsageError(f"{path}: is no set of raw dumps, so there is no use for --like")
+    for flag, given in (("--like", like), ("--source-ds-config", ds_config_file)):
+        if given is not None and not dump_names.is_template(str(path)):
+            raise UsageError(f"{path}: is no set of raw dumps, so there is no use for {flag}")
     try:
         if dump_names.is_template(str(path)):
+            config = ds_config.read_file(Path(ds_config_file)) if ds_config_file else None
             return _open_dumps(str(path), config, like)
         if (root / "zarr.json").is_file():
             return _open_store(root, tag)
@@ -153,10 +156,16 @@ def _run_files(run_dir: Path, tag: str) -> list[tuple[Path, str]]:
         for entry in sorted(run_dir.iterdir(), key=lambda entry: entry.name)
         if entry.is_file() and not entry.is_symlink() and entry.name not in skipped
     ]
-    if frameworks.framework_of(tag, [name for _, name in found]) is None:
+    framework = frameworks.framework_of(tag, [name for _, name in found])
+    if framework is None:
         return found
     # A framework's directory holds one checkpoint, so what lies deeper belongs to it as well.
-    for directory in sorted(d for d in run_dir.iterdir() if d.is_dir() and not _has_shards(d)):
+    for directory in sorted(d for d in run_dir.iterdir() if d.is_dir() and not d.is_symlink()):
+        if _has_shards(directory):
+            if framework == frameworks.ACCELERATE and directory.name != tag:
+                message = f"{directory}: a second model of one Accelerate checkpoint, which is not"
+                raise UnsupportedError(f"{message} supported; save each model by itself")
+            continue
         inside = sorted(p for p in directory.rglob("*") if p.is_file() and not p.is_symlink())
         found += [(path, path.relative_to(run_dir).as_posix()) for path in inside]
     return found

@@ -1,4 +1,4 @@
-"""What the ranks do: train and save, load and resume, consolidate. Runs inside every rank."""
+"""What the ranks do: train and save, load and resume, dump, consolidate. Runs inside every rank."""
 
 import gc
 import importlib
@@ -16,7 +16,6 @@ from tests.oracle.models import (
     TinyLanguageModel,
     client_state,
     global_batch,
-    param_groups,
     warm_up,
 )
 from tests.oracle.truth import Engine, Truth, accessor_differences, gather_truth
@@ -28,7 +27,8 @@ class Train:
 
     case: Case
     save_dir: Path
-    truth_path: Path
+    truth_path: Path | None
+    """None where the optimizer is one whose state cannot be gathered: the save is then all."""
     steps: int = 3
     seed: int = 11
     further_steps: int = 0
@@ -52,6 +52,39 @@ class Resume:
 
 
 @dataclass(frozen=True)
+class Dump:
+    """Train, then save each rank's ``optimizer.state_dict()`` and nothing else."""
+
+    case: Case
+    template: str
+    """Path of a rank's file, with ``{rank}`` in it."""
+    truth_path: Path
+    steps: int = 3
+    seed: int = 11
+    further_steps: int = 0
+
+
+@dataclass(frozen=True)
+class LoadDumps:
+    """Load the list of all ranks' dumps into a fresh engine, and dump it again.
+
+    The model, the schedule and the counters are not in dumps: they come from `kept_elsewhere`.
+    """
+
+    case: Case
+    template: str
+    kept_elsewhere: Path
+    """The truth that the dumping engine left."""
+    truth_path: Path
+    again: str
+    """Template of the files to dump again."""
+    shapes_path: Path
+    """For the parameter shapes of the flat groups, which tell the padding of stage 3."""
+    further_steps: int = 0
+    seed: int = 77
+
+
+@dataclass(frozen=True)
 class Consolidate:
     """Merge a checkpoint with DeepSpeed's ``zero_to_fp32`` and save the tensors to a file."""
 
@@ -59,7 +92,7 @@ class Consolidate:
     path: Path
 
 
-Job = Train | Resume | Consolidate
+Job = Train | Resume | Dump | LoadDumps | Consolidate
 
 
 def after_path(truth_path: Path) -> Path:
@@ -75,6 +108,10 @@ def run(job: Job) -> None:
             _train(job)
         elif isinstance(job, Resume):
             _resume(job)
+        elif isinstance(job, Dump):
+            _dump(job)
+        elif isinstance(job, LoadDumps):
+            _load_dumps(job)
         elif distributed.get_rank() == 0:
             _consolidate(job)
     finally:
@@ -90,29 +127,79 @@ def _train(job: Train) -> None:
     for step in range(job.steps):
         _step(engine, step)
     state = client_state(job.steps)
-    engine.save_checkpoint(str(job.save_dir), client_state=state)
-    truth = gather_truth(engine, state)
-    _write(truth, job.truth_path)
-    if job.check_accessors:
-        found = accessor_differences(engine, truth)
-        assert not found, f"DeepSpeed's accessors disagree: {found}"
-    _further(engine, job.further_steps, job.truth_path, state)
+    _save(engine, job.case, job.save_dir, client_state=state)
+    if job.truth_path is not None:
+        truth = gather_truth(engine, state)
+        _write(truth, job.truth_path)
+        if job.check_accessors:
+            found = accessor_differences(engine, truth)
+            assert not found, f"DeepSpeed's accessors disagree: {found}"
+        _further(engine, job.further_steps, job.truth_path, state)
     engine.destroy()
 
 
 def _resume(job: Resume) -> None:
     # Other hyper-parameters than were saved: whatever is right afterwards came from the file.
     engine = _start_engine(job.case, job.seed, scale=1.7)
-    path, returned = engine.load_checkpoint(str(job.load_dir), tag=job.tag)
+    path, returned = engine.load_checkpoint(
+        str(job.load_dir), tag=job.tag, load_module_strict=not job.case.exclude_frozen
+    )
     assert path is not None, f"DeepSpeed found no checkpoint in {job.load_dir}"
     # DeepSpeed returns its own keys among the user's and refuses or obeys them when they come back.
     state = {key: returned[key] for key in client_state(0) if key in returned}
     truth = gather_truth(engine, state)
     _write(truth, job.truth_path)
     if job.resave_dir is not None:
-        engine.save_checkpoint(str(job.resave_dir), tag=Path(path).parent.name, client_state=state)
+        _save(engine, job.case, job.resave_dir, tag=Path(path).parent.name, client_state=state)
     _further(engine, job.further_steps, job.truth_path, state)
     engine.destroy()
+
+
+def _dump(job: Dump) -> None:
+    engine = _start_engine(job.case, job.seed)
+    for step in range(job.steps):
+        _step(engine, step)
+    _dump_rank(engine, job.template)
+    _write(gather_truth(engine, {}), job.truth_path)
+    _further(engine, job.further_steps, job.truth_path, {})
+    engine.destroy()
+
+
+def _load_dumps(job: LoadDumps) -> None:
+    engine = _start_engine(job.case, job.seed, scale=1.7)
+    _restore_the_rest(engine, Truth.load(job.kept_elsewhere))
+    ranks = range(distributed.get_world_size())
+    dumps = [torch.load(job.template.format(rank=rank), weights_only=False) for rank in ranks]
+    if job.case.zero_stage == 3:
+        engine.optimizer.load_state_dict(dumps)
+    else:
+        engine.optimizer.load_state_dict(dumps, load_from_fp32_weights=True)
+    _write(gather_truth(engine, {}), job.truth_path)
+    _dump_rank(engine, job.again)
+    if distributed.get_rank() == 0:
+        torch.save(engine._get_zero_param_shapes(), job.shapes_path)
+    _further(engine, job.further_steps, job.truth_path, {})
+    engine.destroy()
+
+
+def _dump_rank(engine: Engine, template: str) -> None:
+    path = Path(template.format(rank=distributed.get_rank()))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(engine.optimizer.state_dict(), path)
+
+
+def _restore_the_rest(engine: Engine, kept: Truth) -> None:
+    """Put into `engine` what is no part of its optimizer."""
+    zero: Any = importlib.import_module("deepspeed").zero
+    values = {**kept.weights, **kept.frozen, **kept.buffers}
+    partitioned = [param for param in engine.module.parameters() if hasattr(param, "ds_id")]
+    with zero.GatheredParameters(partitioned, modifier_rank=0), torch.no_grad():
+        for name, value in engine.module.state_dict(keep_vars=True).items():
+            if name in values:  # a tied weight is there under its first name
+                value.copy_(values[name])
+    engine.lr_scheduler.load_state_dict(kept.scheduler)
+    for counter, count in kept.counters.items():
+        setattr(engine, counter, count)
 
 
 def _consolidate(job: Consolidate) -> None:
@@ -130,6 +217,10 @@ def _further(engine: Engine, steps: int, truth_path: Path, state: dict[str, Any]
         _write(gather_truth(engine, state), after_path(truth_path))
 
 
+def _save(engine: Engine, case: Case, save_dir: Path, **more: object) -> None:
+    engine.save_checkpoint(str(save_dir), exclude_frozen_parameters=case.exclude_frozen, **more)
+
+
 def _write(truth: Truth, path: Path) -> None:
     if distributed.get_rank() == 0:
         truth.save(path)
@@ -141,10 +232,11 @@ def _start_engine(case: Case, seed: int, scale: float = 1.0) -> Engine:
     config = case.ds_config()
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=case.zero_init):
         model = TinyLanguageModel()
-    optimizer = torch.optim.AdamW(param_groups(model, scale))
+    optimizer = None if case.optimizer is None else case.optimizer(case.groups(model, scale))
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
+        model_parameters=case.groups(model, scale) if optimizer is None else None,
         config=config,
         lr_scheduler=None
         if "scheduler" in config

@@ -1,7 +1,7 @@
 """The model, optimizer, data and client state that every case trains."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -30,6 +30,20 @@ class Case:
     """Merged, key by key, over the common configuration."""
     zero_init: bool = False
     """Build the model under ``deepspeed.zero.Init`` (stage 3 only)."""
+    optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = torch.optim.AdamW
+    """Makes the optimizer of the param groups; None where the configuration names one."""
+    one_group: bool = False
+    """All parameters in one param group: not every optimizer survives more in DeepSpeed."""
+    exclude_frozen: bool = False
+    """Save with ``exclude_frozen_parameters``, load with ``load_module_strict=False``."""
+
+    def groups(self, model: nn.Module, scale: float) -> list[dict[str, Any]]:
+        """The param groups to train; see `param_groups` for `scale`."""
+        groups = param_groups(model, scale)
+        if self.one_group:
+            params = [param for group in groups for param in group["params"]]
+            groups = [{**groups[0], "params": params}]
+        return groups
 
     def ds_config(self) -> dict[str, Any]:
         """The DeepSpeed configuration: no entry depends on the world size."""

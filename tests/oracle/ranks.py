@@ -6,7 +6,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,14 +28,19 @@ JOB_SECONDS = 90.0
 class Finished:
     """How one job ended."""
 
-    job: work.Job
+    job: object
     seconds: float
     error: str | None
     """The failing rank's traceback and the end of its output."""
 
 
-def run_jobs(world_size: int, jobs: Sequence[work.Job], workdir: Path) -> list[Finished]:
-    """Run `jobs` in order on `world_size` ranks; one result for each.
+def run_jobs(
+    world_size: int,
+    jobs: Sequence[object],
+    workdir: Path,
+    do: Callable[[Any], None] = work.run,
+) -> list[Finished]:
+    """Run `jobs` in order on `world_size` ranks, each by calling `do`; one result for each.
 
     A job that fails takes its ranks with it; the jobs after it get new ones. What the ranks leave
     on disk decides, not their exit codes: a process may crash with all its work done.
@@ -45,7 +50,7 @@ def run_jobs(world_size: int, jobs: Sequence[work.Job], workdir: Path) -> list[F
     while len(finished) < len(jobs):
         rest = list(jobs[len(finished) :])
         start_dir = Path(tempfile.mkdtemp(prefix=f"world{world_size}_", dir=workdir))
-        crash = _start_and_wait(world_size, rest, start_dir)
+        crash = _start_and_wait(world_size, rest, do, start_dir)
         done = _done(rest, start_dir)
         finished += done
         if len(done) < len(rest):
@@ -59,10 +64,12 @@ def require_success(finished: Sequence[Finished]) -> None:
     assert not errors, "\n\n".join(errors)
 
 
-def _start_and_wait(world_size: int, jobs: list[work.Job], start_dir: Path) -> str:
+def _start_and_wait(
+    world_size: int, jobs: list[object], do: Callable[[Any], None], start_dir: Path
+) -> str:
     """Let the ranks run to their end; the reason when it is a bad one, else ''."""
     context: Any = spawn(  # type: ignore[no-untyped-call]
-        _rank_main, args=(world_size, jobs, start_dir), nprocs=world_size, join=False
+        _rank_main, args=(world_size, jobs, do, start_dir), nprocs=world_size, join=False
     )
     deadline = time.monotonic() + START_SECONDS + JOB_SECONDS
     done = 0
@@ -83,7 +90,7 @@ def _start_and_wait(world_size: int, jobs: list[work.Job], start_dir: Path) -> s
     return ""
 
 
-def _done(jobs: list[work.Job], start_dir: Path) -> list[Finished]:
+def _done(jobs: list[object], start_dir: Path) -> list[Finished]:
     """The jobs that every rank completed, in order."""
     done = []
     for index, job in enumerate(jobs):
@@ -103,14 +110,16 @@ def _complaint(start_dir: Path, crash: str) -> str:
     return "\n".join(parts)
 
 
-def _rank_main(rank: int, world_size: int, jobs: list[work.Job], start_dir: Path) -> None:
+def _rank_main(
+    rank: int, world_size: int, jobs: list[object], do: Callable[[Any], None], start_dir: Path
+) -> None:
     """The life of one rank."""
     _redirect_output(start_dir / f"rank{rank}.log")
     try:
         _join_group(rank, world_size, start_dir)
         for index, job in enumerate(jobs):
             started = time.monotonic()
-            work.run(job)
+            do(job)
             if rank == 0:
                 _mark_done(start_dir / f"job{index}.json", time.monotonic() - started)
         distributed.barrier()

@@ -1,0 +1,1 @@
+"""The frameworks' own saving and resuming, on real DeepSpeed ranks."""

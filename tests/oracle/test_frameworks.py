@@ -1,0 +1,230 @@
+"""Directories of HF Trainer, Accelerate and Lightning stay what they are at another world size.
+
+The frameworks themselves save, resume from what was made of it, and train on.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.oracle.compare import differences
+from tests.oracle.frameworks.common import Seen, generator_digest
+from tests.oracle.frameworks.journey import (
+    ACCELERATE,
+    FURTHER_STEPS,
+    HF,
+    KEEPSAKE,
+    LIGHTNING,
+    MOVES,
+    Journey,
+    Move,
+)
+from tests.oracle.frameworks.lightning_strategy import trainer_state
+from tests.oracle.values import value_differences
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="session")
+def journey(tmp_path_factory: pytest.TempPathFactory) -> Journey:
+    """Every checkpoint of every framework saved, resharded, resumed and saved again."""
+    journey = Journey(tmp_path_factory.mktemp("frameworks"))
+    journey.run()
+    return journey
+
+
+@pytest.fixture
+def move(request: pytest.FixtureRequest, journey: Journey) -> Move:
+    """One resharding that was made and resumed without an error."""
+    move: Move = request.param
+    if move.name in journey.errors:
+        pytest.fail(journey.errors[move.name], pytrace=False)
+    return move
+
+
+def _each(moves: list[Move]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("move", moves, indirect=True, ids=lambda move: move.name)
+
+
+@_each(MOVES)
+def test_the_resumed_engine_holds_what_was_saved(move: Move, journey: Journey) -> None:
+    assert differences(journey.saved_truth(move), journey.loaded_truth(move)) == []
+
+
+@_each(MOVES)
+def test_the_tag_keeps_its_name(move: Move, journey: Journey) -> None:
+    tag = (journey.out(move) / "latest").read_text()
+    assert tag == (journey.source(move) / "latest").read_text()
+    names = {
+        "hf": f"global_step{journey.steps(move)}",
+        "accelerate": "pytorch_model",
+        "lightning": "checkpoint",
+    }
+    assert tag == names[move.framework]
+    assert (journey.out(move) / tag).is_dir()
+
+
+@_each(MOVES)
+def test_what_belongs_to_no_rank_comes_along(move: Move, journey: Journey) -> None:
+    source, out = _others(journey.source(move)), _others(journey.out(move))
+    assert out.keys() == source.keys()
+    for name, path in out.items():
+        assert path.read_bytes() == source[name].read_bytes(), name
+    assert str(KEEPSAKE) in out
+    if move.framework == "hf":
+        assert {"trainer_state.json", "training_args.bin", "model.safetensors"} <= out.keys()
+        assert ("scheduler.pt" in out) == (move.stage == 3)
+    if move.framework == "accelerate":
+        assert {"scheduler.bin", "custom_checkpoint_0.pkl"} <= out.keys()
+
+
+@_each(MOVES)
+def test_the_way_through_a_store_gives_the_same_files(move: Move, journey: Journey) -> None:
+    assert _contents(journey.out_of_store(move)) == _contents(journey.out(move))
+
+
+@_each([*HF, *ACCELERATE])
+def test_ranks_before_and_after_keep_their_random_files(move: Move, journey: Journey) -> None:
+    before, after = _rank_files(journey.source(move)), _rank_files(journey.out(move))
+    assert before.keys() == set(range(move.source))
+    kept = set(range(min(move.source, move.target)))
+    new = set(range(move.source, move.target)) if move.framework == "accelerate" else set()
+    assert after.keys() == kept | new
+    for rank in kept:
+        assert after[rank].read_bytes() == before[rank].read_bytes()
+
+
+@_each([*HF, *ACCELERATE])
+def test_files_are_named_as_the_framework_names_them(move: Move, journey: Journey) -> None:
+    out, resaved = _names(journey.out(move)), _names(journey.resaved(move))
+    new = {f"rng_state_{rank}.pth" for rank in range(move.source, move.target)}
+    assert resaved - out == (new if move.framework == "hf" else set())
+    assert out - resaved == set()
+
+
+@_each([*HF, *ACCELERATE])
+def test_no_rank_gets_another_rank_s_generator(move: Move, journey: Journey) -> None:
+    saved = {
+        rank: generator_digest(_generator(path))
+        for rank, path in _rank_files(journey.source(move)).items()
+    }
+    assert len(set(saved.values())) == move.source
+    for rank, seen in enumerate(journey.resuming_ranks(move)):
+        if rank in saved:
+            assert seen["generator"] == saved[rank]
+        else:
+            assert seen["generator"] not in saved.values()
+            # The job's own seed, untouched. HF Trainer's data loader draws from it on the way.
+            assert move.framework == "hf" or seen["generator"] == seen["generator_before"]
+
+
+@_each([*HF, *ACCELERATE])
+def test_the_note_says_what_became_of_the_ranks(move: Move, journey: Journey) -> None:
+    notes = journey.notes[move.name]
+    assert ("new" in notes) == (move.target > move.source)
+    assert ("gone" in notes) == (move.target < move.source)
+    assert ("scheduler" in notes) == (move.framework == "accelerate")
+
+
+@_each(HF)
+def test_the_trainer_goes_on(move: Move, journey: Journey) -> None:
+    steps = journey.steps(move)
+    ranks = journey.resuming_ranks(move)
+    assert len(ranks) == move.target
+    saved = journey.saving_ranks(move)[0]
+    assert len(saved["saved_schedule"]) == 2
+    for seen in ranks:
+        assert seen["first_step"] == seen["engine_step"] == steps
+        assert seen["last_step"] == steps + FURTHER_STEPS
+        assert len(seen["losses"]) == steps + FURTHER_STEPS
+        assert seen["losses"][:steps] == saved["losses"]
+        assert seen["schedule"] == saved["saved_schedule"]
+
+
+@_each(ACCELERATE)
+def test_accelerate_goes_on_with_all_ranks_in_step(move: Move, journey: Journey) -> None:
+    ranks = journey.resuming_ranks(move)
+    assert len(ranks) == move.target
+    saved = journey.saving_ranks(move)[0]["saved"]
+    assert saved["step"] > 0
+    assert [_counters(seen) for seen in ranks] == [saved] * move.target
+    assert {tuple(seen["synced"]) for seen in ranks} == {(False, True) * FURTHER_STEPS}
+    assert len({seen["saved"]["step"] for seen in ranks}) == 1
+
+
+@_each([move for move in ACCELERATE if move.target > move.source])
+def test_accelerate_s_new_ranks_get_the_step_and_nothing_else(move: Move, journey: Journey) -> None:
+    files = _rank_files(journey.out(move))
+    step = journey.saving_ranks(move)[0]["saved"]["step"]
+    for rank in range(move.source, move.target):
+        assert torch.load(files[rank], weights_only=True) == {"step": step}
+
+
+@_each(LIGHTNING)
+def test_lightning_s_state_is_in_every_model_file(move: Move, journey: Journey) -> None:
+    files = sorted((journey.out(move) / "checkpoint").glob("*_model_states.pt"))
+    assert len(files) == (move.target if move.stage == 3 else 1)
+    for file in files:
+        content = torch.load(file, weights_only=False)
+        held = {key: content.get(key) for key in trainer_state()}
+        assert list(value_differences(trainer_state(), held, file.name)) == []
+
+
+@_each(LIGHTNING)
+def test_lightning_s_own_loader_finds_its_state(move: Move, journey: Journey) -> None:
+    ranks = journey.resuming_ranks(move)
+    assert len(ranks) == move.target
+    for seen in ranks:
+        assert seen["returned"] == {key: repr(value) for key, value in trainer_state().items()}
+        assert (seen["first_step"], seen["last_step"]) == (3, 4)
+
+
+def _contents(directory: Path) -> dict[str, str]:
+    """Every file with the digest of its bytes."""
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+def _others(directory: Path) -> dict[str, Path]:
+    """The files outside the tag that belong to no rank, by their relative paths."""
+    tag = (directory / "latest").read_text()
+    ranked = set(_rank_files(directory).values())
+    return {
+        str(path.relative_to(directory)): path
+        for path in directory.rglob("*")
+        if path.is_file() and path not in ranked and path.relative_to(directory).parts[0] != tag
+    }
+
+
+def _names(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir() if path.is_file()}
+
+
+def _rank_files(directory: Path) -> dict[int, Path]:
+    """Each rank's file of random generators."""
+    if (directory / "rng_state.pth").exists():
+        return {0: directory / "rng_state.pth"} | _numbered(directory, "rng_state_*.pth", start=1)
+    return _numbered(directory, "rng_state_*.pth") | _numbered(directory, "random_states_*.pkl")
+
+
+def _numbered(directory: Path, pattern: str, start: int = 0) -> dict[int, Path]:
+    found = {int(path.stem.rpartition("_")[2]): path for path in directory.glob(pattern)}
+    assert all(rank >= start for rank in found)
+    return found
+
+
+def _generator(path: Path) -> torch.Tensor:
+    """The state of torch's generator in a rank's file."""
+    content: dict[str, Any] = torch.load(path, weights_only=False)
+    state: torch.Tensor = content["cpu" if path.suffix == ".pth" else "torch_manual_seed"]
+    return state
+
+
+def _counters(seen: Seen) -> dict[str, int]:
+    return {key: seen[key] for key in ("step", "engine_step", "batches", "scheduler")}
