@@ -12,8 +12,8 @@ from typing import Final
 from streamshard.errors import MemoryLimitError
 
 MIB: Final = 1 << 20
-WINDOW_BYTES: Final = 4 * MIB
-"""Window that a worker gets where the limit allows: past this, copies get no faster."""
+WINDOW_BYTES: Final = MIB
+"""Window that a worker gets where the limit allows: larger ones no longer fit the caches."""
 MIN_WINDOW_BYTES: Final = MIB // 4
 SCRATCH_BYTES: Final = 2 * MIB
 """For casts, and for a block of a store of which only a part is wanted."""
