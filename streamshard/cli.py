@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"streamshard: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("streamshard: interrupted; no target was left", file=sys.stderr)
+        print("streamshard: interrupted; nothing half-written was left", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # The reader has gone; keep the interpreter from complaining about it at exit.

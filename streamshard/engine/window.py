@@ -73,11 +73,7 @@ class RegionFiller:
     """Delivers a region's bytes in order, in portions of any size that holds whole elements."""
 
     def __init__(self, region: Region, reader: SourceReader, scratch: memoryview) -> None:
-        copies = region.copies
-        self._files = copies.file.tolist()
-        self._sources = copies.source.tolist()
-        self._targets = copies.target.tolist()
-        self._nbytes = copies.nbytes.tolist()
+        self._copies = region.copies
         self._region = region
         self._reader = reader
         self._scratch = scratch
@@ -89,29 +85,30 @@ class RegionFiller:
 
     def fill(self, view: memoryview) -> None:
         """Fill a view with the region's next bytes."""
-        region, end, done = self._region, self._at + len(view), 0
+        region, copies, end, done = self._region, self._copies, self._at + len(view), 0
         while done < len(view):
             at = self._at + done
-            if self._next == len(self._files) or self._targets[self._next] >= end:
+            target = int(copies.target[self._next]) if self._next < len(copies) else end
+            if target >= end:
                 view[done:] = bytes(len(view) - done)
                 break
-            if self._targets[self._next] > at and not self._used:
-                gap = self._targets[self._next] - at
-                view[done : done + gap] = bytes(gap)
-                done += gap
+            if target > at and not self._used:
+                view[done : done + target - at] = bytes(target - at)
+                done += target - at
                 continue
-            source_left = self._nbytes[self._next] - self._used
+            source_bytes = int(copies.nbytes[self._next])
             wanted = (len(view) - done) // region.target_itemsize * region.source_itemsize
-            count = min(source_left, wanted)
+            count = min(source_bytes - self._used, wanted)
             done += self._deliver(count, view[done:])
             self._used += count
-            if self._used == self._nbytes[self._next]:
+            if self._used == source_bytes:
                 self._next, self._used = self._next + 1, 0
         self._at = end
 
     def _deliver(self, count: int, view: memoryview) -> int:
         """Read source bytes of the current copy into the front of a view; returns bytes filled."""
-        file, offset = self._files[self._next], self._sources[self._next] + self._used
+        file = int(self._copies.file[self._next])
+        offset = int(self._copies.source[self._next]) + self._used
         region = self._region
         if region.cast is None:
             self._reader.read_into(file, offset, view[:count])

@@ -5,6 +5,8 @@ from typing import Final
 
 LATEST: Final = "latest"
 LATEST_UNIVERSAL: Final = "latest_universal"
+OWN_PREFIX: Final = ".streamshard"
+"""Beginning of the names of files that streamshard needs while it works."""
 
 _RANK_FILE: Final = re.compile(
     r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)"

@@ -4,7 +4,6 @@ Key names and defaults: `deepspeed/runtime/zero/config.py`, `runtime/precision_c
 """
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +16,8 @@ Config = Mapping[str, Any]
 DEFAULT_SUB_GROUP_SIZE: Final = 1_000_000_000
 
 _ZERO: Final = "zero_optimization"
+_ON: Final = ("1", "true", "t", "yes", "y", "on")
+_OFF: Final = ("0", "false", "f", "no", "n", "off")
 _PRECISIONS: Final = {"float16": ("fp16",), "bfloat16": ("bf16", "bfloat16")}
 """Sections that switch a 16-bit type on, by the dtype they stand for."""
 
@@ -33,7 +34,7 @@ def read_file(path: Path) -> Config:
         config = json.loads(path.read_text())
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not a DeepSpeed config in JSON ({error})") from error
     if not isinstance(config, dict):
         raise UsageError(f"{path}: not a DeepSpeed config: the JSON in it is no object")
@@ -47,29 +48,54 @@ def _zero(config: Config) -> Mapping[str, Any]:
     return section if isinstance(section, Mapping) else {}
 
 
-def _number(value: object) -> int | None:
-    """Read a count; what is none counts as not given."""
-    if isinstance(value, str) and re.fullmatch(r"[0-9.]+(e[0-9]+)?", value):
-        value = float(value)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return int(value)
-    return None
+def _number(section: Config, key: str) -> int | None:
+    """Read a count, None where it is not given.
+
+    Raises
+    ------
+    UsageError
+        What is given is no count.
+    """
+    value = section.get(key)
+    if value is None or value == "auto":
+        return None
+    try:
+        return int(float("nan" if isinstance(value, bool) else value))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UsageError(f"DeepSpeed config: {key} is {value!r:.40}, which is no count") from error
+
+
+def _flag(section: Config, key: str) -> bool:
+    """Read a switch as DeepSpeed's own models do, which also take 1 and "true"; off if not given.
+
+    Raises
+    ------
+    UsageError
+        What is given is no switch.
+    """
+    value = section.get(key)
+    if value is None or value == "auto":
+        return False
+    text = str(value).lower() if isinstance(value, bool | int | str) else ""
+    if text not in (*_ON, *_OFF):
+        raise UsageError(f"DeepSpeed config: {key} is {value!r:.40}, which is no switch")
+    return text in _ON
 
 
 def zero_stage(config: Config) -> int | None:
     """Tell the ZeRO stage that a config asks for, None if it names none."""
-    return _number(_zero(config).get("stage"))
+    return _number(_zero(config), "stage")
 
 
 def zero_layout(config: Config, *, stage: int, world_size: int) -> ZeroLayout:
     """Read how an engine with this config would cut its optimizer state."""
     zero = _zero(config)
-    size = _number(zero.get("sub_group_size"))
+    size = _number(zero, "sub_group_size")
     return ZeroLayout(
         stage=stage,
         world_size=world_size,
-        round_robin=zero.get("round_robin_gradients") is True and stage < 3,
-        parameter_alignment=zero.get("parameter_alignment") is True and stage < 3,
+        round_robin=_flag(zero, "round_robin_gradients") and stage < 3,
+        parameter_alignment=_flag(zero, "parameter_alignment") and stage < 3,
         sub_group_size=DEFAULT_SUB_GROUP_SIZE if size is None else size,
         bf16_optimizer=stage == 1 and _uses_bf16_optimizer(config),
     )
@@ -93,7 +119,7 @@ def module_dtype(config: Config) -> str:
     for dtype, names in _PRECISIONS.items():
         for name in names:
             section = config.get(name)
-            if isinstance(section, Mapping) and section.get("enabled") is True:
+            if isinstance(section, Mapping) and _flag(section, "enabled"):
                 return dtype
     return "float32"
 
@@ -129,7 +155,7 @@ def gradient_clipping(config: Config) -> float | None:
 def batch_sizes(config: Config) -> tuple[int | None, int | None, int | None]:
     """Read (train_batch_size, micro batch per GPU, gradient accumulation steps) as given."""
     return (
-        _number(config.get("train_batch_size")),
-        _number(config.get("train_micro_batch_size_per_gpu")),
-        _number(config.get("gradient_accumulation_steps")),
+        _number(config, "train_batch_size"),
+        _number(config, "train_micro_batch_size_per_gpu"),
+        _number(config, "gradient_accumulation_steps"),
     )

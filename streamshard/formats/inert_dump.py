@@ -25,7 +25,7 @@ def dump(node: Node, persistent_id: Callable[[Node], Node | None]) -> bytes:
     Raises
     ------
     UnsupportedError
-        The nodes are nested more deeply than a pickler can follow, or a call depends on itself.
+        The nodes are nested more deeply than a pickler can follow.
     """
     buffer = io.BytesIO()
     try:
@@ -42,8 +42,6 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         super().__init__(buffer, protocol=2)
         self.persistent_id = persistent_id
         self._canonical: dict[str | Global, str | Global] = {}
-        self._unmade: set[int] = set()
-        """Calls whose arguments are being written."""
 
     def _saved_before(self, node: Node) -> bool:
         if id(node) not in self.memo:
@@ -76,12 +74,6 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
     dispatch[Global] = save_global_node
 
     def save_call(self, node: Call) -> None:
-        if id(node) in self._unmade:
-            # Below protocol 4, a set with a member that refers to the set.
-            raise UnsupportedError(
-                f"an object of {node.name or 'some class'} is among its own arguments"
-            )
-        self._unmade.add(id(node))
         if node.kwargs is None:
             self.save(node.function)
             self.save(node.args)
@@ -91,7 +83,11 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
             self.save(_NEWOBJ_EX)
             self.save((node.function, node.args, node.kwargs))
             self.write(pickle.REDUCE)
-        self._unmade.remove(id(node))
+        if id(node) in self.memo:
+            # It was among its own arguments (below protocol 4, a set with a member that refers to
+            # the set) and is whole already: that one is taken, as pickle itself does.
+            self.write(pickle.POP + self.get(self.memo[id(node)][0]))
+            return
         self.memoize(node)
         self._batch_appends(node.items)
         self._batch_setitems(node.entries)

@@ -65,13 +65,25 @@ def read(root: Path) -> Store:
     return _StoreReader(root, checkpoint, records, codec).open(chunk_shapes)
 
 
-def _require_version(root: Path) -> None:
-    document = root / "zarr.json"
+def is_store(root: Path) -> bool:
+    """Tell whether a Zarr hierarchy is one of streamshard's stores, of whatever version."""
+    return _version(root) is not None
+
+
+def _version(root: Path) -> object:
     try:
-        found: Any = json.loads(document.read_bytes())["attributes"][ROOT_KEY]["format_version"]
-    except (KeyError, TypeError, ValueError) as error:
+        document: Any = json.loads((root / "zarr.json").read_bytes())
+        found: object = document["attributes"][ROOT_KEY]["format_version"]
+    except (KeyError, RecursionError, TypeError, ValueError):
+        return None
+    return found
+
+
+def _require_version(root: Path) -> None:
+    found = _version(root)
+    if found is None:
         message = f"{root}: a Zarr hierarchy, but not one that streamshard wrote"
-        raise SourceNotFoundError(message) from error
+        raise SourceNotFoundError(message)
     if found != store_state.VERSION:
         message = f"{root}: store format {found}; this streamshard reads {store_state.VERSION}"
         raise UnsupportedError(f"{message}: use a newer one")

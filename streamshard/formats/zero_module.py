@@ -28,6 +28,10 @@ _CUT_KEYS = frozenset(
 """Entries of a model file that depend on the cutting, or that the module's entries restate."""
 
 
+_EXTRA_STATE = "_extra_state"
+"""Last part of the key under which `Module.get_extra_state` is saved; it may be a tensor."""
+
+
 @dataclass(slots=True)
 class ModuleMap:
     """Where the module's own tensors lie."""
@@ -75,7 +79,7 @@ class ModuleReader:
         found = []
         for name, node in self._module.items():
             tensor = tensor_of(node)
-            if tensor is None or not _is_dense(tensor):
+            if tensor is None or not _is_dense(tensor) or name.split(".")[-1] == _EXTRA_STATE:
                 found.append(ModuleEntry(name, "extra", "", ()))
                 continue
             alias = self._alias_of(name, tensor, seen)
@@ -103,7 +107,8 @@ class ModuleReader:
         if name in trained:
             return "param"
         # Stage 1 keeps no list of frozen parameters: whatever is no buffer and not trained is one.
-        if name in self._frozen_shapes or self._stage == 1:
+        buffers_known = isinstance(self._models[0].get(names.BUFFER_NAMES), list)
+        if name in self._frozen_shapes or (self._stage == 1 and buffers_known):
             return "frozen"
         return "loose"
 

@@ -30,8 +30,10 @@ class ModuleWriter:
         source = self._source.model_state
         module = OrderedDict[str, Node]()
         vars(module).update(vars(source[names.MODULE_STATE]))
+        kept = {e.name: self._module_entry(e, {}) for e in self._source.module if not e.alias_of}
         for entry in self._source.module:
-            module[entry.name] = self._module_entry(entry, module)
+            own = kept.get(entry.name)
+            module[entry.name] = self._module_entry(entry, kept) if own is None else own
         shapes, fragments = self._frozen(module, rank)
         buffers = {entry.name for entry in self._source.module if entry.kind == "buffer"}
         aliases = {

@@ -1,6 +1,7 @@
 """Reads a native ZeRO checkpoint into logical tensors and says where their bytes lie."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -49,7 +50,18 @@ def read(tag_dir: Path, run_files: Sequence[tuple[Path, str]]) -> tuple[Checkpoi
     """
     shards = find(tag_dir)
     inside = [(p, f"{tag_dir.name}/{p.relative_to(tag_dir).as_posix()}") for p in shards.others]
-    return _read_shards(shards, [*run_files, *inside])
+    with malformed(tag_dir):
+        return _read_shards(shards, [*run_files, *inside])
+
+
+@contextmanager
+def malformed(place: Path) -> Iterator[None]:
+    """Turn what comes of looking for things where DeepSpeed puts them into a message."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+        message = f"{place}: not laid out as DeepSpeed does it ({type(error).__name__}: {error})"
+        raise CorruptFileError(message) from error
 
 
 def _read_shards(

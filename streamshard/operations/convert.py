@@ -181,7 +181,7 @@ def plan_convert(
     target = Path(target)
     require_free(target, overwrite=overwrite)
     opened = open_source(source, tag, ds_config_file=source_ds_config_file, like=like)
-    require_separate(opened.path, target)
+    require_separate(opened.path, opened.files, target)
     tensors = opened.checkpoint.tensors
     shapes = [chunk_shape(t.shape, ITEMSIZE[t.dtype], chunk_size) for t in tensors]
     sizes = _sizes(opened, shapes, codec)

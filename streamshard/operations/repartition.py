@@ -1,26 +1,26 @@
 """`repartition`: native files for another world size, from shards or from a store."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Final
 
 from streamshard.engine import memory
 from streamshard.engine.work import TargetFile
-from streamshard.errors import UnsupportedError, UsageError
-from streamshard.formats import deepspeed_names as names
+from streamshard.errors import UsageError
 from streamshard.formats import ds_config, dump_names, frameworks
-from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.dump_names import Template
 from streamshard.formats.zero_target import ZeroTarget
 from streamshard.formats.zero_writer import FileImage, dump_images, native_images
-from streamshard.model import FILE, MASTER, ZeroLayout
+from streamshard.model import FILE, MASTER
 from streamshard.operations import advice, running
+from streamshard.operations.cut import flat_groups
 from streamshard.operations.native_files import NativeFiles
 from streamshard.operations.report import Progress, Report, Silent
-from streamshard.operations.source import Source, flat_groups, open_source
+from streamshard.operations.settings import TargetSettings, target_settings
+from streamshard.operations.source import Source, open_source
 from streamshard.operations.target import (
     PartialTarget,
     require_free,
@@ -33,16 +33,10 @@ from streamshard.plan.zero import sub_groups
 Path_ = str | os.PathLike[str]
 
 
-@dataclass(frozen=True, slots=True)
-class TargetSettings:
-    """What the files of a target are shaped by, and where that was found."""
-
-    layout: ZeroLayout
-    config: Mapping[str, Any]
-    """DeepSpeed config that the files will hold."""
-    module_dtype: str
-    is_bf16: bool
-    note: str
+_COPY_BYTES: Final = 4 * 8 * 8
+"""Four integers a copy, in each of the few files that are in flight at once."""
+_LOCATE_BYTES: Final = 16 * 8
+"""Arrays that finding a copy takes for a moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +135,9 @@ def plan_repartition(
     require_free(directory, overwrite=overwrite, template=template)
     wanted = ds_config.read_file(Path(ds_config_file)) if ds_config_file else None
     opened = open_source(source, tag, ds_config_file=source_ds_config_file, like=like)
-    require_separate(opened.path, directory)
+    require_separate(opened.path, opened.files, directory)
     _require_same_kind(opened, template, str(target))
-    settings = _settings(opened, world_size, zero_stage, wanted)
+    settings = target_settings(opened.checkpoint, world_size, zero_stage, wanted)
     others = [file.path for file in opened.checkpoint.files]
     resized = frameworks.resize(
         opened.checkpoint.tag,
@@ -163,6 +157,7 @@ def plan_repartition(
         codec_bytes=opened.codec_bytes,
         workers=workers,
         limit_bytes=memory_limit,
+        copies_bytes=_copies_bytes(opened, world_size),
     )
     require_space(directory, bytes_written)
     report = Report(
@@ -222,6 +217,18 @@ def repartition(
     return plan.run(progress)
 
 
+def _copies_bytes(source: Source, world_size: int) -> int:
+    """Bound what the copies of a target file take, and the work of finding one storage's copies.
+
+    A rank's share of a parameter lies with at most N / M + 2 ranks of the source.
+    """
+    checkpoint = source.checkpoint
+    spread = checkpoint.layout.world_size // world_size + 2
+    params = sum(len(group.params) for group in checkpoint.groups)
+    states = 1 + max((len(group.flat_states()) for group in checkpoint.groups), default=0)
+    return params * spread * (states * _COPY_BYTES + _LOCATE_BYTES)
+
+
 def _require_same_kind(source: Source, template: Template | None, target: str) -> None:
     """Refuse to make a checkpoint of dumps, which lack the model, or dumps of a checkpoint."""
     if source.checkpoint.is_dumps and template is None:
@@ -230,92 +237,6 @@ def _require_same_kind(source: Source, template: Template | None, target: str) -
     if template is not None and not source.checkpoint.is_dumps:
         message = f"{target}: a template, but the source is no set of raw dumps; give a directory"
         raise UsageError(message)
-
-
-def _settings(
-    source: Source, world_size: int, zero_stage: int | None, wanted: ds_config.Config | None
-) -> TargetSettings:
-    """Decide what shapes the target: the flags, else the given config, else the kept one."""
-    checkpoint = source.checkpoint
-    kept = checkpoint.optimizer_file.get(names.DS_CONFIG)
-    kept = kept if isinstance(kept, dict) else {}
-    stage, dtype = zero_stage or checkpoint.layout.stage, checkpoint.module_dtype
-    config, is_bf16 = dict(kept), checkpoint.is_bf16
-    if wanted is not None:
-        config = ds_config.resolved(wanted, kept)
-        stage = _agreed_stage(ds_config.zero_stage(config), zero_stage)
-        dtype = ds_config.module_dtype(config)
-        is_bf16 = dtype == "bfloat16"
-        _require_same_scaling(checkpoint, dtype)
-    if config:
-        config = ds_config.with_stage(config, stage)
-    if checkpoint.is_dumps and (stage == 3) != (checkpoint.layout.stage == 3):
-        message = f"raw dumps of ZeRO stage {checkpoint.layout.stage} lack what stage {stage} needs"
-        raise UsageError(f"{message}; reshard a whole checkpoint instead")
-    _require_whole_momentum(checkpoint, stage)
-    layout = ds_config.zero_layout(config, stage=stage, world_size=world_size)
-    if wanted is None and stage == checkpoint.layout.stage:
-        layout = replace(layout, bf16_optimizer=checkpoint.layout.bf16_optimizer)
-    if wanted is None and not kept:
-        layout = replace(checkpoint.layout, stage=stage, world_size=world_size)
-    return TargetSettings(
-        layout, config, dtype, is_bf16, _settings_note(layout, dtype, wanted, kept)
-    )
-
-
-def _require_whole_momentum(checkpoint: Checkpoint, stage: int) -> None:
-    """Refuse to write Muon's momentum for stages 1 and 2, where it is that of whole parameters."""
-    groups = checkpoint.wrapped_optimizer["param_groups"]
-    if stage < 3 and any(group.get("use_muon") is True for group in groups):
-        message = f"trained with Muon, whose 'momentum_buffer' stage {stage} keeps in another way"
-        raise UnsupportedError(f"{message}; that is not supported yet. Stay at stage 3")
-
-
-def _agreed_stage(in_config: int | None, asked: int | None) -> int:
-    """Take the stage from the given config, and hold it against the flag if there is one."""
-    if in_config is not None and asked is not None and in_config != asked:
-        message = f"--zero-stage {asked}, but the given config says stage {in_config}"
-        raise UsageError(f"{message}; make them agree")
-    stage = asked or in_config
-    if stage not in (1, 2, 3):
-        message = f"the given config asks for ZeRO stage {stage or 0}, which partitions nothing"
-        raise UsageError(f"{message}; give the whole config of the job that will resume")
-    return stage
-
-
-def _require_same_scaling(checkpoint: Checkpoint, target: str) -> None:
-    source = checkpoint.module_dtype
-    if checkpoint.is_dumps and not checkpoint.optimizer_file.get(names.DS_CONFIG):
-        # Dumps tell fp16 by its loss scale, and nothing else.
-        dynamic = checkpoint.optimizer_file[names.OPTIMIZER].get("dynamic_loss_scale") is True
-        source = "float16" if dynamic else target
-    if source != target and "float16" in (source, target):
-        message = (
-            f"the checkpoint was trained in {source}, the given config trains in {target}: "
-            "the loss scale that fp16 training needs cannot be made up"
-        )
-        raise UsageError(message)
-
-
-def _settings_note(
-    layout: ZeroLayout, dtype: str, wanted: ds_config.Config | None, kept: Mapping[str, Any]
-) -> str:
-    where = "the config kept in the checkpoint, then DeepSpeed's defaults"
-    if wanted is not None:
-        where = "the given --ds-config, then DeepSpeed's defaults"
-    elif not kept:
-        where = "DeepSpeed's defaults, as the checkpoint keeps no config"
-    shape = (
-        f"sub_group_size {layout.sub_group_size:,}"
-        if layout.stage == 3
-        else f"round_robin_gradients {_switch(layout.round_robin)}, "
-        f"parameter_alignment {_switch(layout.parameter_alignment)}"
-    )
-    return f"ZeRO stage {layout.stage}, {dtype}, {shape}: from {where}."
-
-
-def _switch(on: bool) -> str:
-    return "on" if on else "off"
 
 
 def _spell(

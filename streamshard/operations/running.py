@@ -19,23 +19,38 @@ from streamshard.plan.memory import MIB, SCRATCH_BYTES, MemoryPlan, plan_memory
 DEFAULT_LIMIT_BYTES: Final = 1024 * MIB
 
 
+_STEP_BYTES: Final = 4 * MIB
+"""What planning takes differs a little from run to run: rounded up, the projection does not."""
+
+
 def default_workers() -> int:
     """Count of workers that keep a disk busy without crowding a login node."""
     return min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
 
 
 def fit_memory(
-    *, floor_bytes: int, codec_bytes: int, workers: int | None, limit_bytes: int
+    *,
+    floor_bytes: int,
+    codec_bytes: int,
+    workers: int | None,
+    limit_bytes: int,
+    copies_bytes: int = 0,
 ) -> MemoryPlan:
     """Fit a run into the limit, once everything is planned.
 
     What planning took at its peak stands for the metadata, which the run will hold again.
+
+    Parameters
+    ----------
+    copies_bytes
+        What the copies of the files in flight take, which are found only during the run.
     """
+    held_bytes = max(0, memory.peak_bytes() - floor_bytes) + copies_bytes
     if workers is not None and workers < 1:
         raise UsageError(f"--workers {workers}: at least one is needed")
     return plan_memory(
         floor_bytes=floor_bytes,
-        metadata_bytes=max(0, memory.peak_bytes() - floor_bytes),
+        metadata_bytes=-(-held_bytes // _STEP_BYTES) * _STEP_BYTES,
         codec_bytes=codec_bytes,
         workers=workers or default_workers(),
         limit_bytes=limit_bytes,

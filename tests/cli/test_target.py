@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import streamshard as api
+from streamshard.errors import TargetError
 from tests.cli.conftest import streamshard, tree
 
 
@@ -48,17 +50,99 @@ def test_a_target_in_its_own_source_is_refused(stage_2: Path, inside: str) -> No
 def test_a_second_run_on_a_target_is_refused(saved: Callable[[int], Path], tmp_path: Path) -> None:
     partial = tmp_path / "out.partial"
     partial.mkdir()
-    with (partial / ".streamshard.lock").open("w") as lock:
+    (partial / ".streamshard.partial").touch()
+    (partial / "half").write_text("torn")
+    with (tmp_path / ".streamshard.lock.out").open("w") as lock:
         lock.write("4711")
         lock.flush()
         fcntl.flock(lock, fcntl.LOCK_EX)
         done = streamshard("repartition", saved(2), tmp_path / "out", "--world-size", 2)
         assert (done.code, "4711" in done.err) == (4, True)
+        assert (partial / "half").exists()
     # The holder is gone: what it left is cleared away.
-    (partial / "half").write_text("torn")
     assert streamshard("repartition", saved(2), tmp_path / "out", "--world-size", 2).code == 0
     assert not (tmp_path / "out" / "half").exists()
-    assert not partial.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("suffix", [".partial", ".replaced"])
+def test_a_source_in_the_place_of_our_own_directories_is_safe(
+    suffix: str, stage_2: Path, tmp_path: Path
+) -> None:
+    source = stage_2.rename(tmp_path / f"out{suffix}")
+    before = tree(source)
+    done = streamshard("repartition", source, tmp_path / "out", "--world-size", 3)
+    assert done.code in (2, 4)
+    assert tree(source) == before
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("suffix", [".partial", ".replaced"])
+@pytest.mark.parametrize("link", [False, True])
+def test_a_strangers_directory_in_their_place_is_safe(
+    suffix: str, link: bool, saved: Callable[[int], Path], tmp_path: Path
+) -> None:
+    thesis = tmp_path / "thesis"
+    thesis.mkdir()
+    (thesis / "chapter").write_text("irreplaceable")
+    place = tmp_path / f"out{suffix}"
+    if link:
+        place.symlink_to(thesis)
+    else:
+        thesis.rename(place)
+    done = streamshard("repartition", saved(2), tmp_path / "out", "--world-size", 3)
+    assert (done.code, place.name in done.err) == (4, True)
+    assert (place / "chapter").read_text() == "irreplaceable"
+    assert not (tmp_path / "out").exists()
+
+
+def test_overwrite_spares_a_run_with_more_than_one_tag(stage_2: Path, tmp_path: Path) -> None:
+    (stage_2 / "global_step99").mkdir()
+    before = tree(stage_2)
+    other = tmp_path / "other"
+    assert streamshard("repartition", stage_2, other, "--world-size", 2).code == 0
+    done = streamshard("repartition", other, stage_2, "--world-size", 3, "--overwrite")
+    assert (done.code, "more than one" in done.err) == (4, True)
+    assert tree(stage_2) == before
+
+
+def test_overwrite_spares_a_zarr_hierarchy_of_others(
+    saved: Callable[[int], Path], tmp_path: Path
+) -> None:
+    (tmp_path / "a.zarr").mkdir()
+    (tmp_path / "a.zarr" / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group"}')
+    done = streamshard("convert", saved(2), tmp_path / "a.zarr", "--overwrite")
+    assert done.code == 4
+    assert len(tree(tmp_path)) == 1
+
+
+def test_a_replacement_that_fails_brings_the_old_target_back(
+    saved: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    api.repartition(saved(2), out, world_size=2)
+    before, rename = tree(out), Path.rename
+
+    def failing(self: Path, target: Path) -> Path:
+        if self.name == "out.partial":
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(TargetError, match="Input/output error"):
+        api.repartition(saved(2), out, world_size=3, overwrite=True)
+    assert tree(out) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_targets_without_a_name_are_refused(
+    saved: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for target in (".", "..", "/"):
+        done = streamshard("repartition", saved(2), target, "--world-size", 3, "--overwrite")
+        assert done.code == 2
+        assert "Traceback" not in done.err
 
 
 @pytest.fixture

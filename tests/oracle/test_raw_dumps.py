@@ -115,7 +115,8 @@ def _grouped(ones: list[tuple[int, Resharding]]) -> Iterable[tuple[int, list[Res
 
 def _reshard(made: Dumps, one: Resharding) -> None:
     """Straight and by way of a store."""
-    saved_by = _config(made, one.case) if one.case in NOT_DEFAULT else None
+    told = one.case in NOT_DEFAULT or one.resume
+    saved_by = _config(made, one.case) if told else None
     resuming = _config(made, one.resume) if one.resume else None
     # The stage of the checkpoint that gives the shapes does not matter.
     like = made.like(2 if one.target == 5 else 3) if one.case.zero_stage == 3 else None

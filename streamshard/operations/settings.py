@@ -1,0 +1,130 @@
+"""What shapes the files of a target, and where that was found."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from streamshard.errors import UnsupportedError, UsageError
+from streamshard.formats import deepspeed_names as names
+from streamshard.formats import ds_config
+from streamshard.formats.checkpoint import Checkpoint
+from streamshard.model import ZeroLayout
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSettings:
+    """What the files of a target are shaped by, and where that was found."""
+
+    layout: ZeroLayout
+    config: Mapping[str, Any]
+    """DeepSpeed config that the files will hold."""
+    module_dtype: str
+    is_bf16: bool
+    note: str
+
+
+def target_settings(
+    checkpoint: Checkpoint, world_size: int, zero_stage: int | None, wanted: ds_config.Config | None
+) -> TargetSettings:
+    """Decide what shapes the target: the flags, else the given config, else the kept one.
+
+    Raises
+    ------
+    UsageError
+        What is asked for contradicts itself, or would have to be made up.
+    UnsupportedError
+        The checkpoint's optimizer cannot be taken to that stage.
+    """
+    kept = checkpoint.optimizer_file.get(names.DS_CONFIG)
+    kept = kept if isinstance(kept, dict) else {}
+    stage, dtype = zero_stage or checkpoint.layout.stage, checkpoint.module_dtype
+    config, is_bf16 = dict(kept), checkpoint.is_bf16
+    if wanted is not None:
+        config = ds_config.resolved(wanted, kept)
+        stage = _agreed_stage(ds_config.zero_stage(config), zero_stage)
+        dtype = ds_config.module_dtype(config)
+        _require_known_order(checkpoint, config, stage)
+        is_bf16 = dtype == "bfloat16"
+        _require_same_scaling(checkpoint, dtype)
+    if config:
+        config = ds_config.with_stage(config, stage)
+    if checkpoint.is_dumps and (stage == 3) != (checkpoint.layout.stage == 3):
+        message = f"raw dumps of ZeRO stage {checkpoint.layout.stage} lack what stage {stage} needs"
+        raise UsageError(f"{message}; reshard a whole checkpoint instead")
+    _require_whole_momentum(checkpoint, stage)
+    layout = ds_config.zero_layout(config, stage=stage, world_size=world_size)
+    if wanted is None and stage == checkpoint.layout.stage:
+        layout = replace(layout, bf16_optimizer=checkpoint.layout.bf16_optimizer)
+    if wanted is None and not kept:
+        layout = replace(checkpoint.layout, stage=stage, world_size=world_size)
+    return TargetSettings(
+        layout, config, dtype, is_bf16, _settings_note(layout, dtype, wanted, kept)
+    )
+
+
+def _require_whole_momentum(checkpoint: Checkpoint, stage: int) -> None:
+    """Refuse to write Muon's momentum for stages 1 and 2, where it is that of whole parameters."""
+    groups = checkpoint.wrapped_optimizer["param_groups"]
+    if stage < 3 and any(group.get("use_muon") is True for group in groups):
+        message = f"trained with Muon, whose 'momentum_buffer' stage {stage} keeps in another way"
+        raise UnsupportedError(f"{message}; that is not supported yet. Stay at stage 3")
+
+
+def _agreed_stage(in_config: int | None, asked: int | None) -> int:
+    """Take the stage from the given config, and hold it against the flag if there is one."""
+    if in_config is not None and asked is not None and in_config != asked:
+        message = f"--zero-stage {asked}, but the given config says stage {in_config}"
+        raise UsageError(f"{message}; make them agree")
+    stage = asked or in_config
+    if stage not in (1, 2, 3):
+        message = f"the given config asks for ZeRO stage {stage or 0}, which partitions nothing"
+        raise UsageError(f"{message}; give the whole config of the job that will resume")
+    return stage
+
+
+def _require_known_order(checkpoint: Checkpoint, config: ds_config.Config, stage: int) -> None:
+    """Refuse to guess how dumps are stored where the job's config makes that doubtful."""
+    unknown = checkpoint.is_dumps and not checkpoint.optimizer_file.get(names.DS_CONFIG)
+    layout = ds_config.zero_layout(config, stage=stage, world_size=1)
+    if unknown and (layout.round_robin or layout.parameter_alignment):
+        message = (
+            "the given config has round_robin_gradients or parameter_alignment on, and the dumps "
+            "do not tell whether they were saved so: give the config of the job that saved them "
+            "with --source-ds-config"
+        )
+        raise UsageError(message)
+
+
+def _require_same_scaling(checkpoint: Checkpoint, target: str) -> None:
+    source = checkpoint.module_dtype
+    if checkpoint.is_dumps and not checkpoint.optimizer_file.get(names.DS_CONFIG):
+        # Dumps tell fp16 by its loss scale, and nothing else.
+        dynamic = checkpoint.optimizer_file[names.OPTIMIZER].get("dynamic_loss_scale") is True
+        source = "float16" if dynamic else target
+    if source != target and "float16" in (source, target):
+        message = (
+            f"the checkpoint was trained in {source}, the given config trains in {target}: "
+            "the loss scale that fp16 training needs cannot be made up"
+        )
+        raise UsageError(message)
+
+
+def _settings_note(
+    layout: ZeroLayout, dtype: str, wanted: ds_config.Config | None, kept: Mapping[str, Any]
+) -> str:
+    where = "the config kept in the checkpoint, then DeepSpeed's defaults"
+    if wanted is not None:
+        where = "the given --ds-config, then DeepSpeed's defaults"
+    elif not kept:
+        where = "DeepSpeed's defaults, as the checkpoint keeps no config"
+    shape = (
+        f"sub_group_size {layout.sub_group_size:,}"
+        if layout.stage == 3
+        else f"round_robin_gradients {_switch(layout.round_robin)}, "
+        f"parameter_alignment {_switch(layout.parameter_alignment)}"
+    )
+    return f"ZeRO stage {layout.stage}, {dtype}, {shape}: from {where}."
+
+
+def _switch(on: bool) -> str:
+    return "on" if on else "off"
