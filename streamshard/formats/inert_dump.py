@@ -42,6 +42,8 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         super().__init__(buffer, protocol=2)
         self.persistent_id = persistent_id
         self._canonical: dict[str | Global, str | Global] = {}
+        self._unmade: set[int] = set()
+        """Calls whose arguments are being written."""
 
     def _saved_before(self, node: Node) -> bool:
         if id(node) not in self.memo:
@@ -74,18 +76,22 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
     dispatch[Global] = save_global_node
 
     def save_call(self, node: Call) -> None:
+        args = node.args
+        if id(node) in self._unmade:
+            # Among its own arguments, as below protocol 4 a set is with a member that refers to
+            # it. pickle makes the inner one whole from a list of its own, and takes that.
+            args = tuple(list(arg) if type(arg) is list else arg for arg in args)
+        self._unmade.add(id(node))
         if node.kwargs is None:
             self.save(node.function)
-            self.save(node.args)
+            self.save(args)
             self.write(pickle.NEWOBJ if node.new else pickle.REDUCE)
         else:
             # Protocol 2 has no NEWOBJ_EX either; the function behind it does the same.
             self.save(_NEWOBJ_EX)
-            self.save((node.function, node.args, node.kwargs))
+            self.save((node.function, args, node.kwargs))
             self.write(pickle.REDUCE)
         if id(node) in self.memo:
-            # It was among its own arguments (below protocol 4, a set with a member that refers to
-            # the set) and is whole already: that one is taken, as pickle itself does.
             self.write(pickle.POP + self.get(self.memo[id(node)][0]))
             return
         self.memoize(node)
