@@ -20,6 +20,8 @@ from streamshard.errors import (
 from streamshard.model import BlockDigests, SourceFile
 
 _SYNC_FILE_RANGE_WRITE = 2
+_SYNC_FILE_RANGE_WAIT = 1 | 2 | 4
+"""Wait for what is being written, write the rest, wait for that too."""
 _OPEN_FILES = 64
 """Sources that one worker keeps open. A run has more sources than a process may have files."""
 
@@ -214,6 +216,15 @@ def start_writeback(descriptor: int, offset: int, nbytes: int) -> None:
     """
     if _sync_file_range is not None:
         _sync_file_range(descriptor, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
+
+
+def finish_writeback(descriptor: int, offset: int, nbytes: int) -> None:
+    """Wait until what was written here before is on its way out of memory.
+
+    A cgroup counts pages that are yet to be written, and kills whom they carry over its limit.
+    """
+    if _sync_file_range is not None:
+        _sync_file_range(descriptor, offset, nbytes, _SYNC_FILE_RANGE_WAIT)
 
 
 def sync_file(path: Path) -> None:

@@ -1,7 +1,12 @@
 """Streams parts through one buffer into a file: large sequential writes whatever the fragments."""
 
-from streamshard.engine.files import SourceReader, start_writeback, write_all
+from typing import Final
+
+from streamshard.engine.files import SourceReader, finish_writeback, start_writeback, write_all
 from streamshard.engine.work import Fixed, Region, Span
+
+_UNWRITTEN_BYTES: Final = 16 << 20
+"""How far the disk may be behind a worker."""
 
 
 class Window:
@@ -14,10 +19,13 @@ class Window:
         self._descriptor = -1
         self._offset = 0
         self._filled = 0
+        self._start = 0
+        """Byte offset at which the span that is being written begins."""
 
     def write(self, span: Span, descriptor: int) -> int:
         """Write a span; returns the byte offset behind it."""
         self._descriptor, self._offset, self._filled = descriptor, span.offset, 0
+        self._start = span.offset
         for part in span.parts:
             if isinstance(part, Fixed):
                 self._put(part.data)
@@ -32,6 +40,9 @@ class Window:
         write_all(self._descriptor, self._buffer[: self._filled], self._offset)
         if self._filled > len(self._buffer) // 2:
             start_writeback(self._descriptor, self._offset, self._filled)
+            behind = self._offset - _UNWRITTEN_BYTES
+            if behind >= self._start:
+                finish_writeback(self._descriptor, behind, self._filled)
         self._offset += self._filled
         self._filled = 0
 
