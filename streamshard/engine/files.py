@@ -227,24 +227,15 @@ def finish_writeback(descriptor: int, offset: int, nbytes: int) -> None:
         _sync_file_range(descriptor, offset, nbytes, _SYNC_FILE_RANGE_WAIT)
 
 
-def sync_file(path: Path) -> None:
-    """Make a file's content durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def sync_directories(root: Path) -> None:
     """Make the names in a directory tree durable, innermost first."""
     for directory, _, _ in os.walk(root, topdown=False):
-        sync_directory(Path(directory))
+        sync_path(Path(directory))
 
 
-def sync_directory(path: Path) -> None:
-    """Make the names in one directory durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def sync_path(path: Path) -> None:
+    """Make a file's content, or the names in a directory, durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:

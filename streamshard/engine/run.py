@@ -11,7 +11,7 @@ from streamshard.engine.files import (
     Decoder,
     SourceReader,
     open_target,
-    sync_file,
+    sync_path,
     target_errors,
     write_all,
 )
@@ -120,7 +120,7 @@ class Engine:
         """Sync what was left for the end: the first sync commits most of a journal for all."""
         for path in self._unsynced:
             with target_errors(path):
-                sync_file(path)
+                sync_path(path)
 
     def _spans(self, files: Iterable[TargetFile], root: Path) -> Iterator[tuple[_OpenFile, Span]]:
         for file in files:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from streamshard.engine.files import sync_directories, sync_directory, target_errors
+from streamshard.engine.files import sync_directories, sync_path, target_errors
 from streamshard.errors import NoSpaceError, TargetExistsError, TargetLockedError, UsageError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats.dump_names import Template
@@ -187,10 +187,10 @@ class PartialTarget:
             if latest is not None:
                 _write_durably(self.path / names.LATEST, latest.encode())
             (self.path / _MARK).unlink()
-            sync_directory(self.path)
+            sync_path(self.path)
             self._swap_in()
             for parent in (self._target.parent, *(made.parent for made in self._made)):
-                sync_directory(parent)
+                sync_path(parent)
 
     def _swap_in(self) -> None:
         """Put the new directory into its place; what was there comes back if that fails."""
