@@ -53,9 +53,12 @@ class LogicalTensor:
     state: str
     """`fp32`, `exp_avg`, … for optimizer state; `module`, `blob` or `file` for the rest."""
     name: str
-    """Parameter or buffer name; for `file` the path relative to the run directory."""
+    """Parameter or buffer name, unique in its family; for `file` the path relative to the run
+    directory."""
     dtype: str
     shape: tuple[int, ...]
+    family: str = ""
+    """Which part of the model it belongs to, where tensor or pipeline parallelism makes several."""
 
     @property
     def numel(self) -> int:
@@ -74,7 +77,7 @@ class ZeroLayout:
 
     stage: int
     world_size: int
-    """Size of the (sequence-)data-parallel group."""
+    """Size of the (sequence-)data-parallel group, which is that of every family."""
     round_robin: bool = False
     """`round_robin_gradients`; stages 1 and 2 only."""
     parameter_alignment: bool = False
@@ -83,6 +86,18 @@ class ZeroLayout:
     """Stage 3 only: elements per rank after which a sub-group is closed."""
     bf16_optimizer: bool = False
     """Stage 1 as `BF16_Optimizer` has it: cut like any other, masters saved with their padding."""
+    data_before_experts: bool = False
+    """`use_data_before_expert_parallelism`: ranks that share experts are neighbours."""
+
+    def expert_place(self, rank: int, expert_parallel: int) -> tuple[int, int]:
+        """Tell which experts a data-parallel rank holds, and its rank among those that share them.
+
+        By `_get_expert_parallel_ranks` of `deepspeed/utils/groups.py` (0.19.8).
+        """
+        sharing = self.world_size // expert_parallel
+        if self.data_before_experts:
+            return rank // sharing, rank % sharing
+        return rank % expert_parallel, rank // expert_parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,12 +248,9 @@ class RecordedCut:
 
 
 @dataclass(frozen=True, slots=True)
-class SourceMap:
-    """Where a source keeps its logical tensors, in the source's own terms."""
+class FamilyMap:
+    """Where the shards of one family keep its cut tensors."""
 
-    files: tuple[SourceFile, ...]
-    whole: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """Tensor → (file, byte offset), for tensors that lie in one piece."""
     partitions: Mapping[tuple[int, str], Slot] = field(default_factory=dict)
     """(param group, state) → each rank's partition (stages 1 and 2)."""
     recorded: tuple[RecordedCut, ...] = ()
@@ -247,6 +259,17 @@ class SourceMap:
     """(sub-group, state) → each rank's shards (stage 3)."""
     sub_group_params: tuple[tuple[str, ...], ...] = ()
     """Names of the parameters in each sub-group (stage 3)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceMap:
+    """Where a source keeps its logical tensors, in the source's own terms."""
+
+    files: tuple[SourceFile, ...]
+    families: tuple[FamilyMap, ...] = ()
+    """One per family of the checkpoint; none for a store."""
+    whole: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """Tensor → (file, byte offset), for tensors that lie in one piece."""
     shards: Mapping[int, Slot] = field(default_factory=dict)
     """Tensor → each rank's shard of it (stage 3, frozen weights)."""
     chunks: Mapping[int, tuple[int, Slot]] = field(default_factory=dict)

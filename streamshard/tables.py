@@ -71,7 +71,7 @@ def _summary(found: Inspection) -> str:
     facts: list[tuple[str, object]] = [
         ("checkpoint", f"{found.path} ({_KINDS[found.kind]})"),
         ("tag", found.tag),
-        ("saved by", f"ZeRO stage {found.zero_stage}, world size {found.world_size}"),
+        ("saved by", f"ZeRO stage {found.zero_stage}, world size {_ranks(found)}"),
         ("DeepSpeed", found.deepspeed_version or "version not recorded"),
         ("dtype", found.module_dtype or "not recorded"),
         ("steps", steps),
@@ -84,17 +84,35 @@ def _summary(found: Inspection) -> str:
     return _facts(facts)
 
 
+def _ranks(found: Inspection) -> str:
+    if found.model_parallel == found.expert_parallel == 1:
+        return str(found.world_size)
+    text = f"{found.world_size}: {found.data_parallel} data-parallel"
+    if found.model_parallel > 1:
+        text += f" x {found.model_parallel} tensor or pipeline parallel"
+    return text + (f", experts over {found.expert_parallel}" if found.expert_parallel > 1 else "")
+
+
 def _group_table(groups: Sequence[GroupSummary], *, verbose: bool) -> str:
     held = dict.fromkeys(key for group in groups for key in group.hyper_parameters)
     shown = [key for key in held if verbose or key in _MAIN_HYPER_PARAMETERS]
-    rows: list[Sequence[object]] = [("group", "parameters", "elements", "state", *shown)]
+    parts = any(group.family or group.expert_rank is not None for group in groups)
+    head = ("group", "part") if parts else ("group",)
+    rows: list[Sequence[object]] = [(*head, "parameters", "elements", "state", *shown)]
     for number, group in enumerate(groups):
         states = ", ".join(
             f"{key} {value:g}" if _real(value) else key for key, value in group.states.items()
         )
         values = [_short(group.hyper_parameters.get(key, "-")) for key in shown]
-        rows.append((number, f"{group.parameters:,}", f"{group.numel:,}", states or "-", *values))
+        name = (number, _part(group)) if parts else (number,)
+        sizes = (f"{group.parameters:,}", f"{group.numel:,}")
+        rows.append((*name, *sizes, states or "-", *values))
     return table(rows)
+
+
+def _part(group: GroupSummary) -> str:
+    experts = "" if group.expert_rank is None else f"expert rank {group.expert_rank}"
+    return ", ".join(filter(None, (group.family, experts))) or "-"
 
 
 def _real(value: object) -> bool:

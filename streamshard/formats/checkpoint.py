@@ -1,11 +1,13 @@
 """A checkpoint freed of its cutting: what every reader delivers and every writer starts from."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats.inert import Node
-from streamshard.model import LogicalTensor, ZeroLayout
+from streamshard.model import MASTER, LogicalTensor, ZeroLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,11 @@ class ParamGroup:
     master_dtype: str
     states: Mapping[str, Node] | None
     """State key → `FlatState`, `ScalarState`, or a plain value; None before the first step."""
+    number: int = 0
+    """Its number in the optimizer. A group of experts comes once for each of its expert ranks."""
+    expert_parallel: int = 1
+    """Count of expert ranks, each of which has other experts in this group; 1 without experts."""
+    expert_rank: int = 0
 
     def flat_states(self) -> dict[str, str]:
         """Return state → dtype of all states that are cut, the optimizer's own in their order."""
@@ -62,6 +69,47 @@ class OtherFile:
 
 
 @dataclass(frozen=True, slots=True)
+class Family:
+    """A part of the model that one data-parallel group of ranks trains.
+
+    Tensor and pipeline parallelism make several, numbered by `mp_rank`; without them there is one.
+    """
+
+    name: str
+    """Empty where there is one family, else unique: `mp_rank_01`."""
+    groups: tuple[ParamGroup, ...]
+    """In the optimizer's order, expert ranks of one group side by side."""
+    module: tuple[ModuleEntry, ...]
+    model_state: Mapping[str, Node]
+    """The model file's dict. What depends on the cutting is emptied, storages name blobs."""
+    optimizer_file: Mapping[str, Node]
+    """The optimizer file's dict, emptied likewise."""
+    param_ids: Mapping[str, int]
+    """ZeRO-3's `ds_id` of the parameters for which a file tells it."""
+
+    @property
+    def wrapped_optimizer(self) -> Mapping[str, Node]:
+        """State dict of the optimizer that ZeRO wraps: hyper-parameters, without states."""
+        state = self.optimizer_file[names.OPTIMIZER]
+        wrapped: Mapping[str, Node] = state.get(names.BASE_OPTIMIZER) or state[names.OPTIMIZER]
+        return wrapped
+
+    def spelled(self, group: ParamGroup) -> tuple[str, ...]:
+        """Return a group's parameters as the files name them: each expert rank counts from 0."""
+        first = (g for g in self.groups if g.number == group.number and g.expert_rank == 0)
+        return next(first).params
+
+    def held_by(self, rank: int, layout: ZeroLayout) -> list[tuple[int, int]]:
+        """List what a data-parallel rank holds: (index in `groups`, rank among its sharers)."""
+        held = []
+        for index, group in enumerate(self.groups):
+            expert_rank, sharer = layout.expert_place(rank, group.expert_parallel)
+            if expert_rank == group.expert_rank:
+                held.append((index, sharer))
+        return held
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """One saved step of a training run, as logical tensors and inert training state."""
 
@@ -69,15 +117,8 @@ class Checkpoint:
     layout: ZeroLayout
     """How the source was cut: provenance, and the default for a target."""
     tensors: tuple[LogicalTensor, ...]
-    groups: tuple[ParamGroup, ...]
-    module: tuple[ModuleEntry, ...]
+    families: tuple[Family, ...]
     module_dtype: str
-    model_state: Mapping[str, Node]
-    """The model file's dict. What depends on the cutting is emptied, storages name blobs."""
-    optimizer_file: Mapping[str, Node]
-    """The optimizer file's dict, emptied likewise."""
-    param_ids: Mapping[str, int]
-    """ZeRO-3's `ds_id` of the parameters for which a file tells it."""
     files: tuple[OtherFile, ...]
     notes: tuple[str, ...] = ()
     """What a user should know about the reading of it."""
@@ -89,15 +130,29 @@ class Checkpoint:
     @property
     def is_dumps(self) -> bool:
         """Whether this is the optimizer alone, as raw per-rank dumps have it."""
-        return not self.model_state
+        return not self.families[0].model_state
 
     @property
-    def wrapped_optimizer(self) -> Mapping[str, Node]:
-        """State dict of the optimizer that ZeRO wraps: hyper-parameters, without states."""
-        state = self.optimizer_file[names.OPTIMIZER]
-        wrapped: Mapping[str, Node] = state.get(names.BASE_OPTIMIZER) or state[names.OPTIMIZER]
-        return wrapped
+    def expert_parallel(self) -> int:
+        """Smallest count of data-parallel ranks that holds all experts; 1 without experts."""
+        return math.lcm(*(g.expert_parallel for family in self.families for g in family.groups))
 
-    def tensor_index(self) -> dict[tuple[str, str], int]:
-        """Return (state, name) → index in `tensors`."""
-        return {(t.state, t.name): i for i, t in enumerate(self.tensors)}
+    @property
+    def ranks(self) -> int:
+        """Count of ranks that saved it, over all families."""
+        return self.layout.world_size * len(self.families)
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The DeepSpeed config that the files keep; empty if they keep none."""
+        config = self.families[0].optimizer_file.get(names.DS_CONFIG)
+        return config if isinstance(config, dict) else {}
+
+    def tensor_index(self) -> dict[tuple[str, str, str], int]:
+        """Return (family, state, name) → index in `tensors`."""
+        return {(t.family, t.state, t.name): i for i, t in enumerate(self.tensors)}
+
+    def master_numels(self, family: Family) -> dict[str, int]:
+        """Return the element count of a family's trained parameters, by name."""
+        mine = (t for t in self.tensors if t.state == MASTER and t.family == family.name)
+        return {t.name: t.numel for t in mine}

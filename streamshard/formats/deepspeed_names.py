@@ -1,6 +1,7 @@
 """File names and dictionary keys that DeepSpeed decided (`deepspeed/checkpoint/constants.py`)."""
 
 import re
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 LATEST: Final = "latest"
@@ -13,10 +14,12 @@ _RANK_FILE: Final = re.compile(
     r"_?(?P<kind>optim|model)_states\.pt"
 )
 _MODEL_FILE: Final = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
-_PARALLEL_FILE: Final = re.compile(
+_PART_FILE: Final = re.compile(
     r"(layer_\d+[-_].*model_states|expert_\d+_mp_rank_\d+.*|expp_rank_\d+_mp_rank_\d+_optim_states)"
     r"\.pt"
 )
+
+_EXPERT: Final = re.compile(r"(?P<layer>.*\bdeepspeed_experts\.)(?P<local>\d+)(?P<rest>\..*)")
 
 OPTIMIZER: Final = "optimizer_state_dict"
 """In an optimizer file: the ZeRO optimizer's state; inside that, in stage 3, the wrapped one's."""
@@ -29,6 +32,8 @@ GROUP_PADDINGS: Final = "group_paddings"
 ALIGNMENT_PADDINGS: Final = "param_alignment_paddings"
 SLICE_MAPPINGS: Final = "param_slice_mappings"
 ZERO_STAGE: Final = "zero_stage"
+IS_EXPERTS: Final = "moe"
+"""In a param group of the wrapped optimizer, where it holds experts."""
 CLIP_GRAD: Final = "clip_grad"
 DS_CONFIG: Final = "ds_config"
 DS_VERSION: Final = "ds_version"
@@ -41,6 +46,10 @@ FROZEN_FRAGMENTS: Final = "frozen_param_fragments"
 SHARED_PARAMS: Final = "shared_params"
 DP_WORLD_SIZE: Final = "dp_world_size"
 MP_WORLD_SIZE: Final = "mp_world_size"
+EXPERT_COUNTS: Final = "num_experts"
+"""Count of experts of each expert layer."""
+AUTO_EXPERTS: Final = ("ds_autoep_layers", "autoep_layers")
+"""Entries of a model file that AutoEP alone fills; the second is how 0.19.2 spelled it."""
 
 
 class RankFile:
@@ -50,7 +59,7 @@ class RankFile:
 
     def __init__(self, kind: str, prefix: str, dp_rank: int | None, mp_rank: int) -> None:
         self.kind = kind
-        """`optim`, `model`, or `parallel` for pipeline and expert files."""
+        """`optim`, `model`, or `part` for the weights of a pipeline layer or of an expert."""
         self.prefix = prefix
         self.dp_rank = dp_rank
         """None for the model file of stages 1 and 2, which all ranks share."""
@@ -63,9 +72,42 @@ def parse(name: str) -> RankFile | None:
         return RankFile(match["kind"], match["prefix"] or "", int(match["dp"]), int(match["mp"]))
     if match := _MODEL_FILE.fullmatch(name):
         return RankFile("model", "", None, int(match["mp"]))
-    if _PARALLEL_FILE.fullmatch(name):
-        return RankFile("parallel", "", None, 0)
+    if _PART_FILE.fullmatch(name):
+        return RankFile("part", "", None, 0)
     return None
+
+
+def count_local_experts(params: Iterable[str]) -> dict[str, int]:
+    """Count the experts that one rank has of each layer, by the layer's name."""
+    counts: dict[str, int] = {}
+    for match in filter(None, map(_EXPERT.fullmatch, params)):
+        counts[match["layer"]] = max(counts.get(match["layer"], 0), int(match["local"]) + 1)
+    return counts
+
+
+def of_expert_rank(name: str, expert_rank: int, counts: Mapping[str, int]) -> str:
+    """Number the expert in a parameter's name throughout the model.
+
+    Every expert rank counts its own experts from 0 on (`deepspeed/moe/experts.py`).
+
+    >>> of_expert_rank("moe.deepspeed_experts.1.w", 2, {"moe.deepspeed_experts.": 2})
+    'moe.deepspeed_experts.5.w'
+    """
+    match = _EXPERT.fullmatch(name)
+    if match is None:
+        return name
+    number = counts[match["layer"]] * expert_rank + int(match["local"])
+    return f"{match['layer']}{number}{match['rest']}"
+
+
+def family(mp_rank: int) -> str:
+    """Name a family as the names of its files do."""
+    return f"mp_rank_{mp_rank:02d}"
+
+
+def expert_file(layer: int, expert: int, mp_rank: int) -> str:
+    """Name the file of one expert's weights, numbered throughout the model."""
+    return f"layer_{layer}_expert_{expert}_mp_rank_{mp_rank:02d}_model_states.pt"
 
 
 def optimizer_file(dp_rank: int, *, bf16: bool, mp_rank: int = 0) -> str:

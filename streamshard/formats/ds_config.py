@@ -87,17 +87,29 @@ def zero_stage(config: Config) -> int | None:
     return _number(_zero(config), "stage")
 
 
-def zero_layout(config: Config, *, stage: int, world_size: int) -> ZeroLayout:
-    """Read how an engine with this config would cut its optimizer state."""
+def zero_layout(
+    config: Config, *, stage: int, world_size: int, bf16_optimizer: bool | None = None
+) -> ZeroLayout:
+    """Read how an engine with this config would cut its optimizer state.
+
+    Parameters
+    ----------
+    bf16_optimizer
+        Whether the engine has a `BF16_Optimizer`, where that is known better than from the config.
+    """
     zero = _zero(config)
     size = _number(zero, "sub_group_size")
+    if bf16_optimizer is None:
+        bf16_optimizer = stage == 1 and _uses_bf16_optimizer(config)
+    flat = stage < 3 and not bf16_optimizer
     return ZeroLayout(
         stage=stage,
         world_size=world_size,
-        round_robin=_flag(zero, "round_robin_gradients") and stage < 3,
-        parameter_alignment=_flag(zero, "parameter_alignment") and stage < 3,
+        round_robin=flat and _flag(zero, "round_robin_gradients"),
+        parameter_alignment=flat and _flag(zero, "parameter_alignment"),
         sub_group_size=DEFAULT_SUB_GROUP_SIZE if size is None else size,
-        bf16_optimizer=stage == 1 and _uses_bf16_optimizer(config),
+        bf16_optimizer=bf16_optimizer,
+        data_before_experts=_flag(config, "use_data_before_expert_parallelism"),
     )
 
 

@@ -6,26 +6,27 @@ has to.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from streamshard.errors import DisagreementError, UnsupportedError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats import ds_config
-from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.checkpoint import Checkpoint, Family
 from streamshard.formats.inert import Node
-from streamshard.formats.zero_files import SourceFiles, require
-from streamshard.formats.zero_optimizer import OptimizerReader
-from streamshard.formats.zero_reader import (
+from streamshard.formats.zero_family import (
+    Shapes,
     adopt_blobs,
     check_agreement,
+    family_map,
     optimizer_tensors,
+    rank_counts,
+    recorded_units,
     stage_of,
     strip_optimizer,
 )
+from streamshard.formats.zero_files import SourceFiles
+from streamshard.formats.zero_optimizer import OptimizerReader
 from streamshard.model import SourceMap
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 _ASSUMED = (
     "The dumps do not tell whether round_robin_gradients was on; it was taken as off, DeepSpeed's "
@@ -71,40 +72,44 @@ def read(
     stage = stage_of(states, paths)
     _check_world_size(states, paths)
     check_agreement(states, paths)
-    optimizer = OptimizerReader(sources, paths, states, stage)
+    layout = ds_config.zero_layout(
+        config or {},
+        stage=stage,
+        world_size=len(states),
+        bf16_optimizer=names.ZERO_STAGE not in states[0],
+    )
+    optimizer = OptimizerReader(sources, paths, states, layout)
     if stage == 3:
         units = _units_like(optimizer, paths[0], like, len(states))
     else:
-        units = _units_recorded(optimizer, paths)
+        units = recorded_units(optimizer, paths)
     groups = optimizer.groups([list(unit) for unit in units])
-    tensors = optimizer_tensors(groups, {n: s for unit in units for n, s in unit.items()})
+    tensors = optimizer_tensors(groups, {n: s for unit in units for n, s in unit.items()}, "")
     strip_optimizer(states[0], stage)
     whole: dict[int, tuple[int, int]] = {}
-    adopt_blobs([states[0]], tensors, whole)
-    layout = replace(
-        ds_config.zero_layout(config or {}, stage=stage, world_size=len(states)),
-        bf16_optimizer=names.ZERO_STAGE not in states[0],
-    )
+    adopt_blobs([states[0]], tensors, whole, first=0, family="")
     checkpoint = Checkpoint(
         tag=name,
         layout=layout,
         tensors=tuple(tensors),
-        groups=groups,
-        module=(),
+        families=(
+            Family(
+                name="",
+                groups=groups,
+                module=(),
+                model_state={},
+                optimizer_file={names.OPTIMIZER: states[0], names.DS_CONFIG: config},
+                param_ids={},
+            ),
+        ),
         module_dtype=ds_config.module_dtype(config) if config else "bfloat16",
-        model_state={},
-        optimizer_file={names.OPTIMIZER: states[0], names.DS_CONFIG: config},
-        param_ids={},
         files=(),
         notes=_notes(stage, config),
     )
     source_map = SourceMap(
         files=tuple(sources.files),
+        families=(family_map(optimizer, layout, units),),
         whole=whole,
-        partitions={} if stage == 3 else optimizer.slots,
-        recorded=() if stage == 3 else optimizer.recorded(),
-        sub_groups=optimizer.slots if stage == 3 else {},
-        sub_group_params=tuple(tuple(unit) for unit in units) if stage == 3 else (),
     )
     return checkpoint, source_map
 
@@ -117,31 +122,10 @@ def _notes(stage: int, config: ds_config.Config | None) -> tuple[str, ...]:
 
 def _check_world_size(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> None:
     for state, path in zip(states, paths, strict=True):
-        counts = require(state, names.PARTITION_COUNT, path)
-        for count in counts if isinstance(counts, list) else [counts]:
+        for count in rank_counts(state, path):
             if count != len(states):
                 message = f"{path}: dumped by {count} ranks, but there are {len(states)} dumps"
                 raise DisagreementError(f"{message}; all ranks' dumps of one step are needed")
-
-
-def _units_recorded(optimizer: OptimizerReader, paths: Sequence[Path]) -> list[Shapes]:
-    """Read names and sizes from the slices that the ranks record, in the group's own order.
-
-    A parameter's slices on all ranks add up to it. Its shape is not known and not needed.
-    """
-    found: list[dict[str, int]] = []
-    for recorded, path in zip(optimizer.recorded(), paths, strict=True):
-        if recorded.slices is None:
-            message = f"{path}: dumped by a DeepSpeed before 0.7.4, which did not name parameters"
-            raise UnsupportedError(message)
-        if any(any(group) for group in recorded.alignments or ()):
-            message = f"{path}: dumped with parameter_alignment, which is not supported for dumps"
-            raise UnsupportedError(message)
-        found = found or [{} for _ in recorded.slices]
-        for unit, slices in zip(found, recorded.slices, strict=True):
-            for name, _, numel in slices:
-                unit[name] = unit.get(name, 0) + numel
-    return [{name: (numel,) for name, numel in unit.items()} for unit in found]
 
 
 def _units_like(

@@ -8,6 +8,7 @@ from streamshard.errors import CorruptFileError, UnsupportedError
 from streamshard.formats import inert, inert_dump
 from streamshard.formats.checkpoint import (
     Checkpoint,
+    Family,
     FlatState,
     ModuleEntry,
     OtherFile,
@@ -46,15 +47,8 @@ def dump(checkpoint: Checkpoint, chunk_shapes: ChunkShapes) -> bytes:
             "layout": _values(checkpoint.layout),
             "tensors": [_values(tensor) for tensor in checkpoint.tensors],
             "chunk_shapes": list(chunk_shapes),
-            "groups": [
-                (group.params, group.master_dtype, _spell_states(group.states))
-                for group in checkpoint.groups
-            ],
-            "module": [_values(entry) for entry in checkpoint.module],
+            "families": [_spell_family(family) for family in checkpoint.families],
             "module_dtype": checkpoint.module_dtype,
-            "model_state": checkpoint.model_state,
-            "optimizer_file": checkpoint.optimizer_file,
-            "param_ids": checkpoint.param_ids,
             "files": [_values(file) for file in checkpoint.files],
             "notes": checkpoint.notes,
             "is_bf16": checkpoint.is_bf16,
@@ -88,15 +82,8 @@ def load(data: bytes) -> tuple[Checkpoint, ChunkShapes]:
             tag=_text(root["tag"]),
             layout=ZeroLayout(*root["layout"]),
             tensors=tuple(_tensor(*values) for values in root["tensors"]),
-            groups=tuple(
-                ParamGroup(tuple(map(_text, params)), dtype, _read_states(held))
-                for params, dtype, held in root["groups"]
-            ),
-            module=tuple(ModuleEntry(*values) for values in root["module"]),
+            families=tuple(_read_family(family) for family in root["families"]),
             module_dtype=_text(root["module_dtype"]),
-            model_state=_mapping(root["model_state"]),
-            optimizer_file=_mapping(root["optimizer_file"]),
-            param_ids=_mapping(root["param_ids"]),
             files=tuple(OtherFile(*values) for values in root["files"]),
             notes=tuple(root["notes"]),
             is_bf16=root["is_bf16"],
@@ -110,6 +97,48 @@ def load(data: bytes) -> tuple[Checkpoint, ChunkShapes]:
 
 def _values(noun: object) -> tuple[Any, ...]:
     return tuple(getattr(noun, field.name) for field in fields(noun))  # type: ignore[arg-type]
+
+
+def _spell_family(family: Family) -> dict[str, Node]:
+    return {
+        "name": family.name,
+        "groups": [
+            {
+                "params": group.params,
+                "master_dtype": group.master_dtype,
+                "states": _spell_states(group.states),
+                "number": group.number,
+                "expert_parallel": group.expert_parallel,
+                "expert_rank": group.expert_rank,
+            }
+            for group in family.groups
+        ],
+        "module": [_values(entry) for entry in family.module],
+        "model_state": family.model_state,
+        "optimizer_file": family.optimizer_file,
+        "param_ids": family.param_ids,
+    }
+
+
+def _read_family(spelled: Node) -> Family:
+    return Family(
+        name=_text(spelled["name"]),
+        groups=tuple(
+            ParamGroup(
+                params=tuple(map(_text, group["params"])),
+                master_dtype=_text(group["master_dtype"]),
+                states=_read_states(group["states"]),
+                number=int(group["number"]),
+                expert_parallel=int(group["expert_parallel"]),
+                expert_rank=int(group["expert_rank"]),
+            )
+            for group in spelled["groups"]
+        ),
+        module=tuple(ModuleEntry(*values) for values in spelled["module"]),
+        model_state=_mapping(spelled["model_state"]),
+        optimizer_file=_mapping(spelled["optimizer_file"]),
+        param_ids=_mapping(spelled["param_ids"]),
+    )
 
 
 def _spell_states(states: Mapping[str, Node] | None) -> Node:
@@ -139,10 +168,12 @@ def _read_state(spelled: Node) -> Node:
     return value
 
 
-def _tensor(state: str, name: str, dtype: str, shape: tuple[int, ...]) -> LogicalTensor:
+def _tensor(
+    state: str, name: str, dtype: str, shape: tuple[int, ...], family: str
+) -> LogicalTensor:
     if dtype not in ITEMSIZE or any(length < 0 for length in shape):
         raise UnsupportedError(f"tensor {name}: dtype {dtype}, shape {shape}")
-    return LogicalTensor(_text(state), _text(name), dtype, tuple(shape))
+    return LogicalTensor(_text(state), _text(name), dtype, tuple(shape), _text(family))
 
 
 def _text(value: Node) -> str:

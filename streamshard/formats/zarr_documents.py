@@ -30,7 +30,8 @@ _STORED_DTYPES: Final = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8
 def array_path(tensor: LogicalTensor) -> str:
     """Name a logical tensor's array in the hierarchy."""
     top = tensor.state if tensor.state in (MODULE, BLOB, FILE) else f"state/{_escape(tensor.state)}"
-    return f"{top}/{_escape(tensor.name)}"
+    path = f"{top}/{_escape(tensor.name)}"
+    return f"{tensor.family}/{path}" if tensor.family else path
 
 
 def _escape(name: str) -> str:

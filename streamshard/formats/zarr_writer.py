@@ -42,5 +42,10 @@ def _attributes(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "format_version": store_state.VERSION,
         "tag": checkpoint.tag,
-        "saved_by": {**provenance, "module_dtype": checkpoint.module_dtype},
+        "saved_by": {
+            **provenance,
+            "model_parallel": len(checkpoint.families),
+            "expert_parallel": checkpoint.expert_parallel,
+            "module_dtype": checkpoint.module_dtype,
+        },
     }

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streamshard.errors import CorruptFileError, IncompleteError, UnsupportedError
+from streamshard.errors import CorruptFileError, IncompleteError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats import torch_file
 from streamshard.formats.inert import Node
@@ -15,17 +15,36 @@ from streamshard.model import SourceFile
 
 
 @dataclass(frozen=True, slots=True)
-class ShardSet:
-    """The files of one tag directory that belong together."""
+class FamilyFiles:
+    """The shards that one data-parallel group of ranks saved."""
 
-    tag_dir: Path
+    mp_rank: int
     model_files: tuple[Path, ...]
     """One in stages 1 and 2, one per rank in stage 3."""
     optimizer_files: tuple[Path, ...]
     """One per rank, in order of rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSet:
+    """The files of one tag directory that belong together."""
+
+    tag_dir: Path
+    families: tuple[FamilyFiles, ...]
+    """In order of `mp_rank`."""
     prefix: str
+    model_parts: tuple[Path, ...]
+    """Weights of pipeline layers and of experts, which do not depend on the data-parallel size."""
     others: tuple[Path, ...]
     """Files of the tag directory that are not DeepSpeed's."""
+
+
+class _Found:
+    """Files of one `mp_rank`, by data-parallel rank."""
+
+    def __init__(self) -> None:
+        self.model: dict[int | None, Path] = {}
+        self.optimizer: dict[int, Path] = {}
 
 
 def find(tag_dir: Path) -> ShardSet:
@@ -35,45 +54,66 @@ def find(tag_dir: Path) -> ShardSet:
     ------
     IncompleteError
         A rank is missing between those that are there, or files of two runs lie together.
-    UnsupportedError
-        The files belong to a layout that is not supported.
     """
-    model: dict[int | None, Path] = {}
-    optimizer: dict[int, Path] = {}
+    families: dict[int, _Found] = {}
     prefixes: dict[str, Path] = {}
+    parts: list[Path] = []
     others: list[Path] = []
     for path in sorted(p for p in tag_dir.rglob("*") if p.is_file()):
         parsed = names.parse(path.name) if path.parent == tag_dir else None
         if parsed is None:
             others.append(path)
-            continue
-        if parsed.kind == "parallel" or parsed.mp_rank > 0:
-            message = (
-                f"{path}: a file of tensor, pipeline or expert parallel training, "
-                "which is not supported yet"
-            )
-            raise UnsupportedError(message)
-        if parsed.kind == "model":
-            model[parsed.dp_rank] = path
-        elif parsed.dp_rank is not None:
-            if parsed.dp_rank in optimizer:
-                message = f"{path} and {optimizer[parsed.dp_rank]} both claim to be of one rank"
-                raise IncompleteError(f"{message}; move away the set that is older")
-            optimizer[parsed.dp_rank] = path
-            prefixes[parsed.prefix] = path
+        elif parsed.kind == "part":
+            parts.append(path)
+        else:
+            _sort(path, parsed, families.setdefault(parsed.mp_rank, _Found()))
+            if parsed.kind == "optim":
+                prefixes[parsed.prefix] = path
     if len(prefixes) > 1:
         both = " and ".join(str(path) for path in prefixes.values())
         raise IncompleteError(f"{both} are of different runs; move away the set that is older")
-    if not optimizer:
-        raise _no_optimizer_files(tag_dir, bool(model))
-    _require_all_ranks(optimizer, next(iter(prefixes)))
+    if not prefixes:
+        raise _no_optimizer_files(tag_dir, bool(families))
+    prefix = next(iter(prefixes))
     return ShardSet(
         tag_dir=tag_dir,
-        model_files=_model_files(tag_dir, model, len(optimizer)),
-        optimizer_files=tuple(optimizer[rank] for rank in sorted(optimizer)),
-        prefix=next(iter(prefixes)),
+        families=_families(tag_dir, families, prefix),
+        prefix=prefix,
+        model_parts=tuple(parts),
         others=tuple(others),
     )
+
+
+def _sort(path: Path, parsed: names.RankFile, found: _Found) -> None:
+    if parsed.kind == "model":
+        found.model[parsed.dp_rank] = path
+    elif parsed.dp_rank is not None:
+        if parsed.dp_rank in found.optimizer:
+            message = f"{path} and {found.optimizer[parsed.dp_rank]} both claim to be of one rank"
+            raise IncompleteError(f"{message}; move away the set that is older")
+        found.optimizer[parsed.dp_rank] = path
+
+
+def _families(
+    tag_dir: Path, families: Mapping[int, _Found], prefix: str
+) -> tuple[FamilyFiles, ...]:
+    """Check that every family is whole, and that all have as many ranks."""
+    bf16 = prefix == "bf16_"
+    ranks = max(max(found.optimizer, default=-1) for found in families.values()) + 1
+    whole = []
+    for mp_rank in range(max(families) + 1):
+        found = families.get(mp_rank, _Found())
+        for rank in range(ranks):
+            if rank not in found.optimizer:
+                missing = tag_dir / names.optimizer_file(rank, bf16=bf16, mp_rank=mp_rank)
+                message = (
+                    f"{missing}: rank {rank} of at least {ranks} is missing; "
+                    "copy it from the node that saved it, or take an earlier tag"
+                )
+                raise IncompleteError(message)
+        model = _model_files(tag_dir, found.model, ranks, mp_rank)
+        whole.append(FamilyFiles(mp_rank, model, tuple(found.optimizer[r] for r in range(ranks))))
+    return tuple(whole)
 
 
 def _no_optimizer_files(tag_dir: Path, has_model: bool) -> IncompleteError:
@@ -84,20 +124,8 @@ def _no_optimizer_files(tag_dir: Path, has_model: bool) -> IncompleteError:
     return IncompleteError(f"{tag_dir}: no DeepSpeed checkpoint files in it")
 
 
-def _require_all_ranks(optimizer: Mapping[int, Path], prefix: str) -> None:
-    for rank in range(max(optimizer) + 1):
-        if rank not in optimizer:
-            known = next(iter(optimizer.values()))
-            missing = known.with_name(names.optimizer_file(rank, bf16=prefix == "bf16_"))
-            message = (
-                f"{missing}: rank {rank} of at least {max(optimizer) + 1} is missing; "
-                "copy it from the node that saved it, or take an earlier tag"
-            )
-            raise IncompleteError(message)
-
-
 def _model_files(
-    tag_dir: Path, model: Mapping[int | None, Path], world_size: int
+    tag_dir: Path, model: Mapping[int | None, Path], world_size: int, mp_rank: int
 ) -> tuple[Path, ...]:
     """Choose the shared model file, or check that there is one for every rank."""
     if None in model:
@@ -106,9 +134,10 @@ def _model_files(
             message = f"{stale} is of stage 3, {model[None]} of stage 1 or 2: two runs in one place"
             raise IncompleteError(f"{message}; move away the set that is older")
         return (model[None],)
-    wanted = [tag_dir / names.model_file(rank) for rank in range(world_size)]
+    wanted = [tag_dir / names.model_file(rank, mp_rank) for rank in range(world_size)]
     if not model:
-        raise IncompleteError(f"{tag_dir / names.model_file(None)}: the model file is missing")
+        missing = tag_dir / names.model_file(None, mp_rank)
+        raise IncompleteError(f"{missing}: the model file is missing")
     for path in wanted:
         if path not in model.values():
             message = f"{path}: missing; {world_size} ranks saved optimizer files"

@@ -49,6 +49,7 @@ class ModuleReader:
         paths: Sequence[Path],
         models: Sequence[dict[str, Node]],
         stage: int,
+        tied: Mapping[str, str],
     ) -> None:
         self.tensors: list[LogicalTensor] = []
         self.notes: list[str] = []
@@ -57,12 +58,12 @@ class ModuleReader:
         self._models = models
         self._stage = stage
         module = require(models[0], names.MODULE_STATE, paths[0])
-        if not isinstance(module, dict):
-            message = f"{paths[0]}: holds no module weights; pipeline parallel?"
-            raise UnsupportedError(message)
-        self._module: dict[str, Node] = module
+        # With pipeline parallelism each layer's weights are in a file of their own.
+        self._module: dict[str, Node] = {} if module is None else module
+        if not isinstance(self._module, dict):
+            raise CorruptFileError(f"{paths[0]}: its '{names.MODULE_STATE}' is no state dict")
         self._frozen_shapes: dict[str, Node] = models[0].get(names.FROZEN_SHAPES) or {}
-        self._shared: dict[str, str] = models[0].get(names.SHARED_PARAMS) or {}
+        self.tied: Mapping[str, str] = models[0].get(names.SHARED_PARAMS) or tied
 
     def entries(self, trained: Mapping[str, tuple[int, ...]]) -> tuple[ModuleEntry, ...]:
         """Say what each entry of the module's state dict is.
@@ -94,8 +95,8 @@ class ModuleReader:
         Only stages 1 and 2 show it in memory: in stage 3 all that is left is the list that rank 0
         keeps.
         """
-        if name in self._shared and self._shared[name] in self._module:
-            return self._shared[name]
+        if name in self.tied and self.tied[name] in self._module:
+            return self.tied[name]
         if self._stage == 3 or tensor.numel == 0:
             return ""
         first = seen.setdefault((tensor.place, tensor.shape, tensor.dtype), name)
@@ -116,7 +117,7 @@ class ModuleReader:
         """Tell the dtype of the trained weights as the module holds them."""
         return next((entry.dtype for entry in entries if entry.kind == "param"), None)
 
-    def place(self, entries: Sequence[ModuleEntry], *, first: int) -> ModuleMap:
+    def place(self, entries: Sequence[ModuleEntry], *, first: int, family: str) -> ModuleMap:
         """Number the module's own tensors from `first` on and say where they lie.
 
         Stage 3 keeps no module weights of trained parameters: they are casts of the masters.
@@ -126,7 +127,7 @@ class ModuleReader:
             if entry.kind in ("alias", "extra") or (entry.kind == "param" and self._stage == 3):
                 continue
             index = first + len(self.tensors)
-            tensor = LogicalTensor(MODULE, entry.name, entry.dtype, entry.shape)
+            tensor = LogicalTensor(MODULE, entry.name, entry.dtype, entry.shape, family)
             self.tensors.append(tensor)
             if self._stage == 3 and entry.kind != "buffer":
                 found.shards[index] = self._frozen_slot(entry, tensor)

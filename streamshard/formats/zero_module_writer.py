@@ -1,7 +1,7 @@
 """Spells model files: module state, shapes, frozen and tied parameters, counters."""
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from streamshard.errors import UnsupportedError
 from streamshard.formats import deepspeed_names as names
@@ -17,45 +17,68 @@ class ModuleWriter:
 
     def __init__(self, target: ZeroTarget) -> None:
         self._source = target.checkpoint
+        self._family = target.family
+        self._mp_rank = target.mp_rank
         self._layout = target.layout
         self._config = target.config
         self._module_dtype = target.module_dtype
         self._flat_cuts = target.flat_cuts
         self._sub_groups = target.sub_groups
         self._index = self._source.tensor_index()
-        self._shapes = {t.name: t.shape for t in self._source.tensors if t.state == MASTER}
+        # What has experts is cloned before it is saved: shapes become tuples, nothing is shared.
+        self._is_cloned = bool(self._family.model_state.get(names.EXPERT_COUNTS))
+        self._shape: Callable[[tuple[int, ...]], Node] = tuple if self._is_cloned else make_size
+        self._entries = {entry.name: entry for entry in self._family.module}
+        self._shapes = {
+            t.name: t.shape
+            for t in self._source.tensors
+            if t.state == MASTER and t.family == self._family.name
+        }
 
     def file(self, rank: int | None) -> dict[str, Node]:
         """Spell a model file; without a rank the one that stages 1 and 2 share."""
-        source = self._source.model_state
-        module = OrderedDict[str, Node]()
-        vars(module).update(vars(source[names.MODULE_STATE]))
-        kept = {e.name: self._module_entry(e, {}) for e in self._source.module if not e.alias_of}
-        for entry in self._source.module:
-            own = kept.get(entry.name)
-            module[entry.name] = self._module_entry(entry, kept) if own is None else own
+        source = self._family.model_state
+        module = self._module(source[names.MODULE_STATE])
         shapes, fragments = self._frozen(module, rank)
-        buffers = {entry.name for entry in self._source.module if entry.kind == "buffer"}
-        aliases = {
-            entry.name: entry.alias_of
-            for entry in self._source.module
-            if entry.kind == "alias" and entry.alias_of not in buffers
-        }
         given = {names.DS_CONFIG: self._config} if names.DS_CONFIG in source else {}
         state = {
-            names.MODULE_STATE: module,
-            names.PARAM_SHAPES: self._param_shapes(),
+            # With pipeline parallelism there is none here: each layer has a file of its own.
+            names.MODULE_STATE: None if source[names.MODULE_STATE] is None else module,
+            names.PARAM_SHAPES: None if self._is_stageless() else self._param_shapes(),
             names.FROZEN_SHAPES: shapes,
-            names.SHARED_PARAMS: aliases if not rank else {},
+            names.SHARED_PARAMS: self._shared_params(rank),
             names.FROZEN_FRAGMENTS: fragments,
             names.DP_WORLD_SIZE: self._layout.world_size,
         }
         known = {key: value for key, value in state.items() if key in source}
         return {**source, **known, **given}
 
+    def _module(self, held: Node) -> OrderedDict[str, Node]:
+        """Spell the module's state dict."""
+        module = OrderedDict[str, Node]()
+        vars(module).update(getattr(held, "__dict__", {}))
+        kept = {e.name: self._module_entry(e, {}) for e in self._family.module if not e.alias_of}
+        for entry in self._family.module:
+            own = kept.get(entry.name)
+            module[entry.name] = self._module_entry(entry, kept) if own is None else own
+        return module
+
+    def _shared_params(self, rank: int | None) -> dict[str, str] | None:
+        """Spell the list of tied parameters, which the first of all ranks keeps for all."""
+        if self._is_stageless():
+            return None
+        if rank or self._mp_rank:
+            return {}
+        buffers = {entry.name for entry in self._family.module if entry.kind == "buffer"}
+        return {
+            entry.name: entry.alias_of
+            for entry in self._family.module
+            if entry.kind == "alias" and entry.alias_of not in buffers
+        }
+
     def _module_entry(self, entry: ModuleEntry, made: Mapping[str, Node]) -> Node:
         if entry.kind == "extra":
-            return self._source.model_state[names.MODULE_STATE][entry.name]
+            return self._family.model_state[names.MODULE_STATE][entry.name]
         if entry.kind != "buffer" and self._layout.stage == 3:
             if entry.kind == "loose":
                 message = (
@@ -65,6 +88,8 @@ class ModuleWriter:
                 raise UnsupportedError(message)
             return make_tensor(Storage(self._entry_dtype(entry), 0, Literal(b"")), (0,))
         if entry.kind == "alias":
+            if self._is_cloned:
+                return self._module_entry(self._entries[entry.alias_of], made)
             return make_tensor(made[entry.alias_of].args[0], entry.shape)
         numel = 1
         for length in entry.shape:
@@ -80,34 +105,40 @@ class ModuleWriter:
 
     def _entry_content(self, entry: ModuleEntry) -> Content:
         """Take the module's own bits where they are, else a cast of the master weights."""
-        kept = self._index.get((MODULE, entry.name))
+        kept = self._index.get((self._family.name, MODULE, entry.name))
         if kept is None or (entry.kind == "param" and entry.dtype != self._module_dtype):
-            kept = self._index[MASTER, entry.name]
+            kept = self._index[self._family.name, MASTER, entry.name]
         return Whole(kept)
+
+    def _is_stageless(self) -> bool:
+        """Tell whether the target trains without a ZeRO stage, as `BF16_Optimizer` can."""
+        held = self._family.model_state[names.PARAM_SHAPES]
+        return held is None and self._layout.bf16_optimizer
 
     def _param_shapes(self) -> list[Node]:
         if self._layout.stage == 3:
             units = [
-                self._source.groups[s.group].params[s.first : s.stop] for s in self._sub_groups
+                self._family.groups[s.group].params[s.first : s.stop] for s in self._sub_groups
             ]
         else:
             units = [
                 tuple(group.params[index] for index in cut.order)
-                for group, cut in zip(self._source.groups, self._flat_cuts, strict=True)
+                for group, cut in zip(self._family.groups, self._flat_cuts, strict=True)
+                if group.expert_rank == 0
             ]
-        return [OrderedDict((n, make_size(self._shapes[n])) for n in unit) for unit in units]
+        return [OrderedDict((n, self._shape(self._shapes[n])) for n in unit) for unit in units]
 
     def _frozen(self, module: Mapping[str, Node], rank: int | None) -> tuple[Node, Node]:
         """Spell what a stage keeps of parameters that are not trained: stage 1 nothing."""
         left_out = self._source.layout.stage > 1 and (
-            self._source.model_state.get(names.FROZEN_SHAPES) is None
+            self._family.model_state.get(names.FROZEN_SHAPES) is None
         )
         if self._layout.stage == 1 or left_out:
             return None, None
         shapes, fragments = OrderedDict[str, Node](), OrderedDict[str, Node]()
-        for entry in self._source.module:
+        for entry in self._family.module:
             if entry.kind == "frozen":
-                shapes[entry.name] = make_size(entry.shape)
+                shapes[entry.name] = self._shape(entry.shape)
                 fragments[entry.name] = self._frozen_fragment(entry, module, rank)
         return shapes, fragments
 
@@ -115,8 +146,10 @@ class ModuleWriter:
         self, entry: ModuleEntry, module: Mapping[str, Node], rank: int | None
     ) -> Node:
         if rank is None:
+            if self._is_cloned:
+                return self._module_entry(entry, {})
             return make_tensor(module[entry.name].args[0], entry.shape)
-        tensor = self._index[MODULE, entry.name]
+        tensor = self._index[self._family.name, MODULE, entry.name]
         numel = -(-self._source.tensors[tensor].numel // self._layout.world_size)
         storage = Storage(self._entry_dtype(entry), numel, ShardOf(tensor, rank))
         return make_tensor(storage, (numel,))

@@ -16,7 +16,7 @@ from streamshard.formats.checkpoint import FlatState, ModuleEntry, ParamGroup, S
 from streamshard.formats.inert import Node
 from streamshard.formats.torch_tensor import Tensor, tensor_of
 from streamshard.formats.zero_files import SourceFiles, fingerprint, require
-from streamshard.model import MASTER, RecordedCut, Slot
+from streamshard.model import MASTER, RecordedCut, Slot, ZeroLayout
 
 _SCALAR_LIMIT_BYTES = 64
 """A state tensor that is neither per element nor this small is not understood."""
@@ -30,16 +30,17 @@ class OptimizerReader:
         sources: SourceFiles,
         paths: Sequence[Path],
         states: Sequence[Mapping[str, Node]],
-        stage: int,
+        layout: ZeroLayout,
     ) -> None:
         self.slots: dict[tuple[int, str], Slot] = {}
-        """(unit, state) → where each rank keeps it."""
+        """(param group, state), in stage 3 (unit, state) → where each rank that has it keeps it."""
         self._sources = sources
         self._paths = paths
         self._states = states
-        self._stage = stage
-        inner = names.OPTIMIZER if stage == 3 else names.BASE_OPTIMIZER
-        masters = names.FLAT_GROUPS_3 if stage == 3 else names.FLAT_GROUPS
+        self._layout = layout
+        self._stage = layout.stage
+        inner = names.OPTIMIZER if layout.stage == 3 else names.BASE_OPTIMIZER
+        masters = names.FLAT_GROUPS_3 if layout.stage == 3 else names.FLAT_GROUPS
         self._inner = [self._inner_state(s, inner, p) for s, p in zip(states, paths, strict=True)]
         self._masters = [
             [self._flat(node, f"{masters}[{unit}]", path) for unit, node in enumerate(nodes)]
@@ -83,20 +84,61 @@ class OptimizerReader:
         self._check_hyper_parameters()
         self._refuse_muon()
         found: list[ParamGroup] = []
-        for group, members in enumerate(self.members(len(units))):
-            states = [self._unit_states(unit) for unit in members]
-            for other in states[1:]:
-                if other != states[0]:
-                    message = f"{self._paths[0]}: sub-groups of param group {group} differ in state"
-                    raise DisagreementError(message)
-            found.append(
-                ParamGroup(
-                    params=tuple(name for unit in members for name in units[unit]),
-                    master_dtype=self._masters[0][members[0]].dtype if members else "float32",
-                    states=states[0] if states else None,
+        experts = names.count_local_experts(chain.from_iterable(units))
+        for number, members in enumerate(self.members(len(units))):
+            params = [name for unit in members for name in units[unit]]
+            expert_parallel = self.expert_parallel(number)
+            for expert_rank in range(expert_parallel):
+                found.append(
+                    ParamGroup(
+                        params=tuple(
+                            names.of_expert_rank(name, expert_rank, experts) for name in params
+                        ),
+                        master_dtype=self._masters[0][members[0]].dtype if members else "float32",
+                        states=self._states_of(members, len(found), expert_parallel, expert_rank),
+                        number=number,
+                        expert_parallel=expert_parallel,
+                        expert_rank=expert_rank,
+                    )
                 )
-            )
         return tuple(found)
+
+    @property
+    def is_bf16_optimizer(self) -> bool:
+        """Whether it was a `BF16_Optimizer` that saved."""
+        return self._layout.bf16_optimizer
+
+    def expert_parallel(self, number: int) -> int:
+        """Tell how many expert ranks there are to a param group: 1 if it holds no experts."""
+        if self._inner[0]["param_groups"][number].get(names.IS_EXPERTS) is not True:
+            return 1
+        world_size = self._layout.world_size
+        for state, path in zip(self._states, self._paths, strict=True):
+            sharing = require(state, names.PARTITION_COUNT, path)[number]
+            if sharing < 1 or world_size % sharing:
+                message = f"{path}: experts of param group {number} shared by {sharing} ranks"
+                raise DisagreementError(f"{message}, which do not divide {world_size}")
+            if sharing != self._states[0][names.PARTITION_COUNT][number]:
+                message = f"{path} and {self._paths[0]} disagree about {names.PARTITION_COUNT}"
+                raise DisagreementError(message)
+        return int(world_size // sharing)
+
+    def _states_of(
+        self, members: Sequence[int], group: int, expert_parallel: int, expert_rank: int
+    ) -> dict[str, Node] | None:
+        """Read the states of one param group, whose units must agree about what is not cut."""
+        places = enumerate(
+            self._layout.expert_place(rank, expert_parallel) for rank in range(len(self._states))
+        )
+        ranks = [rank for rank, (found, _) in places if found == expert_rank]
+        states = [
+            self._unit_states(unit, unit if self._stage == 3 else group, ranks) for unit in members
+        ]
+        for other in states[1:]:
+            if other != states[0]:
+                message = f"{self._paths[0]}: sub-groups of a param group differ in state"
+                raise DisagreementError(message)
+        return states[0] if states else None
 
     def members(self, unit_count: int) -> list[list[int]]:
         """Tell which units each param group consists of."""
@@ -127,41 +169,44 @@ class OptimizerReader:
                 message = f"{path} and {self._paths[0]} disagree about the optimizer's param groups"
                 raise DisagreementError(f"{message}: they are not of one step of one run")
 
-    def _unit_states(self, unit: int) -> dict[str, Node] | None:
-        """Read one unit's states on all ranks and note where they lie; None if there are none."""
-        self._add_slot(unit, MASTER, [masters[unit] for masters in self._masters])
-        present = [unit in inner["state"] for inner in self._inner]
-        if not any(present):
+    def _unit_states(self, unit: int, slot: int, ranks: Sequence[int]) -> dict[str, Node] | None:
+        """Read one unit's states on some ranks and note where they lie; None if there are none."""
+        self._add_slot(slot, MASTER, ranks, [self._masters[rank][unit] for rank in ranks])
+        if not any(unit in self._inner[rank]["state"] for rank in ranks):
             return None
-        per_rank = [inner["state"].get(unit, {}) for inner in self._inner]
-        for rank, held in enumerate(per_rank):
-            if list(held) != list(per_rank[0]):
+        held = {rank: self._inner[rank]["state"].get(unit, {}) for rank in ranks}
+        keys = list(held[ranks[0]])
+        for rank in ranks:
+            if list(held[rank]) != keys:
                 message = (
-                    f"{self._paths[rank]}: states {list(held)} of group {unit}, where "
-                    f"{self._paths[0]} has {list(per_rank[0])}"
+                    f"{self._paths[rank]}: states {list(held[rank])} of group {unit}, where "
+                    f"{self._paths[ranks[0]]} has {keys}"
                 )
                 raise DisagreementError(message)
         return {
-            key: self._state(unit, key, [held[key] for held in per_rank]) for key in per_rank[0]
+            key: self._state(unit, slot, key, {rank: held[rank][key] for rank in ranks})
+            for key in keys
         }
 
-    def _state(self, unit: int, key: str, nodes: Sequence[Node]) -> Node:
-        tensors = [tensor_of(node) for node in nodes]
+    def _state(self, unit: int, slot: int, key: str, nodes: Mapping[int, Node]) -> Node:
+        """Understand one state of a unit from what each rank holds under its key."""
+        tensors = {rank: tensor_of(node) for rank, node in nodes.items()}
         what = f"optimizer state '{key}' of group {unit}"
-        present = [tensor for tensor in tensors if tensor is not None]
+        present = {rank: tensor for rank, tensor in tensors.items() if tensor is not None}
+        first = next(iter(nodes))
         if len(present) < len(tensors):
-            if present or len({fingerprint(node) for node in nodes}) > 1:
-                raise DisagreementError(f"{self._paths[0]}: ranks disagree about {what}")
-            return nodes[0]
-        if all(self._is_flat(unit, rank, tensor) for rank, tensor in enumerate(present)):
-            self._add_slot(unit, key, present)
-            return FlatState(present[0].dtype)
-        values = [self._scalar(what, rank, tensor) for rank, tensor in enumerate(present)]
-        for rank, value in enumerate(values):
-            if value != values[0]:
-                message = f"{self._paths[rank]} and {self._paths[0]} disagree about {what}"
+            if present or len({fingerprint(node) for node in nodes.values()}) > 1:
+                raise DisagreementError(f"{self._paths[first]}: ranks disagree about {what}")
+            return nodes[first]
+        if all(self._is_flat(unit, rank, tensor) for rank, tensor in present.items()):
+            self._add_slot(slot, key, list(present), list(present.values()))
+            return FlatState(present[first].dtype)
+        values = {rank: self._scalar(what, rank, tensor) for rank, tensor in present.items()}
+        for rank, value in values.items():
+            if value != values[first]:
+                message = f"{self._paths[rank]} and {self._paths[first]} disagree about {what}"
                 raise DisagreementError(f"{message}: they are not of one step of one run")
-        return values[0]
+        return values[first]
 
     def _is_flat(self, unit: int, rank: int, tensor: Tensor) -> bool:
         """Tell whether a state has one element per element of the unit's partition."""
@@ -191,13 +236,16 @@ class OptimizerReader:
         data = self._sources.read_bytes(tensor.storage, tensor.offset, nbytes)
         return ScalarState(tensor.dtype, tensor.shape, data)
 
-    def _add_slot(self, unit: int, state: str, tensors: Sequence[Tensor]) -> None:
-        for tensor, path in zip(tensors, self._paths, strict=True):
+    def _add_slot(
+        self, slot: int, state: str, ranks: Sequence[int], tensors: Sequence[Tensor]
+    ) -> None:
+        for tensor, rank in zip(tensors, ranks, strict=True):
+            path = self._paths[rank]
             if tensor.dtype != tensors[0].dtype:
-                message = f"{path}: {state} of group {unit} is {tensor.dtype}, on rank 0"
+                message = f"{path}: {state} of group {slot} is {tensor.dtype}, on rank {ranks[0]}"
                 raise DisagreementError(f"{message} {tensors[0].dtype}")
-            tensor.require_contiguous(f"{path}: {state} of group {unit}")
-        self.slots[unit, state] = Slot(
+            tensor.require_contiguous(f"{path}: {state} of group {slot}")
+        self.slots[slot, state] = Slot(
             files=np.array([t.storage.file for t in tensors], dtype=np.int64),
             offsets=np.array([t.offset for t in tensors], dtype=np.int64),
             numels=np.array([t.numel for t in tensors], dtype=np.int64),

@@ -70,7 +70,8 @@ class OptimizerWriter:
     """Spells each rank's optimizer file."""
 
     def __init__(self, target: ZeroTarget) -> None:
-        self._source = target.checkpoint
+        self._family = target.family
+        self._source_layout = target.checkpoint.layout
         self._layout = target.layout
         self._config = target.config
         self._flat_cuts = target.flat_cuts
@@ -78,16 +79,16 @@ class OptimizerWriter:
 
     def dump(self, rank: int) -> dict[str, Node]:
         """Spell the optimizer's state alone, as raw dumps have it."""
-        source = self._source.optimizer_file
+        source = self._family.optimizer_file
         state = self._stage_3(rank) if self._layout.stage == 3 else self._stage_12(rank)
         held = source[names.OPTIMIZER]
-        if _keys_of(self._layout) != _keys_of(self._source.layout):
+        if _keys_of(self._layout) != _keys_of(self._source_layout):
             held = {**self._unkept(source), **held}
         return self._in_order(state, held)
 
     def file(self, rank: int) -> dict[str, Node]:
         """Spell a rank's whole optimizer file."""
-        source = self._source.optimizer_file
+        source = self._family.optimizer_file
         given = {names.DS_CONFIG: self._config} if names.DS_CONFIG in source else {}
         return {**source, names.OPTIMIZER: self.dump(rank), **given}
 
@@ -97,7 +98,7 @@ class OptimizerWriter:
         Entries that only other kinds of optimizer know are left out; what nobody knows is kept.
         """
         order = _keys_of(self._layout)
-        if order == _keys_of(self._source.layout):
+        if order == _keys_of(self._source_layout):
             kept = {key: state.get(key, value) for key, value in held.items()}
             # Without this key, which DeepSpeed before 0.19.7 did not write, none are expected.
             if any(map(any, state.get(names.ALIGNMENT_PADDINGS, []))):
@@ -112,11 +113,11 @@ class OptimizerWriter:
     def _unkept(self, source: Mapping[str, Node]) -> dict[str, Node]:
         """Spell what the target's kind of optimizer keeps and the source's does not."""
         kept: dict[str, Node] = {}
-        if self._source.layout.bf16_optimizer:
+        if self._source_layout.bf16_optimizer:
             # Training in bf16 has a constant loss scale of 1, for which BF16_Optimizer keeps none.
             scaler = Call(_LOSS_SCALER, (), new=True, state={"cur_scale": 1.0, "dynamic": False})
             kept |= {"loss_scaler": scaler, "dynamic_loss_scale": False, "overflow": False}
-        if self._source.layout.stage == 3:
+        if self._source_layout.stage == 3:
             clipping = ds_config.gradient_clipping(self._config)
             if clipping is not None:
                 kept[names.CLIP_GRAD] = clipping
@@ -126,21 +127,24 @@ class OptimizerWriter:
 
     def _stage_enum(self) -> Node:
         stage = self._layout.stage
-        held = self._source.optimizer_file[names.OPTIMIZER].get(names.ZERO_STAGE)
+        held = self._family.optimizer_file[names.OPTIMIZER].get(names.ZERO_STAGE)
         # A plain int until 0.7.0.
         return stage if isinstance(held, int) else Call(_STAGE_ENUM, (stage,))
 
     def _stage_12(self, rank: int) -> dict[str, Node]:
         masters, states, mappings = [], {}, []
-        for group, (held, cut) in enumerate(zip(self._source.groups, self._flat_cuts, strict=True)):
-            own = cut.partitions[rank]
+        cuts = []
+        for group, sharer in self._family.held_by(rank, self._layout):
+            held, cut = self._family.groups[group], self._flat_cuts[group]
+            cuts.append((cut, sharer))
+            own = cut.partitions[sharer]
             padding = 0 if self._layout.bf16_optimizer else own.padding
-            content = PartitionOf(group, MASTER, rank)
+            content = PartitionOf(group, MASTER, sharer)
             storage = Storage(held.master_dtype, own.numel - padding, content)
             masters.append(make_tensor(storage, (storage.numel,), requires_grad=True))
             if held.states is not None:
-                states[group] = {
-                    key: self._state(value, own.numel, PartitionOf(group, key, rank))
+                states[held.number] = {
+                    key: self._state(value, own.numel, PartitionOf(group, key, sharer))
                     for key, value in held.states.items()
                 }
             mappings.append(self._slice_mapping(held, own))
@@ -148,9 +152,9 @@ class OptimizerWriter:
             names.BASE_OPTIMIZER: self._inner(states, [[g] for g in range(len(masters))]),
             names.FLAT_GROUPS: masters,
             names.ZERO_STAGE: self._stage_enum(),
-            names.GROUP_PADDINGS: [self._group_padding(cut, rank) for cut in self._flat_cuts],
-            names.ALIGNMENT_PADDINGS: [list(cut.alignments) for cut in self._flat_cuts],
-            names.PARTITION_COUNT: [self._layout.world_size] * len(masters),
+            names.GROUP_PADDINGS: [self._group_padding(cut, sharer) for cut, sharer in cuts],
+            names.ALIGNMENT_PADDINGS: [list(cut.alignments) for cut, _ in cuts],
+            names.PARTITION_COUNT: [len(cut.partitions) for cut, _ in cuts],
             names.SLICE_MAPPINGS: mappings,
         }
 
@@ -161,20 +165,20 @@ class OptimizerWriter:
         """
         if not self._layout.bf16_optimizer:
             return cut.partitions[rank].padding
-        last = rank == self._layout.world_size - 1
+        last = rank == len(cut.partitions) - 1
         return sum(own.padding for own in cut.partitions) if last else 0
 
     def _slice_mapping(self, group: ParamGroup, own: RankPartition) -> OrderedDict[str, Node]:
+        params = self._family.spelled(group)
         return OrderedDict(
-            (group.params[index], _fragment_address(start, numel))
-            for index, start, numel in own.recorded
+            (params[index], _fragment_address(start, numel)) for index, start, numel in own.recorded
         )
 
     def _stage_3(self, rank: int) -> dict[str, Node]:
         masters, states = [], {}
-        members: list[list[int]] = [[] for _ in self._source.groups]
+        members: list[list[int]] = [[] for _ in self._family.groups]
         for unit, sub_group in enumerate(self._sub_groups):
-            held = self._source.groups[sub_group.group]
+            held = self._family.groups[sub_group.group]
             members[sub_group.group].append(unit)
             storage = Storage(held.master_dtype, sub_group.numel, ShardsOf(unit, MASTER, rank))
             masters.append(
@@ -202,7 +206,7 @@ class OptimizerWriter:
 
         Loading does not need it; where the source's files do not tell it, it is left out.
         """
-        ids = self._source.param_ids
+        ids = self._family.param_ids
         ends = group.params[sub_group.first], group.params[sub_group.stop - 1]
         if not all(name in ids for name in ends):
             return {}
@@ -219,7 +223,7 @@ class OptimizerWriter:
         return value
 
     def _inner(self, states: Mapping[int, Node], members: Sequence[list[int]]) -> dict[str, Node]:
-        held = self._source.wrapped_optimizer
+        held = self._family.wrapped_optimizer
         groups = [
             {**group, "params": list(params)}
             for group, params in zip(held["param_groups"], members, strict=True)

@@ -4,15 +4,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.checkpoint import Checkpoint, Family
 from streamshard.model import FlatCut, SubGroup, ZeroLayout
 
 
 @dataclass(frozen=True, slots=True)
 class ZeroTarget:
-    """A checkpoint, and how it is to be cut."""
+    """A family of a checkpoint, and how it is to be cut."""
 
     checkpoint: Checkpoint
+    family: Family
+    mp_rank: int
+    """Number of the family."""
     layout: ZeroLayout
     config: Mapping[str, Any]
     """DeepSpeed config that the files will hold."""
@@ -20,6 +23,6 @@ class ZeroTarget:
     is_bf16: bool
     """Whether the engine that resumes has bf16 switched on: it looks for other file names."""
     flat_cuts: Sequence[FlatCut]
-    """One per param group (stages 1 and 2)."""
+    """One per param group of the family (stages 1 and 2)."""
     sub_groups: Sequence[SubGroup]
-    """Across all param groups (stage 3)."""
+    """Across all param groups of the family (stage 3)."""

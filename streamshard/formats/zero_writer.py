@@ -20,25 +20,26 @@ class FileImage:
     path: str
     """Relative to the run directory."""
     root: Node
+    family: int = 0
+    """Number of the family that its contents are of."""
 
 
-def native_images(target: ZeroTarget, step_files: Sequence[str]) -> Iterator[FileImage]:
-    """Spell all files of a checkpoint, one after the other: model files, then optimizer files.
-
-    Parameters
-    ----------
-    step_files
-        Files to be made that hold nothing but Accelerate's step.
-    """
+def native_images(target: ZeroTarget) -> Iterator[FileImage]:
+    """Spell all files of a family, one after the other: model files, then optimizer files."""
     model, optimizer = ModuleWriter(target), OptimizerWriter(target)
-    ranks, tag = range(target.layout.world_size), target.checkpoint.tag
+    ranks, tag, mp_rank = range(target.layout.world_size), target.checkpoint.tag, target.mp_rank
     for holder in ranks if target.layout.stage == 3 else (None,):
-        yield FileImage(f"{tag}/{names.model_file(holder)}", model.file(holder))
+        path = f"{tag}/{names.model_file(holder, mp_rank)}"
+        yield FileImage(path, model.file(holder), mp_rank)
     for rank in ranks:
-        path = f"{tag}/{names.optimizer_file(rank, bf16=target.is_bf16)}"
-        yield FileImage(path, optimizer.file(rank))
-    for path in step_files:
-        yield FileImage(path, {"step": target.checkpoint.accelerate_step})
+        path = f"{tag}/{names.optimizer_file(rank, bf16=target.is_bf16, mp_rank=mp_rank)}"
+        yield FileImage(path, optimizer.file(rank), mp_rank)
+
+
+def step_images(step: int | None, paths: Sequence[str]) -> Iterator[FileImage]:
+    """Spell files that hold nothing but Accelerate's step."""
+    for path in paths:
+        yield FileImage(path, {"step": step})
 
 
 def dump_images(target: ZeroTarget, name: Callable[[int], str]) -> Iterator[FileImage]:

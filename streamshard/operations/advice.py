@@ -1,6 +1,5 @@
 """What a user has to change in a job when its world size changes."""
 
-from streamshard.formats import deepspeed_names as names
 from streamshard.formats import ds_config
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.plan.batch import keep_global_batch
@@ -8,8 +7,7 @@ from streamshard.plan.batch import keep_global_batch
 
 def for_world_size(checkpoint: Checkpoint, world_size: int) -> tuple[str, ...]:
     """Say how the new job keeps the global batch of the old one."""
-    config = checkpoint.optimizer_file.get(names.DS_CONFIG)
-    sizes = ds_config.batch_sizes(config if isinstance(config, dict) else {})
+    sizes = ds_config.batch_sizes(checkpoint.config)
     known = _complete(*sizes, checkpoint.layout.world_size)
     if known is None:
         text = (

@@ -6,7 +6,7 @@ from typing import Final
 import numpy as np
 
 from streamshard.errors import CorruptFileError, DisagreementError
-from streamshard.formats.checkpoint import Checkpoint, ParamGroup
+from streamshard.formats.checkpoint import Checkpoint, Family
 from streamshard.model import ITEMSIZE, MASTER, RecordedCut, Slot, SourceMap, ZeroLayout
 from streamshard.plan.cutting import Cutting, CuttingBuilder
 from streamshard.plan.zero import FlatGroup, alignment_unit, flat_group, shard_numel
@@ -14,18 +14,20 @@ from streamshard.plan.zero import FlatGroup, alignment_unit, flat_group, shard_n
 _LAYOUT_KEYS: Final = "round_robin_gradients, parameter_alignment"
 
 
-def flat_groups(checkpoint: Checkpoint, layout: ZeroLayout, dtype: str) -> list[FlatGroup]:
-    """Lay out every param group for stages 1 and 2; `dtype` is that of the module's weights."""
-    numels = {t.name: t.numel for t in checkpoint.tensors if t.state == MASTER}
+def flat_groups(
+    checkpoint: Checkpoint, family: Family, layout: ZeroLayout, dtype: str
+) -> list[FlatGroup]:
+    """Lay out a family's param groups for stages 1 and 2; `dtype` is that of the module."""
+    numels = checkpoint.master_numels(family)
     unit = alignment_unit(ITEMSIZE[dtype]) if layout.parameter_alignment else 1
     return [
         flat_group(
             [numels[name] for name in group.params],
-            world_size=layout.world_size,
+            world_size=layout.world_size // group.expert_parallel,
             round_robin=layout.round_robin,
             alignment=unit,
         )
-        for group in checkpoint.groups
+        for group in family.groups
     ]
 
 
@@ -40,10 +42,12 @@ def cut_source(checkpoint: Checkpoint, source_map: SourceMap) -> Cutting:
     tensors = checkpoint.tensors
     builder = CuttingBuilder([ITEMSIZE[tensor.dtype] for tensor in tensors])
     index = checkpoint.tensor_index()
-    if source_map.partitions:
-        _place_partitions(checkpoint, source_map, builder, index)
-    if source_map.sub_groups:
-        _place_sub_groups(checkpoint, source_map, builder, index)
+    for number in range(len(source_map.families)):
+        placing = _Placing(checkpoint, source_map, builder, index, number)
+        if checkpoint.layout.stage == 3:
+            placing.sub_groups()
+        else:
+            placing.partitions()
     for tensor, (file, offset) in source_map.whole.items():
         numel = tensors[tensor].numel
         slot = Slot(np.array([file]), np.array([offset]), np.array([numel]))
@@ -61,72 +65,88 @@ def cut_source(checkpoint: Checkpoint, source_map: SourceMap) -> Cutting:
     return builder.build()
 
 
-def _place_partitions(
-    checkpoint: Checkpoint,
-    source_map: SourceMap,
-    builder: CuttingBuilder,
-    index: Mapping[tuple[str, str], int],
-) -> None:
-    groups = flat_groups(checkpoint, checkpoint.layout, checkpoint.module_dtype)
-    for (group, state), slot in source_map.partitions.items():
-        flat, held = groups[group], checkpoint.groups[group]
-        stripped = state == MASTER and not checkpoint.layout.bf16_optimizer
-        lengths = [
-            flat.partition_numel - (flat.padding(rank) if stripped else 0)
-            for rank in range(flat.world_size)
-        ]
-        _require_lengths(slot, lengths, source_map, f"{state} of param group {group}")
-        first = builder.slot(slot)
-        for name, start in zip(held.params, flat.starts.tolist(), strict=True):
-            tensor = index[state, name]
-            builder.place(tensor, first, piece_numel=flat.partition_numel, origin=start)
-    for rank, recorded in enumerate(source_map.recorded):
-        _require_recorded(recorded, rank, groups, checkpoint.groups)
+class _Placing:
+    """Says of one family's optimizer states where their elements lie."""
 
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        source_map: SourceMap,
+        builder: CuttingBuilder,
+        index: Mapping[tuple[str, str, str], int],
+        number: int,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._layout = checkpoint.layout
+        self._source_map = source_map
+        self._builder = builder
+        self._index = index
+        self._family = checkpoint.families[number]
+        self._map = source_map.families[number]
 
-def _require_recorded(
-    recorded: RecordedCut, rank: int, groups: Sequence[FlatGroup], held: Sequence[ParamGroup]
-) -> None:
-    """Refuse a source whose files describe another cut than the one computed from its config.
+    def partitions(self) -> None:
+        """Place the partitions of flat groups (stages 1 and 2)."""
+        dtype = self._checkpoint.module_dtype
+        groups = flat_groups(self._checkpoint, self._family, self._layout, dtype)
+        for (group, state), slot in self._map.partitions.items():
+            flat, held = groups[group], self._family.groups[group]
+            stripped = state == MASTER and not self._layout.bf16_optimizer
+            lengths = [
+                flat.partition_numel - (flat.padding(rank) if stripped else 0)
+                for rank in range(flat.world_size)
+            ]
+            _require_lengths(slot, lengths, self._source_map, f"{state} of param group {group}")
+            first = self._builder.slot(slot)
+            for name, start in zip(held.params, flat.starts.tolist(), strict=True):
+                tensor = self._index[self._family.name, state, name]
+                self._builder.place(tensor, first, piece_numel=flat.partition_numel, origin=start)
+        for rank, recorded in enumerate(self._map.recorded):
+            self._require_recorded(recorded, rank, groups)
 
-    The lengths alone would not tell: stored in another order, parameters take as much room.
-    """
-    cuts = [group.cut(rank) for group in groups]
-    slices = tuple(
-        tuple((group.params[index], start, numel) for index, start, numel in cut.recorded)
-        for group, cut in zip(held, cuts, strict=True)
-    )
-    computed = {
-        "group_paddings": (recorded.paddings, tuple(cut.padding for cut in cuts)),
-        "param_alignment_paddings": (recorded.alignments, tuple(g.alignments for g in groups)),
-        "param_slice_mappings": (recorded.slices, slices),
-    }
-    for key, (found, expected) in computed.items():
-        if found is not None and found != expected:
-            message = f"{recorded.path}: its {key} are not those of the layout that its ds_config"
-            raise DisagreementError(
-                f"{message} describes ({_LAYOUT_KEYS}). Was the config changed after the save?"
-            )
+    def _require_recorded(
+        self, recorded: RecordedCut, rank: int, groups: Sequence[FlatGroup]
+    ) -> None:
+        """Refuse a source whose files describe another cut than the one computed from its config.
 
+        The lengths alone would not tell: stored in another order, parameters take as much room.
+        """
+        held = self._family.held_by(rank, self._layout)
+        cuts = [groups[group].cut(sharer) for group, sharer in held]
+        names = [self._family.spelled(self._family.groups[group]) for group, _ in held]
+        slices = tuple(
+            tuple((params[index], start, numel) for index, start, numel in cut.recorded)
+            for params, cut in zip(names, cuts, strict=True)
+        )
+        alignments = tuple(groups[group].alignments for group, _ in held)
+        computed = {
+            "group_paddings": (recorded.paddings, tuple(cut.padding for cut in cuts)),
+            "param_alignment_paddings": (recorded.alignments, alignments),
+            "param_slice_mappings": (recorded.slices, slices),
+        }
+        for key, (found, expected) in computed.items():
+            if found is not None and found != expected:
+                message = f"{recorded.path}: its {key} are not those of the layout that its"
+                raise DisagreementError(
+                    f"{message} ds_config describes ({_LAYOUT_KEYS}). Was the config changed "
+                    "after the save?"
+                )
 
-def _place_sub_groups(
-    checkpoint: Checkpoint,
-    source_map: SourceMap,
-    builder: CuttingBuilder,
-    index: Mapping[tuple[str, str], int],
-) -> None:
-    tensors, world_size = checkpoint.tensors, checkpoint.layout.world_size
-    for (unit, state), slot in source_map.sub_groups.items():
-        params = source_map.sub_group_params[unit]
-        shares = [shard_numel(tensors[index[state, n]].numel, world_size) for n in params]
-        lengths = [sum(shares)] * world_size
-        _require_lengths(slot, lengths, source_map, f"{state} of sub-group {unit}")
-        first, held = builder.slot(slot), 0
-        for name, share in zip(params, shares, strict=True):
-            tensor = index[state, name]
-            lead = held * ITEMSIZE[tensors[tensor].dtype]
-            builder.place(tensor, first, piece_numel=share, lead=lead)
-            held += share
+    def sub_groups(self) -> None:
+        """Place the shards of sub-groups (stage 3)."""
+        tensors, world_size = self._checkpoint.tensors, self._layout.world_size
+        for (unit, state), slot in self._map.sub_groups.items():
+            params = [
+                self._index[self._family.name, state, name]
+                for name in self._map.sub_group_params[unit]
+            ]
+            shares = [shard_numel(tensors[tensor].numel, world_size) for tensor in params]
+            lengths = [sum(shares)] * world_size
+            _require_lengths(slot, lengths, self._source_map, f"{state} of sub-group {unit}")
+            first, held = self._builder.slot(slot), 0
+            for tensor, share in zip(params, shares, strict=True):
+                lead = held * ITEMSIZE[tensors[tensor].dtype]
+                self._builder.place(tensor, first, piece_numel=share, lead=lead)
+                held += share
 
 
 def _require_lengths(slot: Slot, lengths: Sequence[int], source_map: SourceMap, what: str) -> None:

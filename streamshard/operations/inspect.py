@@ -19,8 +19,12 @@ Plain = Any
 
 @dataclass(frozen=True, slots=True)
 class GroupSummary:
-    """One param group."""
+    """One param group, or what one expert rank has of it."""
 
+    family: str
+    """Tensor or pipeline parallel part that it belongs to; empty where there is only one."""
+    expert_rank: int | None
+    """None where it holds no experts."""
     parameters: int
     numel: int
     master_dtype: str
@@ -37,6 +41,7 @@ class ParameterSummary:
     shape: tuple[int, ...]
     numel: int
     group: int
+    """Index in `Inspection.groups`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,13 @@ class Inspection:
     zero_stage: int
     """Stage that saved it."""
     world_size: int
-    """Data-parallel ranks that saved it."""
+    """Ranks that saved it."""
+    data_parallel: int
+    """Ranks that share each part of the model."""
+    model_parallel: int
+    """Tensor and pipeline parallel parts of the model."""
+    expert_parallel: int
+    """Data-parallel ranks over which the experts are spread; 1 without experts."""
     module_dtype: str | None
     """None for raw dumps, which do not tell."""
     optimizer: str | None
@@ -87,10 +98,10 @@ def inspect(source: str | os.PathLike[str], *, tag: str | None = None) -> Inspec
 def summarize(source: Source) -> Inspection:
     """Summarize an opened checkpoint."""
     checkpoint = source.checkpoint
-    model, optimizer = checkpoint.model_state, checkpoint.optimizer_file
-    config = optimizer.get(names.DS_CONFIG)
-    numels = {t.name: t for t in checkpoint.tensors if t.state == MASTER}
-    kinds = [entry.kind for entry in checkpoint.module]
+    first = checkpoint.families[0]
+    model, optimizer = first.model_state, first.optimizer_file
+    entries = [entry for family in checkpoint.families for entry in family.module]
+    kinds = [entry.kind for entry in entries]
     sizes: dict[str, int] = {}
     for tensor in checkpoint.tensors:
         sizes[tensor.state] = sizes.get(tensor.state, 0) + tensor.nbytes
@@ -99,22 +110,21 @@ def summarize(source: Source) -> Inspection:
         kind=source.kind,
         tag=checkpoint.tag,
         zero_stage=checkpoint.layout.stage,
-        world_size=checkpoint.layout.world_size,
+        world_size=checkpoint.ranks,
+        data_parallel=checkpoint.layout.world_size,
+        model_parallel=len(checkpoint.families),
+        expert_parallel=checkpoint.expert_parallel,
         module_dtype=None if checkpoint.is_dumps else checkpoint.module_dtype,
-        optimizer=_optimizer_type(config),
+        optimizer=_optimizer_type(checkpoint.config),
         deepspeed_version=_plain(optimizer.get(names.DS_VERSION)),
         global_steps=_count(model.get("global_steps")),
         skipped_steps=_count(model.get("skipped_steps")),
         global_samples=_count(model.get("global_samples")),
         groups=_groups(checkpoint),
-        parameters=tuple(
-            ParameterSummary(name, numels[name].shape, numels[name].numel, number)
-            for number, group in enumerate(checkpoint.groups)
-            for name in group.params
-        ),
+        parameters=_parameters(checkpoint),
         frozen=kinds.count("frozen"),
         buffers=kinds.count("buffer"),
-        tied={e.name: e.alias_of for e in checkpoint.module if e.kind == "alias"},
+        tied={entry.name: entry.alias_of for entry in entries if entry.kind == "alias"},
         state_bytes=sizes,
         files=len(source.files),
         file_bytes=sum(file.nbytes for file in source.files),
@@ -123,19 +133,36 @@ def summarize(source: Source) -> Inspection:
 
 
 def _groups(checkpoint: Checkpoint) -> tuple[GroupSummary, ...]:
-    numels = {t.name: t.numel for t in checkpoint.tensors if t.state == MASTER}
-    return tuple(
-        GroupSummary(
-            parameters=len(group.params),
-            numel=sum(numels[name] for name in group.params),
-            master_dtype=group.master_dtype,
-            states=_states(group),
-            hyper_parameters={k: _plain(v) for k, v in hyper.items() if k != "params"},
-        )
-        for group, hyper in zip(
-            checkpoint.groups, checkpoint.wrapped_optimizer["param_groups"], strict=True
-        )
+    found = []
+    for family in checkpoint.families:
+        numels = checkpoint.master_numels(family)
+        hyper = family.wrapped_optimizer["param_groups"]
+        found += [
+            GroupSummary(
+                family=family.name,
+                expert_rank=group.expert_rank if group.expert_parallel > 1 else None,
+                parameters=len(group.params),
+                numel=sum(numels[name] for name in group.params),
+                master_dtype=group.master_dtype,
+                states=_states(group),
+                hyper_parameters={
+                    k: _plain(v) for k, v in hyper[group.number].items() if k != "params"
+                },
+            )
+            for group in family.groups
+        ]
+    return tuple(found)
+
+
+def _parameters(checkpoint: Checkpoint) -> tuple[ParameterSummary, ...]:
+    tensors, index = checkpoint.tensors, checkpoint.tensor_index()
+    groups = [(family, group) for family in checkpoint.families for group in family.groups]
+    held = (
+        (number, tensors[index[family.name, MASTER, name]])
+        for number, (family, group) in enumerate(groups)
+        for name in group.params
     )
+    return tuple(ParameterSummary(t.name, t.shape, t.numel, number) for number, t in held)
 
 
 def _states(group: ParamGroup) -> dict[str, Any]:

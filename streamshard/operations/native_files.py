@@ -1,6 +1,7 @@
 """Turns spelled torch files into work: every storage becomes a region with its copies."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Final
 
@@ -42,20 +43,23 @@ _SPAN_BYTES: Final = 256 << 20
 """Large files are shared out among workers in spans of about this size."""
 
 
+@dataclass(frozen=True, slots=True)
+class FamilyCut:
+    """How a target's family is cut."""
+
+    flat_groups: Sequence[FlatGroup]
+    """One per param group (stages 1 and 2)."""
+    sub_groups: Sequence[SubGroup]
+    """Across all param groups (stage 3)."""
+
+
 class NativeFiles:
     """Knows how a target is cut, and fills its files from a source."""
 
-    def __init__(
-        self,
-        source: Source,
-        world_size: int,
-        flat_groups: Sequence[FlatGroup],
-        sub_groups: Sequence[SubGroup],
-    ) -> None:
+    def __init__(self, source: Source, world_size: int, cuts: Sequence[FamilyCut]) -> None:
         self._source = source
         self._world_size = world_size
-        self._flat_groups = flat_groups
-        self._sub_groups = sub_groups
+        self._cuts = cuts
         self._tensors = source.checkpoint.tensors
         self._numels = np.array([tensor.numel for tensor in self._tensors], dtype=np.int64)
         self._members = _members(source.checkpoint)
@@ -74,7 +78,7 @@ class NativeFiles:
         for record in layout.records:
             checksum = Crc32()
             checksums.append(checksum)
-            parts += self._parts(record, checksum)
+            parts += self._parts(record, checksum, image.family)
             held += record.nbytes
             if held >= _SPAN_BYTES:
                 spans.append(Span(start, parts))
@@ -101,7 +105,9 @@ class NativeFiles:
                     mode=modes[tensor.name],
                 )
 
-    def _parts(self, record: torch_file.Record, checksum: Crc32) -> list[Fixed | Region]:
+    def _parts(
+        self, record: torch_file.Record, checksum: Crc32, family: int
+    ) -> list[Fixed | Region]:
         """Spell a record: its header, its data, its descriptor."""
         storage = record.content
         content = storage.content if isinstance(storage, Storage) else storage
@@ -112,7 +118,7 @@ class NativeFiles:
             raise TypeError(f"record {record.name} has nothing to fill it")
         source_dtype, target_dtype = self._dtypes(storage, content)
         source_itemsize, target_itemsize = ITEMSIZE[source_dtype], ITEMSIZE[target_dtype]
-        segments = self._segments(content, target_itemsize)
+        segments = self._segments(content, family, target_itemsize)
         region = Region(
             content_bytes=storage.nbytes,
             copies=self._copies(segments, source_itemsize, target_itemsize),
@@ -133,17 +139,17 @@ class NativeFiles:
             return tensor.dtype, tensor.dtype if tensor.state == BLOB else storage.dtype
         return storage.dtype, storage.dtype
 
-    def _segments(self, content: Content, itemsize: int) -> Segments:
+    def _segments(self, content: Content, family: int, itemsize: int) -> Segments:
         if isinstance(content, Whole):
             return whole_segment(content.tensor, self._tensors[content.tensor].numel)
         if isinstance(content, PartitionOf):
-            group = self._flat_groups[content.group]
-            members = self._members[content.group, content.state]
+            group = self._cuts[family].flat_groups[content.group]
+            members = self._members[family, content.group, content.state]
             return partition_segments(group, content.rank, members, itemsize=itemsize)
         if isinstance(content, ShardsOf):
-            unit = self._sub_groups[content.sub_group]
-            members = self._members[unit.group, content.state][unit.first : unit.stop]
-            return self._shards(members, content.rank, itemsize)
+            unit = self._cuts[family].sub_groups[content.sub_group]
+            members = self._members[family, unit.group, content.state]
+            return self._shards(members[unit.first : unit.stop], content.rank, itemsize)
         if isinstance(content, ShardOf):
             return self._shards(np.array([content.tensor]), content.rank, itemsize)
         raise TypeError(f"{content} is no range of logical tensors")
@@ -157,11 +163,14 @@ class NativeFiles:
         return coalesce(copies, itemsize=source_itemsize, target_itemsize=target_itemsize)
 
 
-def _members(checkpoint: Checkpoint) -> dict[tuple[int, str], NDArray[np.int64]]:
-    """Return (param group, state) → logical tensor of each parameter, in the group's order."""
+def _members(checkpoint: Checkpoint) -> dict[tuple[int, int, str], NDArray[np.int64]]:
+    """Return (family, group, state) → logical tensor of each parameter, in the group's order."""
     index = checkpoint.tensor_index()
     return {
-        (number, state): np.array([index[state, name] for name in group.params], dtype=np.int64)
-        for number, group in enumerate(checkpoint.groups)
+        (number, place, state): np.array(
+            [index[family.name, state, name] for name in group.params], dtype=np.int64
+        )
+        for number, family in enumerate(checkpoint.families)
+        for place, group in enumerate(family.groups)
         for state in (MASTER, *group.flat_states())
     }

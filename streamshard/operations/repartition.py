@@ -11,15 +11,21 @@ from streamshard.engine import memory
 from streamshard.engine.work import TargetFile
 from streamshard.errors import UsageError
 from streamshard.formats import ds_config, dump_names, frameworks
+from streamshard.formats.checkpoint import Checkpoint, Family
 from streamshard.formats.dump_names import Template
 from streamshard.formats.zero_target import ZeroTarget
-from streamshard.formats.zero_writer import FileImage, dump_images, native_images
-from streamshard.model import FILE, MASTER
+from streamshard.formats.zero_writer import (
+    FileImage,
+    dump_images,
+    native_images,
+    step_images,
+)
+from streamshard.model import FILE
 from streamshard.operations import advice, running
 from streamshard.operations.cut import flat_groups
-from streamshard.operations.native_files import NativeFiles
+from streamshard.operations.native_files import FamilyCut, NativeFiles
 from streamshard.operations.report import Progress, Report, Silent
-from streamshard.operations.settings import TargetSettings, target_settings
+from streamshard.operations.settings import TargetSettings, require_allowed, target_settings
 from streamshard.operations.source import Source, open_source
 from streamshard.operations.target import (
     PartialTarget,
@@ -107,7 +113,8 @@ def plan_repartition(
     target
         Run directory to make; for raw dumps a template, whose directory is made.
     world_size
-        Count of data-parallel ranks that will resume.
+        Count of all ranks that will resume. Tensor, pipeline and expert parallelism stay as they
+        are, so with them not every count is possible.
     zero_stage
         ZeRO stage that will resume; by default the config's.
     ds_config_file
@@ -128,8 +135,6 @@ def plan_repartition(
     """
     floor_bytes = memory.resident_bytes()
     memory.restart_peak()
-    if world_size < 1:
-        raise UsageError(f"--world-size {world_size}: at least one rank is needed")
     template = dump_names.parse(str(target)) if dump_names.is_template(str(target)) else None
     directory = template.directory if template else Path(target)
     require_free(directory, overwrite=overwrite, template=template)
@@ -137,12 +142,13 @@ def plan_repartition(
     opened = open_source(source, tag, ds_config_file=source_ds_config_file, like=like)
     require_separate(opened.path, opened.files, directory)
     _require_same_kind(opened, template, str(target))
-    settings = target_settings(opened.checkpoint, world_size, zero_stage, wanted)
+    dp_world_size = require_allowed(opened.checkpoint, world_size)
+    settings = target_settings(opened.checkpoint, dp_world_size, zero_stage, wanted)
     others = [file.path for file in opened.checkpoint.files]
     resized = frameworks.resize(
         opened.checkpoint.tag,
         others,
-        source_world_size=opened.checkpoint.layout.world_size,
+        source_world_size=opened.checkpoint.ranks,
         world_size=world_size,
     )
     files, images = _spell(opened, settings, template, resized)
@@ -157,7 +163,7 @@ def plan_repartition(
         codec_bytes=opened.codec_bytes,
         workers=workers,
         limit_bytes=memory_limit,
-        copies_bytes=_copies_bytes(opened, world_size),
+        copies_bytes=_copies_bytes(opened, dp_world_size),
     )
     require_space(directory, bytes_written)
     report = Report(
@@ -166,7 +172,7 @@ def plan_repartition(
         target=str(target),
         tag=opened.checkpoint.tag,
         zero_stage=settings.layout.stage,
-        source_world_size=opened.checkpoint.layout.world_size,
+        source_world_size=opened.checkpoint.ranks,
         world_size=world_size,
         files=len(sizes) + len(latest),
         bytes_written=bytes_written,
@@ -177,7 +183,7 @@ def plan_repartition(
             settings.note,
             *opened.checkpoint.notes,
             *resized.notes,
-            *advice.for_world_size(opened.checkpoint, world_size),
+            *advice.for_world_size(opened.checkpoint, dp_world_size),
         ),
     )
     return RepartitionPlan(
@@ -224,8 +230,9 @@ def _copies_bytes(source: Source, world_size: int) -> int:
     """
     checkpoint = source.checkpoint
     spread = checkpoint.layout.world_size // world_size + 2
-    params = sum(len(group.params) for group in checkpoint.groups)
-    states = 1 + max((len(group.flat_states()) for group in checkpoint.groups), default=0)
+    families = [family.groups for family in checkpoint.families]
+    params = max(sum(len(group.params) for group in groups) for groups in families)
+    states = 1 + max((len(g.flat_states()) for groups in families for g in groups), default=0)
     return params * spread * (states * _COPY_BYTES + _LOCATE_BYTES)
 
 
@@ -246,24 +253,43 @@ def _spell(
     resized: frameworks.Resized,
 ) -> tuple[NativeFiles, Callable[[], Iterator[FileImage]]]:
     checkpoint, layout = source.checkpoint, settings.layout
-    numels = {t.name: t.numel for t in checkpoint.tensors if t.state == MASTER}
-    flat = flat_groups(checkpoint, layout, settings.module_dtype) if layout.stage < 3 else []
+    cuts = [_cut(checkpoint, family, settings) for family in checkpoint.families]
+    targets = [
+        ZeroTarget(
+            checkpoint=checkpoint,
+            family=family,
+            mp_rank=mp_rank,
+            layout=layout,
+            config=settings.config,
+            module_dtype=settings.module_dtype,
+            is_bf16=settings.is_bf16,
+            flat_cuts=[group.spell() for group in cut.flat_groups],
+            sub_groups=cut.sub_groups,
+        )
+        for mp_rank, (family, cut) in enumerate(zip(checkpoint.families, cuts, strict=True))
+    ]
+    files = NativeFiles(source, layout.world_size, cuts)
+    if template is not None:
+        return files, partial(dump_images, targets[0], template.file_name)
+    steps = resized.new_steps if checkpoint.accelerate_step is not None else ()
+
+    def images() -> Iterator[FileImage]:
+        for target in targets:
+            yield from native_images(target)
+        yield from step_images(checkpoint.accelerate_step, steps)
+
+    return files, images
+
+
+def _cut(checkpoint: Checkpoint, family: Family, settings: TargetSettings) -> FamilyCut:
+    """Cut one family as the target's engine will."""
+    layout = settings.layout
+    if layout.stage < 3:
+        return FamilyCut(flat_groups(checkpoint, family, layout, settings.module_dtype), ())
+    numels = checkpoint.master_numels(family)
     units = sub_groups(
-        [[numels[name] for name in group.params] for group in checkpoint.groups],
+        [[numels[name] for name in group.params] for group in family.groups],
         world_size=layout.world_size,
         sub_group_size=layout.sub_group_size,
     )
-    zero_target = ZeroTarget(
-        checkpoint=checkpoint,
-        layout=layout,
-        config=settings.config,
-        module_dtype=settings.module_dtype,
-        is_bf16=settings.is_bf16,
-        flat_cuts=[group.spell() for group in flat],
-        sub_groups=units if layout.stage == 3 else (),
-    )
-    files = NativeFiles(source, layout.world_size, flat, units)
-    if template is not None:
-        return files, partial(dump_images, zero_target, template.file_name)
-    steps = resized.new_steps if checkpoint.accelerate_step is not None else ()
-    return files, partial(native_images, zero_target, steps)
+    return FamilyCut((), units)

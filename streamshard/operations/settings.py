@@ -24,7 +24,10 @@ class TargetSettings:
 
 
 def target_settings(
-    checkpoint: Checkpoint, world_size: int, zero_stage: int | None, wanted: ds_config.Config | None
+    checkpoint: Checkpoint,
+    dp_world_size: int,
+    zero_stage: int | None,
+    wanted: ds_config.Config | None,
 ) -> TargetSettings:
     """Decide what shapes the target: the flags, else the given config, else the kept one.
 
@@ -35,8 +38,7 @@ def target_settings(
     UnsupportedError
         The checkpoint's optimizer cannot be taken to that stage.
     """
-    kept = checkpoint.optimizer_file.get(names.DS_CONFIG)
-    kept = kept if isinstance(kept, dict) else {}
+    kept = checkpoint.config
     stage, dtype = zero_stage or checkpoint.layout.stage, checkpoint.module_dtype
     config, is_bf16 = dict(kept), checkpoint.is_bf16
     if wanted is not None:
@@ -46,17 +48,24 @@ def target_settings(
         _require_known_order(checkpoint, config, stage)
         is_bf16 = dtype == "bfloat16"
         _require_same_scaling(checkpoint, dtype)
-    if config:
+    # A BF16_Optimizer, which does what stage 1 does, may have been trained without a stage.
+    without_stage = ds_config.zero_stage(config) in (None, 0)
+    if config and not (without_stage and stage == 1 and checkpoint.layout.bf16_optimizer):
         config = ds_config.with_stage(config, stage)
     if checkpoint.is_dumps and (stage == 3) != (checkpoint.layout.stage == 3):
         message = f"raw dumps of ZeRO stage {checkpoint.layout.stage} lack what stage {stage} needs"
         raise UsageError(f"{message}; reshard a whole checkpoint instead")
     _require_whole_momentum(checkpoint, stage)
-    layout = ds_config.zero_layout(config, stage=stage, world_size=world_size)
-    if wanted is None and stage == checkpoint.layout.stage:
-        layout = replace(layout, bf16_optimizer=checkpoint.layout.bf16_optimizer)
+    _require_carried_parts(checkpoint, stage, dtype)
+    same = checkpoint.layout.bf16_optimizer if stage == checkpoint.layout.stage else None
+    layout = ds_config.zero_layout(
+        config,
+        stage=stage,
+        world_size=dp_world_size,
+        bf16_optimizer=same if wanted is None else None,
+    )
     if wanted is None and not kept:
-        layout = replace(checkpoint.layout, stage=stage, world_size=world_size)
+        layout = replace(checkpoint.layout, stage=stage, world_size=dp_world_size)
     return TargetSettings(
         layout, config, dtype, is_bf16, _settings_note(layout, dtype, wanted, kept)
     )
@@ -64,10 +73,48 @@ def target_settings(
 
 def _require_whole_momentum(checkpoint: Checkpoint, stage: int) -> None:
     """Refuse to write Muon's momentum for stages 1 and 2, where it is that of whole parameters."""
-    groups = checkpoint.wrapped_optimizer["param_groups"]
+    groups = [g for f in checkpoint.families for g in f.wrapped_optimizer["param_groups"]]
     if stage < 3 and any(group.get("use_muon") is True for group in groups):
         message = f"trained with Muon, whose 'momentum_buffer' stage {stage} keeps in another way"
         raise UnsupportedError(f"{message}; that is not supported yet. Stay at stage 3")
+
+
+def _require_carried_parts(checkpoint: Checkpoint, stage: int, dtype: str) -> None:
+    """Refuse to change what the weights of pipeline layers and experts would have to change with.
+
+    Their files come along as they are; DeepSpeed trains neither at stage 3.
+    """
+    modules = [family.model_state.get(names.MODULE_STATE) for family in checkpoint.families]
+    pipeline = not checkpoint.is_dumps and None in modules
+    if not pipeline and checkpoint.expert_parallel == 1:
+        return
+    kind = "pipeline" if pipeline else "expert"
+    if stage == 3:
+        raise UsageError(f"stage 3 does not train with {kind} parallelism, as this checkpoint was")
+    if dtype != checkpoint.module_dtype:
+        message = f"the checkpoint was trained in {checkpoint.module_dtype} with {kind} parallelism"
+        raise UsageError(f"{message}, whose weights cannot be taken to {dtype}; keep the dtype")
+
+
+def require_allowed(checkpoint: Checkpoint, world_size: int) -> int:
+    """Return the data-parallel size at a count of ranks.
+
+    Raises
+    ------
+    UsageError
+        The ranks do not divide among the parts of the model, or among its experts.
+    """
+    parts, experts = len(checkpoint.families), checkpoint.expert_parallel
+    unit = parts * experts
+    if world_size < 1 or world_size % unit:
+        held = [f"is in {parts} tensor or pipeline parallel parts"] if parts > 1 else []
+        held += [f"has its experts on {experts} ranks each"] if experts > 1 else []
+        message = f"--world-size {world_size}: the model {' and '.join(held)}, which stays so"
+        if unit == 1:
+            raise UsageError(f"--world-size {world_size}: at least one rank is needed")
+        few = ", ".join(str(unit * k) for k in (1, 2, 3))
+        raise UsageError(f"{message}: give a multiple of {unit} ({few}, …)")
+    return world_size // parts
 
 
 def _agreed_stage(in_config: int | None, asked: int | None) -> int:
@@ -84,7 +131,7 @@ def _agreed_stage(in_config: int | None, asked: int | None) -> int:
 
 def _require_known_order(checkpoint: Checkpoint, config: ds_config.Config, stage: int) -> None:
     """Refuse to guess how dumps are stored where the job's config makes that doubtful."""
-    unknown = checkpoint.is_dumps and not checkpoint.optimizer_file.get(names.DS_CONFIG)
+    unknown = checkpoint.is_dumps and not checkpoint.config
     layout = ds_config.zero_layout(config, stage=stage, world_size=1)
     if unknown and (layout.round_robin or layout.parameter_alignment):
         message = (
@@ -97,9 +144,10 @@ def _require_known_order(checkpoint: Checkpoint, config: ds_config.Config, stage
 
 def _require_same_scaling(checkpoint: Checkpoint, target: str) -> None:
     source = checkpoint.module_dtype
-    if checkpoint.is_dumps and not checkpoint.optimizer_file.get(names.DS_CONFIG):
+    if checkpoint.is_dumps and not checkpoint.config:
         # Dumps tell fp16 by its loss scale, and nothing else.
-        dynamic = checkpoint.optimizer_file[names.OPTIMIZER].get("dynamic_loss_scale") is True
+        state = checkpoint.families[0].optimizer_file[names.OPTIMIZER]
+        dynamic = state.get("dynamic_loss_scale") is True
         source = "float16" if dynamic else target
     if source != target and "float16" in (source, target):
         message = (

@@ -22,7 +22,7 @@ from streamshard.formats import (
     zarr_reader,
     zero_reader,
 )
-from streamshard.formats.checkpoint import Checkpoint, ParamGroup
+from streamshard.formats.checkpoint import Checkpoint, Family
 from streamshard.model import MASTER, SourceFile
 from streamshard.operations.cut import cut_source
 from streamshard.plan.cutting import Cutting
@@ -174,7 +174,9 @@ def _open_dumps(
     if like is not None:
         known = open_source(like).checkpoint
         by_name = {t.name: t.shape for t in known.tensors if t.state == MASTER}
-        shapes = [{name: by_name[name] for name in group.params} for group in known.groups]
+        shapes = [
+            {name: by_name[name] for name in group.params} for group in known.families[0].groups
+        ]
     with zero_reader.malformed(template.directory):
         checkpoint, source_map = dump_reader.read(template.find(), template.name, config, shapes)
     # The slices that name the parameters are recorded in the group's own order already.
@@ -185,10 +187,11 @@ def _open_dumps(
 def _open_native(run_dir: Path, tag_dir: Path) -> Source:
     checkpoint, source_map = zero_reader.read(tag_dir, _run_files(run_dir, tag_dir.name))
     if checkpoint.layout.round_robin:
-        groups = tuple(
-            _undo_round_robin(group, checkpoint.layout.world_size) for group in checkpoint.groups
+        families = tuple(
+            _undo_round_robin(family, checkpoint.layout.world_size)
+            for family in checkpoint.families
         )
-        checkpoint = replace(checkpoint, groups=groups)
+        checkpoint = replace(checkpoint, families=families)
     cutting = cut_source(checkpoint, source_map)
     return Source(run_dir, "native", checkpoint, cutting, source_map.files, {})
 
@@ -205,9 +208,13 @@ def _open_store(root: Path, tag: str | None) -> Source:
     )  # fmt: skip
 
 
-def _undo_round_robin(group: ParamGroup, world_size: int) -> ParamGroup:
-    order = round_robin_order(len(group.params), world_size)
-    params = [""] * len(order)
-    for stored, index in zip(group.params, order, strict=True):
-        params[index] = stored
-    return replace(group, params=tuple(params))
+def _undo_round_robin(family: Family, world_size: int) -> Family:
+    """Bring the parameters of every group into the group's own order."""
+    groups = []
+    for group in family.groups:
+        order = round_robin_order(len(group.params), world_size // group.expert_parallel)
+        params = [""] * len(order)
+        for stored, index in zip(group.params, order, strict=True):
+            params[index] = stored
+        groups.append(replace(group, params=tuple(params)))
+    return replace(family, groups=tuple(groups))

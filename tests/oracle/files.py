@@ -1,5 +1,6 @@
 """Compare two native checkpoint tag directories file by file, value by value."""
 
+import math
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from itertools import combinations
@@ -68,7 +69,7 @@ def _clear_padding_of_frozen(content: dict[str, Any], path: Path) -> None:
     """Zero the padding of this rank's frozen shards; stage 2 keeps them whole, without any."""
     rank = _data_parallel_rank(path) if path.name.startswith("zero_pp_rank_") else 0
     for name, fragment in content["frozen_param_fragments"].items():
-        full = content["frozen_param_shapes"][name].numel()
+        full = math.prod(content["frozen_param_shapes"][name])
         fragment.detach().flatten()[_real_numel(full, fragment.numel(), rank) :] = 0
 
 

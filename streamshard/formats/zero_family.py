@@ -1,0 +1,349 @@
+"""Reads what one family of a native ZeRO checkpoint saved: its optimizer and model files."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
+from streamshard.formats import deepspeed_names as names
+from streamshard.formats import ds_config
+from streamshard.formats.checkpoint import Family, ParamGroup
+from streamshard.formats.inert import Call, Node
+from streamshard.formats.torch_tensor import shape_of, storages_in, tensor_of
+from streamshard.formats.zero_files import FamilyFiles, SourceFiles, fingerprint, require
+from streamshard.formats.zero_module import ModuleReader
+from streamshard.formats.zero_optimizer import OptimizerReader
+from streamshard.model import BLOB, MASTER, FamilyMap, LogicalTensor, Slot, Whole, ZeroLayout
+
+_CUT_KEYS: Final = frozenset(
+    {
+        names.BASE_OPTIMIZER,
+        names.OPTIMIZER,
+        names.FLAT_GROUPS,
+        names.FLAT_GROUPS_3,
+        names.PARTITION_COUNT,
+        names.GROUP_PADDINGS,
+        names.ALIGNMENT_PADDINGS,
+        names.SLICE_MAPPINGS,
+    }
+)
+"""Entries of the optimizer's state that depend on the cutting."""
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A family as it was read, with its logical tensors and where they lie."""
+
+    family: Family
+    family_map: FamilyMap
+    layout: ZeroLayout
+    tensors: Sequence[LogicalTensor]
+    """Numbered by the checkpoint from `first` on."""
+    whole: Mapping[int, tuple[int, int]]
+    shards: Mapping[int, Slot]
+    module_dtype: str
+    tied: Mapping[str, str]
+    """Parameter → the other name under which its values are kept, as the files list it."""
+    notes: Sequence[str]
+
+
+def read_family(
+    files: FamilyFiles,
+    sources: SourceFiles,
+    *,
+    name: str,
+    first: int,
+    tied: Mapping[str, str],
+) -> Reading:
+    """Open the shards of one family.
+
+    Parameters
+    ----------
+    name
+        What the family is called in a checkpoint that has several, else empty.
+    first
+        Number of the family's first logical tensor in the checkpoint.
+    tied
+        What the first family's files list as tied: the first of all ranks alone knows it.
+
+    Raises
+    ------
+    SourceError
+        Something is missing, damaged, contradictory or not supported; the message names the file.
+    """
+    optimizers = [sources.read_dict(path) for path in files.optimizer_files]
+    models = [sources.read_dict(path) for path in files.model_files]
+    both = zip(optimizers, files.optimizer_files, strict=True)
+    states = [require(optimizer, names.OPTIMIZER, path) for optimizer, path in both]
+    stage = _stage(states, files)
+    _refuse_auto_experts(models[0], files)
+    _check_world_size(states, models, files)
+    check_agreement(states, files.optimizer_files)
+
+    config = _config(optimizers[0], models[0])
+    layout = ds_config.zero_layout(
+        config,
+        stage=stage,
+        world_size=len(states),
+        bf16_optimizer=names.ZERO_STAGE not in states[0],
+    )
+    optimizer = OptimizerReader(sources, files.optimizer_files, states, layout)
+    shapes = _param_shapes(models, files, optimizer)
+    groups = optimizer.groups([list(unit) for unit in shapes])
+    shape_by_name = {param: shape for unit in shapes for param, shape in unit.items()}
+    module = ModuleReader(sources, files.model_files, models, stage, tied)
+    entries = module.entries(shape_by_name)
+    tensors = optimizer_tensors(groups, shape_by_name, name)
+    module_map = module.place(entries, first=first + len(tensors), family=name)
+    tensors += module.tensors
+
+    param_ids = optimizer.param_ids([list(unit) for unit in shapes], entries)
+    strip_optimizer(states[0], stage)
+    module.strip(entries)
+    whole = dict(module_map.whole)
+    adopt_blobs([models[0], optimizers[0]], tensors, whole, first=first, family=name)
+    return Reading(
+        family=Family(name, groups, entries, models[0], optimizers[0], param_ids),
+        family_map=family_map(optimizer, layout, shapes),
+        layout=layout,
+        tensors=tensors,
+        whole=whole,
+        shards=module_map.shards,
+        module_dtype=module.dtype(entries) or ds_config.module_dtype(config),
+        tied=module.tied,
+        notes=module.notes,
+    )
+
+
+def family_map(
+    optimizer: OptimizerReader, layout: ZeroLayout, units: Sequence[Mapping[str, object]]
+) -> FamilyMap:
+    """Say where a family's optimizer keeps its states, once its groups have been read."""
+    if layout.stage == 3:
+        return FamilyMap(
+            sub_groups=optimizer.slots, sub_group_params=tuple(tuple(unit) for unit in units)
+        )
+    return FamilyMap(partitions=optimizer.slots, recorded=optimizer.recorded())
+
+
+def _refuse_auto_experts(model: Mapping[str, Node], files: FamilyFiles) -> None:
+    for key in names.AUTO_EXPERTS:
+        if model.get(key):
+            message = (
+                f"{files.model_files[0]}: trained with AutoEP ('{key}' says so), whose experts are "
+                "cut in a way of their own; not supported"
+            )
+            raise UnsupportedError(message)
+
+
+def _stage(states: Sequence[Mapping[str, Node]], files: FamilyFiles) -> int:
+    stage = stage_of(states, files.optimizer_files)
+    if (stage == 3) != (len(files.model_files) > 1 or "zero_pp" in files.model_files[0].name):
+        message = f"{files.model_files[0]} does not belong to optimizer files of stage {stage}"
+        raise DisagreementError(message)
+    return stage
+
+
+def stage_of(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> int:
+    """Read the ZeRO stage that all ranks' optimizer states agree about."""
+    # BF16_Optimizer, which does what stage 1 does, does not say so.
+    stages = [_enum_value(state.get(names.ZERO_STAGE, 1)) for state in states]
+    for stage, path in zip(stages, paths, strict=True):
+        if stage not in (1, 2, 3):
+            raise UnsupportedError(f"{path}: ZeRO stage {stage} is not known")
+        if stage != stages[0]:
+            message = f"{path} is of ZeRO stage {stage}, {paths[0]} of {stages[0]}"
+            raise DisagreementError(f"{message}; move away the files of the older run")
+    return int(stages[0])
+
+
+def _enum_value(node: Node) -> Node:
+    """Read an int or an enum of ints, which pickles as a call of its class with the value."""
+    if isinstance(node, Call) and len(node.args) == 1:
+        return node.args[0]
+    return node
+
+
+def _check_world_size(
+    states: Sequence[Mapping[str, Node]], models: Sequence[Mapping[str, Node]], files: FamilyFiles
+) -> None:
+    """Refuse sets in which a file says that there were more or fewer ranks than there are files."""
+    found = len(states)
+    said = [
+        (require(model, names.DP_WORLD_SIZE, path), path)
+        for model, path in zip(models, files.model_files, strict=True)
+    ]
+    for state, path in zip(states, files.optimizer_files, strict=True):
+        said += [(count, path) for count in rank_counts(state, path)]
+    for world_size, path in said:
+        if world_size == found:
+            continue
+        message = f"{path} was saved by {world_size} ranks, but there are {found} optimizer files"
+        if isinstance(world_size, int) and world_size > found:
+            last = files.optimizer_files[-1]
+            missing = last.with_name(last.name.replace(f"rank_{found - 1}_", f"rank_{found}_"))
+            message += f"; {missing} is missing: copy it from the node that saved it"
+        else:
+            surplus = files.optimizer_files[world_size if isinstance(world_size, int) else 0]
+            message += f"; {surplus} is of another world size: move it and its like away"
+        raise DisagreementError(message)
+
+
+def rank_counts(state: Mapping[str, Node], path: Path) -> list[Node]:
+    """Read among how many ranks an optimizer's state was cut, from all that tells it.
+
+    A group of experts tells how many ranks share each expert, of which any divisor will do.
+    """
+    counts = require(state, names.PARTITION_COUNT, path)
+    if not isinstance(counts, list):
+        return [counts]
+    wrapped = require(state, names.BASE_OPTIMIZER, path)
+    groups = wrapped["param_groups"] if isinstance(wrapped, dict) else [{}] * len(counts)
+    return [
+        count
+        for count, group in zip(counts, groups, strict=True)
+        if group.get(names.IS_EXPERTS) is not True
+    ]
+
+
+def check_agreement(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> None:
+    """Refuse ranks that disagree about what does not depend on the rank."""
+    first, *rest = [
+        {key: fingerprint(value) for key, value in state.items() if key not in _CUT_KEYS}
+        for state in states
+    ]
+    for other, path in zip(rest, paths[1:], strict=True):
+        wrong = [key for key in {**first, **other} if first.get(key) != other.get(key)]
+        if wrong:
+            message = f"{path} and {paths[0]} disagree about {', '.join(wrong)}"
+            raise DisagreementError(f"{message}: they are not of one step of one run")
+
+
+def _param_shapes(
+    models: Sequence[Mapping[str, Node]], files: FamilyFiles, optimizer: OptimizerReader
+) -> list[Shapes]:
+    """Read names and shapes of the trained parameters, per param group or sub-group."""
+    units = require(models[0], names.PARAM_SHAPES, files.model_files[0])
+    if units is None and optimizer.is_bf16_optimizer:
+        # Without a ZeRO stage the model file lists none, and BF16_Optimizer saves all the same.
+        return _with_shapes(
+            recorded_units(optimizer, files.optimizer_files), models[0][names.MODULE_STATE]
+        )
+    if not isinstance(units, list) or not all(isinstance(unit, dict) for unit in units):
+        message = f"{files.model_files[0]}: no parameter shapes; saved before DeepSpeed 0.6"
+        raise UnsupportedError(message)
+    for model, path in zip(models[1:], files.model_files[1:], strict=True):
+        for key in (names.PARAM_SHAPES, "global_steps"):
+            if fingerprint(model.get(key)) != fingerprint(models[0].get(key)):
+                message = f"{path} and {files.model_files[0]} disagree about {key}"
+                raise DisagreementError(f"{message}: they are not of one step of one run")
+    return [{name: shape_of(shape) for name, shape in unit.items()} for unit in units]
+
+
+def recorded_units(optimizer: OptimizerReader, paths: Sequence[Path]) -> list[Shapes]:
+    """Read names and sizes from the slices that the ranks record, in the group's own order.
+
+    A parameter's slices on all ranks add up to it. Its shape is not known and not needed.
+    """
+    found: list[dict[str, int]] = []
+    for recorded, path in zip(optimizer.recorded(), paths, strict=True):
+        if recorded.slices is None:
+            message = f"{path}: saved by a DeepSpeed before 0.7.4, which did not name parameters"
+            raise UnsupportedError(message)
+        if any(any(group) for group in recorded.alignments or ()):
+            message = f"{path}: saved with parameter_alignment, which only a model file explains"
+            raise UnsupportedError(message)
+        found = found or [{} for _ in recorded.slices]
+        for unit, slices in zip(found, recorded.slices, strict=True):
+            for name, _, numel in slices:
+                unit[name] = unit.get(name, 0) + numel
+    # All expert ranks name their experts alike, and each of them adds its own.
+    return [
+        {name: (numel // optimizer.expert_parallel(number),) for name, numel in unit.items()}
+        for number, unit in enumerate(found)
+    ]
+
+
+def _with_shapes(units: Sequence[Shapes], module: Node) -> list[Shapes]:
+    """Give parameters of known size the shape that the module's weights have, if they are there."""
+    held = module if isinstance(module, dict) else {}
+    weights = {name: tensor_of(held.get(name)) for unit in units for name in unit}
+    return [
+        {
+            name: weight.shape if (weight := weights[name]) and (weight.numel,) == flat else flat
+            for name, flat in unit.items()
+        }
+        for unit in units
+    ]
+
+
+def _config(optimizer: Mapping[str, Node], model: Mapping[str, Node]) -> ds_config.Config:
+    for holder in (optimizer, model):
+        if isinstance(holder.get(names.DS_CONFIG), dict):
+            return dict(holder[names.DS_CONFIG])
+    return {}
+
+
+def optimizer_tensors(
+    groups: Sequence[ParamGroup], shapes: Mapping[str, tuple[int, ...]], family: str
+) -> list[LogicalTensor]:
+    """List the logical tensors of all optimizer states, group by group and state by state.
+
+    Parameters
+    ----------
+    shapes
+        Of the parameters as the files name them: every expert rank counts its experts from 0.
+    """
+    spelled = {group.number: group.params for group in groups if group.expert_rank == 0}
+    tensors = [
+        LogicalTensor(state, name, dtype, shapes[own], family)
+        for group in groups
+        for state, dtype in {MASTER: group.master_dtype, **group.flat_states()}.items()
+        for name, own in zip(group.params, spelled[group.number], strict=True)
+    ]
+    names_of = Counter((tensor.state, tensor.name) for tensor in tensors)
+    for (_, name), count in names_of.items():
+        if count > 1:
+            raise CorruptFileError(f"parameter '{name}' is in {count} param groups")
+    return tensors
+
+
+def strip_optimizer(state: dict[str, Node], stage: int) -> None:
+    """Empty what depends on the cutting, leaving every key where it stands."""
+    inner = state[names.OPTIMIZER if stage == 3 else names.BASE_OPTIMIZER]
+    inner["state"] = {}
+    for group in inner["param_groups"]:
+        group["params"] = []
+    for key in _CUT_KEYS - {names.OPTIMIZER, names.BASE_OPTIMIZER}:
+        if key in state:
+            state[key] = None
+
+
+def adopt_blobs(
+    roots: Sequence[Node],
+    tensors: list[LogicalTensor],
+    whole: dict[int, tuple[int, int]],
+    *,
+    first: int,
+    family: str,
+) -> None:
+    """Make every storage that is left in the training state a logical tensor of raw bytes.
+
+    Parameters
+    ----------
+    first
+        Number of the first of `tensors` in the checkpoint.
+    """
+    adopted = 0
+    for storage in storages_in(list(roots)):
+        if storage.content is None:
+            index = first + len(tensors)
+            whole[index] = (storage.file, storage.offset)
+            storage.content = Whole(index)
+            tensors.append(LogicalTensor(BLOB, str(adopted), "uint8", (storage.nbytes,), family))
+            adopted += 1
