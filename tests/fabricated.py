@@ -7,6 +7,7 @@ none of the arithmetic under test is used.
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.job import (
+    LOCAL_EXPERTS,
     STATES,
     TAG,
     Job,
@@ -25,7 +27,6 @@ from tests.job import (
     ds_config,
     fragment_address,
     stand_ins,
-    values,
 )
 
 
@@ -33,19 +34,34 @@ def write(job: Job, run_dir: Path, tag: str = TAG) -> Path:
     """Save a run directory; returns it."""
     place = run_dir / tag
     place.mkdir(parents=True)
-    dtype = "bf16_" if job.dtype == torch.bfloat16 else ""
     with stand_ins():
-        for rank in range(job.world_size if job.stage == 3 else 1):
-            name = f"zero_pp_rank_{rank}_mp_rank_00" if job.stage == 3 else "mp_rank_00"
-            torch.save(_model_file(job, rank), place / f"{name}_model_states.pt")
-        for rank in range(job.world_size):
-            name = f"{dtype}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-            torch.save(_optimizer_file(job, rank), place / name)
+        for part in range(job.parts):
+            _write_part(replace(job, part=part), place)
     (run_dir / "latest").write_text(tag)
     script = run_dir / "zero_to_fp32.py"
     script.write_text("#!/usr/bin/env python\n")
     script.chmod(0o755)
     return run_dir
+
+
+def _write_part(job: Job, place: Path) -> None:
+    dtype = "bf16_" if job.dtype == torch.bfloat16 else ""
+    part = f"mp_rank_{job.part:02d}"
+    for rank in range(job.world_size if job.stage == 3 else 1):
+        name = f"zero_pp_rank_{rank}_{part}" if job.stage == 3 else part
+        torch.save(_model_file(job, rank), place / f"{name}_model_states.pt")
+    for rank in range(job.world_size):
+        name = f"{dtype}zero_pp_rank_{rank}_{part}_optim_states.pt"
+        torch.save(_optimizer_file(job, rank), place / name)
+    for expert_rank in range(job.expert_parallel if job.experts else 0):
+        for local in range(LOCAL_EXPERTS):
+            number = expert_rank * LOCAL_EXPERTS + local
+            weights = {
+                job.in_model(name, expert_rank): job.values("fp32", name, expert_rank).to(job.dtype)
+                for name, _ in job.experts
+                if f".{local}." in name
+            }
+            torch.save(weights, place / f"layer_0_expert_{number}_{part}_model_states.pt")
 
 
 def load(path: Path) -> Any:  # noqa: ANN401
@@ -54,27 +70,33 @@ def load(path: Path) -> Any:  # noqa: ANN401
         return torch.load(path, weights_only=False)
 
 
+def save(content: object, path: Path) -> None:
+    """Save a file with torch, classes and all."""
+    with stand_ins():
+        torch.save(content, path)
+
+
 # Stages 1 and 2 -----------------------------------------------------------------------------------
 
 
-def flat(job: Job, state: str, group: int) -> tuple[Tensor, list[int]]:
+def flat(job: Job, state: str, group: int, expert_rank: int = 0) -> tuple[Tensor, list[int]]:
     """Flatten a state of a group with its padding; also returns the gaps after each parameter."""
     unit = 16 // job.dtype.itemsize if job.alignment else 1
     parts: list[Tensor] = []
     gaps: list[int] = []
     names = job.stored_order(group)
     for name in names:
-        parts.append(values(state, name, job.shapes[name]).flatten())
+        parts.append(job.values(state, name, expert_rank).flatten())
         gap = -sum(map(len, parts)) % unit if name != names[-1] else 0
         parts.append(torch.zeros(gap))
         gaps.append(gap)
-    end = -sum(map(len, parts)) % (2 * job.world_size)
+    end = -sum(map(len, parts)) % (2 * job.sharers(group))
     return torch.cat([*parts, torch.zeros(end)]), gaps
 
 
 def _slices(job: Job, group: int, rank: int, numel: int, gaps: list[int]) -> OrderedDict[str, Any]:
     """Spell which parameters a partition holds: in the group's own order unless there are gaps."""
-    names = [name for name, _ in job.groups[group]]
+    names = [name for name, _ in job.cut_groups[group]]
     order, starts, at = (job.stored_order(group) if any(gaps) else names), {}, 0
     for name, gap in zip(order, gaps, strict=True):
         starts[name] = at
@@ -90,30 +112,34 @@ def _slices(job: Job, group: int, rank: int, numel: int, gaps: list[int]) -> Ord
 
 def _flat_state(job: Job, rank: int) -> dict[str, Any]:
     masters, states, paddings, alignments, slices = [], {}, [], [], []
-    for group in range(len(job.groups)):
-        whole, gaps = flat(job, "fp32", group)
-        numel = len(whole) // job.world_size
-        used = sum(prod(shape) for _, shape in job.groups[group]) + sum(gaps)
-        padding = min(max((rank + 1) * numel - used, 0), numel)
-        part = whole.chunk(job.world_size)[rank].clone() if numel else whole
+    for group in range(len(job.cut_groups)):
+        ranks = job.sharers(group)
+        expert_rank, at = job.place(group, rank)
+        whole, gaps = flat(job, "fp32", group, expert_rank)
+        numel = len(whole) // ranks
+        used = sum(prod(shape) for _, shape in job.cut_groups[group]) + sum(gaps)
+        padding = min(max((at + 1) * numel - used, 0), numel)
+        part = whole.chunk(ranks)[at].clone() if numel else whole
         masters.append(part[: numel - padding].requires_grad_())
-        states[group] = _adam(
-            {key: flat(job, key, group)[0].chunk(job.world_size)[rank].clone() for key in STATES}
-        )
+        wholes = {key: flat(job, key, group, expert_rank)[0] for key in STATES}
+        states[group] = _adam({key: w.chunk(ranks)[at].clone() for key, w in wholes.items()})
         paddings.append(padding)
         alignments.append(gaps)
-        slices.append(_slices(job, group, rank, numel, gaps))
+        slices.append(_slices(job, group, at, numel, gaps))
+    wrapped = _torch_state(states, [[g] for g in range(len(job.cut_groups))])
+    for group in wrapped["param_groups"][len(job.groups) :]:
+        group |= {"moe": True, "name": f"ep_size_{job.expert_parallel}"}
     return {
         "loss_scaler": LossScaler(1.0),
         "dynamic_loss_scale": False,
         "overflow": False,
         "clip_grad": 1.0,
-        "base_optimizer_state": _torch_state(states, [[g] for g in range(len(job.groups))]),
+        "base_optimizer_state": wrapped,
         "single_partition_of_fp32_groups": masters,
         "zero_stage": ZeroStageEnum(job.stage),
         "group_paddings": paddings,
         "param_alignment_paddings": alignments,
-        "partition_count": [job.world_size] * len(job.groups),
+        "partition_count": [job.sharers(group) for group in range(len(job.cut_groups))],
         "ds_version": "0.19.8",
         "param_slice_mappings": slices,
     }
@@ -168,7 +194,7 @@ def _sharded_state(job: Job, rank: int) -> dict[str, Any]:
         members[group].append(unit)
 
         def part(state: str, padding: float, names: list[str] = names) -> Tensor:
-            wholes = [values(state, name, job.shapes[name]) for name in names]
+            wholes = [job.values(state, name) for name in names]
             return torch.cat([shard(job, whole, rank, padding) for whole in wholes])
 
         master: Any = part("fp32", float("nan")).requires_grad_()
@@ -204,9 +230,9 @@ def _module(job: Job) -> OrderedDict[str, Tensor]:
             shape = job.shapes[name]
             module[name] = whole[at : at + prod(shape)].view(shape)
             at += prod(shape) + gap
-    module = OrderedDict((name, module[name]) for name in job.shapes)
-    for name, shape in job.frozen:
-        module[name] = values("frozen", name, shape).to(job.dtype)
+    module = OrderedDict((name, module[name]) for group in job.groups for name, _ in group)
+    for name, _ in job.frozen:
+        module[name] = job.values("frozen", name).to(job.dtype)
     if job.stage == 3:
         module = OrderedDict((name, torch.empty(0, dtype=job.dtype)) for name in module)
     module |= buffers()
@@ -218,10 +244,10 @@ def _module(job: Job) -> OrderedDict[str, Tensor]:
 def _frozen(job: Job, module: Mapping[str, Tensor], rank: int) -> tuple[Any, Any]:
     if job.stage == 1:
         return None, None
-    shapes = OrderedDict((name, torch.Size(shape)) for name, shape in job.frozen)
+    shapes = OrderedDict((name, _size(job, shape)) for name, shape in job.frozen)
     if job.stage == 2:
         return shapes, OrderedDict((name, module[name]) for name in shapes)
-    wholes = {name: values("frozen", name, shape).to(job.dtype) for name, shape in job.frozen}
+    wholes = {name: job.values("frozen", name).to(job.dtype) for name, _ in job.frozen}
     return shapes, OrderedDict((n, shard(job, w, rank, -1e30)) for n, w in wholes.items())
 
 
@@ -231,16 +257,16 @@ def _model_file(job: Job, rank: int) -> dict[str, Any]:
     if job.stage == 3:
         named = [names for _, names in units(job)]
     else:
-        named = [job.stored_order(group) for group in range(len(job.groups))]
+        named = [job.stored_order(group) for group in range(len(job.cut_groups))]
     state = {
         "module": module,
         "buffer_names": list(buffers()),
         "optimizer": None,
         "param_shapes": [
-            OrderedDict((name, torch.Size(job.shapes[name])) for name in names) for names in named
+            OrderedDict((name, _size(job, job.shapes[name])) for name in names) for names in named
         ],
         "frozen_param_shapes": shapes,
-        "shared_params": dict(job.tied) if rank == 0 else {},
+        "shared_params": dict(job.tied) if rank == job.part == 0 else {},
         "frozen_param_fragments": fragments,
         "lr_scheduler": {"last_epoch": 7, "table": torch.arange(5.0)},
         "data_sampler": None,
@@ -248,10 +274,16 @@ def _model_file(job: Job, rank: int) -> dict[str, Any]:
         "global_steps": 7,
         "global_samples": 168,
         "dp_world_size": job.world_size,
-        "mp_world_size": 1,
+        "mp_world_size": job.parts,
+        "num_experts": [LOCAL_EXPERTS * job.expert_parallel] if job.experts else [],
     }
     kept = {"ds_config": ds_config(job)} if job.config else {}
     return {**state, **kept, "ds_version": "0.19.8", **job.client_state}
+
+
+def _size(job: Job, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Spell a shape: DeepSpeed clones what has experts before it saves, which leaves a tuple."""
+    return shape if job.experts else torch.Size(shape)
 
 
 def client_state() -> dict[str, Any]:

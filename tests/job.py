@@ -21,6 +21,13 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 TAG = "global_step7"
 STATES = ("exp_avg", "exp_avg_sq")
+LOCAL_EXPERTS = 2
+EXPERTS: Shapes = tuple(
+    (f"moe.deepspeed_moe.experts.deepspeed_experts.{local}.{name}", shape)
+    for local in range(LOCAL_EXPERTS)
+    for name, shape in (("weight", (3, 4)), ("bias", (5,)))
+)
+"""What a rank has of a layer of experts; every expert rank counts its own from 0."""
 
 
 class ZeroStageEnum(int, enum.Enum):
@@ -86,6 +93,7 @@ class Job:
 
     stage: int = 2
     world_size: int = 2
+    """Data-parallel ranks."""
     groups: tuple[Shapes, ...] = (
         (("embed.weight", (11, 4)), ("block.0.attn.weight", (6, 5)), ("block.0.mlp", (3, 2, 4))),
         (("embed.bias", (1,)), ("block.0.bias", (7,)), ("block.1.bias", (2,))),
@@ -101,18 +109,57 @@ class Job:
     """Whether the files keep the job's config."""
     garbage: bool = True
     """Whether stage 3's padding holds what was in memory, as it does, or zeros, as ours does."""
+    parts: int = 1
+    """Tensor parallel parts of the model: alike in all but the values."""
+    part: int = 0
+    """The one that is spoken of."""
+    experts: Shapes = ()
+    """Parameters of the experts that one rank holds: another param group, below stage 3."""
+    expert_parallel: int = 1
+    data_before_experts: bool = False
+
+    @property
+    def cut_groups(self) -> tuple[Shapes, ...]:
+        """All param groups, the one of experts included."""
+        return (*self.groups, self.experts) if self.experts else self.groups
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every trained parameter."""
-        return {name: shape for group in self.groups for name, shape in group}
+        return {name: shape for group in self.cut_groups for name, shape in group}
+
+    def sharers(self, group: int) -> int:
+        """Count the ranks that a group is cut among."""
+        return self.world_size // (self.expert_parallel if group == len(self.groups) else 1)
+
+    def place(self, group: int, rank: int) -> tuple[int, int]:
+        """Tell which experts a rank has of a group, and its place among those that share them."""
+        sharers = self.sharers(group)
+        if self.data_before_experts:
+            return divmod(rank, sharers)
+        place, expert_rank = divmod(rank, self.world_size // sharers)
+        return expert_rank, place
+
+    def in_model(self, name: str, expert_rank: int) -> str:
+        """Name an expert's parameter by the expert's number in the model."""
+        for local in range(LOCAL_EXPERTS):
+            if f".{local}." in name and "experts" in name:
+                return name.replace(f".{local}.", f".{local + expert_rank * LOCAL_EXPERTS}.")
+        return name
+
+    def values(self, state: str, name: str, expert_rank: int = 0) -> Tensor:
+        """Make a state of a trained parameter, or of a frozen one."""
+        shape = {**self.shapes, **dict(self.frozen)}[name]
+        seed = f"{self.part}/{state}" if self.part else state
+        return values(seed, self.in_model(name, expert_rank), shape)
 
     def stored_order(self, group: int) -> list[str]:
         """Names of a group's parameters in the order in which a flat group holds them."""
-        names = [name for name, _ in self.groups[group]]
+        names = [name for name, _ in self.cut_groups[group]]
         if not self.round_robin:
             return names
-        return [name for rank in range(self.world_size) for name in names[rank :: self.world_size]]
+        ranks = self.sharers(group)
+        return [name for rank in range(ranks) for name in names[rank::ranks]]
 
 
 def values(state: str, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -158,4 +205,5 @@ def ds_config(job: Job) -> dict[str, Any]:
     precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     enabled = {precision[job.dtype]: {"enabled": True}} if job.dtype in precision else {}
     return {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2, "zero_optimization": zero,
+            "use_data_before_expert_parallelism": job.data_before_experts,
             "optimizer": {"type": "AdamW"}, **enabled}  # fmt: skip

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamshard.formats import deepspeed_names as names
+from streamshard.formats import ds_config
 from streamshard.formats.inert import Node
 from streamshard.model import MASTER, LogicalTensor, ZeroLayout
 
@@ -138,9 +139,14 @@ class Checkpoint:
         return math.lcm(*(g.expert_parallel for family in self.families for g in family.groups))
 
     @property
+    def replicas(self) -> int:
+        """Count of ranks that hold each partition alike, of which one saves it."""
+        return ds_config.sequence_replicas(self.config, self.layout.world_size)
+
+    @property
     def ranks(self) -> int:
-        """Count of ranks that saved it, over all families."""
-        return self.layout.world_size * len(self.families)
+        """Count of ranks that trained it."""
+        return self.layout.world_size * len(self.families) * self.replicas
 
     @property
     def config(self) -> Mapping[str, Any]:

@@ -113,6 +113,20 @@ def zero_layout(
     )
 
 
+def sequence_replicas(config: Config, dp_world_size: int) -> int:
+    """Tell how many ranks hold each partition alike, of which one saves it.
+
+    Sequence parallelism that is asked for in the config, by both sizes, cuts among the data-parallel
+    ranks only (`_init_mesh_device` and `_do_sanity_check` of `runtime/engine.py`, 0.19.8); with a
+    model-parallel unit of its own it cuts among all ranks.
+    """
+    data, sequence = (
+        _number(config, "data_parallel_size"),
+        _number(config, "sequence_parallel_size"),
+    )
+    return sequence if sequence and data == dp_world_size else 1
+
+
 def _uses_bf16_optimizer(config: Config) -> bool:
     """Tell whether an engine at stage 1 would choose `BF16_Optimizer`.
 

@@ -81,6 +81,7 @@ def read_family(
     both = zip(optimizers, files.optimizer_files, strict=True)
     states = [require(optimizer, names.OPTIMIZER, path) for optimizer, path in both]
     stage = _stage(states, files)
+    _refuse_second_optimizer(models[0], files)
     _refuse_auto_experts(models[0], files)
     _check_world_size(states, models, files)
     check_agreement(states, files.optimizer_files)
@@ -139,6 +140,17 @@ def _refuse_auto_experts(model: Mapping[str, Node], files: FamilyFiles) -> None:
                 "cut in a way of their own; not supported"
             )
             raise UnsupportedError(message)
+
+
+def _refuse_second_optimizer(model: Mapping[str, Node], files: FamilyFiles) -> None:
+    """Refuse what a pipeline without a ZeRO stage saves in bf16: rank 0's partition once more."""
+    if model.get("optimizer") is not None:
+        message = (
+            f"{files.model_files[0]}: holds an optimizer's state beside the ranks' own files, as a "
+            "pipeline in bf16 saves it without a ZeRO stage; DeepSpeed itself cannot load that. "
+            "Train with stage 1"
+        )
+        raise UnsupportedError(message)
 
 
 def _stage(states: Sequence[Mapping[str, Node]], files: FamilyFiles) -> int:

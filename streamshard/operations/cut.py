@@ -11,7 +11,9 @@ from streamshard.model import ITEMSIZE, MASTER, RecordedCut, Slot, SourceMap, Ze
 from streamshard.plan.cutting import Cutting, CuttingBuilder
 from streamshard.plan.zero import FlatGroup, alignment_unit, flat_group, shard_numel
 
-_LAYOUT_KEYS: Final = "round_robin_gradients, parameter_alignment"
+_LAYOUT_KEYS: Final = (
+    "round_robin_gradients, parameter_alignment, use_data_before_expert_parallelism"
+)
 
 
 def flat_groups(

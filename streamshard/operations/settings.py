@@ -105,16 +105,18 @@ def require_allowed(checkpoint: Checkpoint, world_size: int) -> int:
         The ranks do not divide among the parts of the model, or among its experts.
     """
     parts, experts = len(checkpoint.families), checkpoint.expert_parallel
-    unit = parts * experts
+    replicas = checkpoint.replicas
+    unit = parts * experts * replicas
     if world_size < 1 or world_size % unit:
         held = [f"is in {parts} tensor or pipeline parallel parts"] if parts > 1 else []
-        held += [f"has its experts on {experts} ranks each"] if experts > 1 else []
+        held += [f"has its experts spread over {experts} ranks"] if experts > 1 else []
+        held += [f"is trained on sequences cut among {replicas} ranks"] if replicas > 1 else []
         message = f"--world-size {world_size}: the model {' and '.join(held)}, which stays so"
         if unit == 1:
             raise UsageError(f"--world-size {world_size}: at least one rank is needed")
         few = ", ".join(str(unit * k) for k in (1, 2, 3))
         raise UsageError(f"{message}: give a multiple of {unit} ({few}, …)")
-    return world_size // parts
+    return world_size // (parts * replicas)
 
 
 def _agreed_stage(in_config: int | None, asked: int | None) -> int:
