@@ -116,9 +116,8 @@ def zero_layout(
 def sequence_replicas(config: Config, dp_world_size: int) -> int:
     """Tell how many ranks hold each partition alike, of which one saves it.
 
-    Sequence parallelism that is asked for in the config, by both sizes, cuts among the data-parallel
-    ranks only (`_init_mesh_device` and `_do_sanity_check` of `runtime/engine.py`, 0.19.8); with a
-    model-parallel unit of its own it cuts among all ranks.
+    Sequence parallelism that the config asks for, by both sizes, cuts among the data-parallel ranks
+    only (`deepspeed.initialize`, 0.19.8); with a model-parallel unit it cuts among all ranks.
     """
     data, sequence = (
         _number(config, "data_parallel_size"),

@@ -147,7 +147,10 @@ class ModuleReader:
             shard = tensor_of(node)
             what = f"{path}: weight of '{entry.name}'"
             if shard is None:
-                message = f"{what} is in no file: not trained, and saved without frozen weights"
+                message = (
+                    f"{what} is in no file: neither trained nor listed as tied to another, and "
+                    "saved without frozen weights"
+                )
                 raise UnsupportedError(message)
             if shard.dtype != tensor.dtype:
                 message = f"{what} is kept as {shard.dtype} for {tensor.dtype}: quantised weights"
