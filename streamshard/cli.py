@@ -70,7 +70,7 @@ def _add_repartition(verbs: Verbs) -> None:
     verb.add_argument("source", metavar="SRC", help=_SOURCE_HELP)
     verb.add_argument("target", metavar="OUT", help="run directory to make, or template")
     verb.add_argument(
-        "--world-size", type=int, required=True, metavar="M", help="ranks that will resume"
+        "--world-size", type=int, required=True, metavar="M", help="all ranks that will resume"
     )
     verb.add_argument(
         "--zero-stage", type=int, choices=(1, 2, 3), help="stage that will resume [the source's]"
