@@ -23,14 +23,24 @@ _CENTRAL: Final = struct.Struct("<IHHHHHHIIIHHHHHII")
 _DESCRIPTOR: Final = 0x08074B50
 
 
-def fabricate(run_dir: Path, model: Model, *, stage: int, world_size: int) -> int:
+def fabricate(
+    run_dir: Path, model: Model, *, stage: int, world_size: int, sparse: bool = False
+) -> int:
     """Write a run directory; returns its size in bytes.
 
     Stage 3 leaves garbage in its padding, as DeepSpeed does.
+
+    Parameters
+    ----------
+    sparse
+        Leave holes where tensors go: headers are all that can be read of such a checkpoint.
     """
     (run_dir / TAG).mkdir(parents=True)
     for relative, tree in NativeLayout(model, stage, world_size).files():
-        _write_file(run_dir / relative, tree, garbage=stage == 3)
+        path = run_dir / relative
+        places = _lay_out(path, tree)
+        if not sparse:
+            _fill_in(path, places, garbage=stage == 3)
     (run_dir / SCRIPT[0]).write_bytes(SCRIPT[1])
     (run_dir / "latest").write_text(TAG)
     return sum(path.stat().st_size for path in run_dir.rglob("*") if path.is_file())
@@ -43,7 +53,8 @@ def pieces(runs: tuple[Run, ...]) -> Iterator[Run]:
             yield Run(run.state, run.name, run.start + at, min(PIECE_NUMEL, run.numel - at))
 
 
-def _write_file(path: Path, tree: dict[str, Any], *, garbage: bool) -> None:
+def _lay_out(path: Path, tree: dict[str, Any]) -> list[tuple[Stored, int]]:
+    """Write a file with holes; returns what belongs into each, and its offset."""
     made: dict[int, tuple[Stored, torch.Tensor]] = {}
     with torch.serialization.skip_data(), deepspeed_stand_ins():
         torch.save(_with_tensors(tree, made), path)
@@ -52,9 +63,13 @@ def _write_file(path: Path, tree: dict[str, Any], *, garbage: bool) -> None:
     places = {
         id(leaf.stored): (leaf.stored, _offset(tensor)) for leaf, tensor in leaves(tree, loaded)
     }
+    return list(places.values())
+
+
+def _fill_in(path: Path, places: list[tuple[Stored, int]], *, garbage: bool) -> None:
     crc32s = {}
     with path.open("r+b") as stream:
-        for stored, offset in places.values():
+        for stored, offset in places:
             if stored.numel:
                 crc32s[offset] = _fill(stream.fileno(), stored, offset, garbage=garbage)
         _write_crc32s(path, stream.fileno(), crc32s)

@@ -97,15 +97,14 @@ class NativeLayout:
 
     def _partitioned_module(self, rank: int) -> dict[str, Any]:
         """Spell stage 3: weights are placeholders, frozen ones a shard."""
-        empty = Stored(torch.bfloat16, ())
         module = OrderedDict[str, Any](
-            (name, Leaf(empty, 0, (0,))) for group in self.model.groups for name in group
+            (name, _placeholder()) for group in self.model.groups for name in group
         )
         fragments = OrderedDict[str, Any]()
         for name, shape in self.model.frozen.items():
             stored = Stored(torch.bfloat16, self._shard(MODULE, name, shape, rank))
             fragments[name] = Leaf(stored, 0, (stored.numel,))
-        placeholders = OrderedDict((name, Leaf(empty, 0, (0,))) for name in self.model.frozen)
+        placeholders = OrderedDict((name, _placeholder()) for name in self.model.frozen)
         shapes = [_shapes(unit) for _, unit in self._sub_groups()]
         return self._module(module, placeholders, fragments, shapes, rank=rank)
 
@@ -210,6 +209,11 @@ class NativeLayout:
             "optimizer_state_dict": {"state": states, "param_groups": _param_groups(members)},
             "fp32_flat_groups": masters,
         }
+
+
+def _placeholder() -> Leaf:
+    """Describe what a partitioned weight leaves behind: an empty tensor with its own storage."""
+    return Leaf(Stored(torch.bfloat16, ()), 0, (0,))
 
 
 def _shapes(params: dict[str, Shape]) -> OrderedDict[str, torch.Size]:

@@ -85,6 +85,16 @@ def test_round_robin_and_alignment_of_any_dtype(
     check(Job(world_size=4, round_robin=True, alignment=alignment, dtype=dtype), 3, tmp_path)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_size_is_known_beforehand(tmp_path: Path, stage: int) -> None:
+    """Also where ranks have two digits, which makes names longer, and so the files."""
+    write(Job(stage=stage, world_size=3), tmp_path / "run")
+    plan = streamshard.plan_repartition(tmp_path / "run", tmp_path / "out", world_size=12)
+    plan.run()
+    sizes = [path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert (plan.report.files, plan.report.bytes_written) == (len(sizes), sum(sizes))
+
+
 @settings(max_examples=25, deadline=None)
 @given(SIZES, st.data())
 def test_any_job(

@@ -3,8 +3,9 @@
 Nothing here holds tensor data: every storage of the trees made here says what fills it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats.inert import Node
@@ -24,26 +25,97 @@ class FileImage:
     """Number of the family that its contents are of."""
 
 
-def native_images(target: ZeroTarget) -> Iterator[FileImage]:
-    """Spell all files of a family, one after the other: model files, then optimizer files."""
-    model, optimizer = ModuleWriter(target), OptimizerWriter(target)
-    ranks, tag, mp_rank = range(target.layout.world_size), target.checkpoint.tag, target.mp_rank
-    for holder in ranks if target.layout.stage == 3 else (None,):
-        path = f"{tag}/{names.model_file(holder, mp_rank)}"
-        yield FileImage(path, model.file(holder), mp_rank)
+class NativeImages:
+    """Spells the files of a family one after the other: model files, then optimizer files."""
+
+    def __init__(self, target: ZeroTarget) -> None:
+        self._target = target
+        self._model = ModuleWriter(target)
+        self._optimizer = OptimizerWriter(target)
+        self._ranks = range(target.layout.world_size)
+
+    def all(self) -> Iterator[FileImage]:
+        """Spell all files."""
+        for holder in self._ranks if self._target.layout.stage == 3 else (None,):
+            yield self._model_image(holder)
+        for rank in self._ranks:
+            yield self._optimizer_image(rank)
+
+    def sizes(self) -> Iterator[tuple[FileImage, int]]:
+        """Spell one of all files that are equally large, with their count.
+
+        At stage 3 all ranks own alike; the first keeps the list of tied parameters besides, and a
+        file's name is part of what is in it.
+        """
+        if self._target.layout.stage < 3:
+            yield from ((image, 1) for image in self.all())
+            return
+        for rank, count in _alike(self._ranks, lambda rank: (rank == 0, len(str(rank)))):
+            yield self._model_image(rank), count
+        for rank, count in _alike(self._ranks, lambda rank: len(str(rank))):
+            yield self._optimizer_image(rank), count
+
+    def _model_image(self, rank: int | None) -> FileImage:
+        mp_rank = self._target.mp_rank
+        return self._image(names.model_file(rank, mp_rank), self._model.file(rank))
+
+    def _optimizer_image(self, rank: int) -> FileImage:
+        bf16, mp_rank = self._target.is_bf16, self._target.mp_rank
+        name = names.optimizer_file(rank, bf16=bf16, mp_rank=mp_rank)
+        return self._image(name, self._optimizer.file(rank))
+
+    def _image(self, name: str, root: Node) -> FileImage:
+        return FileImage(f"{self._target.checkpoint.tag}/{name}", root, self._target.mp_rank)
+
+
+def _alike(ranks: Iterable[int], key: Callable[[int], Hashable]) -> Iterator[tuple[int, int]]:
+    """Yield the first of all ranks that have a key in common, with their count."""
+    groups: dict[Hashable, list[int]] = {}
     for rank in ranks:
-        path = f"{tag}/{names.optimizer_file(rank, bf16=target.is_bf16, mp_rank=mp_rank)}"
-        yield FileImage(path, optimizer.file(rank), mp_rank)
+        groups.setdefault(key(rank), []).append(rank)
+    yield from ((alike[0], len(alike)) for alike in groups.values())
 
 
-def step_images(step: int | None, paths: Sequence[str]) -> Iterator[FileImage]:
-    """Spell files that hold nothing but Accelerate's step."""
-    for path in paths:
-        yield FileImage(path, {"step": step})
+@dataclass(frozen=True, slots=True)
+class StepImages:
+    """Spells files that hold nothing but Accelerate's step."""
+
+    step: int
+    paths: Sequence[str]
+
+    def all(self) -> Iterator[FileImage]:
+        """Spell all files."""
+        for path in self.paths:
+            yield FileImage(path, {"step": self.step})
+
+    def sizes(self) -> Iterator[tuple[FileImage, int]]:
+        """Spell one of all files that are equally large, with their count."""
+        yield from ((image, 1) for image in self.all())
 
 
-def dump_images(target: ZeroTarget, name: Callable[[int], str]) -> Iterator[FileImage]:
-    """Spell raw dumps: each rank's optimizer state, and nothing else."""
-    optimizer = OptimizerWriter(target)
-    for rank in range(target.layout.world_size):
-        yield FileImage(name(rank), optimizer.dump(rank))
+class Images(Protocol):
+    """Spells torch files, anew at every call."""
+
+    def all(self) -> Iterator[FileImage]:
+        """Spell all files."""
+
+    def sizes(self) -> Iterator[tuple[FileImage, int]]:
+        """Spell one of all files that are equally large, with their count."""
+
+
+class DumpImages:
+    """Spells raw dumps: each rank's optimizer state, and nothing else."""
+
+    def __init__(self, target: ZeroTarget, name: Callable[[int], str]) -> None:
+        self._ranks = range(target.layout.world_size)
+        self._optimizer = OptimizerWriter(target)
+        self._name = name
+
+    def all(self) -> Iterator[FileImage]:
+        """Spell all files."""
+        for rank in self._ranks:
+            yield FileImage(self._name(rank), self._optimizer.dump(rank))
+
+    def sizes(self) -> Iterator[tuple[FileImage, int]]:
+        """Spell one of all files that are equally large, with their count."""
+        yield from ((image, 1) for image in self.all())

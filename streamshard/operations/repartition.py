@@ -1,9 +1,8 @@
 """`repartition`: native files for another world size, from shards or from a store."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -14,12 +13,7 @@ from streamshard.formats import ds_config, dump_names, frameworks
 from streamshard.formats.checkpoint import Checkpoint, Family
 from streamshard.formats.dump_names import Template
 from streamshard.formats.zero_target import ZeroTarget
-from streamshard.formats.zero_writer import (
-    FileImage,
-    dump_images,
-    native_images,
-    step_images,
-)
+from streamshard.formats.zero_writer import DumpImages, Images, NativeImages, StepImages
 from streamshard.model import FILE
 from streamshard.operations import advice, running
 from streamshard.operations.cut import flat_groups
@@ -53,8 +47,8 @@ class RepartitionPlan:
     target: Path
     template: Template | None
     """How dumps are named, where the target is a directory of them."""
-    images: Callable[[], Iterator[FileImage]]
-    """Spells the torch files to be made, anew at every call."""
+    images: Sequence[Images]
+    """Spell the torch files to be made."""
     files: NativeFiles
     resized: frameworks.Resized
     """What becomes of the files that come along."""
@@ -84,8 +78,8 @@ class RepartitionPlan:
             return running.measured(self.report, told, work)
 
     def _targets(self) -> Iterator[TargetFile]:
-        for image in self.images():
-            yield self.files.torch_target(image)
+        for images in self.images:
+            yield from map(self.files.torch_target, images.all())
         yield from self.files.other_targets(self.resized.paths)
 
 
@@ -152,12 +146,10 @@ def plan_repartition(
         world_size=world_size,
     )
     files, images = _spell(opened, settings, template, resized)
-    sizes = [files.lay_out(image).nbytes for image in images()]
-    sizes += [
-        t.nbytes for t in opened.checkpoint.tensors if t.state == FILE and t.name in resized.paths
-    ]
-    latest = [] if template else [len(opened.checkpoint.tag.encode())]
-    bytes_written = sum(sizes) + sum(latest)
+    sizes = _sizes(opened.checkpoint, files, images, resized)
+    if template is None:
+        sizes.append((len(opened.checkpoint.tag.encode()), 1))  # `latest`
+    bytes_written = sum(nbytes * count for nbytes, count in sizes)
     memory_plan = running.fit_memory(
         floor_bytes=floor_bytes,
         codec_bytes=opened.codec_bytes,
@@ -174,7 +166,7 @@ def plan_repartition(
         zero_stage=settings.layout.stage,
         source_world_size=opened.checkpoint.ranks,
         world_size=world_size,
-        files=len(sizes) + len(latest),
+        files=sum(count for _, count in sizes),
         bytes_written=bytes_written,
         floor_bytes=floor_bytes,
         limit_bytes=memory_limit,
@@ -223,6 +215,18 @@ def repartition(
     return plan.run(progress)
 
 
+def _sizes(
+    checkpoint: Checkpoint,
+    files: NativeFiles,
+    images: Sequence[Images],
+    resized: frameworks.Resized,
+) -> list[tuple[int, int]]:
+    """List (bytes, count of files of that size) of what will be made of the source's files."""
+    sizes = [(files.lay_out(image).nbytes, n) for spelled in images for image, n in spelled.sizes()]
+    come_along = (t for t in checkpoint.tensors if t.state == FILE and t.name in resized.paths)
+    return sizes + [(tensor.nbytes, 1) for tensor in come_along]
+
+
 def _copies_bytes(source: Source, world_size: int) -> int:
     """Bound what the copies of a target file take, and the work of finding one storage's copies.
 
@@ -251,7 +255,7 @@ def _spell(
     settings: TargetSettings,
     template: Template | None,
     resized: frameworks.Resized,
-) -> tuple[NativeFiles, Callable[[], Iterator[FileImage]]]:
+) -> tuple[NativeFiles, Sequence[Images]]:
     checkpoint, layout = source.checkpoint, settings.layout
     cuts = [_cut(checkpoint, family, settings) for family in checkpoint.families]
     targets = [
@@ -270,14 +274,10 @@ def _spell(
     ]
     files = NativeFiles(source, layout.world_size, cuts)
     if template is not None:
-        return files, partial(dump_images, targets[0], template.file_name)
-    steps = resized.new_steps if checkpoint.accelerate_step is not None else ()
-
-    def images() -> Iterator[FileImage]:
-        for target in targets:
-            yield from native_images(target)
-        yield from step_images(checkpoint.accelerate_step, steps)
-
+        return files, [DumpImages(targets[0], template.file_name)]
+    images: list[Images] = [NativeImages(target) for target in targets]
+    if checkpoint.accelerate_step is not None:
+        images.append(StepImages(checkpoint.accelerate_step, resized.new_steps))
     return files, images
 
 
