@@ -7,6 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
+from streamshard.engine import memory
 from streamshard.engine.files import (
     Decoder,
     SourceReader,
@@ -15,7 +16,7 @@ from streamshard.engine.files import (
     target_errors,
     write_all,
 )
-from streamshard.engine.window import Window
+from streamshard.engine.window import Window, unwritten_bytes
 from streamshard.engine.work import Span, TargetFile
 from streamshard.model import SourceFile
 
@@ -147,6 +148,7 @@ class Engine:
             self._readers.append(reader)
             buffer = memoryview(bytearray(self._resources.window_bytes))
             scratch = memoryview(bytearray(self._resources.scratch_bytes))
-            self._local.window = Window(buffer, scratch, reader)
+            behind = unwritten_bytes(memory.available_bytes())
+            self._local.window = Window(buffer, scratch, reader, behind)
         window: Window = self._local.window
         return window

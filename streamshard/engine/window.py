@@ -5,14 +5,31 @@ from typing import Final
 from streamshard.engine.files import SourceReader, finish_writeback, start_writeback, write_all
 from streamshard.engine.work import Fixed, Region, Span
 
-_UNWRITTEN_BYTES: Final = 16 << 20
-"""How far the disk may be behind a worker."""
+_UNWRITTEN_BYTES: Final = (16 << 20, 256 << 20)
+"""Least and most of how far the disk may be behind a worker."""
+
+
+def unwritten_bytes(available_bytes: int) -> int:
+    """Say how far the disk may be behind a worker, by the memory that the system lets us have.
+
+    Pages that are yet to be written count against a memory cgroup, which kills whom they carry
+    over its limit; where there is room, waiting for the disk only costs time.
+    """
+    least, most = _UNWRITTEN_BYTES
+    return min(max(available_bytes // 32, least), most)
 
 
 class Window:
     """A worker's buffer in front of the file that it writes."""
 
-    def __init__(self, buffer: memoryview, scratch: memoryview, reader: SourceReader) -> None:
+    def __init__(
+        self,
+        buffer: memoryview,
+        scratch: memoryview,
+        reader: SourceReader,
+        unwritten_bytes: int = _UNWRITTEN_BYTES[0],
+    ) -> None:
+        self._unwritten_bytes = unwritten_bytes
         self._buffer = buffer
         self._scratch = scratch
         self._reader = reader
@@ -40,7 +57,7 @@ class Window:
         write_all(self._descriptor, self._buffer[: self._filled], self._offset)
         if self._filled > len(self._buffer) // 2:
             start_writeback(self._descriptor, self._offset, self._filled)
-            behind = self._offset - _UNWRITTEN_BYTES
+            behind = self._offset - self._unwritten_bytes
             if behind >= self._start:
                 finish_writeback(self._descriptor, behind, self._filled)
         self._offset += self._filled

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from streamshard.engine.cast import cast_between
 from streamshard.engine.checksums import Crc32
-from streamshard.engine.window import RegionFiller, Window
+from streamshard.engine.window import RegionFiller, Window, unwritten_bytes
 from streamshard.engine.work import Fixed, Region, Span
 from tests.engine.fakes import FakeReader, Row, copies_of, expected, regions
 
@@ -146,6 +146,13 @@ def test_portions_of_any_size_make_the_region(drawn: Drawn, portions: list[int])
         filler.fill(view)
         found += bytes(view)
     assert found == expected(contents, rows, nbytes)
+
+
+def test_the_disk_may_be_further_behind_where_there_is_memory() -> None:
+    allowed = [unwritten_bytes(mib << 20) >> 20 for mib in (96, 512, 4096, 1 << 20)]
+    assert allowed == sorted(allowed)
+    assert allowed[0] < 96 / 4
+    assert allowed[-1] <= 256
 
 
 @pytest.mark.parametrize("window", [1, 7, 100])
