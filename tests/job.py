@@ -10,7 +10,7 @@ import types
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from math import prod
 from typing import Any
 
@@ -46,6 +46,10 @@ class fragment_address:
     start: int
 
 
+old_fragment_address = make_dataclass("fragment_address", ["numel", "start"])
+"""Stands in for the same class at its place until 0.7.3."""
+
+
 class LossScaler:
     """Stands in for DeepSpeed's."""
 
@@ -64,6 +68,7 @@ class Keepsake:
 _PLACES = {
     "deepspeed.runtime.zero.config": ZeroStageEnum,
     "deepspeed.utils.tensor_fragment": fragment_address,
+    "deepspeed.runtime.bf16_optimizer": old_fragment_address,
     "deepspeed.runtime.fp16.loss_scaler": LossScaler,
     "training_script_of_somebody": Keepsake,
 }

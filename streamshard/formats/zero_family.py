@@ -12,7 +12,13 @@ from streamshard.formats import ds_config
 from streamshard.formats.checkpoint import Family, ParamGroup
 from streamshard.formats.inert import Call, Node
 from streamshard.formats.torch_tensor import shape_of, storages_in, tensor_of
-from streamshard.formats.zero_files import FamilyFiles, SourceFiles, fingerprint, require
+from streamshard.formats.zero_files import (
+    SAVE_AGAIN,
+    FamilyFiles,
+    SourceFiles,
+    fingerprint,
+    require,
+)
 from streamshard.formats.zero_module import ModuleReader
 from streamshard.formats.zero_optimizer import OptimizerReader
 from streamshard.model import BLOB, MASTER, FamilyMap, LogicalTensor, Slot, Whole, ZeroLayout
@@ -240,15 +246,15 @@ def _param_shapes(
     models: Sequence[Mapping[str, Node]], files: FamilyFiles, optimizer: OptimizerReader
 ) -> list[Shapes]:
     """Read names and shapes of the trained parameters, per param group or sub-group."""
-    units = require(models[0], names.PARAM_SHAPES, files.model_files[0])
-    if units is None and optimizer.is_bf16_optimizer:
+    units = models[0].get(names.PARAM_SHAPES)
+    if names.PARAM_SHAPES in models[0] and units is None and optimizer.is_bf16_optimizer:
         # Without a ZeRO stage the model file lists none, and BF16_Optimizer saves all the same.
         return _with_shapes(
             recorded_units(optimizer, files.optimizer_files), models[0][names.MODULE_STATE]
         )
     if not isinstance(units, list) or not all(isinstance(unit, dict) for unit in units):
-        message = f"{files.model_files[0]}: no parameter shapes; saved before DeepSpeed 0.6"
-        raise UnsupportedError(message)
+        message = f"{files.model_files[0]}: no parameter shapes; saved before DeepSpeed 0.6?"
+        raise UnsupportedError(f"{message} {SAVE_AGAIN}")
     for model, path in zip(models[1:], files.model_files[1:], strict=True):
         for key in (names.PARAM_SHAPES, "global_steps"):
             if fingerprint(model.get(key)) != fingerprint(models[0].get(key)):

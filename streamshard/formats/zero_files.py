@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from streamshard.errors import CorruptFileError, IncompleteError
 from streamshard.formats import deepspeed_names as names
@@ -12,6 +12,9 @@ from streamshard.formats.inert import Node
 from streamshard.formats.inert_dump import dump
 from streamshard.formats.torch_tensor import Storage
 from streamshard.model import SourceFile
+
+SAVE_AGAIN: Final = "Load it with a later version at its own world size, and save it again"
+"""What to do about a checkpoint that a very old DeepSpeed saved."""
 
 
 @dataclass(frozen=True, slots=True)

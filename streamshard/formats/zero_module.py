@@ -12,7 +12,7 @@ from streamshard.formats import deepspeed_names as names
 from streamshard.formats.checkpoint import ModuleEntry
 from streamshard.formats.inert import Node
 from streamshard.formats.torch_tensor import Tensor, shape_of, tensor_of
-from streamshard.formats.zero_files import SourceFiles, fingerprint, require
+from streamshard.formats.zero_files import SAVE_AGAIN, SourceFiles, fingerprint, require
 from streamshard.model import MODULE, LogicalTensor, Slot
 
 _CUT_KEYS = frozenset(
@@ -75,7 +75,7 @@ class ModuleReader:
         """
         frozen = {name: shape_of(node) for name, node in self._frozen_shapes.items()}
         shapes = {**trained, **frozen}
-        buffers = set(self._models[0].get(names.BUFFER_NAMES) or [])
+        buffers = set(require(self._models[0], names.BUFFER_NAMES, self._paths[0]))
         seen: dict[tuple[object, ...], str] = {}
         found = []
         for name, node in self._module.items():
@@ -107,11 +107,10 @@ class ModuleReader:
             return "buffer"
         if name in trained:
             return "param"
-        # Stage 1 keeps no list of frozen parameters: whatever is no buffer and not trained is one.
-        buffers_known = isinstance(self._models[0].get(names.BUFFER_NAMES), list)
-        if name in self._frozen_shapes or (self._stage == 1 and buffers_known):
-            return "frozen"
-        return "loose"
+        # Without a list of frozen parameters, which stage 1 and DeepSpeed before 0.9.1 do not keep,
+        # whatever is no buffer and not trained is one.
+        listed = self._stage > 1 and names.FROZEN_SHAPES in self._models[0]
+        return "frozen" if name in self._frozen_shapes or not listed else "loose"
 
     def dtype(self, entries: Sequence[ModuleEntry]) -> str | None:
         """Tell the dtype of the trained weights as the module holds them."""
@@ -151,6 +150,11 @@ class ModuleReader:
                     f"{what} is in no file: neither trained nor listed as tied to another, and "
                     "saved without frozen weights"
                 )
+                if names.SHARED_PARAMS not in model:
+                    message = (
+                        f"{what} is in no file: it is frozen or tied to another, neither of which "
+                        f"stage 3 saved before DeepSpeed 0.9.2. {SAVE_AGAIN}"
+                    )
                 raise UnsupportedError(message)
             if shard.dtype != tensor.dtype:
                 message = f"{what} is kept as {shard.dtype} for {tensor.dtype}: quantised weights"

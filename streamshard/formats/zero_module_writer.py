@@ -50,7 +50,9 @@ class ModuleWriter:
             names.FROZEN_FRAGMENTS: fragments,
             names.DP_WORLD_SIZE: self._layout.world_size,
         }
-        known = {key: value for key, value in state.items() if key in source}
+        # Another stage may need what an old DeepSpeed did not keep for this one.
+        crosses = self._layout.stage != self._source.layout.stage
+        known = {key: value for key, value in state.items() if crosses or key in source}
         return {**source, **known, **given}
 
     def _module(self, held: Node) -> OrderedDict[str, Node]:
@@ -130,8 +132,9 @@ class ModuleWriter:
 
     def _frozen(self, module: Mapping[str, Node], rank: int | None) -> tuple[Node, Node]:
         """Spell what a stage keeps of parameters that are not trained: stage 1 nothing."""
-        left_out = self._source.layout.stage > 1 and (
-            self._family.model_state.get(names.FROZEN_SHAPES) is None
+        left_out = (
+            self._source.layout.stage > 1
+            and self._family.model_state.get(names.FROZEN_SHAPES, {}) is None
         )
         if self._layout.stage == 1 or left_out:
             return None, None

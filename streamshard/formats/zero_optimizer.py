@@ -15,7 +15,7 @@ from streamshard.formats import deepspeed_names as names
 from streamshard.formats.checkpoint import FlatState, ModuleEntry, ParamGroup, ScalarState
 from streamshard.formats.inert import Node
 from streamshard.formats.torch_tensor import Tensor, tensor_of
-from streamshard.formats.zero_files import SourceFiles, fingerprint, require
+from streamshard.formats.zero_files import SAVE_AGAIN, SourceFiles, fingerprint, require
 from streamshard.model import MASTER, RecordedCut, Slot, ZeroLayout
 
 _SCALAR_LIMIT_BYTES = 64
@@ -39,6 +39,7 @@ class OptimizerReader:
         self._states = states
         self._layout = layout
         self._stage = layout.stage
+        self._require_paddings()
         inner = names.OPTIMIZER if layout.stage == 3 else names.BASE_OPTIMIZER
         masters = names.FLAT_GROUPS_3 if layout.stage == 3 else names.FLAT_GROUPS
         self._inner = [self._inner_state(s, inner, p) for s, p in zip(states, paths, strict=True)]
@@ -48,6 +49,13 @@ class OptimizerReader:
                 (p, require(s, masters, p)) for s, p in zip(states, paths, strict=True)
             )
         ]
+
+    def _require_paddings(self) -> None:
+        """Refuse files that do not tell how much of the masters' padding they leave out."""
+        for rank, path in enumerate(self._paths):
+            if self._strips_masters(rank) and names.GROUP_PADDINGS not in self._states[rank]:
+                message = f"{path}: no '{names.GROUP_PADDINGS}' in it; saved before DeepSpeed 0.7"
+                raise UnsupportedError(f"{message}, which is not supported. {SAVE_AGAIN}")
 
     def _inner_state(self, state: Mapping[str, Node], key: str, path: Path) -> Mapping[str, Node]:
         inner = require(state, key, path)
@@ -198,7 +206,7 @@ class OptimizerReader:
             if present or len({fingerprint(node) for node in nodes.values()}) > 1:
                 raise DisagreementError(f"{self._paths[first]}: ranks disagree about {what}")
             return nodes[first]
-        if all(self._is_flat(unit, rank, tensor) for rank, tensor in present.items()):
+        if all(self._is_flat(unit, first, tensor) for tensor in present.values()):
             self._add_slot(slot, key, list(present), list(present.values()))
             return FlatState(present[first].dtype)
         values = {rank: self._scalar(what, rank, tensor) for rank, tensor in present.items()}
@@ -208,11 +216,15 @@ class OptimizerReader:
                 raise DisagreementError(f"{message}: they are not of one step of one run")
         return values[first]
 
-    def _is_flat(self, unit: int, rank: int, tensor: Tensor) -> bool:
-        """Tell whether a state has one element per element of the unit's partition."""
-        expected = self._masters[rank][unit].numel
-        if self._strips_masters(rank):
-            expected += self._states[rank][names.GROUP_PADDINGS][unit]
+    def _is_flat(self, unit: int, first: int, tensor: Tensor) -> bool:
+        """Tell whether a state has one element per element of the unit's partition.
+
+        Partitions are equally long, and the first rank's tells how long. The last one's may not:
+        before 0.16.4, padding that several ranks have was counted on the last of them alone.
+        """
+        expected = self._masters[first][unit].numel
+        if self._strips_masters(first):
+            expected += self._states[first][names.GROUP_PADDINGS][unit]
         return len(tensor.shape) == 1 and tensor.numel == expected
 
     def _strips_masters(self, rank: int) -> bool:
@@ -220,8 +232,7 @@ class OptimizerReader:
 
         BF16_Optimizer, which names no stage, saves both with it; its paddings are of another kind.
         """
-        state = self._states[rank]
-        return self._stage < 3 and names.ZERO_STAGE in state and names.GROUP_PADDINGS in state
+        return self._stage < 3 and names.ZERO_STAGE in self._states[rank]
 
     def _scalar(self, what: str, rank: int, tensor: Tensor) -> ScalarState:
         path = self._paths[rank]

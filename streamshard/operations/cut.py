@@ -92,11 +92,9 @@ class _Placing:
         groups = flat_groups(self._checkpoint, self._family, self._layout, dtype)
         for (group, state), slot in self._map.partitions.items():
             flat, held = groups[group], self._family.groups[group]
-            stripped = state == MASTER and not self._layout.bf16_optimizer
-            lengths = [
-                flat.partition_numel - (flat.padding(rank) if stripped else 0)
-                for rank in range(flat.world_size)
-            ]
+            lengths = [flat.partition_numel] * flat.world_size
+            if state == MASTER and not self._layout.bf16_optimizer:
+                lengths = _stripped_lengths(flat, slot)
             _require_lengths(slot, lengths, self._source_map, f"{state} of param group {group}")
             first = self._builder.slot(slot)
             for name, start in zip(held.params, flat.starts.tolist(), strict=True):
@@ -120,13 +118,15 @@ class _Placing:
             for params, cut in zip(names, cuts, strict=True)
         )
         alignments = tuple(groups[group].alignments for group, _ in held)
+        paddings = tuple(cut.padding for cut in cuts)
+        counted_last = tuple(groups[group].padding_counted_last(sharer) for group, sharer in held)
         computed = {
-            "group_paddings": (recorded.paddings, tuple(cut.padding for cut in cuts)),
-            "param_alignment_paddings": (recorded.alignments, alignments),
-            "param_slice_mappings": (recorded.slices, slices),
+            "group_paddings": (recorded.paddings, (paddings, counted_last)),
+            "param_alignment_paddings": (recorded.alignments, (alignments,)),
+            "param_slice_mappings": (recorded.slices, (slices,)),
         }
         for key, (found, expected) in computed.items():
-            if found is not None and found != expected:
+            if found is not None and found not in expected:
                 message = f"{recorded.path}: its {key} are not those of the layout that its"
                 raise DisagreementError(
                     f"{message} ds_config describes ({_LAYOUT_KEYS}). Was the config changed "
@@ -149,6 +149,19 @@ class _Placing:
                 lead = held * ITEMSIZE[tensors[tensor].dtype]
                 self._builder.place(tensor, first, piece_numel=share, lead=lead)
                 held += share
+
+
+def _stripped_lengths(flat: FlatGroup, found: Slot) -> list[int]:
+    """Count the masters that each rank saves of its partition: `partition[: numel - padding]`.
+
+    Padding that DeepSpeed before 0.16.4 counted on the last rank alone was left on the others, and
+    more of it than that rank holds made an end that Python counts from behind.
+    """
+    numel, ranks = flat.partition_numel, range(flat.world_size)
+    lengths = [len(range(numel)[: numel - flat.padding_counted_last(rank)]) for rank in ranks]
+    if found.numels.tolist() == lengths:
+        return lengths
+    return [numel - flat.padding(rank) for rank in ranks]
 
 
 def _require_lengths(slot: Slot, lengths: Sequence[int], source_map: SourceMap, what: str) -> None:

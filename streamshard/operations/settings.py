@@ -2,13 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from streamshard.errors import UnsupportedError, UsageError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats import ds_config
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.model import ZeroLayout
+
+_STAGE_0: Final = (
+    "The config says stage 0, at which DeepSpeed before 0.17.6 cut the states of bf16 training as "
+    "at stage 1, and resumes from these files. Later versions do not: for them choose a stage "
+    "with --zero-stage."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,8 @@ def target_settings(
     """
     kept = checkpoint.config
     stage, dtype = zero_stage or checkpoint.layout.stage, checkpoint.module_dtype
+    saved_stage = _saved_stage(checkpoint)
+    as_saved = wanted is None and zero_stage in (None, saved_stage)
     config, is_bf16 = dict(kept), checkpoint.is_bf16
     if wanted is not None:
         config = ds_config.resolved(wanted, kept)
@@ -48,27 +56,41 @@ def target_settings(
         _require_known_order(checkpoint, config, stage)
         is_bf16 = dtype == "bfloat16"
         _require_same_scaling(checkpoint, dtype)
-    # A BF16_Optimizer, which does what stage 1 does, may have been trained without a stage.
-    without_stage = ds_config.zero_stage(config) in (None, 0)
-    if config and not (without_stage and stage == 1 and checkpoint.layout.bf16_optimizer):
+    if config and not as_saved:
         config = ds_config.with_stage(config, stage)
     if checkpoint.is_dumps and (stage == 3) != (checkpoint.layout.stage == 3):
         message = f"raw dumps of ZeRO stage {checkpoint.layout.stage} lack what stage {stage} needs"
         raise UsageError(f"{message}; reshard a whole checkpoint instead")
     _require_whole_momentum(checkpoint, stage)
     _require_carried_parts(checkpoint, stage, dtype)
-    same = checkpoint.layout.bf16_optimizer if stage == checkpoint.layout.stage else None
+    same = checkpoint.layout.bf16_optimizer if as_saved else None
     layout = ds_config.zero_layout(
-        config,
-        stage=stage,
-        world_size=dp_world_size,
-        bf16_optimizer=same if wanted is None else None,
+        config, stage=stage, world_size=dp_world_size, bf16_optimizer=same
     )
     if wanted is None and not kept:
-        layout = replace(checkpoint.layout, stage=stage, world_size=dp_world_size)
-    return TargetSettings(
-        layout, config, dtype, is_bf16, _settings_note(layout, dtype, wanted, kept)
-    )
+        layout = replace(
+            checkpoint.layout, stage=stage, world_size=dp_world_size, bf16_optimizer=bool(same)
+        )
+    note = _settings_note(layout, dtype, wanted, kept)
+    if as_saved and saved_stage == 0 and not _is_pipeline(checkpoint):
+        note = f"{note} {_STAGE_0}"
+    return TargetSettings(layout, config, dtype, is_bf16, note)
+
+
+def _saved_stage(checkpoint: Checkpoint) -> int:
+    """Tell the stage that the job that saved was configured for.
+
+    BF16_Optimizer, which cuts as stage 1 does, may have been trained without a stage.
+    """
+    if checkpoint.layout.bf16_optimizer and checkpoint.config:
+        return ds_config.zero_stage(checkpoint.config) or 0
+    return checkpoint.layout.stage
+
+
+def _is_pipeline(checkpoint: Checkpoint) -> bool:
+    """Tell whether the weights of the module's layers are in files of their own."""
+    modules = [family.model_state.get(names.MODULE_STATE) for family in checkpoint.families]
+    return not checkpoint.is_dumps and None in modules
 
 
 def _require_whole_momentum(checkpoint: Checkpoint, stage: int) -> None:
@@ -84,8 +106,7 @@ def _require_carried_parts(checkpoint: Checkpoint, stage: int, dtype: str) -> No
 
     Their files come along as they are; DeepSpeed trains neither at stage 3.
     """
-    modules = [family.model_state.get(names.MODULE_STATE) for family in checkpoint.families]
-    pipeline = not checkpoint.is_dumps and None in modules
+    pipeline = _is_pipeline(checkpoint)
     if not pipeline and checkpoint.expert_parallel == 1:
         return
     kind = "pipeline" if pipeline else "expert"

@@ -69,6 +69,14 @@ class FlatGroup:
         stop = (rank + 1) * self.partition_numel
         return min(max(stop - self.numel, 0), self.partition_numel)
 
+    def padding_counted_last(self, rank: int) -> int:
+        """Count padding as DeepSpeed did before 0.16.4: all of the group's on the last rank.
+
+        That may be more than the rank's partition holds.
+        """
+        last = rank == self.world_size - 1
+        return self.world_size * self.partition_numel - self.numel if last else 0
+
     def cut(self, rank: int) -> RankPartition:
         """Say what a rank owns; slices follow the param group's own order."""
         lower = rank * self.partition_numel
