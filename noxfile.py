@@ -1,5 +1,6 @@
 """The demo and the checks; every session sets up all it needs from Python and pip."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,8 +12,9 @@ nox.options.reuse_venv = "yes"
 nox.options.sessions = ["lint", "types", "tests"]
 
 PROJECT = nox.project.load_toml("pyproject.toml")
-SHARED_VENV = Path(".nox", "engines").absolute()
-ENV = {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
+HOME = Path(".nox").absolute()
+SHARED_VENV = HOME / "engines"
+ENV = {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0", "OLD_DEEPSPEEDS": str(HOME)}
 
 
 @nox.session(python=False)
@@ -24,7 +26,7 @@ def demo(session: nox.Session) -> None:
 @nox.session(python=False)
 def tests(session: nox.Session) -> None:
     """Run the test suite; arguments after `--` go to pytest."""
-    run_shared(session, "-m", "pytest", *session.posargs, groups=["tests"])
+    run_shared(session, "-m", "pytest", *session.posargs, groups=["tests"], old_engines=True)
 
 
 @nox.session
@@ -49,7 +51,12 @@ def bench(session: nox.Session) -> None:
         run_shared(session, "-m", f"benchmarks.{file.stem}", *(session.posargs or ["--short"]))
 
 
-def run_shared(session: nox.Session, *args: str, groups: list[str] | None = None) -> None:
+def run_shared(
+    session: nox.Session,
+    *args: str,
+    groups: list[str] | None = None,
+    old_engines: bool = False,
+) -> None:
     """Run Python in the one environment that holds torch and DeepSpeed.
 
     nox would give every session its own, and each would take half a minute and a gigabyte. pip
@@ -64,7 +71,23 @@ def run_shared(session: nox.Session, *args: str, groups: list[str] | None = None
     session.run_install(*pip, *packages("torch"))
     # DeepSpeed's build asks the torch that is installed; isolated, it would fetch another one.
     session.run_install(*pip, "--no-build-isolation", "--editable=.", *with_groups, env=ENV)
+    for old in packages("deepspeed-0-14", "deepspeed-0-16") if old_engines else ():
+        install_beside(session, pip, old)
     session.run(python, *args, env=ENV)
+
+
+def install_beside(session: nox.Session, pip: tuple[str, ...], requirement: str) -> None:
+    """Install a package alone into a directory of its own, which names its version.
+
+    All it depends on is there for the newest version; it comes first in `sys.path` where it counts.
+    """
+    place = HOME / requirement.replace("==", "-")
+    if not place.exists():
+        unfinished = place.with_name(f"{place.name}.partial")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        alone = ("--no-deps", "--no-build-isolation", "--target", str(unfinished))
+        session.run_install(*pip, *alone, requirement, env=ENV)
+        unfinished.rename(place)
 
 
 def packages(*groups: str) -> list[str]:

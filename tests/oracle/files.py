@@ -1,5 +1,6 @@
 """Compare two native checkpoint tag directories file by file, value by value."""
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from enum import Enum
@@ -13,6 +14,15 @@ from tests.oracle.values import value_differences
 
 Content: TypeAlias = Any
 """Whatever was unpickled: its keys and their types are DeepSpeed's."""
+
+
+def digests(tree: Path) -> dict[str, str]:
+    """Every file below `tree` with the digest of its bytes."""
+    return {
+        str(path.relative_to(tree)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(tree.rglob("*"))
+        if path.is_file()
+    }
 
 
 def file_differences(left: Path, right: Path) -> list[str]:

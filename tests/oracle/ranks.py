@@ -1,5 +1,6 @@
 """Start the ranks of one world size once and let them do many jobs, one after the other."""
 
+import importlib
 import json
 import os
 import sys
@@ -39,9 +40,11 @@ def run_jobs(
     jobs: Sequence[object],
     workdir: Path,
     do: Callable[[Any], None] = work.run,
+    deepspeed_at: Path | None = None,
 ) -> list[Finished]:
     """Run `jobs` in order on `world_size` ranks, each by calling `do`; one result for each.
 
+    The ranks import DeepSpeed from `deepspeed_at` where that is given, else the installed one.
     A job that fails takes its ranks with it; the jobs after it get new ones. What the ranks leave
     on disk decides, not their exit codes: a process may crash with all its work done.
     """
@@ -50,7 +53,7 @@ def run_jobs(
     while len(finished) < len(jobs):
         rest = list(jobs[len(finished) :])
         start_dir = Path(tempfile.mkdtemp(prefix=f"world{world_size}_", dir=workdir))
-        crash = _start_and_wait(world_size, rest, do, start_dir)
+        crash = _start_and_wait(world_size, rest, do, start_dir, deepspeed_at)
         done = _done(rest, start_dir)
         finished += done
         if len(done) < len(rest):
@@ -65,11 +68,18 @@ def require_success(finished: Sequence[Finished]) -> None:
 
 
 def _start_and_wait(
-    world_size: int, jobs: list[object], do: Callable[[Any], None], start_dir: Path
+    world_size: int,
+    jobs: list[object],
+    do: Callable[[Any], None],
+    start_dir: Path,
+    deepspeed_at: Path | None,
 ) -> str:
     """Let the ranks run to their end; the reason when it is a bad one, else ''."""
     context: Any = spawn(  # type: ignore[no-untyped-call]
-        _rank_main, args=(world_size, jobs, do, start_dir), nprocs=world_size, join=False
+        _rank_main,
+        args=(world_size, jobs, do, start_dir, deepspeed_at),
+        nprocs=world_size,
+        join=False,
     )
     deadline = time.monotonic() + START_SECONDS + JOB_SECONDS
     done = 0
@@ -111,12 +121,21 @@ def _complaint(start_dir: Path, crash: str) -> str:
 
 
 def _rank_main(
-    rank: int, world_size: int, jobs: list[object], do: Callable[[Any], None], start_dir: Path
+    rank: int,
+    world_size: int,
+    jobs: list[object],
+    do: Callable[[Any], None],
+    start_dir: Path,
+    deepspeed_at: Path | None,
 ) -> None:
     """The life of one rank."""
     _redirect_output(start_dir / f"rank{rank}.log")
     try:
+        if deepspeed_at is not None:
+            _prefer(deepspeed_at)
         _join_group(rank, world_size, start_dir)
+        if deepspeed_at is not None:
+            _wait_for_every_gather()
         for index, job in enumerate(jobs):
             started = time.monotonic()
             do(job)
@@ -141,6 +160,31 @@ def _redirect_output(log: Path) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+
+
+def _prefer(deepspeed_at: Path) -> None:
+    """Make DeepSpeed the older one that is installed in a directory."""
+    sys.path.insert(0, str(deepspeed_at))
+    # Before 0.16 it does not tell torch that its files hold more than tensors.
+    os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
+
+
+def _wait_for_every_gather() -> None:
+    """Let no gather of stage 3 go on unnoticed.
+
+    Older versions launch several and wait for the last alone, while gloo finishes them in any
+    order: now and then a parameter is used half gathered.
+    """
+    comm: Any = importlib.import_module("deepspeed.comm")
+    gather = comm.all_gather_into_tensor
+
+    def gather_and_wait(*args: object, **kwargs: object) -> object:
+        work = gather(*args, **kwargs)
+        if work is not None:
+            work.wait()
+        return work
+
+    comm.all_gather_into_tensor = gather_and_wait
 
 
 def _join_group(rank: int, world_size: int, start_dir: Path) -> None:

@@ -1,8 +1,6 @@
 """Checkpoints taken to another world size load in DeepSpeed bit for bit, and training goes on."""
 
-import hashlib
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +8,7 @@ import torch
 from tests.oracle.cases import FIRST_LIGHT, Resharding
 from tests.oracle.compare import close, differences
 from tests.oracle.conftest import FURTHER_STEPS, Places
-from tests.oracle.files import file_differences
+from tests.oracle.files import digests, file_differences
 from tests.oracle.jobs import after_path
 from tests.oracle.truth import Truth
 from tests.oracle.values import value_differences
@@ -26,7 +24,7 @@ Another world size adds the same gradients up in another order and rounds them i
 
 
 def test_both_roads_write_the_same_bytes(one: Resharding, light: Places) -> None:
-    direct, of_store = _digests(light.out(one)), _digests(light.out_of_store(one))
+    direct, of_store = digests(light.out(one)), digests(light.out_of_store(one))
     assert direct == of_store
 
 
@@ -84,12 +82,3 @@ def test_training_goes_on_as_if_uninterrupted(one: Resharding, light: Places) ->
 def _without_scaler(truth: Truth) -> Truth:
     """BF16_Optimizer keeps no loss scaler, of which bf16 training has no need."""
     return replace(truth, scaler={})
-
-
-def _digests(tree: Path) -> dict[str, str]:
-    """Every file below `tree` with the digest of its bytes."""
-    return {
-        str(path.relative_to(tree)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(tree.rglob("*"))
-        if path.is_file()
-    }

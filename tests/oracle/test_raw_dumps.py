@@ -5,7 +5,6 @@ and later loads the list of all files with ``optimizer.load_state_dict(list)``. 
 list's length but the world size of the job that loads it.
 """
 
-import hashlib
 import json
 import traceback
 from collections.abc import Iterable
@@ -20,7 +19,7 @@ import streamshard
 from streamshard.errors import UnsupportedError
 from tests.oracle.cases import BF16, FP16, FP32, ROUND_ROBIN, SUB_GROUPS, Resharding
 from tests.oracle.compare import close, differences
-from tests.oracle.files import file_differences
+from tests.oracle.files import digests, file_differences
 from tests.oracle.jobs import Dump, Job, LoadDumps, Train, after_path
 from tests.oracle.models import Case
 from tests.oracle.ranks import require_success, run_jobs
@@ -170,7 +169,7 @@ def one(request: pytest.FixtureRequest, dumps: Dumps) -> Resharding:
 
 def test_both_roads_write_the_same_bytes(one: Resharding, dumps: Dumps) -> None:
     names = {NAME.format(rank=rank) for rank in range(one.target)}
-    direct, of_store = _digests(dumps.out(one)), _digests(dumps.of_store(one))
+    direct, of_store = digests(dumps.out(one)), digests(dumps.of_store(one))
     assert direct.keys() == names
     assert direct == of_store
 
@@ -213,7 +212,7 @@ def test_the_config_may_come_after_the_store(dumps: Dumps, tmp_path: Path) -> No
     streamshard.repartition(
         tmp_path / "store.zarr", tmp_path / "out" / NAME, world_size=2, ds_config_file=config
     )
-    assert _digests(tmp_path / "out") == _digests(dumps.out(one))
+    assert digests(tmp_path / "out") == digests(dumps.out(one))
 
 
 def _dress_up(directory: Path, ranks: int, shapes: object, to: Path) -> None:
@@ -224,9 +223,3 @@ def _dress_up(directory: Path, ranks: int, shapes: object, to: Path) -> None:
         stem = f"zero_pp_rank_{rank}_mp_rank_00"
         torch.save({"optimizer_state_dict": dump}, to / f"{stem}_optim_states.pt")
         torch.save({"param_shapes": shapes}, to / f"{stem}_model_states.pt")
-
-
-def _digests(tree: Path) -> dict[str, str]:
-    return {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(tree.iterdir())
-    }

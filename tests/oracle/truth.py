@@ -9,7 +9,7 @@ those raises. `accessor_differences` checks against them where they can be right
 """
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -158,27 +158,22 @@ def _flats(optimizer: Optimizer) -> list[_Flat]:
             flats.append(_Flat(optimizer.sub_group_to_group_id[k], master, params, offsets))
         return flats
     if hasattr(optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer
-        return [
-            _Flat(g, master, list(params), _ends([0, *(param.numel() for param in params[:-1])]))
-            for g, (master, params) in enumerate(
-                zip(optimizer.fp32_groups_flat_partition, optimizer.bf16_groups, strict=True)
-            )
-        ]
+        masters, groups = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups
+    else:
+        # In the stored order, which under round robin is not that of `bit16_groups`.
+        masters = optimizer.single_partition_of_fp32_groups
+        groups = optimizer.round_robin_bit16_groups
+    # Before 0.19.7 there was no alignment padding, and nothing that names the offsets.
+    known = getattr(optimizer, "round_robin_bit16_offsets", None)
     return [
-        # The stored order and the offsets in it: under round robin not those of `bit16_groups`.
-        _Flat(g, master, list(params), list(optimizer.round_robin_bit16_offsets[g]))
-        for g, (master, params) in enumerate(
-            zip(
-                optimizer.single_partition_of_fp32_groups,
-                optimizer.round_robin_bit16_groups,
-                strict=True,
-            )
-        )
+        _Flat(g, master, list(params), list(known[g]) if known else _starts(params))
+        for g, (master, params) in enumerate(zip(masters, groups, strict=True))
     ]
 
 
-def _ends(lengths: list[int]) -> list[int]:
-    return list(accumulate(lengths))
+def _starts(params: Sequence[Param]) -> list[int]:
+    """Where each parameter starts in a flat tensor that holds one right after the other."""
+    return list(accumulate((param.numel() for param in params[:-1]), initial=0))
 
 
 def _states_and_groups(engine: Engine) -> tuple[dict[str, Tensors], list[dict[str, Any]]]:
