@@ -118,7 +118,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
     """Every leg from its training to its last engine."""
     home = os.environ.get("OLD_DEEPSPEEDS")
     if home is None:
-        pytest.skip("OLD_DEEPSPEEDS names no directory: `nox -s tests` installs them and sets it")
+        wanted = " and ".join(VERSIONS)
+        pytest.skip(f"OLD_DEEPSPEEDS names no place of {wanted}: `nox -s tests` installs them")
     installed = {version: Path(home) / f"deepspeed-{version}" for version in VERSIONS}
     made = Places(tmp_path_factory.mktemp("old-versions"))
     for version, deepspeed_at in installed.items():
