@@ -113,7 +113,7 @@ def _add_inspect(verbs: Verbs) -> None:
         "streamshard inspect runs/7b",
     )
     verb.add_argument("source", metavar="SRC", help=_SOURCE_HELP)
-    verb.add_argument("--tag", help="tag to open [the one that 'latest' names]")
+    _add_source_options(verb)
 
 
 def _add(
@@ -130,14 +130,20 @@ def _add(
     return verb
 
 
-def _add_moving_options(verb: argparse.ArgumentParser) -> None:
+def _add_source_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--source-ds-config", metavar="FILE", help="DeepSpeed config of the job that left raw dumps"
     )
     verb.add_argument(
-        "--like", metavar="SRC", help="checkpoint that names the parameters of stage-3 dumps"
+        "--like",
+        metavar="SRC",
+        help="another checkpoint of the same job, for what SRC does not tell: see the README",
     )
     verb.add_argument("--tag", help="tag to read [the one that 'latest' names]")
+
+
+def _add_moving_options(verb: argparse.ArgumentParser) -> None:
+    _add_source_options(verb)
     verb.add_argument(
         "--memory-limit",
         type=_memory,
@@ -190,20 +196,26 @@ def _convert(arguments: argparse.Namespace) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
-    found = inspect.inspect(arguments.source, tag=arguments.tag)
+    found = inspect.inspect(arguments.source, **_source_options(arguments))
     if arguments.json:
         print(json.dumps(asdict(found), indent=2))
     elif not arguments.quiet:
         print(inspection_text(found, verbose=arguments.verbose))
 
 
-def _moving_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    if arguments.workers is not None and arguments.workers < 1:
-        raise UsageError(f"--workers {arguments.workers}: at least one is needed")
+def _source_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "source_ds_config_file": arguments.source_ds_config,
         "like": arguments.like,
         "tag": arguments.tag,
+    }
+
+
+def _moving_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    if arguments.workers is not None and arguments.workers < 1:
+        raise UsageError(f"--workers {arguments.workers}: at least one is needed")
+    return {
+        **_source_options(arguments),
         "memory_limit": arguments.memory_limit,
         "workers": arguments.workers,
         "overwrite": arguments.overwrite,

@@ -88,6 +88,17 @@ class ZeroLayout:
     """Stage 1 as `BF16_Optimizer` has it: cut like any other, masters saved with their padding."""
     data_before_experts: bool = False
     """`use_data_before_expert_parallelism`: ranks that share experts are neighbours."""
+    offload: bool = False
+    """`offload_optimizer`: the optimizer's states are kept off the device that computes."""
+
+    @property
+    def whole_momentum(self) -> bool:
+        """Whether Muon's momentum is kept whole for every parameter that a rank owns a part of.
+
+        Everywhere else it is cut like any other state. By `get_flat_partition` and
+        `_apply_muon_updates_cpu_offload` of `deepspeed/runtime/zero/stage_1_and_2.py` (0.19.8).
+        """
+        return self.stage < 3 and not self.bf16_optimizer and not self.offload
 
     def expert_place(self, rank: int, expert_parallel: int) -> tuple[int, int]:
         """Tell which experts a data-parallel rank holds, and its rank among those that share them.
@@ -112,6 +123,8 @@ class RankPartition:
     """(parameter's index in the group, start in the partition, numel), in order of parameter."""
     recorded: tuple[tuple[int, int, int], ...]
     """The slices as DeepSpeed writes them down, which under round robin are others."""
+    whole_numel: int
+    """Elements of all parameters of which the rank owns a part, with what it does not own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +175,15 @@ class PartitionOf:
 
 
 @dataclass(frozen=True, slots=True)
+class WholesOf:
+    """All of one state of every parameter that a rank owns a part of (Muon at stages 1 and 2)."""
+
+    group: int
+    state: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class ShardsOf:
     """What a rank owns of one state of a sub-group: its shard of each parameter (stage 3)."""
 
@@ -178,7 +200,7 @@ class ShardOf:
     rank: int
 
 
-Content = Literal | Whole | PartitionOf | ShardsOf | ShardOf
+Content = Literal | Whole | PartitionOf | WholesOf | ShardsOf | ShardOf
 """What fills a storage of a target file. Where it says less than the storage holds, zeros."""
 
 
@@ -229,6 +251,7 @@ class Slot:
     files: NDArray[np.int64]
     """Indices into the source's list of files."""
     offsets: NDArray[np.int64]
+    """Byte offsets in them."""
     numels: NDArray[np.int64]
     """Elements that each piece is said to hold, to be held against the arithmetic."""
 
@@ -253,6 +276,8 @@ class FamilyMap:
 
     partitions: Mapping[tuple[int, str], Slot] = field(default_factory=dict)
     """(param group, state) → each rank's partition (stages 1 and 2)."""
+    stripped: bool = False
+    """Whether states are saved without their padding, as masters are (stages 1 and 2)."""
     recorded: tuple[RecordedCut, ...] = ()
     """One per rank (stages 1 and 2)."""
     sub_groups: Mapping[tuple[int, str], Slot] = field(default_factory=dict)

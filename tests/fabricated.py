@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tests.job import (
     LOCAL_EXPERTS,
+    MOMENTUM,
     STATES,
     TAG,
     Job,
@@ -121,14 +122,16 @@ def _flat_state(job: Job, rank: int) -> dict[str, Any]:
         padding = min(max((at + 1) * numel - used, 0), numel)
         part = whole.chunk(ranks)[at].clone() if numel else whole
         masters.append(part[: numel - padding].requires_grad_())
-        wholes = {key: flat(job, key, group, expert_rank)[0] for key in STATES}
-        states[group] = _adam({key: w.chunk(ranks)[at].clone() for key, w in wholes.items()})
+        states[group] = _states(job, group, rank)
         paddings.append(padding)
         alignments.append(gaps)
         slices.append(_slices(job, group, at, numel, gaps))
-    wrapped = _torch_state(states, [[g] for g in range(len(job.cut_groups))])
+    wrapped: Any = _torch_state(job, states, [[g] for g in range(len(job.cut_groups))])
     for group in wrapped["param_groups"][len(job.groups) :]:
         group |= {"moe": True, "name": f"ep_size_{job.expert_parallel}"}
+    if job.elastic:
+        both = zip(states.values(), paddings, strict=True)
+        wrapped = [_lean(held, padding) for held, padding in both]
     return {
         "loss_scaler": LossScaler(1.0),
         "dynamic_loss_scale": False,
@@ -145,16 +148,42 @@ def _flat_state(job: Job, rank: int) -> dict[str, Any]:
     }
 
 
+def _states(job: Job, group: int, rank: int) -> dict[str, Tensor]:
+    """Make a rank's states of a group; empty where Muon has no parameter of it there."""
+    ranks = job.sharers(group)
+    expert_rank, at = job.place(group, rank)
+    keys = (MOMENTUM,) if group in job.muon else STATES
+    wholes = {key: flat(job, key, group, expert_rank)[0] for key in keys}
+    cut = {key: whole.chunk(ranks)[at].clone() for key, whole in wholes.items()}
+    if group not in job.muon:
+        return _adam(cut)
+    if job.offload:
+        return {MOMENTUM: cut[MOMENTUM].bfloat16()}
+    numel, start, owned = len(cut[MOMENTUM]), 0, []
+    for name, gap in zip(job.stored_order(group), flat(job, MOMENTUM, group)[1], strict=True):
+        stop = start + prod(job.shapes[name])
+        if start < (at + 1) * numel and at * numel < stop:
+            owned.append(job.values(MOMENTUM, name, expert_rank).flatten())
+        start = stop + gap
+    return {MOMENTUM: torch.cat(owned).bfloat16()} if owned else {}
+
+
+def _lean(states: dict[str, Tensor], padding: int) -> dict[str, Tensor]:
+    """Strip states of what elastic_checkpoint takes for their padding."""
+    return {k: v[: len(v) - padding].clone() if v.dim() else v for k, v in states.items()}
+
+
 def _adam(states: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"step": torch.tensor(7.0), **states}
 
 
-def _torch_state(states: dict[int, Any], members: list[list[int]]) -> dict[str, Any]:
-    groups = [
-        {"lr": 0.001 * (1 + number), "betas": (0.9, 0.95), "weight_decay": 0.1, "params": params}
-        for number, params in enumerate(members)
-    ]
-    return {"state": states, "param_groups": groups}
+def _torch_state(job: Job, states: dict[int, Any], members: list[list[int]]) -> dict[str, Any]:
+    groups = []
+    for number, params in enumerate(members):
+        muon = {"use_muon": number in job.muon} if job.muon else {}
+        group = {"lr": 0.001 * (1 + number), "betas": (0.9, 0.95), "weight_decay": 0.1}
+        groups.append({**group, **muon, "params": params})
+    return {"state": {k: v for k, v in states.items() if v}, "param_groups": groups}
 
 
 # Stage 3 ------------------------------------------------------------------------------------------
@@ -200,14 +229,17 @@ def _sharded_state(job: Job, rank: int) -> dict[str, Any]:
         master: Any = part("fp32", float("nan")).requires_grad_()
         master.ds_id = f"{ids[names[0]]}_{ids[names[-1]]}"
         masters.append(master)
-        states[unit] = _adam({key: part(key, 0.0) for key in STATES})
+        if group in job.muon:
+            states[unit] = {MOMENTUM: part(MOMENTUM, 0.0).bfloat16()}
+        else:
+            states[unit] = _adam({key: part(key, 0.0) for key in STATES})
     return {
         "zero_stage": ZeroStageEnum(3),
         "loss_scaler": LossScaler(1.0),
         "dynamic_loss_scale": False,
         "overflow": False,
         "partition_count": job.world_size,
-        "optimizer_state_dict": _torch_state(states, members),
+        "optimizer_state_dict": _torch_state(job, states, members),
         "fp32_flat_groups": masters,
     }
 

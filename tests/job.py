@@ -21,6 +21,7 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 TAG = "global_step7"
 STATES = ("exp_avg", "exp_avg_sq")
+MOMENTUM = "momentum_buffer"
 LOCAL_EXPERTS = 2
 EXPERTS: Shapes = tuple(
     (f"moe.deepspeed_moe.experts.deepspeed_experts.{local}.{name}", shape)
@@ -122,6 +123,11 @@ class Job:
     """Parameters of the experts that one rank holds: another param group, below stage 3."""
     expert_parallel: int = 1
     data_before_experts: bool = False
+    muon: tuple[int, ...] = ()
+    """Param groups that Muon trains; their momentum is kept in 16 bits."""
+    offload: bool = False
+    """Whether the optimizer's states are kept off the device, where momentum is cut."""
+    elastic: bool = False
 
     @property
     def cut_groups(self) -> tuple[Shapes, ...]:
@@ -206,6 +212,8 @@ def ds_config(job: Job) -> dict[str, Any]:
         "round_robin_gradients": job.round_robin,
         "parameter_alignment": job.alignment,
         "sub_group_size": job.sub_group_size,
+        "elastic_checkpoint": job.elastic,
+        "offload_optimizer": {"device": "cpu" if job.offload else "none"},
     }
     precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     enabled = {precision[job.dtype]: {"enabled": True}} if job.dtype in precision else {}

@@ -111,5 +111,7 @@ def test_any_job(
         round_robin=stage < 3 and data.draw(st.booleans()),
         alignment=stage < 3 and data.draw(st.booleans()),
         sub_group_size=data.draw(st.sampled_from([1, 4, 9, 10**9])),
+        muon=data.draw(st.sampled_from([(), (0,), (1,), (0, 1)])),
+        offload=data.draw(st.booleans()),
     )
     check(job, data.draw(st.integers(1, 6)), tmp_path_factory.mktemp("job"))

@@ -95,6 +95,15 @@ class Family:
         wrapped: Mapping[str, Node] = state.get(names.BASE_OPTIMIZER) or state[names.OPTIMIZER]
         return wrapped
 
+    def is_muon(self, group: ParamGroup) -> bool:
+        """Tell whether DeepSpeed's Muon trains a group, rather than its auxiliary Adam."""
+        return self.wrapped_optimizer["param_groups"][group.number].get(names.IS_MUON) is True
+
+    def whole_states(self, group: ParamGroup, layout: ZeroLayout) -> frozenset[str]:
+        """Return the states that a rank keeps whole for every parameter it owns a part of."""
+        whole = layout.whole_momentum and self.is_muon(group)
+        return frozenset({names.MOMENTUM} & group.flat_states().keys()) if whole else frozenset()
+
     def spelled(self, group: ParamGroup) -> tuple[str, ...]:
         """Return a group's parameters as the files name them: each expert rank counts from 0."""
         first = (g for g in self.groups if g.number == group.number and g.expert_rank == 0)
@@ -157,6 +166,13 @@ class Checkpoint:
     def tensor_index(self) -> dict[tuple[str, str, str], int]:
         """Return (family, state, name) → index in `tensors`."""
         return {(t.family, t.state, t.name): i for i, t in enumerate(self.tensors)}
+
+    def group_shapes(self, family: Family) -> list[dict[str, tuple[int, ...]]]:
+        """Return the shapes of the parameters of each of a family's groups, in their order."""
+        shapes = {
+            t.name: t.shape for t in self.tensors if t.state == MASTER and t.family == family.name
+        }
+        return [{name: shapes[name] for name in group.params} for group in family.groups]
 
     def master_numels(self, family: Family) -> dict[str, int]:
         """Return the element count of a family's trained parameters, by name."""

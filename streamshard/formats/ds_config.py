@@ -110,7 +110,17 @@ def zero_layout(
         sub_group_size=DEFAULT_SUB_GROUP_SIZE if size is None else size,
         bf16_optimizer=bf16_optimizer,
         data_before_experts=_flag(config, "use_data_before_expert_parallelism"),
+        offload=_offloads(config),
     )
+
+
+def _offloads(config: Config) -> bool:
+    """Tell whether the optimizer's states are kept off the device that computes."""
+    zero = _zero(config)
+    section = zero.get("offload_optimizer")
+    if isinstance(section, Mapping):
+        return section.get("device", "none") not in ("none", None)
+    return _flag(zero, "cpu_offload")  # the older spelling, which is still taken
 
 
 def sequence_replicas(config: Config, dp_world_size: int) -> int:
@@ -134,9 +144,7 @@ def _uses_bf16_optimizer(config: Config) -> bool:
     """
     types = config.get("data_types")
     gradients = types.get("grad_accum_dtype") if isinstance(types, Mapping) else None
-    offload = _zero(config).get("offload_optimizer")
-    device = offload.get("device", "none") if isinstance(offload, Mapping) else "none"
-    return module_dtype(config) == "bfloat16" and gradients == "fp32" and device == "none"
+    return module_dtype(config) == "bfloat16" and gradients == "fp32" and not _offloads(config)
 
 
 def module_dtype(config: Config) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from streamshard.errors import DisagreementError, UnsupportedError
 from streamshard.formats import deepspeed_names as names
-from streamshard.formats import ds_config
+from streamshard.formats import ds_config, zero_elastic
 from streamshard.formats.checkpoint import Checkpoint, Family
 from streamshard.formats.inert import Node
 from streamshard.formats.zero_family import (
@@ -26,7 +26,7 @@ from streamshard.formats.zero_family import (
 )
 from streamshard.formats.zero_files import SourceFiles
 from streamshard.formats.zero_optimizer import OptimizerReader
-from streamshard.model import SourceMap
+from streamshard.model import SourceMap, ZeroLayout
 
 _ASSUMED = (
     "The dumps do not tell whether round_robin_gradients was on; it was taken as off, DeepSpeed's "
@@ -44,7 +44,7 @@ def read(
     paths: Sequence[Path],
     name: str,
     config: ds_config.Config | None,
-    like: Sequence[Shapes] | None,
+    like: Checkpoint | None,
 ) -> tuple[Checkpoint, SourceMap]:
     """Open the dumps of all ranks.
 
@@ -55,8 +55,8 @@ def read(
     config
         DeepSpeed config of the job, if known.
     like
-        Names and shapes of the parameters of each param group, in the optimizer's order. Stage 3
-        cannot do without.
+        Another checkpoint of the same job: for names and shapes of the parameters, which stage 3
+        cannot do without, and for hyper-parameters that `elastic_checkpoint` does not keep.
 
     Raises
     ------
@@ -70,6 +70,9 @@ def read(
             message = f"{path}: a DeepSpeed checkpoint file, not a dump; give its directory instead"
             raise UnsupportedError(message)
     stage = stage_of(states, paths)
+    elastic = zero_elastic.is_elastic(states)
+    if elastic:
+        zero_elastic.make_rigid(states, paths, like.families[0] if like is not None else None)
     _check_world_size(states, paths)
     check_agreement(states, paths)
     layout = ds_config.zero_layout(
@@ -78,33 +81,35 @@ def read(
         world_size=len(states),
         bf16_optimizer=names.ZERO_STAGE not in states[0],
     )
-    optimizer = OptimizerReader(sources, paths, states, layout)
+    optimizer = OptimizerReader(sources, paths, states, layout, strips_states=elastic)
     if stage == 3:
         units = _units_like(optimizer, paths[0], like, len(states))
     else:
         units = recorded_units(optimizer, paths)
+    if elastic and like is not None:
+        zero_elastic.require_same_groups([list(u) for u in units], like.families[0], paths[0])
     groups = optimizer.groups([list(unit) for unit in units])
     tensors = optimizer_tensors(groups, {n: s for unit in units for n, s in unit.items()}, "")
     strip_optimizer(states[0], stage)
     whole: dict[int, tuple[int, int]] = {}
     adopt_blobs([states[0]], tensors, whole, first=0, family="")
+    family = Family(
+        name="",
+        groups=groups,
+        module=(),
+        model_state={},
+        optimizer_file={names.OPTIMIZER: states[0], names.DS_CONFIG: config},
+        param_ids={},
+    )
+    _require_known_momentum(family, layout, config, paths[0])
     checkpoint = Checkpoint(
         tag=name,
         layout=layout,
         tensors=tuple(tensors),
-        families=(
-            Family(
-                name="",
-                groups=groups,
-                module=(),
-                model_state={},
-                optimizer_file={names.OPTIMIZER: states[0], names.DS_CONFIG: config},
-                param_ids={},
-            ),
-        ),
+        families=(family,),
         module_dtype=ds_config.module_dtype(config) if config else "bfloat16",
         files=(),
-        notes=_notes(stage, config),
+        notes=(*_notes(stage, config), *([zero_elastic.NOTE] if elastic else [])),
     )
     source_map = SourceMap(
         files=tuple(sources.files),
@@ -112,6 +117,19 @@ def read(
         whole=whole,
     )
     return checkpoint, source_map
+
+
+def _require_known_momentum(
+    family: Family, layout: ZeroLayout, config: ds_config.Config | None, path: Path
+) -> None:
+    """Refuse to guess how the ranks that resume will want Muon's momentum."""
+    if config is None and any(family.whole_states(group, layout) for group in family.groups):
+        message = (
+            f"{path}: trained with Muon, whose '{names.MOMENTUM}' is kept in one way with "
+            "offload_optimizer and in another without, and dumps do not tell which of them was "
+            "on: give the config of the job that saved them with --source-ds-config"
+        )
+        raise UnsupportedError(message)
 
 
 def _notes(stage: int, config: ds_config.Config | None) -> tuple[str, ...]:
@@ -129,7 +147,7 @@ def _check_world_size(states: Sequence[Mapping[str, Node]], paths: Sequence[Path
 
 
 def _units_like(
-    optimizer: OptimizerReader, path: Path, like: Sequence[Shapes] | None, world_size: int
+    optimizer: OptimizerReader, path: Path, like: Checkpoint | None, world_size: int
 ) -> list[Shapes]:
     """Find which of another checkpoint's parameters each sub-group holds, by their lengths."""
     if like is None:
@@ -142,10 +160,12 @@ def _units_like(
     units: list[Shapes] = []
     lengths = optimizer.lengths()
     members = optimizer.members(len(lengths))
-    if len(members) != len(like):
+    family = like.families[0]
+    if len(members) != len(family.groups):
         message = f"{path}: {len(members)} param groups, the checkpoint given with --like has"
-        raise DisagreementError(f"{message} {len(like)}")
-    for group, (own, shapes) in enumerate(zip(members, like, strict=True)):
+        raise DisagreementError(f"{message} {len(family.groups)}")
+    _require_known_order(like, path)
+    for group, (own, shapes) in enumerate(zip(members, like.group_shapes(family), strict=True)):
         params = list(shapes.items())
         for unit in own:
             held: dict[str, tuple[int, ...]] = {}
@@ -162,6 +182,15 @@ def _units_like(
             message = f"{path}: param group {group} has no room for '{params[0][0]}', which the"
             raise DisagreementError(f"{message} checkpoint given with --like has in it")
     return units
+
+
+def _require_known_order(like: Checkpoint, path: Path) -> None:
+    """Refuse to take the order of Muon's parameters from another stage, where it may be another."""
+    family = like.families[0]
+    for group, shapes in zip(family.groups, like.group_shapes(family), strict=True):
+        if like.layout.stage < 3 and family.is_muon(group) and len({*shapes.values()}) > 1:
+            message = f"{path}: trained with Muon, whose parameters stages 1 and 2 order by size"
+            raise UnsupportedError(f"{message}: give a checkpoint of stage 3 with --like")
 
 
 def _numel(shape: tuple[int, ...]) -> int:

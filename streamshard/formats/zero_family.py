@@ -8,7 +8,7 @@ from typing import Final
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
 from streamshard.formats import deepspeed_names as names
-from streamshard.formats import ds_config
+from streamshard.formats import ds_config, zero_elastic
 from streamshard.formats.checkpoint import Family, ParamGroup
 from streamshard.formats.inert import Call, Node
 from streamshard.formats.torch_tensor import shape_of, storages_in, tensor_of
@@ -65,6 +65,7 @@ def read_family(
     name: str,
     first: int,
     tied: Mapping[str, str],
+    like: Family | None,
 ) -> Reading:
     """Open the shards of one family.
 
@@ -76,6 +77,9 @@ def read_family(
         Number of the family's first logical tensor in the checkpoint.
     tied
         What the first family's files list as tied: the first of all ranks alone knows it.
+    like
+        The same part of the model in another checkpoint of the job, for hyper-parameters that
+        these files do not keep.
 
     Raises
     ------
@@ -89,6 +93,9 @@ def read_family(
     stage = _stage(states, files)
     _refuse_second_optimizer(models[0], files)
     _refuse_auto_experts(models[0], files)
+    elastic = zero_elastic.is_elastic(states)
+    if elastic:
+        zero_elastic.make_rigid(states, files.optimizer_files, like)
     _check_world_size(states, models, files)
     check_agreement(states, files.optimizer_files)
 
@@ -99,8 +106,12 @@ def read_family(
         world_size=len(states),
         bf16_optimizer=names.ZERO_STAGE not in states[0],
     )
-    optimizer = OptimizerReader(sources, files.optimizer_files, states, layout)
+    optimizer = OptimizerReader(
+        sources, files.optimizer_files, states, layout, strips_states=elastic
+    )
     shapes = _param_shapes(models, files, optimizer)
+    if elastic and like is not None:
+        zero_elastic.require_same_groups([list(s) for s in shapes], like, files.optimizer_files[0])
     groups = optimizer.groups([list(unit) for unit in shapes])
     shape_by_name = {param: shape for unit in shapes for param, shape in unit.items()}
     module = ModuleReader(sources, files.model_files, models, stage, tied)
@@ -123,7 +134,7 @@ def read_family(
         shards=module_map.shards,
         module_dtype=module.dtype(entries) or ds_config.module_dtype(config),
         tied=module.tied,
-        notes=module.notes,
+        notes=[*([zero_elastic.NOTE] if elastic else []), *module.notes],
     )
 
 
@@ -135,7 +146,9 @@ def family_map(
         return FamilyMap(
             sub_groups=optimizer.slots, sub_group_params=tuple(tuple(unit) for unit in units)
         )
-    return FamilyMap(partitions=optimizer.slots, recorded=optimizer.recorded())
+    return FamilyMap(
+        partitions=optimizer.slots, recorded=optimizer.recorded(), stripped=optimizer.strips_states
+    )
 
 
 def _refuse_auto_experts(model: Mapping[str, Node], files: FamilyFiles) -> None:

@@ -12,14 +12,13 @@ import numpy as np
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
 from streamshard.formats import deepspeed_names as names
-from streamshard.formats.checkpoint import FlatState, ModuleEntry, ParamGroup, ScalarState
+from streamshard.formats.checkpoint import FlatState, ModuleEntry, ParamGroup
 from streamshard.formats.inert import Node
 from streamshard.formats.torch_tensor import Tensor, tensor_of
 from streamshard.formats.zero_files import SAVE_AGAIN, SourceFiles, fingerprint, require
+from streamshard.formats.zero_recorded import recorded_cut
+from streamshard.formats.zero_states import HeldState
 from streamshard.model import MASTER, RecordedCut, Slot, ZeroLayout
-
-_SCALAR_LIMIT_BYTES = 64
-"""A state tensor that is neither per element nor this small is not understood."""
 
 
 class OptimizerReader:
@@ -31,9 +30,13 @@ class OptimizerReader:
         paths: Sequence[Path],
         states: Sequence[Mapping[str, Node]],
         layout: ZeroLayout,
+        *,
+        strips_states: bool = False,
     ) -> None:
         self.slots: dict[tuple[int, str], Slot] = {}
         """(param group, state), in stage 3 (unit, state) → where each rank that has it keeps it."""
+        self.strips_states = strips_states
+        """Whether states are saved without their padding, as masters are."""
         self._sources = sources
         self._paths = paths
         self._states = states
@@ -59,12 +62,6 @@ class OptimizerReader:
 
     def _inner_state(self, state: Mapping[str, Node], key: str, path: Path) -> Mapping[str, Node]:
         inner = require(state, key, path)
-        if isinstance(inner, list):
-            message = (
-                f"{path}: saved with elastic_checkpoint, whose files lack the optimizer's "
-                "hyper-parameters; not supported yet"
-            )
-            raise UnsupportedError(message)
         if not isinstance(inner, dict) or not {"state", "param_groups"} <= inner.keys():
             raise CorruptFileError(f"{path}: '{key}' is not the state dict of an optimizer")
         return inner
@@ -90,7 +87,6 @@ class OptimizerReader:
                 message = f"{self._paths[rank]}: {len(masters)} flat groups for {len(units)}"
                 raise DisagreementError(f"{message} groups of parameter shapes")
         self._check_hyper_parameters()
-        self._refuse_muon()
         found: list[ParamGroup] = []
         experts = names.count_local_experts(chain.from_iterable(units))
         for number, members in enumerate(self.members(len(units))):
@@ -109,7 +105,24 @@ class OptimizerReader:
                         expert_rank=expert_rank,
                     )
                 )
+        self._require_one_kind(found)
         return tuple(found)
+
+    def _require_one_kind(self, groups: Sequence[ParamGroup]) -> None:
+        """Refuse a state that has an element per parameter element in some groups only.
+
+        Where a rank holds one element of a group, a scalar of shape (1,) looks like such a state.
+        """
+        kinds: dict[str, type] = {}
+        for group in groups:
+            for key, value in (group.states or {}).items():
+                if kinds.setdefault(key, type(value)) is not type(value):
+                    message = (
+                        f"{self._paths[0]}: optimizer state '{key}' of group {group.number} is not "
+                        "of the kind that it has in the groups before: an element for each of the "
+                        "parameters', or a value for all of them; this optimizer is not supported"
+                    )
+                    raise UnsupportedError(message)
 
     @property
     def is_bf16_optimizer(self) -> bool:
@@ -160,16 +173,6 @@ class OptimizerReader:
         """Tell how many elements of each unit a rank holds."""
         return [master.numel for master in self._masters[0]]
 
-    def _refuse_muon(self) -> None:
-        """Refuse Muon where its momentum is that of whole parameters, not of the partition."""
-        groups = self._inner[0]["param_groups"]
-        if self._stage < 3 and any(group.get("use_muon") is True for group in groups):
-            message = (
-                f"{self._paths[0]}: trained with Muon, whose 'momentum_buffer' at stages 1 and 2 "
-                "is kept for whole parameters; that is not supported yet"
-            )
-            raise UnsupportedError(message)
-
     def _check_hyper_parameters(self) -> None:
         first, *rest = [fingerprint(inner["param_groups"]) for inner in self._inner]
         for other, path in zip(rest, self._paths[1:], strict=True):
@@ -179,53 +182,60 @@ class OptimizerReader:
 
     def _unit_states(self, unit: int, slot: int, ranks: Sequence[int]) -> dict[str, Node] | None:
         """Read one unit's states on some ranks and note where they lie; None if there are none."""
-        self._add_slot(slot, MASTER, ranks, [self._masters[rank][unit] for rank in ranks])
+        self._add_slot(slot, MASTER, ranks, {rank: self._masters[rank][unit] for rank in ranks})
         if not any(unit in self._inner[rank]["state"] for rank in ranks):
             return None
         held = {rank: self._inner[rank]["state"].get(unit, {}) for rank in ranks}
-        keys = list(held[ranks[0]])
-        for rank in ranks:
-            if list(held[rank]) != keys:
+        if self._is_muon(unit):
+            # A rank that owns no parameter has no momentum; that it owns none is checked later.
+            held = {rank: states for rank, states in held.items() if states} or held
+        first = next(iter(held))
+        for rank, states in held.items():
+            if list(states) != list(held[first]):
                 message = (
-                    f"{self._paths[rank]}: states {list(held[rank])} of group {unit}, where "
-                    f"{self._paths[ranks[0]]} has {keys}"
+                    f"{self._paths[rank]}: states {list(states)} of group {unit}, where "
+                    f"{self._paths[first]} has {list(held[first])}"
                 )
                 raise DisagreementError(message)
         return {
-            key: self._state(unit, slot, key, {rank: held[rank][key] for rank in ranks})
-            for key in keys
+            key: self._state(unit, slot, key, {rank: held[rank][key] for rank in held}, ranks)
+            for key in held[first]
         }
 
-    def _state(self, unit: int, slot: int, key: str, nodes: Mapping[int, Node]) -> Node:
-        """Understand one state of a unit from what each rank holds under its key."""
-        tensors = {rank: tensor_of(node) for rank, node in nodes.items()}
-        what = f"optimizer state '{key}' of group {unit}"
-        present = {rank: tensor for rank, tensor in tensors.items() if tensor is not None}
-        first = next(iter(nodes))
-        if len(present) < len(tensors):
-            if present or len({fingerprint(node) for node in nodes.values()}) > 1:
-                raise DisagreementError(f"{self._paths[first]}: ranks disagree about {what}")
-            return nodes[first]
-        if all(self._is_flat(unit, first, tensor) for tensor in present.values()):
-            self._add_slot(slot, key, list(present), list(present.values()))
-            return FlatState(present[first].dtype)
-        values = {rank: self._scalar(what, rank, tensor) for rank, tensor in present.items()}
-        for rank, value in values.items():
-            if value != values[first]:
-                message = f"{self._paths[rank]} and {self._paths[first]} disagree about {what}"
-                raise DisagreementError(f"{message}: they are not of one step of one run")
-        return values[first]
+    def _state(
+        self, unit: int, slot: int, key: str, nodes: Mapping[int, Node], ranks: Sequence[int]
+    ) -> Node:
+        """Understand one state of a unit from what each rank that has it holds under its key."""
+        held = HeldState(
+            what=f"optimizer state '{key}' of group {unit}",
+            nodes=nodes,
+            numels={rank: self._state_numel(unit, rank, ranks[0]) for rank in nodes},
+            paths={rank: self._paths[rank] for rank in nodes},
+        )
+        tensors = held.tensors()
+        # Of whole parameters: how many elements that makes on each rank takes arithmetic to tell.
+        whole = self._is_muon(unit) and key == names.MOMENTUM and bool(tensors)
+        state = held.flat(tensors) if whole else held.understand(self._sources)
+        if isinstance(state, FlatState):
+            self._add_slot(slot, key, ranks, tensors)
+        return state
 
-    def _is_flat(self, unit: int, first: int, tensor: Tensor) -> bool:
-        """Tell whether a state has one element per element of the unit's partition.
+    def _is_muon(self, unit: int) -> bool:
+        """Tell whether a param group's momentum may be that of whole parameters."""
+        group = self._inner[0]["param_groups"][unit] if self._stage < 3 else {}
+        return group.get(names.IS_MUON) is True
+
+    def _state_numel(self, unit: int, rank: int, first: int) -> int:
+        """Count the elements of a state that has one for each element of the unit's partition.
 
         Partitions are equally long, and the first rank's tells how long. The last one's may not:
         before 0.16.4, padding that several ranks have was counted on the last of them alone.
         """
-        expected = self._masters[first][unit].numel
-        if self._strips_masters(first):
-            expected += self._states[first][names.GROUP_PADDINGS][unit]
-        return len(tensor.shape) == 1 and tensor.numel == expected
+        if self.strips_states or not self._strips_masters(rank):
+            return self._masters[rank][unit].numel
+        return self._masters[first][unit].numel + int(
+            self._states[first][names.GROUP_PADDINGS][unit]
+        )
 
     def _strips_masters(self, rank: int) -> bool:
         """Tell whether a rank's masters are saved without the padding that its states have.
@@ -234,45 +244,28 @@ class OptimizerReader:
         """
         return self._stage < 3 and names.ZERO_STAGE in self._states[rank]
 
-    def _scalar(self, what: str, rank: int, tensor: Tensor) -> ScalarState:
-        path = self._paths[rank]
-        tensor.require_contiguous(f"{path}: {what}")
-        nbytes = tensor.numel * tensor.storage.nbytes // max(tensor.storage.numel, 1)
-        if nbytes > _SCALAR_LIMIT_BYTES:
-            message = (
-                f"{path}: {what} has shape {tensor.shape}, which is neither one element per "
-                "element of the partition nor a scalar; this optimizer is not supported"
-            )
-            raise UnsupportedError(message)
-        data = self._sources.read_bytes(tensor.storage, tensor.offset, nbytes)
-        return ScalarState(tensor.dtype, tensor.shape, data)
-
     def _add_slot(
-        self, slot: int, state: str, ranks: Sequence[int], tensors: Sequence[Tensor]
+        self, slot: int, state: str, ranks: Sequence[int], tensors: Mapping[int, Tensor]
     ) -> None:
-        for tensor, rank in zip(tensors, ranks, strict=True):
-            path = self._paths[rank]
-            if tensor.dtype != tensors[0].dtype:
-                message = f"{path}: {state} of group {slot} is {tensor.dtype}, on rank {ranks[0]}"
-                raise DisagreementError(f"{message} {tensors[0].dtype}")
-            tensor.require_contiguous(f"{path}: {state} of group {slot}")
+        """Note where the ranks keep a state; where one has none of it, that it holds 0 elements."""
+        dtype = next(iter(tensors.values())).dtype
+        for rank, tensor in tensors.items():
+            if tensor.dtype != dtype:
+                message = f"{self._paths[rank]}: {state} of group {slot} is {tensor.dtype}"
+                raise DisagreementError(f"{message}, on rank {next(iter(tensors))} {dtype}")
+        places = [tensors.get(rank, self._masters[rank][0]) for rank in ranks]
         self.slots[slot, state] = Slot(
-            files=np.array([t.storage.file for t in tensors], dtype=np.int64),
-            offsets=np.array([t.offset for t in tensors], dtype=np.int64),
-            numels=np.array([t.numel for t in tensors], dtype=np.int64),
+            files=np.array([t.storage.file for t in places], dtype=np.int64),
+            offsets=np.array([t.offset for t in places], dtype=np.int64),
+            numels=np.array(
+                [tensors[rank].numel if rank in tensors else 0 for rank in ranks], dtype=np.int64
+            ),
         )
 
     def recorded(self) -> tuple[RecordedCut, ...]:
         """Read what each rank's file says of its own cut."""
         return tuple(
-            RecordedCut(
-                path=path,
-                paddings=(
-                    _tuple(state[names.GROUP_PADDINGS]) if self._strips_masters(rank) else None
-                ),
-                alignments=_nested(state.get(names.ALIGNMENT_PADDINGS)),
-                slices=_recorded_slices(state.get(names.SLICE_MAPPINGS), path),
-            )
+            recorded_cut(state, path, has_paddings=self._strips_masters(rank))
             for rank, (state, path) in enumerate(zip(self._states, self._paths, strict=True))
         )
 
@@ -294,24 +287,3 @@ class OptimizerReader:
                 known |= {params[0]: int(first), params[-1]: int(last)}
         agrees = all(derived.get(name) == number for name, number in known.items())
         return derived if agrees else known
-
-
-def _tuple(node: Node) -> tuple[int, ...] | None:
-    return tuple(node) if isinstance(node, list) else None
-
-
-def _nested(node: Node) -> tuple[tuple[int, ...], ...] | None:
-    return tuple(tuple(inner) for inner in node) if isinstance(node, list) else None
-
-
-def _recorded_slices(node: Node, path: Path) -> tuple[tuple[tuple[str, int, int], ...], ...] | None:
-    """Read `param_slice_mappings`: per group, name to a `fragment_address` object."""
-    if not isinstance(node, list):
-        return None
-    try:
-        return tuple(
-            tuple((name, at.state["start"], at.state["numel"]) for name, at in mapping.items())
-            for mapping in node
-        )
-    except (AttributeError, KeyError, TypeError) as error:
-        raise CorruptFileError(f"{path}: '{names.SLICE_MAPPINGS}' is unreadable") from error

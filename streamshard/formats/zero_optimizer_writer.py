@@ -19,6 +19,7 @@ from streamshard.model import (
     RankPartition,
     ShardsOf,
     SubGroup,
+    WholesOf,
     ZeroLayout,
 )
 
@@ -132,8 +133,8 @@ class OptimizerWriter:
         return stage if isinstance(held, int) else Call(_STAGE_ENUM, (stage,))
 
     def _stage_12(self, rank: int) -> dict[str, Node]:
-        masters, states, mappings = [], {}, []
-        cuts = []
+        masters, mappings, cuts = [], [], []
+        states: dict[int, Node] = {}
         for group, sharer in self._family.held_by(rank, self._layout):
             held, cut = self._family.groups[group], self._flat_cuts[group]
             cuts.append((cut, sharer))
@@ -143,13 +144,13 @@ class OptimizerWriter:
             storage = Storage(held.master_dtype, own.numel - padding, content)
             masters.append(make_tensor(storage, (storage.numel,), requires_grad=True))
             if held.states is not None:
-                states[held.number] = {
-                    key: self._state(value, own.numel, PartitionOf(group, key, sharer))
-                    for key, value in held.states.items()
-                }
+                states[held.number] = self._states(group, held, own, sharer)
             mappings.append(self._slice_mapping(held, own))
         return {
-            names.BASE_OPTIMIZER: self._inner(states, [[g] for g in range(len(masters))]),
+            names.BASE_OPTIMIZER: self._inner(
+                {number: entry for number, entry in states.items() if entry is not None},
+                [[g] for g in range(len(masters))],
+            ),
             names.FLAT_GROUPS: masters,
             names.ZERO_STAGE: self._stage_enum(),
             names.GROUP_PADDINGS: [self._group_padding(cut, sharer) for cut, sharer in cuts],
@@ -157,6 +158,19 @@ class OptimizerWriter:
             names.PARTITION_COUNT: [len(cut.partitions) for cut, _ in cuts],
             names.SLICE_MAPPINGS: mappings,
         }
+
+    def _states(
+        self, group: int, held: ParamGroup, own: RankPartition, sharer: int
+    ) -> dict[str, Node] | None:
+        """Spell a rank's states of a param group; None where the rank has no entry for it."""
+        whole = self._family.whole_states(held, self._layout)
+        states: dict[str, Node] = {}
+        for key, value in (held.states or {}).items():
+            if key not in whole:
+                states[key] = self._state(value, own.numel, PartitionOf(group, key, sharer))
+            elif own.whole_numel:
+                states[key] = self._state(value, own.whole_numel, WholesOf(group, key, sharer))
+        return None if whole and not states else states
 
     def _group_padding(self, cut: FlatCut, rank: int) -> int:
         """Spell a rank's `group_paddings`.

@@ -24,7 +24,9 @@ _SAME_IN_ALL: Final = (
 """Entries of a model file that are the same whatever part of the model it holds."""
 
 
-def read(tag_dir: Path, run_files: Sequence[tuple[Path, str]]) -> tuple[Checkpoint, SourceMap]:
+def read(
+    tag_dir: Path, run_files: Sequence[tuple[Path, str]], like: Checkpoint | None = None
+) -> tuple[Checkpoint, SourceMap]:
     """Open a tag directory.
 
     The params of each group come in the order in which the files store them; undoing
@@ -34,6 +36,8 @@ def read(tag_dir: Path, run_files: Sequence[tuple[Path, str]]) -> tuple[Checkpoi
     ----------
     run_files
         Other files that come along: where they are, and their path relative to the run directory.
+    like
+        Another checkpoint of the same job, for hyper-parameters that these files do not keep.
 
     Raises
     ------
@@ -46,7 +50,7 @@ def read(tag_dir: Path, run_files: Sequence[tuple[Path, str]]) -> tuple[Checkpoi
         for path in (*shards.model_parts, *shards.others)
     ]
     with malformed(tag_dir):
-        return _read_shards(shards, [*run_files, *inside])
+        return _read_shards(shards, [*run_files, *inside], like)
 
 
 @contextmanager
@@ -60,15 +64,20 @@ def malformed(place: Path) -> Iterator[None]:
 
 
 def _read_shards(
-    shards: ShardSet, others: Sequence[tuple[Path, str]]
+    shards: ShardSet, others: Sequence[tuple[Path, str]], like: Checkpoint | None
 ) -> tuple[Checkpoint, SourceMap]:
     sources = SourceFiles()
     readings: list[Reading] = []
     tensors: list[LogicalTensor] = []
-    for files in shards.families:
+    if like is not None and len(like.families) != len(shards.families):
+        message = f"{shards.tag_dir}: {len(shards.families)} parts of the model, the checkpoint"
+        raise DisagreementError(f"{message} given with --like has {len(like.families)}")
+    for number, files in enumerate(shards.families):
         name = names.family(files.mp_rank) if len(shards.families) > 1 else ""
         tied = readings[0].tied if readings else {}
-        readings.append(read_family(files, sources, name=name, first=len(tensors), tied=tied))
+        known = like.families[number] if like is not None else None
+        reading = read_family(files, sources, name=name, first=len(tensors), tied=tied, like=known)
+        readings.append(reading)
         tensors += readings[-1].tensors
     first = readings[0]
     _check_families(readings, shards)

@@ -162,8 +162,7 @@ def plan_convert(
     chunk_size
         Bytes per chunk at most, before compression.
     source_ds_config_file, like
-        For raw dumps only, which hold neither config nor, at stage 3, shapes; see
-        `plan_repartition`.
+        For sources that do not tell all that is needed; see `plan_repartition`.
     memory_limit
         Bytes allowed above what the program itself occupies.
 
@@ -182,6 +181,7 @@ def plan_convert(
     require_free(target, overwrite=overwrite)
     opened = open_source(source, tag, ds_config_file=source_ds_config_file, like=like)
     require_separate(opened.path, opened.files, target)
+    opened.require_use_of_like()
     tensors = opened.checkpoint.tensors
     shapes = [chunk_shape(t.shape, ITEMSIZE[t.dtype], chunk_size) for t in tensors]
     sizes = _sizes(opened, shapes, codec)

@@ -8,11 +8,13 @@ import numpy as np
 from streamshard.errors import CorruptFileError, DisagreementError
 from streamshard.formats.checkpoint import Checkpoint, Family
 from streamshard.model import ITEMSIZE, MASTER, RecordedCut, Slot, SourceMap, ZeroLayout
+from streamshard.operations.whole_momentum import WholeMomentum
 from streamshard.plan.cutting import Cutting, CuttingBuilder
 from streamshard.plan.zero import FlatGroup, alignment_unit, flat_group, shard_numel
 
 _LAYOUT_KEYS: Final = (
-    "round_robin_gradients, parameter_alignment, use_data_before_expert_parallelism"
+    "round_robin_gradients, parameter_alignment, offload_optimizer, "
+    "use_data_before_expert_parallelism"
 )
 
 
@@ -92,13 +94,22 @@ class _Placing:
         groups = flat_groups(self._checkpoint, self._family, self._layout, dtype)
         for (group, state), slot in self._map.partitions.items():
             flat, held = groups[group], self._family.groups[group]
+            what = f"{state} of param group {group}"
+            tensors = np.array([self._index[self._family.name, state, n] for n in held.params])
+            if state in self._family.whole_states(held, self._layout):
+                itemsize = ITEMSIZE[held.flat_states()[state]]
+                whole = WholeMomentum(flat, slot, itemsize)
+                if self._map.stripped:
+                    whole.require_nothing_lost(self._source_map)
+                _require_lengths(slot, whole.lengths(), self._source_map, what)
+                whole.place(tensors, self._builder, self._source_map)
+                continue
             lengths = [flat.partition_numel] * flat.world_size
-            if state == MASTER and not self._layout.bf16_optimizer:
+            if (self._map.stripped or state == MASTER) and not self._layout.bf16_optimizer:
                 lengths = _stripped_lengths(flat, slot)
-            _require_lengths(slot, lengths, self._source_map, f"{state} of param group {group}")
+            _require_lengths(slot, lengths, self._source_map, what)
             first = self._builder.slot(slot)
-            for name, start in zip(held.params, flat.starts.tolist(), strict=True):
-                tensor = self._index[self._family.name, state, name]
+            for tensor, start in zip(tensors.tolist(), flat.starts.tolist(), strict=True):
                 self._builder.place(tensor, first, piece_numel=flat.partition_numel, origin=start)
         for rank, recorded in enumerate(self._map.recorded):
             self._require_recorded(recorded, rank, groups)

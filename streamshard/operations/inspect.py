@@ -84,15 +84,28 @@ class Inspection:
     notes: tuple[str, ...]
 
 
-def inspect(source: str | os.PathLike[str], *, tag: str | None = None) -> Inspection:
+def inspect(
+    source: str | os.PathLike[str],
+    *,
+    source_ds_config_file: str | os.PathLike[str] | None = None,
+    like: str | os.PathLike[str] | None = None,
+    tag: str | None = None,
+) -> Inspection:
     """Read a checkpoint's headers; no tensor data is read.
+
+    Parameters
+    ----------
+    source_ds_config_file, like
+        For sources that do not tell all that is needed; see `plan_repartition`.
 
     Raises
     ------
     SourceError
         There is no checkpoint there, or it cannot be used; the message names the file.
     """
-    return summarize(open_source(source, tag))
+    opened = open_source(source, tag, ds_config_file=source_ds_config_file, like=like)
+    opened.require_use_of_like()
+    return summarize(opened)
 
 
 def summarize(source: Source) -> Inspection:

@@ -28,11 +28,13 @@ from streamshard.model import (
     ShardsOf,
     SubGroup,
     Whole,
+    WholesOf,
 )
 from streamshard.operations.source import Source
 from streamshard.plan.cutting import (
     Segments,
     coalesce,
+    owned_segments,
     partition_segments,
     shard_segments,
     whole_segment,
@@ -142,10 +144,11 @@ class NativeFiles:
     def _segments(self, content: Content, family: int, itemsize: int) -> Segments:
         if isinstance(content, Whole):
             return whole_segment(content.tensor, self._tensors[content.tensor].numel)
-        if isinstance(content, PartitionOf):
+        if isinstance(content, PartitionOf | WholesOf):
             group = self._cuts[family].flat_groups[content.group]
             members = self._members[family, content.group, content.state]
-            return partition_segments(group, content.rank, members, itemsize=itemsize)
+            cut = partition_segments if isinstance(content, PartitionOf) else owned_segments
+            return cut(group, content.rank, members, itemsize=itemsize)
         if isinstance(content, ShardsOf):
             unit = self._cuts[family].sub_groups[content.sub_group]
             members = self._members[family, unit.group, content.state]

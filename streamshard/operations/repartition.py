@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -15,7 +15,7 @@ from streamshard.formats.dump_names import Template
 from streamshard.formats.zero_target import ZeroTarget
 from streamshard.formats.zero_writer import DumpImages, Images, NativeImages, StepImages
 from streamshard.model import FILE
-from streamshard.operations import advice, running
+from streamshard.operations import advice, muon, running
 from streamshard.operations.cut import flat_groups
 from streamshard.operations.native_files import FamilyCut, NativeFiles
 from streamshard.operations.report import Progress, Report, Silent
@@ -118,7 +118,9 @@ def plan_repartition(
     source_ds_config_file
         The DeepSpeed config of the job that saved, for raw dumps, which hold none.
     like
-        Another checkpoint of the same model, for raw dumps of stage 3, which hold no shapes.
+        Another checkpoint of the same job, for what the source does not tell: raw dumps of stage 3
+        hold no shapes, files of `elastic_checkpoint` no hyper-parameters, and those of Muon at
+        stages 1 and 2 not the order in which stage 3 has its parameters.
     memory_limit
         Bytes allowed above what the program itself occupies.
 
@@ -138,6 +140,9 @@ def plan_repartition(
     _require_same_kind(opened, template, str(target))
     dp_world_size = require_allowed(opened.checkpoint, world_size)
     settings = target_settings(opened.checkpoint, dp_world_size, zero_stage, wanted)
+    stage = settings.layout.stage
+    opened.require_use_of_like(needed=muon.needs_order(opened.checkpoint, stage))
+    opened = replace(opened, checkpoint=muon.in_order_of(opened.checkpoint, stage, opened.like))
     others = [file.path for file in opened.checkpoint.files]
     resized = frameworks.resize(
         opened.checkpoint.tag,
@@ -163,7 +168,7 @@ def plan_repartition(
         source=str(source),
         target=str(target),
         tag=opened.checkpoint.tag,
-        zero_stage=settings.layout.stage,
+        zero_stage=stage,
         source_world_size=opened.checkpoint.ranks,
         world_size=world_size,
         files=sum(count for _, count in sizes),

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from streamshard.errors import UnsupportedError, UsageError
+from streamshard.errors import UsageError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats import ds_config
 from streamshard.formats.checkpoint import Checkpoint
@@ -61,7 +61,6 @@ def target_settings(
     if checkpoint.is_dumps and (stage == 3) != (checkpoint.layout.stage == 3):
         message = f"raw dumps of ZeRO stage {checkpoint.layout.stage} lack what stage {stage} needs"
         raise UsageError(f"{message}; reshard a whole checkpoint instead")
-    _require_whole_momentum(checkpoint, stage)
     _require_carried_parts(checkpoint, stage, dtype)
     same = checkpoint.layout.bf16_optimizer if as_saved else None
     layout = ds_config.zero_layout(
@@ -71,7 +70,7 @@ def target_settings(
         layout = replace(
             checkpoint.layout, stage=stage, world_size=dp_world_size, bf16_optimizer=bool(same)
         )
-    note = _settings_note(layout, dtype, wanted, kept)
+    note = _settings_note(checkpoint, layout, dtype, wanted)
     if as_saved and saved_stage == 0 and not _is_pipeline(checkpoint):
         note = f"{note} {_STAGE_0}"
     return TargetSettings(layout, config, dtype, is_bf16, note)
@@ -91,14 +90,6 @@ def _is_pipeline(checkpoint: Checkpoint) -> bool:
     """Tell whether the weights of the module's layers are in files of their own."""
     modules = [family.model_state.get(names.MODULE_STATE) for family in checkpoint.families]
     return not checkpoint.is_dumps and None in modules
-
-
-def _require_whole_momentum(checkpoint: Checkpoint, stage: int) -> None:
-    """Refuse to write Muon's momentum for stages 1 and 2, where it is that of whole parameters."""
-    groups = [g for f in checkpoint.families for g in f.wrapped_optimizer["param_groups"]]
-    if stage < 3 and any(group.get("use_muon") is True for group in groups):
-        message = f"trained with Muon, whose 'momentum_buffer' stage {stage} keeps in another way"
-        raise UnsupportedError(f"{message}; that is not supported yet. Stay at stage 3")
 
 
 def _require_carried_parts(checkpoint: Checkpoint, stage: int, dtype: str) -> None:
@@ -181,19 +172,21 @@ def _require_same_scaling(checkpoint: Checkpoint, target: str) -> None:
 
 
 def _settings_note(
-    layout: ZeroLayout, dtype: str, wanted: ds_config.Config | None, kept: Mapping[str, Any]
+    checkpoint: Checkpoint, layout: ZeroLayout, dtype: str, wanted: ds_config.Config | None
 ) -> str:
     where = "the config kept in the checkpoint, then DeepSpeed's defaults"
     if wanted is not None:
         where = "the given --ds-config, then DeepSpeed's defaults"
-    elif not kept:
+    elif not checkpoint.config:
         where = "DeepSpeed's defaults, as the checkpoint keeps no config"
-    shape = (
-        f"sub_group_size {layout.sub_group_size:,}"
-        if layout.stage == 3
-        else f"round_robin_gradients {_switch(layout.round_robin)}, "
-        f"parameter_alignment {_switch(layout.parameter_alignment)}"
-    )
+    shape = f"sub_group_size {layout.sub_group_size:,}"
+    if layout.stage < 3:
+        shape = (
+            f"round_robin_gradients {_switch(layout.round_robin)}, "
+            f"parameter_alignment {_switch(layout.parameter_alignment)}"
+        )
+        if any(family.is_muon(g) for family in checkpoint.families for g in family.groups):
+            shape += f", offload_optimizer {_switch(layout.offload)}"
     return f"ZeRO stage {layout.stage}, {dtype}, {shape}: from {where}."
 
 

@@ -23,12 +23,10 @@ from streamshard.formats import (
     zero_reader,
 )
 from streamshard.formats.checkpoint import Checkpoint, Family
-from streamshard.model import MASTER, SourceFile
+from streamshard.model import SourceFile, SourceMap
 from streamshard.operations.cut import cut_source
 from streamshard.plan.cutting import Cutting
-from streamshard.plan.zero import (
-    round_robin_order,
-)
+from streamshard.plan.zero import round_robin_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +44,22 @@ class Source:
     """How to read files whose stored bytes are not the tensor's."""
     codec_bytes: int = 0
     """Memory that decoding one file takes."""
+    like: Checkpoint | None = None
+    """Another checkpoint of the same job, given for what this one does not tell."""
+    needs_like: bool = False
+    """Whether it could not have been read without."""
+
+    def require_use_of_like(self, *, needed: bool = False) -> None:
+        """Refuse a checkpoint that is given for nothing.
+
+        Raises
+        ------
+        UsageError
+            It was not needed for reading, nor is it needed for what is to be done.
+        """
+        if self.like is not None and not self.needs_like and not needed:
+            message = f"{self.path}: tells all that is needed itself, so there is no use for --like"
+            raise UsageError(message)
 
 
 def open_source(
@@ -62,7 +76,8 @@ def open_source(
     ds_config_file
         DeepSpeed config of the job that saved, for raw dumps, which hold none.
     like
-        Another checkpoint of the same model, for raw dumps of stage 3, which hold no shapes.
+        Another checkpoint of the same job, for what this one does not tell: raw dumps of stage 3
+        hold no shapes, and files of `elastic_checkpoint` no hyper-parameters.
 
     Raises
     ------
@@ -70,16 +85,17 @@ def open_source(
         There is no checkpoint there, or it cannot be used; the message names the file.
     """
     root = Path(path)
-    for flag, given in (("--like", like), ("--source-ds-config", ds_config_file)):
-        if given is not None and not dump_names.is_template(str(path)):
-            raise UsageError(f"{path}: is no set of raw dumps, so there is no use for {flag}")
+    if ds_config_file is not None and not dump_names.is_template(str(path)):
+        message = f"{path}: is no set of raw dumps, so there is no use for --source-ds-config"
+        raise UsageError(message)
+    known = open_source(like).checkpoint if like is not None else None
     try:
         if dump_names.is_template(str(path)):
             config = ds_config.read_file(Path(ds_config_file)) if ds_config_file else None
-            return _open_dumps(str(path), config, like)
+            return _open_dumps(str(path), config, known)
         if (root / "zarr.json").is_file():
-            return _open_store(root, tag)
-        return _open_native(*_find_tag(root, tag))
+            return replace(_open_store(root, tag), like=known)
+        return _open_native(*_find_tag(root, tag), known)
     except OSError as error:
         place = error.filename or root
         raise SourceError(f"{place}: cannot be read ({error.strerror})") from error
@@ -166,26 +182,20 @@ def _run_files(run_dir: Path, tag: str) -> list[tuple[Path, str]]:
     return found
 
 
-def _open_dumps(
-    path: str, config: ds_config.Config | None, like: str | os.PathLike[str] | None
-) -> Source:
+def _open_dumps(path: str, config: ds_config.Config | None, like: Checkpoint | None) -> Source:
     template = dump_names.parse(path)
-    shapes = None
-    if like is not None:
-        known = open_source(like).checkpoint
-        by_name = {t.name: t.shape for t in known.tensors if t.state == MASTER}
-        shapes = [
-            {name: by_name[name] for name in group.params} for group in known.families[0].groups
-        ]
     with zero_reader.malformed(template.directory):
-        checkpoint, source_map = dump_reader.read(template.find(), template.name, config, shapes)
+        checkpoint, source_map = dump_reader.read(template.find(), template.name, config, like)
     # The slices that name the parameters are recorded in the group's own order already.
     cutting = cut_source(checkpoint, source_map)
-    return Source(template.directory, "dumps", checkpoint, cutting, source_map.files, {})
+    return Source(
+        template.directory, "dumps", checkpoint, cutting, source_map.files, {},
+        like=like, needs_like=checkpoint.layout.stage == 3 or _is_elastic(source_map),
+    )  # fmt: skip
 
 
-def _open_native(run_dir: Path, tag_dir: Path) -> Source:
-    checkpoint, source_map = zero_reader.read(tag_dir, _run_files(run_dir, tag_dir.name))
+def _open_native(run_dir: Path, tag_dir: Path, like: Checkpoint | None) -> Source:
+    checkpoint, source_map = zero_reader.read(tag_dir, _run_files(run_dir, tag_dir.name), like)
     if checkpoint.layout.round_robin:
         families = tuple(
             _undo_round_robin(family, checkpoint.layout.world_size)
@@ -193,7 +203,15 @@ def _open_native(run_dir: Path, tag_dir: Path) -> Source:
         )
         checkpoint = replace(checkpoint, families=families)
     cutting = cut_source(checkpoint, source_map)
-    return Source(run_dir, "native", checkpoint, cutting, source_map.files, {})
+    return Source(
+        run_dir, "native", checkpoint, cutting, source_map.files, {},
+        like=like, needs_like=_is_elastic(source_map),
+    )  # fmt: skip
+
+
+def _is_elastic(source_map: SourceMap) -> bool:
+    """Tell whether files were saved with `elastic_checkpoint`, without hyper-parameters."""
+    return any(family.stripped for family in source_map.families)
 
 
 def _open_store(root: Path, tag: str | None) -> Source:

@@ -153,6 +153,21 @@ def partition_segments(group: FlatGroup, rank: int, tensors: Ints, *, itemsize: 
     return Segments(tensors[which], start, start + numel, begin * itemsize)
 
 
+def owned_segments(group: FlatGroup, rank: int, tensors: Ints, *, itemsize: int) -> Segments:
+    """Say what fills a state that a rank keeps whole for every parameter it owns a part of.
+
+    Parameters
+    ----------
+    tensors
+        Logical tensor of each parameter, in the param group's own order.
+    """
+    owned = np.asarray(group.owned(rank), dtype=np.int64)
+    numels = group.numels[owned]
+    return Segments(
+        tensors[owned], np.zeros_like(numels), numels, (np.cumsum(numels) - numels) * itemsize
+    )
+
+
 def shard_segments(
     numels: Ints, world_size: int, rank: int, tensors: Ints, *, itemsize: int
 ) -> Segments:

@@ -88,7 +88,13 @@ class FlatGroup:
             # the group's own order; only with alignment padding is it handed the real ones.
             ends = np.cumsum(self.numels)
             recorded = _slices(ends - self.numels, self.numels, lower, upper)
-        return RankPartition(self.partition_numel, self.padding(rank), slices, recorded)
+        whole = sum(int(self.numels[index]) for index, _, _ in slices)
+        return RankPartition(self.partition_numel, self.padding(rank), slices, recorded, whole)
+
+    def owned(self, rank: int) -> tuple[int, ...]:
+        """List the parameters that a rank owns a part of, in stored order."""
+        owned = (index for index, _, _ in self.cut(rank).slices)
+        return tuple(sorted(owned, key=lambda index: int(self.starts[index])))
 
     def spell(self) -> FlatCut:
         """Say what every rank owns, for those who have to write it down."""
@@ -138,6 +144,17 @@ def flat_group(
         partition_numel=ceil_div(end, unit) * unit // world_size,
         world_size=world_size,
     )
+
+
+def muon_order(shapes: Sequence[tuple[int, ...]]) -> list[int]:
+    """Order in which DeepSpeed's Muon sorts the parameters of its groups: larger sizes first.
+
+    Parameters made under `zero.Init` have no size for it to sort by, and stay as they are.
+
+    >>> muon_order([(2, 9), (3, 1), (2, 9), (3, 4)])
+    [3, 1, 0, 2]
+    """
+    return sorted(range(len(shapes)), key=lambda index: shapes[index], reverse=True)
 
 
 def shard_numel(numel: int, world_size: int) -> int:

@@ -117,7 +117,6 @@ def test_a_config_that_does_not_describe_the_files(stage_2: Path) -> None:
         (["--world-size", "2", "--memory-limit", "lots"], "no size"),
         (["--world-size", "2", "--memory-limit", "120%"], "no size"),
         (["--world-size", "2", "--zero-stage", "4"], "--zero-stage"),
-        (["--world-size", "2", "--like", "x"], "--like"),
         (["--world-size", "2", "--ds-config", "nothing.json"], "nothing.json"),
     ],
 )
@@ -128,6 +127,17 @@ def test_wrong_arguments(
     assert done.code == 2
     assert says in done.err
     assert "Traceback" not in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("verb", ["repartition", "convert"])
+def test_a_checkpoint_given_for_nothing(
+    verb: str, saved: Callable[[int], Path], tmp_path: Path
+) -> None:
+    ranks = ["--world-size", "2"] if verb == "repartition" else []
+    done = streamshard(verb, saved(2), tmp_path / "out", *ranks, "--like", saved(3))
+    assert done.code == 2
+    assert "no use for --like" in done.err
     assert list(tmp_path.iterdir()) == []
 
 

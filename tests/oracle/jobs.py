@@ -231,7 +231,7 @@ def _start_engine(case: Case, seed: int, scale: float = 1.0) -> Engine:
     torch.manual_seed(seed)
     config = case.ds_config()
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=case.zero_init):
-        model = TinyLanguageModel()
+        model = (case.model or TinyLanguageModel)()
     optimizer = None if case.optimizer is None else case.optimizer(case.groups(model, scale))
     engine, *_ = deepspeed.initialize(
         model=model,

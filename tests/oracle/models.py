@@ -36,6 +36,8 @@ class Case:
     """All parameters in one param group: not every optimizer survives more in DeepSpeed."""
     exclude_frozen: bool = False
     """Save with ``exclude_frozen_parameters``, load with ``load_module_strict=False``."""
+    model: Callable[[], nn.Module] | None = None
+    """Makes the model, where it is not a `TinyLanguageModel`."""
 
     def groups(self, model: nn.Module, scale: float) -> list[dict[str, Any]]:
         """The param groups to train; see `param_groups` for `scale`."""
@@ -73,16 +75,16 @@ class Case:
                 "loss_scale_window": 2,
                 "hysteresis": 1,
             }
-        return _merged(config, self.ds_overrides)
+        return merged(config, self.ds_overrides)
 
 
-def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """`base` with the entries of `over` laid over it, nested mappings key by key."""
     result = dict(base)
     for key, value in over.items():
         below = result.get(key)
         both = isinstance(below, Mapping) and isinstance(value, Mapping)
-        result[key] = _merged(below, value) if both else value  # type: ignore[arg-type]
+        result[key] = merged(below, value) if both else value  # type: ignore[arg-type]
     return result
 
 
@@ -148,7 +150,7 @@ def param_groups(model: nn.Module, scale: float = 1.0) -> list[dict[str, Any]]:
     The last one holds 3 elements, fewer than twice any world size but 1: ranks own only padding.
     """
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    scalars = [param for name, param in named if name in ("gain", "mix")]
+    scalars = [param for name, param in named if name.rpartition(".")[2] in ("gain", "mix")]
     biases = [param for name, param in named if name.endswith("bias") or ".norm." in name]
     taken = {id(param) for param in scalars + biases}
     matrices = [param for _, param in named if id(param) not in taken]

@@ -2,7 +2,7 @@
 
 import importlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,15 @@ import torch
 from torch.utils import cpp_extension
 
 from tests.oracle.cases import Resharding
-from tests.oracle.models import Case
+from tests.oracle.models import Case, merged
 
 ParamGroups = list[dict[str, Any]]
 UNTESTED = {"zero_allow_untested_optimizer": True}
 ANY_ON_CPU = {"zero_force_ds_cpu_optimizer": False}
 OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}}
 ADAM = frozenset({"exp_avg", "exp_avg_sq"})
+ELASTIC = {"zero_optimization": {"elastic_checkpoint": True}}
+ROUND_ROBIN = {"zero_optimization": {"round_robin_gradients": True}}
 ADAGRAD = Case("z2-adagrad", 2, "fp32", optimizer=torch.optim.Adagrad, one_group=True)
 
 
@@ -34,8 +36,8 @@ class Trial:
     resume_seed: int = 77
     resume: Case | None = None
     """What resumes, where DeepSpeed cannot resume its own files of `case`."""
-    recast: frozenset[str] = frozenset()
-    """Names of the states that DeepSpeed's loading turns from bf16 into the masters' dtype."""
+    like: Case | None = None
+    """What saved the checkpoint that tells the hyper-parameters, where that of `case` does not."""
     added: frozenset[str] = frozenset()
     """Names of the switches, all off, that DeepSpeed's loading adds to every param group."""
     extension: str | None = None
@@ -78,24 +80,17 @@ def deepspeed_cpu_adagrad(groups: ParamGroups) -> torch.optim.Optimizer:
     return _made("adagrad", "DeepSpeedCPUAdagrad", groups)
 
 
+def adam_with_tensors(groups: ParamGroups) -> torch.optim.Optimizer:
+    """AdamW whose learning rates are tensors, each param group's its own."""
+    return torch.optim.AdamW([{**group, "lr": torch.tensor(group["lr"])} for group in groups])
+
+
 def _made(module: str, name: str, groups: ParamGroups) -> torch.optim.Optimizer:
     # Imported by the ranks only: the package takes seconds to import.
     optimizer: torch.optim.Optimizer = getattr(
         importlib.import_module(f"deepspeed.ops.{module}"), name
     )(groups)
     return optimizer
-
-
-def muon(stage: int) -> Case:
-    """DeepSpeed's Muon for the matrices, with AdamW for the rest, as its configuration makes it."""
-    # Without torch_adam the rest would get FusedAdam, which has to be built first.
-    params = {"lr": 2e-3, "momentum": 0.9, "weight_decay": 0.01, "torch_adam": True}
-    # Stage 3 refuses Muon with reduce_scatter.
-    overrides = {
-        "optimizer": {"type": "Muon", "params": params},
-        "zero_optimization": {"reduce_scatter": False},
-    }
-    return Case(f"z{stage}-muon", stage, "bf16", overrides, optimizer=None)
 
 
 def _at_stage(stage: int) -> list[Trial]:
@@ -131,6 +126,7 @@ def _at_stage(stage: int) -> list[Trial]:
             fp32(named("rmsprop"), ds_overrides=UNTESTED, optimizer=rmsprop),
             frozenset({"square_avg", "momentum_buffer", "grad_avg"}),
         ),
+        Trial(fp32(named("tensor-lr"), optimizer=adam_with_tensors), ADAM),
         Trial(bf16(named("before-first-step")), none, scalars=none, steps=0),
         Trial(case(named("overflowed"), dtype="fp16", ds_overrides=overflow), none, scalars=none),
         # The frozen weights come from the seed: no file has them.
@@ -165,5 +161,22 @@ def _at_stage(stage: int) -> list[Trial]:
     ]
 
 
-MUON = Trial(muon(3), ADAM | {"momentum_buffer"}, recast=frozenset({"momentum_buffer"}))
-TRIALS = [*_at_stage(2), *_at_stage(3), MUON]
+def _elastic(rigid: Case, **more: Any) -> Trial:  # noqa: ANN401
+    """What is saved with `elastic_checkpoint`, and resumed without."""
+    case = replace(
+        rigid,
+        name=f"{rigid.name}-elastic",
+        ds_overrides=merged(rigid.ds_overrides, ELASTIC),
+    )
+    return Trial(case, ADAM, resume=rigid, like=rigid, **more)
+
+
+TRIALS = [
+    *_at_stage(2),
+    *_at_stage(3),
+    _elastic(Case("z2", 2, "bf16")),
+    _elastic(Case("z1-round-robin", 1, "fp32", ROUND_ROBIN)),
+    _elastic(
+        Case("z2-fused-adam", 2, "bf16", optimizer=deepspeed_fused_adam), extension="fused_adam"
+    ),
+]

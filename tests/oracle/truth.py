@@ -18,6 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import distributed
 
+from tests.oracle import momentum
 from tests.oracle.values import value_differences
 
 T = TypeVar("T")
@@ -187,6 +188,7 @@ def _states_and_groups(engine: Engine) -> tuple[dict[str, Tensors], list[dict[st
     states: dict[str, Tensors] = {}
     for flat in _flats(optimizer):
         mine = {"fp32": flat.master, **optimizer.optimizer.state.get(flat.master, {})}
+        mine |= momentum.partition(optimizer, flat.group, flat.master)
         # A partition-like state has an element for each of the master's; all else is per group.
         tensors = {k: v.detach() for k, v in mine.items() if _same_length(v, flat.master)}
         scalars = {k: _copied(v) for k, v in mine.items() if k not in tensors}

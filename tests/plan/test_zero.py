@@ -1,6 +1,6 @@
 """ZeRO's cuts against lists that name the owner of every element."""
 
-from itertools import groupby
+from itertools import groupby, product
 
 import pytest
 from hypothesis import given
@@ -48,6 +48,33 @@ def test_a_flat_group_is_cut_as_the_list_of_owners_says(
         behind = range(rank * len(mine), (rank + 1) * len(mine))
         assert cut.padding == group.padding(rank) == sum(position >= used for position in behind)
         assert cut.slices == slices_of(mine)
+        owned = tuple(dict.fromkeys(owner[0] for owner in mine if owner is not None))
+        assert group.owned(rank) == owned
+        assert cut.whole_numel == sum(numels[param] for param in owned)
+
+
+def test_whole_parameters_that_are_as_long_as_partitions_are_what_is_in_them() -> None:
+    fits = 0
+    for numels in (list(n) for count in range(1, 5) for n in product(range(1, 6), repeat=count)):
+        for world_size in range(1, 5):
+            group = flat_group(numels, world_size=world_size, round_robin=False, alignment=1)
+            cuts = [group.cut(rank) for rank in range(world_size)]
+            if any(cut.whole_numel != cut.numel for cut in cuts):
+                continue
+            fits += 1
+            _, owners = flatten(numels, world_size, round_robin=False, unit=1)
+            for rank in range(world_size):
+                whole = [(p, element) for p in group.owned(rank) for element in range(numels[p])]
+                assert rank_of_flat(owners, world_size, rank) == whole
+    assert fits > 100
+
+
+def test_gaps_can_make_whole_parameters_as_long_as_partitions_that_hold_others() -> None:
+    group = flat_group([4, 6, 4], world_size=2, round_robin=False, alignment=8)
+    cuts = [group.cut(rank) for rank in range(2)]
+    assert [cut.whole_numel for cut in cuts] == [cut.numel for cut in cuts] == [10, 10]
+    assert group.owned(0) == (0, 1)
+    assert cuts[0].slices == ((0, 0, 4), (1, 8, 2))
 
 
 @given(NUMELS, WORLDS, st.booleans(), UNITS)

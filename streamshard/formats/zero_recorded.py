@@ -1,0 +1,51 @@
+"""Reads what a rank's optimizer file of stages 1 and 2 records of its own cut."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from streamshard.errors import CorruptFileError
+from streamshard.formats import deepspeed_names as names
+from streamshard.formats.inert import Node
+from streamshard.model import RecordedCut
+
+
+def recorded_cut(state: Mapping[str, Node], path: Path, *, has_paddings: bool) -> RecordedCut:
+    """Read what is recorded in an optimizer's state.
+
+    Parameters
+    ----------
+    has_paddings
+        Whether its `group_paddings` are those of the rank.
+
+    Raises
+    ------
+    CorruptFileError
+        What is recorded is not spelled as DeepSpeed spells it.
+    """
+    return RecordedCut(
+        path=path,
+        paddings=_tuple(state[names.GROUP_PADDINGS]) if has_paddings else None,
+        alignments=_nested(state.get(names.ALIGNMENT_PADDINGS)),
+        slices=_slices(state.get(names.SLICE_MAPPINGS), path),
+    )
+
+
+def _tuple(node: Node) -> tuple[int, ...] | None:
+    return tuple(node) if isinstance(node, list) else None
+
+
+def _nested(node: Node) -> tuple[tuple[int, ...], ...] | None:
+    return tuple(tuple(inner) for inner in node) if isinstance(node, list) else None
+
+
+def _slices(node: Node, path: Path) -> tuple[tuple[tuple[str, int, int], ...], ...] | None:
+    """Read `param_slice_mappings`: per group, name to a `fragment_address` object."""
+    if not isinstance(node, list):
+        return None
+    try:
+        return tuple(
+            tuple((name, at.state["start"], at.state["numel"]) for name, at in mapping.items())
+            for mapping in node
+        )
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CorruptFileError(f"{path}: '{names.SLICE_MAPPINGS}' is unreadable") from error
