@@ -11,7 +11,7 @@ import torch
 import streamshard
 from streamshard.errors import DisagreementError, UnsupportedError
 from tests.cli.conftest import streamshard as command
-from tests.fabricated import load, save, write
+from tests.fabricated import load, optimizer_file, save, write
 from tests.job import EXPERTS, TAG, Job
 from tests.test_repartition_fabricated import differences
 
@@ -24,11 +24,6 @@ JOBS = {
     "tensor": replace(JOB, parts=2),
     "experts": replace(JOB, experts=EXPERTS, expert_parallel=2),
 }
-
-
-def optimizer_file(run_dir: Path, rank: int) -> Path:
-    """Where a rank's optimizer file lies."""
-    return run_dir / TAG / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
 def edit(run_dir: Path, job: Job, change: Callable[[dict[str, Any], int], None]) -> None:
@@ -98,6 +93,13 @@ def test_before_the_first_step(tmp_path: Path) -> None:
     streamshard.repartition(run, tmp_path / "out", world_size=2, like=like)
     state = load(optimizer_file(tmp_path / "out", 1))["optimizer_state_dict"]
     assert state["base_optimizer_state"]["state"] == {}
+
+
+def test_inspect_takes_the_other_checkpoint_too(tmp_path: Path) -> None:
+    run = write(JOB, tmp_path / "run")
+    like = rigid(JOB, tmp_path / "like")
+    found = streamshard.inspect(run, like=like)
+    assert [group.hyper_parameters["lr"] for group in found.groups] == [0.001, 0.002]
 
 
 def test_without_another_checkpoint_nothing_is_made_up(tmp_path: Path) -> None:

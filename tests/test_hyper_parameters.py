@@ -9,15 +9,10 @@ import torch
 
 import streamshard
 from streamshard.errors import DisagreementError
-from tests.fabricated import load, save, write
-from tests.job import TAG, Job
+from tests.fabricated import load, optimizer_file, save, write
+from tests.job import Job
 
 ROADS = ("run", "run.zarr")
-
-
-def optimizer_file(run_dir: Path, rank: int) -> Path:
-    """Where a rank's optimizer file lies."""
-    return run_dir / TAG / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
 def groups_of(content: dict[str, Any]) -> list[dict[str, Any]]:

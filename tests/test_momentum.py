@@ -16,7 +16,7 @@ from streamshard.errors import (
     UnsupportedError,
     UsageError,
 )
-from tests.fabricated import load, save, write
+from tests.fabricated import load, optimizer_file, save, write
 from tests.job import EXPERTS, MOMENTUM, TAG, Job
 from tests.test_families import compare
 
@@ -45,11 +45,6 @@ JOBS = {
     "experts-round-robin": replace(EXPERT, round_robin=True),
     "experts-data-first": replace(EXPERT, data_before_experts=True),
 }
-
-
-def optimizer_file(run_dir: Path, rank: int) -> Path:
-    """Where a rank's optimizer file lies."""
-    return run_dir / TAG / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
 def edit(run_dir: Path, rank: int, change: Callable[[dict[str, Any]], None]) -> Path:
@@ -161,6 +156,15 @@ def test_dumps_with_the_config_of_their_job(tmp_path: Path) -> None:
         ours = load(Path(out.format(rank=rank)))
         theirs = load(optimizer_file(wanted, rank))["optimizer_state_dict"]
         assert torch.equal(momentum(ours), momentum(theirs))
+
+
+def test_dumps_of_stage_3_need_their_order(tmp_path: Path) -> None:
+    template = dumped(replace(MUON, stage=3), tmp_path)
+    like = write(MUON, tmp_path / "like")
+    with pytest.raises(UnsupportedError, match=r"00\.pt: .*Muon.*stage 3 with --like"):
+        streamshard.inspect(template, like=like)
+    like = write(replace(MUON, stage=3, world_size=1), tmp_path / "like-3")
+    assert streamshard.inspect(template, like=like).groups[0].parameters == len(GROUPS[0])
 
 
 SCRIPT_ORDER = (tuple(GROUPS[0][index] for index in (3, 1, 0, 2)), *GROUPS[1:])

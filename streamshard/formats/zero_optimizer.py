@@ -12,7 +12,7 @@ import numpy as np
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
 from streamshard.formats import deepspeed_names as names
-from streamshard.formats.checkpoint import FlatState, ModuleEntry, ParamGroup
+from streamshard.formats.checkpoint import FlatState, ModuleEntry, ParamGroup, ScalarState
 from streamshard.formats.inert import Node
 from streamshard.formats.torch_tensor import Tensor, tensor_of
 from streamshard.formats.zero_files import SAVE_AGAIN, SourceFiles, fingerprint, require
@@ -113,14 +113,14 @@ class OptimizerReader:
 
         Where a rank holds one element of a group, a scalar of shape (1,) looks like such a state.
         """
-        kinds: dict[str, type] = {}
+        flat = {key for group in groups for key in group.flat_states()}
         for group in groups:
             for key, value in (group.states or {}).items():
-                if kinds.setdefault(key, type(value)) is not type(value):
+                if key in flat and isinstance(value, ScalarState):
                     message = (
-                        f"{self._paths[0]}: optimizer state '{key}' of group {group.number} is not "
-                        "of the kind that it has in the groups before: an element for each of the "
-                        "parameters', or a value for all of them; this optimizer is not supported"
+                        f"{self._paths[0]}: optimizer state '{key}' of group {group.number} is a "
+                        "scalar, and in another group has one element for each of the parameters' "
+                        "or looks so; this optimizer is not supported"
                     )
                     raise UnsupportedError(message)
 
@@ -210,7 +210,7 @@ class OptimizerReader:
             what=f"optimizer state '{key}' of group {unit}",
             nodes=nodes,
             numels={rank: self._state_numel(unit, rank, ranks[0]) for rank in nodes},
-            paths={rank: self._paths[rank] for rank in nodes},
+            paths=self._paths,
         )
         tensors = held.tensors()
         # Of whole parameters: how many elements that makes on each rank takes arithmetic to tell.

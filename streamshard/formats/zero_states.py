@@ -1,6 +1,6 @@
 """Understands what the ranks hold under one key of an optimizer's state, or refuses it by name."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -37,7 +37,8 @@ class HeldState:
     """By rank."""
     numels: Mapping[int, int]
     """Elements that a rank's part of the unit takes, where a state has one for each of them."""
-    paths: Mapping[int, Path]
+    paths: Sequence[Path]
+    """Every rank's file."""
 
     def tensors(self) -> dict[int, Tensor]:
         """Look at what the ranks hold as tensors, of which there are either none or one on each.

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamshard.model import Copies, Slot
-from streamshard.plan.cutting import CuttingBuilder, Segments, coalesce, whole_segment
+from streamshard.plan.cutting import (
+    CuttingBuilder,
+    Segments,
+    coalesce,
+    owned_segments,
+    whole_segment,
+)
+from streamshard.plan.zero import flat_group
 from tests.plan.simulate import HEADER, Chunks, Disk, Flat, Groups, Layout, Shards, apply, lay
 
 WORLDS = st.integers(1, 9)
@@ -168,6 +175,16 @@ def test_a_range_that_crosses_no_piece_takes_one_copy() -> None:
     found = cutting.locate(segments, target_itemsize=4)
     merged = coalesce(found, target_itemsize=4, itemsize=4)
     assert _rows(merged) == [(0, HEADER, 0, 80)]
+
+
+def test_parameters_that_a_rank_owns_a_part_of_come_whole() -> None:
+    group = flat_group([3, 6, 4], world_size=2, round_robin=True, alignment=1)
+    tensors = np.array([7, 8, 9], np.int64)
+    found = [owned_segments(group, rank, tensors, itemsize=2) for rank in range(2)]
+    assert [segments.tensor.tolist() for segments in found] == [[7, 9, 8], [8]]
+    assert [segments.start.tolist() for segments in found] == [[0, 0, 0], [0]]
+    assert [segments.stop.tolist() for segments in found] == [[3, 4, 6], [6]]
+    assert [segments.target.tolist() for segments in found] == [[0, 6, 14], [0]]
 
 
 @pytest.mark.parametrize("numel", [0, 3])
