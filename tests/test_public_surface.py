@@ -178,7 +178,9 @@ def carried(path: Path, key: str) -> bytes:
     """Spell what a file holds under a key as a pickle, without running it."""
 
     def name(node: Any) -> Any:  # noqa: ANN401
-        return (node.dtype, node.numel, node.crc32) if isinstance(node, Storage) else None
+        if not isinstance(node, Storage):
+            return None
+        return node.dtype, node.numel, torch_file.checksum(node)
 
     return dump(torch_file.read(path, 0).root[key], name)
 

@@ -64,16 +64,34 @@ class _Mark:
     pass
 
 
+class EndedTooEarlyError(CorruptFileError):
+    """The bytes end before what they hold does."""
+
+
 def load(data: bytes, persistent_load: Callable[[Node], Node]) -> Node:
-    """Read one pickle into inert nodes.
+    """Read one pickle into inert nodes; what follows it is not looked at.
 
     Raises
     ------
     CorruptFileError
         The bytes are no complete pickle, or one that asks for what no checkpoint needs.
     """
+    return load_at(data, 0, persistent_load)[0]
+
+
+def load_at(data: bytes, start: int, persistent_load: Callable[[Node], Node]) -> tuple[Node, int]:
+    """Read the pickle that starts at a byte; also returns the byte behind its end.
+
+    Raises
+    ------
+    EndedTooEarlyError
+        There may be more of it behind the bytes that are given.
+    CorruptFileError
+        This is no pickle, or one that asks for what no checkpoint needs.
+    """
+    reader = _Reader(data, start, persistent_load)
     try:
-        return _Reader(data, persistent_load).run()
+        return reader.run(), reader.at
     except CorruptFileError:
         raise
     except (
@@ -86,9 +104,10 @@ def load(data: bytes, persistent_load: Callable[[Node], Node]) -> Node:
 class _Reader:
     """A pickle machine whose only effects are on its own stack and memo."""
 
-    def __init__(self, data: bytes, persistent_load: Callable[[Node], Node]) -> None:
+    def __init__(self, data: bytes, start: int, persistent_load: Callable[[Node], Node]) -> None:
         self._data = data
-        self._at = 0
+        self.at = start
+        """Byte that is read next."""
         self._stack: list[Node] = []
         self._memo: dict[int, Node] = {}
         self._globals: dict[tuple[str, str], Global] = {}
@@ -98,8 +117,10 @@ class _Reader:
         data, stop = self._data, ord(".")
         table = _OPCODES
         while True:
-            code = data[self._at]
-            self._at += 1
+            if self.at >= len(data):
+                raise EndedTooEarlyError(f"pickle has no end before byte {self.at}")
+            code = data[self.at]
+            self.at += 1
             if code == stop:
                 result = self.pop()
                 if self._stack:
@@ -107,28 +128,32 @@ class _Reader:
                 return result
             operation = table.get(code)
             if operation is None:
-                message = f"pickle opcode {bytes([code])!r} at byte {self._at - 1} is not accepted"
+                message = f"pickle opcode {bytes([code])!r} at byte {self.at - 1} is not accepted"
                 raise CorruptFileError(message)
             operation(self)
 
     # Reading the opcode's argument -------------------------------------------------------------
 
     def take(self, count: int) -> bytes:
-        end = self._at + count
-        if count < 0 or end > len(self._data):
-            message = f"pickle asks for {count} bytes where {len(self._data) - self._at} are left"
-            raise CorruptFileError(message)
-        piece = self._data[self._at : end]
-        self._at = end
+        end = self.at + count
+        if count < 0:
+            raise CorruptFileError(f"pickle asks for {count} bytes")
+        if end > len(self._data):
+            message = f"pickle asks for {count} bytes where {len(self._data) - self.at} are left"
+            raise EndedTooEarlyError(message)
+        piece = self._data[self.at : end]
+        self.at = end
         return piece
 
     def number(self, width: int, *, signed: bool = False) -> int:
         return int.from_bytes(self.take(width), "little", signed=signed)
 
     def raw_line(self) -> bytes:
-        end = self._data.index(b"\n", self._at)
-        text = self._data[self._at : end]
-        self._at = end + 1
+        end = self._data.find(b"\n", self.at)
+        if end < 0:
+            raise EndedTooEarlyError("pickle has a line without an end")
+        text = self._data[self.at : end]
+        self.at = end + 1
         return text
 
     def line(self) -> str:
@@ -261,8 +286,8 @@ class _Reader:
         self.push(text[1:-1].encode().decode("unicode_escape"))
 
     def frame(self) -> None:
-        if self.number(8) > len(self._data) - self._at:
-            raise CorruptFileError("pickle frame reaches past the end")
+        if self.number(8) > len(self._data) - self.at:
+            raise EndedTooEarlyError("pickle frame reaches past the end")
 
     def protocol(self) -> None:
         version = self.number(1)

@@ -1,11 +1,15 @@
 """torch.save's container: a zip of stored records, read as extents and laid out before writing.
 
+Files of the format before it are read too, by `legacy_file`; what is written is always a zip, which
+every torch since 1.6 takes for the same thing.
+
 The layout is that of `PyTorchStreamWriter` (torch 2.13): record data aligned to 64 bytes by an
 `FB` extra field, CRC and sizes in a data descriptor behind the data, Zip64 fields only where a
 number needs them, a Zip64 end record always. `tests/formats/test_torch_file.py` compares ours
 with torch's own, byte by byte.
 """
 
+import os
 import struct
 import zipfile
 import zlib
@@ -15,11 +19,12 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.errors import CorruptFileError, UnsupportedError
-from streamshard.formats import inert, inert_dump
-from streamshard.formats.inert import Node
+from streamshard.formats import inert, inert_dump, legacy_file
+from streamshard.formats.inert import EndedTooEarlyError, Node
 from streamshard.formats.torch_tensor import Storage, storage_from_id, storage_id
 from streamshard.model import Literal
 
+_PIECE_BYTES: Final = 1 << 20
 _ALIGNMENT: Final = 64
 _LIMIT_32: Final = 0xFFFFFFFF
 _FLAGS: Final = 0x0808
@@ -42,6 +47,8 @@ class TorchFile:
 
     root: Node
     storages: Mapping[str, Storage]
+    is_legacy: bool = False
+    """Whether it is of the format before the zip container."""
 
 
 def read(path: Path, file: int) -> TorchFile:
@@ -57,14 +64,16 @@ def read(path: Path, file: int) -> TorchFile:
     CorruptFileError
         The file is truncated, or no torch file.
     UnsupportedError
-        It is one of torch's formats from before the zip container.
+        It was written on a big-endian machine, or by a torch of long ago.
     """
     try:
         with path.open("rb") as stream:
-            _refuse_legacy(stream.read(2), path)
-            with zipfile.ZipFile(stream) as archive:
-                return _read_archive(archive, path, file)
-    except _UNREADABLE as error:
+            if legacy_file.is_legacy(os.pread(stream.fileno(), 2, 0)):
+                found = TorchFile(*legacy_file.read(stream.fileno()), is_legacy=True)
+            else:
+                with zipfile.ZipFile(stream) as archive:
+                    found = _read_archive(archive, path)
+    except (*_UNREADABLE, EndedTooEarlyError) as error:
         message = (
             f"{path}: not a whole torch file ({error}; {path.stat().st_size} bytes). "
             "Was the save interrupted? Copy the file again or take an earlier tag."
@@ -78,18 +87,36 @@ def read(path: Path, file: int) -> TorchFile:
         if str(path) in str(error):
             raise
         raise type(error)(f"{path}: {error}") from error
+    for storage in found.storages.values():
+        storage.file, storage.path = file, path
+    return found
 
 
-def _refuse_legacy(start: bytes, path: Path) -> None:
-    if start[:1] == b"\x80":
-        message = (
-            f'{path}: saved in torch\'s legacy format ("checkpoint_serialization": false). '
-            "Load and save it once with torch.save(..., _use_new_zipfile_serialization=True)."
-        )
-        raise UnsupportedError(message)
+def checksum(storage: Storage) -> int:
+    """CRC-32 of a storage that was read from a file: what the file says of it, else of its bytes.
+
+    Raises
+    ------
+    CorruptFileError
+        The file ends before the storage does.
+    """
+    if storage.crc32 is not None:
+        return storage.crc32
+    if storage.path is None:
+        raise CorruptFileError("a storage of no file")
+    found, left = 0, storage.nbytes
+    with storage.path.open("rb") as stream:
+        stream.seek(storage.offset)
+        while left:
+            piece = stream.read(min(left, _PIECE_BYTES))
+            if not piece:
+                raise CorruptFileError(f"{storage.path}: ends {left} bytes before its last storage")
+            found, left = zlib.crc32(piece, found), left - len(piece)
+    storage.crc32 = found
+    return found
 
 
-def _read_archive(archive: zipfile.ZipFile, path: Path, file: int) -> TorchFile:
+def _read_archive(archive: zipfile.ZipFile, path: Path) -> TorchFile:
     records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
     if "data.pkl" not in records:
         raise CorruptFileError(f"{path}: a zip file, but not one that torch.save wrote")
@@ -100,13 +127,14 @@ def _read_archive(archive: zipfile.ZipFile, path: Path, file: int) -> TorchFile:
     def persistent_load(identifier: Node) -> Storage:
         storage, key = storage_from_id(identifier)
         if key in storages:
-            return storages[key]
+            return storages[key].require_like(storage, key)
         info = records.get(f"data/{key}")
         if info is None or info.file_size < storage.nbytes:
             have = "no record" if info is None else f"{info.file_size} bytes"
             message = f"storage {key} of {storage.nbytes} bytes has {have} in the file"
             raise CorruptFileError(message)
-        storage.file, storage.crc32 = file, info.CRC
+        # Of a record that is not empty, 0 says that torch was told to leave checksums out.
+        storage.crc32 = info.CRC if info.CRC or not storage.nbytes else None
         storage.offset = _data_offset(archive, info)
         storages[key] = storage
         return storage

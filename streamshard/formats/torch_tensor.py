@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from streamshard.errors import CorruptFileError, UnsupportedError
@@ -51,13 +52,21 @@ class Storage:
     """Index of the source file it was read from."""
     offset: int = -1
     """Byte offset of its first element in that file."""
-    crc32: int = 0
-    """What the file's directory says of its bytes."""
+    path: Path | None = None
+    """The source file itself."""
+    crc32: int | None = None
+    """What the file's directory says of its bytes; None where it does not tell."""
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
         return self.numel * ITEMSIZE[self.dtype]
+
+    def require_like(self, other: "Storage", key: str) -> "Storage":
+        """Return the storage itself if another mention of its key describes the same one."""
+        if (self.dtype, self.numel) != (other.dtype, other.numel):
+            raise CorruptFileError(f"storage {key} is described in two ways")
+        return self
 
 
 def storage_from_id(identifier: Node) -> tuple[Storage, str]:

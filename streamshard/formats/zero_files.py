@@ -15,6 +15,10 @@ from streamshard.model import SourceFile
 
 SAVE_AGAIN: Final = "Load it with a later version at its own world size, and save it again"
 """What to do about a checkpoint that a very old DeepSpeed saved."""
+_LEGACY = (
+    'Saved in torch\'s legacy format ("checkpoint_serialization": false), which keeps no '
+    "checksums. What is written from it is in the zip format, which loads with either setting."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +161,8 @@ class SourceFiles:
 
     def __init__(self) -> None:
         self.files: list[SourceFile] = []
+        self.notes: tuple[str, ...] = ()
+        """What a user should know about the files' containers."""
 
     def add(self, path: Path) -> int:
         """Number a file and remember what it looks like now."""
@@ -166,7 +172,10 @@ class SourceFiles:
 
     def read_dict(self, path: Path) -> dict[str, Any]:
         """Open a torch file that holds a dict."""
-        root = torch_file.read(path, self.add(path)).root
+        found = torch_file.read(path, self.add(path))
+        root = found.root
+        if found.is_legacy:
+            self.notes = (_LEGACY,)
         if not isinstance(root, dict):
             raise CorruptFileError(f"{path}: holds a {type(root).__name__} where a dict belongs")
         return root
@@ -198,6 +207,8 @@ def fingerprint(node: Node) -> bytes:
     """Return bytes that are equal for nodes of equal value, tensors by size and CRC-32."""
 
     def persistent_id(part: Node) -> Node | None:
-        return (part.dtype, part.numel, part.crc32) if isinstance(part, Storage) else None
+        if not isinstance(part, Storage):
+            return None
+        return part.dtype, part.numel, torch_file.checksum(part)
 
     return dump(node, persistent_id)

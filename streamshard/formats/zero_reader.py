@@ -90,7 +90,7 @@ def _read_shards(
         families=tuple(reading.family for reading in readings),
         module_dtype=first.module_dtype,
         files=files_,
-        notes=tuple(dict.fromkeys(note for reading in readings for note in reading.notes)),
+        notes=(*sources.notes, *dict.fromkeys(note for r in readings for note in r.notes)),
         is_bf16=shards.prefix == "bf16_",
         accelerate_step=_accelerate_step(others, first.layout.world_size * len(readings)),
     )

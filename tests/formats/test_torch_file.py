@@ -125,12 +125,12 @@ def test_ours_are_loaded_by_torch_and_tested_by_zip(tmp_path: Path, name: str, m
         found = torch.load(ours, mmap=mmap, weights_only=weights_only)
         again = tmp_path / "again.pt"
         torch.save(found, again)
-        _same_records(again, path)
+        same_records(again, path)
     if name not in ("no tensors", "attributed"):  # names a class, and a tensor's attributes
         torch.load(ours, mmap=mmap, weights_only=True)
 
 
-def _same_records(one: Path, other: Path) -> None:
+def same_records(one: Path, other: Path) -> None:
     """Compare all records but those that tell of the file's name."""
     contents = []
     for path in (one, other):

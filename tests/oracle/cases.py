@@ -22,7 +22,15 @@ class Resharding:
 
     @property
     def consolidates(self) -> bool:
-        """Whether DeepSpeed's `zero_to_fp32` can read both ends; it refuses BF16_Optimizer's."""
+        """Whether DeepSpeed's `zero_to_fp32` can read both ends.
+
+        It refuses BF16_Optimizer's, and maps files into memory, which takes the zip container.
+        """
+        return self.keeps_scaler and self.case not in LEGACY
+
+    @property
+    def keeps_scaler(self) -> bool:
+        """Whether both ends save a loss scaler, which BF16_Optimizer has no need of."""
         return BF16_OPTIMIZER not in (self.case, self.resuming)
 
     @property
@@ -44,6 +52,11 @@ ALIGNED = Case("z2-aligned", 2, "bf16", {"zero_optimization": {"parameter_alignm
 SUB_GROUPS = Case("z3-sub-groups", 3, "bf16", {"zero_optimization": {"sub_group_size": 150}})
 BF16_OPTIMIZER = Case("bf16-optimizer", 1, "bf16", {"data_types": {"grad_accum_dtype": "fp32"}})
 """What DeepSpeed makes of stage 1 when gradients are fp32: another optimizer class, other files."""
+LEGACY = [
+    Case(f"z{stage}-legacy", stage, "bf16", {"checkpoint": {"checkpoint_serialization": False}})
+    for stage in (2, 3)
+]
+"""Saved in torch's format from before the zip container."""
 ZERO_INIT = Case("z3-zero-init", 3, "bf16", zero_init=True)
 
 BF16 = [_plain(stage, "bf16") for stage in (1, 2, 3)]
@@ -59,6 +72,8 @@ FIRST_LIGHT = [
     Resharding(SUB_GROUPS, 4, 2),
     Resharding(SUB_GROUPS, 2, 3),
     Resharding(ZERO_INIT, 2, 3),
+    Resharding(LEGACY[0], 4, 3),
+    Resharding(LEGACY[1], 2, 3),
     Resharding(BF16_OPTIMIZER, 4, 3),
     Resharding(BF16_OPTIMIZER, 2, 4),
     Resharding(BF16_OPTIMIZER, 4, 2, resume=BF16[1]),

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.oracle.cases import FIRST_LIGHT, Resharding
+from tests.oracle.cases import FIRST_LIGHT, LEGACY, Resharding
 from tests.oracle.compare import close, differences
 from tests.oracle.conftest import FURTHER_STEPS, Places
 from tests.oracle.files import digests, file_differences
@@ -23,6 +23,12 @@ Another world size adds the same gradients up in another order and rounds them i
 """
 
 
+def test_what_is_meant_to_be_legacy_is(one: Resharding, light: Places) -> None:
+    source = light.source(one.case, one.source)
+    starts = {path.read_bytes()[:2] for path in source.rglob("*.pt")}
+    assert starts == ({b"\x80\x02"} if one.case in LEGACY else {b"PK"})
+
+
 def test_both_roads_write_the_same_bytes(one: Resharding, light: Places) -> None:
     direct, of_store = digests(light.out(one)), digests(light.out_of_store(one))
     assert direct == of_store
@@ -33,7 +39,7 @@ def test_the_resumed_engine_holds_what_was_saved(one: Resharding, light: Places)
     resumed = Truth.load(light.truth_path(light.out(one)))
     if one.case.dtype != one.resuming.dtype:
         saved, resumed = (replace(truth, weights={}, frozen={}) for truth in (saved, resumed))
-    if not one.consolidates:
+    if not one.keeps_scaler:
         saved, resumed = _without_scaler(saved), _without_scaler(resumed)
     assert differences(saved, resumed) == []
 
@@ -72,7 +78,7 @@ def test_training_goes_on_as_if_uninterrupted(one: Resharding, light: Places) ->
     assert steps == [group["scalars"] for group in uninterrupted.groups]
     if one.case.dtype != one.resuming.dtype:
         return  # the rest is trained in another precision
-    if not one.consolidates:
+    if not one.keeps_scaler:
         uninterrupted, resumed = _without_scaler(uninterrupted), _without_scaler(resumed)
     # At the same world size nothing is added up in another order.
     tolerance = TOLERANCE[one.case.dtype] if one.source != one.target else 0.0
