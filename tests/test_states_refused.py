@@ -1,7 +1,6 @@
 """Optimizer states that cannot be cut: what they are is said, and nothing is written.
 
-Fabricated as the libraries keep them, by bitsandbytes 0.43 and 0.50 and torchao 0.14: neither runs
-on a CPU inside of DeepSpeed.
+Fabricated as bitsandbytes and torchao keep them, which are too much to install for this.
 """
 
 import sys
@@ -75,7 +74,7 @@ def bitsandbytes(numel: int) -> States:
 
 
 def bitsandbytes_of_today(numel: int) -> States:
-    """What AdamW8bit's `state_dict` has made of that since 0.49."""
+    """What the `state_dict` of newer versions makes of that."""
     states = bitsandbytes(numel)
     return {"step": states.pop("step"), "__bnb_optimizer_quant_state__": states}
 

@@ -109,11 +109,7 @@ def read(
         families=(family,),
         module_dtype=ds_config.module_dtype(config) if config else "bfloat16",
         files=(),
-        notes=(
-            *sources.notes,
-            *_notes(stage, config),
-            *([zero_elastic.NOTE] if elastic else []),
-        ),
+        notes=(*sources.notes, *_notes(stage, config)),
     )
     source_map = SourceMap(
         files=tuple(sources.files),

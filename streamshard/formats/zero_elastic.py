@@ -6,7 +6,7 @@ padding, in place of the wrapped optimizer's state dict, and no hyper-parameters
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from streamshard.errors import DisagreementError, UnsupportedError
 from streamshard.formats import deepspeed_names as names
@@ -14,12 +14,6 @@ from streamshard.formats.checkpoint import Family
 from streamshard.formats.inert import Node
 from streamshard.formats.torch_tensor import storages_in
 from streamshard.formats.zero_files import require
-
-NOTE: Final = (
-    "Saved with elastic_checkpoint, which keeps no hyper-parameters: those of every param group "
-    "are, with the learning rates of that moment, the ones of the checkpoint given with --like. "
-    "What is written is not elastic."
-)
 
 
 def is_elastic(states: Sequence[Mapping[str, Node]]) -> bool:

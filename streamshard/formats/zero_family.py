@@ -134,7 +134,7 @@ def read_family(
         shards=module_map.shards,
         module_dtype=module.dtype(entries) or ds_config.module_dtype(config),
         tied=module.tied,
-        notes=[*([zero_elastic.NOTE] if elastic else []), *module.notes],
+        notes=module.notes,
     )
 
 

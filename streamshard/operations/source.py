@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 from streamshard.engine.files import Decoder
 from streamshard.errors import (
@@ -28,6 +29,11 @@ from streamshard.operations.cut import cut_source
 from streamshard.plan.cutting import Cutting
 from streamshard.plan.zero import round_robin_order
 
+_ELASTIC: Final = (
+    "Saved with elastic_checkpoint, which keeps no hyper-parameters: those of all param groups, "
+    "the learning rates among them, are those of {like} at {tag}. What is written is not elastic."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -46,8 +52,8 @@ class Source:
     """Memory that decoding one file takes."""
     like: Checkpoint | None = None
     """Another checkpoint of the same job, given for what this one does not tell."""
-    needs_like: bool = False
-    """Whether it could not have been read without."""
+    is_elastic: bool = False
+    """Whether its files were saved with `elastic_checkpoint`, without hyper-parameters."""
 
     def require_use_of_like(self, *, needed: bool = False) -> None:
         """Refuse a checkpoint that is given for nothing.
@@ -57,7 +63,8 @@ class Source:
         UsageError
             It was not needed for reading, nor is it needed for what is to be done.
         """
-        if self.like is not None and not self.needs_like and not needed:
+        shapes = self.kind == "dumps" and self.checkpoint.layout.stage == 3
+        if self.like is not None and not (self.is_elastic or shapes or needed):
             message = f"{self.path}: tells all that is needed itself, so there is no use for --like"
             raise UsageError(message)
 
@@ -92,13 +99,19 @@ def open_source(
     try:
         if dump_names.is_template(str(path)):
             config = ds_config.read_file(Path(ds_config_file)) if ds_config_file else None
-            return _open_dumps(str(path), config, known)
-        if (root / "zarr.json").is_file():
-            return replace(_open_store(root, tag), like=known)
-        return _open_native(*_find_tag(root, tag), known)
+            opened = _open_dumps(str(path), config, known)
+        elif (root / "zarr.json").is_file():
+            opened = _open_store(root, tag)
+        else:
+            opened = _open_native(*_find_tag(root, tag), known)
     except OSError as error:
         place = error.filename or root
         raise SourceError(f"{place}: cannot be read ({error.strerror})") from error
+    if opened.is_elastic and known is not None:
+        note = _ELASTIC.format(like=like, tag=known.tag)
+        checkpoint = opened.checkpoint
+        opened = replace(opened, checkpoint=replace(checkpoint, notes=(note, *checkpoint.notes)))
+    return replace(opened, like=known)
 
 
 def _find_tag(root: Path, tag: str | None) -> tuple[Path, Path]:
@@ -190,7 +203,7 @@ def _open_dumps(path: str, config: ds_config.Config | None, like: Checkpoint | N
     cutting = cut_source(checkpoint, source_map)
     return Source(
         template.directory, "dumps", checkpoint, cutting, source_map.files, {},
-        like=like, needs_like=checkpoint.layout.stage == 3 or _is_elastic(source_map),
+        is_elastic=_is_elastic(source_map),
     )  # fmt: skip
 
 
@@ -205,7 +218,7 @@ def _open_native(run_dir: Path, tag_dir: Path, like: Checkpoint | None) -> Sourc
     cutting = cut_source(checkpoint, source_map)
     return Source(
         run_dir, "native", checkpoint, cutting, source_map.files, {},
-        like=like, needs_like=_is_elastic(source_map),
+        is_elastic=_is_elastic(source_map),
     )  # fmt: skip
 
 
