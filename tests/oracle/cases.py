@@ -24,9 +24,11 @@ class Resharding:
     def consolidates(self) -> bool:
         """Whether DeepSpeed's `zero_to_fp32` can read both ends.
 
-        It refuses BF16_Optimizer's, and maps files into memory, which takes the zip container.
+        It refuses BF16_Optimizer's, maps files into memory, which takes the zip container, and
+        knows no parallelism but that of data.
         """
-        return self.keeps_scaler and self.case not in LEGACY
+        is_plain = self.case.topology is None and self.case not in LEGACY
+        return is_plain and self.keeps_scaler
 
     @property
     def keeps_scaler(self) -> bool:

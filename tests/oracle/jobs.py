@@ -18,6 +18,7 @@ from tests.oracle.models import (
     global_batch,
     warm_up,
 )
+from tests.oracle.places import part_of_model
 from tests.oracle.truth import Engine, Truth, accessor_differences, gather_truth
 
 
@@ -125,8 +126,8 @@ def run(job: Job) -> None:
 def _train(job: Train) -> None:
     engine = _start_engine(job.case, job.seed)
     for step in range(job.steps):
-        _step(engine, step)
-    state = client_state(job.steps)
+        _step(engine, job.case, step)
+    state = client_state(job.steps, part_of_model(engine) or 0)
     _save(engine, job.case, job.save_dir, client_state=state)
     if job.truth_path is not None:
         truth = gather_truth(engine, state)
@@ -134,8 +135,8 @@ def _train(job: Train) -> None:
         if job.check_accessors:
             found = accessor_differences(engine, truth)
             assert not found, f"DeepSpeed's accessors disagree: {found}"
-        _further(engine, job.further_steps, job.truth_path, state)
-    engine.destroy()
+        _further(engine, job, job.truth_path, state)
+    _finish(engine, job.case)
 
 
 def _resume(job: Resume) -> None:
@@ -151,18 +152,18 @@ def _resume(job: Resume) -> None:
     _write(truth, job.truth_path)
     if job.resave_dir is not None:
         _save(engine, job.case, job.resave_dir, tag=Path(path).parent.name, client_state=state)
-    _further(engine, job.further_steps, job.truth_path, state)
-    engine.destroy()
+    _further(engine, job, job.truth_path, state)
+    _finish(engine, job.case)
 
 
 def _dump(job: Dump) -> None:
     engine = _start_engine(job.case, job.seed)
     for step in range(job.steps):
-        _step(engine, step)
+        _step(engine, job.case, step)
     _dump_rank(engine, job.template)
     _write(gather_truth(engine, {}), job.truth_path)
-    _further(engine, job.further_steps, job.truth_path, {})
-    engine.destroy()
+    _further(engine, job, job.truth_path, {})
+    _finish(engine, job.case)
 
 
 def _load_dumps(job: LoadDumps) -> None:
@@ -178,8 +179,8 @@ def _load_dumps(job: LoadDumps) -> None:
     _dump_rank(engine, job.again)
     if distributed.get_rank() == 0:
         torch.save(engine._get_zero_param_shapes(), job.shapes_path)
-    _further(engine, job.further_steps, job.truth_path, {})
-    engine.destroy()
+    _further(engine, job, job.truth_path, {})
+    _finish(engine, job.case)
 
 
 def _dump_rank(engine: Engine, template: str) -> None:
@@ -209,11 +210,13 @@ def _consolidate(job: Consolidate) -> None:
     )
 
 
-def _further(engine: Engine, steps: int, truth_path: Path, state: dict[str, Any]) -> None:
-    """Go on training for `steps` steps, if any, and write the truth at their end."""
-    if steps:
-        for step in range(engine.global_steps, engine.global_steps + steps):
-            _step(engine, step)
+def _further(
+    engine: Engine, job: Train | Resume | Dump | LoadDumps, truth_path: Path, state: dict[str, Any]
+) -> None:
+    """Take the job's further steps, if any, and write the truth at their end."""
+    if job.further_steps:
+        for step in range(engine.global_steps, engine.global_steps + job.further_steps):
+            _step(engine, job.case, step)
         _write(gather_truth(engine, state), after_path(truth_path))
 
 
@@ -227,6 +230,8 @@ def _write(truth: Truth, path: Path) -> None:
 
 
 def _start_engine(case: Case, seed: int, scale: float = 1.0) -> Engine:
+    if case.topology is not None:
+        return case.topology.start(case, seed, scale)
     deepspeed: Any = importlib.import_module("deepspeed")
     torch.manual_seed(seed)
     config = case.ds_config()
@@ -246,11 +251,20 @@ def _start_engine(case: Case, seed: int, scale: float = 1.0) -> Engine:
     return engine
 
 
-def _step(engine: Engine, step: int) -> float:
+def _step(engine: Engine, case: Case, step: int) -> None:
     """One optimizer step on this rank's slice of the global batch."""
+    if case.topology is not None:
+        case.topology.step(engine, step)
+        return
     per_rank = GLOBAL_BATCH // distributed.get_world_size()
     start = per_rank * distributed.get_rank()
     loss = engine(global_batch(step)[start : start + per_rank])
     engine.backward(loss)
     engine.step()
-    return float(loss.detach())
+
+
+def _finish(engine: Engine, case: Case) -> None:
+    if case.topology is not None:
+        case.topology.finish(engine)
+    else:
+        engine.destroy()

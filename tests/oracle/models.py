@@ -3,12 +3,14 @@
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
+
+from tests.oracle.truth import Engine
 
 VOCABULARY = 37
 WIDTH = 13
@@ -17,6 +19,22 @@ SEQUENCE = 7
 
 GLOBAL_BATCH = 60
 """Samples per step at every world size: divisible by 1 to 6, so each rank has an equal slice."""
+
+
+class Topology(Protocol):
+    """What a job is divided by beside data parallelism: a model made for it, started and fed."""
+
+    def config(self) -> Mapping[str, Any]:
+        """Return what it adds to the DeepSpeed configuration."""
+
+    def start(self, case: "Case", seed: int, scale: float) -> Engine:
+        """Make an engine of the ranks that there are; `scale` as in `param_groups`."""
+
+    def step(self, engine: Engine, step: int) -> None:
+        """Take one optimizer step on this rank's share of the global batch."""
+
+    def finish(self, engine: Engine) -> None:
+        """Destroy the engine and leave the process fit for one of another topology."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +56,8 @@ class Case:
     """Save with ``exclude_frozen_parameters``, load with ``load_module_strict=False``."""
     model: Callable[[], nn.Module] | None = None
     """Makes the model, where it is not a `TinyLanguageModel`."""
+    topology: Topology | None = None
+    """None for data parallelism alone."""
 
     def groups(self, model: nn.Module, scale: float) -> list[dict[str, Any]]:
         """The param groups to train; see `param_groups` for `scale`."""
@@ -75,6 +95,8 @@ class Case:
                 "loss_scale_window": 2,
                 "hysteresis": 1,
             }
+        if self.topology is not None:
+            config = merged(config, self.topology.config())
         return merged(config, self.ds_overrides)
 
 
@@ -185,8 +207,12 @@ class TrainingNotes:
         self.seen = seen
 
 
-def client_state(step: int) -> dict[str, Any]:
-    """What the user passes to ``save_checkpoint``: each value pickles in another way."""
+def client_state(step: int, part: int = 0) -> dict[str, Any]:
+    """What the user passes to ``save_checkpoint``: each value pickles in another way.
+
+    `part` is the model-parallel rank: each of them keeps a generator of its own, and saves it.
+    """
+    generator = torch.Generator().manual_seed(step + 100 * part)
     shared = torch.arange(24, dtype=torch.float64) + step
     return {
         "epoch": step,
@@ -194,7 +220,7 @@ def client_state(step: int) -> dict[str, Any]:
         "best_loss": np.float64(3.25 + step),
         "rows": np.arange(6, dtype=np.int32).reshape(2, 3),
         "args": argparse.Namespace(lr=3e-3, layers=2, resume=True),
-        "sampler_rng": torch.randint(255, (16,), generator=torch.Generator().manual_seed(step)),
+        "sampler_rng": torch.randint(255, (16,), generator=generator),
         "view_head": shared[:10],
         "view_tail": shared.view(4, 6)[:, 1::2],
         "notes": TrainingNotes("someone", torch.tensor([1.5, -0.0, float("nan")])),

@@ -9,7 +9,7 @@ those raises. `accessor_differences` checks against them where they can be right
 """
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -19,8 +19,10 @@ import torch
 from torch import distributed
 
 from tests.oracle import momentum
+from tests.oracle.places import Partition, Place, assembled, global_names
 from tests.oracle.values import value_differences
 
+K = TypeVar("K")
 T = TypeVar("T")
 Tensors: TypeAlias = dict[str, torch.Tensor]
 
@@ -60,19 +62,24 @@ class Truth:
 
 def gather_truth(engine: Engine, client_state: Mapping[str, Any]) -> Truth:
     """Everything the ranks of `engine` hold together. A collective call: every rank gets it all."""
+    named = global_names(engine)
     persistent = engine.module.state_dict().keys()
-    params = dict(_full_weights(engine))
+    params = _full_weights(engine)
     trainable = {name for name, param in named_params(engine) if param.requires_grad}
-    states, groups = _states_and_groups(engine)
+    states, groups = _states_and_groups(engine, named)
     buffers = {
         name: buffer.detach().clone()
         for name, buffer in engine.module.named_buffers()
         if name in persistent
     }
+
+    def everywhere(mine: Tensors, what: str) -> Tensors:
+        return _merged({named(name): value for name, value in mine.items()}, what)
+
     return Truth(
-        weights={name: value for name, value in params.items() if name in trainable},
-        frozen={name: value for name, value in params.items() if name not in trainable},
-        buffers=agreed(buffers, "buffers"),
+        weights=everywhere({k: v for k, v in params.items() if k in trainable}, "weights"),
+        frozen=everywhere({k: v for k, v in params.items() if k not in trainable}, "frozen"),
+        buffers=everywhere(buffers, "buffers"),
         states=states,
         groups=groups,
         scaler=agreed(_scaler(engine.optimizer), "loss scaler"),
@@ -81,7 +88,7 @@ def gather_truth(engine: Engine, client_state: Mapping[str, Any]) -> Truth:
             {k: getattr(engine, k) for k in ("global_steps", "skipped_steps", "global_samples")},
             "counters",
         ),
-        client_state=dict(client_state),
+        client_state=_merged({named(k): v for k, v in client_state.items()}, "client state"),
     )
 
 
@@ -104,20 +111,35 @@ def agreed(mine: T, what: str) -> T:
     return mine
 
 
+def _merged(mine: dict[K, T], what: str) -> dict[K, T]:
+    """What the ranks hold together, once those that hold the same thing have been found to agree.
+
+    Raises
+    ------
+    AssertionError
+        When two ranks disagree about a value that both hold.
+    """
+    merged: dict[K, T] = {}
+    for rank, theirs in enumerate(_from_all_ranks(mine)):
+        for key, value in theirs.items():
+            found = list(value_differences(merged.setdefault(key, value), value, f"{what}[{key}]"))
+            assert not found, f"rank {rank} disagrees: {found[:5]}"
+    return merged
+
+
 def _from_all_ranks(mine: T) -> list[T]:
     gathered: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(gathered, mine)
     return gathered
 
 
-def _full_weights(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
+def _full_weights(engine: Engine) -> Tensors:
     """Each parameter's value as the model computes with it."""
     zero: Any = importlib.import_module("deepspeed").zero
     params = [param for _, param in named_params(engine)]
     # Does nothing for parameters that stages 1 and 2 leave whole.
     with zero.GatheredParameters([param for param in params if hasattr(param, "ds_id")]):
-        values = {name: param.detach().clone() for name, param in named_params(engine)}
-    yield from agreed(values, "weights").items()
+        return {name: param.detach().clone() for name, param in named_params(engine)}
 
 
 def _scheduler(engine: Engine) -> dict[str, Any] | None:
@@ -177,15 +199,17 @@ def _starts(params: Sequence[Param]) -> list[int]:
     return list(accumulate((param.numel() for param in params[:-1]), initial=0))
 
 
-def _states_and_groups(engine: Engine) -> tuple[dict[str, Tensors], list[dict[str, Any]]]:
+def _states_and_groups(
+    engine: Engine, named: Callable[[str], str]
+) -> tuple[dict[str, Tensors], list[dict[str, Any]]]:
     """Full states by name, and per param group what belongs to no single element."""
     optimizer = engine.optimizer
-    names = {id(param): name for name, param in named_params(engine)}
+    names = {id(param): named(name) for name, param in named_params(engine)}
     groups: list[dict[str, Any]] = [
         {"hyper_parameters": {k: v for k, v in group.items() if k != "params"}, "params": []}
         for group in optimizer.optimizer.param_groups
     ]
-    states: dict[str, Tensors] = {}
+    pieces: dict[Partition, Mapping[str, torch.Tensor]] = {}
     for flat in _flats(optimizer):
         mine = {"fp32": flat.master, **optimizer.optimizer.state.get(flat.master, {})}
         mine |= momentum.partition(optimizer, flat.group, flat.master)
@@ -194,13 +218,16 @@ def _states_and_groups(engine: Engine) -> tuple[dict[str, Tensors], list[dict[st
         scalars = {k: _copied(v) for k, v in mine.items() if k not in tensors}
         group = groups[flat.group]
         group["params"] = sorted([*group["params"], *(names[id(p)] for p in flat.params)])
-        _agree_with_sub_groups(group, agreed(scalars, f"scalars of param group {flat.group}"))
-        per_rank = _from_all_ranks(tensors)
-        for state in tensors:
-            pieces = [rank[state] for rank in per_rank]
-            for param, value in _cut(flat, pieces):
-                states.setdefault(state, {})[names[id(param)]] = value
-    return states, agreed(groups, "param groups")
+        _agree_with_sub_groups(group, scalars)
+        places = tuple(
+            Place.of(names[id(param)], param, offset)
+            for param, offset in zip(flat.params, flat.offsets, strict=True)
+        )
+        pieces[Partition(places, _partition_rank(optimizer, flat.group))] = tensors
+    states = assembled(_merged(pieces, "partitions"))
+    # By the names in it: an expert group has other experts on other ranks.
+    by_params = {(g, tuple(group["params"])): group for g, group in enumerate(groups)}
+    return states, [group for _, group in sorted(_merged(by_params, "param groups").items())]
 
 
 def _same_length(value: object, master: torch.Tensor) -> bool:
@@ -218,16 +245,11 @@ def _agree_with_sub_groups(group: dict[str, Any], scalars: dict[str, Any]) -> No
     assert not found, f"sub-groups of param group {group['hyper_parameters']} disagree: {found}"
 
 
-def _cut(flat: _Flat, pieces: list[torch.Tensor]) -> Iterator[tuple[Param, torch.Tensor]]:
-    """Each parameter's full value out of all ranks' flat tensors, padding left out."""
-    whole = torch.cat(pieces)
-    for param, offset in zip(flat.params, flat.offsets, strict=True):
-        if hasattr(param, "ds_id"):
-            shard = param.partition_numel()
-            full = torch.cat([piece[offset : offset + shard] for piece in pieces])
-            yield param, full[: param.ds_numel].reshape(param.ds_shape).clone()
-        else:
-            yield param, whole[offset : offset + param.numel()].reshape(param.shape).clone()
+def _partition_rank(optimizer: Optimizer, group: int) -> int:
+    """Which of the partitions of a param group this rank holds; experts are shared by fewer."""
+    if hasattr(optimizer, "real_dp_process_group"):
+        return distributed.get_rank(optimizer.real_dp_process_group[group])
+    return distributed.get_rank(optimizer.dp_process_group)
 
 
 def accessor_differences(engine: Engine, truth: Truth) -> list[str]:

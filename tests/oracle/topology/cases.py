@@ -1,0 +1,66 @@
+"""What is trained in which topology, and between which numbers of ranks it is taken."""
+
+from tests.oracle.cases import Resharding
+from tests.oracle.models import Case, Topology
+from tests.oracle.topology.experts import ExpertParallel
+from tests.oracle.topology.pipeline import Pipeline
+from tests.oracle.topology.sequence import SequenceParallel
+from tests.oracle.topology.tensor import TensorParallel
+
+BF16_OPTIMIZER = {"data_types": {"grad_accum_dtype": "fp32"}}
+ROUND_ROBIN = {"zero_optimization": {"round_robin_gradients": True}}
+
+TENSOR = TensorParallel(2)
+PIPELINE = Pipeline()
+SEQUENCE = SequenceParallel(2)
+EXPERTS = ExpertParallel((2, 2))
+
+
+def _fp32(name: str, stage: int, topology: Topology) -> Case:
+    return Case(f"{name}-z{stage}-fp32", stage, "fp32", topology=topology)
+
+
+def _bf16(name: str, stage: int, topology: Topology) -> Case:
+    return Case(f"{name}-z{stage}-bf16", stage, "bf16", topology=topology)
+
+
+def _bf16_optimizer(name: str, topology: Topology) -> Case:
+    return Case(f"{name}-bf16-optimizer", 1, "bf16", BF16_OPTIMIZER, topology=topology)
+
+
+def _between(case: Case, *world_sizes: tuple[int, int]) -> list[Resharding]:
+    return [Resharding(case, source, target) for source, target in world_sizes]
+
+
+TENSOR_Z2 = _fp32("tensor", 2, TENSOR)
+TENSOR_Z3 = _fp32("tensor", 3, TENSOR)
+
+TOPOLOGIES = [
+    *_between(_bf16("tensor", 1, TENSOR), (2, 4)),
+    *_between(TENSOR_Z2, (4, 2), (4, 6)),
+    *_between(TENSOR_Z3, (2, 4), (4, 2)),
+    *_between(_bf16_optimizer("tensor", TENSOR), (4, 2)),
+    Resharding(TENSOR_Z2, 4, 2, resume=TENSOR_Z3),
+    Resharding(TENSOR_Z3, 4, 6, resume=TENSOR_Z2),
+    *_between(_fp32("pipeline", 1, PIPELINE), (2, 4), (4, 2), (4, 6)),
+    *_between(_bf16_optimizer("pipeline", PIPELINE), (2, 4), (4, 2)),
+    *_between(_bf16("pipeline-tensor", 1, Pipeline(tensor=2)), (4, 8)),
+    *_between(_fp32("experts", 1, EXPERTS), (4, 2)),
+    *_between(_fp32("experts", 2, EXPERTS), (2, 4), (4, 6)),
+    *_between(_bf16("experts", 2, EXPERTS), (4, 2)),
+    *_between(_bf16_optimizer("experts", EXPERTS), (4, 2)),
+    *_between(
+        Case("experts-round-robin", 2, "fp32", ROUND_ROBIN, topology=EXPERTS), (2, 4), (4, 6)
+    ),
+    *_between(_fp32("experts-on-4", 2, ExpertParallel((4, 4), counts=(4, 8))), (4, 4)),
+    *_between(_fp32("data-first", 2, ExpertParallel((2, 2), data_first=True)), (4, 2), (4, 6)),
+    *_between(_fp32("replicated-experts", 2, ExpertParallel((1, 1))), (2, 4)),
+    *_between(_bf16("two-degrees", 1, ExpertParallel((2, 1))), (4, 2)),
+    *_between(_fp32("sequence", 1, SEQUENCE), (2, 4)),
+    *_between(_bf16("sequence", 2, SEQUENCE), (4, 2)),
+    *_between(_fp32("sequence", 3, SEQUENCE), (4, 2)),
+    # On disk a rank of a sequence is like any other, so that their number may change with M.
+    Resharding(_bf16("sequence", 2, SEQUENCE), 4, 6, resume=_bf16("by-3", 2, SequenceParallel(3))),
+]
+"""Shrink and grow; every stage and optimizer class that trains so; experts on all ranks, on some,
+and in either order of the ranks."""

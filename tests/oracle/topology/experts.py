@@ -1,0 +1,115 @@
+"""Expert parallelism with DeepSpeed's own mixture-of-experts layer."""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.nn import functional
+
+from tests.oracle.models import SEQUENCE, VOCABULARY, WIDTH, Block, Case
+from tests.oracle.topology.engine import batch_of, finish, initialize
+from tests.oracle.truth import Engine
+
+
+@dataclass(frozen=True)
+class ExpertParallel:
+    """Two layers of experts, each spread over `degrees` of its own of the data-parallel ranks."""
+
+    degrees: tuple[int, int]
+    counts: tuple[int, int] = (4, 2)
+    """How many experts each layer has."""
+    data_first: bool = False
+    """Whether the ranks that share experts are next to each other, not those of one set of all."""
+
+    def config(self) -> Mapping[str, Any]:
+        """Return nothing but the order of the ranks: the rest is in the model."""
+        return {"use_data_before_expert_parallelism": True} if self.data_first else {}
+
+    def start(self, case: Case, seed: int, scale: float) -> Engine:
+        """Make an engine whose experts all start from other values."""
+        utils: Any = importlib.import_module("deepspeed.moe.utils")
+        torch.manual_seed(seed)
+        model = MixtureModel(self)
+        # Every rank builds the same ones; those that share experts take the first one's.
+        torch.manual_seed(1000 * seed + distributed.get_rank())
+        for module in model.modules():
+            if isinstance(module, Expert):
+                module.reset()
+        groups = [{**group, "name": group["role"]} for group in case.groups(model, scale)]
+        groups = utils.split_params_into_different_moe_groups_for_optimizer(groups)
+        return initialize(case, model, groups)
+
+    def step(self, engine: Engine, step: int) -> None:
+        """Take one step; every rank sees samples of its own."""
+        loss = engine(batch_of(distributed.get_rank(), distributed.get_world_size(), step))
+        engine.backward(loss)
+        engine.step()
+
+    def finish(self, engine: Engine) -> None:
+        """End the engine."""
+        finish(engine)
+
+
+class Expert(nn.Module):
+    """Two small layers with a bend between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 5)
+        self.down = nn.Linear(5, WIDTH)
+
+    def reset(self) -> None:
+        """Draw new weights."""
+        self.up.reset_parameters()
+        self.down.reset_parameters()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(torch.tanh(self.up(hidden)))
+        return out
+
+
+class MixtureModel(nn.Module):
+    """A block, two layers of experts of which one has a part that all share, and a tied head."""
+
+    running: torch.Tensor
+
+    def __init__(self, parallel: ExpertParallel) -> None:
+        super().__init__()
+        layer: Any = importlib.import_module("deepspeed.moe.layer")
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.gain = nn.Parameter(torch.rand(1) + 0.5)
+        self.mix = nn.Parameter(torch.rand(2))
+        self.block = Block()
+        self.mixtures = nn.ModuleList(
+            layer.MoE(
+                WIDTH,
+                Expert(),
+                num_experts=count,
+                ep_size=degree,
+                # Room for all tokens at one expert: which are dropped would depend on the ranks.
+                capacity_factor=float(count),
+                use_rts=False,
+                use_residual=residual,
+            )
+            for count, degree, residual in zip(
+                parallel.counts, parallel.degrees, (False, True), strict=True
+            )
+        )
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        # Around zero: a shift of all features alike sends all tokens to the same few experts.
+        self.register_buffer("running", torch.rand(SEQUENCE, WIDTH) - 0.5)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The mean cross-entropy of predicting each token from the one before it."""
+        hidden = self.embed(tokens) * self.gain
+        hidden = self.block(hidden + self.mix.sum() * self.running.to(hidden.dtype))
+        for mixture in self.mixtures:
+            # Without the loss that balances the experts: it is no mean over the samples.
+            mixed, _, _ = mixture(hidden)
+            hidden = hidden + mixed
+        logits = self.head(hidden).float()
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())

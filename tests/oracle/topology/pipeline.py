@@ -1,0 +1,179 @@
+"""Pipeline parallelism, alone and with tensor parallelism inside the stages."""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import distributed, nn
+from torch.autograd.function import FunctionCtx
+from torch.nn import functional
+
+from tests.oracle.models import HIDDEN, VOCABULARY, WIDTH, Block, Case
+from tests.oracle.topology.engine import batch_of, finish, initialize
+from tests.oracle.truth import Engine
+
+# DeepSpeed has no types.
+Pipe: TypeAlias = Any
+Group: TypeAlias = Any
+
+STAGES = 2
+MICRO_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The layers on two stages, each on `tensor` ranks that share its matrices."""
+
+    tensor: int = 1
+
+    def config(self) -> Mapping[str, Any]:
+        """Return how many micro-batches a step is."""
+        # Between stages a tensor is sent in as many equal parts as ranks share a stage, if not
+        # told otherwise; the odd sizes here do not allow it.
+        whole = {"pipe_partitioned": False, "grad_partitioned": False}
+        return {"gradient_accumulation_steps": MICRO_BATCHES, "pipeline": whole}
+
+    def start(self, case: Case, seed: int, scale: float) -> Engine:
+        """Make an engine of this rank's stage."""
+        pipe: Pipe = importlib.import_module("deepspeed.pipe")
+        topology: Any = importlib.import_module("deepspeed.runtime.pipe.topology")
+        replicas = distributed.get_world_size() // (STAGES * self.tensor)
+        if self.tensor == 1:
+            grid = topology.PipeDataParallelTopology(STAGES, replicas)
+        else:
+            grid = topology.PipeModelDataParallelTopology(STAGES, self.tensor, replicas)
+        torch.manual_seed(seed)
+        model = pipe.PipelineModule(
+            self._layers(pipe),
+            topology=grid,
+            loss_fn=_loss,
+            # The same number of layers on each stage.
+            partition_method="uniform",
+            seed_layers=True,
+            base_seed=1000 * seed,
+        )
+        if self.tensor > 1:
+            _join(model)
+        return initialize(case, model, case.groups(model, scale))
+
+    def _layers(self, pipe: Pipe) -> list[object]:
+        block = Block if self.tensor == 1 else SharedBlock
+        return [
+            pipe.TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH),
+            pipe.LayerSpec(Scale),
+            pipe.LayerSpec(block),
+            _double,
+            # Here the second stage begins.
+            pipe.LayerSpec(block),
+            pipe.LayerSpec(Scale),
+            pipe.LayerSpec(nn.LayerNorm, WIDTH),
+            pipe.TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH, forward_fn=_logits),
+        ]
+
+    def step(self, engine: Engine, step: int) -> None:
+        """Take one step; the stages and ranks of a replica see the same samples."""
+        grid = engine.grid
+        tokens = batch_of(grid.get_data_parallel_rank(), grid.get_data_parallel_world_size(), step)
+        engine.train_batch(iter([(part, part) for part in tokens.chunk(MICRO_BATCHES)]))
+
+    def finish(self, engine: Engine) -> None:
+        """End the engine."""
+        finish(engine)
+
+
+def _double(hidden: torch.Tensor) -> torch.Tensor:
+    """A layer without parameters, which has no file."""
+    return 2 * hidden
+
+
+def _logits(embed: nn.Embedding, hidden: torch.Tensor) -> torch.Tensor:
+    return functional.linear(hidden, embed.weight)
+
+
+def _loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    logits = logits.float()
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Scale(nn.Module):
+    """The one- and two-element parameters, on every stage: all must have as many param groups."""
+
+    running: torch.Tensor
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.rand(1) + 0.5)
+        self.mix = nn.Parameter(torch.rand(2))
+        self.register_buffer("running", torch.rand(WIDTH))
+        self.register_buffer("calls", torch.randint(1000, (3,)))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Scale and shift, and count."""
+        self.calls += 1
+        # Not the same for all features: that would be lost in the next norm, gradient and all.
+        shift = self.mix.sum() * self.running.to(hidden.dtype)
+        out: torch.Tensor = hidden * self.gain + shift
+        return out
+
+
+class SharedBlock(nn.Module):
+    """A residual block of which each of the ranks that share it holds other hidden units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.group: Group = None
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Add the units of all ranks up."""
+        spread: torch.Tensor = _Spread.apply(self.norm(hidden), self.group)  # type: ignore[no-untyped-call]
+        own = self.down(torch.tanh(self.up(spread)))
+        total: torch.Tensor = _Sum.apply(own, self.group)  # type: ignore[no-untyped-call]
+        return hidden + total
+
+
+def _join(model: Pipe) -> None:
+    """Give every shared block its group of ranks, and units of its own on each of them."""
+    grid = model.mpu()
+    for layer in model.modules():
+        if isinstance(layer, SharedBlock):
+            layer.group = grid.get_slice_parallel_group()
+            with torch.no_grad():
+                layer.up.weight.mul_(1 + grid.get_slice_parallel_rank())
+                layer.down.weight.div_(3 + grid.get_slice_parallel_rank())
+
+
+class _Spread(torch.autograd.Function):
+    """The same value for all ranks; the gradients of all come back."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, value: torch.Tensor, group: object) -> torch.Tensor:
+        ctx.group = group  # type: ignore[attr-defined]
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _summed(gradient, ctx.group), None  # type: ignore[attr-defined]
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over all ranks; each gets its gradient."""
+
+    @staticmethod
+    def forward(_ctx: FunctionCtx, value: torch.Tensor, group: object) -> torch.Tensor:
+        return _summed(value, group)
+
+    @staticmethod
+    def backward(_ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def _summed(value: torch.Tensor, group: Group) -> torch.Tensor:
+    total = value.clone()
+    distributed.all_reduce(total, group=group)
+    return total

@@ -1,0 +1,92 @@
+"""Sequence parallelism (Ulysses), with the groups of ranks that DeepSpeed makes for it."""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.nn import functional
+
+from tests.oracle.models import SEQUENCE, VOCABULARY, WIDTH, Block, Case
+from tests.oracle.topology.engine import batch_of, finish, initialize
+from tests.oracle.truth import Engine
+
+HEADS, HEAD_WIDTH = 6, 2
+
+
+@dataclass(frozen=True)
+class SequenceParallel:
+    """Every sample's tokens on `degree` ranks next to each other."""
+
+    degree: int
+
+    def config(self) -> Mapping[str, Any]:
+        """Return nothing: the ranks are told by an object that is given to DeepSpeed."""
+        return {}
+
+    def start(self, case: Case, seed: int, scale: float) -> Engine:
+        """Make an engine, and the groups of ranks that it needs."""
+        parallel: Any = importlib.import_module(
+            "deepspeed.runtime.sequence_parallel.parallel_state_sp"
+        )
+        parallel.initialize_sequence_parallel(self.degree)
+        torch.manual_seed(seed)
+        model = AttentionModel(parallel.get_sequence_parallel_group())
+        return initialize(case, model, case.groups(model, scale), mpu=parallel)
+
+    def step(self, engine: Engine, step: int) -> None:
+        """Take one step; ranks that share samples see other tokens of them."""
+        replica, part = divmod(distributed.get_rank(), self.degree)
+        tokens = batch_of(replica, distributed.get_world_size() // self.degree, step)
+        share = (SEQUENCE - 1) // self.degree
+        mine = slice(share * part, share * (part + 1))
+        loss = engine(tokens[:, :-1][:, mine], tokens[:, 1:][:, mine])
+        # DeepSpeed adds the gradients of these ranks up, and takes the mean over the others.
+        engine.backward(loss / self.degree)
+        engine.step()
+
+    def finish(self, engine: Engine) -> None:
+        """End the engine."""
+        finish(engine)
+
+
+class Heads(nn.Module):
+    """Attention to all positions, of the heads that are here."""
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Map (batch, positions, heads, width) to the same shape."""
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+        mixed = functional.scaled_dot_product_attention(query, key, value)
+        return mixed.transpose(1, 2).contiguous()
+
+
+class AttentionModel(nn.Module):
+    """Attention across all ranks of a sequence, a block, and a tied head."""
+
+    running: torch.Tensor
+
+    def __init__(self, sequence_group: object) -> None:
+        super().__init__()
+        layer: Any = importlib.import_module("deepspeed.sequence.layer")
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.gain = nn.Parameter(torch.rand(1) + 0.5)
+        self.mix = nn.Parameter(torch.rand(2))
+        # No bias: that of the keys would make no difference, and its gradient be mere noise.
+        self.parts = nn.Linear(WIDTH, 3 * HEADS * HEAD_WIDTH, bias=False)
+        self.attention = layer.DistributedAttention(Heads(), sequence_group, gather_idx=1)
+        self.join = nn.Linear(HEADS * HEAD_WIDTH, WIDTH)
+        self.block = Block()
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("running", torch.rand(WIDTH))
+
+    def forward(self, tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        """The mean cross-entropy of predicting `following` from `tokens`."""
+        hidden = self.embed(tokens) * self.gain + self.mix.sum()
+        hidden = hidden + self.running.to(hidden.dtype)
+        parts = self.parts(hidden).unflatten(2, (3, HEADS, HEAD_WIDTH)).unbind(2)
+        hidden = hidden + self.join(self.attention(*parts, 0).flatten(2))
+        logits = self.head(self.block(hidden)).float()
+        return functional.cross_entropy(logits.flatten(0, 1), following.flatten())
