@@ -80,6 +80,8 @@ def _engine(zero_stage: int) -> deepspeed.DeepSpeedEngine:
     warmup = {"warmup_max_lr": 3e-3, "warmup_num_steps": 40}
     config = {
         "train_batch_size": GLOBAL_BATCH,
+        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // distributed.get_world_size(),
+        "gradient_accumulation_steps": 1,
         "zero_optimization": {"stage": zero_stage},
         "bf16": {"enabled": True},
         "gradient_clipping": 1.0,

@@ -21,6 +21,9 @@ _PART_FILE: Final = re.compile(
 
 _EXPERT: Final = re.compile(r"(?P<layer>.*\bdeepspeed_experts\.)(?P<local>\d+)(?P<rest>\..*)")
 
+WHOLE_EXPERT_OPTIMIZER: Final = "expp_rank_"
+"""Beginning of the names of files that hold an optimizer where there are experts and no ZeRO."""
+
 OPTIMIZER: Final = "optimizer_state_dict"
 """In an optimizer file: the ZeRO optimizer's state; inside that, in stage 3, the wrapped one's."""
 BASE_OPTIMIZER: Final = "base_optimizer_state"
@@ -52,10 +55,18 @@ FROZEN_FRAGMENTS: Final = "frozen_param_fragments"
 SHARED_PARAMS: Final = "shared_params"
 DP_WORLD_SIZE: Final = "dp_world_size"
 MP_WORLD_SIZE: Final = "mp_world_size"
+PARALLEL_DEGREES: Final = "checkpoint_parallel_dimensions"
+"""Pipeline and tensor parallel degrees as the model-parallel unit tells them, since 0.19.5."""
 EXPERT_COUNTS: Final = "num_experts"
 """Count of experts of each expert layer."""
 AUTO_EXPERTS: Final = ("ds_autoep_layers", "autoep_layers")
 """Entries of a model file that AutoEP alone fills; the second is how 0.19.2 spelled it."""
+AUTO_EXPERT_GROUPS: Final = "ds_zero_partition_groups"
+"""The same of an optimizer's state, in stage 3."""
+WHOLE_OPTIMIZER: Final = "optimizer"
+"""Entry of a model file for an optimizer that nothing cuts."""
+SWAP_DIR: Final = "offloaded_tensors"
+"""Directory beside the shards for what is swapped out to NVMe."""
 
 
 class RankFile:

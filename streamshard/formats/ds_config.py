@@ -5,6 +5,7 @@ Key names and defaults: `deepspeed/runtime/zero/config.py`, `runtime/precision_c
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -123,17 +124,25 @@ def _offloads(config: Config) -> bool:
     return _flag(zero, "cpu_offload")  # the older spelling, which is still taken
 
 
-def sequence_replicas(config: Config, dp_world_size: int) -> int:
-    """Tell how many ranks hold each partition alike, of which one saves it.
+def sequence_parallel_size(config: Config) -> int | None:
+    """Tell among how many ranks a config cuts each sequence, None where it does not say."""
+    return _number(config, "sequence_parallel_size")
 
-    Sequence parallelism that the config asks for, by both sizes, cuts among the data-parallel ranks
-    only (`deepspeed.initialize`, 0.19.8); with a model-parallel unit it cuts among all ranks.
+
+def sequence_mesh(config: Config) -> tuple[int, int] | None:
+    """Read (data-parallel ranks, ranks that each sequence is cut among) where a config gives both.
+
+    Then the state is cut among the data-parallel ranks only (`deepspeed.initialize`, 0.19.8); with
+    a model-parallel unit it is cut among all ranks.
     """
-    data, sequence = (
-        _number(config, "data_parallel_size"),
-        _number(config, "sequence_parallel_size"),
-    )
-    return sequence if sequence and data == dp_world_size else 1
+    data, sequence = _number(config, "data_parallel_size"), sequence_parallel_size(config)
+    return (data, sequence) if data and sequence and sequence > 1 else None
+
+
+def sequence_replicas(config: Config, dp_world_size: int) -> int:
+    """Tell how many ranks hold each partition alike, of which one saves it."""
+    mesh = sequence_mesh(config)
+    return mesh[1] if mesh and mesh[0] == dp_world_size else 1
 
 
 def _uses_bf16_optimizer(config: Config) -> bool:
@@ -179,6 +188,11 @@ def with_stage(config: Config, stage: int) -> dict[str, Any]:
     return {**config, _ZERO: {**_zero(config), "stage": stage}}
 
 
+def with_data_parallel_size(config: Config, data_parallel_size: int) -> dict[str, Any]:
+    """Return a config that names another count of data-parallel ranks."""
+    return {**config, "data_parallel_size": data_parallel_size}
+
+
 def gradient_clipping(config: Config) -> float | None:
     """Tell the gradient clipping that a config asks for, None if it leaves it to the default."""
     value = config.get("gradient_clipping")
@@ -192,3 +206,72 @@ def batch_sizes(config: Config) -> tuple[int | None, int | None, int | None]:
         _number(config, "train_micro_batch_size_per_gpu"),
         _number(config, "gradient_accumulation_steps"),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What a config switches on that puts state elsewhere than into ZeRO's files, or in otherwise.
+
+    Keys and defaults by `deepspeed/runtime/zero/config.py`, `zero/offload_config.py`,
+    `tensor_parallel/config.py` and `module_inject/auto_ep_config.py` (0.19.8).
+    """
+
+    swaps_optimizer: bool
+    """`offload_optimizer.device` is `nvme`."""
+    offload_ratio: float
+    """`offload_optimizer.ratio`: the part of the sub-groups whose states are offloaded."""
+    super_offload: bool
+    zenflow: bool
+    quantized_frozen: bool
+    """`zero_quantized_nontrainable_weights`."""
+    mics_shard_size: int | None
+    """Ranks that hold all states together; None without MiCS, which 0.19.7 removed."""
+    tensor_parallel: int
+    """`tensor_parallel.autotp_size`, 1 without."""
+    auto_experts: bool
+    """`expert_parallel.enabled`, AutoEP's section."""
+    loads_universal: bool
+    """`checkpoint.load_universal`."""
+
+
+def features(config: Config) -> Features:
+    """Read what a config switches on.
+
+    Raises
+    ------
+    UsageError
+        A switch or a count is none.
+    """
+    zero = _zero(config)
+    offload = _section(zero, "offload_optimizer")
+    shard_size = _number(zero, "mics_shard_size")
+    return Features(
+        swaps_optimizer=offload.get("device") == "nvme",
+        offload_ratio=_fraction(offload, "ratio"),
+        super_offload=_flag(offload, "super_offload"),
+        zenflow=isinstance(zero.get("zenflow"), Mapping),
+        quantized_frozen=_flag(zero, "zero_quantized_nontrainable_weights"),
+        mics_shard_size=shard_size if shard_size is not None and shard_size > 0 else None,
+        tensor_parallel=_number(_section(config, "tensor_parallel"), "autotp_size") or 1,
+        auto_experts=_flag(_section(config, "expert_parallel"), "enabled"),
+        loads_universal=_flag(_section(config, "checkpoint"), "load_universal"),
+    )
+
+
+def _section(config: Config, key: str) -> Config:
+    found = config.get(key)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _fraction(section: Config, key: str) -> float:
+    """Read a part of 1, which is 1 where it is not given."""
+    value = section.get(key)
+    if value is None or value == "auto":
+        return 1.0
+    try:
+        fraction = float("nan" if isinstance(value, bool) else value)
+    except (TypeError, ValueError):
+        fraction = float("nan")
+    if not 0 <= fraction <= 1:
+        raise UsageError(f"DeepSpeed config: {key} is {value!r:.40}, which is no part of 1")
+    return fraction

@@ -13,6 +13,7 @@ from streamshard.formats import deepspeed_names as names
 from streamshard.formats import ds_config, zero_elastic
 from streamshard.formats.checkpoint import Checkpoint, Family
 from streamshard.formats.inert import Node
+from streamshard.formats.unsupported import Saved, refuse
 from streamshard.formats.zero_family import (
     Shapes,
     adopt_blobs,
@@ -70,6 +71,7 @@ def read(
             message = f"{path}: a DeepSpeed checkpoint file, not a dump; give its directory instead"
             raise UnsupportedError(message)
     stage = stage_of(states, paths)
+    refuse(Saved(stage, config or {}, states, paths))
     elastic = zero_elastic.is_elastic(states)
     if elastic:
         zero_elastic.make_rigid(states, paths, like.families[0] if like is not None else None)

@@ -12,6 +12,7 @@ from streamshard.formats import ds_config, zero_elastic
 from streamshard.formats.checkpoint import Family, ParamGroup
 from streamshard.formats.inert import Call, Node
 from streamshard.formats.torch_tensor import shape_of, storages_in, tensor_of
+from streamshard.formats.unsupported import Saved, refuse
 from streamshard.formats.zero_files import (
     SAVE_AGAIN,
     FamilyFiles,
@@ -91,15 +92,14 @@ def read_family(
     both = zip(optimizers, files.optimizer_files, strict=True)
     states = [require(optimizer, names.OPTIMIZER, path) for optimizer, path in both]
     stage = _stage(states, files)
-    _refuse_second_optimizer(models[0], files)
-    _refuse_auto_experts(models[0], files)
+    config = _config(optimizers[0], models[0])
+    refuse(Saved(stage, config, states, files.optimizer_files, models, files.model_files))
     elastic = zero_elastic.is_elastic(states)
     if elastic:
         zero_elastic.make_rigid(states, files.optimizer_files, like)
     _check_world_size(states, models, files)
     check_agreement(states, files.optimizer_files)
 
-    config = _config(optimizers[0], models[0])
     layout = ds_config.zero_layout(
         config,
         stage=stage,
@@ -149,27 +149,6 @@ def family_map(
     return FamilyMap(
         partitions=optimizer.slots, recorded=optimizer.recorded(), stripped=optimizer.strips_states
     )
-
-
-def _refuse_auto_experts(model: Mapping[str, Node], files: FamilyFiles) -> None:
-    for key in names.AUTO_EXPERTS:
-        if model.get(key):
-            message = (
-                f"{files.model_files[0]}: trained with AutoEP ('{key}' says so), whose experts are "
-                "cut in a way of their own; not supported"
-            )
-            raise UnsupportedError(message)
-
-
-def _refuse_second_optimizer(model: Mapping[str, Node], files: FamilyFiles) -> None:
-    """Refuse what a pipeline without a ZeRO stage saves in bf16: rank 0's partition once more."""
-    if model.get("optimizer") is not None:
-        message = (
-            f"{files.model_files[0]}: holds an optimizer's state beside the ranks' own files, as a "
-            "pipeline in bf16 saves it without a ZeRO stage; DeepSpeed itself cannot load that. "
-            "Train with stage 1"
-        )
-        raise UnsupportedError(message)
 
 
 def _stage(states: Sequence[Mapping[str, Node]], files: FamilyFiles) -> int:

@@ -8,9 +8,11 @@ from typing import Any, Final
 from streamshard.errors import CorruptFileError, IncompleteError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats import torch_file
+from streamshard.formats.foreign import without_shards
 from streamshard.formats.inert import Node
 from streamshard.formats.inert_dump import dump
 from streamshard.formats.torch_tensor import Storage
+from streamshard.formats.unsupported import refuse_files
 from streamshard.model import SourceFile
 
 SAVE_AGAIN: Final = "Load it with a later version at its own world size, and save it again"
@@ -61,6 +63,8 @@ def find(tag_dir: Path) -> ShardSet:
     ------
     IncompleteError
         A rank is missing between those that are there, or files of two runs lie together.
+    UnsupportedError
+        They are not what ZeRO saves, or not all of it; the message says what they are.
     """
     families: dict[int, _Found] = {}
     prefixes: dict[str, Path] = {}
@@ -80,7 +84,9 @@ def find(tag_dir: Path) -> ShardSet:
         both = " and ".join(str(path) for path in prefixes.values())
         raise IncompleteError(f"{both} are of different runs; move away the set that is older")
     if not prefixes:
-        raise _no_optimizer_files(tag_dir, bool(families))
+        models = [path for found in families.values() for path in found.model.values()]
+        raise without_shards(tag_dir, models, parts)
+    refuse_files(tag_dir, others)
     prefix = next(iter(prefixes))
     return ShardSet(
         tag_dir=tag_dir,
@@ -121,14 +127,6 @@ def _families(
         model = _model_files(tag_dir, found.model, ranks, mp_rank)
         whole.append(FamilyFiles(mp_rank, model, tuple(found.optimizer[r] for r in range(ranks))))
     return tuple(whole)
-
-
-def _no_optimizer_files(tag_dir: Path, has_model: bool) -> IncompleteError:
-    if has_model:
-        return IncompleteError(
-            f"{tag_dir}: no *_optim_states.pt file: not saved with ZeRO 1, 2 or 3, or not whole"
-        )
-    return IncompleteError(f"{tag_dir}: no DeepSpeed checkpoint files in it")
 
 
 def _model_files(

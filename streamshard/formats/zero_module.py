@@ -157,8 +157,13 @@ class ModuleReader:
                     )
                 raise UnsupportedError(message)
             if shard.dtype != tensor.dtype:
-                message = f"{what} is kept as {shard.dtype} for {tensor.dtype}: quantised weights"
-                raise UnsupportedError(f"{message} are not supported")
+                message = (
+                    f"{what} is kept as {shard.dtype} for {tensor.dtype}: quantised by "
+                    "zero_quantized_nontrainable_weights, without the scales, which DeepSpeed "
+                    "does not save. Save with exclude_frozen_parameters=True, and take the frozen "
+                    "weights from the model that the training began with"
+                )
+                raise UnsupportedError(message)
             shards.append(shard.require_contiguous(what))
         return Slot(
             files=np.array([s.storage.file for s in shards], dtype=np.int64),

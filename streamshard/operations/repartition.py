@@ -177,10 +177,10 @@ def plan_repartition(
         limit_bytes=memory_limit,
         projected_bytes=memory_plan.projected_bytes,
         notes=(
-            settings.note,
+            *settings.notes,
             *opened.checkpoint.notes,
             *resized.notes,
-            *advice.for_world_size(opened.checkpoint, dp_world_size),
+            *advice.for_world_size(opened.checkpoint, settings.config, dp_world_size),
         ),
     )
     return RepartitionPlan(

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from streamshard.errors import UsageError
 from streamshard.formats import deepspeed_names as names
-from streamshard.formats import ds_config
+from streamshard.formats import ds_config, resuming
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.model import ZeroLayout
 
@@ -26,7 +26,7 @@ class TargetSettings:
     """DeepSpeed config that the files will hold."""
     module_dtype: str
     is_bf16: bool
-    note: str
+    notes: tuple[str, ...]
 
 
 def target_settings(
@@ -49,6 +49,8 @@ def target_settings(
     saved_stage = _saved_stage(checkpoint)
     as_saved = wanted is None and zero_stage in (None, saved_stage)
     config, is_bf16 = dict(kept), checkpoint.is_bf16
+    if checkpoint.replicas > 1:
+        config = ds_config.with_data_parallel_size(config, dp_world_size)
     if wanted is not None:
         config = ds_config.resolved(wanted, kept)
         stage = _agreed_stage(ds_config.zero_stage(config), zero_stage)
@@ -70,10 +72,51 @@ def target_settings(
         layout = replace(
             checkpoint.layout, stage=stage, world_size=dp_world_size, bf16_optimizer=bool(same)
         )
+    _require_resumable(checkpoint, config, layout, given=wanted is not None)
     note = _settings_note(checkpoint, layout, dtype, wanted)
     if as_saved and saved_stage == 0 and not _is_pipeline(checkpoint):
         note = f"{note} {_STAGE_0}"
-    return TargetSettings(layout, config, dtype, is_bf16, note)
+    return TargetSettings(layout, config, dtype, is_bf16, (note, *resuming.notes(config)))
+
+
+def _require_resumable(
+    checkpoint: Checkpoint, config: ds_config.Config, layout: ZeroLayout, *, given: bool
+) -> None:
+    """Refuse a config with which DeepSpeed would not load what the files hold."""
+    entries = [entry for family in checkpoint.families for entry in family.module]
+    job = resuming.Resuming(
+        config=config,
+        kept=checkpoint.config,
+        stage=layout.stage,
+        world_size=layout.world_size,
+        has_frozen=any(entry.kind == "frozen" for entry in entries),
+    )
+    objection = resuming.objection(job) or _other_sequences(checkpoint, config, layout.world_size)
+    if objection is None:
+        return
+    if given:
+        raise UsageError(f"the given config {objection}")
+    message = f"the config kept in the checkpoint {objection}"
+    raise UsageError(f"{message}, in the job's config, and give that with --ds-config")
+
+
+def _other_sequences(
+    checkpoint: Checkpoint, config: ds_config.Config, world_size: int
+) -> str | None:
+    """Object to another count of ranks that hold each partition alike."""
+    saved = checkpoint.replicas
+    asked = ds_config.sequence_mesh(config)
+    if asked == ((world_size, saved) if saved > 1 else None):
+        return None
+    if saved > 1:
+        return (
+            "does not cut sequences as the checkpoint's job did, which cannot be changed: set "
+            f"data_parallel_size {world_size} and sequence_parallel_size {saved}"
+        )
+    return (
+        "cuts sequences by data_parallel_size and sequence_parallel_size, which the checkpoint's "
+        "job did not, and which cannot be changed: leave data_parallel_size out"
+    )
 
 
 def _saved_stage(checkpoint: Checkpoint) -> int:

@@ -19,6 +19,7 @@ from streamshard.formats import (
     ds_config,
     dump_names,
     dump_reader,
+    foreign,
     frameworks,
     zarr_reader,
     zero_reader,
@@ -119,6 +120,9 @@ def _find_tag(root: Path, tag: str | None) -> tuple[Path, Path]:
     if not root.exists():
         raise SourceNotFoundError(f"{root}: no such file or directory")
     if not root.is_dir():
+        what = foreign.file(root)
+        if what is not None:
+            raise UnsupportedError(f"{root}: {what}")
         message = f"{root}: a file; give the run directory, the tag directory or a .zarr store"
         raise SourceNotFoundError(message)
     if tag is None and _has_shards(root):
@@ -135,6 +139,9 @@ def _find_tag(root: Path, tag: str | None) -> tuple[Path, Path]:
 def _latest(root: Path) -> str:
     latest = root / names.LATEST
     if not latest.is_file():
+        what = None if _has_checkpoints(root) else foreign.directory(root)
+        if what is not None:
+            raise UnsupportedError(f"{root}: {what}")
         message = f"{root}: no 'latest' file and no shards in it{_hint_of_tags(root)}"
         raise SourceNotFoundError(message)
     tag = latest.read_text(errors="replace").strip()
@@ -154,6 +161,13 @@ def _require_plain(tag: str, where: Path) -> None:
 
 def _has_shards(path: Path) -> bool:
     return any(names.parse(entry.name) for entry in path.iterdir())
+
+
+def _has_checkpoints(root: Path) -> bool:
+    """Tell whether ZeRO's checkpoints lie somewhere in a directory."""
+    files = [entry.name for place in root.iterdir() if place.is_dir() for entry in place.iterdir()]
+    kinds = [parsed.kind for name in files if (parsed := names.parse(name))]
+    return "optim" in kinds or names.LATEST in files
 
 
 def _hint_of_tags(root: Path) -> str:

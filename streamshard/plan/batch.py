@@ -29,3 +29,19 @@ def keep_global_batch(train_batch_size: int, micro_batch: int, world_size: int) 
     share = train_batch_size // world_size
     micro = next(size for size in range(min(micro_batch, share), 0, -1) if share % size == 0)
     return BatchPlan(train_batch_size, micro, share // micro)
+
+
+def ranks_per_sample(
+    train_batch_size: int, micro_batch: int, accumulation: int, world_size: int
+) -> int:
+    """Tell among how many ranks each sample is cut; 0 where the sizes do not fit the world.
+
+    >>> ranks_per_sample(64, 4, 2, 8)
+    1
+    >>> ranks_per_sample(64, 4, 4, 8)
+    2
+    >>> ranks_per_sample(64, 5, 4, 8)
+    0
+    """
+    samples, rest = divmod(train_batch_size, micro_batch * accumulation)
+    return 0 if rest or not samples or world_size % samples else world_size // samples

@@ -1,0 +1,275 @@
+"""A path without a ZeRO checkpoint: the message says what it is, and what can be done with it."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+
+import streamshard
+from streamshard.errors import IncompleteError, SourceError, SourceNotFoundError, UnsupportedError
+from tests.fabricated import load, save, write
+from tests.job import TAG, Job
+
+Content = dict[str, Any]
+WEIGHTS = {"a.weight": torch.arange(6.0).reshape(2, 3)}
+ON_ANY = r"Load it as it is, with engine\.load_checkpoint\(\), on any"
+
+
+# Without ZeRO -------------------------------------------------------------------------------------
+
+
+def stage_0(place: Path, **changes: object) -> Path:
+    """Save what DeepSpeed does without ZeRO: one model file, the optimizer in it."""
+    write(Job(stage=1), place)
+    for path in (place / TAG).glob("*_optim_states.pt"):
+        path.unlink()
+    path = place / TAG / "mp_rank_00_model_states.pt"
+    model = load(path)
+    model["ds_config"]["zero_optimization"]["stage"] = 0
+    model |= {"param_shapes": None, "shared_params": None, "optimizer": {"state": {}}, **changes}
+    save(model, path)
+    return place
+
+
+@pytest.mark.parametrize("give_tag", [False, True])
+def test_a_checkpoint_without_zero_needs_nothing(give_tag: bool, tmp_path: Path) -> None:
+    run = stage_0(tmp_path / "run")
+    message = rf"mp_rank_00_model_states\.pt: saved without ZeRO \(stage 0\).*{ON_ANY} count"
+    with pytest.raises(UnsupportedError, match=message):
+        streamshard.inspect(run / TAG if give_tag else run)
+
+
+def test_neither_does_one_with_experts(tmp_path: Path) -> None:
+    run = stage_0(tmp_path / "run", optimizer=None)
+    for rank in range(2):
+        save({"optimizer": {}}, run / TAG / f"expp_rank_{rank}_mp_rank_00_optim_states.pt")
+    with pytest.raises(UnsupportedError, match=rf"{ON_ANY} multiple of the expert-parallel size"):
+        streamshard.inspect(run)
+
+
+def test_bf16_without_zero_had_no_optimizer_for_a_while(tmp_path: Path) -> None:
+    run = stage_0(tmp_path / "run", optimizer=None, ds_version="0.18.2")
+    message = r"no optimizer's state is in it.*0\.17\.6 to 0\.18\.4.*load_optimizer_states=False"
+    with pytest.raises(UnsupportedError, match=message):
+        streamshard.inspect(run)
+
+
+@pytest.mark.parametrize("version", ["0.17.5", "0.9.0", "0.14.5+cpu"])
+def test_before_that_the_optimizer_was_in_files_which_are_missing(
+    version: str, tmp_path: Path
+) -> None:
+    run = stage_0(tmp_path / "run", optimizer=None, ds_version=version)
+    with pytest.raises(IncompleteError, match=r"no \*_optim_states.pt file.*copy them"):
+        streamshard.inspect(run)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_lost_optimizer_files_are_missing(stage: int, tmp_path: Path) -> None:
+    run = write(Job(stage=stage), tmp_path / "run")
+    for path in (run / TAG).glob("*_optim_states.pt"):
+        path.unlink()
+    with pytest.raises(IncompleteError, match=r"no \*_optim_states.pt file.*copy them"):
+        streamshard.inspect(run)
+
+
+def test_an_empty_tag_directory(tmp_path: Path) -> None:
+    (tmp_path / TAG).mkdir()
+    (tmp_path / "latest").write_text(TAG)
+    with pytest.raises(IncompleteError, match="no DeepSpeed checkpoint files"):
+        streamshard.inspect(tmp_path)
+
+
+# Other formats ------------------------------------------------------------------------------------
+
+
+def universal(place: Path, stage: int = 2) -> Path:
+    """Make the tag directory that DeepSpeed's own converter makes."""
+    write(Job(stage=stage), place)
+    for path in (place / TAG).glob("*_optim_states.pt"):
+        path.unlink()
+    for name in ("embed.weight", "block.0.bias"):
+        param = place / TAG / "zero" / name
+        param.mkdir(parents=True)
+        for state in ("fp32", "exp_avg", "exp_avg_sq", "step"):
+            torch.save({"param": torch.zeros(3)}, param / f"{state}.pt")
+    torch.save({}, place / TAG / "zero" / "optimizer_state.pt")
+    return place / TAG
+
+
+def universal_run(place: Path) -> Path:
+    """Leave of a run only what the converter made."""
+    universal(place).rename(place / f"{TAG}_universal")
+    (place / "latest").unlink()
+    (place / "latest_universal").write_text(f"{TAG}_universal")
+    return place
+
+
+def fsdp(place: Path) -> Path:
+    """Save as FSDP does."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is .*uninitialized")
+        save_distributed({"model": WEIGHTS}, checkpoint_id=place, no_dist=True)
+    return place
+
+
+def accelerate_fsdp(place: Path) -> Path:
+    """Save as Accelerate does with FSDP: a directory for the model, another for the optimizer."""
+    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+        fsdp(place / name)
+    torch.save({}, place / "random_states_0.pkl")
+    return place
+
+
+def megatron(place: Path) -> Path:
+    """Save as Megatron does by itself."""
+    shard = place / "iter_0000100" / "mp_rank_00"
+    shard.mkdir(parents=True)
+    torch.save({"model": WEIGHTS}, shard / "model_optim_rng.pt")
+    (place / "latest_checkpointed_iteration.txt").write_text("100")
+    return place
+
+
+def megatron_distributed(place: Path) -> Path:
+    """Save as Megatron's `dist_checkpointing` does."""
+    fsdp(place)
+    torch.save({}, place / "common.pt")
+    (place / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    return place
+
+
+def safetensors(place: Path) -> Path:
+    """Save a model as Hugging Face does."""
+    place.mkdir()
+    save_file(WEIGHTS, place / "model-00001-of-00001.safetensors")
+    (place / "config.json").write_text("{}")
+    return place
+
+
+def adapter(place: Path) -> Path:
+    """Save a PEFT adapter as it once was."""
+    place.mkdir()
+    torch.save(WEIGHTS, place / "adapter_model.bin")
+    return place
+
+
+def trainer_without_deepspeed(place: Path) -> Path:
+    """Save as HF Trainer does on its own."""
+    safetensors(place)
+    torch.save({"state": {}, "param_groups": []}, place / "optimizer.pt")
+    (place / "trainer_state.json").write_text("{}")
+    return place
+
+
+def dumps(place: Path) -> Path:
+    """Save the ranks' optimizers, raw."""
+    place.mkdir()
+    write(Job(), place.with_name("of"))
+    for rank, path in enumerate(sorted((place.with_name("of") / TAG).glob("*_optim_states.pt"))):
+        save(load(path)["optimizer_state_dict"], place / f"optimizer.{rank:02d}.pt")
+    return place
+
+
+UNIVERSAL = r"a DeepSpeed universal checkpoint.*load_universal.*that it was made from"
+DISTRIBUTED = r"a checkpoint of torch\.distributed\.checkpoint, as FSDP saves it"
+NOTHING_CUT = r"nothing in it depends on the count of ranks"
+DIRECTORIES: list[tuple[Callable[[Path], Path], str]] = [
+    (universal, UNIVERSAL),
+    (lambda place: universal(place, stage=3), UNIVERSAL),
+    (universal_run, UNIVERSAL),
+    (fsdp, DISTRIBUTED),
+    (accelerate_fsdp, DISTRIBUTED),
+    (megatron, r"a checkpoint in Megatron's own format"),
+    (megatron_distributed, r"a checkpoint in Megatron's own format"),
+    (safetensors, rf"a model's weights without an optimizer's state; {NOTHING_CUT}"),
+    (adapter, rf"a model's weights without an optimizer's state; {NOTHING_CUT}"),
+    (trainer_without_deepspeed, rf"saved without ZeRO; {NOTHING_CUT}"),
+    (dumps, r"raw dumps of the optimizer; .*'\S*/optimizer\.\{rank:02d\}\.pt'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"), DIRECTORIES, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_directories_of_other_kinds(
+    make: Callable[[Path], Path], message: str, tmp_path: Path
+) -> None:
+    place = make(tmp_path / "given")
+    with pytest.raises(UnsupportedError, match=message) as refusal:
+        streamshard.repartition(place, tmp_path / "out", world_size=2)
+    assert str(refusal.value).startswith(str(place))
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_lies_beside_a_checkpoint_does_not_matter(tmp_path: Path) -> None:
+    run = write(Job(), tmp_path / "run")
+    universal(tmp_path / "other").rename(run / "universal")
+    (run / "latest_universal").write_text("universal")
+    save_file(WEIGHTS, run / "model.safetensors")
+    assert streamshard.inspect(run).tag == TAG
+    # Not even where it is all that is left in view: the tag is to be named then.
+    (run / "latest").unlink()
+    with pytest.raises(SourceNotFoundError, match=rf"--tag: {TAG}, universal"):
+        streamshard.inspect(run)
+
+
+def shard(place: Path) -> Path:
+    """Point at one of the ranks' files."""
+    return next((write(Job(), place) / TAG).glob("*_optim_states.pt"))
+
+
+def renamed_shard(place: Path) -> Path:
+    """Point at one under another name."""
+    return shard(place).rename(place / "rank0.pt")
+
+
+def lightning(place: Path) -> Path:
+    """Save as Lightning does without DeepSpeed."""
+    place.mkdir()
+    torch.save({"state_dict": WEIGHTS, "pytorch-lightning_version": "2.6"}, place / "last.ckpt")
+    return place / "last.ckpt"
+
+
+GIVE_DIRECTORY = r"one file of a DeepSpeed checkpoint; give its directory, \S*"
+FILES: list[tuple[Callable[[Path], Path], str]] = [
+    (shard, rf"{GIVE_DIRECTORY}{TAG}"),
+    (renamed_shard, GIVE_DIRECTORY),
+    (lambda place: write(Job(), place) / "latest", GIVE_DIRECTORY),
+    (
+        lambda place: dumps(place) / "optimizer.01.pt",
+        r"one rank's optimizer.*optimizer\.\{rank:02d",
+    ),
+    (lambda place: safetensors(place) / "model-00001-of-00001.safetensors", r"a model's weights"),
+    (lambda place: adapter(place) / "adapter_model.bin", r"a model's weights"),
+    (lambda place: next(fsdp(place).glob("*.distcp")), DISTRIBUTED),
+    (lightning, r"a Lightning checkpoint in one file"),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"), FILES, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_single_files(make: Callable[[Path], Path], message: str, tmp_path: Path) -> None:
+    path = make(tmp_path / "given")
+    with pytest.raises(UnsupportedError, match=message) as refusal:
+        streamshard.inspect(path)
+    assert str(refusal.value).startswith(str(path))
+
+
+def test_a_file_that_is_nothing_known(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("nothing")
+    with pytest.raises(SourceNotFoundError, match=r"notes\.txt: a file; give the run directory"):
+        streamshard.inspect(tmp_path / "notes.txt")
+    (tmp_path / "broken.pt").write_bytes(b"nothing")
+    with pytest.raises(SourceError, match=r"broken\.pt: "):
+        streamshard.inspect(tmp_path / "broken.pt")
+
+
+def test_a_directory_that_is_nothing_known(tmp_path: Path) -> None:
+    (tmp_path / "broken.pt").write_bytes(b"nothing")
+    with pytest.raises(SourceNotFoundError, match="no 'latest' file and no shards in it"):
+        streamshard.inspect(tmp_path)
