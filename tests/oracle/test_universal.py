@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import streamshard
+from streamshard.errors import UnsupportedError
 from tests.oracle.cases import FIRST_LIGHT
 from tests.oracle.conftest import Places
 from tests.oracle.values import value_differences
@@ -28,6 +30,8 @@ def test_universal_conversion_of_ours_and_of_the_saved_agree(
     one = next(one for one in FIRST_LIGHT if one.name == name)
     saved = _universal(light.source(one.case, one.source), tmp_path / "saved")
     ours = _universal(light.out(one), tmp_path / "ours")
+    with pytest.raises(UnsupportedError, match="a DeepSpeed universal checkpoint"):
+        streamshard.inspect(ours)
     files = sorted(path.relative_to(saved) for path in (saved / "zero").rglob("*.pt"))
     assert files == sorted(path.relative_to(ours) for path in (ours / "zero").rglob("*.pt"))
     # 15 trained parameters with a master and two moments each.
