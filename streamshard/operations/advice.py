@@ -29,8 +29,9 @@ def for_world_size(
     world_size
         Count of its data-parallel ranks, those that sequence parallelism adds included.
     """
-    saved_ranks = checkpoint.layout.world_size
-    told = _ranks_per_sample(checkpoint)
+    counted = _ranks_counted_per_rank(checkpoint)
+    saved_ranks, world_size = checkpoint.layout.world_size * counted, world_size * counted
+    told = _ranks_per_sample(checkpoint, saved_ranks)
     before = 1 if told is None else told
     if not before or saved_ranks % before:
         return (f"{_UNKNOWN} What it says does not fit {saved_ranks} ranks.",)
@@ -51,7 +52,8 @@ def for_world_size(
 
 
 def _where(checkpoint: Checkpoint, world_size: int, cut: int) -> str:
-    parallel = len(checkpoint.families) > 1 or checkpoint.replicas > 1
+    parallel = len(checkpoint.families) > _ranks_counted_per_rank(checkpoint)
+    parallel = parallel or checkpoint.replicas > 1
     text = f"{world_size} {'data-parallel ' if parallel else ''}ranks"
     return f"{text}, {cut} for each sequence" if cut > 1 else text
 
@@ -76,7 +78,16 @@ def _settings(checkpoint: Checkpoint, plan: BatchPlan, world_size: int) -> str:
     return text
 
 
-def _ranks_per_sample(checkpoint: Checkpoint) -> int | None:
+def _ranks_counted_per_rank(checkpoint: Checkpoint) -> int:
+    """Tell how many ranks DeepSpeed counts into the batch for each data-parallel one.
+
+    AutoTP has no model-parallel unit to ask, so all ranks are counted (`DeepSpeedConfig.__init__`).
+    """
+    is_auto = ds_config.features(checkpoint.config).tensor_parallel > 1
+    return len(checkpoint.families) if is_auto else 1
+
+
+def _ranks_per_sample(checkpoint: Checkpoint, saved_ranks: int) -> int | None:
     """Find out among how many of the data-parallel ranks the old job cut each sample.
 
     Sequence parallelism counts its ranks as data-parallel ones, except where a mesh keeps them
@@ -86,7 +97,7 @@ def _ranks_per_sample(checkpoint: Checkpoint) -> int | None:
         return 1
     total, micro, accumulation = ds_config.batch_sizes(checkpoint.config)
     if total and micro and accumulation and min(total, micro, accumulation) > 0:
-        return ranks_per_sample(total, micro, accumulation, checkpoint.layout.world_size)
+        return ranks_per_sample(total, micro, accumulation, saved_ranks)
     asked = ds_config.sequence_parallel_size(checkpoint.config)
     if asked is not None:
         return asked
