@@ -71,7 +71,8 @@ def run(job: Odd) -> None:
 def _groups(model: nn.Module) -> Groups:
     if isinstance(model, TinyLanguageModel):
         return param_groups(model)
-    return [{"params": [param for param in model.parameters() if param.requires_grad]}]
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return [{"name": "all", "params": trained}]  # DeepSpeed splits groups of experts by name
 
 
 def _step(engine: Engine, step: int) -> None:
