@@ -72,6 +72,20 @@ class LogicalTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Digest:
+    """What is kept of a run of bytes to know it again: two checksums of different kinds."""
+
+    nbytes: int
+    crc32: int
+    crc32c: int
+
+    @property
+    def text(self) -> str:
+        """Both checksums in hexadecimal, CRC-32 first."""
+        return f"{self.crc32:08x}{self.crc32c:08x}"
+
+
+@dataclass(frozen=True, slots=True)
 class ZeroLayout:
     """What a ZeRO engine was told about cutting its optimizer state."""
 

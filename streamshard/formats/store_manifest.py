@@ -1,4 +1,4 @@
-"""The list of everything that a store consists of, with sizes and checksums."""
+"""The list of everything that a store consists of: sizes, checksums, digests of the tensors."""
 
 import base64
 import json
@@ -25,17 +25,29 @@ class FileRecord:
     """CRC-32 of each block of a raw chunk's content; of all bytes for any other file."""
 
 
-def spell(records: Mapping[str, FileRecord], codec: str) -> bytes:
-    """Spell the manifest; paths are relative to the store's root."""
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a store says of itself."""
+
+    records: Mapping[str, FileRecord]
+    """Every file but the manifest's own, by path relative to the store's root."""
+    codec: str
+    digests: Mapping[str, str] | None
+    """Array → the digest of its tensor's elements; None where an early version recorded none."""
+
+
+def spell(records: Mapping[str, FileRecord], codec: str, digests: Mapping[str, str]) -> bytes:
+    """Spell the manifest; `digests` has for every array the CRC-32 and CRC-32C of its elements."""
     files = {
         path: [record.nbytes, base64.b64encode(record.crc32s.astype("<u4").tobytes()).decode()]
         for path, record in records.items()
     }
-    return json.dumps({"block_bytes": BLOCK_BYTES, "codec": codec, "files": files}).encode()
+    document = {"block_bytes": BLOCK_BYTES, "codec": codec, "files": files, "digests": digests}
+    return json.dumps(document).encode()
 
 
-def read(data: bytes) -> tuple[dict[str, FileRecord], str]:
-    """Read a manifest; returns its records and the name of the codec.
+def read(data: bytes) -> Manifest:
+    """Read a manifest.
 
     Raises
     ------
@@ -51,8 +63,10 @@ def read(data: bytes) -> tuple[dict[str, FileRecord], str]:
             for path, (nbytes, crcs) in document["files"].items()
         }
         block_bytes, codec = document["block_bytes"], str(document["codec"])
-    except (KeyError, TypeError, ValueError) as error:
+        held = document.get("digests")
+        digests = held and {str(array): str(digest) for array, digest in held.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CorruptFileError(f"manifest is not as streamshard writes it: {error}") from error
     if block_bytes != BLOCK_BYTES:
         raise CorruptFileError(f"manifest has blocks of {block_bytes} bytes, not {BLOCK_BYTES}")
-    return records, codec
+    return Manifest(records, codec, digests)

@@ -18,7 +18,7 @@ from streamshard.errors import (
 )
 from streamshard.formats import store_manifest, store_state
 from streamshard.formats.checkpoint import Checkpoint
-from streamshard.formats.store_manifest import FileRecord
+from streamshard.formats.store_manifest import Manifest
 from streamshard.formats.zarr_chunks import (
     CHECKSUM_BYTES,
     BloscChunk,
@@ -56,13 +56,13 @@ def read(root: Path) -> Store:
     """
     _require_version(root)
     try:
-        records, codec = store_manifest.read(_read_small(root / MANIFEST_PATH / "c/0"))
+        manifest = store_manifest.read(_read_small(root / MANIFEST_PATH / "c/0"))
         checkpoint, chunk_shapes = store_state.load(_read_small(root / STATE_PATH / "c/0"))
     except CorruptFileError as error:
         raise CorruptFileError(f"{root}: {error}") from error
-    if codec not in CODECS:
-        raise UnsupportedError(f"{root}: compressed with '{codec}', which is not known")
-    return _StoreReader(root, checkpoint, records, codec).open(chunk_shapes)
+    if manifest.codec not in CODECS:
+        raise UnsupportedError(f"{root}: compressed with '{manifest.codec}', which is not known")
+    return _StoreReader(root, checkpoint, manifest).open(chunk_shapes)
 
 
 def is_store(root: Path) -> bool:
@@ -96,13 +96,11 @@ def _read_small(path: Path) -> bytes:
 
 
 class _StoreReader:
-    def __init__(
-        self, root: Path, checkpoint: Checkpoint, records: dict[str, FileRecord], codec: str
-    ) -> None:
+    def __init__(self, root: Path, checkpoint: Checkpoint, manifest: Manifest) -> None:
         self._root = root
         self._checkpoint = checkpoint
-        self._records = records
-        self._codec = codec
+        self._records = manifest.records
+        self._codec = manifest.codec
         self._files: list[SourceFile] = []
         self._decoders: dict[int, BlockDigests | EncodedChunk] = {}
         self._codec_bytes = 0

@@ -2,57 +2,28 @@
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import google_crc32c
-import numpy as np
-
 from streamshard.engine import memory
-from streamshard.engine.checksums import ChunkChecksums, Crc32, crc32
-from streamshard.engine.work import Fixed, Region, Span, TargetFile
 from streamshard.errors import UsageError
-from streamshard.formats import store_manifest, store_state, zarr_writer
-from streamshard.formats.store_manifest import BLOCK_BYTES, FileRecord
-from streamshard.formats.zarr_chunks import CHECKSUM_BYTES, BloscChunk, spell_checksum
-from streamshard.formats.zarr_documents import (
-    CODECS,
-    MANIFEST_PATH,
-    STATE_PATH,
-    array_path,
-    chunk_keys,
-)
-from streamshard.model import ITEMSIZE, Copies
+from streamshard.formats.zarr_documents import CODECS
+from streamshard.model import ITEMSIZE
 from streamshard.operations import running
 from streamshard.operations.report import Progress, Report, Silent
 from streamshard.operations.source import Source, open_source
+from streamshard.operations.store_targets import StoreTargets
 from streamshard.operations.target import (
     PartialTarget,
     require_free,
     require_separate,
     require_space,
 )
-from streamshard.plan.cutting import Segments, coalesce
-from streamshard.plan.grid import chunk_counts, chunk_shape
+from streamshard.plan.grid import chunk_shape
 from streamshard.plan.memory import MIB, MemoryPlan
 
 DEFAULT_CHUNK_BYTES: Final = 64 * MIB
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A chunk to be written."""
-
-    path: str
-    tensor: int
-    start: int
-    """First element."""
-    stop: int
-    """Element after the last; the chunk itself may reach past the tensor's end."""
-    nbytes: int
-    """Content, what lies past the tensor's end included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +32,11 @@ class ConvertPlan:
 
     source: Source
     target: Path
-    codec: str
-    chunk_shapes: Sequence[tuple[int, ...]]
+    files: StoreTargets
     memory: MemoryPlan
     overwrite: bool
     report: Report
     """What running it will do."""
-    _records: dict[str, FileRecord] = field(default_factory=dict)
-    """What was written so far, for the manifest."""
 
     def run(self, progress: Progress | None = None) -> Report:
         """Write the store.
@@ -82,58 +50,12 @@ class ConvertPlan:
             told = progress or Silent()
 
             def work() -> None:
-                running.run(self.source, self._targets(), partial_target, self.memory, told)
-                # Last, because it lists the checksums of everything else.
-                manifest = small_array(
-                    MANIFEST_PATH, store_manifest.spell(self._records, self.codec)
-                )
-                running.run(self.source, _fixed(manifest), partial_target, self.memory, told)
+                # The manifest last, because it lists the checksums of everything else.
+                for targets in (self.files.content, self.files.manifest):
+                    running.run(self.source, targets(), partial_target, self.memory, told)
                 partial_target.commit()
 
             return running.measured(self.report, told, work)
-
-    def _targets(self) -> Iterator[TargetFile]:
-        documents = store_documents(self.source, self.chunk_shapes, self.codec)
-        self._records.update({path: record_of(data) for path, data in documents.items()})
-        yield from _fixed(documents)
-        for chunk in chunks(self.source, self.chunk_shapes):
-            yield self._chunk_target(chunk)
-
-    def _chunk_target(self, chunk: Chunk) -> TargetFile:
-        dtype = self.source.checkpoint.tensors[chunk.tensor].dtype
-        itemsize = ITEMSIZE[dtype]
-        copies = self._copies(chunk, itemsize)
-        if self.codec == "none":
-            region = self._raw_region(chunk, copies)
-        else:
-            region = self._encoded_region(chunk, copies, itemsize)
-        return TargetFile(chunk.path, [Span(0, [region])], sync_late=True)
-
-    def _copies(self, chunk: Chunk, itemsize: int) -> Copies:
-        one = np.array([chunk.tensor], dtype=np.int64)
-        segments = Segments(one, np.array([chunk.start]), np.array([chunk.stop]), one * 0)
-        found = self.source.cutting.locate(segments, target_itemsize=itemsize)
-        return coalesce(found, itemsize=itemsize, target_itemsize=itemsize)
-
-    def _raw_region(self, chunk: Chunk, copies: Copies) -> Region:
-        sums = ChunkChecksums(BLOCK_BYTES)
-
-        def trailer() -> bytes:
-            size = chunk.nbytes + CHECKSUM_BYTES
-            self._records[chunk.path] = FileRecord(size, sums.blocks.values())
-            return spell_checksum(sums.crc32c.value)
-
-        return Region(chunk.nbytes, copies, sums, trailer, CHECKSUM_BYTES)
-
-    def _encoded_region(self, chunk: Chunk, copies: Copies, itemsize: int) -> Region:
-        codec = BloscChunk(self.codec, itemsize)
-
-        def encode(content: memoryview) -> bytes:
-            stored = codec.encode(content)
-            self._records[chunk.path] = record_of(stored)
-            return stored
-
-        return Region(chunk.nbytes, copies, Crc32(), encode=encode)
 
 
 def plan_convert(
@@ -184,7 +106,8 @@ def plan_convert(
     opened.require_use_of_like()
     tensors = opened.checkpoint.tensors
     shapes = [chunk_shape(t.shape, ITEMSIZE[t.dtype], chunk_size) for t in tensors]
-    sizes = _sizes(opened, shapes, codec)
+    files = StoreTargets(opened, shapes, codec)
+    sizes = files.sizes()
     both = zip(shapes, tensors, strict=True)
     largest = max((math.prod(s) * ITEMSIZE[t.dtype] for s, t in both), default=0)
     memory_plan = running.fit_memory(
@@ -211,7 +134,7 @@ def plan_convert(
         projected_bytes=memory_plan.projected_bytes,
         notes=opened.checkpoint.notes,
     )
-    return ConvertPlan(opened, target, codec, shapes, memory_plan, overwrite, report)
+    return ConvertPlan(opened, target, files, memory_plan, overwrite, report)
 
 
 def convert(
@@ -242,55 +165,3 @@ def convert(
         overwrite=overwrite,
     )
     return plan.run(progress)
-
-
-def chunks(source: Source, chunk_shapes: Sequence[tuple[int, ...]]) -> Iterator[Chunk]:
-    """Yield the chunks of all tensors, in the order of their elements."""
-    both = zip(source.checkpoint.tensors, chunk_shapes, strict=True)
-    for index, (tensor, shape) in enumerate(both):
-        step, itemsize = math.prod(shape), ITEMSIZE[tensor.dtype]
-        path = array_path(tensor)
-        for number, key in enumerate(chunk_keys(chunk_counts(tensor.shape, shape))):
-            start = number * step
-            stop = min(start + step, tensor.numel)
-            yield Chunk(f"{path}/{key}", index, start, stop, step * itemsize)
-
-
-def store_documents(
-    source: Source, chunk_shapes: Sequence[tuple[int, ...]], codec: str
-) -> dict[str, bytes]:
-    """Spell all files of a store that are not a tensor's chunks, but for the manifest."""
-    state = store_state.dump(source.checkpoint, chunk_shapes)
-    documents = zarr_writer.documents(source.checkpoint, chunk_shapes, codec)
-    return {**documents, **small_array(STATE_PATH, state)}
-
-
-def small_array(path: str, data: bytes) -> dict[str, bytes]:
-    """Spell an array of raw bytes: its document and its only chunk, by path."""
-    return {
-        f"{path}/zarr.json": zarr_writer.small_array_document(len(data)),
-        f"{path}/c/0": data + spell_checksum(google_crc32c.value(data)),
-    }
-
-
-def record_of(data: bytes) -> FileRecord:
-    """Record a file whose bytes are at hand."""
-    return FileRecord(len(data), np.array([crc32(data)], dtype=np.uint32))
-
-
-def _fixed(files: Mapping[str, bytes]) -> Iterator[TargetFile]:
-    for path, data in files.items():
-        yield TargetFile(path, [Span(0, [Fixed(data)])], sync_late=True)
-
-
-def _sizes(source: Source, chunk_shapes: Sequence[tuple[int, ...]], codec: str) -> list[int]:
-    """Work out the size of every file; exact without compression, else an upper bound."""
-    documents = store_documents(source, chunk_shapes, codec)
-    records = {path: record_of(data) for path, data in documents.items()}
-    for chunk in chunks(source, chunk_shapes):
-        blocks = -(-chunk.nbytes // BLOCK_BYTES) if codec == "none" else 1
-        # Blosc stores what does not shrink, with a header.
-        extra = CHECKSUM_BYTES if codec == "none" else CHECKSUM_BYTES + 16
-        records[chunk.path] = FileRecord(chunk.nbytes + extra, np.zeros(blocks, dtype=np.uint32))
-    manifest = small_array(MANIFEST_PATH, store_manifest.spell(records, codec))
-    return [*(record.nbytes for record in records.values()), *map(len, manifest.values())]
