@@ -4,6 +4,8 @@ Real engines are asked the same in `tests/oracle`; this asks it often, in second
 """
 
 import enum
+import pickletools
+import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -75,6 +77,25 @@ def check(job: Job, world_size: int, directory: Path) -> None:
 def test_files_are_those_of_the_other_world(tmp_path: Path, stage: int, world_size: int) -> None:
     job = Job(stage=stage, world_size=3, client_state=client_state(), sub_group_size=20)
     check(job, world_size, tmp_path)
+
+
+def names_in(run: Path) -> set[str]:
+    """List the names that the pickles of a checkpoint would have imported."""
+    found: set[str] = set()
+    for path in sorted((run / TAG).glob("*.pt")):
+        with zipfile.ZipFile(path) as archive:
+            pickled = archive.read(f"{path.stem}/data.pkl")
+        operations = pickletools.genops(pickled)
+        found |= {str(arg) for operation, arg, _ in operations if operation.name == "GLOBAL"}
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_no_name_is_asked_for_that_the_source_does_not_ask_for(tmp_path: Path, stage: int) -> None:
+    run = write(Job(stage=stage, client_state=client_state()), tmp_path / "run")
+    streamshard.repartition(run, tmp_path / "out", world_size=3)
+    assert names_in(tmp_path / "out") <= names_in(run)
+    assert "collections OrderedDict" in names_in(run)
 
 
 @pytest.mark.parametrize("alignment", [False, True])

@@ -57,7 +57,8 @@ class ModuleWriter:
 
     def _module(self, held: Node) -> OrderedDict[str, Node]:
         """Spell the module's state dict."""
-        module = OrderedDict[str, Node]()
+        # Made by the class itself: `OrderedDict[…]()` would leave a mark on it that is saved too.
+        module: OrderedDict[str, Node] = OrderedDict()
         vars(module).update(getattr(held, "__dict__", {}))
         kept = {e.name: self._module_entry(e, {}) for e in self._family.module if not e.alias_of}
         for entry in self._family.module:
@@ -138,7 +139,8 @@ class ModuleWriter:
         )
         if self._layout.stage == 1 or left_out:
             return None, None
-        shapes, fragments = OrderedDict[str, Node](), OrderedDict[str, Node]()
+        shapes: OrderedDict[str, Node] = OrderedDict()
+        fragments: OrderedDict[str, Node] = OrderedDict()
         for entry in self._family.module:
             if entry.kind == "frozen":
                 shapes[entry.name] = self._shape(entry.shape)
