@@ -12,11 +12,11 @@ from tqdm import tqdm
 
 from streamshard import sizes
 from streamshard.engine import memory
-from streamshard.errors import StreamshardError, UsageError
+from streamshard.errors import IntegrityError, StreamshardError, UsageError
 from streamshard.formats.zarr_documents import CODECS
-from streamshard.operations import convert, inspect, repartition, running
+from streamshard.operations import convert, inspect, repartition, running, verify
 from streamshard.operations.report import Progress, Report, Silent
-from streamshard.tables import inspection_text, report_text
+from streamshard.tables import findings_text, inspection_text, report_text, verification_text
 
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -50,11 +50,13 @@ def _parser() -> argparse.ArgumentParser:
         prog="streamshard",
         description="Reshard DeepSpeed ZeRO checkpoints to another number of GPUs.",
         epilog="Exit codes: 0 done, 2 usage, 3 source unreadable or incomplete, 4 target, "
-        "5 memory limit too small, 6 bytes differ from what was recorded, 130 interrupted.",
+        "5 memory limit too small, 6 bytes differ from what was recorded or verify found problems, "
+        "130 interrupted.",
     )
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     _add_repartition(verbs)
     _add_convert(verbs)
+    _add_verify(verbs)
     _add_inspect(verbs)
     return parser
 
@@ -104,6 +106,34 @@ def _add_convert(verbs: Verbs) -> None:
     _add_moving_options(verb)
 
 
+def _add_verify(verbs: Verbs) -> None:
+    verb = _add(
+        verbs,
+        "verify",
+        _verify,
+        "check that a checkpoint is whole and as it was written, or the same as another",
+        "streamshard verify archive/7b.zarr --against runs/7b",
+    )
+    verb.add_argument("source", metavar="PATH", help=_SOURCE_HELP)
+    verb.add_argument(
+        "--against",
+        metavar="SRC",
+        help="compare the content with that of another checkpoint, tensor by tensor, whatever "
+        "its format, ZeRO stage and world size; checksums are not looked at then",
+    )
+    verb.add_argument(
+        "--sample",
+        metavar="PART",
+        help="read a part only: 3/20, or 5%% for the one of twenty whose turn it is today [all]",
+    )
+    verb.add_argument(
+        "--digests",
+        action="store_true",
+        help="list the digest of every tensor, which does not depend on how it is cut",
+    )
+    _add_reading_options(verb)
+
+
 def _add_inspect(verbs: Verbs) -> None:
     verb = _add(
         verbs,
@@ -142,7 +172,7 @@ def _add_source_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--tag", help="tag to read [the one that 'latest' names]")
 
 
-def _add_moving_options(verb: argparse.ArgumentParser) -> None:
+def _add_reading_options(verb: argparse.ArgumentParser) -> None:
     _add_source_options(verb)
     verb.add_argument(
         "--memory-limit",
@@ -152,9 +182,19 @@ def _add_moving_options(verb: argparse.ArgumentParser) -> None:
         help="memory above the program's own: 512MiB, 2GB, or 50%% of the machine's [1GiB]",
     )
     verb.add_argument("--workers", type=int, metavar="N", help="threads [one per core, at most 4]")
+
+
+def _add_moving_options(verb: argparse.ArgumentParser) -> None:
+    _add_reading_options(verb)
     verb.add_argument("--overwrite", action="store_true", help="replace the target if it exists")
     verb.add_argument(
         "-n", "--dry-run", action="store_true", help="show what would be done, and write nothing"
+    )
+    verb.add_argument(
+        "--verify",
+        action="store_true",
+        help="read back from disk what was written, and compare it with SRC before it takes its "
+        "place",
     )
 
 
@@ -195,6 +235,25 @@ def _convert(arguments: argparse.Namespace) -> None:
     _show(plan.report if arguments.dry_run else plan.run(_progress(arguments)), arguments)
 
 
+def _verify(arguments: argparse.Namespace) -> None:
+    found = verify.verify(
+        arguments.source,
+        against=arguments.against,
+        sample=arguments.sample,
+        digests=arguments.digests,
+        progress=_progress(arguments),
+        **_reading_options(arguments),
+    )
+    if arguments.json:
+        print(json.dumps(asdict(found), indent=2))
+    elif not arguments.quiet:
+        with_digests = arguments.digests
+        print(verification_text(found, verbose=arguments.verbose, with_digests=with_digests))
+    if not found.is_good:
+        sys.stdout.flush()
+        raise IntegrityError(findings_text(found, verbose=arguments.quiet))
+
+
 def _inspect(arguments: argparse.Namespace) -> None:
     found = inspect.inspect(arguments.source, **_source_options(arguments))
     if arguments.json:
@@ -211,15 +270,19 @@ def _source_options(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _moving_options(arguments: argparse.Namespace) -> dict[str, Any]:
+def _reading_options(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.workers is not None and arguments.workers < 1:
         raise UsageError(f"--workers {arguments.workers}: at least one is needed")
     return {
         **_source_options(arguments),
         "memory_limit": arguments.memory_limit,
         "workers": arguments.workers,
-        "overwrite": arguments.overwrite,
     }
+
+
+def _moving_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    writing = {"overwrite": arguments.overwrite, "verify": arguments.verify}
+    return {**_reading_options(arguments), **writing}
 
 
 def _show(report: Report, arguments: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ from typing import Final
 
 from streamshard.operations.inspect import GroupSummary, Inspection
 from streamshard.operations.report import Report
+from streamshard.operations.verification import Difference, Problem, Verification
 from streamshard.sizes import show
 
 _KINDS: Final = {
@@ -14,6 +15,8 @@ _KINDS: Final = {
     "store": "Zarr store",
     "dumps": "raw per-rank dumps",
 }
+_MOST_SHOWN: Final = 20
+"""Problems that are shown without being asked for all."""
 _MAIN_HYPER_PARAMETERS: Final = ("lr", "weight_decay", "betas", "momentum")
 """Hyper-parameters that are shown without being asked for."""
 
@@ -142,10 +145,66 @@ def report_text(report: Report, *, verbose: bool) -> str:
         ("files", f"{report.files:,}, {show(report.bytes_written)}"),
         ("memory", _memory(report, verbose=verbose)),
     ]
+    if report.is_verified:
+        facts.append(("verified", "read back from disk: no difference" if done else "will be"))
     if report.seconds is not None:
         rate = report.bytes_written / max(report.seconds, 1e-9)
         facts.append(("took", f"{report.seconds:.1f} s, {show(int(rate))}/s"))
     return "\n\n".join([_facts(facts), *map(paragraph, report.notes)])
+
+
+def verification_text(found: Verification, *, verbose: bool, with_digests: bool) -> str:
+    """Lay out what `verify` looked at and found."""
+    facts: list[tuple[str, object]] = [("checkpoint", found.path)]
+    if found.kind:
+        facts[0] = ("checkpoint", f"{found.path} ({_KINDS[found.kind]})")
+    if found.against is not None:
+        facts.append(("against", found.against))
+    facts.append(("tag", found.tag or "not known"))
+    if found.sample != "1/1":
+        facts.append(("sample", found.sample))
+    rate = found.bytes_read / max(found.seconds, 1e-9)
+    facts += [
+        ("files", f"{found.files:,}"),
+        ("read", f"{show(found.bytes_read)} in {found.seconds:.1f} s, {show(int(rate))}/s"),
+    ]
+    if found.against is None:
+        facts.append(("checksums", f"{found.checked:,}"))
+    if found.against is not None or found.tensors:
+        facts.append(("tensors", f"{found.tensors:,}"))
+    if verbose:
+        peak = show(max(0, found.peak_bytes - found.floor_bytes))
+        projected = show(found.projected_bytes - found.floor_bytes)
+        above = f"{peak} above the program's {show(found.floor_bytes)}; projected {projected}"
+        facts.append(("memory", above))
+    blocks = [_facts(facts), *map(paragraph, found.notes)]
+    if with_digests:
+        blocks.append(table([("digest", "tensor"), *((d, n) for n, d in found.digests.items())]))
+    wrong: list[Problem | Difference] = [*found.problems, *found.differences]
+    shown = wrong if verbose else wrong[:_MOST_SHOWN]
+    if wrong:
+        blocks.append("\n".join(map(_finding, shown)))
+    else:
+        blocks.append("No difference." if found.against else "No problem found.")
+    if len(shown) < len(wrong):
+        blocks.append(f"{len(wrong) - len(shown):,} more; -v shows all.")
+    return "\n\n".join(blocks)
+
+
+def findings_text(found: Verification, *, verbose: bool) -> str:
+    """Sum up what is wrong in a line; or all of it, if nothing else is shown."""
+    wrong: list[Problem | Difference] = [*found.problems, *found.differences]
+    count = f"{len(found.problems):,} problem{'s' * (len(found.problems) != 1)}"
+    if found.differences:
+        many = len(found.differences)
+        differences = f"{many:,} difference{'s' * (many != 1)} from {found.against}"
+        count = f"{count}, {differences}" if found.problems else differences
+    lines = [f"{found.path}: {count}", *(map(_finding, wrong) if verbose else ())]
+    return "\n".join(lines)
+
+
+def _finding(found: Problem | Difference) -> str:
+    return f"{found.kind}: {found.message}"
 
 
 def _resize(report: Report) -> str:

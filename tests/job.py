@@ -128,6 +128,8 @@ class Job:
     offload: bool = False
     """Whether the optimizer's states are kept off the device, where momentum is cut."""
     elastic: bool = False
+    changed: tuple[str, str, int] | None = None
+    """(state, parameter, index) of an element that is greater by one than it should be."""
 
     @property
     def cut_groups(self) -> tuple[Shapes, ...]:
@@ -162,7 +164,10 @@ class Job:
         """Make a state of a trained parameter, or of a frozen one."""
         shape = {**self.shapes, **dict(self.frozen)}[name]
         seed = f"{self.part}/{state}" if self.part else state
-        return values(seed, self.in_model(name, expert_rank), shape)
+        made = values(seed, self.in_model(name, expert_rank), shape)
+        if self.changed is not None and self.changed[:2] == (state, name):
+            made.view(-1)[self.changed[2]] += 1
+        return made
 
     def stored_order(self, group: int) -> list[str]:
         """Names of a group's parameters in the order in which a flat group holds them."""

@@ -19,6 +19,7 @@ from benchmarks._check import native_differences, store_differences
 from benchmarks._fabricate import fabricate
 from benchmarks._measure import STREAMSHARD, Measured, measure
 from benchmarks._model import Model, transformer
+from streamshard.formats.torch_audit import audit
 
 MIB = 1 << 20
 LIMIT = 48 * MIB
@@ -122,6 +123,50 @@ def test_through_a_store(source: Source, place: Path, options: tuple[str, ...]) 
     assert source.store_differences(store) == []
     require_kept_contract(run("repartition", store, place / "out", "--world-size", str(TO)))
     assert source.differences(place / "out") == []
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_verify(source: Source, place: Path, codec: str) -> None:
+    store, out = place / "kept.zarr", place / "out"
+    options = ("--codec", codec, "--chunk-size", "2MiB")
+    limit = LIMIT if codec == "none" else 2 * LIMIT
+    verified = run("convert", source.path, store, *options, "--verify", limit=limit)
+    require_kept_contract(verified, limit)
+    verified = run("repartition", store, out, "--world-size", str(TO), "--verify", limit=limit)
+    require_kept_contract(verified, limit)
+    for path, *others in (
+        (source.path,),
+        (store,),
+        (source.path, "--digests"),
+        (store, "--against", source.path),
+        (out, "--against", store),
+        (out, "--against", source.path),
+    ):
+        limited = ("--memory-limit", str(limit), "--json")
+        done = measure(*STREAMSHARD, "verify", path, *others, *limited)
+        report = require_kept_contract(done, limit)
+        assert (report["problems"], report["differences"]) == ([], [])
+        assert report["bytes_read"] > 0.9 * LARGE
+
+
+def test_verify_of_what_differs_everywhere(source: Source, place: Path) -> None:
+    """What is found is held until the end: it must not grow with what differs."""
+    other = place / "other"
+    shutil.copytree(source.path, other)
+    for path in sorted(other.rglob("*_optim_states.pt")):
+        for record in audit(path).records:
+            with path.open("r+b") as stream:
+                for at in range(0, record.nbytes - MIB, MIB):
+                    stream.seek(record.start + at)
+                    stream.write(os.urandom(MIB // 2))
+    limited = ("--memory-limit", str(LIMIT), "--json")
+    for options, found in ((("--against", source.path), "differences"), ((), "problems")):
+        done = measure(*STREAMSHARD, "verify", other, *options, *limited)
+        assert done.exit_code == 6
+        report = done.report
+        assert report["peak_bytes"] <= report["projected_bytes"]
+        assert done.peak_bytes <= report["projected_bytes"]
+        assert len(report[found]) > 3
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -22,14 +22,18 @@ from tests.job import TAG, Job, Keepsake
 ROOT = Path(streamshard.__file__).parent.parent
 
 SURFACE = [
+    "Difference",
     "Inspection",
+    "Problem",
     "Report",
     "StreamshardError",
+    "Verification",
     "convert",
     "inspect",
     "plan_convert",
     "plan_repartition",
     "repartition",
+    "verify",
 ]
 
 
@@ -54,7 +58,7 @@ def test_everything_public_is_documented_and_takes_options_by_keyword(name: str)
     if inspection.isfunction(value):
         kinds = [p.kind for p in inspection.signature(value).parameters.values()]
         by_position = kinds.count(inspection.Parameter.POSITIONAL_OR_KEYWORD)
-        assert by_position == (1 if name == "inspect" else 2)
+        assert by_position == (1 if name in ("inspect", "verify") else 2)
         assert kinds[by_position:] == [inspection.Parameter.KEYWORD_ONLY] * len(kinds[by_position:])
 
 
@@ -136,8 +140,9 @@ for source in ("run", "x.zarr"):
     assert streamshard.inspect(f"{root}/{source}").world_size == 2
     for world_size in (2, 3):
         streamshard.repartition(
-            f"{root}/{source}", f"{root}/{source}-{world_size}", world_size=world_size
+            f"{root}/{source}", f"{root}/{source}-{world_size}", world_size=world_size, verify=True
         )
+    assert streamshard.verify(f"{root}/{source}").is_good
 assert streamshard.cli.main(["inspect", f"{root}/run", "--json"]) == 0
 """
 

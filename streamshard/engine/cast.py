@@ -3,10 +3,14 @@
 But for NaNs, which stay NaNs: torch's own bits for them depend on the processor's instructions.
 """
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from streamshard.engine.work import Cast
 from streamshard.errors import UnsupportedError
+from streamshard.model import ITEMSIZE
 
 
 def _float32_to_bfloat16(source: memoryview, target: memoryview) -> None:
@@ -52,3 +56,21 @@ def cast_between(source: str, target: str) -> Cast | None:
     if (source, target) not in _CASTS:
         raise UnsupportedError(f"weights cannot be converted from {source} to {target}")
     return _CASTS[source, target]
+
+
+_INFINITY: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {
+    "float32": (np.uint32, 0x7F800000),
+    "float16": (np.uint16, 0x7C00),
+    "bfloat16": (np.uint16, 0x7F80),
+}
+"""The integers that have the bits of positive infinity, above which there are only NaNs."""
+
+
+def find_nans(view: memoryview, dtype: str) -> NDArray[np.bool_]:
+    """Tell of every element whether it is a NaN; of other dtypes than a cast's none is."""
+    if dtype not in _INFINITY:
+        return np.zeros(len(view) // ITEMSIZE[dtype], dtype=bool)
+    word, infinity = _INFINITY[dtype]
+    bits = np.frombuffer(view, dtype=word)
+    found: NDArray[np.bool_] = (bits & word((1 << (8 * bits.itemsize - 1)) - 1)) > infinity
+    return found

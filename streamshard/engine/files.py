@@ -227,6 +227,23 @@ def finish_writeback(descriptor: int, offset: int, nbytes: int) -> None:
         _sync_file_range(descriptor, offset, nbytes, _SYNC_FILE_RANGE_WAIT)
 
 
+def drop_cached(root: Path) -> None:
+    """Have the system forget what it keeps in memory of all files below a directory.
+
+    What is then read comes from the disk. A hint: where the system has no such call, nothing
+    happens; what is not yet on the disk stays.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for directory, _, files in os.walk(root):
+        for name in files:
+            descriptor = os.open(Path(directory) / name, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+
+
 def sync_directories(root: Path) -> None:
     """Make the names in a directory tree durable, innermost first."""
     for directory, _, _ in os.walk(root, topdown=False):

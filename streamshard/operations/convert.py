@@ -10,7 +10,9 @@ from streamshard.engine import memory
 from streamshard.errors import UsageError
 from streamshard.formats.zarr_documents import CODECS
 from streamshard.model import ITEMSIZE
-from streamshard.operations import running
+from streamshard.operations import rereading, running
+from streamshard.operations.checking import Request
+from streamshard.operations.compare import EXTRA_BYTES
 from streamshard.operations.report import Progress, Report, Silent
 from streamshard.operations.source import Source, open_source
 from streamshard.operations.store_targets import StoreTargets
@@ -53,6 +55,10 @@ class ConvertPlan:
                 # The manifest last, because it lists the checksums of everything else.
                 for targets in (self.files.content, self.files.manifest):
                     running.run(self.source, targets(), partial_target, self.memory, told)
+                if self.report.is_verified:
+                    place = partial_target.path
+                    written = Request(place)
+                    rereading.require_same(written, place, self.source, self.memory, told)
                 partial_target.commit()
 
             return running.measured(self.report, told, work)
@@ -70,6 +76,7 @@ def plan_convert(
     memory_limit: int = running.DEFAULT_LIMIT_BYTES,
     workers: int | None = None,
     overwrite: bool = False,
+    verify: bool = False,
 ) -> ConvertPlan:
     """Read the source's headers and plan a conversion; writes nothing.
 
@@ -87,6 +94,8 @@ def plan_convert(
         For sources that do not tell all that is needed; see `plan_repartition`.
     memory_limit
         Bytes allowed above what the program itself occupies.
+    verify
+        Read back from disk what was written, and compare it with the source before it is renamed.
 
     Raises
     ------
@@ -114,9 +123,12 @@ def plan_convert(
         floor_bytes=floor_bytes,
         # While a chunk is compressed: its content, the result, that with its checksum behind, and
         # what the allocator keeps of the chunk before.
-        codec_bytes=opened.codec_bytes + (0 if codec == "none" else 4 * largest + MIB),
+        codec_bytes=opened.codec_bytes
+        + (0 if codec == "none" else 4 * largest + MIB)
+        + (EXTRA_BYTES if verify else 0),
         workers=workers,
         limit_bytes=memory_limit,
+        reopened=int(verify),
     )
     require_space(target, sum(sizes))
     report = Report(
@@ -132,6 +144,7 @@ def plan_convert(
         floor_bytes=floor_bytes,
         limit_bytes=memory_limit,
         projected_bytes=memory_plan.projected_bytes,
+        is_verified=verify,
         notes=opened.checkpoint.notes,
     )
     return ConvertPlan(opened, target, files, memory_plan, overwrite, report)
@@ -149,6 +162,7 @@ def convert(
     memory_limit: int = running.DEFAULT_LIMIT_BYTES,
     workers: int | None = None,
     overwrite: bool = False,
+    verify: bool = False,
     progress: Progress | None = None,
 ) -> Report:
     """Write a checkpoint's store; see `plan_convert`."""
@@ -163,5 +177,6 @@ def convert(
         memory_limit=memory_limit,
         workers=workers,
         overwrite=overwrite,
+        verify=verify,
     )
     return plan.run(progress)

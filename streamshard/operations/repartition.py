@@ -15,7 +15,9 @@ from streamshard.formats.dump_names import Template
 from streamshard.formats.zero_target import ZeroTarget
 from streamshard.formats.zero_writer import DumpImages, Images, NativeImages, StepImages
 from streamshard.model import FILE
-from streamshard.operations import advice, muon, running
+from streamshard.operations import advice, muon, rereading, running
+from streamshard.operations.checking import Request
+from streamshard.operations.compare import EXTRA_BYTES
 from streamshard.operations.cut import flat_groups
 from streamshard.operations.native_files import FamilyCut, NativeFiles
 from streamshard.operations.report import Progress, Report, Silent
@@ -52,6 +54,8 @@ class RepartitionPlan:
     files: NativeFiles
     resized: frameworks.Resized
     """What becomes of the files that come along."""
+    written: Request | None
+    """How to open what was written, where it is to be verified; the path is still to be put in."""
     memory: MemoryPlan
     overwrite: bool
     report: Report
@@ -71,11 +75,19 @@ class RepartitionPlan:
 
             def work() -> None:
                 running.run(self.source, self._targets(), partial_target, self.memory, told)
+                self._verify(partial_target.path, told)
                 tag = self.source.checkpoint.tag
                 partial_target.commit(latest=tag if self.template is None else None)
 
             told = progress or Silent()
             return running.measured(self.report, told, work)
+
+    def _verify(self, place: Path, told: Progress) -> None:
+        """Compare what was written with the source, if that was asked for."""
+        if self.written is not None:
+            path = place / self.template.name if self.template else place
+            written = replace(self.written, path=path)
+            rereading.require_same(written, place, self.source, self.memory, told)
 
     def _targets(self) -> Iterator[TargetFile]:
         for images in self.images:
@@ -96,6 +108,7 @@ def plan_repartition(
     memory_limit: int = running.DEFAULT_LIMIT_BYTES,
     workers: int | None = None,
     overwrite: bool = False,
+    verify: bool = False,
 ) -> RepartitionPlan:
     """Read the source's headers and plan a repartition; writes nothing.
 
@@ -123,6 +136,8 @@ def plan_repartition(
         stages 1 and 2 not the order in which stage 3 has its parameters.
     memory_limit
         Bytes allowed above what the program itself occupies.
+    verify
+        Read back from disk what was written, and compare it with the source before it is renamed.
 
     Raises
     ------
@@ -157,10 +172,11 @@ def plan_repartition(
     bytes_written = sum(nbytes * count for nbytes, count in sizes)
     memory_plan = running.fit_memory(
         floor_bytes=floor_bytes,
-        codec_bytes=opened.codec_bytes,
+        codec_bytes=opened.codec_bytes + (EXTRA_BYTES if verify else 0),
         workers=workers,
         limit_bytes=memory_limit,
         copies_bytes=_copies_bytes(opened, dp_world_size),
+        reopened=-(-dp_world_size // opened.checkpoint.layout.world_size) if verify else 0,
     )
     require_space(directory, bytes_written)
     report = Report(
@@ -176,6 +192,7 @@ def plan_repartition(
         floor_bytes=floor_bytes,
         limit_bytes=memory_limit,
         projected_bytes=memory_plan.projected_bytes,
+        is_verified=verify,
         notes=(
             *settings.notes,
             *opened.checkpoint.notes,
@@ -183,8 +200,18 @@ def plan_repartition(
             *advice.for_world_size(opened.checkpoint, settings.config, dp_world_size),
         ),
     )
+    written = Request("", opened.checkpoint.tag, config=settings.config, like=opened.like)
     return RepartitionPlan(
-        opened, directory, template, images, files, resized, memory_plan, overwrite, report
+        source=opened,
+        target=directory,
+        template=template,
+        images=images,
+        files=files,
+        resized=resized,
+        written=written if verify else None,
+        memory=memory_plan,
+        overwrite=overwrite,
+        report=report,
     )
 
 
@@ -201,6 +228,7 @@ def repartition(
     memory_limit: int = running.DEFAULT_LIMIT_BYTES,
     workers: int | None = None,
     overwrite: bool = False,
+    verify: bool = False,
     progress: Progress | None = None,
 ) -> Report:
     """Write a checkpoint's files for another world size; see `plan_repartition`."""
@@ -216,6 +244,7 @@ def repartition(
         memory_limit=memory_limit,
         workers=workers,
         overwrite=overwrite,
+        verify=verify,
     )
     return plan.run(progress)
 

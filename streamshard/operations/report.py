@@ -56,5 +56,7 @@ class Report:
     """Highest resident memory that was measured; None before the run."""
     seconds: float | None = None
     """Duration of the run without planning; None before the run."""
+    is_verified: bool = False
+    """Whether what was written is read back and compared with the source."""
     notes: tuple[str, ...] = field(default=())
     """What the user should know or do next."""

@@ -35,6 +35,7 @@ def fit_memory(
     workers: int | None,
     limit_bytes: int,
     copies_bytes: int = 0,
+    reopened: int = 0,
 ) -> MemoryPlan:
     """Fit a run into the limit, once everything is planned.
 
@@ -44,8 +45,10 @@ def fit_memory(
     ----------
     copies_bytes
         What the copies of the files in flight take, which are found only during the run.
+    reopened
+        How many times as much as the source's headers those take that are read back after the run.
     """
-    held_bytes = max(0, memory.peak_bytes() - floor_bytes) + copies_bytes
+    held_bytes = (1 + reopened) * max(0, memory.peak_bytes() - floor_bytes) + copies_bytes
     if workers is not None and workers < 1:
         raise UsageError(f"--workers {workers}: at least one is needed")
     return plan_memory(
@@ -75,7 +78,8 @@ def run(
 
 def measured(report: Report, progress: Progress, work: Callable[[], None]) -> Report:
     """Do the work, and add to the report how long it took and how much memory at most."""
-    progress.start(report.bytes_written)
+    # To verify is to read it once for the checksums, and once more beside the source.
+    progress.start(report.bytes_written * (4 if report.is_verified else 1))
     began = time.monotonic()
     try:
         work()

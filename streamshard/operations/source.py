@@ -92,31 +92,49 @@ def open_source(
     SourceError
         There is no checkpoint there, or it cannot be used; the message names the file.
     """
-    root = Path(path)
     if ds_config_file is not None and not dump_names.is_template(str(path)):
         message = f"{path}: is no set of raw dumps, so there is no use for --source-ds-config"
         raise UsageError(message)
     known = open_source(like).checkpoint if like is not None else None
-    try:
-        if dump_names.is_template(str(path)):
-            config = ds_config.read_file(Path(ds_config_file)) if ds_config_file else None
-            opened = _open_dumps(str(path), config, known)
-        elif (root / "zarr.json").is_file():
-            opened = _open_store(root, tag)
-        else:
-            opened = _open_native(*_find_tag(root, tag), known)
-    except OSError as error:
-        place = error.filename or root
-        raise SourceError(f"{place}: cannot be read ({error.strerror})") from error
+    config = ds_config.read_file(Path(ds_config_file)) if ds_config_file else None
+    opened = open_with(path, tag, config=config, like=known)
     if opened.is_elastic and known is not None:
         note = _ELASTIC.format(like=like, tag=known.tag)
         checkpoint = opened.checkpoint
         opened = replace(opened, checkpoint=replace(checkpoint, notes=(note, *checkpoint.notes)))
-    return replace(opened, like=known)
+    return opened
 
 
-def _find_tag(root: Path, tag: str | None) -> tuple[Path, Path]:
-    """Return the run directory and the tag directory in it."""
+def open_with(
+    path: str | os.PathLike[str],
+    tag: str | None = None,
+    *,
+    config: ds_config.Config | None = None,
+    like: Checkpoint | None = None,
+) -> Source:
+    """Open a checkpoint with what is known of it already; see `open_source`."""
+    root = Path(path)
+    try:
+        if dump_names.is_template(str(path)):
+            opened = _open_dumps(str(path), config, like)
+        elif (root / "zarr.json").is_file():
+            opened = _open_store(root, tag)
+        else:
+            opened = _open_native(*find_tag(root, tag), like)
+    except OSError as error:
+        place = error.filename or root
+        raise SourceError(f"{place}: cannot be read ({error.strerror})") from error
+    return replace(opened, like=like)
+
+
+def find_tag(root: Path, tag: str | None) -> tuple[Path, Path]:
+    """Return the run directory and the tag directory in it.
+
+    Raises
+    ------
+    SourceError
+        There is none; the message says where there are some.
+    """
     if not root.exists():
         raise SourceNotFoundError(f"{root}: no such file or directory")
     if not root.is_dir():

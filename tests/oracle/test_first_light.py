@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import streamshard
 from tests.oracle.cases import FIRST_LIGHT, LEGACY, Resharding
 from tests.oracle.compare import close, differences
 from tests.oracle.conftest import FURTHER_STEPS, Places
@@ -48,6 +49,26 @@ def test_deepspeed_would_have_written_the_same_files(one: Resharding, light: Pla
     tag = (light.out(one) / "latest").read_text()
     assert tag == (light.source(one.case, one.source) / "latest").read_text()
     assert file_differences(light.out(one) / tag, light.resaved(one) / tag) == []
+
+
+def test_verify_finds_nothing_wrong_and_no_difference(one: Resharding, light: Places) -> None:
+    source, store = light.source(one.case, one.source), light.store(one)
+    out, resaved = light.out(one), light.resaved(one)
+    for path in (source, store, out, resaved):
+        found = streamshard.verify(path)
+        assert (found.problems, found.differences) == ((), ())
+        # Files of the format before the zip container hold no checksums, and DeepSpeed as here
+        # configured writes them again.
+        without = one.case in LEGACY and path in (source, resaved)
+        assert (found.checked > 20) != without
+        assert any("without checksums" in note for note in found.notes)
+    pairs = [(resaved, out), (store, source)]
+    if one.case.dtype == one.resuming.dtype:
+        pairs += [(out, source), (resaved, store)]
+    for path, other in pairs:
+        found = streamshard.verify(path, against=other)
+        assert (found.problems, found.differences) == ((), ())
+        assert found.tensors > 20
 
 
 @pytest.mark.parametrize(

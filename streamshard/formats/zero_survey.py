@@ -1,0 +1,189 @@
+"""Lists all that is wrong with a set of shards that cannot be opened, file by file.
+
+Readers stop at the first thing that does not fit. Whoever has to mend a checkpoint wants to know
+all of them: every missing rank, every file that is torn or of another step.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Final, TypeVar
+
+from streamshard.errors import CorruptFileError, DisagreementError, IncompleteError, SourceError
+from streamshard.formats import deepspeed_names as names
+from streamshard.formats import torch_file
+from streamshard.formats.dump_names import Template
+from streamshard.formats.inert import Node
+from streamshard.formats.torch_tensor import tensor_of
+from streamshard.formats.zero_family import rank_counts
+from streamshard.formats.zero_files import fingerprint, require
+from streamshard.formats.zero_reader import malformed
+
+Roots = Mapping[Path, Mapping[str, Node]]
+Facts = Mapping[str, bytes]
+T = TypeVar("T")
+
+_SAME_IN_RANKS: Final = (
+    names.ZERO_STAGE,
+    "loss_scaler",
+    "dynamic_loss_scale",
+    "overflow",
+    names.CLIP_GRAD,
+    names.DS_VERSION,
+)
+_SAME_IN_MODELS: Final = (
+    "global_steps",
+    "skipped_steps",
+    "global_samples",
+    names.PARAM_SHAPES,
+    names.MP_WORLD_SIZE,
+)
+
+
+def survey(tag_dir: Path) -> list[SourceError]:
+    """List what is wrong with the files of a tag directory, each by itself and beside others."""
+    parsed = {path: names.parse(path.name) for path in sorted(tag_dir.iterdir())}
+    files = {path: found for path, found in parsed.items() if found is not None}
+    errors: list[SourceError] = []
+    roots = dict(_readable(files, errors))
+    states = {path: _state(root) for path, root in roots.items() if names.OPTIMIZER in root}
+    models = {path: root for path, root in roots.items() if files[path].kind == "model"}
+    errors += _contradictions(_of_each(states, _facts_of_rank, errors))
+    errors += _contradictions(_of_each(models, _facts_of_model, errors))
+    counts = {
+        **_of_each(states, _count_in_rank, errors),
+        **_of_each(models, _count_in_model, errors),
+    }
+    world_size = _usual(counts, errors)
+    for mp_rank in sorted({found.mp_rank for found in files.values() if found.kind != "part"}):
+        own = {p: f for p, f in files.items() if f.mp_rank == mp_rank and f.kind != "part"}
+        errors += _missing(tag_dir, own, mp_rank, world_size)
+    return errors
+
+
+def survey_dumps(template: Template) -> list[SourceError]:
+    """List what is wrong with raw per-rank dumps, each by itself and beside others."""
+    found = {template.rank_of(entry.name) for entry in template.directory.iterdir()} - {None}
+    present = sorted(rank for rank in found if rank is not None)
+    paths = [template.directory / template.file_name(rank) for rank in present]
+    errors: list[SourceError] = []
+    states = dict(_readable(paths, errors))
+    errors += _contradictions(_of_each(states, _facts_of_rank, errors))
+    world_size = _usual(_of_each(states, _count_in_rank, errors), errors)
+    for rank in range(max(world_size, *present, 0)):
+        if rank not in found:
+            errors.append(_missing_rank(template.directory / template.file_name(rank), rank))
+    return errors
+
+
+def _readable(
+    paths: Iterable[Path], errors: list[SourceError]
+) -> Iterator[tuple[Path, Mapping[str, Node]]]:
+    """Yield what is in the files that can be read; what keeps the others from it is an error."""
+    for path in paths:
+        try:
+            root = torch_file.read(path, -1).root
+            if not isinstance(root, dict):
+                message = f"{path}: holds a {type(root).__name__} where a dict belongs"
+                raise CorruptFileError(message)
+        except SourceError as error:
+            errors.append(error)
+            continue
+        except OSError as error:
+            errors.append(SourceError(f"{path}: cannot be read ({error.strerror})"))
+            continue
+        yield path, root
+
+
+def _state(root: Mapping[str, Node]) -> Mapping[str, Node]:
+    held = root[names.OPTIMIZER]
+    return held if isinstance(held, dict) else {}
+
+
+def _of_each(
+    roots: Roots, look: Callable[[Mapping[str, Node], Path], T], errors: list[SourceError]
+) -> dict[Path, T]:
+    """Look at every file for itself; one that is not laid out as it should be is an error."""
+    found: dict[Path, T] = {}
+    for path, root in roots.items():
+        try:
+            with malformed(path):
+                found[path] = look(root, path)
+        except SourceError as error:
+            errors.append(error)
+    return found
+
+
+def _facts_of_model(root: Mapping[str, Node], _: Path) -> Facts:
+    return {key: fingerprint(root.get(key)) for key in _SAME_IN_MODELS}
+
+
+def _facts_of_rank(state: Mapping[str, Node], _: Path) -> Facts:
+    """Return what all ranks must hold alike, in bytes that are equal if the values are."""
+    facts = {key: fingerprint(state.get(key)) for key in _SAME_IN_RANKS}
+    inner = state.get(names.BASE_OPTIMIZER) or state.get(names.OPTIMIZER)
+    if isinstance(inner, dict):
+        facts["param_groups"] = fingerprint(inner.get("param_groups"))
+        units = inner.get("state")
+        for unit, held in (units if isinstance(units, dict) else {}).items():
+            for key, value in (held if isinstance(held, dict) else {}).items():
+                tensor = tensor_of(value)
+                if tensor is None or tensor.numel == 1:
+                    facts[f"'{key}' of group {unit}"] = fingerprint(value)
+    return facts
+
+
+def _contradictions(facts: Mapping[Path, Facts]) -> Iterator[SourceError]:
+    """Find the files that hold other values than most do."""
+    alike = Counter(tuple(sorted(held.items())) for held in facts.values())
+    usual = dict(alike.most_common(1)[0][0]) if alike else {}
+    example = next((path for path, held in facts.items() if dict(held) == usual), None)
+    for path, held in facts.items():
+        wrong = [key for key in {**usual, **held} if usual.get(key) != held.get(key)]
+        if wrong:
+            message = f"{path} and {example} disagree about {', '.join(wrong)}"
+            yield DisagreementError(f"{message}: they are not of one step of one run")
+
+
+def _count_in_rank(state: Mapping[str, Node], path: Path) -> Node:
+    """Read among how many ranks an optimizer's state was cut; None where there are only experts."""
+    return next(iter(rank_counts(state, path)), None)
+
+
+def _count_in_model(root: Mapping[str, Node], path: Path) -> Node:
+    return require(root, names.DP_WORLD_SIZE, path)
+
+
+def _usual(counts: Mapping[Path, Node], errors: list[SourceError]) -> int:
+    """Return the count of ranks that most files tell; the others are errors."""
+    told = Counter(count for count in counts.values() if isinstance(count, int))
+    usual = told.most_common(1)[0][0] if told else 0
+    for path, count in counts.items():
+        if count not in (usual, None):
+            message = f"{path}: was saved by {count} ranks, most other files by {usual}"
+            errors.append(DisagreementError(f"{message}; move away the files of the other run"))
+    return usual
+
+
+def _missing(
+    tag_dir: Path, files: Mapping[Path, names.RankFile], mp_rank: int, world_size: int
+) -> Iterator[SourceError]:
+    """Find the ranks of a family whose files are not there."""
+    optimizer = {f.dp_rank: f for f in files.values() if f.kind == "optim"}
+    model = {f.dp_rank for f in files.values() if f.kind == "model"}
+    known = [rank for rank in {*optimizer, *model} if rank is not None]
+    bf16 = any(f.prefix == "bf16_" for f in optimizer.values())
+    for rank in range(max([world_size, *(known_rank + 1 for known_rank in known)])):
+        if rank not in optimizer:
+            path = tag_dir / names.optimizer_file(rank, bf16=bf16, mp_rank=mp_rank)
+            yield _missing_rank(path, rank)
+        if model - {None} and rank not in model:
+            yield _missing_rank(tag_dir / names.model_file(rank, mp_rank), rank)
+    if not model:
+        path = tag_dir / names.model_file(None, mp_rank)
+        yield IncompleteError(f"{path}: the model file is missing")
+
+
+def _missing_rank(path: Path, rank: int) -> SourceError:
+    message = f"{path}: rank {rank} is missing; copy it from the node that saved it, or take an"
+    return IncompleteError(f"{message} earlier tag")

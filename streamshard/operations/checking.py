@@ -1,0 +1,183 @@
+"""Looks at the structure of a checkpoint of any kind, and says what is to be read of it."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from streamshard.engine.files import Decoder
+from streamshard.errors import (
+    IntegrityError,
+    SourceError,
+    SourceNotFoundError,
+    StreamshardError,
+    UnsupportedError,
+    UsageError,
+)
+from streamshard.formats import ds_config, dump_names, store_files, zero_survey
+from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.dump_names import Template
+from streamshard.model import SourceFile
+from streamshard.operations.scanning import Unit, scan
+from streamshard.operations.source import Source, find_tag, open_with
+from streamshard.operations.verification import Findings
+from streamshard.operations.verify_store import StoreCheck
+from streamshard.operations.verify_torch import TorchFiles, deepspeed_owner
+from streamshard.plan.memory import MemoryPlan
+from streamshard.plan.sample import Sample
+
+Path_ = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A checkpoint that somebody names, with what is needed to open it."""
+
+    path: Path_
+    tag: str | None = None
+    config: ds_config.Config | None = None
+    """Of the job that saved, for raw dumps."""
+    like: Checkpoint | None = None
+    """Another checkpoint of the same job, for what this one does not tell."""
+
+    @property
+    def template(self) -> Template | None:
+        """How the files are named, where they are raw dumps."""
+        path = str(self.path)
+        return dump_names.parse(path) if dump_names.is_template(path) else None
+
+    def open(self) -> Source:
+        """Open it."""
+        return open_with(self.path, self.tag, config=self.config, like=self.like)
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """A checkpoint whose structure was looked at."""
+
+    kind: str
+    tag: str | None
+    files: Sequence[SourceFile]
+    units: Callable[[], Iterator[Unit]]
+    """Yields what is to be read."""
+    decoders: Mapping[int, Decoder]
+    codec_bytes: int = 0
+    source: Source | None = None
+    """Shards that could be opened; a store tells its digests without."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.nbytes for file in self.files)
+
+    def read(self, memory: MemoryPlan, progress: Callable[[int], None]) -> None:
+        """Read what has checksums; what is wrong goes to the findings."""
+        scan(self.units(), self.files, self.decoders, memory, progress)
+
+
+def look_at(request: Request, findings: Findings, sample: Sample) -> Looked:
+    """Look at the structure of a checkpoint; everything that is wrong with it goes to the findings.
+
+    Raises
+    ------
+    SourceNotFoundError
+        There is nothing like a checkpoint.
+    SourceError
+        The place cannot be looked at.
+    """
+    template = request.template
+    root = Path(request.path)
+    try:
+        if template is not None:
+            return _look_at_dumps(request, template, findings, sample)
+        if (root / "zarr.json").is_file() or store_files.may_be_store(root):
+            return _look_at_store(request, root, findings, sample)
+        return _look_at_native(request, root, findings, sample)
+    except OSError as error:
+        place = error.filename or root
+        raise SourceError(f"{place}: cannot be read ({error.strerror})") from error
+
+
+def _look_at_store(request: Request, root: Path, findings: Findings, sample: Sample) -> Looked:
+    error: StreamshardError | None = None
+    try:
+        request.open()
+    except SourceNotFoundError as not_found:
+        if not store_files.may_be_store(root):
+            raise
+        error = not_found
+    except (SourceError, IntegrityError) as found:
+        error = found
+    if isinstance(error, UnsupportedError):
+        findings.add_error(error, root)
+        return Looked("store", None, (), lambda: iter(()), {})
+    check = StoreCheck(root, findings, sample)
+    if error is not None:
+        findings.add_unexplained(error, root)
+    return Looked("store", check.tag, check.files, check.units, check.decoders, check.codec_bytes)
+
+
+def _look_at_dumps(
+    request: Request, template: Template, findings: Findings, sample: Sample
+) -> Looked:
+    directory = template.directory
+    open_, survey = request.open, partial(zero_survey.survey_dumps, template)
+    opened = _try(open_, findings, directory, survey, (SourceError, IntegrityError))
+    if opened is not None:
+        paths: Iterable[Path] = [file.path for file in opened.files]
+    else:
+        entries = sorted(directory.iterdir())
+        paths = [entry for entry in entries if template.rank_of(entry.name) is not None]
+    torch = TorchFiles(_described(paths), template.rank_of, findings, sample)
+    return Looked("dumps", template.name, torch.files, torch.units, {}, source=opened)
+
+
+def _look_at_native(request: Request, root: Path, findings: Findings, sample: Sample) -> Looked:
+    try:
+        run_dir, tag_dir = find_tag(root, request.tag)
+    except SourceNotFoundError:
+        raise
+    except SourceError as error:
+        findings.add_error(error, root, [root / "latest"])
+        return Looked("native", None, (), lambda: iter(()), {})
+    # Whatever somebody asked for was looked at, so it is a config in the files that is impossible.
+    caught = (SourceError, IntegrityError, UsageError)
+    survey = partial(zero_survey.survey, tag_dir)
+    opened = _try(request.open, findings, tag_dir, survey, caught)
+    if opened is not None:
+        paths: Iterable[Path] = [file.path for file in opened.files]
+        findings.notes += opened.checkpoint.notes
+    else:
+        paths = [
+            p for p in (*sorted(tag_dir.rglob("*")), *sorted(run_dir.iterdir())) if p.is_file()
+        ]
+    torch = TorchFiles(_described(paths), deepspeed_owner, findings, sample)
+    return Looked("native", tag_dir.name, torch.files, torch.units, {}, source=opened)
+
+
+def _try(
+    open_: Callable[[], Source],
+    findings: Findings,
+    place: Path,
+    survey: Callable[[], Sequence[StreamshardError]],
+    caught: tuple[type[StreamshardError], ...],
+) -> Source | None:
+    """Open a set of shards; where that fails, list all that is wrong with it."""
+    try:
+        return open_()
+    except SourceNotFoundError:
+        raise
+    except caught as error:
+        files = [path for path in place.iterdir() if path.is_file()]
+        # How the files of another kind of checkpoint belong together is not known.
+        for found in () if isinstance(error, UnsupportedError) else survey():
+            findings.add_error(found, place, files)
+        findings.add_unexplained(error, place, files)
+    return None
+
+
+def _described(paths: Iterable[Path]) -> list[SourceFile]:
+    """Say what files look like now, each once."""
+    stats = {path: path.stat() for path in paths}
+    return [SourceFile(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()]

@@ -1,0 +1,150 @@
+"""Reads a file of a store and holds it against what the manifest recorded of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from streamshard.engine import digests
+from streamshard.engine.digests import CRC32
+from streamshard.engine.probe import Probe
+from streamshard.errors import IntegrityError
+from streamshard.formats.store_files import ChunkPlace
+from streamshard.formats.store_manifest import BLOCK_BYTES, FileRecord
+from streamshard.formats.zarr_chunks import CHECKSUM_BYTES, spell_checksum
+from streamshard.model import Digest
+from streamshard.operations.scanning import Piece, Result
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCheck:
+    """A chunk that is there and as long as was recorded."""
+
+    path: Path
+    file: int
+    """Number among the files that are read."""
+    record: FileRecord
+    place: ChunkPlace
+    is_encoded: bool
+
+    def piece(self) -> Piece:
+        """Say what is to be read."""
+        return Piece(self.record.nbytes, self._read)
+
+    def _read(self, probe: Probe) -> Result:
+        if self.is_encoded:
+            try:
+                return probe.digests(self.file, [0, self.place.own_bytes]), b""
+            except (RuntimeError, ValueError) as error:
+                raise IntegrityError(f"{self.path}: cannot be decompressed ({error})") from error
+        end = self.place.nbytes
+        if end + CHECKSUM_BYTES != self.record.nbytes:
+            raise IntegrityError(f"{self.path}: {self.record.nbytes} bytes for {end} of content")
+        return probe.digests(self.file, self._cuts()), probe.read(
+            self.file, end, end + CHECKSUM_BYTES
+        )
+
+    def _cuts(self) -> list[int]:
+        """Cut an uncompressed chunk's content where blocks end, and where the tensor ends."""
+        blocks = range(0, self.place.nbytes, BLOCK_BYTES)
+        return sorted({*blocks, self.place.own_bytes, self.place.nbytes})
+
+    def problems(self, result: Result) -> list[str]:
+        """Hold what was read against what was recorded."""
+        pieces, trailer = result
+        if self.is_encoded:
+            return []  # what decodes it has compared it
+        found = self._block_crcs(pieces)
+        if len(found) != len(self.record.crc32s):
+            message = f"{self.path}: the manifest lists {len(self.record.crc32s)} checksums for"
+            return [f"{message} {len(found)} blocks"]
+        damaged = np.flatnonzero(np.array(found, dtype=np.uint32) != self.record.crc32s)
+        wrong = [self._damage(run) for run in _runs(damaged.tolist())]
+        if not wrong and trailer != spell_checksum(digests.joined(pieces).crc32c):
+            wrong.append(f"{self.path}: its content does not fit the checksum at its end")
+        return wrong
+
+    def _block_crcs(self, pieces: Sequence[Digest]) -> list[int]:
+        """Put the pieces of each block together."""
+        found: list[int] = []
+        at = 0
+        for piece in pieces:
+            if at % BLOCK_BYTES == 0:
+                found.append(0)
+            found[-1] = CRC32.joined(found[-1], piece.crc32, piece.nbytes)
+            at += piece.nbytes
+        return found
+
+    def _damage(self, blocks: range) -> str:
+        start, stop = blocks.start * BLOCK_BYTES, blocks.stop * BLOCK_BYTES
+        stop = min(stop, self.place.nbytes)
+        return f"{self.path}: bytes {start} to {stop} are damaged: not those that were written"
+
+    def content(self, result: Result) -> Digest:
+        """Return the digest of the tensor's part of a chunk that has no problems."""
+        pieces: list[Digest] = result[0]
+        if self.is_encoded:
+            return pieces[0]
+        own: list[Digest] = []
+        left = self.place.own_bytes
+        for piece in pieces:
+            if left > 0:
+                own.append(piece)
+            left -= piece.nbytes
+        return digests.joined(own)
+
+
+def _runs(numbers: Sequence[int]) -> list[range]:
+    """Join numbers that follow each other."""
+    found: list[range] = []
+    for number in numbers:
+        if found and found[-1].stop == number:
+            found[-1] = range(found[-1].start, number + 1)
+        else:
+            found.append(range(number, number + 1))
+    return found
+
+
+def crc32_piece(file: int, nbytes: int) -> Piece:
+    """Read a file as it is, for its CRC-32."""
+    return Piece(nbytes, partial(_read_crc32, file, nbytes))
+
+
+def _read_crc32(file: int, nbytes: int, probe: Probe) -> int:
+    return probe.crc32(file, 0, nbytes)
+
+
+def bytes_piece(file: int, nbytes: int) -> Piece:
+    """Read a small file as it is, for its bytes."""
+    return Piece(nbytes, partial(_read_bytes, file, nbytes))
+
+
+def _read_bytes(file: int, nbytes: int, probe: Probe) -> bytes:
+    return probe.read(file, 0, nbytes)
+
+
+def whole_file(path: Path, record: FileRecord, found: int) -> list[str]:
+    """Hold a file's CRC-32 against the one that was recorded."""
+    if len(record.crc32s) == 1 and found == record.crc32s[0]:
+        return []
+    return [f"{path}: damaged: its bytes are not those in the manifest"]
+
+
+def own_checksum_piece(file: int, nbytes: int) -> Piece:
+    """Read a chunk of which nothing is known but that it ends in its checksum."""
+    return Piece(nbytes, partial(_read_own, file, max(0, nbytes - CHECKSUM_BYTES)))
+
+
+def _read_own(file: int, content_bytes: int, probe: Probe) -> Result:
+    (found,) = probe.digests(file, [0, content_bytes])
+    return found, probe.read(file, content_bytes, content_bytes + CHECKSUM_BYTES)
+
+
+def own_checksum(path: Path, result: Result) -> list[str]:
+    """Hold a chunk against the checksum at its end."""
+    found, trailer = result
+    if trailer == spell_checksum(found.crc32c):
+        return []
+    return [f"{path}: damaged: its bytes do not fit the checksum at its end"]

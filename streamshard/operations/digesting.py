@@ -1,0 +1,61 @@
+"""Takes the digest of every logical tensor of a checkpoint, however it is cut."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from streamshard.engine import digests
+from streamshard.engine.probe import Probe
+from streamshard.engine.work import Region
+from streamshard.errors import StreamshardError
+from streamshard.formats.zarr_documents import array_path
+from streamshard.model import ITEMSIZE, Digest
+from streamshard.operations.scanning import Piece, Result, Unit
+from streamshard.operations.source import Source
+from streamshard.operations.verification import Findings
+from streamshard.plan.cutting import Segments, coalesce
+from streamshard.plan.sample import Sample
+
+_PIECE_BYTES: Final = 8 << 20
+"""Large tensors are shared out among workers in pieces of this size."""
+
+
+def tensor_units(source: Source, findings: Findings, sample: Sample) -> Iterator[Unit]:
+    """Yield every tensor in the sample; its digest goes to the findings."""
+    tensors = source.checkpoint.tensors
+    total, at = sum(tensor.nbytes for tensor in tensors), 0
+    for index, tensor in enumerate(tensors):
+        start, at = at, at + tensor.nbytes
+        if not sample.holds(start, at, total):
+            continue
+        itemsize = ITEMSIZE[tensor.dtype]
+        step = _PIECE_BYTES // itemsize
+        pieces = []
+        for first in range(0, tensor.numel, step):
+            stop = min(first + step, tensor.numel)
+            read = partial(_digest, source, index, first, stop, itemsize)
+            pieces.append(Piece((stop - first) * itemsize, read))
+        yield Unit(pieces, partial(_note, source, findings, array_path(tensor)))
+
+
+def _digest(
+    source: Source, tensor: int, start: int, stop: int, itemsize: int, probe: Probe
+) -> Digest:
+    one = np.array([tensor], dtype=np.int64)
+    segments = Segments(one, np.array([start]), np.array([stop]), one * 0)
+    found = source.cutting.locate(segments, target_itemsize=itemsize)
+    copies = coalesce(found, itemsize=itemsize, target_itemsize=itemsize)
+    content_bytes = (stop - start) * itemsize
+    return probe.digest_of(
+        Region(content_bytes, copies, source_itemsize=itemsize, target_itemsize=itemsize)
+    )
+
+
+def _note(source: Source, findings: Findings, name: str, results: Sequence[Result]) -> None:
+    for result in results:
+        if isinstance(result, StreamshardError):
+            findings.add_error(result, source.path, [file.path for file in source.files])
+            return
+    findings.digests[name] = digests.joined(results).text

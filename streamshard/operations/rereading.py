@@ -1,0 +1,60 @@
+"""Reads back what a run has written, and compares it with what it was made from."""
+
+from pathlib import Path
+
+from streamshard.engine.files import drop_cached, target_errors
+from streamshard.errors import IntegrityError, SourceError
+from streamshard.operations.checking import Request, look_at
+from streamshard.operations.compare import Comparing
+from streamshard.operations.pairing import pair_up
+from streamshard.operations.report import Progress
+from streamshard.operations.source import Source
+from streamshard.operations.verification import Findings
+from streamshard.plan.memory import MemoryPlan
+from streamshard.plan.sample import EVERYTHING
+
+
+def require_same(
+    written: Request, place: Path, source: Source, memory: MemoryPlan, progress: Progress
+) -> None:
+    """Refuse what was written unless its checksums are right and its content is the source's.
+
+    Parameters
+    ----------
+    written
+        What is looked at, synced to the disk already.
+    place
+        Directory in which it lies. What the system keeps of it in memory is dropped.
+
+    Raises
+    ------
+    IntegrityError
+        It is not what it should be; the message says what is wrong first.
+    """
+    with target_errors(place):
+        drop_cached(place)
+    findings = Findings()
+    try:
+        wrong = _check(written, source, findings, memory, progress)
+    except SourceError as error:
+        wrong = [str(error)]
+    if wrong:
+        more = f", and {len(wrong) - 1:,} more" if len(wrong) > 1 else ""
+        raise IntegrityError(
+            f"{place}: read back from disk, it is not what {source.path} holds. {wrong[0]}{more}. "
+            "It was not put into its place"
+        )
+
+
+def _check(
+    written: Request, source: Source, findings: Findings, memory: MemoryPlan, progress: Progress
+) -> list[str]:
+    looked = look_at(written, findings, EVERYTHING)
+    looked.read(memory, progress.advance)
+    if findings.problems:
+        return [problem.message for problem in findings.problems]
+    opened = written.open()
+    pairing = pair_up(opened, source, converted=True)
+    comparing = Comparing(opened, source, pairing.pairs)
+    differences = [*pairing.differences, *comparing.run(memory, findings, progress.advance)]
+    return [*(p.message for p in findings.problems), *(d.message for d in differences)]

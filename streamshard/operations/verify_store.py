@@ -1,0 +1,251 @@
+"""Checks a store: what it must consist of, every chunk, and the digests of its tensors."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from streamshard.engine import digests
+from streamshard.engine.checksums import crc32
+from streamshard.engine.files import Encoded
+from streamshard.errors import IntegrityError, SourceError, StreamshardError
+from streamshard.formats import store_files
+from streamshard.formats.deepspeed_names import OWN_PREFIX
+from streamshard.formats.store_files import MANIFEST_FILES, ChunkPlace
+from streamshard.formats.store_manifest import FileRecord, Manifest
+from streamshard.formats.zarr_chunks import BloscChunk, EncodedChunk
+from streamshard.formats.zarr_documents import array_path
+from streamshard.model import ITEMSIZE, SourceFile
+from streamshard.operations import chunk_checks
+from streamshard.operations.scanning import Result, Unit
+from streamshard.operations.verification import DAMAGED, EXTRA, MALFORMED, MISSING, Findings
+from streamshard.plan.sample import Sample
+
+
+class StoreCheck:
+    """A store whose structure was looked at, ready to be read.
+
+    What can be found out without reading chunks is in the findings once this is made.
+    """
+
+    def __init__(self, root: Path, findings: Findings, sample: Sample) -> None:
+        self.files: list[SourceFile] = []
+        self.decoders: dict[int, Encoded] = {}
+        self.codec_bytes = 0
+        self.tag: str | None = None
+        self._root = root
+        self._findings = findings
+        self._sample = sample
+        self._index: dict[str, int] = {}
+        """Path → number of every file that is there and as long as it should be."""
+        self._documents: Mapping[str, bytes] = {}
+        self._arrays: list[tuple[str, list[ChunkPlace]]] = []
+        self._manifest = self._read_manifest()
+        present = {path.relative_to(root).as_posix() for path in _files_below(root)}
+        if self._manifest is None:
+            self._take_unlisted(present)
+        else:
+            self._take_listed(self._manifest, present)
+            self._read_state(self._manifest)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files that are there."""
+        return sum(file.nbytes for file in self.files)
+
+    # Structure -----------------------------------------------------------------------------------
+
+    def _read_manifest(self) -> Manifest | None:
+        try:
+            manifest = store_files.read_manifest(self._root)
+        except (SourceError, IntegrityError) as error:
+            files = [self._root / path for path in MANIFEST_FILES]
+            self._findings.add_error(error, self._root, files)
+            return None
+        if manifest.digests is None:
+            self._findings.notes.append(
+                "No digest of any tensor is recorded: the store was written by an early version."
+            )
+        return manifest
+
+    def _take_unlisted(self, present: set[str]) -> None:
+        """Take whatever looks like a chunk, where nothing tells what there should be."""
+        for path in sorted(present - {*MANIFEST_FILES}):
+            if not path.endswith("zarr.json"):
+                self._add_file(path)
+
+    def _take_listed(self, manifest: Manifest, present: set[str]) -> None:
+        for path in sorted(present - manifest.records.keys() - {*MANIFEST_FILES}):
+            full = self._root / path
+            self._findings.add(EXTRA, full, f"{full}: is no part of the store")
+        for path, record in manifest.records.items():
+            full = self._root / path
+            if not full.is_file():
+                message = f"{full}: missing; {record.nbytes} bytes were written"
+                self._findings.add(MISSING, full, message)
+            elif full.stat().st_size != record.nbytes:
+                message = f"{full}: {full.stat().st_size} bytes, {record.nbytes} were written"
+                self._findings.add(DAMAGED, full, message)
+            else:
+                self._add_file(path)
+
+    def _add_file(self, path: str) -> None:
+        full = self._root / path
+        stat = full.stat()
+        self._index[path] = len(self.files)
+        self.files.append(SourceFile(full, stat.st_size, stat.st_mtime_ns))
+
+    def _read_state(self, manifest: Manifest) -> None:
+        """Hold what the training state tells of the tensors against the manifest."""
+        try:
+            checkpoint, shapes = store_files.read_state(self._root)
+        except (SourceError, IntegrityError) as error:
+            files = [self._root / path for path in store_files.STATE_FILES]
+            self._findings.add_error(error, self._root, files)
+            return
+        self.tag = checkpoint.tag
+        self._documents = store_files.documents(checkpoint, shapes, manifest.codec)
+        self._arrays = list(store_files.places(checkpoint, shapes))
+        itemsizes = {array_path(t): ITEMSIZE[t.dtype] for t in checkpoint.tensors}
+        for array, chunks in self._arrays:
+            for chunk in chunks:
+                record = manifest.records.get(chunk.path)
+                if record is not None and chunk.path in self._index and manifest.codec != "none":
+                    self._add_decoder(chunk, record, BloscChunk(manifest.codec, itemsizes[array]))
+        self._compare_lists(manifest)
+
+    def _compare_lists(self, manifest: Manifest) -> None:
+        place = self._root / MANIFEST_FILES[1]
+        chunks = {chunk.path for _, chunks in self._arrays for chunk in chunks}
+        wanted = {*self._documents, *store_files.STATE_FILES, *chunks}
+        told = {array for array, _ in self._arrays}
+        digested = told if manifest.digests is None else manifest.digests.keys()
+        for what, found, expected in (
+            ("", manifest.records.keys(), wanted),
+            ("the digest of ", digested, told),
+        ):
+            for path in sorted(expected - found):
+                self._findings.add(MALFORMED, place, f"{place}: does not list {what}{path}")
+            for path in sorted(found - expected):
+                message = f"{place}: lists {what}{path}, which the training state does not know"
+                self._findings.add(MALFORMED, place, message)
+
+    def _add_decoder(self, chunk: ChunkPlace, record: FileRecord, codec: BloscChunk) -> None:
+        self.decoders[self._index[chunk.path]] = EncodedChunk(
+            self._root / chunk.path,
+            codec,
+            stored_bytes=record.nbytes,
+            stored_crc32=int(record.crc32s[0]) if len(record.crc32s) == 1 else -1,
+            content_bytes=chunk.nbytes,
+        )
+        # Twice, because the allocator keeps what the chunk before took.
+        self.codec_bytes = max(self.codec_bytes, 2 * (chunk.nbytes + record.nbytes))
+
+    # Content -------------------------------------------------------------------------------------
+
+    def units(self) -> Iterator[Unit]:
+        """Yield what is to be read: small files always, arrays if they are in the sample."""
+        self._findings.files += len(self.files)
+        if self._manifest is None:
+            yield from (self._unlisted_unit(path) for path in self._index)
+            return
+        known = {chunk.path for _, chunks in self._arrays for chunk in chunks}
+        for path in self._index:
+            if path not in known:
+                yield self._single_unit(self._manifest, path)
+        total, at = sum(self._array_bytes(chunks) for _, chunks in self._arrays), 0
+        for array, chunks in self._arrays:
+            start, at = at, at + self._array_bytes(chunks)
+            if self._sample.holds(start, at, total):
+                yield self._array_unit(self._manifest, array, chunks)
+
+    def _array_bytes(self, chunks: Sequence[ChunkPlace]) -> int:
+        held = [self._index[chunk.path] for chunk in chunks if chunk.path in self._index]
+        return sum(self.files[number].nbytes for number in held)
+
+    def _unlisted_unit(self, path: str) -> Unit:
+        number = self._index[path]
+        full = self.files[number].path
+
+        def judge(results: Sequence[Result]) -> None:
+            self._take(full, results[0], partial(chunk_checks.own_checksum, full))
+
+        return Unit([chunk_checks.own_checksum_piece(number, self.files[number].nbytes)], judge)
+
+    def _single_unit(self, manifest: Manifest, path: str) -> Unit:
+        """Check a document, the training state, or a chunk of which only the manifest knows."""
+        number, full, record = self._index[path], self._root / path, manifest.records[path]
+        look: Callable[[Result], list[str]]
+        is_document = path.endswith("zarr.json")
+        if path in self._documents:
+            piece = chunk_checks.bytes_piece(number, record.nbytes)
+            look = partial(self._look_at_document, full, record, self._documents[path])
+        elif is_document or path in store_files.STATE_FILES or manifest.codec != "none":
+            piece = chunk_checks.crc32_piece(number, record.nbytes)
+            look = partial(chunk_checks.whole_file, full, record)
+        else:
+            content = store_files.content_bytes(record)
+            place = ChunkPlace(path, content, content)
+            check = chunk_checks.ChunkCheck(full, number, record, place, is_encoded=False)
+            piece, look = check.piece(), check.problems
+
+        def judge(results: Sequence[Result]) -> None:
+            self._take(full, results[0], look)
+
+        return Unit([piece], judge)
+
+    def _look_at_document(
+        self, path: Path, record: FileRecord, expected: bytes, found: bytes
+    ) -> list[str]:
+        problems = chunk_checks.whole_file(path, record, crc32(found))
+        if not problems and expected and not store_files.is_same_array(found, expected):
+            return [f"{path}: describes another array than the training state does"]
+        return problems
+
+    def _array_unit(self, manifest: Manifest, array: str, chunks: Sequence[ChunkPlace]) -> Unit:
+        present = [chunk for chunk in chunks if chunk.path in self._index]
+        checks = [
+            chunk_checks.ChunkCheck(
+                self._root / chunk.path,
+                self._index[chunk.path],
+                manifest.records[chunk.path],
+                chunk,
+                is_encoded=self._index[chunk.path] in self.decoders,
+            )
+            for chunk in present
+        ]
+
+        def judge(results: Sequence[Result]) -> None:
+            before = len(self._findings.problems)
+            for check, result in zip(checks, results, strict=True):
+                self._take(check.path, result, check.problems)
+            if len(present) == len(chunks) and len(self._findings.problems) == before:
+                pieces = [c.content(r) for c, r in zip(checks, results, strict=True)]
+                self._compare_digest(manifest, array, digests.joined(pieces).text)
+
+        return Unit([check.piece() for check in checks], judge)
+
+    def _compare_digest(self, manifest: Manifest, array: str, found: str) -> None:
+        self._findings.digests[array] = found
+        recorded = (manifest.digests or {}).get(array)
+        if recorded == found:
+            self._findings.tensors += 1
+        elif recorded is not None:
+            place = self._root / array
+            message = f"{place}: its elements have the digest {found}, {recorded} was recorded"
+            self._findings.add(DAMAGED, place, message)
+
+    def _take(self, path: Path, result: Result, look: Callable[[Result], list[str]]) -> None:
+        """Note what is wrong with a file that was read, or that could not be."""
+        if isinstance(result, StreamshardError):
+            self._findings.add_error(result, path)
+            return
+        self._findings.checked += 1
+        for problem in look(result):
+            self._findings.add(DAMAGED, path, problem)
+
+
+def _files_below(root: Path) -> Iterator[Path]:
+    """Yield all files but those that mark a store as one that is being written."""
+    for directory, _, files in os.walk(root):
+        yield from (Path(directory) / f for f in files if not f.startswith(OWN_PREFIX))

@@ -1,0 +1,1 @@
+"""`verify` and `--verify` on small checkpoints that are damaged in every way."""

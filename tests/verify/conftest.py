@@ -1,0 +1,104 @@
+"""Small checkpoints of every kind, and ways to damage them."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import streamshard
+from tests.fabricated import client_state, load, save, write
+from tests.job import TAG, Job
+
+SMALL = Job(
+    world_size=3,
+    groups=((("w", (5, 3)), ("u", (2, 2))), (("v", (7,)),)),
+    frozen=(("f", (3,)),),
+    tied={"t": "w"},
+    client_state=client_state(),
+)
+TINY = Job(groups=((("w", (3, 2)),),), frozen=(), tied={}, client_state={"seed": torch.arange(3)})
+DUMPS = "optimizer.{rank:02d}.pt"
+
+Damage = Callable[[Path], None]
+
+
+def make(kind: str, directory: Path) -> Path:
+    """Make a checkpoint, and return what names it on a command line."""
+    name, detail, *size = kind.split("-")
+    stage = int(detail) if detail.isdecimal() else 2
+    run = write(replace(TINY if size else SMALL, stage=stage), directory / "run")
+    if name == "native":
+        return run
+    if name == "dumps":
+        return write_dumps(run, directory / "dumps")
+    # Several chunks to a tensor, the last of which reach past its end.
+    streamshard.convert(run, directory / "run.zarr", codec=detail, chunk_size=24)
+    return directory / "run.zarr"
+
+
+def write_dumps(run: Path, directory: Path) -> Path:
+    """Save what each rank's optimizer file holds of the optimizer alone; returns the template."""
+    directory.mkdir()
+    for path in sorted((run / TAG).glob("*_optim_states.pt")):
+        rank = int(path.name.partition("pp_rank_")[2].partition("_")[0])
+        save(load(path)["optimizer_state_dict"], directory / DUMPS.format(rank=rank))
+    return directory / DUMPS
+
+
+KINDS = ("native-1", "native-2", "native-3", "dumps-2", "store-none", "store-lz4", "store-zstd")
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Make a checkpoint of a kind once; not to be changed."""
+    found: dict[str, Path] = {}
+
+    def of(kind: str) -> Path:
+        if kind not in found:
+            found[kind] = make(kind, tmp_path_factory.mktemp(kind))
+        return found[kind]
+
+    return of
+
+
+@pytest.fixture
+def fresh(made: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
+    """Make a checkpoint of a kind that a test may damage."""
+
+    def of(kind: str) -> Path:
+        source = made(kind)
+        directory = source.parent if "{" in source.name else source
+        copy = Path(shutil.copytree(directory, tmp_path / kind / directory.name))
+        return copy / source.name if "{" in source.name else copy
+
+    return of
+
+
+def files_of(path: Path) -> list[Path]:
+    """List the files of a checkpoint, empty ones left out."""
+    root = path.parent if "{" in path.name else path
+    return sorted(p for p in root.rglob("*") if p.is_file() and p.stat().st_size)
+
+
+@contextmanager
+def damaged(path: Path, place: int, value: int) -> Iterator[None]:
+    """Have another byte in a file for a while; its time of change stays."""
+    stat = path.stat()
+    with path.open("r+b", buffering=0) as stream:
+        stream.seek(place)
+        before = stream.read(1)
+        stream.seek(place)
+        stream.write(bytes([value]))
+        yield
+        stream.seek(place)
+        stream.write(before)
+    assert path.stat().st_size == stat.st_size
+
+
+def kinds_of(found: streamshard.Verification) -> list[tuple[str, str]]:
+    """Return what is wrong with which file, by name."""
+    return sorted({(problem.kind, Path(problem.file).name) for problem in found.problems})

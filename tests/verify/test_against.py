@@ -1,0 +1,386 @@
+"""Two checkpoints side by side: no difference where there is none, and each where it is.
+
+Every source is compared with all that can be made of it; then single elements and single values are
+changed, of every tensor and of all that is no tensor, and found again.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zarr
+
+import streamshard
+from streamshard import Difference, Verification
+from streamshard.errors import SourceNotFoundError
+from tests.fabricated import load, save, write
+from tests.job import TAG, Job, ds_config
+from tests.test_families import JOBS, unit
+from tests.verify.conftest import SMALL, write_dumps
+
+STATES = ("fp32", "exp_avg", "exp_avg_sq")
+
+
+def same(path: Path, other: Path, **options: Any) -> Verification:  # noqa: ANN401
+    """Require two checkpoints to be the same, from either side."""
+    for one, two in ((path, other), (other, path)):
+        found = streamshard.verify(one, against=two, **options)
+        assert (found.problems, found.differences) == ((), ())
+        assert found.tensors > 0
+    return found
+
+
+@pytest.mark.parametrize("target", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_another_stage_and_world_size_hold_the_same(
+    tmp_path: Path, stage: int, target: int
+) -> None:
+    job = replace(SMALL, stage=stage, sub_group_size=9)
+    run = write(job, tmp_path / "run")
+    for world_size in (1, 2, 5):
+        out = tmp_path / f"at-{world_size}"
+        streamshard.repartition(run, out, world_size=world_size, zero_stage=target)
+        found = same(out, run)
+    held = sum(streamshard.inspect(out).state_bytes.values())
+    # Views of one tensor in the client's state are compared each for itself.
+    assert same(out, tmp_path / "at-2").bytes_read == 2 * held + 2 * 24
+    assert any("ds_config" in note for note in found.notes) == (stage != target)
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
+def test_stores_and_parallel_jobs_hold_the_same(tmp_path: Path, job: Job, codec: str) -> None:
+    run = write(job, tmp_path / "run")
+    streamshard.convert(run, tmp_path / "a.zarr", codec=codec, chunk_size=20)
+    streamshard.convert(tmp_path / "a.zarr", tmp_path / "b.zarr", chunk_size=10**6)
+    streamshard.repartition(tmp_path / "b.zarr", tmp_path / "out", world_size=3 * unit(job))
+    for one, other in (("a.zarr", "run"), ("a.zarr", "b.zarr"), ("out", "a.zarr"), ("out", "run")):
+        same(tmp_path / one, tmp_path / other)
+
+
+def test_digests_do_not_depend_on_the_cutting(tmp_path: Path) -> None:
+    """Held against digests of whole tensors, taken with zlib and google_crc32c alone."""
+    run = write(SMALL, tmp_path / "run")
+    places = {"run": run}
+    for stage, world_size in ((2, 5), (3, 2)):
+        name = f"{stage}-{world_size}"
+        streamshard.repartition(run, tmp_path / name, world_size=world_size, zero_stage=stage)
+        places[name] = tmp_path / name
+    for codec, chunk_size in (("none", 24), ("lz4", 1 << 20), ("zstd", 8)):
+        name = f"{codec}-{chunk_size}.zarr"
+        streamshard.convert(run, tmp_path / name, codec=codec, chunk_size=chunk_size)
+        places[name] = tmp_path / name
+    digests = {name: streamshard.verify(p, digests=True).digests for name, p in places.items()}
+    store = zarr.open_group(places["none-24.zarr"], mode="r")
+    for name, held in digests.items():
+        weights = {k for k in digests["run"] if k.startswith("module/") and k[7:] in SMALL.shapes}
+        left_out = weights if name.startswith("3-") else set()
+        assert held.keys() == digests["run"].keys() - left_out
+        for array, digest in held.items():
+            assert digest == digests["run"][array], (name, array)
+    assert len(digests["run"]) > 20
+    for array, digest in digests["run"].items():
+        values = store[array]
+        assert isinstance(values, zarr.Array)
+        assert digest == direct_digest(np.asarray(values[...]).tobytes())
+
+
+def direct_digest(data: bytes) -> str:
+    import zlib
+
+    import google_crc32c
+
+    return f"{zlib.crc32(data):08x}{google_crc32c.value(data):08x}"
+
+
+def test_dumps_are_compared_by_what_they_hold(tmp_path: Path) -> None:
+    run = write(SMALL, tmp_path / "run")
+    other = write(replace(SMALL, world_size=2), tmp_path / "other")
+    one, two = write_dumps(run, tmp_path / "one"), write_dumps(other, tmp_path / "two")
+    same(one, two)
+    found = same(one, run)
+    assert any("only the optimizer's state" in note for note in found.notes)
+    streamshard.convert(two, tmp_path / "two.zarr")
+    same(tmp_path / "two.zarr", one)
+
+
+def test_round_robin_and_alignment_are_undone(tmp_path: Path) -> None:
+    jobs = {"plain": SMALL, "turned": replace(SMALL, round_robin=True),
+            "both": replace(SMALL, round_robin=True, alignment=True, world_size=4)}  # fmt: skip
+    for name, job in jobs.items():
+        write(job, tmp_path / name)
+    for name in jobs:
+        same(tmp_path / name, tmp_path / "plain")
+
+
+def test_a_resharding_to_another_dtype(tmp_path: Path) -> None:
+    run = write(SMALL, tmp_path / "run")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(ds_config(replace(SMALL, dtype=torch.float32))))
+    streamshard.repartition(run, tmp_path / "out", world_size=2, ds_config_file=config)
+    found = streamshard.verify(tmp_path / "out", against=run)
+    assert {(d.kind, d.name) for d in found.differences} == {
+        ("dtype", f"module/{name}") for name in ("w", "u", "v", "f", "t")
+    }
+
+
+# Single elements ----------------------------------------------------------------------------------
+
+
+def numbers(job: Job) -> Iterator[tuple[str, str, int]]:
+    """Yield every element of every state: (state, parameter, index)."""
+    for name, shape in job.shapes.items():
+        for state in STATES:
+            yield from ((state, name, index) for index in range(int(np.prod(shape))))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_every_single_element_of_the_optimizer_is_found(tmp_path: Path, stage: int) -> None:
+    """Changed in a job, not in a file: where it then lies is what this is about."""
+    job = replace(SMALL, stage=stage, client_state={}, sub_group_size=9)
+    run = write(job, tmp_path / "run")
+    store = tmp_path / "run.zarr"
+    streamshard.convert(run, store, chunk_size=24)
+    for state, name, index in numbers(job):
+        changed = tmp_path / "changed"
+        write(replace(job, world_size=2, changed=(state, name, index)), changed)
+        for other in (run, store):
+            found = streamshard.verify(changed, against=other)
+            numel = int(np.prod(job.shapes[name]))
+            states = [difference for difference in found.differences if "state/" in difference.name]
+            assert [spot(difference) for difference in states] == [
+                (f"state/{state}/{name}", "elements", index, 1, numel)
+            ]
+            # Module weights follow the masters they are made from.
+            rest = {d.name for d in found.differences if d not in states}
+            assert rest <= ({f"module/{name}"} if state == "fp32" else set())
+        shutil.rmtree(changed)
+
+
+def spot(difference: Difference) -> tuple[str, str, int | None, int | None, int | None]:
+    return (
+        difference.name, difference.kind, difference.first, difference.count, difference.numel
+    )  # fmt: skip
+
+
+def change(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Change what a torch file holds."""
+    content = load(path)
+    edit(content)
+    save(content, path)
+
+
+def model(run: Path) -> Path:
+    return run / TAG / "mp_rank_00_model_states.pt"
+
+
+@pytest.mark.parametrize("how", ["native", "store"])
+def test_every_single_element_of_the_module_is_found(tmp_path: Path, how: str) -> None:
+    run = write(SMALL, tmp_path / "run")
+    other = run
+    if how == "store":
+        other = tmp_path / "run.zarr"
+        streamshard.convert(run, other, chunk_size=10)
+    module = load(model(run))["module"]
+    for name, tensor in module.items():
+        for index in range(tensor.numel()):
+            changed = Path(shutil.copytree(run, tmp_path / "changed"))
+
+            def edit(content: dict[str, Any], name: str = name, index: int = index) -> None:
+                flat = content["module"][name].view(-1)
+                flat.view({1: torch.uint8, 2: torch.int16}.get(flat.itemsize, flat.dtype))[
+                    index
+                ] += 1
+
+            change(model(changed), edit)
+            found = [spot(d) for d in streamshard.verify(changed, against=other).differences]
+            kept = SMALL.tied.get(name, name)
+            assert found == [(f"module/{kept}", "elements", index, 1, tensor.numel())]
+            shutil.rmtree(changed)
+
+
+def test_where_first_and_how_many(tmp_path: Path) -> None:
+    run = write(SMALL, tmp_path / "run")
+    changed = Path(shutil.copytree(run, tmp_path / "changed"))
+
+    def edit(content: dict[str, Any]) -> None:
+        content["module"]["v"][2:6] += 1
+        content["rng"][7] ^= 1
+        content["rng"][100:] ^= 255
+
+    change(model(changed), edit)
+    found = streamshard.verify(changed, against=run).differences
+    numel = torch.get_rng_state().numel()
+    assert sorted(map(spot, found)) == [
+        ("model/rng", "elements", 7, 1 + numel - 100, numel),
+        ("module/v", "elements", 2, 4, 7),
+    ]
+    assert "4 of 7 elements differ, the first at index 2" in found[0].message + found[1].message
+
+
+def test_weights_that_are_no_casts_are_found_where_one_side_keeps_none(tmp_path: Path) -> None:
+    run = write(SMALL, tmp_path / "run")
+    change(model(run), lambda content: content["module"]["v"].view(torch.int16)[3].add_(1))
+    streamshard.repartition(run, tmp_path / "out", world_size=2, zero_stage=3)
+    for one, other in ((run, tmp_path / "out"), (tmp_path / "out", run)):
+        (found,) = streamshard.verify(one, against=other).differences
+        assert spot(found) == ("module/v", "elements", 3, 1, 7)
+        assert "cast from its master weights" in found.message
+
+
+# Everything else ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("edit", "name"),
+    [
+        (lambda c: c.update(global_steps=8), "model/global_steps"),
+        (lambda c: c.update(skipped_steps=1), "model/skipped_steps"),
+        (lambda c: c["lr_scheduler"].update(last_epoch=8), "model/lr_scheduler.last_epoch"),
+        (lambda c: c["lr_scheduler"]["table"].add_(1), "model/lr_scheduler.table"),
+        (lambda c: c["args"].nested.__dict__.update(seed=4), "model/args.nested.seed"),
+        (lambda c: c["keepsake"].value["shared"].append(1), "model/keepsake.value.shared[2]"),
+        (lambda c: c.update(more=1), "model/more"),
+        (lambda c: c.pop("rng"), "model/rng"),
+        (lambda c: c.update(buffer_names=["mask"]), "model/buffer_names[0]"),
+        (lambda c: c["module"].pop("f"), "module/f"),
+        (lambda c: c["module"].update(mask=torch.ones(6, dtype=torch.bool)), "module/mask"),
+        (lambda c: c["module"].update(f=c["module"]["f"].float()), "module/f"),
+    ],
+)
+def test_a_value_of_the_model_file(tmp_path: Path, edit: Any, name: str) -> None:  # noqa: ANN401
+    run = write(replace(SMALL, stage=1), tmp_path / "run")
+    changed = Path(shutil.copytree(run, tmp_path / "changed"))
+    change(model(changed), edit)
+    for one, other in ((changed, run), (run, changed)):
+        found = streamshard.verify(one, against=other)
+        assert name in {difference.name for difference in found.differences}
+        assert {d.name for d in found.differences} <= {name, "model/buffer_names[1]",
+            "model/buffer_names[2]", "model/buffer_names[3]"}  # fmt: skip
+
+
+def in_all_ranks(run: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    for path in sorted((run / TAG).glob("*_optim_states.pt")):
+        change(path, lambda content: edit(content["optimizer_state_dict"]))
+
+
+@pytest.mark.parametrize(
+    ("edit", "name"),
+    [
+        (
+            lambda s: s["base_optimizer_state"]["param_groups"][1].update(lr=9.0),
+            "optimizer/wrapped.param_groups[1].lr",
+        ),
+        (
+            lambda s: s["base_optimizer_state"]["state"][1].update(step=torch.tensor(8.0)),
+            "optimizer/state.group 1.step",
+        ),
+        (lambda s: vars(s["loss_scaler"]).update(cur_scale=2.0), "optimizer/loss_scaler.cur_scale"),
+        (lambda s: s.update(overflow=True), "optimizer/overflow"),
+        (lambda s: s.update(clip_grad=2.0), "optimizer/clip_grad"),
+    ],
+)
+def test_a_value_of_the_optimizer(tmp_path: Path, edit: Any, name: str) -> None:  # noqa: ANN401
+    run = write(SMALL, tmp_path / "run")
+    changed = Path(shutil.copytree(run, tmp_path / "changed"))
+    in_all_ranks(changed, edit)
+    (found,) = streamshard.verify(changed, against=run).differences
+    assert (found.kind, found.name) == ("value", name)
+
+
+def test_tensors_and_files_of_one_side_only(tmp_path: Path) -> None:
+    run = write(SMALL, tmp_path / "run")
+    less = write(replace(SMALL, groups=SMALL.groups[:1]), tmp_path / "less")
+    (run / "vocabulary.txt").write_text("a b")
+    (less / "merges.txt").write_text("a b")
+    found = streamshard.verify(less, against=run).differences
+    kinds = {(d.kind, d.name) for d in found if d.kind in ("missing", "extra")}
+    assert kinds == {
+        *(("missing", f"state/{state}/v") for state in STATES),
+        ("missing", "module/v"),
+        ("missing", "file/vocabulary.txt"),
+        ("extra", "file/merges.txt"),
+    }
+
+
+def test_another_shape_of_as_many_elements(tmp_path: Path) -> None:
+    run = write(SMALL, tmp_path / "run")
+    groups = ((("w", (3, 5)), ("u", (2, 2))), (("v", (7,)),))
+    other = write(replace(SMALL, groups=groups), tmp_path / "other")
+    found = streamshard.verify(other, against=run).differences
+    assert {(d.kind, d.name) for d in found} == {
+        ("shape", name) for name in (*(f"state/{s}/w" for s in STATES), "module/w", "module/t")
+    }
+
+
+def test_a_file_s_bytes(tmp_path: Path) -> None:
+    run = write(SMALL, tmp_path / "run")
+    streamshard.convert(run, tmp_path / "run.zarr")
+    script = run / "zero_to_fp32.py"
+    script.write_text(script.read_text().replace("env", "ENV"))
+    (found,) = streamshard.verify(tmp_path / "run.zarr", against=run).differences
+    assert spot(found) == ("file/zero_to_fp32.py", "elements", 11, 3, 22)
+    script.write_text("longer")
+    (found,) = streamshard.verify(tmp_path / "run.zarr", against=run).differences
+    assert (found.kind, found.name) == ("shape", "file/zero_to_fp32.py")
+
+
+def test_another_count_of_parts_is_one_difference(tmp_path: Path) -> None:
+    for parts in (1, 2):
+        write(Job(parts=parts), tmp_path / str(parts))
+    (found,) = streamshard.verify(tmp_path / "1", against=tmp_path / "2").differences
+    assert "1 and 2" in found.message or "1 here, 2" in found.message
+
+
+# What cannot be read ------------------------------------------------------------------------------
+
+
+def test_a_torn_side(tmp_path: Path) -> None:
+    run = write(SMALL, tmp_path / "run")
+    torn = Path(shutil.copytree(run, tmp_path / "torn"))
+    model(torn).write_bytes(model(torn).read_bytes()[:-9])
+    (problem,) = streamshard.verify(torn, against=run).problems
+    assert (problem.kind, problem.file) == ("malformed", str(model(torn)))
+    with pytest.raises(streamshard.StreamshardError, match="not a whole torch file"):
+        streamshard.verify(run, against=torn)
+    for one, other in ((run, tmp_path / "none"), (tmp_path / "none", run)):
+        with pytest.raises(SourceNotFoundError):
+            streamshard.verify(one, against=other)
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_all_damaged_chunks_are_problems_and_the_rest_is_compared(
+    tmp_path: Path, codec: str
+) -> None:
+    run = write(SMALL, tmp_path / "run")
+    store = tmp_path / "run.zarr"
+    streamshard.convert(run, store, codec=codec)
+    chunks = [store / f"state/{state}/w/c/0/0" for state in ("exp_avg", "exp_avg_sq")]
+    for chunk in chunks:
+        data = bytearray(chunk.read_bytes())
+        data[5] ^= 1
+        chunk.write_bytes(data)
+    for one, other in ((store, run), (run, store)):
+        found = streamshard.verify(one, against=other)
+        assert {problem.kind for problem in found.problems} == {"damaged"}
+        assert {problem.file for problem in found.problems} & set(map(str, chunks))
+        assert found.differences == ()
+
+
+def test_a_sample_compares_a_part(tmp_path: Path) -> None:
+    run = write(SMALL, tmp_path / "run")
+    streamshard.convert(run, tmp_path / "run.zarr")
+    parts = [
+        streamshard.verify(tmp_path / "run.zarr", against=run, sample=f"{part}/4")
+        for part in (1, 2, 3, 4)
+    ]
+    whole = streamshard.verify(tmp_path / "run.zarr", against=run)
+    assert sum(part.tensors for part in parts) == whole.tensors
+    assert sum(part.bytes_read for part in parts) == whole.bytes_read
+    assert all(part.bytes_read < whole.bytes_read for part in parts)

@@ -1,0 +1,108 @@
+"""Every byte of every file: flipped, it is noticed, or it is one of those listed here.
+
+Beyond anything that is recorded are, in a native checkpoint, the files that hold no checksum and
+are not DeepSpeed's: scripts, configs, tokenizers. `verify` names them in a note. A store has a
+checksum of every byte, theirs included. The containers of torch files have no meaningless bytes
+either: what no reader needs is held against what is written twice, or alike for all records. That
+is tried on every single byte in `tests/formats/test_torch_audit.py`.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import streamshard
+from streamshard.errors import StreamshardError
+from tests.verify.conftest import KINDS, damaged, files_of, kinds_of
+
+UNRECORDED = {"zero_to_fp32.py"}
+FLIPS = 400
+"""How many are tried of each kind of checkpoint, spread over all its files."""
+
+
+@pytest.mark.parametrize("kind", [f"{kind}-tiny" for kind in KINDS])
+def test_no_flipped_byte_goes_unnoticed(fresh: Callable[[str], Path], kind: str) -> None:
+    path = fresh(kind)
+    assert streamshard.verify(path).is_good
+    stride = sum(file.stat().st_size for file in files_of(path)) // (FLIPS + 50)
+    tried, silent, elsewhere = 0, set(), []
+    for number, file in enumerate(files_of(path)):
+        data = file.read_bytes()
+        for place in range(number % stride % len(data), len(data), stride):
+            with damaged(file, place, data[place] ^ 1 << (place // stride + number) % 8):
+                found = streamshard.verify(path, workers=1)
+            tried += 1
+            if found.is_good:
+                silent.add((file.name, place))
+            elif str(file) not in {problem.file for problem in found.problems}:
+                elsewhere.append((file.name, place, found.problems))
+    assert tried >= FLIPS
+    assert {name for name, _ in silent} <= UNRECORDED
+    assert elsewhere == []
+
+
+def test_files_without_checksums_are_named(fresh: Callable[[str], Path]) -> None:
+    path = fresh("native-2")
+    (path / "tokenizer.json").write_text("{}")
+    (note,) = [note for note in streamshard.verify(path).notes if "without checksums" in note]
+    assert "zero_to_fp32.py" in note
+    assert "tokenizer.json" in note
+
+
+@pytest.mark.parametrize("how", ["cut", "empty", "longer", "gone"])
+@pytest.mark.parametrize(
+    "kind", ["native-2-tiny", "native-3-tiny", "dumps-2-tiny", "store-none-tiny", "store-zstd-tiny"]
+)
+def test_every_file_cut_short_or_gone(fresh: Callable[[str], Path], kind: str, how: str) -> None:
+    path = fresh(kind)
+    for file in files_of(path):
+        if file.name in UNRECORDED:
+            continue
+        data = file.read_bytes()
+        if how == "gone":
+            file.unlink()
+        else:
+            file.write_bytes({"cut": data[:-1], "empty": b"", "longer": data + b"\0"}[how])
+        if how == "gone" and file.name == "latest":
+            with pytest.raises(StreamshardError, match="no 'latest' file"):
+                streamshard.verify(path)
+        else:
+            found = streamshard.verify(path)
+            assert str(file) in {problem.file for problem in found.problems}, file
+            assert not found.is_good
+        file.write_bytes(data)
+    assert streamshard.verify(path).is_good
+
+
+@pytest.mark.parametrize("kind", ["native-2", "store-zstd"])
+def test_every_damaged_file_is_listed_not_only_the_first(
+    fresh: Callable[[str], Path], kind: str
+) -> None:
+    path = fresh(kind)
+    chosen = [f for f in files_of(path) if f.name not in UNRECORDED | {"latest"}]
+    chosen = [f for f in chosen if "meta" not in f.parts]
+    for file in chosen:
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 4
+        file.write_bytes(data)
+    found = streamshard.verify(path)
+    assert {problem.file for problem in found.problems} >= set(map(str, chosen))
+
+
+def test_nothing_is_changed_and_the_count_is_right(made: Callable[[str], Path]) -> None:
+    for kind in KINDS:
+        path = made(kind)
+        before = [(f, f.stat().st_mtime_ns, f.read_bytes()) for f in files_of(path)]
+        found = streamshard.verify(path)
+        assert [(f, f.stat().st_mtime_ns, f.read_bytes()) for f in files_of(path)] == before
+        assert kinds_of(found) == []
+        assert found.kind == kind.partition("-")[0]
+        files = {f for f, _, _ in before if f.name != "latest"}
+        if kind.startswith("store"):
+            manifest = {f for f in files if f.is_relative_to(path / "meta" / "manifest")}
+            assert found.checked == found.files == len(files - manifest)
+            assert found.bytes_read >= sum(f.stat().st_size for f in files - manifest) * 0.5
+        else:
+            assert found.files == len(files)
+        assert found.peak_bytes <= found.projected_bytes

@@ -1,0 +1,389 @@
+"""What is wrong with a set of files that are each whole, and with sets that cannot be opened."""
+
+import base64
+import json
+import shutil
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import pytest
+import torch
+
+import streamshard
+from streamshard.errors import SourceNotFoundError, UsageError
+from streamshard.formats.zarr_chunks import spell_checksum
+from streamshard.formats.zarr_writer import small_array_document
+from tests.fabricated import client_state, load, save, write
+from tests.job import TAG, Job
+from tests.verify.conftest import DUMPS, SMALL, kinds_of, write_dumps
+
+
+def shard(run: Path, rank: int) -> Path:
+    return run / TAG / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+def model(run: Path, rank: int) -> Path:
+    return run / TAG / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+
+
+def swap(one: Path, other: Path) -> None:
+    data = one.read_bytes(), other.read_bytes()
+    one.write_bytes(data[1])
+    other.write_bytes(data[0])
+
+
+# Shards -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["native-2", "native-3"])
+def test_every_missing_rank_is_listed(fresh: Callable[[str], Path], kind: str) -> None:
+    run = fresh(kind)
+    for rank in (0, 2):
+        shard(run, rank).unlink()
+    found = kinds_of(streamshard.verify(run))
+    assert found == [("missing", shard(run, rank).name) for rank in (0, 2)]
+
+
+def test_torn_files_and_missing_ones_are_listed_together(fresh: Callable[[str], Path]) -> None:
+    run = fresh("native-3")
+    shard(run, 1).unlink()
+    model(run, 0).unlink()
+    for path in (shard(run, 0), model(run, 2)):
+        path.write_bytes(path.read_bytes()[:-100])
+    found = kinds_of(streamshard.verify(run))
+    assert ("missing", shard(run, 1).name) in found
+    assert ("missing", model(run, 0).name) in found
+    assert ("malformed", shard(run, 0).name) in found
+    assert ("malformed", model(run, 2).name) in found
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize("kind", ["native-1", "native-2", "native-3"])
+def test_swapped_ranks_are_noticed(fresh: Callable[[str], Path], kind: str) -> None:
+    run = fresh(kind)
+    swap(shard(run, 0), shard(run, 1))
+    found = streamshard.verify(run)
+    names = {Path(problem.file).name for problem in found.problems}
+    assert names >= {shard(run, 0).name, shard(run, 1).name}
+    assert {problem.kind for problem in found.problems} <= {"disagreement", "malformed"}
+
+
+def test_swapped_model_files_are_noticed(fresh: Callable[[str], Path]) -> None:
+    run = fresh("native-3")
+    swap(model(run, 1), model(run, 2))
+    found = kinds_of(streamshard.verify(run))
+    assert found == [("disagreement", model(run, rank).name) for rank in (1, 2)]
+
+
+def test_a_file_under_another_spelling_of_its_own_name_is_not_swapped(
+    fresh: Callable[[str], Path],
+) -> None:
+    run = fresh("native-2")
+    for rank in range(3):
+        shard(run, rank).rename(run / TAG / shard(run, rank).name.removeprefix("bf16_"))
+    assert streamshard.verify(run).is_good
+
+
+def other_step(path: Path) -> None:
+    """Make a file one of the step before."""
+    content = load(path)
+    if "optimizer_state_dict" in content:
+        inner = content["optimizer_state_dict"]
+        inner = inner.get("base_optimizer_state") or inner["optimizer_state_dict"]
+        for state in inner["state"].values():
+            state["step"] = torch.tensor(6.0)
+    else:
+        content["global_steps"] = 6
+    save(content, path)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["native-2", "native-3"])
+def test_a_rank_of_another_step_is_the_odd_one_out(
+    fresh: Callable[[str], Path], kind: str, rank: int
+) -> None:
+    run = fresh(kind)
+    other_step(shard(run, rank))
+    (problem,) = streamshard.verify(run).problems
+    assert (problem.kind, problem.file) == ("disagreement", str(shard(run, rank)))
+    assert "'step' of group 0" in problem.message
+    if kind == "native-3":
+        other_step(model(run, rank))
+        found = kinds_of(streamshard.verify(run))
+        assert ("disagreement", model(run, rank).name) in found
+        assert ("disagreement", shard(run, rank).name) in found
+
+
+def test_a_rank_of_another_world_size(fresh: Callable[[str], Path], tmp_path: Path) -> None:
+    run = fresh("native-2")
+    other = write(replace(SMALL, world_size=5), tmp_path / "other")
+    shutil.copy(shard(other, 4), shard(run, 4))
+    found = kinds_of(streamshard.verify(run))
+    assert found == [
+        ("disagreement", shard(run, 4).name),
+        ("missing", shard(run, 3).name),
+    ]
+
+
+def test_of_a_checkpoint_without_zero_only_that_is_said(fresh: Callable[[str], Path]) -> None:
+    run = fresh("native-2")
+    for path in (run / TAG).glob("*_optim_states.pt"):
+        path.unlink()
+    content = load(run / TAG / "mp_rank_00_model_states.pt")
+    save({**content, "optimizer": {"state": {}}}, run / TAG / "mp_rank_00_model_states.pt")
+    (problem,) = streamshard.verify(run).problems
+    assert problem.kind == "unsupported"
+    assert "without ZeRO" in problem.message
+
+
+def test_other_files_of_a_tag_are_no_problem(fresh: Callable[[str], Path]) -> None:
+    run = fresh("native-2")
+    (run / TAG / "notes.txt").write_text("mine")
+    found = streamshard.verify(run)
+    assert found.is_good
+    assert any("notes.txt" in note for note in found.notes)
+
+
+def test_torch_files_that_are_not_deepspeed_s_are_checked_too(
+    fresh: Callable[[str], Path],
+) -> None:
+    run = fresh("native-2")
+    extra = run / "training_args.bin"
+    torch.save({"seed": torch.arange(50)}, extra)
+    assert streamshard.verify(run).is_good
+    data = bytearray(extra.read_bytes())
+    data[data.index(bytes([9, 0, 0, 0, 0, 0, 0, 0, 10]))] ^= 1
+    extra.write_bytes(data)
+    assert kinds_of(streamshard.verify(run)) == [("damaged", "training_args.bin")]
+
+
+def test_checksums_that_a_writer_left_out_are_a_note(fresh: Callable[[str], Path]) -> None:
+    run = fresh("native-2")
+    path = shard(run, 1)
+    without_checksums(path)
+    found = streamshard.verify(run)
+    assert found.is_good
+    (note,) = [note for note in found.notes if "checksums of tensor data out" in note]
+    assert path.name in note
+
+
+def without_checksums(path: Path) -> None:
+    """Set the CRC-32 of every storage to 0, as streamshard's first version and `skip_data` do."""
+    data = bytearray(path.read_bytes())
+    for signature, crc_at in ((b"PK\x07\x08", 4), (b"PK\x01\x02", 16)):
+        at = data.find(signature)
+        while at >= 0:
+            size_at = crc_at + 4
+            name = data[at + 46 : at + 46 + data[at + 28]] if crc_at == 16 else b""
+            is_data = b"/data/" in name if crc_at == 16 else _is_storage(data, at, size_at)
+            if is_data:
+                data[at + crc_at : at + crc_at + 4] = bytes(4)
+            at = data.find(signature, at + 1)
+    path.write_bytes(data)
+
+
+def _is_storage(data: bytearray, descriptor: int, size_at: int) -> bool:
+    """Tell whether a descriptor stands behind a storage: by the name in the header before it."""
+    header = data.rfind(b"PK\x03\x04", 0, descriptor)
+    name_bytes = int.from_bytes(data[header + 26 : header + 28], "little")
+    assert int.from_bytes(data[descriptor + size_at : descriptor + size_at + 4], "little")
+    return b"/data/" in data[header + 30 : header + 30 + name_bytes]
+
+
+def test_latest_that_names_nothing(fresh: Callable[[str], Path]) -> None:
+    run = fresh("native-2")
+    for text in ("", "global_step8", "../run"):
+        (run / "latest").write_text(text)
+        (problem,) = streamshard.verify(run).problems
+        assert problem.file == str(run / "latest")
+    assert streamshard.verify(run, tag=TAG).is_good
+    assert streamshard.verify(run / TAG).is_good
+
+
+def test_a_config_in_the_files_that_cannot_be(fresh: Callable[[str], Path]) -> None:
+    run = fresh("native-2")
+    for path in sorted((run / TAG).glob("*.pt")):
+        content = load(path)
+        content["ds_config"]["zero_optimization"]["sub_group_size"] = "many"
+        save(content, path)
+    (problem,) = streamshard.verify(run).problems
+    assert problem.kind == "malformed"
+    assert "sub_group_size is 'many'" in problem.message
+
+
+def test_files_whose_writer_left_out_every_checksum(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        run = write(SMALL, tmp_path / "run")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    found = streamshard.verify(run)
+    assert {problem.kind for problem in found.problems} <= {"malformed"}
+    assert any("checksums of tensor data out" in note for note in found.notes)
+
+
+# Dumps --------------------------------------------------------------------------------------------
+
+
+def test_missing_and_swapped_dumps(fresh: Callable[[str], Path]) -> None:
+    template = fresh("dumps-2")
+    first, second, _ = (template.parent / DUMPS.format(rank=rank) for rank in range(3))
+    swap(first, second)
+    found = kinds_of(streamshard.verify(template))
+    assert {("disagreement", first.name), ("disagreement", second.name)} <= set(found)
+    swap(first, second)
+    first.unlink()
+    assert kinds_of(streamshard.verify(template)) == [("missing", first.name)]
+
+
+def test_dumps_of_stage_3_need_another_checkpoint(tmp_path: Path) -> None:
+    run = write(replace(SMALL, stage=3), tmp_path / "run")
+    template = write_dumps(run, tmp_path / "dumps")
+    (problem,) = streamshard.verify(template).problems
+    assert problem.kind == "unsupported"
+    assert "--like" in problem.message
+    assert streamshard.verify(template, like=run).is_good
+    assert streamshard.verify(template, like=run, against=run).is_good
+
+
+# Stores -------------------------------------------------------------------------------------------
+
+CHUNK = "state/exp_avg/w/c/1/0"
+Edit = Callable[[dict[str, Any]], object]
+
+
+def edit_manifest(store: Path, edit: Edit) -> None:
+    """Change the manifest, and put its own checksum and document right."""
+    chunk = store / "meta/manifest/c/0"
+    document = json.loads(chunk.read_bytes()[:-4])
+    edit(document)
+    data = json.dumps(document).encode()
+    chunk.write_bytes(data + spell_checksum(google_crc32c.value(data)))
+    (store / "meta/manifest/zarr.json").write_bytes(small_array_document(len(data)))
+
+
+@pytest.mark.parametrize("kind", ["store-none", "store-zstd"])
+def test_chunks_swapped_replaced_missing_and_extra(fresh: Callable[[str], Path], kind: str) -> None:
+    store = fresh(kind)
+    swap(store / CHUNK, store / CHUNK.replace("c/1/0", "c/0/0"))
+    found = streamshard.verify(store)
+    sizes = {(store / CHUNK.replace("c/1", f"c/{number}")).stat().st_size for number in (0, 1)}
+    assert {problem.kind for problem in found.problems} == {"damaged"}
+    assert len(found.problems) == 2
+    assert kind != "store-none" or len(sizes) == 1
+    shutil.copy(store / "state/exp_avg_sq/w/c/1/0", store / CHUNK)
+    assert str(store / CHUNK) in {problem.file for problem in streamshard.verify(store).problems}
+    (store / CHUNK).unlink()
+    (store / "state/exp_avg/w/c/9/0").parent.mkdir()
+    (store / "state/exp_avg/w/c/9/0").write_bytes(b"more")
+    (store / "README").write_text("mine")
+    found = streamshard.verify(store)
+    assert {(p.kind, p.file) for p in found.problems} >= {
+        ("missing", str(store / CHUNK)),
+        ("extra", str(store / "README")),
+        ("extra", str(store / "state/exp_avg/w/c/9/0")),
+    }
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (lambda m: m["files"].pop(CHUNK), CHUNK),
+        (lambda m: m["files"].update(other=[3, "AAAAAA=="]), "other"),
+        (lambda m: m["files"][CHUNK].__setitem__(0, 1), CHUNK),
+        (lambda m: m["files"][CHUNK].__setitem__(1, "AAAAAA=="), CHUNK),
+        (lambda m: m["files"][CHUNK].__setitem__(1, ""), CHUNK),
+        (lambda m: m["digests"].update({"state/fp32/w": "0" * 16}), "state/fp32/w"),
+        (lambda m: m["digests"].pop("state/fp32/w"), "state/fp32/w"),
+        (lambda m: m["digests"].update(other="0" * 16), "other"),
+        (lambda m: m.update(codec="gzip"), "gzip"),
+        (lambda m: m.pop("files"), "files"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["store-none", "store-zstd"])
+def test_an_edited_manifest_is_noticed(
+    fresh: Callable[[str], Path], kind: str, edit: Edit, named: str
+) -> None:
+    store = fresh(kind)
+    edit_manifest(store, edit)
+    found = streamshard.verify(store)
+    assert any(named in problem.message for problem in found.problems), found.problems
+
+
+def test_a_document_that_tells_another_shape(fresh: Callable[[str], Path]) -> None:
+    store = fresh("store-none")
+    path = store / "state/exp_avg/w/zarr.json"
+    document = json.loads(path.read_bytes())
+    document["shape"] = [15, 1]
+    path.write_text(json.dumps(document))
+    data = path.read_bytes()
+
+    def edit(manifest: dict[str, Any]) -> None:
+        record = manifest["files"]["state/exp_avg/w/zarr.json"]
+        record[:] = [len(data), base64.b64encode(zlib.crc32(data).to_bytes(4, "little")).decode()]
+
+    edit_manifest(store, edit)
+    (problem,) = streamshard.verify(store).problems
+    assert (problem.kind, problem.file) == ("damaged", str(path))
+    assert "another array" in problem.message
+
+
+def test_a_store_without_digests_stays_readable(fresh: Callable[[str], Path]) -> None:
+    store = fresh("store-zstd")
+    edit_manifest(store, lambda manifest: manifest.pop("digests"))
+    found = streamshard.verify(store)
+    assert found.is_good
+    assert found.tensors == 0
+    assert any("No digest" in note for note in found.notes)
+    assert len(found.digests) > 20
+
+
+@pytest.mark.parametrize("which", ["meta/manifest/c/0", "meta/state/c/0", "zarr.json"])
+@pytest.mark.parametrize("kind", ["store-none", "store-zstd"])
+def test_damaged_metadata_does_not_hide_damaged_chunks(
+    fresh: Callable[[str], Path], kind: str, which: str
+) -> None:
+    store = fresh(kind)
+    for path in (store / which, store / CHUNK):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    files = {problem.file for problem in streamshard.verify(store).problems}
+    assert files >= {str(store / which), str(store / CHUNK)}
+
+
+# What is no checkpoint ----------------------------------------------------------------------------
+
+
+def test_what_is_no_checkpoint_is_an_error(tmp_path: Path, fresh: Callable[[str], Path]) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "zarr").mkdir()
+    (tmp_path / "zarr" / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group"}')
+    for place in ("empty", "zarr", "nowhere", "empty/x.{rank}.pt"):
+        with pytest.raises(SourceNotFoundError):
+            streamshard.verify(tmp_path / place)
+    run = fresh("native-2")
+    with pytest.raises(UsageError, match="--sample"):
+        streamshard.verify(run, sample="half")
+
+
+def test_a_store_of_a_later_version_is_left_alone(fresh: Callable[[str], Path]) -> None:
+    store = fresh("store-none")
+    document = json.loads((store / "zarr.json").read_bytes())
+    document["attributes"]["streamshard"]["format_version"] = 999
+    (store / "zarr.json").write_text(json.dumps(document))
+    (problem,) = streamshard.verify(store).problems
+    assert (problem.kind, problem.file) == ("unsupported", str(store))
+
+
+def test_every_job_is_good(tmp_path: Path) -> None:
+    job = Job(parts=2, world_size=2, client_state=client_state())
+    assert streamshard.verify(write(job, tmp_path / "run")).is_good
+    streamshard.convert(tmp_path / "run", tmp_path / "run.zarr")
+    found = streamshard.verify(tmp_path / "run.zarr")
+    assert found.is_good
+    assert any(name.startswith("mp_rank_01/") for name in found.digests)
