@@ -14,7 +14,7 @@ from streamshard import sizes
 from streamshard.engine import memory
 from streamshard.errors import IntegrityError, StreamshardError, UsageError
 from streamshard.formats.zarr_documents import CODECS
-from streamshard.operations import convert, inspect, repartition, running, verify
+from streamshard.operations import convert, inspect, repartition, verify
 from streamshard.operations.report import Progress, Report, Silent
 from streamshard.tables import findings_text, inspection_text, report_text, verification_text
 
@@ -177,11 +177,16 @@ def _add_reading_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--memory-limit",
         type=_memory,
-        default=running.DEFAULT_LIMIT_BYTES,
         metavar="SIZE",
-        help="memory above the program's own: 512MiB, 2GB, or 50%% of the machine's [1GiB]",
+        help="memory above the program's own: 512MiB, 2GB, or 50%% of the machine's [1GiB, at most "
+        "half of what there is]",
     )
-    verb.add_argument("--workers", type=int, metavar="N", help="threads [one per core, at most 4]")
+    verb.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="threads [one per core, at most 4, fewer where memory is tight]",
+    )
 
 
 def _add_moving_options(verb: argparse.ArgumentParser) -> None:

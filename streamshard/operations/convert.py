@@ -73,7 +73,7 @@ def plan_convert(
     source_ds_config_file: str | os.PathLike[str] | None = None,
     like: str | os.PathLike[str] | None = None,
     tag: str | None = None,
-    memory_limit: int = running.DEFAULT_LIMIT_BYTES,
+    memory_limit: int | None = None,
     workers: int | None = None,
     overwrite: bool = False,
     verify: bool = False,
@@ -93,7 +93,8 @@ def plan_convert(
     source_ds_config_file, like
         For sources that do not tell all that is needed; see `plan_repartition`.
     memory_limit
-        Bytes allowed above what the program itself occupies.
+        Bytes allowed above what the program itself occupies; by default 1 GiB, and never more than
+        half of what the machine, or the cgroup, leaves there.
     verify
         Read back from disk what was written, and compare it with the source before it is renamed.
 
@@ -119,6 +120,7 @@ def plan_convert(
     sizes = files.sizes()
     both = zip(shapes, tensors, strict=True)
     largest = max((math.prod(s) * ITEMSIZE[t.dtype] for s, t in both), default=0)
+    limit_bytes = running.limit_or_default(memory_limit, floor_bytes)
     memory_plan = running.fit_memory(
         floor_bytes=floor_bytes,
         # While a chunk is compressed: its content, the result, that with its checksum behind, and
@@ -127,7 +129,7 @@ def plan_convert(
         + (0 if codec == "none" else 4 * largest + MIB)
         + (EXTRA_BYTES if verify else 0),
         workers=workers,
-        limit_bytes=memory_limit,
+        limit_bytes=limit_bytes,
         reopened=int(verify),
     )
     require_space(target, sum(sizes))
@@ -142,7 +144,7 @@ def plan_convert(
         files=len(sizes),
         bytes_written=sum(sizes),
         floor_bytes=floor_bytes,
-        limit_bytes=memory_limit,
+        limit_bytes=limit_bytes,
         projected_bytes=memory_plan.projected_bytes,
         is_verified=verify,
         notes=opened.checkpoint.notes,
@@ -159,7 +161,7 @@ def convert(
     source_ds_config_file: str | os.PathLike[str] | None = None,
     like: str | os.PathLike[str] | None = None,
     tag: str | None = None,
-    memory_limit: int = running.DEFAULT_LIMIT_BYTES,
+    memory_limit: int | None = None,
     workers: int | None = None,
     overwrite: bool = False,
     verify: bool = False,

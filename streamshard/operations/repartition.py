@@ -105,7 +105,7 @@ def plan_repartition(
     source_ds_config_file: Path_ | None = None,
     like: Path_ | None = None,
     tag: str | None = None,
-    memory_limit: int = running.DEFAULT_LIMIT_BYTES,
+    memory_limit: int | None = None,
     workers: int | None = None,
     overwrite: bool = False,
     verify: bool = False,
@@ -135,7 +135,8 @@ def plan_repartition(
         hold no shapes, files of `elastic_checkpoint` no hyper-parameters, and those of Muon at
         stages 1 and 2 not the order in which stage 3 has its parameters.
     memory_limit
-        Bytes allowed above what the program itself occupies.
+        Bytes allowed above what the program itself occupies; by default 1 GiB, and never more than
+        half of what the machine, or the cgroup, leaves there.
     verify
         Read back from disk what was written, and compare it with the source before it is renamed.
 
@@ -170,11 +171,12 @@ def plan_repartition(
     if template is None:
         sizes.append((len(opened.checkpoint.tag.encode()), 1))  # `latest`
     bytes_written = sum(nbytes * count for nbytes, count in sizes)
+    limit_bytes = running.limit_or_default(memory_limit, floor_bytes)
     memory_plan = running.fit_memory(
         floor_bytes=floor_bytes,
         codec_bytes=opened.codec_bytes + (EXTRA_BYTES if verify else 0),
         workers=workers,
-        limit_bytes=memory_limit,
+        limit_bytes=limit_bytes,
         copies_bytes=_copies_bytes(opened, dp_world_size),
         reopened=-(-dp_world_size // opened.checkpoint.layout.world_size) if verify else 0,
     )
@@ -190,7 +192,7 @@ def plan_repartition(
         files=sum(count for _, count in sizes),
         bytes_written=bytes_written,
         floor_bytes=floor_bytes,
-        limit_bytes=memory_limit,
+        limit_bytes=limit_bytes,
         projected_bytes=memory_plan.projected_bytes,
         is_verified=verify,
         notes=(
@@ -225,7 +227,7 @@ def repartition(
     source_ds_config_file: Path_ | None = None,
     like: Path_ | None = None,
     tag: str | None = None,
-    memory_limit: int = running.DEFAULT_LIMIT_BYTES,
+    memory_limit: int | None = None,
     workers: int | None = None,
     overwrite: bool = False,
     verify: bool = False,

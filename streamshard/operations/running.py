@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
@@ -10,7 +11,7 @@ from streamshard.engine import memory
 from streamshard.engine.files import require_unchanged
 from streamshard.engine.run import Engine, Resources
 from streamshard.engine.work import TargetFile
-from streamshard.errors import UsageError
+from streamshard.errors import MemoryLimitError, UsageError
 from streamshard.operations.report import Progress, Report
 from streamshard.operations.source import Source
 from streamshard.operations.target import PartialTarget
@@ -28,6 +29,13 @@ def default_workers() -> int:
     return min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
 
 
+def limit_or_default(asked: int | None, floor_bytes: int) -> int:
+    """Return the limit asked for; else 1 GiB, or half of what there is if that is less."""
+    if asked is not None:
+        return asked
+    return min(DEFAULT_LIMIT_BYTES, max(0, memory.available_bytes() - floor_bytes) // 2)
+
+
 def fit_memory(
     *,
     floor_bytes: int,
@@ -43,21 +51,32 @@ def fit_memory(
 
     Parameters
     ----------
+    workers
+        How many; by default one per core, and fewer where memory is tight.
     copies_bytes
         What the copies of the files in flight take, which are found only during the run.
     reopened
         How many times as much as the source's headers those take that are read back after the run.
     """
-    held_bytes = (1 + reopened) * max(0, memory.peak_bytes() - floor_bytes) + copies_bytes
     if workers is not None and workers < 1:
         raise UsageError(f"--workers {workers}: at least one is needed")
-    return plan_memory(
-        floor_bytes=floor_bytes,
-        metadata_bytes=-(-held_bytes // _STEP_BYTES) * _STEP_BYTES,
-        codec_bytes=codec_bytes,
-        workers=workers or default_workers(),
-        limit_bytes=limit_bytes,
-    )
+    held_bytes = (1 + reopened) * max(0, memory.peak_bytes() - floor_bytes) + copies_bytes
+
+    def fit(count: int) -> MemoryPlan:
+        return plan_memory(
+            floor_bytes=floor_bytes,
+            metadata_bytes=-(-held_bytes // _STEP_BYTES) * _STEP_BYTES,
+            codec_bytes=codec_bytes,
+            workers=count,
+            limit_bytes=limit_bytes,
+        )
+
+    if workers is not None:
+        return fit(workers)
+    for count in range(default_workers(), 1, -1):
+        with suppress(MemoryLimitError):
+            return fit(count)
+    return fit(1)
 
 
 def run(

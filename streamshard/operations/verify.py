@@ -42,7 +42,7 @@ def verify(
     source_ds_config_file: Path_ | None = None,
     like: Path_ | None = None,
     tag: str | None = None,
-    memory_limit: int = running.DEFAULT_LIMIT_BYTES,
+    memory_limit: int | None = None,
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> Verification:
@@ -69,7 +69,8 @@ def verify(
     tag
         Tag to read of `path`; by default the one that `latest` names.
     memory_limit
-        Bytes allowed above what the program itself occupies.
+        Bytes allowed above what the program itself occupies; by default 1 GiB, and never more than
+        half of what the machine, or the cgroup, leaves there.
 
     Raises
     ------
@@ -81,7 +82,8 @@ def verify(
     config = ds_config.read_file(Path(source_ds_config_file)) if source_ds_config_file else None
     known = open_source(like).checkpoint if like is not None else None
     request = Request(path, tag, config, known)
-    limits = _Limits(floor_bytes, memory_limit, workers)
+    limit_bytes = running.limit_or_default(memory_limit, floor_bytes)
+    limits = _Limits(floor_bytes, limit_bytes, workers)
     run = _Run(_sample(sample), limits, progress or Silent())
     began = time.monotonic()
     if digests and against is not None:
@@ -105,7 +107,7 @@ def verify(
         digests=run.findings.digests,
         notes=tuple(run.findings.notes),
         floor_bytes=floor_bytes,
-        limit_bytes=memory_limit,
+        limit_bytes=limit_bytes,
         projected_bytes=run.projected_bytes,
         peak_bytes=memory.peak_bytes(),
         seconds=time.monotonic() - began,
@@ -129,7 +131,7 @@ class _Limits:
     """What a run may use."""
 
     floor_bytes: int
-    memory_limit: int
+    limit_bytes: int
     workers: int | None
 
     def fit(self, codec_bytes: int) -> MemoryPlan:
@@ -138,7 +140,7 @@ class _Limits:
             floor_bytes=self.floor_bytes,
             codec_bytes=codec_bytes,
             workers=self.workers,
-            limit_bytes=self.memory_limit,
+            limit_bytes=self.limit_bytes,
         )
 
 
