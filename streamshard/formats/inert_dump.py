@@ -78,9 +78,10 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
     def save_call(self, node: Call) -> None:
         args = node.args
         if id(node) in self._unmade:
-            # Among its own arguments, as below protocol 4 a set is with a member that refers to
-            # it. pickle makes the inner one whole from a list of its own, and takes that.
-            args = tuple(list(arg) if type(arg) is list else arg for arg in args)
+            # Among its own arguments: pickle makes the inner one whole, and takes that. Sets, which
+            # below protocol 4 are calls, are each made from a list of their own.
+            own = not node.shares
+            args = tuple([list(arg) if own and type(arg) is list else arg for arg in args])
         self._unmade.add(id(node))
         if node.kwargs is None:
             self.save(node.function)
@@ -97,7 +98,11 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         self.memoize(node)
         self._batch_appends(node.items)
         self._batch_setitems(node.entries)
-        if node.state is not UNSET:
+        if node.setter is not None:
+            for part in (node.setter, node, node.state):
+                self.save(part)
+            self.write(pickle.TUPLE2 + pickle.REDUCE + pickle.POP)
+        elif node.state is not UNSET:
             self.save(node.state)
             self.write(pickle.BUILD)
 

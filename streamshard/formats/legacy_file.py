@@ -6,12 +6,14 @@ elements and its bytes. DeepSpeed writes it with ``"checkpoint_serialization": f
 it is a checksum.
 """
 
-import os
 from typing import Final
 
 from streamshard.errors import CorruptFileError, UnsupportedError
-from streamshard.formats import inert
-from streamshard.formats.inert import EndedTooEarlyError, Node
+from streamshard.formats import inert_load
+from streamshard.formats.inert import Node, show
+from streamshard.formats.inert_load import LIMIT_BYTES
+from streamshard.formats.pickle_bytes import EndedTooEarlyError
+from streamshard.formats.readable import Readable
 from streamshard.formats.torch_tensor import Storage, storage_from_id
 from streamshard.model import ITEMSIZE
 
@@ -20,8 +22,6 @@ _VERSION: Final = 1001
 _COUNT_BYTES: Final = 8
 """Size of the count in front of each storage."""
 _FIRST_READ_BYTES: Final = 1 << 20
-_LIMIT_BYTES: Final = 1 << 30
-"""No object is pickled to more than this; tensors are not part of the pickle."""
 
 
 def is_legacy(start: bytes) -> bool:
@@ -29,7 +29,7 @@ def is_legacy(start: bytes) -> bool:
     return start[:1] == b"\x80"
 
 
-def read(descriptor: int) -> tuple[Node, dict[str, Storage]]:
+def read(source: Readable) -> tuple[Node, dict[str, Storage]]:
     """Read the object, inert, and its storages by key; no tensor data is read.
 
     Raises
@@ -39,27 +39,27 @@ def read(descriptor: int) -> tuple[Node, dict[str, Storage]]:
     UnsupportedError
         It is one that torch has not written for years, or of another kind of machine.
     """
-    pickles = _Pickles(descriptor)
+    pickles = _Pickles(source)
     if pickles.read() != MAGIC_NUMBER:
         raise CorruptFileError("a pickle, but not one that torch.save wrote")
     version = pickles.read()
     if version != _VERSION:
-        raise UnsupportedError(f"version {_shown(version)} of torch's legacy format")
+        raise UnsupportedError(f"version {show(version)} of torch's legacy format")
     machine = pickles.read()
     if not isinstance(machine, dict) or machine.get("little_endian") is not True:
         raise UnsupportedError("written on a big-endian machine")
     found = _Storages()
     root = pickles.read(found)
-    found.place(pickles.read(), descriptor, pickles.at)
+    found.place(pickles.read(), source, pickles.at)
     return root, found.by_key
 
 
 class _Pickles:
     """Reads pickles that follow one another, and no more of the file than they take."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._data = os.pread(descriptor, _FIRST_READ_BYTES, 0)
+    def __init__(self, source: Readable) -> None:
+        self._source = source
+        self._data = source.read_at(0, _FIRST_READ_BYTES)
         self.at = 0
         """Byte behind what was read last."""
 
@@ -68,7 +68,7 @@ class _Pickles:
         persistent_load = storages.persistent_load if storages else _no_storage
         while True:
             try:
-                node, self.at = inert.load_at(self._data, self.at, persistent_load)
+                node, self.at = inert_load.load_at(self._data, self.at, persistent_load)
             except EndedTooEarlyError:
                 # How long a pickle is shows only at its end: begin again with more of the file.
                 if not self._read_on():
@@ -78,8 +78,8 @@ class _Pickles:
 
     def _read_on(self) -> bool:
         """Read four times as much as so far; False if there is no more."""
-        wanted = min(3 * len(self._data), _LIMIT_BYTES - len(self._data))
-        more = os.pread(self._descriptor, wanted, len(self._data))
+        wanted = min(3 * len(self._data), LIMIT_BYTES - len(self._data))
+        more = self._source.read_at(len(self._data), wanted)
         self._data += more
         return bool(more)
 
@@ -103,17 +103,17 @@ class _Storages:
             raise UnsupportedError(message)
         return self.by_key.setdefault(key, storage).require_like(storage, key)
 
-    def place(self, keys: Node, descriptor: int, start: int) -> None:
+    def place(self, keys: Node, source: Readable, start: int) -> None:
         """Work out where each storage lies: one after the other behind the last pickle."""
         if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
             raise CorruptFileError("the list of storages is no list of keys")
         if sorted(keys) != sorted(self.by_key):
             message = f"{len(keys)} storages listed where the object refers to {len(self.by_key)}"
             raise CorruptFileError(f"{message}, or to others")
-        size = os.fstat(descriptor).st_size
+        size = source.nbytes
         for key in keys:
             storage = self.by_key[key]
-            numel = int.from_bytes(os.pread(descriptor, _COUNT_BYTES, start), "little")
+            numel = int.from_bytes(source.read_at(start, _COUNT_BYTES), "little")
             storage.offset = start + _COUNT_BYTES
             start = storage.offset + storage.numel * ITEMSIZE[storage.dtype]
             if start > size:
@@ -127,7 +127,3 @@ class _Storages:
 
 def _no_storage(_identifier: Node) -> Node:
     raise CorruptFileError("a persistent id where no object is")
-
-
-def _shown(node: Node) -> str:
-    return str(node) if isinstance(node, int) else "unknown"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from streamshard.errors import SourceError
-from streamshard.formats import inert, inert_dump
+from streamshard.formats import inert_dump, inert_load
 from streamshard.formats.inert import Call, Global, Node
 from streamshard.formats.torch_tensor import Storage, Tensor, tensor_of
 from streamshard.model import ITEMSIZE, Whole
@@ -77,7 +77,7 @@ def _normal(node: Node) -> Node:
         storages.append(part)
         return len(storages) - 1
 
-    return inert.load(inert_dump.dump(node, persistent_id), lambda number: storages[number])
+    return inert_load.load(inert_dump.dump(node, persistent_id), lambda number: storages[number])
 
 
 def _tensor(node: Node) -> Tensor | None:
@@ -148,6 +148,7 @@ def _below(one: Node, other: Node, at: str) -> list[Pair] | None:
             (one.kwargs, other.kwargs, f"{at}, what it was made of"),
             (one.items, other.items, at),
             (one.entries, other.entries, f"{at}, its entries"),
+            (one.setter, other.setter, f"{at}, what sets its state"),
             (one.state, other.state, at),
         ]
     return [] if _is_same(one, other) else None

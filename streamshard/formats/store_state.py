@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import Any, Final
 
 from streamshard.errors import CorruptFileError, UnsupportedError
-from streamshard.formats import inert, inert_dump
+from streamshard.formats import inert_dump, inert_load
 from streamshard.formats.checkpoint import (
     Checkpoint,
     Family,
@@ -76,7 +76,7 @@ def load(data: bytes) -> tuple[Checkpoint, ChunkShapes]:
         return storages.setdefault(identifier, Storage(dtype, numel, Whole(tensor)))
 
     try:
-        root = inert.load(data, persistent_load)
+        root = inert_load.load(data, persistent_load)
         shapes = [tuple(map(int, shape)) for shape in root["chunk_shapes"]]
         checkpoint = Checkpoint(
             tag=_text(root["tag"]),

@@ -9,9 +9,7 @@ number needs them, a Zip64 end record always. `tests/formats/test_torch_file.py`
 with torch's own, byte by byte.
 """
 
-import os
 import struct
-import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +17,13 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.errors import CorruptFileError, UnsupportedError
-from streamshard.formats import inert, inert_dump, legacy_file
-from streamshard.formats.inert import EndedTooEarlyError, Node
+from streamshard.formats import inert_dump, inert_load, legacy_file, zip_directory
+from streamshard.formats.inert import Node, show
+from streamshard.formats.pickle_bytes import EndedTooEarlyError
+from streamshard.formats.readable import FileBytes, Readable
 from streamshard.formats.torch_tensor import Storage, storage_from_id, storage_id
-from streamshard.model import Literal
+from streamshard.formats.zip_directory import ZipRecord
+from streamshard.model import ITEMSIZE, Literal
 
 _PIECE_BYTES: Final = 1 << 20
 _ALIGNMENT: Final = 64
@@ -35,10 +36,6 @@ _CENTRAL: Final = struct.Struct("<IHHHHHHIIIHHHHHII")
 _END_64: Final = struct.Struct("<IQHHIIQQQQ")
 _LOCATOR_64: Final = struct.Struct("<IIQI")
 _END: Final = struct.Struct("<IHHHHIIH")
-
-
-_UNREADABLE: Final = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError)
-"""What zipfile raises at damage, depending on where it is; UnicodeDecodeError is a ValueError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +65,19 @@ def read(path: Path, file: int) -> TorchFile:
     """
     try:
         with path.open("rb") as stream:
-            if legacy_file.is_legacy(os.pread(stream.fileno(), 2, 0)):
-                found = TorchFile(*legacy_file.read(stream.fileno()), is_legacy=True)
+            source = FileBytes(stream.fileno())
+            # As torch does, by how the file begins: it may end like one of the other kind.
+            if legacy_file.is_legacy(source.read_at(0, len(zip_directory.MAGIC))):
+                found = TorchFile(*legacy_file.read(source), is_legacy=True)
             else:
-                with zipfile.ZipFile(stream) as archive:
-                    found = _read_archive(archive, path)
-    except (*_UNREADABLE, EndedTooEarlyError) as error:
+                found = _read_archive(source)
+    except EndedTooEarlyError as error:
         message = (
             f"{path}: not a whole torch file ({error}; {path.stat().st_size} bytes). "
             "Was the save interrupted? Copy the file again or take an earlier tag."
         )
         raise CorruptFileError(message) from error
-    except OSError as error:
-        if error.filename is not None:
-            raise  # from opening it, not from following an offset in it
-        raise CorruptFileError(f"{path}: not a whole torch file ({error.strerror})") from error
     except (CorruptFileError, UnsupportedError) as error:
-        if str(path) in str(error):
-            raise
         raise type(error)(f"{path}: {error}") from error
     for storage in found.storages.values():
         storage.file, storage.path = file, path
@@ -116,50 +108,49 @@ def checksum(storage: Storage) -> int:
     return found
 
 
-def _read_archive(archive: zipfile.ZipFile, path: Path) -> TorchFile:
-    records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-    if "data.pkl" not in records:
-        raise CorruptFileError(f"{path}: a zip file, but not one that torch.save wrote")
-    if "byteorder" in records and archive.read(records["byteorder"]) != b"little":
-        raise UnsupportedError(f"{path}: written on a big-endian machine")
+def _read_archive(source: Readable) -> TorchFile:
+    records: dict[str, ZipRecord] = {}
+    roots: set[str] = set()
+    for name, record in zip_directory.read(source).items():
+        root, _, path = name.partition("/")
+        roots.add(root)
+        records[path] = record
+    if "data.pkl" not in records or len(roots) > 1:
+        raise CorruptFileError("a zip file, but not one that torch.save wrote")
+    if "constants.pkl" in records:
+        raise UnsupportedError("a TorchScript program, not a checkpoint")
+    if "byteorder" in records and _content(source, records["byteorder"]) != b"little":
+        raise UnsupportedError("written on a big-endian machine")
     storages: dict[str, Storage] = {}
 
     def persistent_load(identifier: Node) -> Storage:
         storage, key = storage_from_id(identifier)
         if key in storages:
             return storages[key].require_like(storage, key)
-        info = records.get(f"data/{key}")
-        if info is None or info.file_size < storage.nbytes:
-            have = "no record" if info is None else f"{info.file_size} bytes"
-            message = f"storage {key} of {storage.nbytes} bytes has {have} in the file"
+        record = records.get(f"data/{key}")
+        have = -1 if record is None else record.nbytes
+        # A storage that is no multiple of its elements' size is described by those that fit.
+        if record is None or not 0 <= have - storage.nbytes < ITEMSIZE[storage.dtype]:
+            held = "no record" if record is None else f"{have} bytes"
+            message = f"storage {show(key)} of {storage.nbytes} bytes has {held} in the file"
             raise CorruptFileError(message)
-        # Of a record that is not empty, 0 says that torch was told to leave checksums out.
-        storage.crc32 = info.CRC if info.CRC or not storage.nbytes else None
-        storage.offset = _data_offset(archive, info)
+        storage.offset, storage.crc32 = record.start, record.crc32
         storages[key] = storage
         return storage
 
-    return TorchFile(inert.load(archive.read(records["data.pkl"]), persistent_load), storages)
+    pickled = _content(source, records["data.pkl"], inert_load.LIMIT_BYTES)
+    return TorchFile(inert_load.load(pickled, persistent_load), storages)
 
 
-def _data_offset(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> int:
-    """Find a record's first byte, which only its local header tells."""
-    if info.compress_type != zipfile.ZIP_STORED:
-        raise CorruptFileError(f"record {info.filename} is compressed")
-    stream = archive.fp
-    if stream is None:
-        raise CorruptFileError("the archive is closed")
-    stream.seek(info.header_offset)
-    header = stream.read(_LOCAL.size)
-    if len(header) < _LOCAL.size or not header.startswith(b"PK\x03\x04"):
-        raise CorruptFileError(f"record {info.filename} has no local header")
-    name_bytes, extra_bytes = _LOCAL.unpack(header)[-2:]
-    start = info.header_offset + _LOCAL.size + int(name_bytes) + int(extra_bytes)
-    end = stream.seek(0, 2)
-    if start + info.file_size > end:
-        message = f"record {info.filename} ends at byte {start + info.file_size} of {end}"
-        raise CorruptFileError(message)
-    return start
+def _content(source: Readable, record: ZipRecord, limit: int = 64) -> bytes:
+    """Read a small record whole."""
+    if record.nbytes > limit:
+        message = f"record {show(record.name)} of {record.nbytes:,} bytes, for at most {limit:,}"
+        raise UnsupportedError(message)
+    data = source.read_at(record.start, record.nbytes)
+    if record.crc32 is not None and zlib.crc32(data) != record.crc32:
+        raise CorruptFileError(f"record {show(record.name)} is damaged: its checksum differs")
+    return data
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Tensors and storages as they stand in a torch pickle: nodes to look into and to make."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -7,8 +8,13 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.errors import CorruptFileError, UnsupportedError
-from streamshard.formats.inert import Call, Global, Node
+from streamshard.formats.inert import Call, Global, Node, show
 from streamshard.model import ITEMSIZE, Content
+
+_LIMIT_DIMENSIONS: Final = 64
+"""As many as torch can step through."""
+_LIMIT_NUMEL: Final = 1 << 44
+"""Elements of a tensor that nobody has; the sum of many such numbers still is an int64."""
 
 _STORAGE_DTYPES: Final[Mapping[str, str]] = {
     "DoubleStorage": "float64",
@@ -78,7 +84,9 @@ def storage_from_id(identifier: Node) -> tuple[Storage, str]:
     if kind == _UNTYPED:
         dtype = "uint8"
     if dtype is None or not isinstance(key, str) or not isinstance(numel, int) or numel < 0:
-        raise UnsupportedError(f"storage of type {kind} is not known")
+        raise UnsupportedError(f"storage of type {show(kind)} is not known")
+    if numel * ITEMSIZE[dtype] > _LIMIT_NUMEL:
+        raise CorruptFileError(f"storage {show(key)} is said to have {numel:,} elements")
     return Storage(dtype, numel), key
 
 
@@ -143,39 +151,68 @@ class Tensor:
 
 
 def tensor_of(node: Node) -> Tensor | None:
-    """Look at a node as a tensor; None if it is none."""
-    if not isinstance(node, Call) or not isinstance(node.function, Global):
-        return None
-    args = node.args
-    if (
-        node.function == _REBUILD_FROM_TYPE
-        and len(args) == 4
-        and args[1] in (_TENSOR, _TENSOR_CLASS)
-    ):
-        inner = tensor_of(Call(args[0], args[2]))
-        state = args[3] if isinstance(args[3], dict) else {}
-        return inner and _with_attributes(inner, state)
-    if node.function == _REBUILD_PARAMETER:
-        return tensor_of(args[0])
-    if node.function not in (_REBUILD_V2, _REBUILD_V3) or not isinstance(args[0], Storage):
+    """Look at a node as a tensor; None if it is none.
+
+    Raises
+    ------
+    CorruptFileError
+        Its shape and stride lead out of its storage.
+    UnsupportedError
+        It is of a dtype that is not known.
+    """
+    function, args, attributes = _rebuilding(node)
+    if function not in (_REBUILD_V2, _REBUILD_V3) or len(args) < 6:
         return None
     storage, start, shape, stride, requires_grad = args[:5]
+    if not isinstance(storage, Storage):
+        return None
     dtype = storage.dtype
-    if node.function == _REBUILD_V3:
-        dtype = args[6].name if isinstance(args[6], Global) else ""
-    if dtype not in ITEMSIZE:
-        raise UnsupportedError(f"tensors of dtype {dtype or args[6]} are not supported")
-    numbers = (start, *shape, *stride)
-    if not all(isinstance(n, int) and n >= 0 for n in numbers) or len(shape) != len(stride):
-        raise CorruptFileError(f"tensor with shape {shape}, stride {stride}, start {start}")
-    return Tensor(storage, start, tuple(shape), tuple(stride), dtype, bool(requires_grad), {})
+    if function == _REBUILD_V3:
+        named = args[6] if len(args) > 6 else None
+        dtype = named.name if isinstance(named, Global) else ""
+        if dtype not in ITEMSIZE:
+            raise UnsupportedError(f"tensors of dtype {show(named)} are not supported")
+    start, shape, stride = _numbers(start, shape, stride)
+    found = Tensor(storage, start, shape, stride, dtype, requires_grad is True, attributes)
+    steps = sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
+    end = (start + steps + 1) * ITEMSIZE[dtype]
+    if 0 not in shape and end > storage.nbytes:
+        message = f"tensor with shape {show(shape)}, stride {show(stride)}, start {start} reaches"
+        raise CorruptFileError(f"{message} to byte {end} of a storage of {storage.nbytes} bytes")
+    return found
 
 
-def _with_attributes(tensor: Tensor, state: Mapping[str, Node]) -> Tensor:
-    return Tensor(
-        tensor.storage, tensor.start, tensor.shape, tensor.stride, tensor.dtype,
-        tensor.requires_grad, dict(state),
-    )  # fmt: skip
+def _rebuilding(node: Node) -> tuple[Node, tuple[Node, ...], Mapping[str, Node]]:
+    """Find the call that makes a tensor's own Python object: function, arguments, attributes."""
+    if not isinstance(node, Call):
+        return None, (), {}
+    function, args, attributes = node.function, node.args, {}
+    if function == _REBUILD_PARAMETER and args and isinstance(args[0], Call):
+        function, args = args[0].function, args[0].args
+    if function == _REBUILD_FROM_TYPE and len(args) == 4 and isinstance(args[2], tuple):
+        if args[1] not in (_TENSOR, _TENSOR_CLASS):
+            return None, (), {}
+        attributes = dict(args[3]) if isinstance(args[3], dict) else {}
+        function, args = args[0], args[2]
+    return function, args, attributes
+
+
+def _numbers(
+    start: Node, shape: Node, stride: Node
+) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Require of a tensor's numbers that they can be some tensor's."""
+    shape = shape.args[0] if isinstance(shape, Call) and shape.function == _SIZE else shape
+    sound = (
+        isinstance(start, int)
+        and isinstance(shape, tuple | list)
+        and isinstance(stride, tuple | list)
+        and len(shape) == len(stride) <= _LIMIT_DIMENSIONS
+        and all(isinstance(n, int) and 0 <= n <= _LIMIT_NUMEL for n in (start, *shape, *stride))
+    )
+    if not sound:
+        message = f"tensor with shape {show(shape)}, stride {show(stride)}, start {show(start)}"
+        raise CorruptFileError(message)
+    return start, tuple(shape), tuple(stride)
 
 
 def make_tensor(
@@ -205,9 +242,14 @@ def shape_of(node: Node) -> tuple[int, ...]:
     """Read a torch.Size, or the tuple or list that some writers leave in its place."""
     if isinstance(node, Call) and node.function == _SIZE and len(node.args) == 1:
         node = node.args[0]
-    if isinstance(node, list | tuple) and all(isinstance(n, int) and n >= 0 for n in node):
+    if (
+        isinstance(node, list | tuple)
+        and len(node) <= _LIMIT_DIMENSIONS
+        and all(isinstance(n, int) and n >= 0 for n in node)
+        and math.prod(node) <= _LIMIT_NUMEL
+    ):
         return tuple(node)
-    raise CorruptFileError(f"{node!r:.80} is not a shape")
+    raise CorruptFileError(f"{show(node)} is not a shape")
 
 
 def make_size(shape: tuple[int, ...]) -> Call:
@@ -221,7 +263,7 @@ def storages_in(node: Node) -> Iterator[Storage]:
     stack = [node]
     while stack:
         node = stack.pop()
-        if id(node) in seen or not isinstance(node, Storage | Call | dict | list | tuple | set):
+        if id(node) in seen or not isinstance(node, Storage | Call | dict | list | tuple):
             continue
         seen.add(id(node))
         if isinstance(node, Storage):
@@ -234,8 +276,9 @@ def children(node: Node) -> list[Node]:
     """List the nodes directly below one."""
     if isinstance(node, Call):
         pairs = [part for entry in node.entries for part in entry]
-        return [node.function, node.args, node.kwargs, *node.items, *pairs, node.state]
+        built = [node.function, node.args, node.kwargs, *node.items, *pairs]
+        return [*built, node.setter, node.state]
     if isinstance(node, dict):
         extra = list(vars(node).values()) if isinstance(node, OrderedDict) else []
         return [*[part for entry in node.items() for part in entry], *extra]
-    return list(node) if isinstance(node, list | tuple | set) else []
+    return list(node) if isinstance(node, list | tuple) else []

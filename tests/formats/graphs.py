@@ -1,11 +1,18 @@
 """Object graphs of all kinds that training state holds, and when two of them are the same."""
 
 import argparse
+import datetime
+import decimal
 import enum
+import fractions
+import functools
+import pathlib
 import pickle
+import random
 import struct
 import sys
-from collections import OrderedDict, defaultdict
+import uuid
+from collections import ChainMap, Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,6 +36,13 @@ class Level(enum.IntEnum):
     LOW = 1
 
 
+class Choice(enum.IntFlag):
+    """An enum of bits."""
+
+    READ = 1
+    WRITE = 2
+
+
 @dataclass
 class Record:
     """A plain dataclass."""
@@ -42,6 +56,54 @@ class Slotted:
     """A dataclass without a dict."""
 
     value: Any
+
+
+class Base:
+    """Has a dict; what derives from it may have slots besides."""
+
+    def __init__(self, value: Any) -> None:  # noqa: ANN401
+        self.value = value
+
+
+class Both(Base):
+    """Its state is a pair: a dict, and the slots."""
+
+    __slots__ = ("slot",)
+
+    def __init__(self, value: Any, slot: Any) -> None:  # noqa: ANN401
+        super().__init__(value)
+        self.slot = slot
+
+
+class Stateful:
+    """Takes whatever state it is given, even what counts for nothing."""
+
+    def __init__(self, value: Any) -> None:  # noqa: ANN401
+        self.value = value
+
+    def __getstate__(self) -> Any:  # noqa: ANN401
+        return self.value, 1
+
+    def __setstate__(self, state: Any) -> None:  # noqa: ANN401
+        self.value = state[0]
+
+
+def set_value(target: "Kept", state: Any) -> None:  # noqa: ANN401
+    """Give an object its state."""
+    target.value = state
+
+
+class Kept:
+    """Its state is not left to BUILD: a function of its own is called for it."""
+
+    value: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Kept, (), self.value, None, None, set_value
+
+
+class Mapped(dict[Any, Any]):
+    """A dict with attributes."""
 
 
 class Outer:
@@ -101,6 +163,12 @@ LEAVES = st.one_of(
     FLOATS,
     st.binary(max_size=300),
     st.sampled_from([torch.bfloat16, torch.float32, torch.Size([2, 3]), Level.LOW, Colour, len]),
+    st.sampled_from([Choice.READ | Choice.WRITE, Choice(0), torch.device("cpu"), slice(1, None)]),
+    st.sampled_from(
+        [range(3), fractions.Fraction(1, 3), decimal.Decimal("1.50"), uuid.UUID(int=5)]
+    ),
+    st.sampled_from([datetime.datetime(2026, 1, 2, 3, 4, 5, 6), pathlib.PurePosixPath("a/b")]),
+    st.sampled_from([functools.partial(int, "ff", base=16), random.Random(7).getstate()]),
     st.sampled_from([np.float32(1.5), np.int64(-7), np.float64("nan"), np.bool_(True)]),
     st.sampled_from(["int8", "float64", ">u2"]).map(lambda kind: np.arange(6).astype(kind)),
     st.integers(0, 99).map(lambda seed: np.random.RandomState(seed).get_state()),
@@ -134,6 +202,8 @@ def graphs(draw: st.DrawFn, leaves: st.SearchStrategy[Any] = LEAVES) -> Any:  # 
         lambda: Outer.Inner(one()),
         lambda: Point(one(), one()),
         lambda: bag(some(), one()),
+        lambda: Both(one(), one()),
+        lambda: Stateful(one()),
     ]
     if leaves is LEAVES:
         makers += [
@@ -142,6 +212,11 @@ def graphs(draw: st.DrawFn, leaves: st.SearchStrategy[Any] = LEAVES) -> Any:  # 
             lambda: frozenset({draw(KEYS) for _ in range(3)}),
             lambda: defaultdict(list, pairs()),
             lambda: bytearray(draw(st.binary(max_size=5))),
+            lambda: Counter(draw(st.text(max_size=5))),
+            lambda: deque(some(), maxlen=draw(st.sampled_from([None, 2]))),
+            lambda: ChainMap(dict(pairs()), {}),
+            lambda: mapped(pairs(), one()),
+            lambda: kept(one()),
         ]
     for maker in draw(st.lists(st.sampled_from(makers), max_size=8)):
         pool.append(maker())  # noqa: PERF401 - makers look at the pool
@@ -151,7 +226,7 @@ def graphs(draw: st.DrawFn, leaves: st.SearchStrategy[Any] = LEAVES) -> Any:  # 
         ring = one()
         if type(ring) is list or isinstance(ring, Bag):
             ring.append(one())
-        elif isinstance(ring, Record | Outer.Inner):
+        elif isinstance(ring, Record | Outer.Inner | Both | Kept):
             ring.value = one()
     return pool[-1] if draw(st.booleans()) else pool
 
@@ -160,7 +235,10 @@ def pickled(graph: object, protocol: int) -> bytes:
     """Pickle a graph, unless it is one that the standard pickler gets lost in."""
     try:
         return pickle.dumps(graph, protocol=protocol)
-    except RecursionError:  # a list with attributes in a ring, below protocol 2
+    except (RecursionError, TypeError):
+        # Below protocol 2: a list with attributes in a ring, or an object with slots.
+        if protocol >= 2:
+            raise
         reject()
 
 
@@ -178,10 +256,30 @@ def bag(items: list[Any], attribute: object) -> Bag:
     return made
 
 
+def mapped(items: list[tuple[Any, Any]], attribute: object) -> Mapped:
+    """Make a dict with an attribute."""
+    made = Mapped(items)
+    made.attribute = attribute  # type: ignore[attr-defined]
+    return made
+
+
+def kept(value: object) -> Kept:
+    """Make an object whose state is set by a function of its own."""
+    made = Kept()
+    made.value = value
+    return made
+
+
 def intern(text: str) -> str:
     """Return the one object of all equal strings."""
     return sys.intern(text)
 
+
+EXACT = (
+    torch.device, slice, range, fractions.Fraction, decimal.Decimal, uuid.UUID, datetime.datetime,
+    pathlib.PurePath, torch.Size,
+)  # fmt: skip
+"""Kinds of which two are the same if they are equal."""
 
 PLAIN = st.one_of(
     INTS, FLOATS, TEXTS.map(intern), st.booleans(), st.none(), st.sampled_from(list(Colour)),
@@ -203,9 +301,11 @@ def same(one: object, other: object, seen: dict[int, int] | None = None) -> bool
         return one.dtype == other.dtype and one.tobytes() == other.tobytes()
     if isinstance(one, set | frozenset) and isinstance(other, set | frozenset):
         return sorted(map(repr, one)) == sorted(map(repr, other))
+    if isinstance(one, functools.partial):
+        return repr(one) == repr(other)
     if isinstance(one, enum.Enum | torch.dtype) or callable(one):
         return one is other
-    if one == () or isinstance(one, torch.Size):
+    if one == () or isinstance(one, EXACT):
         return one == other
     if id(one) in seen or id(other) in seen.values():
         return seen.get(id(one)) == id(other)
@@ -225,8 +325,12 @@ def _parts(node: Any) -> list[Any]:  # noqa: ANN401
     found: list[Any] = []
     if isinstance(node, dict):
         found += [part for item in node.items() for part in item]
-    elif isinstance(node, list | tuple | bytearray):
+    elif isinstance(node, list | tuple | bytearray | deque):
         found += list(node)
+    if isinstance(node, deque):
+        found.append(node.maxlen)
+    if isinstance(node, Both):
+        found.append(node.slot)
     if isinstance(node, Slotted):
         found.append(node.value)
     elif hasattr(node, "__dict__"):

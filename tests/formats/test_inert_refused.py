@@ -7,15 +7,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from streamshard.errors import CorruptFileError
-from streamshard.formats import inert, inert_dump
+from streamshard.errors import CorruptFileError, UnsupportedError
+from streamshard.formats import inert_dump, inert_load
+from streamshard.formats.pickle_bytes import EndedTooEarlyError
 from tests.formats.graphs import graphs, pickled
 
 HUGE = b"\xff" * 8
 
 
 def load(data: bytes) -> object:
-    return inert.load(data, lambda identifier: identifier)
+    return inert_load.load(data, lambda identifier: identifier)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,6 @@ def load(data: bytes) -> object:
         pytest.param(b"h\x05.", id="memo that is not there"),
         pytest.param(b"}(NNNu.", id="key without value"),
         pytest.param(b"}]Ns.", id="key that is a list"),
-        pytest.param(b"\x8f(]\x90.", id="member that is a list"),
         pytest.param(b"Na.", id="append to nothing"),
         pytest.param(b"NNa.", id="append to None"),
         pytest.param(b"NNNs.", id="item of None"),
@@ -78,7 +78,7 @@ def load(data: bytes) -> object:
 def test_refused(data: bytes) -> None:
     tracemalloc.start()
     try:
-        with pytest.raises(CorruptFileError):
+        with pytest.raises((CorruptFileError, UnsupportedError)):
             load(data)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
@@ -88,7 +88,7 @@ def test_refused(data: bytes) -> None:
 @given(graphs(), st.sampled_from(range(6)), st.data())
 def test_truncated_anywhere(graph: object, protocol: int, data: st.DataObject) -> None:
     whole = pickled(graph, protocol)
-    with pytest.raises(CorruptFileError):
+    with pytest.raises(EndedTooEarlyError):
         load(whole[: data.draw(st.integers(0, len(whole) - 1))])
 
 
@@ -97,7 +97,7 @@ def test_truncated_anywhere(graph: object, protocol: int, data: st.DataObject) -
 def test_any_bytes_load_or_are_refused(data: bytes) -> None:
     try:
         node = load(data)
-    except CorruptFileError:
+    except (CorruptFileError, UnsupportedError):
         return
     inert_dump.dump(node, lambda part: None)
 
@@ -108,12 +108,12 @@ def test_any_changed_byte_loads_or_is_refused(graph: object, data: st.DataObject
     changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
     try:
         load(bytes(changed))
-    except CorruptFileError:
+    except (CorruptFileError, UnsupportedError):
         return
 
 
 def test_every_opcode_of_the_standard_library_is_known_or_refused() -> None:
-    known = {chr(code) for code in inert._OPCODES}
+    known = set(inert_load._OPCODES)
     refused = {opcode.name for opcode in pickletools.opcodes if opcode.code not in known}
     assert refused == {"STOP", "EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER"}
 
