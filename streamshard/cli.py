@@ -16,7 +16,13 @@ from streamshard.errors import IntegrityError, StreamshardError, UsageError
 from streamshard.formats.zarr_documents import CODECS
 from streamshard.operations import convert, inspect, repartition, verify
 from streamshard.operations.report import Progress, Report, Silent
-from streamshard.tables import findings_text, inspection_text, report_text, verification_text
+from streamshard.tables import (
+    findings_text,
+    inspection_text,
+    printable,
+    report_text,
+    verification_text,
+)
 
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -34,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.verb(arguments)
         sys.stdout.flush()
     except StreamshardError as error:
-        print(f"streamshard: {error}", file=sys.stderr)
+        print(printable(f"streamshard: {error}"), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("streamshard: interrupted; nothing half-written was left", file=sys.stderr)
@@ -253,7 +259,8 @@ def _verify(arguments: argparse.Namespace) -> None:
         print(json.dumps(asdict(found), indent=2))
     elif not arguments.quiet:
         with_digests = arguments.digests
-        print(verification_text(found, verbose=arguments.verbose, with_digests=with_digests))
+        text = verification_text(found, verbose=arguments.verbose, with_digests=with_digests)
+        print(printable(text))
     if not found.is_good:
         sys.stdout.flush()
         raise IntegrityError(findings_text(found, verbose=arguments.quiet))
@@ -264,7 +271,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps(asdict(found), indent=2))
     elif not arguments.quiet:
-        print(inspection_text(found, verbose=arguments.verbose))
+        print(printable(inspection_text(found, verbose=arguments.verbose)))
 
 
 def _source_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -294,7 +301,7 @@ def _show(report: Report, arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps(asdict(report), indent=2))
     elif not arguments.quiet:
-        print(report_text(report, verbose=arguments.verbose))
+        print(printable(report_text(report, verbose=arguments.verbose)))
 
 
 def _progress(arguments: argparse.Namespace) -> Progress:

@@ -29,6 +29,17 @@ def paragraph(text: str) -> str:
     )
 
 
+def printable(text: str) -> str:
+    r"""Spell out what a terminal would take for a command: names in a file are its author's.
+
+    >>> printable("layer\x1b[2J")
+    'layer\\x1b[2J'
+    """
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text
+    )
+
+
 def table(rows: Sequence[Sequence[object]]) -> str:
     """Align columns; the first row is the head."""
     texts = [[str(cell) for cell in row] for row in rows]

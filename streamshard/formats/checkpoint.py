@@ -1,10 +1,11 @@
 """A checkpoint freed of its cutting: what every reader delivers and every writer starts from."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from streamshard.errors import CorruptFileError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats import ds_config
 from streamshard.formats.inert import Node
@@ -57,6 +58,21 @@ class ModuleEntry:
     dtype: str
     shape: tuple[int, ...]
     alias_of: str = ""
+
+
+def require_tied_to_weights(entries: Sequence[ModuleEntry]) -> None:
+    """Refuse entries that are said to be another name of what is no tensor of its own.
+
+    Raises
+    ------
+    CorruptFileError
+        There is one.
+    """
+    own = {entry.name for entry in entries if entry.kind not in ("alias", "extra")}
+    for entry in entries:
+        if entry.kind == "alias" and entry.alias_of not in own:
+            message = f"'{entry.name}' is said to be tied to '{entry.alias_of}'"
+            raise CorruptFileError(f"{message}, which is no tensor of its own")
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,28 @@ WHOLE_OPTIMIZER: Final = "optimizer"
 SWAP_DIR: Final = "offloaded_tensors"
 """Directory beside the shards for what is swapped out to NVMe."""
 
+LOOKED_INTO: Final = frozenset(
+    {
+        OPTIMIZER,
+        BASE_OPTIMIZER,
+        FLAT_GROUPS,
+        FLAT_GROUPS_3,
+        PARTITION_COUNT,
+        GROUP_PADDINGS,
+        ALIGNMENT_PADDINGS,
+        SLICE_MAPPINGS,
+        DS_CONFIG,
+        MODULE_STATE,
+        BUFFER_NAMES,
+        PARAM_SHAPES,
+        FROZEN_SHAPES,
+        FROZEN_FRAGMENTS,
+        SHARED_PARAMS,
+        EXPERT_COUNTS,
+    }
+)
+"""Entries of files and of dumps that are more than a number, and are not just carried."""
+
 
 class RankFile:
     """What the name of a checkpoint file says about it."""
@@ -115,6 +137,24 @@ def of_expert_rank(name: str, expert_rank: int, counts: Mapping[str, int]) -> st
         return name
     number = counts[match["layer"]] * expert_rank + int(match["local"])
     return f"{match['layer']}{number}{match['rest']}"
+
+
+def is_tag(text: str) -> bool:
+    """Tell whether a text can be a tag: the name of a directory in the run directory.
+
+    >>> [is_tag(text) for text in ("global_step5", "..", "a/b", "a\\nb", "")]
+    [True, False, False, False, False]
+    """
+    return is_inside(text) and "/" not in text and text.isprintable()
+
+
+def is_inside(path: str) -> bool:
+    """Tell whether a path, taken from a directory, stays in that directory.
+
+    >>> [is_inside(path) for path in ("a/b", "a//b", "../a", "a/../b", "/a", "a/", "")]
+    [True, False, False, False, False, False, False]
+    """
+    return "\0" not in path and not {"", ".", ".."} & {*path.split("/")}
 
 
 def family(mp_rank: int) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from streamshard.errors import UsageError
+from streamshard.formats.inert import show
 from streamshard.model import ZeroLayout
 
 Config = Mapping[str, Any]
@@ -63,7 +64,7 @@ def _number(section: Config, key: str) -> int | None:
     try:
         return int(float("nan" if isinstance(value, bool) else value))
     except (TypeError, ValueError, OverflowError) as error:
-        raise UsageError(f"DeepSpeed config: {key} is {value!r:.40}, which is no count") from error
+        raise UsageError(f"DeepSpeed config: {key} is {show(value)}, which is no count") from error
 
 
 def _flag(section: Config, key: str) -> bool:
@@ -79,7 +80,7 @@ def _flag(section: Config, key: str) -> bool:
         return False
     text = str(value).lower() if isinstance(value, bool | int | str) else ""
     if text not in (*_ON, *_OFF):
-        raise UsageError(f"DeepSpeed config: {key} is {value!r:.40}, which is no switch")
+        raise UsageError(f"DeepSpeed config: {key} is {show(value)}, which is no switch")
     return text in _ON
 
 
@@ -196,7 +197,11 @@ def with_data_parallel_size(config: Config, data_parallel_size: int) -> dict[str
 def gradient_clipping(config: Config) -> float | None:
     """Tell the gradient clipping that a config asks for, None if it leaves it to the default."""
     value = config.get("gradient_clipping")
-    return float(value) if isinstance(value, int | float) else None
+    try:
+        return float(value) if isinstance(value, int | float) else None
+    except OverflowError as error:
+        message = f"DeepSpeed config: gradient_clipping is {show(value)}, which is no float"
+        raise UsageError(message) from error
 
 
 def batch_sizes(config: Config) -> tuple[int | None, int | None, int | None]:
@@ -270,8 +275,8 @@ def _fraction(section: Config, key: str) -> float:
         return 1.0
     try:
         fraction = float("nan" if isinstance(value, bool) else value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         fraction = float("nan")
     if not 0 <= fraction <= 1:
-        raise UsageError(f"DeepSpeed config: {key} is {value!r:.40}, which is no part of 1")
+        raise UsageError(f"DeepSpeed config: {key} is {show(value)}, which is no part of 1")
     return fraction

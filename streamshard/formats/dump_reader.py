@@ -12,7 +12,7 @@ from streamshard.errors import DisagreementError, UnsupportedError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats import ds_config, zero_elastic
 from streamshard.formats.checkpoint import Checkpoint, Family
-from streamshard.formats.inert import Node
+from streamshard.formats.inert import Node, show
 from streamshard.formats.unsupported import Saved, refuse
 from streamshard.formats.zero_family import (
     Shapes,
@@ -144,7 +144,9 @@ def _check_world_size(states: Sequence[Mapping[str, Node]], paths: Sequence[Path
     for state, path in zip(states, paths, strict=True):
         for count in rank_counts(state, path):
             if count != len(states):
-                message = f"{path}: dumped by {count} ranks, but there are {len(states)} dumps"
+                message = (
+                    f"{path}: dumped by {show(count)} ranks, but there are {len(states)} dumps"
+                )
                 raise DisagreementError(f"{message}; all ranks' dumps of one step are needed")
 
 

@@ -54,7 +54,8 @@ def file(path: Path) -> str | None:
         return f"a model's weights; {_NOTHING_CUT}"
     if _TORCH_DCP.fullmatch(path.name):
         return f"one file of {_DCP}"
-    return _torch_file(path) if path.suffix in (".pt", ".pth", ".bin", ".ckpt") else None
+    expected = path.suffix in (".pt", ".pth", ".bin", ".ckpt") and path.is_file()  # and no pipe
+    return _torch_file(path) if expected else None
 
 
 def _torch_file(path: Path) -> str | None:
@@ -125,6 +126,8 @@ def _torch_dcp(path: Path) -> str | None:
 
 def _dumps(path: Path) -> str | None:
     for entry in sorted(path.glob("*.pt")):
+        if entry.is_symlink() or not entry.is_file():
+            continue
         try:
             text = _torch_file(entry)
         except (SourceError, OSError):
@@ -198,6 +201,7 @@ def _had_bf16_optimizer(model: dict[str, Node], config: ds_config.Config) -> boo
 
     By `DeepSpeedEngine._do_optimizer_sanity_check` before 0.17.6.
     """
-    numbers = re.findall(r"\d+", str(model.get(names.DS_VERSION)))
+    text = model.get(names.DS_VERSION)
+    numbers = re.findall(r"[0-9]{1,9}", text) if isinstance(text, str) else []
     version = tuple(int(number) for number in numbers[:3])
     return ds_config.module_dtype(config) == "bfloat16" and version < _FIRST_WITHOUT_BF16_OPTIMIZER

@@ -13,7 +13,8 @@ from typing import Final
 from streamshard.errors import UnsupportedError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats import ds_config
-from streamshard.formats.inert import Node
+from streamshard.formats.inert import Node, show
+from streamshard.formats.node_checks import name_of, of_file
 from streamshard.formats.torch_tensor import shape_of, tensor_of
 
 Shape = tuple[int, ...]
@@ -85,7 +86,8 @@ def _swapped_out(saved: Saved) -> str | None:
         return None
     for state, path in zip(saved.states, saved.optimizer_paths, strict=True):
         for unit, node in enumerate(state.get(names.FLAT_GROUPS_3) or []):
-            master = tensor_of(node)
+            with of_file(path):
+                master = tensor_of(node)
             if master is not None and master.numel == 0:
                 return f"{path}: sub-group {unit} is empty: {_SWAPPED}"
     return None
@@ -99,7 +101,7 @@ def _states_elsewhere(saved: Saved) -> str | None:
     if not missing:
         return None
     features = ds_config.features(saved.config)
-    where = f"{saved.optimizer_paths[0]}: no optimizer state of sub-groups {missing}"
+    where = f"{saved.optimizer_paths[0]}: no optimizer state of sub-groups {show(missing)}"
     if features.super_offload:
         return f"{where}: SuperOffload (offload_optimizer.super_offload) saves none. {_SAVE_ANEW}"
     if features.offload_ratio < 1:
@@ -151,10 +153,10 @@ def _mics(saved: Saved) -> str | None:
     if not alone or trained == shards or ds_config.features(saved.config).mics_shard_size != shards:
         return None
     return (
-        f"{saved.optimizer_paths[0]}: trained with MiCS (mics_shard_size {shards}) on {trained} "
-        "ranks, which is not supported, nor by DeepSpeed from 0.19.7 on. Resume there with an "
-        "older one; the checkpoint's zero_to_fp32.py writes the weights, for a start without "
-        "optimizer state"
+        f"{saved.optimizer_paths[0]}: trained with MiCS (mics_shard_size {shards}) on "
+        f"{show(trained)} ranks, which is not supported, nor by DeepSpeed from 0.19.7 on. Resume "
+        "there with an older one; the checkpoint's zero_to_fp32.py writes the weights, for a start "
+        "without optimizer state"
     )
 
 
@@ -185,10 +187,8 @@ def _unnumbered_experts(saved: Saved) -> str | None:
             continue
         for name in mapping:
             if not names.count_local_experts([name]):
-                path = saved.optimizer_paths[0]
-                return (
-                    f"{path}: '{name}' is of experts without numbers, as of AutoEP, {_OWN_EXPERTS}"
-                )
+                message = f"{saved.optimizer_paths[0]}: {show(name)} is of experts without numbers"
+                return f"{message}, as of AutoEP, {_OWN_EXPERTS}"
     return None
 
 
@@ -203,7 +203,8 @@ def _sharded_base_weights(saved: Saved) -> str | None:
     # every rank has another part of the frozen weight, and DeepSpeed saves it as if all had one.
     if not saved.models:
         return None
-    shapes = _shapes(saved.models[0])
+    with of_file(saved.model_paths[0]):
+        shapes = _shapes(saved.models[0])
     for name, shape in shapes.items():
         prefix, _, last = name.rpartition(_LORA_FIRST)
         base, second = f"{prefix}.weight", f"{prefix}{_LORA_SECOND}"
@@ -212,9 +213,9 @@ def _sharded_base_weights(saved: Saved) -> str | None:
         numel = shape[-1] * shapes[second][0]
         if prod(shapes[base]) != numel:
             return (
-                f"{saved.model_paths[0]}: '{base}' has {prod(shapes[base])} of {numel} elements: "
-                "OptimizedLinear's base_weight_sharding keeps a part on each rank, of which "
-                "DeepSpeed saves one. Save with exclude_frozen_parameters=True, and take the "
+                f"{saved.model_paths[0]}: {show(base)} has {prod(shapes[base])} of {numel} "
+                "elements: OptimizedLinear's base_weight_sharding keeps a part on each rank, of "
+                "which DeepSpeed saves one. Save with exclude_frozen_parameters=True, and take the "
                 "frozen weights from the model that the training began with"
             )
     return None
@@ -229,7 +230,7 @@ def _shapes(model: Mapping[str, Node]) -> dict[str, Shape]:
     module = model.get(names.MODULE_STATE) or {}
     held = {name: tensor.shape for name, node in module.items() if (tensor := tensor_of(node))}
     listed = [*(model.get(names.PARAM_SHAPES) or []), model.get(names.FROZEN_SHAPES) or {}]
-    return held | {name: shape_of(shape) for unit in listed for name, shape in unit.items()}
+    return held | {name_of(name): shape_of(s) for unit in listed for name, s in unit.items()}
 
 
 def _second_optimizer(saved: Saved) -> str | None:

@@ -10,7 +10,8 @@ from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedE
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats import ds_config, zero_elastic
 from streamshard.formats.checkpoint import Family, ParamGroup
-from streamshard.formats.inert import Call, Node
+from streamshard.formats.inert import Call, Node, show
+from streamshard.formats.node_checks import name_of, of_file
 from streamshard.formats.torch_tensor import shape_of, storages_in, tensor_of
 from streamshard.formats.unsupported import Saved, refuse
 from streamshard.formats.zero_files import (
@@ -18,6 +19,7 @@ from streamshard.formats.zero_files import (
     FamilyFiles,
     SourceFiles,
     fingerprint,
+    fingerprints,
     require,
 )
 from streamshard.formats.zero_module import ModuleReader
@@ -165,7 +167,7 @@ def stage_of(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> int
     stages = [_enum_value(state.get(names.ZERO_STAGE, 1)) for state in states]
     for stage, path in zip(stages, paths, strict=True):
         if stage not in (1, 2, 3):
-            raise UnsupportedError(f"{path}: ZeRO stage {stage} is not known")
+            raise UnsupportedError(f"{path}: ZeRO stage {show(stage)} is not known")
         if stage != stages[0]:
             message = f"{path} is of ZeRO stage {stage}, {paths[0]} of {stages[0]}"
             raise DisagreementError(f"{message}; move away the files of the older run")
@@ -193,7 +195,9 @@ def _check_world_size(
     for world_size, path in said:
         if world_size == found:
             continue
-        message = f"{path} was saved by {world_size} ranks, but there are {found} optimizer files"
+        message = (
+            f"{path} was saved by {show(world_size)} ranks, but there are {found} optimizer files"
+        )
         if isinstance(world_size, int) and world_size > found:
             last = files.optimizer_files[-1]
             missing = last.with_name(last.name.replace(f"rank_{found - 1}_", f"rank_{found}_"))
@@ -224,13 +228,13 @@ def rank_counts(state: Mapping[str, Node], path: Path) -> list[Node]:
 def check_agreement(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> None:
     """Refuse ranks that disagree about what does not depend on the rank."""
     first, *rest = [
-        {key: fingerprint(value) for key, value in state.items() if key not in _CUT_KEYS}
-        for state in states
+        fingerprints({k: value for k, value in state.items() if k not in _CUT_KEYS}, path)
+        for state, path in zip(states, paths, strict=True)
     ]
     for other, path in zip(rest, paths[1:], strict=True):
         wrong = [key for key in {**first, **other} if first.get(key) != other.get(key)]
         if wrong:
-            message = f"{path} and {paths[0]} disagree about {', '.join(wrong)}"
+            message = f"{path} and {paths[0]} disagree about {', '.join(map(str, wrong))}"
             raise DisagreementError(f"{message}: they are not of one step of one run")
 
 
@@ -252,7 +256,8 @@ def _param_shapes(
             if fingerprint(model.get(key)) != fingerprint(models[0].get(key)):
                 message = f"{path} and {files.model_files[0]} disagree about {key}"
                 raise DisagreementError(f"{message}: they are not of one step of one run")
-    return [{name: shape_of(shape) for name, shape in unit.items()} for unit in units]
+    with of_file(files.model_files[0]):
+        return [{name_of(name): shape_of(shape) for name, shape in unit.items()} for unit in units]
 
 
 def recorded_units(optimizer: OptimizerReader, paths: Sequence[Path]) -> list[Shapes]:

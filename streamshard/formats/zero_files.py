@@ -2,19 +2,25 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
-from streamshard.errors import CorruptFileError, IncompleteError
+from streamshard.errors import CorruptFileError, IncompleteError, UnsupportedError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats import torch_file
 from streamshard.formats.foreign import without_shards
 from streamshard.formats.inert import Node
 from streamshard.formats.inert_dump import dump
+from streamshard.formats.node_checks import of_file, require_unrolled
 from streamshard.formats.torch_tensor import Storage
 from streamshard.formats.unsupported import refuse_files
 from streamshard.model import SourceFile
 
+_FREE_BYTES: Final = 1 << 24
+"""Fingerprints of a file may take this much work, whatever they share."""
+_LIMIT_AGAIN: Final = 4
+"""How often parts may be shared on average."""
 SAVE_AGAIN: Final = "Load it with a later version at its own world size, and save it again"
 """What to do about a checkpoint that a very old DeepSpeed saved."""
 _LEGACY = (
@@ -176,6 +182,8 @@ class SourceFiles:
             self.notes = (_LEGACY,)
         if not isinstance(root, dict):
             raise CorruptFileError(f"{path}: holds a {type(root).__name__} where a dict belongs")
+        with of_file(path):
+            require_unrolled(root[key] for key in names.LOOKED_INTO if key in root)
         return root
 
     def path_of(self, storage: Storage) -> Path:
@@ -202,7 +210,33 @@ def require(mapping: Mapping[str, Node], key: str, path: Path) -> Node:
 
 
 def fingerprint(node: Node) -> bytes:
-    """Return bytes that are equal for nodes of equal value, tensors by size and CRC-32."""
+    """Return a digest that is equal for nodes of equal value, tensors by size and CRC-32."""
+    return sha256(pickled(node)).digest()
+
+
+def fingerprints(nodes: Mapping[Node, Node], path: Path) -> dict[Node, bytes]:
+    """Return the fingerprint of every entry of a file.
+
+    Raises
+    ------
+    UnsupportedError
+        They share so much that one by one they take much more than all together.
+    """
+    found, spent, together = {}, 0, 0
+    for key, node in nodes.items():
+        spelled = pickled(node)
+        found[key] = sha256(spelled).digest()
+        spent += len(spelled)
+        if spent > _FREE_BYTES:
+            together = together or len(pickled(list(nodes.values())))
+            if spent > _FREE_BYTES + _LIMIT_AGAIN * together:
+                message = f"{path}: holds entries that share their parts without end"
+                raise UnsupportedError(message)
+    return found
+
+
+def pickled(node: Node) -> bytes:
+    """Spell a node as a pickle that is equal for nodes of equal value, as `fingerprint` is."""
 
     def persistent_id(part: Node) -> Node | None:
         if not isinstance(part, Storage):

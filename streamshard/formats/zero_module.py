@@ -9,10 +9,16 @@ import numpy as np
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
 from streamshard.formats import deepspeed_names as names
-from streamshard.formats.checkpoint import ModuleEntry
+from streamshard.formats.checkpoint import ModuleEntry, require_tied_to_weights
 from streamshard.formats.inert import Node
+from streamshard.formats.node_checks import name_of, of_file
 from streamshard.formats.torch_tensor import Tensor, shape_of, tensor_of
-from streamshard.formats.zero_files import SAVE_AGAIN, SourceFiles, fingerprint, require
+from streamshard.formats.zero_files import (
+    SAVE_AGAIN,
+    SourceFiles,
+    fingerprints,
+    require,
+)
 from streamshard.model import MODULE, LogicalTensor, Slot
 
 _CUT_KEYS = frozenset(
@@ -73,6 +79,10 @@ class ModuleReader:
         trained
             Shapes of the trained parameters: in stage 3 the entries are empty placeholders.
         """
+        with of_file(self._paths[0]):
+            return self._entries(trained)
+
+    def _entries(self, trained: Mapping[str, tuple[int, ...]]) -> tuple[ModuleEntry, ...]:
         frozen = {name: shape_of(node) for name, node in self._frozen_shapes.items()}
         shapes = {**trained, **frozen}
         buffers = set(require(self._models[0], names.BUFFER_NAMES, self._paths[0]))
@@ -86,7 +96,8 @@ class ModuleReader:
             alias = self._alias_of(name, tensor, seen)
             kind = "alias" if alias else self._kind(name, buffers, trained)
             shape = shapes.get(alias or name, tensor.shape)
-            found.append(ModuleEntry(name, kind, tensor.dtype, shape, alias))
+            found.append(ModuleEntry(name_of(name), kind, tensor.dtype, shape, alias))
+        require_tied_to_weights(found)
         return tuple(found)
 
     def _alias_of(self, name: str, tensor: Tensor, seen: dict[tuple[object, ...], str]) -> str:
@@ -143,7 +154,8 @@ class ModuleReader:
         shards: list[Tensor] = []
         for model, path in zip(self._models, self._paths, strict=True):
             node = (model.get(names.FROZEN_FRAGMENTS) or {}).get(entry.name)
-            shard = tensor_of(node)
+            with of_file(path):
+                shard = tensor_of(node)
             what = f"{path}: weight of '{entry.name}'"
             if shard is None:
                 message = (
@@ -173,7 +185,7 @@ class ModuleReader:
 
     def _compare_ranks(self, entries: Sequence[ModuleEntry]) -> None:
         """Note what rank files hold besides their shards and do not agree about."""
-        first = self._common(self._models[0], entries)
+        first = self._common(self._models[0], self._paths[0], entries)
         differing: set[str] = set()
         for model, path in zip(self._models[1:], self._paths[1:], strict=True):
             if not isinstance(model.get(names.MODULE_STATE), dict):
@@ -181,21 +193,21 @@ class ModuleReader:
             if list(model[names.MODULE_STATE]) != list(self._module):
                 message = f"{path} and {self._paths[0]} hold different modules"
                 raise DisagreementError(message)
-            other = self._common(model, entries)
+            other = self._common(model, path, entries)
             differing |= {key for key in {**first, **other} if first.get(key) != other.get(key)}
         if differing:
             self.notes.append(
-                f"The ranks' files differ in {', '.join(sorted(differing))}; "
+                f"The ranks' files differ in {', '.join(sorted(map(str, differing)))}; "
                 "rank 0's are taken for all."
             )
 
     def _common(
-        self, model: Mapping[str, Node], entries: Sequence[ModuleEntry]
+        self, model: Mapping[str, Node], path: Path, entries: Sequence[ModuleEntry]
     ) -> dict[str, bytes]:
         state = {key: value for key, value in model.items() if key not in _CUT_KEYS}
         module = model[names.MODULE_STATE]
         shown = {e.name: module[e.name] for e in entries if e.kind in ("buffer", "extra")}
-        return {key: fingerprint(value) for key, value in {**state, **shown}.items()}
+        return fingerprints({**state, **shown}, path)
 
     def strip(self, entries: Sequence[ModuleEntry]) -> None:
         """Empty what depends on the cutting in rank 0's file, leaving every key where it stands."""

@@ -7,18 +7,23 @@ stage 3.
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats.checkpoint import FlatState, ModuleEntry, ParamGroup, ScalarState
-from streamshard.formats.inert import Node
+from streamshard.formats.inert import Node, show
+from streamshard.formats.node_checks import name_of, of_file
 from streamshard.formats.torch_tensor import Tensor, tensor_of
 from streamshard.formats.zero_files import SAVE_AGAIN, SourceFiles, fingerprint, require
 from streamshard.formats.zero_recorded import recorded_cut
 from streamshard.formats.zero_states import HeldState
 from streamshard.model import MASTER, RecordedCut, Slot, ZeroLayout
+
+_STATES_LIMIT: Final = 100
+"""Of one group; each takes a tensor's worth of work on every rank."""
 
 
 class OptimizerReader:
@@ -67,7 +72,8 @@ class OptimizerReader:
         return inner
 
     def _flat(self, node: Node, what: str, path: Path) -> Tensor:
-        tensor = tensor_of(node)
+        with of_file(path):
+            tensor = tensor_of(node)
         if tensor is None or len(tensor.shape) != 1:
             raise CorruptFileError(f"{path}: {what} is not a flat tensor")
         return tensor.require_contiguous(f"{path}: {what}")
@@ -165,7 +171,7 @@ class OptimizerReader:
         """Tell which units each param group consists of."""
         listed = [group.get("params") for group in self._inner[0]["param_groups"]]
         if list(chain.from_iterable(listed)) != list(range(unit_count)):
-            message = f"{self._paths[0]}: param groups {listed} do not number {unit_count} groups"
+            message = f"{self._paths[0]}: param groups do not number {unit_count} groups"
             raise CorruptFileError(message)
         return [list(params) for params in listed]
 
@@ -190,11 +196,16 @@ class OptimizerReader:
             # A rank that owns no parameter has no momentum; that it owns none is checked later.
             held = {rank: states for rank, states in held.items() if states} or held
         first = next(iter(held))
+        with of_file(self._paths[first]):
+            keys = [name_of(key) for key in held[first]]
+        if len(keys) > _STATES_LIMIT:
+            message = f"{self._paths[first]}: {len(keys)} states of one group"
+            raise UnsupportedError(f"{message}, which no optimizer is known to have")
         for rank, states in held.items():
-            if list(states) != list(held[first]):
+            if list(states) != keys:
                 message = (
-                    f"{self._paths[rank]}: states {list(states)} of group {unit}, where "
-                    f"{self._paths[first]} has {list(held[first])}"
+                    f"{self._paths[rank]}: states {show(list(states))} of group {unit}, where "
+                    f"{self._paths[first]} has {show(keys)}"
                 )
                 raise DisagreementError(message)
         return {
@@ -282,7 +293,8 @@ class OptimizerReader:
         derived = {name: number for number, name in enumerate(counted)}
         known: dict[str, int] = {}
         for params, master in zip(units, self._masters[0], strict=True):
-            first, _, last = str(master.attributes.get("ds_id", "")).partition("_")
+            ends = master.attributes.get("ds_id")
+            first, _, last = (ends if isinstance(ends, str) else "").partition("_")
             if first.isdecimal() and last.isdecimal() and params:
                 known |= {params[0]: int(first), params[-1]: int(last)}
         agrees = all(derived.get(name) == number for name, number in known.items())

@@ -9,7 +9,8 @@ from streamshard.errors import CorruptFileError, DisagreementError, IncompleteEr
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats import frameworks, torch_file
 from streamshard.formats.checkpoint import Checkpoint, OtherFile
-from streamshard.formats.inert import Node
+from streamshard.formats.inert import Node, show
+from streamshard.formats.node_checks import of_file
 from streamshard.formats.zero_family import Reading, read_family
 from streamshard.formats.zero_files import ShardSet, SourceFiles, find, fingerprint
 from streamshard.model import FILE, LogicalTensor, SourceMap
@@ -44,12 +45,12 @@ def read(
     SourceError
         Something is missing, damaged, contradictory or not supported; the message names the file.
     """
-    shards = find(tag_dir)
-    inside = [
-        (path, f"{tag_dir.name}/{path.relative_to(tag_dir).as_posix()}")
-        for path in (*shards.model_parts, *shards.others)
-    ]
     with malformed(tag_dir):
+        shards = find(tag_dir)
+        inside = [
+            (path, f"{tag_dir.name}/{path.relative_to(tag_dir).as_posix()}")
+            for path in (*shards.model_parts, *shards.others)
+        ]
         return _read_shards(shards, [*run_files, *inside], like)
 
 
@@ -57,9 +58,12 @@ def read(
 def malformed(place: Path) -> Iterator[None]:
     """Turn what comes of looking for things where DeepSpeed puts them into a message."""
     try:
-        yield
-    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
-        message = f"{place}: not laid out as DeepSpeed does it ({type(error).__name__}: {error})"
+        with of_file(place):
+            yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # A key that is missing may be whatever the file has in its place.
+        said = show(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+        message = f"{place}: not laid out as DeepSpeed does it ({type(error).__name__}: {said})"
         raise CorruptFileError(message) from error
 
 
@@ -120,7 +124,7 @@ def _check_families(readings: Sequence[Reading], shards: ShardSet) -> None:
             raise DisagreementError(f"{message}: they are not of one run")
     saved = models[0].get(names.MP_WORLD_SIZE, len(models))
     if saved != len(models):
-        message = f"{paths[0]}: one of {saved} tensor or pipeline parallel parts of the model"
+        message = f"{paths[0]}: one of {show(saved)} tensor or pipeline parallel parts of the model"
         raise IncompleteError(f"{message}, but there are files of {len(models)}")
     _check_parts(shards, models[0])
 
@@ -145,19 +149,19 @@ def _check_parts(shards: ShardSet, model: Mapping[str, Node]) -> None:
 
 def _accelerate_step(others: Sequence[tuple[Path, str]], world_size: int) -> int | None:
     """Read the step that Accelerate keeps with each rank's random generators, if it is there."""
-    steps: dict[Path, Node] = {}
+    steps: dict[Path, int | None] = {}
     for path, relative in others:
         rank = frameworks.accelerate_rank(relative)
         if rank is not None and rank < world_size:
             root = torch_file.read(path, -1).root
-            steps[path] = root.get("step") if isinstance(root, dict) else None
+            step = root.get("step") if isinstance(root, dict) else None
+            steps[path] = step if isinstance(step, int) else None
     for path, step in steps.items():
         first = next(iter(steps))
         if step != steps[first]:
             message = f"{path} is of Accelerate's step {step}, {first} of {steps[first]}"
             raise DisagreementError(f"{message}: they are not of one save")
-    step = next(iter(steps.values()), None)
-    return step if isinstance(step, int) else None
+    return next(iter(steps.values()), None)
 
 
 def _adopt_files(

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from streamshard.errors import CorruptFileError
 from streamshard.formats import deepspeed_names as names
-from streamshard.formats.inert import Node
+from streamshard.formats.inert import Node, show
+from streamshard.formats.node_checks import name_of, of_file
 from streamshard.model import RecordedCut
 
 
@@ -43,9 +44,16 @@ def _slices(node: Node, path: Path) -> tuple[tuple[tuple[str, int, int], ...], .
     if not isinstance(node, list):
         return None
     try:
-        return tuple(
-            tuple((name, at.state["start"], at.state["numel"]) for name, at in mapping.items())
-            for mapping in node
-        )
+        with of_file(path):
+            return tuple(
+                tuple(_slice(name, at.state["start"], at.state["numel"]) for name, at in m.items())
+                for m in node
+            )
     except (AttributeError, KeyError, TypeError) as error:
         raise CorruptFileError(f"{path}: '{names.SLICE_MAPPINGS}' is unreadable") from error
+
+
+def _slice(name: Node, start: Node, numel: Node) -> tuple[str, int, int]:
+    if not isinstance(start, int) or not isinstance(numel, int):
+        raise CorruptFileError(f"a slice of {show(name)} from {show(start)} on, {show(numel)} long")
+    return name_of(name), start, numel

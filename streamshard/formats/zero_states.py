@@ -8,9 +8,10 @@ from typing import Final
 from streamshard.errors import DisagreementError, UnsupportedError
 from streamshard.formats import torch_tensor
 from streamshard.formats.checkpoint import FlatState, ScalarState
-from streamshard.formats.inert import Call, Global, Node
+from streamshard.formats.inert import Call, Global, Node, show
+from streamshard.formats.node_checks import of_file
 from streamshard.formats.torch_tensor import Tensor, storages_in
-from streamshard.formats.zero_files import SourceFiles, fingerprint
+from streamshard.formats.zero_files import SourceFiles, pickled
 from streamshard.model import ITEMSIZE
 
 _CODES: Final = frozenset({"uint8", "int8", "float8_e4m3fn", "float8_e5m2"})
@@ -67,7 +68,8 @@ class HeldState:
 
     def _tensor(self, rank: int) -> Tensor | None:
         try:
-            return torch_tensor.tensor_of(self.nodes[rank])
+            with of_file(self.paths[rank]):
+                return torch_tensor.tensor_of(self.nodes[rank])
         except UnsupportedError as error:
             raise UnsupportedError(f"{self._place(rank)}: {error}. {_ANEW}") from error
 
@@ -129,13 +131,15 @@ class HeldState:
         )
 
     def _plain(self) -> Node:
-        self._require_agreement({rank: fingerprint(node) for rank, node in self.nodes.items()})
-        rank, node = next(iter(self.nodes.items()))
-        size = len(fingerprint(node))
-        if size > _PLAIN_LIMIT_BYTES:
-            message = f"{self._place(rank)} is {_kind(node)} and takes {size:,} bytes, which is no"
-            raise UnsupportedError(f"{message} plain value; this is not supported. {_ANEW}")
-        return node
+        spelled: dict[int, bytes] = {}
+        for rank, node in self.nodes.items():
+            spelled[rank] = pickled(node)
+            size = len(spelled[rank])
+            if size > _PLAIN_LIMIT_BYTES:
+                message = f"{self._place(rank)} is {_kind(node)} and takes {size:,} bytes, which"
+                raise UnsupportedError(f"{message} is no plain value; not supported. {_ANEW}")
+        self._require_agreement(spelled)
+        return next(iter(self.nodes.values()))
 
     def _scalar(self, rank: int, tensor: Tensor, sources: SourceFiles) -> ScalarState:
         tensor.require_contiguous(self._place(rank))
@@ -157,4 +161,4 @@ def _kind(node: Node) -> str:
     # A subclass of torch.Tensor is rebuilt by a function, whose arguments name the class.
     place = _REBUILDS.get(node.name)
     named = node.function if place is None or len(node.args) <= place else node.args[place]
-    return f"of class {named if isinstance(named, Global) else 'unknown'}"
+    return f"of class {show(named) if isinstance(named, Global) else 'unknown'}"

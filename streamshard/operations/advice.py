@@ -1,6 +1,7 @@
 """What a user has to change in a job when its world size changes."""
 
 from math import prod
+from typing import Final
 
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats import ds_config
@@ -15,6 +16,9 @@ _NOT_TOLD = (
     "\nThis takes it that no sequence is cut among several ranks, of which the checkpoint's config "
     "says nothing."
 )
+
+_LIMIT_BATCH: Final = 1 << 24
+"""Samples in a global batch that nobody has; up to there, all ways to share them can be tried."""
 
 
 def for_world_size(
@@ -123,6 +127,6 @@ def _complete(
         total = micro * (accumulation or 1) * batch_ranks
     if total is not None and micro is None:
         micro = total // batch_ranks // (accumulation or 1)
-    if not total or not micro or min(total, micro) < 1:
+    if not total or not micro or not 0 < micro <= total <= _LIMIT_BATCH:
         return None
     return total, micro

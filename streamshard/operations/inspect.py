@@ -9,7 +9,7 @@ import numpy as np
 
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats.checkpoint import Checkpoint, FlatState, ParamGroup, ScalarState
-from streamshard.formats.inert import Call, Global, Node
+from streamshard.formats.inert import Call, Global, Node, show
 from streamshard.model import MASTER
 from streamshard.operations.source import Source, open_source
 
@@ -129,7 +129,7 @@ def summarize(source: Source) -> Inspection:
         expert_parallel=checkpoint.expert_parallel,
         module_dtype=None if checkpoint.is_dumps else checkpoint.module_dtype,
         optimizer=_optimizer_type(checkpoint.config),
-        deepspeed_version=_plain(optimizer.get(names.DS_VERSION)),
+        deepspeed_version=_text(optimizer.get(names.DS_VERSION)),
         global_steps=_count(model.get("global_steps")),
         skipped_steps=_count(model.get("skipped_steps")),
         global_samples=_count(model.get("global_samples")),
@@ -199,16 +199,21 @@ def _scalar(value: ScalarState) -> Plain:
 
 
 def _plain(node: Node) -> Plain:
-    """Show a node as plain values; calls by their name only, as they have never been made."""
+    """Show a node as plain values; calls by their name only, as they have never been made.
+
+    Only for nodes that readers look into, which are known not to be nested without end.
+    """
     if node is None or isinstance(node, bool | int | float | str):
         return node
     if isinstance(node, dict):
         return {str(key): _plain(value) for key, value in node.items()}
-    if isinstance(node, list | tuple | set | frozenset):
+    if isinstance(node, list | tuple):
         return [_plain(value) for value in node]
-    if isinstance(node, Call):
-        return f"<{node.name or 'object'}>"
-    return str(node) if isinstance(node, Global) else f"<{type(node).__name__}>"
+    return show(node) if isinstance(node, Call | Global) else f"<{type(node).__name__}>"
+
+
+def _text(node: Node) -> str | None:
+    return node if isinstance(node, str) else None
 
 
 def _count(node: Node) -> int | None:
@@ -217,5 +222,4 @@ def _count(node: Node) -> int | None:
 
 def _optimizer_type(config: Node) -> str | None:
     section = config.get("optimizer") if isinstance(config, dict) else None
-    kind = section.get("type") if isinstance(section, dict) else None
-    return kind if isinstance(kind, str) else None
+    return _text(section.get("type")) if isinstance(section, dict) else None

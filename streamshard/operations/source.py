@@ -8,6 +8,7 @@ from typing import Final
 
 from streamshard.engine.files import Decoder
 from streamshard.errors import (
+    CorruptFileError,
     IncompleteError,
     SourceError,
     SourceNotFoundError,
@@ -25,6 +26,7 @@ from streamshard.formats import (
     zero_reader,
 )
 from streamshard.formats.checkpoint import Checkpoint, Family
+from streamshard.formats.inert import show
 from streamshard.model import SourceFile, SourceMap
 from streamshard.operations.cut import cut_source
 from streamshard.plan.cutting import Cutting
@@ -229,10 +231,11 @@ def _run_files(run_dir: Path, tag: str) -> list[tuple[Path, str]]:
 
 def _open_dumps(path: str, config: ds_config.Config | None, like: Checkpoint | None) -> Source:
     template = dump_names.parse(path)
+    files = template.find()
     with zero_reader.malformed(template.directory):
-        checkpoint, source_map = dump_reader.read(template.find(), template.name, config, like)
-    # The slices that name the parameters are recorded in the group's own order already.
-    cutting = cut_source(checkpoint, source_map)
+        checkpoint, source_map = dump_reader.read(files, template.name, config, like)
+        # The slices that name the parameters are recorded in the group's own order already.
+        cutting = cut_source(checkpoint, source_map)
     return Source(
         template.directory, "dumps", checkpoint, cutting, source_map.files, {},
         is_elastic=_is_elastic(source_map),
@@ -240,14 +243,18 @@ def _open_dumps(path: str, config: ds_config.Config | None, like: Checkpoint | N
 
 
 def _open_native(run_dir: Path, tag_dir: Path, like: Checkpoint | None) -> Source:
-    checkpoint, source_map = zero_reader.read(tag_dir, _run_files(run_dir, tag_dir.name), like)
-    if checkpoint.layout.round_robin:
-        families = tuple(
-            _undo_round_robin(family, checkpoint.layout.world_size)
-            for family in checkpoint.families
-        )
-        checkpoint = replace(checkpoint, families=families)
-    cutting = cut_source(checkpoint, source_map)
+    try:
+        checkpoint, source_map = zero_reader.read(tag_dir, _run_files(run_dir, tag_dir.name), like)
+    except UsageError as error:  # in the config that the checkpoint keeps
+        raise CorruptFileError(f"{tag_dir}: {error}") from error
+    with zero_reader.malformed(tag_dir):
+        if checkpoint.layout.round_robin:
+            families = tuple(
+                _undo_round_robin(family, checkpoint.layout.world_size)
+                for family in checkpoint.families
+            )
+            checkpoint = replace(checkpoint, families=families)
+        cutting = cut_source(checkpoint, source_map)
     return Source(
         run_dir, "native", checkpoint, cutting, source_map.files, {},
         is_elastic=_is_elastic(source_map),
@@ -262,9 +269,10 @@ def _is_elastic(source_map: SourceMap) -> bool:
 def _open_store(root: Path, tag: str | None) -> Source:
     store = zarr_reader.read(root)
     if tag is not None and tag != store.checkpoint.tag:
-        message = f"{root}: holds tag '{store.checkpoint.tag}', not '{tag}'"
+        message = f"{root}: holds tag '{store.checkpoint.tag}', not {show(tag)}"
         raise UsageError(message)
-    cutting = cut_source(store.checkpoint, store.source_map)
+    with zero_reader.malformed(root):
+        cutting = cut_source(store.checkpoint, store.source_map)
     return Source(
         root, "store", store.checkpoint, cutting, store.source_map.files, store.decoders,
         store.codec_bytes,

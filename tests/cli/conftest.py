@@ -12,6 +12,8 @@ import pytest
 from benchmarks._fabricate import fabricate
 from benchmarks._layout import TAG
 from benchmarks._model import transformer
+from tests.fabricated import write
+from tests.job import Job
 
 RANKS = 4
 
@@ -41,6 +43,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
             root / str(stage), transformer(1 << 20, stage=stage), stage=stage, world_size=RANKS
         )
     return lambda stage: root / str(stage)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A small checkpoint that a test may change."""
+    return write(Job(stage=2), tmp_path / "run")
 
 
 @pytest.fixture

@@ -1,0 +1,72 @@
+"""Ways to make a checkpoint a stranger's: what tests put into its files, and what they measure."""
+
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks._measure import STREAMSHARD, Measured, measure
+from tests.fabricated import load
+from tests.job import TAG, stand_ins
+
+MIB = 1 << 20
+MODEL = f"{TAG}/mp_rank_00_model_states.pt"
+OPTIMIZER = f"{TAG}/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+Content = dict[str, Any]
+
+
+def streamshard(verb: str, *arguments: object) -> Measured:
+    """Run a verb that must end within a minute, which is long for what it has to do."""
+    done = measure("timeout", "60", *STREAMSHARD, verb, *map(str, arguments))
+    assert done.exit_code != 124, "it would not end"
+    return done
+
+
+def optimizer_files(run: Path) -> list[Path]:
+    """List the optimizer files of both ranks."""
+    return [run / OPTIMIZER.replace("rank_1", f"rank_{rank}") for rank in (0, 1)]
+
+
+def edit(path: Path, change: Callable[[Content], object]) -> None:
+    """Change what a file holds, keeping what is shared in it shared."""
+    content = load(path)
+    change(content)
+    with stand_ins():
+        torch.save(content, path)
+
+
+class Payload:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.marker}",)
+
+
+def laughs(times: int = 40) -> list[Any]:
+    """Make a list that holds 2^times others, in a few bytes each."""
+    node: list[Any] = ["ha"]
+    for _ in range(times):
+        node = [node, node]
+    return node
+
+
+def in_itself() -> list[Any]:
+    node: list[Any] = []
+    node.append(node)
+    return node
+
+
+def with_pickle(path: Path, pickled: bytes) -> None:
+    """Put another pickle into a torch file."""
+    with zipfile.ZipFile(path) as source:
+        records = {name: source.read(name) for name in source.namelist()}
+    with zipfile.ZipFile(path, "w") as target:
+        for name, data in records.items():
+            target.writestr(name, pickled if name.endswith("data.pkl") else data)
