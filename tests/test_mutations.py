@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ from streamshard.errors import StreamshardError
 from streamshard.formats import torch_file
 from streamshard.formats.inert import Call, Global, Node
 from streamshard.formats.torch_tensor import Storage
+from streamshard.formats.zarr_chunks import spell_checksum
 from streamshard.operations.convert import plan_convert
 from streamshard.operations.repartition import plan_repartition
 from tests.fabricated import client_state, load, write
@@ -220,3 +222,20 @@ def test_values_in_rank_files(tmp_path: Path, name: str) -> None:
             return data
 
     check_all(sorted(whole.values()), change, run, stages=stages, like=like)
+
+
+# Stores -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("what", ["state", "manifest"])
+def test_bytes_of_a_store_s_metadata(tmp_path: Path, what: str, codec: str) -> None:
+    run = write(Job(stage=2, client_state=client_state()), tmp_path / "run")
+    store = tmp_path / f"{what}-{codec}.zarr"
+    streamshard.convert(run, store, codec=codec)
+
+    def change(chance: random.Random, data: bytes) -> bytes:
+        changed = changed_bytes(chance, data[:-4])
+        return changed + spell_checksum(google_crc32c.value(changed))
+
+    check_all([store / "meta" / what / "c/0"], change, store)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from streamshard.errors import CorruptFileError, IncompleteError
+from streamshard.errors import CorruptFileError, IncompleteError, UnsupportedError
 from streamshard.formats import store_manifest, store_state, zarr_writer
 from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.inert import show
 from streamshard.formats.store_manifest import FileRecord, Manifest
 from streamshard.formats.zarr_chunks import CHECKSUM_BYTES, require_checksum
 from streamshard.formats.zarr_documents import (
@@ -65,8 +66,10 @@ def read_manifest(root: Path) -> Manifest:
     return manifest
 
 
-def read_state(root: Path) -> tuple[Checkpoint, store_state.ChunkShapes]:
+def read_state(root: Path, manifest: Manifest) -> tuple[Checkpoint, store_state.ChunkShapes]:
     """Read a store's training state, and the shape of the chunks of every tensor.
+
+    There are no more chunks of a tensor than the manifest lists files.
 
     Raises
     ------
@@ -74,9 +77,22 @@ def read_state(root: Path) -> tuple[Checkpoint, store_state.ChunkShapes]:
         It is missing or damaged; the message names the file.
     """
     try:
-        return store_state.load(_read_small(root / STATE_FILES[1]))
-    except CorruptFileError as error:
-        raise CorruptFileError(f"{root / STATE_FILES[1]}: {error}") from error
+        checkpoint, shapes = store_state.load(_read_small(root / STATE_FILES[1]))
+        _require_listed(checkpoint, shapes, len(manifest.records))
+    except (CorruptFileError, UnsupportedError, ValueError) as error:
+        kind = UnsupportedError if isinstance(error, UnsupportedError) else CorruptFileError
+        raise kind(f"{root / STATE_FILES[1]}: {error}") from error
+    return checkpoint, shapes
+
+
+def _require_listed(checkpoint: Checkpoint, shapes: store_state.ChunkShapes, files: int) -> None:
+    for tensor, shape in zip(checkpoint.tensors, shapes, strict=True):
+        if len(shape) != len(tensor.shape) or not math.prod(shape):
+            message = f"chunks of {show(shape)} for {tensor.name} of {show(tensor.shape)}"
+            raise CorruptFileError(message)
+        counts = [-(-n // c) for n, c in zip(tensor.shape, shape, strict=True)]
+        if math.prod(counts) > files:
+            raise CorruptFileError(f"{math.prod(counts):,} chunks of {tensor.name}, {files} files")
 
 
 def _read_small(path: Path) -> bytes:

@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamshard.errors import CorruptFileError
+from streamshard.formats.deepspeed_names import is_inside
+from streamshard.formats.inert import show
 
 BLOCK_BYTES: Final = 1 << 20
 """Bytes of uncompressed chunks that share a CRC-32, so that a part can be read and checked."""
@@ -64,9 +66,19 @@ def read(data: bytes) -> Manifest:
         }
         block_bytes, codec = document["block_bytes"], str(document["codec"])
         held = document.get("digests")
-        digests = held and {str(array): str(digest) for array, digest in held.items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        digests = None if held is None else {str(key): str(value) for key, value in held.items()}
+    except (
+        ArithmeticError,
+        AttributeError,
+        KeyError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise CorruptFileError(f"manifest is not as streamshard writes it: {error}") from error
+    for path in records:
+        if not is_inside(path):
+            raise CorruptFileError(f"manifest lists {show(path)}, which leads out of the store")
     if block_bytes != BLOCK_BYTES:
         raise CorruptFileError(f"manifest has blocks of {block_bytes} bytes, not {BLOCK_BYTES}")
     return Manifest(records, codec, digests)

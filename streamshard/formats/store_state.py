@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import Any, Final
 
 from streamshard.errors import CorruptFileError, UnsupportedError
+from streamshard.formats import deepspeed_names as names
 from streamshard.formats import inert_dump, inert_load
 from streamshard.formats.checkpoint import (
     Checkpoint,
@@ -14,10 +15,13 @@ from streamshard.formats.checkpoint import (
     OtherFile,
     ParamGroup,
     ScalarState,
+    require_tied_to_weights,
 )
-from streamshard.formats.inert import Node
-from streamshard.formats.torch_tensor import Storage
-from streamshard.model import ITEMSIZE, LogicalTensor, Whole, ZeroLayout
+from streamshard.formats.inert import Node, show
+from streamshard.formats.node_checks import name_of, require_unrolled
+from streamshard.formats.store_checks import require_consistent
+from streamshard.formats.torch_tensor import Storage, shape_of
+from streamshard.model import FILE, ITEMSIZE, LogicalTensor, Whole, ZeroLayout
 
 VERSION: Final = 1
 """Version of a store's format."""
@@ -25,6 +29,7 @@ VERSION: Final = 1
 _FLAT: Final = "flat"
 _SCALAR: Final = "scalar"
 _PLAIN: Final = "plain"
+_LIMIT_COUNT: Final = 1 << 53
 
 
 ChunkShapes = Sequence[tuple[int, ...]]
@@ -66,33 +71,50 @@ def load(data: bytes) -> tuple[Checkpoint, ChunkShapes]:
     CorruptFileError
         The bytes are not what `dump` spells.
     """
-    storages: dict[Node, Storage] = {}
+    blobs: dict[tuple[str, int, int], Storage] = {}
 
     def persistent_load(identifier: Node) -> Storage:
         kind, dtype, numel, tensor = identifier
-        if kind != "blob" or dtype not in ITEMSIZE or not isinstance(tensor, int):
+        if kind != "blob":
             raise CorruptFileError("a persistent id does not name a blob")
         # One object for one blob: tensors that shared a storage are to share it again.
-        return storages.setdefault(identifier, Storage(dtype, numel, Whole(tensor)))
+        key = (_dtype(dtype), _count(numel), _count(tensor))
+        return blobs.setdefault(key, Storage(*key[:2], Whole(tensor)))
 
     try:
         root = inert_load.load(data, persistent_load)
-        shapes = [tuple(map(int, shape)) for shape in root["chunk_shapes"]]
+        require_unrolled(_looked_into(root))
+        shapes = [shape_of(shape) for shape in root["chunk_shapes"]]
         checkpoint = Checkpoint(
-            tag=_text(root["tag"]),
-            layout=ZeroLayout(*root["layout"]),
+            tag=_tag(root["tag"]),
+            layout=_layout(*root["layout"]),
             tensors=tuple(_tensor(*values) for values in root["tensors"]),
             families=tuple(_read_family(family) for family in root["families"]),
-            module_dtype=_text(root["module_dtype"]),
-            files=tuple(OtherFile(*values) for values in root["files"]),
-            notes=tuple(root["notes"]),
-            is_bf16=root["is_bf16"],
-            accelerate_step=root["accelerate_step"],
+            module_dtype=_dtype(root["module_dtype"]),
+            files=tuple(_file(*values) for values in root["files"]),
+            notes=tuple(map(_text, root["notes"])),
+            is_bf16=root["is_bf16"] is True,
+            accelerate_step=_optional_count(root["accelerate_step"]),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        message = f"training state is not as streamshard writes it: {error}"
-        raise CorruptFileError(message) from error
+        require_consistent(checkpoint)
+        for dtype, numel, tensor in blobs:
+            if numel * ITEMSIZE[dtype] != checkpoint.tensors[tensor].nbytes:
+                raise CorruptFileError(f"blob {tensor} is not as long as what it holds")
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        message = f"training state is not as streamshard writes it: {type(error).__name__}"
+        raise CorruptFileError(f"{message}: {error}") from error
     return checkpoint, shapes
+
+
+def _looked_into(root: Node) -> list[Node]:
+    """List what is not just carried."""
+    found = [value for key, value in root.items() if key != "families"]
+    for family in root["families"]:
+        for key, value in family.items():
+            carried = value if key in ("model_state", "optimizer_file") else {}
+            found += [carried[known] for known in names.LOOKED_INTO if known in carried]
+            found += [] if carried else [value]
+    return [root["families"], *found]
 
 
 def _values(noun: object) -> tuple[Any, ...]:
@@ -121,23 +143,25 @@ def _spell_family(family: Family) -> dict[str, Node]:
 
 
 def _read_family(spelled: Node) -> Family:
+    module = tuple(_entry(*values) for values in spelled["module"])
+    require_tied_to_weights(module)
     return Family(
-        name=_text(spelled["name"]),
+        name=_family_name(spelled["name"]),
         groups=tuple(
             ParamGroup(
-                params=tuple(map(_text, group["params"])),
-                master_dtype=_text(group["master_dtype"]),
+                params=tuple(map(name_of, group["params"])),
+                master_dtype=_dtype(group["master_dtype"]),
                 states=_read_states(group["states"]),
-                number=int(group["number"]),
-                expert_parallel=int(group["expert_parallel"]),
-                expert_rank=int(group["expert_rank"]),
+                number=_count(group["number"]),
+                expert_parallel=_count(group["expert_parallel"], least=1),
+                expert_rank=_count(group["expert_rank"]),
             )
             for group in spelled["groups"]
         ),
-        module=tuple(ModuleEntry(*values) for values in spelled["module"]),
+        module=module,
         model_state=_mapping(spelled["model_state"]),
         optimizer_file=_mapping(spelled["optimizer_file"]),
-        param_ids=_mapping(spelled["param_ids"]),
+        param_ids={name_of(k): _count(v) for k, v in _mapping(spelled["param_ids"]).items()},
     )
 
 
@@ -146,7 +170,7 @@ def _spell_states(states: Mapping[str, Node] | None) -> Node:
 
 
 def _read_states(spelled: Node) -> dict[str, Node] | None:
-    return None if spelled is None else {k: _read_state(v) for k, v in spelled.items()}
+    return None if spelled is None else {name_of(k): _read_state(v) for k, v in spelled.items()}
 
 
 def _spell_state(value: Node) -> Node:
@@ -160,29 +184,77 @@ def _spell_state(value: Node) -> Node:
 def _read_state(spelled: Node) -> Node:
     kind, *values = spelled
     if kind == _FLAT:
-        return FlatState(*values)
+        (dtype,) = values
+        return FlatState(_dtype(dtype))
     if kind == _SCALAR:
         dtype, shape, data = values
-        return ScalarState(dtype, shape, bytes.fromhex(data))
+        return ScalarState(_dtype(dtype), shape_of(shape), bytes.fromhex(data))
     (value,) = values
     return value
 
 
-def _tensor(
-    state: str, name: str, dtype: str, shape: tuple[int, ...], family: str
-) -> LogicalTensor:
-    if dtype not in ITEMSIZE or any(length < 0 for length in shape):
-        raise UnsupportedError(f"tensor {name}: dtype {dtype}, shape {shape}")
-    return LogicalTensor(_text(state), _text(name), dtype, tuple(shape), _text(family))
+def _layout(stage: Node, world_size: Node, *others: Node) -> ZeroLayout:
+    if stage not in (1, 2, 3) or not all(isinstance(other, int) for other in others):
+        raise UnsupportedError(f"ZeRO stage {show(stage)} with {show(others)} is not known")
+    return ZeroLayout(int(stage), _count(world_size, least=1), *others)
+
+
+def _tensor(state: Node, name: Node, dtype: Node, shape: Node, family: Node) -> LogicalTensor:
+    if state == FILE and not names.is_inside(_text(name)):
+        raise CorruptFileError(f"file {show(name)} leads out of the checkpoint")
+    return LogicalTensor(
+        name_of(state), name_of(name), _dtype(dtype), shape_of(shape), _family_name(family)
+    )
+
+
+def _family_name(value: Node) -> str:
+    """Read the name of a group around a family's arrays: the one name that no array escapes."""
+    if value != "" and not names.is_tag(_text(value)):
+        raise CorruptFileError(f"{show(value)} is no name of a part of the model")
+    return name_of(value)
+
+
+def _entry(name: Node, kind: Node, dtype: Node, shape: Node, alias_of: Node) -> ModuleEntry:
+    # What is kept as it is, such as `get_extra_state`, has neither dtype nor shape.
+    dtype = dtype if dtype == "" else _dtype(dtype)
+    return ModuleEntry(name_of(name), _text(kind), dtype, shape_of(shape), name_of(alias_of))
+
+
+def _file(path: Node, mode: Node) -> OtherFile:
+    if not names.is_inside(_text(path)):
+        raise CorruptFileError(f"file {show(path)} leads out of the checkpoint")
+    return OtherFile(path, _count(mode) & 0o777)
+
+
+def _tag(value: Node) -> str:
+    if not names.is_tag(_text(value)):
+        raise CorruptFileError(f"{show(value)} is no name of a tag")
+    return str(value)
+
+
+def _dtype(value: Node) -> str:
+    if _text(value) not in ITEMSIZE:
+        raise UnsupportedError(f"dtype {show(value)} is not known")
+    return str(value)
+
+
+def _count(value: Node, *, least: int = 0) -> int:
+    if not isinstance(value, int) or not least <= value <= _LIMIT_COUNT:
+        raise CorruptFileError(f"{show(value)} is no count")
+    return value
+
+
+def _optional_count(value: Node) -> int | None:
+    return None if value is None else _count(value)
 
 
 def _text(value: Node) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r:.40} is no text")
+        raise CorruptFileError(f"{show(value)} is no text")
     return value
 
 
 def _mapping(value: Node) -> Mapping[str, Node]:
     if not isinstance(value, dict):
-        raise TypeError(f"{value!r:.40} is no mapping")
+        raise CorruptFileError(f"{show(value)} is no mapping")
     return value

@@ -14,6 +14,9 @@ from streamshard.errors import IntegrityError
 
 CHECKSUM_BYTES: Final = 4
 """Length of what Zarr's crc32c codec appends."""
+_BLOSC_HEADER_BYTES: Final = 16
+_BLOSC_SIZE: Final = slice(4, 8)
+"""Where Blosc's header tells the size of what it has compressed, for which it makes room."""
 
 
 def spell_checksum(crc32c: int) -> bytes:
@@ -43,6 +46,10 @@ class BloscChunk:
             The stored bytes are not those that were written.
         """
         data = require_checksum(stored, path)
+        said = int.from_bytes(data[_BLOSC_SIZE], "little")
+        if len(data) < _BLOSC_HEADER_BYTES or said != content_bytes:
+            message = f"{path}: says it decodes to {said} bytes where {content_bytes} belong"
+            raise IntegrityError(message)
         content = memoryview(self._blosc.decode(data)).cast("B")
         if len(content) != content_bytes:
             message = f"{path}: decodes to {len(content)} bytes where {content_bytes} belong"

@@ -16,8 +16,8 @@ from streamshard.model import BLOB, FILE, ITEMSIZE, MODULE, LogicalTensor
 CODECS: Final = ("none", "lz4", "zstd")
 """Names by which a user chooses how chunks are compressed."""
 
-_DOCUMENT: Final = "zarr.json"
-"""What a node is called that would take the place of its parent's document."""
+ROOT_DOCUMENT: Final = "zarr.json"
+"""The root group's document; a node of that name would take the place of its parent's."""
 ROOT_KEY: Final = "streamshard"
 """Attribute of the root group that makes a hierarchy a store."""
 STATE_PATH: Final = "meta/state"
@@ -37,7 +37,7 @@ def array_path(tensor: LogicalTensor) -> str:
 def _escape(name: str) -> str:
     """Make a node name of any text: nothing that is reserved, nothing empty."""
     escaped = quote(name, safe=" !#$&'()+,;=@[]{}~^")
-    if not escaped.strip(".") or escaped.startswith("__") or escaped == _DOCUMENT:
+    if not escaped.strip(".") or escaped.startswith("__") or escaped == ROOT_DOCUMENT:
         escaped = "".join(f"%{byte:02X}" for byte in name[:1].encode()) + escaped[1:]
     return escaped or "%"
 

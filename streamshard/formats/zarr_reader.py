@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from streamshard.errors import (
 )
 from streamshard.formats import store_manifest, store_state
 from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.inert import show
 from streamshard.formats.store_manifest import Manifest
 from streamshard.formats.zarr_chunks import (
     CHECKSUM_BYTES,
@@ -28,6 +31,7 @@ from streamshard.formats.zarr_chunks import (
 from streamshard.formats.zarr_documents import (
     CODECS,
     MANIFEST_PATH,
+    ROOT_DOCUMENT,
     ROOT_KEY,
     STATE_PATH,
     array_path,
@@ -54,15 +58,27 @@ def read(root: Path) -> Store:
     SourceError, IntegrityError
         It is no store, or not whole, or damaged; the message names the file.
     """
+    for path in (ROOT_DOCUMENT, f"{MANIFEST_PATH}/c/0", f"{STATE_PATH}/c/0"):
+        _require_inside(root / path, root)
     _require_version(root)
     try:
         manifest = store_manifest.read(_read_small(root / MANIFEST_PATH / "c/0"))
         checkpoint, chunk_shapes = store_state.load(_read_small(root / STATE_PATH / "c/0"))
-    except CorruptFileError as error:
-        raise CorruptFileError(f"{root}: {error}") from error
+    except (CorruptFileError, UnsupportedError) as error:
+        raise type(error)(f"{root}: {error}") from error
     if manifest.codec not in CODECS:
-        raise UnsupportedError(f"{root}: compressed with '{manifest.codec}', which is not known")
+        raise UnsupportedError(
+            f"{root}: compressed with {show(manifest.codec)}, which is not known"
+        )
     return _StoreReader(root, checkpoint, manifest).open(chunk_shapes)
+
+
+def _require_inside(path: Path, root: Path) -> None:
+    """Refuse a path that symbolic links lead out of the store, wherever in it they are."""
+    place = Path(os.path.realpath(path))
+    if not place.is_relative_to(os.path.realpath(root)):
+        message = f"{path}: a symbolic link leads out of the store here, to {place}"
+        raise SourceError(f"{message}; copy the store with 'cp -rL'")
 
 
 def is_store(root: Path) -> bool:
@@ -110,11 +126,20 @@ class _StoreReader:
         both = zip(self._checkpoint.tensors, chunk_shapes, strict=True)
         for index, (tensor, shape) in enumerate(both):
             numel = math.prod(shape)
+            if len(shape) != len(tensor.shape) or not numel:
+                message = f"{self._root}: chunks of {show(shape)} for {tensor.name}"
+                raise CorruptFileError(f"{message} of {show(tensor.shape)}")
             counts = [-(-n // c) for n, c in zip(tensor.shape, shape, strict=True)]
+            if math.prod(counts) > len(self._records):
+                message = f"{self._root}: {math.prod(counts):,} chunks of {tensor.name}, where the"
+                raise CorruptFileError(f"{message} manifest lists {len(self._records):,} files")
             keys = chunk_keys(counts)
             first = len(self._files)
+            array = array_path(tensor)
+            for directory in sorted({os.path.dirname(key) for key in keys}):  # noqa: PTH120
+                _require_inside(self._root / array / directory, self._root)
             for key in keys:
-                self._add(f"{array_path(tensor)}/{key}", numel, ITEMSIZE[tensor.dtype])
+                self._add(f"{array}/{key}", numel, ITEMSIZE[tensor.dtype])
             slot = Slot(
                 files=np.arange(first, first + len(keys), dtype=np.int64),
                 offsets=np.zeros(len(keys), dtype=np.int64),
@@ -130,10 +155,12 @@ class _StoreReader:
         if record is None:
             raise CorruptFileError(f"{full}: a chunk that the manifest does not list")
         try:
-            stat = full.stat()
+            stat = full.lstat()
         except OSError as error:
             message = f"{full}: this chunk of the store cannot be read ({error.strerror})"
             raise SourceError(message) from error
+        if not S_ISREG(stat.st_mode):
+            raise SourceError(f"{full}: no regular file; copy the store with 'cp -rL'")
         if stat.st_size != record.nbytes:
             message = f"{full}: {stat.st_size} bytes where {record.nbytes} were written"
             raise IntegrityError(message)

@@ -98,7 +98,7 @@ class StoreCheck:
     def _read_state(self, manifest: Manifest) -> None:
         """Hold what the training state tells of the tensors against the manifest."""
         try:
-            checkpoint, shapes = store_files.read_state(self._root)
+            checkpoint, shapes = store_files.read_state(self._root, manifest)
         except (SourceError, IntegrityError) as error:
             files = [self._root / path for path in store_files.STATE_FILES]
             self._findings.add_error(error, self._root, files)

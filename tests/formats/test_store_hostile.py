@@ -1,0 +1,227 @@
+"""Stores made to mislead: their checksums fit, as whoever made them wrote those too."""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import pytest
+
+import streamshard
+from streamshard.errors import CorruptFileError, IntegrityError, SourceError
+from streamshard.formats import store_state
+from streamshard.formats.checkpoint import Checkpoint, ModuleEntry, OtherFile
+from streamshard.formats.zarr_chunks import BloscChunk, spell_checksum
+from streamshard.model import FILE, LogicalTensor
+from tests.fabricated import client_state, write
+from tests.job import Job
+
+CHUNK = "state/exp_avg/embed.weight/c/1/0"
+
+
+@pytest.fixture(scope="module", params=["none", "zstd"])
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("whole")
+    write(Job(stage=2, client_state=client_state()), directory / "run")
+    streamshard.convert(
+        directory / "run", directory / "x.zarr", codec=request.param, chunk_size=100
+    )  # fmt: skip
+    return directory / "x.zarr"
+
+
+@pytest.fixture
+def store(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "x.zarr"))
+
+
+def put(store: Path, what: str, data: bytes) -> None:
+    """Write one of a store's small arrays with a checksum that fits."""
+    place = store / "meta" / what / "c/0"
+    place.write_bytes(data + spell_checksum(google_crc32c.value(data)))
+
+
+def restate(
+    store: Path,
+    change: Callable[[Checkpoint], Checkpoint],
+    shapes: Callable[[list[tuple[int, ...]]], list[tuple[int, ...]]] = list,
+) -> None:
+    """Write the training state anew with something changed in it."""
+    checkpoint, chunk_shapes = store_state.load((store / "meta/state/c/0").read_bytes()[:-4])
+    put(store, "state", store_state.dump(change(checkpoint), shapes(list(chunk_shapes))))
+
+
+def renamed(path: str) -> Callable[[Checkpoint], Checkpoint]:
+    """Give the file that comes along another path."""
+
+    def change(checkpoint: Checkpoint) -> Checkpoint:
+        tensors = tuple(replace(t, name=path) if t.state == FILE else t for t in checkpoint.tensors)
+        return replace(checkpoint, tensors=tensors, files=(OtherFile(path, 0o644),))
+
+    return change
+
+
+def other_tensors(change: Callable[[LogicalTensor], LogicalTensor]) -> Any:  # noqa: ANN401
+    return lambda c: replace(c, tensors=tuple(map(change, c.tensors)))
+
+
+def other_family(**changes: Any) -> Callable[[Checkpoint], Checkpoint]:  # noqa: ANN401
+    return lambda c: replace(c, families=(replace(c.families[0], **changes),))
+
+
+def other_entries(entry: ModuleEntry) -> Callable[[Checkpoint], Checkpoint]:
+    return lambda c: other_family(module=(*c.families[0].module, entry))(c)
+
+
+LIES: dict[str, Callable[[Checkpoint], Checkpoint]] = {
+    "a tag above": lambda c: replace(c, tag=".."),
+    "a tag deeper": lambda c: replace(c, tag="a/b"),
+    "an absolute tag": lambda c: replace(c, tag="/tmp/a"),
+    "a file above": renamed("../../evil"),
+    "a file above, by a detour": renamed("a/../../evil"),
+    "an absolute file": renamed("/tmp/evil"),
+    "a file of no name": renamed("a//b"),
+    "a file with an end in it": renamed("evil\0.txt"),
+    "a family above": lambda c: other_tensors(lambda t: replace(t, family=".."))(
+        replace(c, families=tuple(replace(f, name="..") for f in c.families))
+    ),
+    "a family deeper": other_tensors(lambda t: replace(t, family="a/../../b")),
+    "two tensors of one name": lambda c: replace(c, tensors=(*c.tensors, c.tensors[0])),
+    "no tensors": lambda c: replace(c, tensors=()),
+    "a dtype of no size": other_tensors(lambda t: replace(t, dtype="float3")),
+    "a tensor of any size": other_tensors(lambda t: replace(t, shape=(1 << 40, 1 << 40))),
+    "a tensor of no size": other_tensors(lambda t: replace(t, shape=(-1,))),
+    "no families": lambda c: replace(c, families=()),
+    "a family of no groups": other_family(groups=()),
+    "an empty optimizer": other_family(optimizer_file={}),
+    "an empty model file": other_family(model_state={"x": 1}),
+    "a weight that is not there": other_entries(ModuleEntry("x", "param", "float32", (1,))),
+    "a state that is not there": other_entries(ModuleEntry("x", "extra", "", ())),
+    "tied to nothing": other_entries(ModuleEntry("x", "alias", "float32", (1,), "y")),
+    "notes that are no text": lambda c: replace(c, notes=([],)),  # type: ignore[arg-type]
+    "ids that are no numbers": other_family(param_ids={"a": []}),
+    "a stage that is none": lambda c: replace(c, layout=replace(c.layout, stage=7)),
+    "no ranks": lambda c: replace(c, layout=replace(c.layout, world_size=0)),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_refused(name: str, store: Path, tmp_path: Path) -> None:
+    restate(store, LIES[name])
+    with pytest.raises(SourceError, match=r"x\.zarr: "):
+        streamshard.repartition(store, tmp_path / "out", world_size=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.zarr"]
+
+
+def test_unchanged_it_is_read(store: Path, tmp_path: Path) -> None:
+    restate(store, lambda c: c)
+    streamshard.repartition(store, tmp_path / "out", world_size=3)
+
+
+def test_permissions_are_permissions_only(store: Path, tmp_path: Path) -> None:
+    restate(store, lambda c: replace(c, files=tuple(replace(f, mode=0o6777) for f in c.files)))
+    streamshard.repartition(store, tmp_path / "out", world_size=3)
+    assert (tmp_path / "out/zero_to_fp32.py").stat().st_mode & 0o7777 == 0o777
+
+
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        pytest.param((1,), "chunks of", id="too few dimensions"),
+        pytest.param((0, 1), "chunks of", id="chunks of nothing"),
+        pytest.param((1, 1), "chunk", id="too many chunks"),
+    ],
+)
+def test_chunks_that_do_not_fit(store: Path, shape: tuple[int, ...], says: str) -> None:
+    restate(
+        store,
+        other_tensors(lambda t: replace(t, shape=(1 << 20, 1 << 20)) if len(t.shape) == 2 else t),
+        lambda shapes: [shape if len(s) == 2 else s for s in shapes],
+    )
+    with pytest.raises(CorruptFileError, match=says):
+        streamshard.inspect(store)
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        pytest.param(b"[" * 100_000, id="deep"),
+        pytest.param(b"[]", id="a list"),
+        pytest.param(b'{"files": []}', id="a list of files"),
+        pytest.param(b'{"files": {"a": [1e400, ""]}}', id="infinite"),
+        pytest.param(b'{"files": {"a": [1, "?"]}}', id="no checksums"),
+        pytest.param(
+            b'{"files": {"../a": [1, ""]}, "block_bytes": 1048576, "codec": "none"}', id="above"
+        ),
+        pytest.param(b'{"files": {"a": [' + b"9" * 5000 + b', ""]}}', id="a huge number"),
+    ],
+)
+def test_manifests_that_are_none(store: Path, manifest: bytes) -> None:
+    put(store, "manifest", manifest)
+    with pytest.raises(CorruptFileError, match=r"x\.zarr: manifest"):
+        streamshard.inspect(store)
+
+
+def link(path: Path) -> None:
+    place = path.parents[5] / "elsewhere"
+    path.rename(place)
+    path.symlink_to(place)
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("change", [link, pipe])
+def test_chunks_that_are_no_files(store: Path, change: Callable[[Path], None]) -> None:
+    change(store / CHUNK)
+    with pytest.raises(SourceError, match=r"no regular file"):
+        streamshard.inspect(store)
+
+
+@pytest.mark.parametrize("path", [CHUNK, "meta/state/c/0", "meta/manifest/c/0"])
+def test_directories_that_lead_out(store: Path, path: str) -> None:
+    for directory in list((store / path).parents)[: path.count("/")]:
+        place = store.parent / "elsewhere"
+        directory.rename(place)
+        directory.symlink_to(place)
+        with pytest.raises(SourceError, match=r"leads out of the store here, to .*elsewhere"):
+            streamshard.inspect(store)
+        directory.unlink()
+        place.rename(directory)
+    assert streamshard.inspect(store).world_size == 2
+
+
+def test_a_root_document_that_leads_out(store: Path) -> None:
+    (store / "zarr.json").rename(store.parent / "zarr.json")
+    (store / "zarr.json").symlink_to(store.parent / "zarr.json")
+    with pytest.raises(SourceError, match="leads out of the store"):
+        streamshard.inspect(store)
+
+
+def test_directories_and_whole_stores_may_be_links_within(store: Path) -> None:
+    (store / CHUNK).parent.rename(store / "moved")
+    (store / CHUNK).parent.symlink_to(store / "moved")
+    link_to_all = store.parent / "link"
+    link_to_all.symlink_to(store)
+    assert streamshard.inspect(link_to_all).world_size == 2
+
+
+@pytest.mark.parametrize("said", [0, 79, 0x7FFFFFFF, 0xFFFFFFFF])
+def test_a_compressed_chunk_that_says_it_is_larger(tmp_path: Path, said: int) -> None:
+    codec = BloscChunk("zstd", 4)
+    stored = bytearray(codec.encode(memoryview(bytes(80)))[:-4])
+    stored[4:8] = said.to_bytes(4, "little")
+    lying = bytes(stored) + spell_checksum(google_crc32c.value(bytes(stored)))
+    with pytest.raises(IntegrityError, match=rf"says it decodes to {said} bytes where 80 belong"):
+        codec.decode(lying, tmp_path, 80)
+
+
+@pytest.mark.parametrize("name", ["\ud800", "x" * 5000], ids=["half a letter", "long"])
+def test_names_that_are_none(store: Path, name: str) -> None:
+    restate(store, other_entries(ModuleEntry(name, "extra", "", ())))
+    with pytest.raises(CorruptFileError, match=r"is no name of a tensor"):
+        streamshard.inspect(store)
