@@ -29,6 +29,7 @@ from streamshard.formats.checkpoint import Checkpoint, Family
 from streamshard.formats.inert import show
 from streamshard.model import SourceFile, SourceMap
 from streamshard.operations.cut import cut_source
+from streamshard.operations.links import require_inside
 from streamshard.plan.cutting import Cutting
 from streamshard.plan.zero import round_robin_order
 
@@ -36,6 +37,9 @@ _ELASTIC: Final = (
     "Saved with elastic_checkpoint, which keeps no hyper-parameters: those of all param groups, "
     "the learning rates among them, are those of {like} at {tag}. What is written is not elastic."
 )
+
+_LATEST_BYTES: Final = 4096
+"""More than any tag has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +139,7 @@ def find_tag(root: Path, tag: str | None) -> tuple[Path, Path]:
     Raises
     ------
     SourceError
-        There is none; the message says where there are some.
+        There is none, or it leads out of the run directory; the message says where there are some.
     """
     if not root.exists():
         raise SourceNotFoundError(f"{root}: no such file or directory")
@@ -149,10 +153,12 @@ def find_tag(root: Path, tag: str | None) -> tuple[Path, Path]:
         return root.absolute().parent, root.absolute()
     if tag is None:
         tag = _latest(root)
-    _require_plain(tag, root / names.LATEST)
-    if not (root / tag).is_dir():
+    elif not names.is_tag(tag):
+        raise SourceError(f"{root}: tag {show(tag)} is no name of a directory in it")
+    elif not (root / tag).is_dir():
         message = f"{root / tag}: no such tag directory{_hint_of_tags(root)}"
         raise SourceNotFoundError(message)
+    require_inside(root / tag, root)
     return root, root / tag
 
 
@@ -164,19 +170,19 @@ def _latest(root: Path) -> str:
             raise UnsupportedError(f"{root}: {what}")
         message = f"{root}: no 'latest' file and no shards in it{_hint_of_tags(root)}"
         raise SourceNotFoundError(message)
-    tag = latest.read_text(errors="replace").strip()
+    require_inside(latest, root)
+    with latest.open("rb") as stream:
+        tag = stream.read(_LATEST_BYTES).decode(errors="replace").strip()
     if not tag:
         message = f"{latest}: empty, as a save that was killed leaves it{_hint_of_tags(root)}"
         raise IncompleteError(message)
+    if not names.is_tag(tag):
+        message = f"{latest}: names {show(tag)}, which leads out of the run directory or is no name"
+        raise SourceError(f"{message}{_hint_of_tags(root)}")
     if not (root / tag).is_dir():
-        message = f"{latest}: names '{tag}', which is not there{_hint_of_tags(root)}"
+        message = f"{latest}: names {show(tag)}, which is not there{_hint_of_tags(root)}"
         raise IncompleteError(message)
     return tag
-
-
-def _require_plain(tag: str, where: Path) -> None:
-    if Path(tag).name != tag or tag in (".", ".."):
-        raise SourceError(f"{where}: tag {tag!r} leads out of the run directory")
 
 
 def _has_shards(path: Path) -> bool:
@@ -232,6 +238,8 @@ def _run_files(run_dir: Path, tag: str) -> list[tuple[Path, str]]:
 def _open_dumps(path: str, config: ds_config.Config | None, like: Checkpoint | None) -> Source:
     template = dump_names.parse(path)
     files = template.find()
+    for file in files:
+        require_inside(file, template.directory)
     with zero_reader.malformed(template.directory):
         checkpoint, source_map = dump_reader.read(files, template.name, config, like)
         # The slices that name the parameters are recorded in the group's own order already.
@@ -243,6 +251,8 @@ def _open_dumps(path: str, config: ds_config.Config | None, like: Checkpoint | N
 
 
 def _open_native(run_dir: Path, tag_dir: Path, like: Checkpoint | None) -> Source:
+    for path in tag_dir.rglob("*"):
+        require_inside(path, run_dir, tag_dir)
     try:
         checkpoint, source_map = zero_reader.read(tag_dir, _run_files(run_dir, tag_dir.name), like)
     except UsageError as error:  # in the config that the checkpoint keeps

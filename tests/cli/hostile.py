@@ -70,3 +70,12 @@ def with_pickle(path: Path, pickled: bytes) -> None:
     with zipfile.ZipFile(path, "w") as target:
         for name, data in records.items():
             target.writestr(name, pickled if name.endswith("data.pkl") else data)
+
+
+def elsewhere(path: Path) -> Path:
+    """Move a file out of the checkpoint, and leave a link to it."""
+    place = path.parents[2] / "elsewhere" / path.name
+    place.parent.mkdir(exist_ok=True)
+    path.rename(place)
+    path.symlink_to(place)
+    return place
