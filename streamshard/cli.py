@@ -12,13 +12,14 @@ from tqdm import tqdm
 
 from streamshard import sizes
 from streamshard.engine import memory
-from streamshard.errors import IntegrityError, StreamshardError, UsageError
+from streamshard.errors import IntegrityError, SourceError, StreamshardError, UsageError
 from streamshard.formats.zarr_documents import CODECS
-from streamshard.operations import convert, inspect, repartition, verify
+from streamshard.operations import convert, inspect, pickles, repartition, verify
 from streamshard.operations.report import Progress, Report, Silent
 from streamshard.tables import (
     findings_text,
     inspection_text,
+    pickles_text,
     printable,
     report_text,
     verification_text,
@@ -149,6 +150,11 @@ def _add_inspect(verbs: Verbs) -> None:
         "streamshard inspect runs/7b",
     )
     verb.add_argument("source", metavar="SRC", help=_SOURCE_HELP)
+    verb.add_argument(
+        "--pickles",
+        action="store_true",
+        help="list every name that pickles ask for; SRC may be a single file, and may be damaged",
+    )
     _add_source_options(verb)
 
 
@@ -267,11 +273,29 @@ def _verify(arguments: argparse.Namespace) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
+    if arguments.pickles:
+        _inspect_pickles(arguments)
+        return
     found = inspect.inspect(arguments.source, **_source_options(arguments))
     if arguments.json:
         print(json.dumps(asdict(found), indent=2))
     elif not arguments.quiet:
         print(printable(inspection_text(found, verbose=arguments.verbose)))
+
+
+def _inspect_pickles(arguments: argparse.Namespace) -> None:
+    if arguments.like is not None or arguments.source_ds_config is not None:
+        raise UsageError("--pickles needs neither --like nor --source-ds-config")
+    found = pickles.list_pickles(arguments.source, tag=arguments.tag)
+    if arguments.json:
+        print(json.dumps(asdict(found), indent=2))
+    elif not arguments.quiet:
+        print(printable(pickles_text(found, verbose=arguments.verbose)))
+    if found.problems:
+        sys.stdout.flush()
+        count, first = len(found.problems), found.problems[0]
+        message = f"{found.path}: {count} of {len(found.files)} files not looked through to the end"
+        raise SourceError(f"{message}, so there may be more names; {first.path}: {first.problem}")
 
 
 def _source_options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from streamshard.operations.inspect import GroupSummary, Inspection
+from streamshard.operations.pickles import PickleListing
 from streamshard.operations.report import Report
 from streamshard.operations.verification import Difference, Problem, Verification
 from streamshard.sizes import show
@@ -144,6 +145,26 @@ def _state_table(found: Inspection) -> str:
     rows += [(state, f"{nbytes:,}") for state, nbytes in found.state_bytes.items()]
     rows.append(("all", f"{sum(found.state_bytes.values()):,}"))
     return table(rows)
+
+
+def pickles_text(found: PickleListing, *, verbose: bool) -> str:
+    """Lay out what `inspect --pickles` found."""
+    known = sum(name.is_known for name in found.names)
+    facts: list[tuple[str, object]] = [
+        ("looked into", found.path),
+        ("pickles", f"{sum(file.pickles for file in found.files):,} in {len(found.files):,} files"),
+        ("names", f"{len(found.names) - known:,} outside the known set, {known:,} in it"),
+    ]
+    rows: list[Sequence[object]] = [("name", "known", "times", "files")]
+    for name in found.names:
+        more = len(name.files) - 1
+        where = name.files[0] + (f" and {more:,} more" if more else "")
+        rows.append((name.name, "yes" if name.is_known else "NO", f"{name.count:,}", where))
+    blocks = [_facts(facts), table(rows)]
+    if verbose:
+        blocks.append(table([("file", "pickles"), *((f.path, f.pickles) for f in found.files)]))
+    blocks += [f"{file.path}: {file.problem}" for file in found.problems]
+    return "\n\n".join([*blocks, *map(paragraph, found.notes)])
 
 
 def report_text(report: Report, *, verbose: bool) -> str:

@@ -1,0 +1,141 @@
+"""Finds the pickles in a file of any kind, and the names in them, without reading anything else."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Final
+
+from streamshard.errors import SourceError
+from streamshard.formats import inert_load, zip_directory
+from streamshard.formats.inert import Global, Node
+from streamshard.formats.legacy_file import MAGIC_NUMBER
+from streamshard.formats.pickle_bytes import EndedTooEarlyError
+from streamshard.formats.pickle_names import NameCounter
+from streamshard.formats.readable import Readable
+
+_SUFFIXES: Final = frozenset({".bin", ".ckpt", ".p", ".pickle", ".pkl", ".pt", ".pth"})
+"""Files of these are unpickled by somebody, whatever they begin with."""
+_HEAD_BYTES: Final = 512
+_TAR: Final = (257, b"ustar")
+_FIRST_READ_BYTES: Final = 1 << 20
+_LEGACY_PICKLES: Final = 4
+"""Pickles behind the magic number of a torch file from before the zip."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The pickles of one file."""
+
+    pickles: int
+    names: Mapping[Global, int]
+    """What they name, and how often."""
+    problem: str | None = None
+    """Why there may be more that was not found."""
+
+
+def look_into(source: Readable, name: str) -> Finding | None:
+    """Count the names in a file's pickles; None if it is no kind of file that holds any."""
+    head = source.read_at(0, _HEAD_BYTES)
+    expected = PurePosixPath(name).suffix.lower() in _SUFFIXES
+    if head.startswith(zip_directory.MAGIC):
+        return _in_zip(source, expected=expected)
+    if head[_TAR[0] :].startswith(_TAR[1]):
+        problem = "a tar, as torch saved long ago; what is in it is not looked into"
+        return Finding(0, {}, problem) if expected else None
+    if not expected and head[:1] != b"\x80":
+        return None
+    found = _in_stream(source)
+    # What merely begins like a pickle, such as one safetensors file in 256, is none.
+    return found if expected or found.pickles or found.names else None
+
+
+def look_into_state(stored: bytes) -> Finding:
+    """Count the names in a pickle that is all there is in some bytes."""
+    counter = NameCounter(stored, 0)
+    try:
+        inert_load.run(counter)
+    except SourceError as error:
+        return Finding(1, counter.names, str(error))
+    return Finding(1, counter.names)
+
+
+def _in_zip(source: Readable, *, expected: bool) -> Finding | None:
+    """Look into a zip's records that are pickles by their names."""
+    try:
+        records = zip_directory.read(source)
+    except SourceError as error:
+        return Finding(0, {}, str(error)) if expected else None
+    names: Counter[Global] = Counter()
+    pickles, problem = 0, None
+    for record in records.values():
+        if "/code/" in record.name:
+            problem = "holds TorchScript code, which is not looked into"
+        if not record.name.endswith(".pkl"):
+            continue
+        if record.nbytes > inert_load.LIMIT_BYTES:
+            problem = f"holds a pickle of {record.nbytes:,} bytes, which is not looked into"
+            continue
+        counter = NameCounter(source.read_at(record.start, record.nbytes), 0)
+        try:
+            inert_load.run(counter)
+        except SourceError as error:
+            problem = str(error)
+        pickles += 1
+        names.update(counter.names)
+    if expected and not pickles:
+        problem = problem or "a zip without a pickle"
+    return Finding(pickles, names, problem) if pickles or expected else None
+
+
+def _in_stream(source: Readable) -> Finding:
+    """Look into pickles that follow one another, as in torch's legacy format."""
+    stream = _Stream(source)
+    try:
+        if stream.next() == MAGIC_NUMBER:
+            for _ in range(_LEGACY_PICKLES):
+                stream.next()
+        else:
+            while stream.at < source.nbytes:
+                stream.next()
+    except SourceError as error:
+        return Finding(stream.pickles, stream.names, f"{error}, after byte {stream.at}")
+    return Finding(stream.pickles, stream.names)
+
+
+class _Stream:
+    """Reads pickles one after the other, and no more of the file than they take."""
+
+    def __init__(self, source: Readable) -> None:
+        self._source = source
+        self._data = source.read_at(0, _FIRST_READ_BYTES)
+        self.at = 0
+        """Byte at which the next one begins."""
+        self.pickles = 0
+        self.names: Counter[Global] = Counter()
+
+    def next(self) -> Node:
+        """Count the names of the next pickle, even if it turns out to be none; returns it."""
+        while True:
+            counter = NameCounter(self._data, self.at)
+            try:
+                node = inert_load.run(counter)
+            except EndedTooEarlyError:
+                if self._read_on():
+                    continue
+                self.names.update(counter.names)
+                raise
+            except SourceError:
+                self.names.update(counter.names)
+                raise
+            self.at = counter.at
+            self.pickles += 1
+            self.names.update(counter.names)
+            return node
+
+    def _read_on(self) -> bool:
+        """Read four times as much as so far; False if there is no more."""
+        room = inert_load.LIMIT_BYTES - len(self._data)
+        more = self._source.read_at(len(self._data), min(3 * len(self._data), room))
+        self._data += more
+        return bool(more)
