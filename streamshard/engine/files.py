@@ -1,10 +1,9 @@
 """The one place that reads from sources and writes to targets."""
 
-import ctypes
 import errno
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -19,26 +18,8 @@ from streamshard.errors import (
 )
 from streamshard.model import BlockDigests, SourceFile
 
-_SYNC_FILE_RANGE_WRITE = 2
-_SYNC_FILE_RANGE_WAIT = 1 | 2 | 4
-"""Wait for what is being written, write the rest, wait for that too."""
 _OPEN_FILES = 64
 """Sources that one worker keeps open. A run has more sources than a process may have files."""
-
-
-def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    """Find Linux's `sync_file_range`, which Python has no name for."""
-    try:
-        found = ctypes.CDLL(None).sync_file_range
-    except (AttributeError, OSError, TypeError):
-        return None
-    found.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    found.restype = ctypes.c_int
-    call: Callable[[int, int, int, int], int] = found
-    return call
-
-
-_sync_file_range = _find_sync_file_range()
 
 
 class Encoded(Protocol):
@@ -190,10 +171,11 @@ def target_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        place = error.filename or path
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            message = f"{path}: no space left on the target's file system ({error.strerror})"
+            message = f"{place}: no space left on the target's file system ({error.strerror})"
             raise NoSpaceError(f"{message}; free some and run the same command again") from error
-        raise TargetError(f"{path}: cannot be written ({error.strerror})") from error
+        raise TargetError(f"{place}: cannot be written ({error.strerror})") from error
 
 
 def open_target(path: Path) -> int:
@@ -207,24 +189,6 @@ def write_all(descriptor: int, view: memoryview, offset: int) -> None:
     while len(view):
         count = os.pwrite(descriptor, view, offset)
         view, offset = view[count:], offset + count
-
-
-def start_writeback(descriptor: int, offset: int, nbytes: int) -> None:
-    """Let the disk begin with what was just written, so that the sync at the end has less to do.
-
-    A hint: where the system has no such call, nothing happens.
-    """
-    if _sync_file_range is not None:
-        _sync_file_range(descriptor, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
-
-
-def finish_writeback(descriptor: int, offset: int, nbytes: int) -> None:
-    """Wait until what was written here before is on its way out of memory.
-
-    A cgroup counts pages that are yet to be written, and kills whom they carry over its limit.
-    """
-    if _sync_file_range is not None:
-        _sync_file_range(descriptor, offset, nbytes, _SYNC_FILE_RANGE_WAIT)
 
 
 def drop_cached(root: Path) -> None:
@@ -242,18 +206,3 @@ def drop_cached(root: Path) -> None:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(descriptor)
-
-
-def sync_directories(root: Path) -> None:
-    """Make the names in a directory tree durable, innermost first."""
-    for directory, _, _ in os.walk(root, topdown=False):
-        sync_path(Path(directory))
-
-
-def sync_path(path: Path) -> None:
-    """Make a file's content, or the names in a directory, durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Runs the work: a few workers, one window each, files finished and synced as they complete."""
+"""Runs the work: a few workers, one window each, files finished as they complete."""
 
 import os
 import threading
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streamshard.engine import memory
+from streamshard.engine.durability import sync_tree
 from streamshard.engine.files import (
     Decoder,
     SourceReader,
     open_target,
-    sync_path,
     target_errors,
     write_all,
 )
@@ -50,13 +50,11 @@ class _OpenFile:
             return self._left == 0
 
     def finish(self) -> int:
-        """Write the ending and make the content durable; returns the ending's size."""
+        """Write the ending; returns its size."""
         ending = self.file.ending()
         write_all(self.descriptor, memoryview(ending), self.file.ending_offset)
         if self.file.mode is not None:
             os.fchmod(self.descriptor, self.file.mode)
-        if not self.file.sync_late:
-            os.fsync(self.descriptor)
         self.close()
         return len(ending)
 
@@ -84,10 +82,9 @@ class Engine:
         self._local = threading.local()
         self._readers: list[SourceReader] = []
         self._opened: set[_OpenFile] = set()
-        self._unsynced: list[Path] = []
 
     def run(self, files: Iterable[TargetFile], root: Path) -> None:
-        """Write all files below a directory, in order, a bounded number at a time.
+        """Write all files below a directory, in order, a bounded number at a time, and sync them.
 
         The first error stops the run: work that has begun is finished, the rest is left.
 
@@ -109,19 +106,15 @@ class Engine:
                         future.result()
             for future in pending:
                 future.result()
-            self._sync_late()
+            with target_errors(root):
+                root.mkdir(parents=True, exist_ok=True)
+                sync_tree(root)
         finally:
             pool.shutdown(cancel_futures=True)
             for reader in self._readers:
                 reader.close()
             for left in self._opened:
                 left.close()
-
-    def _sync_late(self) -> None:
-        """Sync what was left for the end: the first sync commits most of a journal for all."""
-        for path in self._unsynced:
-            with target_errors(path):
-                sync_path(path)
 
     def _spans(self, files: Iterable[TargetFile], root: Path) -> Iterator[tuple[_OpenFile, Span]]:
         for file in files:
@@ -139,8 +132,6 @@ class Engine:
             if opened.span_done():
                 self._progress(opened.finish())
                 self._opened.discard(opened)
-                if opened.file.sync_late:
-                    self._unsynced.append(opened.path)
 
     def _window(self) -> Window:
         if not hasattr(self._local, "window"):

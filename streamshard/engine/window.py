@@ -2,7 +2,8 @@
 
 from typing import Final
 
-from streamshard.engine.files import SourceReader, finish_writeback, start_writeback, write_all
+from streamshard.engine.durability import finish_writeback, start_writeback
+from streamshard.engine.files import SourceReader, write_all
 from streamshard.engine.work import Fixed, Region, Span
 
 _UNWRITTEN_BYTES: Final = (16 << 20, 256 << 20)

@@ -64,5 +64,3 @@ class TargetFile:
     ending_offset: int = 0
     mode: int | None = None
     """Permission bits, where they matter."""
-    sync_late: bool = False
-    """Whether to sync it only after all others are written: better for many small files."""

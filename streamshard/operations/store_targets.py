@@ -112,7 +112,7 @@ class StoreTargets:
             region = self._raw_region(chunk, copies, itemsize)
         else:
             region = self._encoded_region(chunk, copies, itemsize)
-        return TargetFile(chunk.path, [Span(0, [region])], sync_late=True)
+        return TargetFile(chunk.path, [Span(0, [region])])
 
     def _copies(self, chunk: Chunk, itemsize: int) -> Copies:
         one = np.array([chunk.tensor], dtype=np.int64)
@@ -163,4 +163,4 @@ def _record_of(data: bytes) -> FileRecord:
 
 def _fixed(files: Mapping[str, bytes]) -> Iterator[TargetFile]:
     for path, data in files.items():
-        yield TargetFile(path, [Span(0, [Fixed(data)])], sync_late=True)
+        yield TargetFile(path, [Span(0, [Fixed(data)])])

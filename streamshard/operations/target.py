@@ -8,7 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from streamshard.engine.files import sync_directories, sync_path, target_errors
+from streamshard.engine.durability import sync_path
+from streamshard.engine.files import target_errors
 from streamshard.errors import NoSpaceError, TargetExistsError, TargetLockedError, UsageError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats.dump_names import Template
@@ -175,7 +176,7 @@ class PartialTarget:
         self._release_lock()
 
     def commit(self, latest: str | None = None) -> None:
-        """Make everything durable and move it into its place.
+        """Move what was written, and is durable, into its place.
 
         Parameters
         ----------
@@ -183,7 +184,6 @@ class PartialTarget:
             Tag that the `latest` file is to name; it is written after everything else.
         """
         with target_errors(self._target):
-            sync_directories(self.path)
             if latest is not None:
                 _write_durably(self.path / names.LATEST, latest.encode())
             (self.path / _MARK).unlink()

@@ -14,7 +14,6 @@ from streamshard.engine.files import (
     Decoder,
     SourceReader,
     open_target,
-    sync_directories,
     target_errors,
     write_all,
 )
@@ -230,21 +229,3 @@ def test_an_existing_target_is_never_opened(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         open_target(path)
     assert path.read_bytes() == b"mine"
-
-
-def test_every_directory_of_a_tree_is_synced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    synced = []
-    real = os.fsync
-
-    def note(descriptor: int) -> None:
-        synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink().relative_to(tmp_path)))
-        real(descriptor)
-
-    monkeypatch.setattr("streamshard.engine.files.os.fsync", note)
-    before = open_descriptors()
-    sync_directories(tmp_path)
-    assert synced == ["a/b", "a", "."]
-    assert open_descriptors() == before

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from streamshard.engine import durability
 from streamshard.engine.cast import cast_between
 from streamshard.engine.run import Engine, Resources
 from streamshard.engine.work import Fixed, Region, Span, TargetFile
@@ -145,6 +146,7 @@ def test_a_target_that_refuses_is_named(
         return real(what, *rest)
 
     monkeypatch.setattr(os, call, refuse)
+    monkeypatch.setattr(durability, "_syncfs", None)  # so that files are synced one by one
     files = [simple("good"), simple("bad"), *(simple(f"{i}") for i in range(9))]
     run.fails(kind, f"{run.root}/bad: ", *files)
 

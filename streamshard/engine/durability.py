@@ -1,0 +1,133 @@
+"""Makes what was written durable, and has the disk begin early so that the end does not take long.
+
+A store has thousands of small files, and on most file systems to sync one costs a commit of the
+journal, or a flush of the disk. Where one call for the whole file system is known to do the same
+for all of them, that is what is done.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+_SYNC_FILE_RANGE_WRITE: Final = 2
+_SYNC_FILE_RANGE_WAIT: Final = 1 | 2 | 4
+"""Wait for what is being written, write the rest, wait for that too."""
+_EXT4, _XFS, _BTRFS, _F2FS, _TMPFS = 0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994
+_SYNCED_AS_A_WHOLE: Final = {_EXT4, _XFS, _BTRFS, _F2FS, _TMPFS}
+"""File systems, by statfs(2), on which syncfs(2) does what fsync(2) does. Of those that lie
+elsewhere, some do not pass it on."""
+_REPORTS_ERRORS: Final = (5, 8)
+"""Since this version of Linux syncfs tells of what could not be written."""
+_THREADS: Final = 8
+"""Syncs under way at once, which a journal commits together."""
+_STATFS_BYTES: Final = 256
+
+
+def _libc(name: str, *types: Any) -> Callable[..., int] | None:  # noqa: ANN401
+    """Find a call of the system that Python has no name for."""
+    try:
+        found = getattr(ctypes.CDLL(None, use_errno=True), name)
+    except (AttributeError, OSError, TypeError):
+        return None
+    found.argtypes = list(types)
+    found.restype = ctypes.c_int
+    call: Callable[..., int] = found
+    return call
+
+
+_sync_file_range = _libc(
+    "sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint
+)
+_fstatfs = _libc("fstatfs", ctypes.c_int, ctypes.c_char_p)
+_syncfs = _libc("syncfs", ctypes.c_int)
+
+
+def start_writeback(descriptor: int, offset: int, nbytes: int) -> None:
+    """Let the disk begin with what was just written, so that the sync at the end has less to do.
+
+    A hint: where the system has no such call, nothing happens.
+    """
+    if _sync_file_range is not None:
+        _sync_file_range(descriptor, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
+
+
+def finish_writeback(descriptor: int, offset: int, nbytes: int) -> None:
+    """Wait until what was written here before is on its way out of memory.
+
+    A cgroup counts pages that are yet to be written, and kills whom they carry over its limit.
+    """
+    if _sync_file_range is not None:
+        _sync_file_range(descriptor, offset, nbytes, _SYNC_FILE_RANGE_WAIT)
+
+
+def sync_tree(root: Path) -> None:
+    """Make all files in a directory tree durable, and their names.
+
+    Raises
+    ------
+    OSError
+        Something could not be written.
+    """
+    descriptor = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if _syncs_as_a_whole(descriptor):
+            _sync_file_system(descriptor, root)
+            return
+    finally:
+        os.close(descriptor)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        # A name must not be durable before what it names.
+        for paths in (_files_below(root), _directories_below(root)):
+            while some := list(islice(paths, 64 * _THREADS)):
+                list(pool.map(sync_path, some))
+
+
+def sync_path(path: Path) -> None:
+    """Make a file's content, or the names in a directory, durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(descriptor)
+
+
+def _files_below(root: Path) -> Iterator[Path]:
+    for directory, _, files in os.walk(root):
+        yield from (Path(directory, file) for file in files)
+
+
+def _directories_below(root: Path) -> Iterator[Path]:
+    for directory, _, _ in os.walk(root, topdown=False):
+        yield Path(directory)
+
+
+def _syncs_as_a_whole(descriptor: int) -> bool:
+    if _syncfs is None or _fstatfs is None or _linux_version() < _REPORTS_ERRORS:
+        return False
+    buffer = ctypes.create_string_buffer(_STATFS_BYTES)
+    if _fstatfs(descriptor, buffer) != 0:
+        return False
+    kind = ctypes.c_long.from_buffer(buffer).value  # the first of its fields
+    return kind in _SYNCED_AS_A_WHOLE
+
+
+def _linux_version() -> tuple[int, int]:
+    """Read the version of the running Linux; (0, 0) of another system, or one that is unclear."""
+    system = os.uname()
+    parts = system.release.split(".")
+    try:
+        return (int(parts[0]), int(parts[1])) if system.sysname == "Linux" else (0, 0)
+    except (IndexError, ValueError):
+        return 0, 0
+
+
+def _sync_file_system(descriptor: int, root: Path) -> None:
+    if _syncfs is not None and _syncfs(descriptor) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(root))
