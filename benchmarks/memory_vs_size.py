@@ -1,0 +1,68 @@
+"""Does the memory that a run takes grow with the checkpoint?
+
+    python -m benchmarks.memory_vs_size --sizes 1GB,30GB
+
+Peak resident memory above the floor, as the kernel counts it, of every verb that moves tensors.
+Each checkpoint is resharded once per verb and removed; three times its size is needed on the disk.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks._fabricate import fabricate
+from benchmarks._measure import STREAMSHARD, machine, print_table, succeed
+from benchmarks._model import transformer
+from streamshard import sizes
+
+FROM, TO = 8, 6
+SHORT = "64MB,256MB"
+HEAD = ("program", "stage", "checkpoint GB", "peak above floor MiB", "projected MiB", "limit MiB")
+
+
+def main() -> int:
+    """Run the benchmark; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--sizes", default="1GB,30GB", help="of the checkpoints [1GB,30GB]")
+    parser.add_argument("--short", action="store_true", help=SHORT)
+    parser.add_argument("--stage", type=int, choices=(1, 2, 3), help="ZeRO stage [both 2 and 3]")
+    parser.add_argument("--directory", type=Path, help="where to work [a temporary directory]")
+    given = parser.parse_args()
+    print(machine())
+    rows = []
+    for stage in [given.stage] if given.stage else [2, 3]:
+        for size in (SHORT if given.short else given.sizes).split(","):
+            with tempfile.TemporaryDirectory(dir=given.directory) as directory:
+                rows += measure_size(Path(directory), sizes.parse(size), stage)
+    print_table(HEAD, rows)
+    return 0
+
+
+def measure_size(root: Path, nbytes: int, stage: int) -> list[list[str]]:
+    """Reshard a checkpoint of this size in all ways; returns the table's rows."""
+    source, store, target = root / "source", root / "store.zarr", root / "target"
+    made = fabricate(source, transformer(nbytes, stage=stage), stage=stage, world_size=FROM)
+    runs: dict[str, tuple[str | Path, ...]] = {
+        f"repartition {FROM} -> {TO}": ("repartition", source, target, "--world-size", str(TO)),
+        "convert --codec none": ("convert", source, store),
+        f"repartition store -> {TO}": (
+            *("repartition", store, target, "--world-size", str(TO), "--overwrite"),
+        ),
+        "verify --against": ("verify", target, "--against", store),
+    }
+    return [
+        _row(name, stage, made, succeed(*STREAMSHARD, *command, "--json").report)
+        for name, command in runs.items()
+    ]
+
+
+def _row(name: str, stage: int, nbytes: int, report: dict[str, Any]) -> list[str]:
+    above = [report[key] - report["floor_bytes"] for key in ("peak_bytes", "projected_bytes")]
+    memory = [f"{value / (1 << 20):.1f}" for value in (*above, report["limit_bytes"])]
+    return [name, str(stage), f"{nbytes / 1e9:.2f}", *memory]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
