@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from streamshard.engine import cache
 from streamshard.engine.checksums import crc32
 from streamshard.errors import (
     CorruptFileError,
@@ -33,9 +34,22 @@ Decoder = BlockDigests | Encoded
 
 
 class SourceReader:
-    """Reads ranges of the source's files; one per worker, so that nothing is shared."""
+    """Reads ranges of the source's files; one per worker, so that nothing is shared.
 
-    def __init__(self, files: Sequence[SourceFile], decoders: Mapping[int, Decoder]) -> None:
+    Parameters
+    ----------
+    drops_behind
+        Whether the system is to forget what was read, rather than what others have read.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[SourceFile],
+        decoders: Mapping[int, Decoder],
+        *,
+        drops_behind: bool = False,
+    ) -> None:
+        self._drops_behind = drops_behind
         self._files = files
         self._decoders = decoders
         self._open: OrderedDict[int, int] = OrderedDict()
@@ -86,6 +100,8 @@ class SourceReader:
                 )
                 raise CorruptFileError(message)
             done += count
+        if self._drops_behind and len(view) >= cache.LEAST_BYTES:
+            cache.drop_behind(descriptor, offset + len(view))
 
     def _read_checked(
         self, file: int, digests: BlockDigests, offset: int, view: memoryview
@@ -189,20 +205,3 @@ def write_all(descriptor: int, view: memoryview, offset: int) -> None:
     while len(view):
         count = os.pwrite(descriptor, view, offset)
         view, offset = view[count:], offset + count
-
-
-def drop_cached(root: Path) -> None:
-    """Have the system forget what it keeps in memory of all files below a directory.
-
-    What is then read comes from the disk. A hint: where the system has no such call, nothing
-    happens; what is not yet on the disk stays.
-    """
-    if not hasattr(os, "posix_fadvise"):
-        return
-    for directory, _, files in os.walk(root):
-        for name in files:
-            descriptor = os.open(Path(directory) / name, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)

@@ -2,12 +2,15 @@
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from streamshard.engine import memory
+from streamshard.engine.cache import drop_file
 from streamshard.engine.durability import sync_tree
 from streamshard.engine.files import (
     Decoder,
@@ -23,6 +26,9 @@ from streamshard.model import SourceFile
 Progress = Callable[[int], None]
 """Called from workers with the count of target bytes that were written since the last call."""
 
+_KEPT_FILES: Final = 8
+"""So many that were written last are not yet on the disk, and cannot be forgotten."""
+
 
 @dataclass(frozen=True, slots=True)
 class Resources:
@@ -31,6 +37,8 @@ class Resources:
     workers: int
     window_bytes: int
     scratch_bytes: int
+    drops_behind: bool = False
+    """Whether the system is to forget what was read and written, and not what others need."""
 
 
 class _OpenFile:
@@ -82,6 +90,8 @@ class Engine:
         self._local = threading.local()
         self._readers: list[SourceReader] = []
         self._opened: set[_OpenFile] = set()
+        self._finished: deque[Path] = deque()
+        """Files that the system is still to forget."""
 
     def run(self, files: Iterable[TargetFile], root: Path) -> None:
         """Write all files below a directory, in order, a bounded number at a time, and sync them.
@@ -109,6 +119,7 @@ class Engine:
             with target_errors(root):
                 root.mkdir(parents=True, exist_ok=True)
                 sync_tree(root)
+                self._drop(keep=0)
         finally:
             pool.shutdown(cancel_futures=True)
             for reader in self._readers:
@@ -132,14 +143,23 @@ class Engine:
             if opened.span_done():
                 self._progress(opened.finish())
                 self._opened.discard(opened)
+                if self._resources.drops_behind:
+                    self._finished.append(opened.path)
+                    self._drop(keep=_KEPT_FILES)
+
+    def _drop(self, *, keep: int) -> None:
+        """Have the system forget files, but for the last, which are still on their way to disk."""
+        while len(self._finished) > keep:
+            drop_file(self._finished.popleft())
 
     def _window(self) -> Window:
         if not hasattr(self._local, "window"):
-            reader = SourceReader(self._sources, self._decoders)
+            drops = self._resources.drops_behind
+            reader = SourceReader(self._sources, self._decoders, drops_behind=drops)
             self._readers.append(reader)
             buffer = memoryview(bytearray(self._resources.window_bytes))
             scratch = memoryview(bytearray(self._resources.scratch_bytes))
             behind = unwritten_bytes(memory.available_bytes())
-            self._local.window = Window(buffer, scratch, reader, behind)
+            self._local.window = Window(buffer, scratch, reader, behind, drops_behind=drops)
         window: Window = self._local.window
         return window

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from streamshard.engine.cache import drop_behind
 from streamshard.engine.durability import finish_writeback, start_writeback
 from streamshard.engine.files import SourceReader, write_all
 from streamshard.engine.work import Fixed, Region, Span
@@ -29,7 +30,10 @@ class Window:
         scratch: memoryview,
         reader: SourceReader,
         unwritten_bytes: int = _UNWRITTEN_BYTES[0],
+        *,
+        drops_behind: bool = False,
     ) -> None:
+        self._drops_behind = drops_behind
         self._unwritten_bytes = unwritten_bytes
         self._buffer = buffer
         self._scratch = scratch
@@ -61,6 +65,8 @@ class Window:
             behind = self._offset - self._unwritten_bytes
             if behind >= self._start:
                 finish_writeback(self._descriptor, behind, self._filled)
+                if self._drops_behind:
+                    drop_behind(self._descriptor, behind + self._filled)
         self._offset += self._filled
         self._filled = 0
 

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from streamshard.engine.files import drop_cached, target_errors
+from streamshard.engine.cache import drop_cached
+from streamshard.engine.files import target_errors
 from streamshard.errors import IntegrityError, SourceError
 from streamshard.operations.checking import Request, look_at
 from streamshard.operations.compare import Comparing

@@ -87,12 +87,20 @@ def run(
     progress: Progress,
 ) -> None:
     """Write all files of a plan below the partial target."""
-    resources = Resources(memory_plan.workers, memory_plan.window_bytes, SCRATCH_BYTES // 2)
+    resources = Resources(
+        memory_plan.workers, memory_plan.window_bytes, SCRATCH_BYTES // 2, _is_large(source)
+    )
     engine = Engine(source.files, source.decoders, resources, progress.advance)
     engine.run(files, target.path)
     # Bytes that were read before a file changed do not belong to those that were read after it.
     for file in source.files:
         require_unchanged(file)
+
+
+def _is_large(source: Source) -> bool:
+    """Tell whether a run would push out of memory what other programs have read."""
+    read_bytes = sum(file.nbytes for file in source.files)
+    return 2 * read_bytes > memory.available_bytes() // 2
 
 
 def measured(report: Report, progress: Progress, work: Callable[[], None]) -> Report:

@@ -1,6 +1,5 @@
 """`--verify`: what was written is read back from the disk, and nothing wrong takes its place."""
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 import streamshard
-from streamshard.engine.files import drop_cached
+from streamshard.engine.cache import drop_cached
 from streamshard.errors import IntegrityError
 from streamshard.operations import rereading
 from tests.fabricated import load, save, write
@@ -190,32 +189,6 @@ def test_a_bug_in_the_cutting_would_be_found(
     with pytest.raises(IntegrityError, match=r"state/exp_avg/a: 6 of 6 elements differ"):
         streamshard.repartition(run, tmp_path / "out", world_size=2, verify=True)
     assert streamshard.verify(run, digests=True).digests == kept
-
-
-def is_cached(path: Path) -> bool:
-    """Tell whether the first bytes of a file are in memory: then they can be read at once."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.preadv(descriptor, [bytearray(16)], 0, os.RWF_NOWAIT)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        pytest.skip(f"this file system does not tell what it has in memory: {error}")
-    finally:
-        os.close(descriptor)
-    return True
-
-
-def test_what_was_written_is_dropped_from_memory(tmp_path: Path) -> None:
-    path = tmp_path / "tag" / "file"
-    path.parent.mkdir()
-    path.write_bytes(bytes(1 << 20))
-    with path.open("rb") as stream:
-        os.fsync(stream.fileno())
-    if not is_cached(path):
-        pytest.skip("what was just written is not in memory on this file system")
-    drop_cached(tmp_path)
-    assert not is_cached(path)
 
 
 def test_a_plan_tells_that_it_will_verify_and_takes_more_memory(tmp_path: Path) -> None:

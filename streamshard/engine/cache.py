@@ -1,0 +1,42 @@
+"""Has the system forget what it keeps in memory of files; a hint, where there is such a call."""
+
+import os
+from pathlib import Path
+from typing import Final
+
+LEAST_BYTES: Final = 1 << 16
+"""For less, forgetting costs more than it brings."""
+
+
+_BLOCK_BYTES: Final = 32 << 20
+"""More than the system keeps as one: what only a part of is forgotten stays."""
+
+
+def drop_behind(descriptor: int, end: int) -> None:
+    """Forget what lies before an offset, as far as it may not have been forgotten already.
+
+    What is not yet on the disk stays.
+    """
+    start = max(0, end - 1) // _BLOCK_BYTES * _BLOCK_BYTES
+    _drop(descriptor, max(0, start - _BLOCK_BYTES), end)
+
+
+def drop_file(path: Path) -> None:
+    """Forget a file, so that what is then read of it comes from the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _drop(descriptor, 0, os.fstat(descriptor).st_size)
+    finally:
+        os.close(descriptor)
+
+
+def drop_cached(root: Path) -> None:
+    """Forget all files below a directory."""
+    for directory, _, files in os.walk(root):
+        for name in files:
+            drop_file(Path(directory, name))
+
+
+def _drop(descriptor: int, start: int, end: int) -> None:
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
