@@ -2,6 +2,8 @@
 
 from typing import Final
 
+import numpy as np
+
 from streamshard.engine.cache import drop_behind
 from streamshard.engine.durability import finish_writeback, start_writeback
 from streamshard.engine.files import SourceReader, write_all
@@ -9,6 +11,8 @@ from streamshard.engine.work import Fixed, Region, Span
 
 _UNWRITTEN_BYTES: Final = (16 << 20, 256 << 20)
 """Least and most of how far the disk may be behind a worker."""
+_LEAST_HOLE_BYTES: Final = 4096
+_LOOK_BYTES: Final = 64
 
 
 def unwritten_bytes(available_bytes: int) -> int:
@@ -45,7 +49,7 @@ class Window:
         """Byte offset at which the span that is being written begins."""
 
     def write(self, span: Span, descriptor: int) -> int:
-        """Write a span; returns the byte offset behind it."""
+        """Write a span of a new file; returns the byte offset behind it."""
         self._descriptor, self._offset, self._filled = descriptor, span.offset, 0
         self._start = span.offset
         for part in span.parts:
@@ -55,11 +59,14 @@ class Window:
                 self._put_encoded(part)
             else:
                 self._stream(part)
-        self._flush()
+        self._flush(last=True)
         return self._offset
 
-    def _flush(self) -> None:
-        write_all(self._descriptor, self._buffer[: self._filled], self._offset)
+    def _flush(self, *, last: bool = False) -> None:
+        """Write what there is; zeros are left out, which makes a hole, but not at the end."""
+        view = self._buffer[: self._filled]
+        if last or not _is_hole(view):
+            write_all(self._descriptor, view, self._offset)
         if self._filled > len(self._buffer) // 2:
             start_writeback(self._descriptor, self._offset, self._filled)
             behind = self._offset - self._unwritten_bytes
@@ -102,6 +109,13 @@ class Window:
         region.checksum.update(content)
         self._put(region.encode(content) if region.encode else b"")
         self._put(region.trailer())
+
+
+def _is_hole(view: memoryview) -> bool:
+    """Tell whether leaving a view out makes a hole; a look at its beginning mostly is enough."""
+    if len(view) < _LEAST_HOLE_BYTES or any(view[:_LOOK_BYTES]):
+        return False
+    return not np.frombuffer(view, dtype=np.uint8).any()
 
 
 class RegionFiller:

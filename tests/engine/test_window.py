@@ -162,6 +162,22 @@ def test_a_region_without_copies_is_zeros(window: int) -> None:
     assert written(Span(0, []), FakeReader([]), window) == b""
 
 
+@pytest.mark.parametrize("around", [b"", b"x"])
+def test_windows_of_zeros_become_holes_that_read_as_zeros(around: bytes) -> None:
+    nbytes, window = 8 << 20, 1 << 20
+    reader = FakeReader([around])
+    copies = copies_of([(0, 0, at, len(around)) for at in (0, nbytes - 1) if around])
+    region = Region(nbytes, copies, trailer=lambda: b"", trailer_bytes=0)
+    with tempfile.TemporaryFile() as stream:
+        end = Window(buffer(window), buffer(8), reader).write(Span(0, [region]), stream.fileno())
+        data = os.pread(stream.fileno(), nbytes + 1, 0)
+        allocated = os.fstat(stream.fileno()).st_blocks * 512
+    assert end == nbytes
+    assert data == around + bytes(nbytes - 2 * len(around)) + around
+    assert region.checksum.value == zlib.crc32(data)  # type: ignore[attr-defined]
+    assert allocated <= 2 * window
+
+
 def test_a_window_is_used_again_for_the_next_span() -> None:
     reader = FakeReader([bytes(range(1, 65))])
     window = Window(buffer(16), buffer(8), reader)
