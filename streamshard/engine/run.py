@@ -88,6 +88,7 @@ class Engine:
         self._resources = resources
         self._progress = progress
         self._local = threading.local()
+        self._stop = threading.Event()
         self._readers: list[SourceReader] = []
         self._opened: set[_OpenFile] = set()
         self._finished: deque[Path] = deque()
@@ -96,7 +97,7 @@ class Engine:
     def run(self, files: Iterable[TargetFile], root: Path) -> None:
         """Write all files below a directory, in order, a bounded number at a time, and sync them.
 
-        The first error stops the run: work that has begun is finished, the rest is left.
+        The first error, or an interrupt, stops the run within a window of each worker.
 
         Raises
         ------
@@ -121,6 +122,7 @@ class Engine:
                 sync_tree(root)
                 self._drop(keep=0)
         finally:
+            self._stop.set()
             pool.shutdown(cancel_futures=True)
             for reader in self._readers:
                 reader.close()
@@ -160,6 +162,8 @@ class Engine:
             buffer = memoryview(bytearray(self._resources.window_bytes))
             scratch = memoryview(bytearray(self._resources.scratch_bytes))
             behind = unwritten_bytes(memory.available_bytes())
-            self._local.window = Window(buffer, scratch, reader, behind, drops_behind=drops)
+            self._local.window = Window(
+                buffer, scratch, reader, behind, drops_behind=drops, stop=self._stop
+            )
         window: Window = self._local.window
         return window

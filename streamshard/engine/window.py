@@ -1,5 +1,6 @@
 """Streams parts through one buffer into a file: large sequential writes whatever the fragments."""
 
+import threading
 from typing import Final
 
 import numpy as np
@@ -25,6 +26,10 @@ def unwritten_bytes(available_bytes: int) -> int:
     return min(max(available_bytes // 32, least), most)
 
 
+class StoppedError(Exception):
+    """Raised in a worker that is to stop because something else went wrong."""
+
+
 class Window:
     """A worker's buffer in front of the file that it writes."""
 
@@ -36,8 +41,10 @@ class Window:
         unwritten_bytes: int = _UNWRITTEN_BYTES[0],
         *,
         drops_behind: bool = False,
+        stop: threading.Event | None = None,
     ) -> None:
         self._drops_behind = drops_behind
+        self._stop = stop or threading.Event()
         self._unwritten_bytes = unwritten_bytes
         self._buffer = buffer
         self._scratch = scratch
@@ -64,6 +71,8 @@ class Window:
 
     def _flush(self, *, last: bool = False) -> None:
         """Write what there is; zeros are left out, which makes a hole, but not at the end."""
+        if self._stop.is_set():
+            raise StoppedError
         view = self._buffer[: self._filled]
         if last or not _is_hole(view):
             write_all(self._descriptor, view, self._offset)

@@ -4,6 +4,7 @@ import errno
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from streamshard.engine import durability
 from streamshard.engine.cast import cast_between
+from streamshard.engine.files import SourceReader
 from streamshard.engine.run import Engine, Resources
 from streamshard.engine.work import Fixed, Region, Span, TargetFile
 from streamshard.errors import CorruptFileError, IntegrityError, NoSpaceError, TargetError
@@ -149,6 +151,36 @@ def test_a_target_that_refuses_is_named(
     monkeypatch.setattr(durability, "_syncfs", None)  # so that files are synced one by one
     files = [simple("good"), simple("bad"), *(simple(f"{i}") for i in range(9))]
     run.fails(kind, f"{run.root}/bad: ", *files)
+
+
+def test_an_interrupt_stops_work_that_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path)
+    reads, begun, released = [], threading.Event(), threading.Event()
+
+    def read(self: SourceReader, file: int, offset: int, view: memoryview) -> None:
+        reads.append(offset)
+        begun.set()
+        assert released.wait(60)
+
+    class Pool(ThreadPoolExecutor):
+        def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+            released.set()  # work goes on only after it has been told to stop
+            super().shutdown(wait, cancel_futures=cancel_futures)
+
+    def files() -> Iterator[TargetFile]:
+        yield simple("long")
+        assert begun.wait(60)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SourceReader, "read_into", read)
+    monkeypatch.setattr("streamshard.engine.run.ThreadPoolExecutor", Pool)
+    before = open_descriptors(), threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        Engine(run.sources, {}, run.resources, run.progress.append).run(files(), run.root)
+    assert len(reads) == 1
+    assert (open_descriptors(), threading.active_count()) == before
 
 
 def test_an_error_while_files_are_planned_closes_everything(tmp_path: Path) -> None:
