@@ -3,13 +3,13 @@
 Key names and defaults: `deepspeed/runtime/zero/config.py`, `runtime/precision_config.py`.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from streamshard.errors import UsageError
+from streamshard.formats import strict_json
 from streamshard.formats.inert import show
 from streamshard.model import ZeroLayout
 
@@ -33,10 +33,10 @@ def read_file(path: Path) -> Config:
         There is no such file, or it is no JSON object.
     """
     try:
-        config = json.loads(path.read_text())
+        config = strict_json.parse(path.read_bytes())
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UsageError(f"{path}: not a DeepSpeed config in JSON ({error})") from error
     if not isinstance(config, dict):
         raise UsageError(f"{path}: not a DeepSpeed config: the JSON in it is no object")

@@ -1,6 +1,5 @@
 """What files a store must consist of, by its training state and by its manifest."""
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from streamshard.errors import CorruptFileError, IncompleteError, UnsupportedError
-from streamshard.formats import store_manifest, store_state, zarr_writer
+from streamshard.formats import store_manifest, store_state, strict_json, zarr_writer
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.inert import show
 from streamshard.formats.store_manifest import FileRecord, Manifest
@@ -133,10 +132,10 @@ def documents(
 def is_same_array(found: bytes, expected: bytes) -> bool:
     """Tell whether a document describes the array that the training state describes."""
     try:
-        said: Any = json.loads(found)
-        wanted = json.loads(expected)
+        said: Any = strict_json.parse(found)
+        wanted = strict_json.parse(expected)
         return all(said.get(key) == wanted.get(key) for key in _TOLD_TWICE)
-    except (AttributeError, ValueError, RecursionError):
+    except (AttributeError, ValueError):
         return False
 
 

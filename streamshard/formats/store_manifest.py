@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamshard.errors import CorruptFileError
+from streamshard.formats import strict_json
 from streamshard.formats.deepspeed_names import is_inside
 from streamshard.formats.inert import show
 
@@ -57,7 +58,7 @@ def read(data: bytes) -> Manifest:
         It is not as `spell` makes it.
     """
     try:
-        document: Any = json.loads(data)
+        document: Any = strict_json.parse(data)
         records = {
             str(path): FileRecord(
                 int(nbytes), np.frombuffer(base64.b64decode(crcs, validate=True), dtype="<u4")
@@ -71,7 +72,6 @@ def read(data: bytes) -> Manifest:
         ArithmeticError,
         AttributeError,
         KeyError,
-        RecursionError,
         TypeError,
         ValueError,
     ) as error:

@@ -1,6 +1,5 @@
 """Opens a store: training state, manifest, and where the chunks of every logical tensor lie."""
 
-import json
 import math
 import os
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from streamshard.errors import (
     SourceNotFoundError,
     UnsupportedError,
 )
-from streamshard.formats import store_manifest, store_state
+from streamshard.formats import store_manifest, store_state, strict_json
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.inert import show
 from streamshard.formats.store_manifest import Manifest
@@ -88,9 +87,9 @@ def is_store(root: Path) -> bool:
 
 def _version(root: Path) -> object:
     try:
-        document: Any = json.loads((root / "zarr.json").read_bytes())
+        document: Any = strict_json.parse((root / "zarr.json").read_bytes())
         found: object = document["attributes"][ROOT_KEY]["format_version"]
-    except (KeyError, RecursionError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError):
         return None
     return found
 
