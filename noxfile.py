@@ -45,6 +45,12 @@ def types(session: nox.Session) -> None:
 
 
 @nox.session(python=False)
+def fuzz(session: nox.Session) -> None:
+    """Fuzz a reader: `-- TARGET -max_total_time=1800`; see `tests/fuzz`."""
+    run_shared(session, "-m", "tests.fuzz", *session.posargs, groups=["fuzz"])
+
+
+@nox.session(python=False)
 def bench(session: nox.Session) -> None:
     """Run every benchmark in its short form, or with the arguments after `--`."""
     for file in sorted(Path("benchmarks").glob("[!_]*.py")):
