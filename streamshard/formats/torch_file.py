@@ -25,6 +25,10 @@ from streamshard.formats.torch_tensor import Storage, storage_from_id, storage_i
 from streamshard.formats.zip_directory import ZipRecord
 from streamshard.model import ITEMSIZE, Literal
 
+PICKLE: Final = "data.pkl"
+"""Record that holds the object."""
+LOOKED_INTO: Final = frozenset({PICKLE, "byteorder"})
+"""Records of which reading takes the content; of the others it takes the place and the size."""
 _PIECE_BYTES: Final = 1 << 20
 _ALIGNMENT: Final = 64
 _LIMIT_32: Final = 0xFFFFFFFF
@@ -46,6 +50,8 @@ class TorchFile:
     storages: Mapping[str, Storage]
     is_legacy: bool = False
     """Whether it is of the format before the zip container."""
+    records: tuple[ZipRecord, ...] = ()
+    """Of a zip, in the order in which they lie in it."""
 
 
 def read(path: Path, file: int) -> TorchFile:
@@ -111,11 +117,12 @@ def checksum(storage: Storage) -> int:
 def _read_archive(source: Readable) -> TorchFile:
     records: dict[str, ZipRecord] = {}
     roots: set[str] = set()
-    for name, record in zip_directory.read(source).items():
+    listed = zip_directory.read(source)
+    for name, record in listed.items():
         root, _, path = name.partition("/")
         roots.add(root)
         records[path] = record
-    if "data.pkl" not in records or len(roots) > 1:
+    if PICKLE not in records or len(roots) > 1:
         raise CorruptFileError("a zip file, but not one that torch.save wrote")
     if "constants.pkl" in records:
         raise UnsupportedError("a TorchScript program, not a checkpoint")
@@ -138,8 +145,9 @@ def _read_archive(source: Readable) -> TorchFile:
         storages[key] = storage
         return storage
 
-    pickled = _content(source, records["data.pkl"], inert_load.LIMIT_BYTES)
-    return TorchFile(inert_load.load(pickled, persistent_load), storages)
+    pickled = _content(source, records[PICKLE], inert_load.LIMIT_BYTES)
+    root_node = inert_load.load(pickled, persistent_load)
+    return TorchFile(root_node, storages, records=tuple(listed.values()))
 
 
 def _content(source: Readable, record: ZipRecord, limit: int = 64) -> bytes:
@@ -247,7 +255,7 @@ def lay_out(root: Node, stem: str) -> TorchLayout:
 
     pickled = inert_dump.dump(root, persistent_id)
     contents: list[tuple[str, Storage | Literal]] = [
-        ("data.pkl", Literal(pickled)),
+        (PICKLE, Literal(pickled)),
         (".format_version", Literal(b"1")),
         (".storage_alignment", Literal(str(_ALIGNMENT).encode())),
         ("byteorder", Literal(b"little")),

@@ -18,12 +18,12 @@ from streamshard.formats.zero_files import (
     SAVE_AGAIN,
     FamilyFiles,
     SourceFiles,
-    fingerprint,
     fingerprints,
     require,
 )
 from streamshard.formats.zero_module import ModuleReader
 from streamshard.formats.zero_optimizer import OptimizerReader
+from streamshard.formats.zero_rank_files import RankFile, differences, read_models
 from streamshard.model import BLOB, MASTER, FamilyMap, LogicalTensor, Slot, Whole, ZeroLayout
 
 _CUT_KEYS: Final = frozenset(
@@ -90,7 +90,8 @@ def read_family(
         Something is missing, damaged, contradictory or not supported; the message names the file.
     """
     optimizers = [sources.read_dict(path) for path in files.optimizer_files]
-    models = [sources.read_dict(path) for path in files.model_files]
+    model_files = read_models(sources, files.model_files)
+    models = [file.root for file in model_files]
     both = zip(optimizers, files.optimizer_files, strict=True)
     states = [require(optimizer, names.OPTIMIZER, path) for optimizer, path in both]
     stage = _stage(states, files)
@@ -111,12 +112,12 @@ def read_family(
     optimizer = OptimizerReader(
         sources, files.optimizer_files, states, layout, strips_states=elastic
     )
-    shapes = _param_shapes(models, files, optimizer)
+    shapes = _param_shapes(model_files, files, optimizer)
     if elastic and like is not None:
         zero_elastic.require_same_groups([list(s) for s in shapes], like, files.optimizer_files[0])
     groups = optimizer.groups([list(unit) for unit in shapes])
     shape_by_name = {param: shape for unit in shapes for param, shape in unit.items()}
-    module = ModuleReader(sources, files.model_files, models, stage, tied)
+    module = ModuleReader(model_files, stage, tied)
     entries = module.entries(shape_by_name)
     tensors = optimizer_tensors(groups, shape_by_name, name)
     module_map = module.place(entries, first=first + len(tensors), family=name)
@@ -239,23 +240,23 @@ def check_agreement(states: Sequence[Mapping[str, Node]], paths: Sequence[Path])
 
 
 def _param_shapes(
-    models: Sequence[Mapping[str, Node]], files: FamilyFiles, optimizer: OptimizerReader
+    models: Sequence[RankFile], files: FamilyFiles, optimizer: OptimizerReader
 ) -> list[Shapes]:
     """Read names and shapes of the trained parameters, per param group or sub-group."""
-    units = models[0].get(names.PARAM_SHAPES)
-    if names.PARAM_SHAPES in models[0] and units is None and optimizer.is_bf16_optimizer:
+    first = models[0].root
+    units = first.get(names.PARAM_SHAPES)
+    if names.PARAM_SHAPES in first and units is None and optimizer.is_bf16_optimizer:
         # Without a ZeRO stage the model file lists none, and BF16_Optimizer saves all the same.
         return _with_shapes(
-            recorded_units(optimizer, files.optimizer_files), models[0][names.MODULE_STATE]
+            recorded_units(optimizer, files.optimizer_files), first[names.MODULE_STATE]
         )
     if not isinstance(units, list) or not all(isinstance(unit, dict) for unit in units):
         message = f"{files.model_files[0]}: no parameter shapes; saved before DeepSpeed 0.6?"
         raise UnsupportedError(f"{message} {SAVE_AGAIN}")
-    for model, path in zip(models[1:], files.model_files[1:], strict=True):
-        for key in (names.PARAM_SHAPES, "global_steps"):
-            if fingerprint(model.get(key)) != fingerprint(models[0].get(key)):
-                message = f"{path} and {files.model_files[0]} disagree about {key}"
-                raise DisagreementError(f"{message}: they are not of one step of one run")
+    compared = (names.PARAM_SHAPES, "global_steps")
+    for file, wrong in differences(models, lambda file: {k: file.root.get(k) for k in compared}):
+        message = f"{file.path} and {models[0].path} disagree about {wrong[0]}"
+        raise DisagreementError(f"{message}: they are not of one step of one run")
     with of_file(files.model_files[0]):
         return [{name_of(name): shape_of(shape) for name, shape in unit.items()} for unit in units]
 

@@ -1,6 +1,6 @@
 """Finds the files of a ZeRO checkpoint and opens them, refusing what is missing or does not fit."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -13,6 +13,7 @@ from streamshard.formats.foreign import without_shards
 from streamshard.formats.inert import Node
 from streamshard.formats.inert_dump import dump
 from streamshard.formats.node_checks import of_file, require_unrolled
+from streamshard.formats.torch_file import TorchFile
 from streamshard.formats.torch_tensor import Storage
 from streamshard.formats.unsupported import refuse_files
 from streamshard.model import SourceFile
@@ -145,12 +146,12 @@ def _model_files(
             message = f"{stale} is of stage 3, {model[None]} of stage 1 or 2: two runs in one place"
             raise IncompleteError(f"{message}; move away the set that is older")
         return (model[None],)
-    wanted = [tag_dir / names.model_file(rank, mp_rank) for rank in range(world_size)]
+    wanted = {tag_dir / names.model_file(rank, mp_rank): rank for rank in range(world_size)}
     if not model:
         missing = tag_dir / names.model_file(None, mp_rank)
         raise IncompleteError(f"{missing}: the model file is missing")
-    for path in wanted:
-        if path not in model.values():
+    for path, rank in wanted.items():
+        if model.get(rank) != path:
             message = f"{path}: missing; {world_size} ranks saved optimizer files"
             raise IncompleteError(f"{message}; copy it from the node that saved it")
     for path in model.values():
@@ -175,8 +176,13 @@ class SourceFiles:
         return len(self.files) - 1
 
     def read_dict(self, path: Path) -> dict[str, Any]:
-        """Open a torch file that holds a dict."""
-        found = torch_file.read(path, self.add(path))
+        """Number and open a torch file that holds a dict."""
+        root: dict[str, Any] = self.read(path, self.add(path)).root
+        return root
+
+    def read(self, path: Path, number: int) -> TorchFile:
+        """Open a torch file that has been numbered, and has to hold a dict."""
+        found = torch_file.read(path, number)
         root = found.root
         if found.is_legacy:
             self.notes = (_LEGACY,)
@@ -184,7 +190,7 @@ class SourceFiles:
             raise CorruptFileError(f"{path}: holds a {type(root).__name__} where a dict belongs")
         with of_file(path):
             require_unrolled(root[key] for key in names.LOOKED_INTO if key in root)
-        return root
+        return found
 
     def path_of(self, storage: Storage) -> Path:
         """Tell which file a storage was read from."""
@@ -214,8 +220,17 @@ def fingerprint(node: Node) -> bytes:
     return sha256(pickled(node)).digest()
 
 
-def fingerprints(nodes: Mapping[Node, Node], path: Path) -> dict[Node, bytes]:
+def fingerprints(
+    nodes: Mapping[Node, Node],
+    path: Path,
+    checksum: Callable[[Storage], int] = torch_file.checksum,
+) -> dict[Node, bytes]:
     """Return the fingerprint of every entry of a file.
+
+    Parameters
+    ----------
+    checksum
+        Tells the CRC-32 of a storage, where that is not the one of the file that it names.
 
     Raises
     ------
@@ -224,23 +239,23 @@ def fingerprints(nodes: Mapping[Node, Node], path: Path) -> dict[Node, bytes]:
     """
     found, spent, together = {}, 0, 0
     for key, node in nodes.items():
-        spelled = pickled(node)
+        spelled = pickled(node, checksum)
         found[key] = sha256(spelled).digest()
         spent += len(spelled)
         if spent > _FREE_BYTES:
-            together = together or len(pickled(list(nodes.values())))
+            together = together or len(pickled(list(nodes.values()), checksum))
             if spent > _FREE_BYTES + _LIMIT_AGAIN * together:
                 message = f"{path}: holds entries that share their parts without end"
                 raise UnsupportedError(message)
     return found
 
 
-def pickled(node: Node) -> bytes:
+def pickled(node: Node, checksum: Callable[[Storage], int] = torch_file.checksum) -> bytes:
     """Spell a node as a pickle that is equal for nodes of equal value, as `fingerprint` is."""
 
     def persistent_id(part: Node) -> Node | None:
         if not isinstance(part, Storage):
             return None
-        return part.dtype, part.numel, torch_file.checksum(part)
+        return part.dtype, part.numel, checksum(part)
 
     return dump(node, persistent_id)

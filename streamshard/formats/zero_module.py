@@ -3,7 +3,6 @@
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
@@ -13,12 +12,8 @@ from streamshard.formats.checkpoint import ModuleEntry, require_tied_to_weights
 from streamshard.formats.inert import Node
 from streamshard.formats.node_checks import name_of, of_file
 from streamshard.formats.torch_tensor import Tensor, shape_of, tensor_of
-from streamshard.formats.zero_files import (
-    SAVE_AGAIN,
-    SourceFiles,
-    fingerprints,
-    require,
-)
+from streamshard.formats.zero_files import SAVE_AGAIN, require
+from streamshard.formats.zero_rank_files import RankFile, differences
 from streamshard.model import MODULE, LogicalTensor, Slot
 
 _CUT_KEYS = frozenset(
@@ -51,25 +46,23 @@ class ModuleReader:
 
     def __init__(
         self,
-        sources: SourceFiles,
-        paths: Sequence[Path],
-        models: Sequence[dict[str, Node]],
+        files: Sequence[RankFile],
         stage: int,
         tied: Mapping[str, str],
     ) -> None:
         self.tensors: list[LogicalTensor] = []
         self.notes: list[str] = []
-        self._sources = sources
-        self._paths = paths
-        self._models = models
+        self._files = files
+        self._first = files[0].root
+        self._path = files[0].path
         self._stage = stage
-        module = require(models[0], names.MODULE_STATE, paths[0])
+        module = require(self._first, names.MODULE_STATE, self._path)
         # With pipeline parallelism each layer's weights are in a file of their own.
         self._module: dict[str, Node] = {} if module is None else module
         if not isinstance(self._module, dict):
-            raise CorruptFileError(f"{paths[0]}: its '{names.MODULE_STATE}' is no state dict")
-        self._frozen_shapes: dict[str, Node] = models[0].get(names.FROZEN_SHAPES) or {}
-        self.tied: Mapping[str, str] = models[0].get(names.SHARED_PARAMS) or tied
+            raise CorruptFileError(f"{self._path}: its '{names.MODULE_STATE}' is no state dict")
+        self._frozen_shapes: dict[str, Node] = self._first.get(names.FROZEN_SHAPES) or {}
+        self.tied: Mapping[str, str] = self._first.get(names.SHARED_PARAMS) or tied
 
     def entries(self, trained: Mapping[str, tuple[int, ...]]) -> tuple[ModuleEntry, ...]:
         """Say what each entry of the module's state dict is.
@@ -79,13 +72,13 @@ class ModuleReader:
         trained
             Shapes of the trained parameters: in stage 3 the entries are empty placeholders.
         """
-        with of_file(self._paths[0]):
+        with of_file(self._path):
             return self._entries(trained)
 
     def _entries(self, trained: Mapping[str, tuple[int, ...]]) -> tuple[ModuleEntry, ...]:
         frozen = {name: shape_of(node) for name, node in self._frozen_shapes.items()}
         shapes = {**trained, **frozen}
-        buffers = set(require(self._models[0], names.BUFFER_NAMES, self._paths[0]))
+        buffers = set(require(self._first, names.BUFFER_NAMES, self._path))
         seen: dict[tuple[object, ...], str] = {}
         found = []
         for name, node in self._module.items():
@@ -120,7 +113,7 @@ class ModuleReader:
             return "param"
         # Without a list of frozen parameters, which stage 1 and DeepSpeed before 0.9.1 do not keep,
         # whatever is no buffer and not trained is one.
-        listed = self._stage > 1 and names.FROZEN_SHAPES in self._models[0]
+        listed = self._stage > 1 and names.FROZEN_SHAPES in self._first
         return "frozen" if name in self._frozen_shapes or not listed else "loose"
 
     def dtype(self, entries: Sequence[ModuleEntry]) -> str | None:
@@ -144,70 +137,71 @@ class ModuleReader:
             else:
                 node = tensor_of(self._module[entry.name])
                 if node is not None:
-                    what = f"{self._paths[0]}: module.{entry.name}"
+                    what = f"{self._path}: module.{entry.name}"
                     found.whole[index] = node.require_contiguous(what).place
         if self._stage == 3:
             self._compare_ranks(entries)
         return found
 
     def _frozen_slot(self, entry: ModuleEntry, tensor: LogicalTensor) -> Slot:
-        shards: list[Tensor] = []
-        for model, path in zip(self._models, self._paths, strict=True):
-            node = (model.get(names.FROZEN_FRAGMENTS) or {}).get(entry.name)
-            with of_file(path):
-                shard = tensor_of(node)
-            what = f"{path}: weight of '{entry.name}'"
-            if shard is None:
-                message = (
-                    f"{what} is in no file: neither trained nor listed as tied to another, and "
-                    "saved without frozen weights"
-                )
-                if names.SHARED_PARAMS not in model:
-                    message = (
-                        f"{what} is in no file: it is frozen or tied to another, neither of which "
-                        f"stage 3 saved before DeepSpeed 0.9.2. {SAVE_AGAIN}"
-                    )
-                raise UnsupportedError(message)
-            if shard.dtype != tensor.dtype:
-                message = (
-                    f"{what} is kept as {shard.dtype} for {tensor.dtype}: quantised by "
-                    "zero_quantized_nontrainable_weights, without the scales, which DeepSpeed "
-                    "does not save. Save with exclude_frozen_parameters=True, and take the frozen "
-                    "weights from the model that the training began with"
-                )
-                raise UnsupportedError(message)
-            shards.append(shard.require_contiguous(what))
+        of_object: dict[int, Tensor] = {}
+        for file in self._files:
+            if id(file.root) not in of_object:
+                of_object[id(file.root)] = self._frozen_shard(file, entry, tensor.dtype)
+        shards = [of_object[id(file.root)] for file in self._files]
         return Slot(
-            files=np.array([s.storage.file for s in shards], dtype=np.int64),
+            files=np.array([file.number for file in self._files], dtype=np.int64),
             offsets=np.array([s.offset for s in shards], dtype=np.int64),
             numels=np.array([s.numel for s in shards], dtype=np.int64),
         )
 
+    def _frozen_shard(self, file: RankFile, entry: ModuleEntry, dtype: str) -> Tensor:
+        node = (file.root.get(names.FROZEN_FRAGMENTS) or {}).get(entry.name)
+        with of_file(file.path):
+            shard = tensor_of(node)
+        what = f"{file.path}: weight of '{entry.name}'"
+        if shard is None:
+            message = (
+                f"{what} is in no file: neither trained nor listed as tied to another, and "
+                "saved without frozen weights"
+            )
+            if names.SHARED_PARAMS not in file.root:
+                message = (
+                    f"{what} is in no file: it is frozen or tied to another, neither of which "
+                    f"stage 3 saved before DeepSpeed 0.9.2. {SAVE_AGAIN}"
+                )
+            raise UnsupportedError(message)
+        if shard.dtype != dtype:
+            message = (
+                f"{what} is kept as {shard.dtype} for {dtype}: quantised by "
+                "zero_quantized_nontrainable_weights, without the scales, which DeepSpeed "
+                "does not save. Save with exclude_frozen_parameters=True, and take the frozen "
+                "weights from the model that the training began with"
+            )
+            raise UnsupportedError(message)
+        return shard.require_contiguous(what)
+
     def _compare_ranks(self, entries: Sequence[ModuleEntry]) -> None:
         """Note what rank files hold besides their shards and do not agree about."""
-        first = self._common(self._models[0], self._paths[0], entries)
-        differing: set[str] = set()
-        for model, path in zip(self._models[1:], self._paths[1:], strict=True):
-            if not isinstance(model.get(names.MODULE_STATE), dict):
-                raise CorruptFileError(f"{path}: holds no module state")
-            if list(model[names.MODULE_STATE]) != list(self._module):
-                message = f"{path} and {self._paths[0]} hold different modules"
+        for file in self._files[1:]:
+            module = file.root.get(names.MODULE_STATE)
+            if not isinstance(module, dict):
+                raise CorruptFileError(f"{file.path}: holds no module state")
+            if list(module) != list(self._module):
+                message = f"{file.path} and {self._path} hold different modules"
                 raise DisagreementError(message)
-            other = self._common(model, path, entries)
-            differing |= {key for key in {**first, **other} if first.get(key) != other.get(key)}
+        kept = [entry.name for entry in entries if entry.kind in ("buffer", "extra")]
+
+        def common(file: RankFile) -> dict[Node, Node]:
+            state = {key: node for key, node in file.root.items() if key not in _CUT_KEYS}
+            return state | {name: file.root[names.MODULE_STATE][name] for name in kept}
+
+        differing = {key for _, keys in differences(self._files, common) for key in keys}
         if differing:
             self.notes.append(
                 f"The ranks' files differ in {', '.join(sorted(map(str, differing)))}; "
                 "rank 0's are taken for all."
             )
-
-    def _common(
-        self, model: Mapping[str, Node], path: Path, entries: Sequence[ModuleEntry]
-    ) -> dict[str, bytes]:
-        state = {key: value for key, value in model.items() if key not in _CUT_KEYS}
-        module = model[names.MODULE_STATE]
-        shown = {e.name: module[e.name] for e in entries if e.kind in ("buffer", "extra")}
-        return fingerprints({**state, **shown}, path)
 
     def strip(self, entries: Sequence[ModuleEntry]) -> None:
         """Empty what depends on the cutting in rank 0's file, leaving every key where it stands."""
@@ -215,9 +209,9 @@ class ModuleReader:
         for name in [name for name in self._module if name not in kept]:
             del self._module[name]
         for key in _CUT_KEYS - {names.MODULE_STATE}:
-            if self._models[0].get(key) is not None:
+            if self._first.get(key) is not None:
                 # An empty value, not None: that is what says that frozen weights were left out.
-                self._models[0][key] = OrderedDict()
+                self._first[key] = OrderedDict()
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -46,7 +46,7 @@ class ModuleWriter:
             names.MODULE_STATE: None if source[names.MODULE_STATE] is None else module,
             names.PARAM_SHAPES: None if self._is_stageless() else self._param_shapes(),
             names.FROZEN_SHAPES: shapes,
-            names.SHARED_PARAMS: self._shared_params(rank),
+            names.SHARED_PARAMS: self.shared_params(rank),
             names.FROZEN_FRAGMENTS: fragments,
             names.DP_WORLD_SIZE: self._layout.world_size,
         }
@@ -66,7 +66,7 @@ class ModuleWriter:
             module[entry.name] = self._module_entry(entry, kept) if own is None else own
         return module
 
-    def _shared_params(self, rank: int | None) -> dict[str, str] | None:
+    def shared_params(self, rank: int | None) -> dict[str, str] | None:
         """Spell the list of tied parameters, which the first of all ranks keeps for all."""
         if self._is_stageless():
             return None

@@ -44,13 +44,14 @@ class NativeImages:
     def sizes(self) -> Iterator[tuple[FileImage, int]]:
         """Spell one of all files that are equally large, with their count.
 
-        At stage 3 all ranks own alike; the first keeps the list of tied parameters besides, and a
-        file's name is part of what is in it.
+        At stage 3 all ranks own alike; the first keeps the list of tied parameters besides, if
+        there are any, and a file's name is part of what is in it.
         """
         if self._target.layout.stage < 3:
             yield from ((image, 1) for image in self.all())
             return
-        for rank, count in _alike(self._ranks, lambda rank: (rank == 0, len(str(rank)))):
+        listed = self._model.shared_params
+        for rank, count in _alike(self._ranks, lambda rank: (bool(listed(rank)), len(str(rank)))):
             yield self._model_image(rank), count
         for rank, count in _alike(self._ranks, lambda rank: len(str(rank))):
             yield self._optimizer_image(rank), count

@@ -34,6 +34,12 @@ _LOCATOR_64: Final = struct.Struct("<IIQI")
 _END: Final = struct.Struct("<IHHHHIIH")
 _USUAL_EXTRA: Final = 96
 """Enough for the extra fields of a local header by torch, so that it takes one read."""
+NAME_IN_HEADER: Final = _LOCAL.size
+"""Where in a local header the record's name begins."""
+NAME_IN_ENTRY: Final = _CENTRAL.size
+"""Where in an entry of the directory the record's name begins."""
+CRC32_IN_ENTRY: Final = 16
+"""Where in an entry of the directory the checksum begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,10 @@ class ZipRecord:
     nbytes: int
     crc32: int | None
     """None where the writer left checksums out, as torch can be told to."""
+    header: int
+    """Byte offset of its local header."""
+    entry: int
+    """Byte offset of its entry in the directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +68,8 @@ class _Entry:
     nbytes: int
     header: int
     """Byte offset of the local header."""
+    at: int
+    """Byte offset of the entry itself in the directory."""
 
 
 def read(source: Readable) -> dict[str, ZipRecord]:
@@ -77,7 +89,7 @@ def read(source: Readable) -> dict[str, ZipRecord]:
         raise CorruptFileError(f"{bounds[0]} bytes before the first record")
     found: dict[str, ZipRecord] = {}
     for entry, end in zip(entries, bounds[1:], strict=True):
-        record = _located(source, entry, end)
+        record = _located(source, entry, end, start)
         if record.name in found:
             raise CorruptFileError(f"two records are called {show(record.name)}")
         found[record.name] = record
@@ -133,7 +145,7 @@ def _entries(data: bytes, count: int) -> Iterator[_Entry]:
             signature, _, _, flags, method, _, _, crc32, stored, nbytes,
             name_bytes, extra_bytes, comment, disk, _, _, header,
         ) = _CENTRAL.unpack_from(data, at)  # fmt: skip
-        middle = at + _CENTRAL.size + name_bytes
+        begin, middle = at, at + _CENTRAL.size + name_bytes
         name, extra = data[middle - name_bytes : middle], data[middle : middle + extra_bytes]
         at = middle + extra_bytes
         if signature != 0x02014B50 or at > len(data):
@@ -142,7 +154,7 @@ def _entries(data: bytes, count: int) -> Iterator[_Entry]:
             nbytes, stored, header, disk = _large(extra, nbytes, stored, header, disk)
         if flags & ~_FLAGS or method or stored != nbytes or comment or disk:
             raise _not_plain(name, flags, method)
-        yield _Entry(name, flags, crc32, nbytes, header)
+        yield _Entry(name, flags, crc32, nbytes, header, begin)
     if at != len(data):
         raise CorruptFileError(f"{len(data) - at} bytes of the zip's directory are no entry")
 
@@ -182,8 +194,14 @@ def _large(extra: bytes, *numbers: int) -> tuple[int, ...]:
     raise CorruptFileError("a record's Zip64 field does not hold the numbers that it has to")
 
 
-def _located(source: Readable, entry: _Entry, end: int) -> ZipRecord:
-    """Hold a record's local header against its entry; its data has to end before `end`."""
+def _located(source: Readable, entry: _Entry, end: int, directory: int) -> ZipRecord:
+    """Hold a record's local header against its entry; its data has to end before `end`.
+
+    Parameters
+    ----------
+    directory
+        Byte offset of the directory.
+    """
     wanted = _LOCAL.size + len(entry.name)
     data = source.read_at(entry.header, wanted + _USUAL_EXTRA)
     if len(data) < wanted or not data.startswith(MAGIC):
@@ -210,7 +228,8 @@ def _located(source: Readable, entry: _Entry, end: int) -> ZipRecord:
         raise CorruptFileError(message)
     # Of a record that is not empty, 0 says that torch was told to leave checksums out.
     known = entry.crc32 if entry.crc32 or not entry.nbytes else None
-    return ZipRecord(_decoded(entry.name), start, entry.nbytes, known)
+    name = _decoded(entry.name)
+    return ZipRecord(name, start, entry.nbytes, known, entry.header, directory + entry.at)
 
 
 def _decoded(name: bytes) -> str:

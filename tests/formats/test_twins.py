@@ -1,0 +1,238 @@
+"""Files that hold the same object as one read before: known for it, and never taken for it."""
+
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from streamshard.errors import SourceError
+from streamshard.formats import torch_file, twins
+from streamshard.formats.device_names import DeviceNumbers
+from streamshard.formats.inert import Node
+from streamshard.formats.inert_dump import dump
+from streamshard.formats.torch_tensor import Storage
+from streamshard.formats.twins import Twin, Twins
+from tests.formats.conftest import Device
+
+
+def spelled(root: Node, twin: Twin | None) -> bytes:
+    """Spell an object, with all that is told of its storages but the file's name."""
+
+    def persistent_id(node: Node) -> Node | None:
+        if not isinstance(node, Storage):
+            return None
+        return node.dtype, node.numel, node.offset, twin.crc32(node) if twin else node.crc32
+
+    return dump(root, persistent_id)
+
+
+def require_rightly_known(known: Twins, path: Path) -> bool:
+    """Tell whether a file is known as a twin; then parsing it must find just what is known."""
+    twin = known.find(path)
+    if twin is not None:
+        assert spelled(twin.root, twin) == spelled(torch_file.read(path, 0).root, None)
+    return twin is not None
+
+
+def remembered(path: Path) -> Twins:
+    known = Twins()
+    known.remember(path, torch_file.read(path, 0))
+    return known
+
+
+def content(seed: int) -> dict[str, Any]:
+    """Make what a rank saves: placeholders, a buffer and a shard of its own, plain values."""
+    return {
+        "module": {"a": torch.empty(0), "b": torch.empty(0), "scale": torch.arange(3.0) + seed},
+        "fragments": {"old": torch.full((5,), seed, dtype=torch.bfloat16)},
+        "step": 7,
+    }
+
+
+def places(path: Path) -> dict[str, set[int]]:
+    """Tell of each byte of a file what it is, with the standard library's reader of zips."""
+    with zipfile.ZipFile(path) as archive:
+        data, entry = path.read_bytes(), archive.start_dir
+        found: dict[str, set[int]] = {"data": set(), "crc32": set()}
+        covered = set(range(archive.start_dir, len(data)))
+        for info in archive.infolist():
+            lengths = struct.unpack_from("<HH", data, info.header_offset + 26)
+            start = info.header_offset + 30 + sum(lengths)
+            covered |= set(range(info.header_offset, start))
+            if info.filename.endswith(("/data.pkl", "/byteorder")):
+                covered |= set(range(start, start + info.file_size))
+            elif info.file_size:
+                found["crc32"] |= set(range(entry + 16, entry + 20))
+            entry += 46 + sum(struct.unpack_from("<HHH", data, entry + 28))
+        found["data"] = set(range(len(data))) - covered
+    return found
+
+
+def test_every_byte_flipped(tmp_path: Path) -> None:
+    """Only bytes and checksums of storages can change without the file being parsed."""
+    torch.save(content(1), tmp_path / "rank_1.pt")
+    torch.save(content(2), tmp_path / "rank_2.pt")
+    known = remembered(tmp_path / "rank_1.pt")
+    whole = (tmp_path / "rank_2.pt").read_bytes()
+    assert require_rightly_known(known, tmp_path / "rank_2.pt")
+    free = set.union(*places(tmp_path / "rank_2.pt").values())
+    other = tmp_path / "rank_3.pt"
+    for at in range(len(whole)):
+        changed = bytearray(whole)
+        changed[at] ^= 1 << at % 8
+        other.write_bytes(changed)
+        assert require_rightly_known(known, other) == (at in free), at
+
+
+def test_a_file_is_its_own_twin_and_others_are_not(tmp_path: Path) -> None:
+    one, other = tmp_path / "one.pt", tmp_path / "two.pt"
+    torch.save(content(1), one)
+    torch.save({**content(1), "step": 8}, other)
+    assert one.stat().st_size == other.stat().st_size
+    known = remembered(one)
+    assert require_rightly_known(known, one)
+    assert not require_rightly_known(known, other)
+    known.remember(other, torch_file.read(other, 0))
+    assert require_rightly_known(known, other)
+    assert not require_rightly_known(known, one)
+
+
+def test_root_folder_of_another_length_is_parsed(tmp_path: Path) -> None:
+    for name in ("rank_9.pt", "rank_10.pt"):
+        torch.save(content(1), tmp_path / name)
+    assert not require_rightly_known(remembered(tmp_path / "rank_9.pt"), tmp_path / "rank_10.pt")
+
+
+@pytest.mark.parametrize("root", ["other", "oth/r", "öhre"])
+def test_names_of_the_root_folder(tmp_path: Path, root: str) -> None:
+    """Any folder will do, as it does in reading, but it has to be one."""
+    path, other = tmp_path / "whole.pt", tmp_path / "other.pt"
+    torch.save(content(1), path)
+    other.write_bytes(path.read_bytes().replace(b"whole/", f"{root}/".encode()))
+    assert require_rightly_known(remembered(path), other) == ("/" not in root)
+
+
+def test_broken_name_of_the_root_folder_is_parsed(tmp_path: Path) -> None:
+    path, other = tmp_path / "whole.pt", tmp_path / "other.pt"
+    torch.save(content(1), path)
+    other.write_bytes(path.read_bytes().replace(b"whole/", b"w\xff\xfele/"))
+    assert not require_rightly_known(remembered(path), other)
+    with pytest.raises(SourceError, match="is no text"):
+        torch_file.read(other, 0)
+
+
+def test_truncated_and_vanished(tmp_path: Path) -> None:
+    path, other = tmp_path / "rank_0.pt", tmp_path / "rank_1.pt"
+    torch.save(content(1), path)
+    known = remembered(path)
+    other.write_bytes(path.read_bytes()[:-1])
+    assert not require_rightly_known(known, other)
+    with pytest.raises(FileNotFoundError):
+        known.find(tmp_path / "rank_2.pt")
+
+
+@pytest.mark.usefixtures("_no_checksums")
+def test_without_checksums(tmp_path: Path) -> None:
+    """Where files tell no checksums, every storage may hold something else."""
+    for rank in (1, 2):
+        torch.save(content(rank), tmp_path / f"rank_{rank}.pt")
+    known = remembered(tmp_path / "rank_1.pt")
+    assert require_rightly_known(known, tmp_path / "rank_2.pt")
+    twin = known.find(tmp_path / "rank_2.pt")
+    assert twin is not None
+    storages = torch_file.read(tmp_path / "rank_2.pt", 0).storages.values()
+    assert {s.offset for s in storages if s.nbytes} <= twin.changed()
+
+
+def test_no_more_is_kept_than_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest goes first; what is too large by itself is not kept at all."""
+    for number in range(3):
+        torch.save([*content(1).values(), "x" * number * 64], tmp_path / f"{number}.pt")
+    size = (tmp_path / "2.pt").stat().st_size
+    for limit, kept in ((3 * size, [0, 1, 2]), (2 * size, [1, 2]), (size // 8, [])):
+        monkeypatch.setattr(twins, "_LIMIT_BYTES", limit)
+        known = Twins()
+        for number in range(3):
+            known.remember(tmp_path / f"{number}.pt", torch_file.read(tmp_path / f"{number}.pt", 0))
+        found = [n for n in range(3) if require_rightly_known(known, tmp_path / f"{n}.pt")]
+        assert found == kept
+
+
+def test_legacy_files_are_parsed(tmp_path: Path) -> None:
+    for rank in (1, 2):
+        path = tmp_path / f"rank_{rank}.pt"
+        torch.save(content(rank), path, _use_new_zipfile_serialization=False)
+    assert not require_rightly_known(remembered(tmp_path / "rank_1.pt"), tmp_path / "rank_2.pt")
+
+
+# Devices ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_twin"),
+    [
+        ("cuda:3", "cuda:7", True),
+        ("cuda:10", "cuda:25", True),
+        ("cuda:9", "cuda:10", False),  # another length, so that offsets differ
+        ("cuda:3", "cuda:x", False),
+        ("cuda:3", "musa:3", False),
+        ("cpu", "xpu", False),
+    ],
+)
+def test_devices(tmp_path: Path, device: Device, one: str, other: str, is_twin: bool) -> None:
+    for rank, name in enumerate((one, other)):
+        device.name = name
+        torch.save(content(rank), tmp_path / f"rank_{rank}.pt")
+    known = remembered(tmp_path / "rank_0.pt")
+    assert require_rightly_known(known, tmp_path / "rank_1.pt") == is_twin
+
+
+def test_pickle_of_other_devices_needs_its_own_checksum(tmp_path: Path, device: Device) -> None:
+    for rank in (0, 1):
+        device.name = f"cuda:{rank}"
+        torch.save(content(0), tmp_path / f"rank_{rank}.pt")
+    one, other = tmp_path / "rank_0.pt", tmp_path / "rank_1.pt"
+    known = remembered(one)
+    assert require_rightly_known(known, other)
+    whole = other.read_bytes()
+    wrong = whole.replace(b"cuda:1", b"cuda:5", 1)
+    assert wrong != whole
+    other.write_bytes(wrong)
+    assert not require_rightly_known(known, other)
+    with pytest.raises(SourceError, match="checksum"):
+        torch_file.read(other, 0)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["equal", "the same"])
+def test_device_that_is_named_elsewhere_too(tmp_path: Path, device: Device, shared: bool) -> None:
+    """A text that is part of the object tells ranks apart, though a storage names it too."""
+    device.spelled_once = shared
+    for rank in (0, 1):
+        name = device.name = "".join(["cuda:", str(rank)])
+        # The storage comes first: the text is then taken from the memo.
+        torch.save([torch.ones(2), name], tmp_path / f"rank_{rank}.pt")
+    known = remembered(tmp_path / "rank_0.pt")
+    assert not require_rightly_known(known, tmp_path / "rank_1.pt")
+
+
+def test_what_only_looks_like_a_device(tmp_path: Path, device: Device) -> None:
+    """The end of a persistent id can be spelled inside of a text as well."""
+    device.name = "cuda:0"
+    for rank in (0, 1):
+        look = f"X\x06\0\0\0cuda:{rank}K\x00tQ"
+        torch.save([torch.ones(2), look], tmp_path / f"rank_{rank}.pt")
+    known = remembered(tmp_path / "rank_0.pt")
+    assert not require_rightly_known(known, tmp_path / "rank_1.pt")
+
+
+def test_numbers_of_devices_as_torch_spells_them(tmp_path: Path, device: Device) -> None:
+    device.name = "cuda:12"
+    torch.save(content(0), tmp_path / "rank_0.pt")
+    with zipfile.ZipFile(tmp_path / "rank_0.pt") as archive:
+        pickled = archive.read("rank_0/data.pkl")
+    devices = DeviceNumbers(pickled)
+    assert bytes(pickled[at] for at in devices.places) == b"12" * 4
+    assert devices.mean_nothing
