@@ -14,15 +14,13 @@ from streamshard.formats import ds_config, zero_elastic
 from streamshard.formats.checkpoint import Checkpoint, Family
 from streamshard.formats.inert import Node, show
 from streamshard.formats.unsupported import Saved, refuse
+from streamshard.formats.zero_agreement import check_agreement, rank_counts, stage_of
 from streamshard.formats.zero_family import (
     Shapes,
     adopt_blobs,
-    check_agreement,
     family_map,
     optimizer_tensors,
-    rank_counts,
     recorded_units,
-    stage_of,
     strip_optimizer,
 )
 from streamshard.formats.zero_files import SourceFiles

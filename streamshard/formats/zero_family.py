@@ -4,42 +4,31 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats import ds_config, zero_elastic
 from streamshard.formats.checkpoint import Family, ParamGroup
-from streamshard.formats.inert import Call, Node, show
+from streamshard.formats.inert import Node
 from streamshard.formats.node_checks import name_of, of_file
 from streamshard.formats.torch_tensor import shape_of, storages_in, tensor_of
 from streamshard.formats.unsupported import Saved, refuse
+from streamshard.formats.zero_agreement import (
+    CUT_KEYS,
+    check_agreement,
+    check_world_size,
+    family_stage,
+)
 from streamshard.formats.zero_files import (
     SAVE_AGAIN,
     FamilyFiles,
     SourceFiles,
-    fingerprints,
     require,
 )
 from streamshard.formats.zero_module import ModuleReader
 from streamshard.formats.zero_optimizer import OptimizerReader
 from streamshard.formats.zero_rank_files import RankFile, differences, read_models
 from streamshard.model import BLOB, MASTER, FamilyMap, LogicalTensor, Slot, Whole, ZeroLayout
-
-_CUT_KEYS: Final = frozenset(
-    {
-        names.BASE_OPTIMIZER,
-        names.OPTIMIZER,
-        names.FLAT_GROUPS,
-        names.FLAT_GROUPS_3,
-        names.PARTITION_COUNT,
-        names.GROUP_PADDINGS,
-        names.ALIGNMENT_PADDINGS,
-        names.SLICE_MAPPINGS,
-    }
-)
-"""Entries of the optimizer's state that depend on the cutting."""
-
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -94,13 +83,13 @@ def read_family(
     models = [file.root for file in model_files]
     both = zip(optimizers, files.optimizer_files, strict=True)
     states = [require(optimizer, names.OPTIMIZER, path) for optimizer, path in both]
-    stage = _stage(states, files)
+    stage = family_stage(states, files)
     config = _config(optimizers[0], models[0])
     refuse(Saved(stage, config, states, files.optimizer_files, models, files.model_files))
     elastic = zero_elastic.is_elastic(states)
     if elastic:
         zero_elastic.make_rigid(states, files.optimizer_files, like)
-    _check_world_size(states, models, files)
+    check_world_size(states, models, files)
     check_agreement(states, files.optimizer_files)
 
     layout = ds_config.zero_layout(
@@ -152,91 +141,6 @@ def family_map(
     return FamilyMap(
         partitions=optimizer.slots, recorded=optimizer.recorded(), stripped=optimizer.strips_states
     )
-
-
-def _stage(states: Sequence[Mapping[str, Node]], files: FamilyFiles) -> int:
-    stage = stage_of(states, files.optimizer_files)
-    if (stage == 3) != (len(files.model_files) > 1 or "zero_pp" in files.model_files[0].name):
-        message = f"{files.model_files[0]} does not belong to optimizer files of stage {stage}"
-        raise DisagreementError(message)
-    return stage
-
-
-def stage_of(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> int:
-    """Read the ZeRO stage that all ranks' optimizer states agree about."""
-    # BF16_Optimizer, which does what stage 1 does, does not say so.
-    stages = [_enum_value(state.get(names.ZERO_STAGE, 1)) for state in states]
-    for stage, path in zip(stages, paths, strict=True):
-        if stage not in (1, 2, 3):
-            raise UnsupportedError(f"{path}: ZeRO stage {show(stage)} is not known")
-        if stage != stages[0]:
-            message = f"{path} is of ZeRO stage {stage}, {paths[0]} of {stages[0]}"
-            raise DisagreementError(f"{message}; move away the files of the older run")
-    return int(stages[0])
-
-
-def _enum_value(node: Node) -> Node:
-    """Read an int or an enum of ints, which pickles as a call of its class with the value."""
-    if isinstance(node, Call) and len(node.args) == 1:
-        return node.args[0]
-    return node
-
-
-def _check_world_size(
-    states: Sequence[Mapping[str, Node]], models: Sequence[Mapping[str, Node]], files: FamilyFiles
-) -> None:
-    """Refuse sets in which a file says that there were more or fewer ranks than there are files."""
-    found = len(states)
-    said = [
-        (require(model, names.DP_WORLD_SIZE, path), path)
-        for model, path in zip(models, files.model_files, strict=True)
-    ]
-    for state, path in zip(states, files.optimizer_files, strict=True):
-        said += [(count, path) for count in rank_counts(state, path)]
-    for world_size, path in said:
-        if world_size == found:
-            continue
-        message = (
-            f"{path} was saved by {show(world_size)} ranks, but there are {found} optimizer files"
-        )
-        if isinstance(world_size, int) and world_size > found:
-            last = files.optimizer_files[-1]
-            missing = last.with_name(last.name.replace(f"rank_{found - 1}_", f"rank_{found}_"))
-            message += f"; {missing} is missing: copy it from the node that saved it"
-        else:
-            surplus = files.optimizer_files[world_size if isinstance(world_size, int) else 0]
-            message += f"; {surplus} is of another world size: move it and its like away"
-        raise DisagreementError(message)
-
-
-def rank_counts(state: Mapping[str, Node], path: Path) -> list[Node]:
-    """Read among how many ranks an optimizer's state was cut, from all that tells it.
-
-    A group of experts tells how many ranks share each expert, of which any divisor will do.
-    """
-    counts = require(state, names.PARTITION_COUNT, path)
-    if not isinstance(counts, list):
-        return [counts]
-    wrapped = require(state, names.BASE_OPTIMIZER, path)
-    groups = wrapped["param_groups"] if isinstance(wrapped, dict) else [{}] * len(counts)
-    return [
-        count
-        for count, group in zip(counts, groups, strict=True)
-        if group.get(names.IS_EXPERTS) is not True
-    ]
-
-
-def check_agreement(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> None:
-    """Refuse ranks that disagree about what does not depend on the rank."""
-    first, *rest = [
-        fingerprints({k: value for k, value in state.items() if k not in _CUT_KEYS}, path)
-        for state, path in zip(states, paths, strict=True)
-    ]
-    for other, path in zip(rest, paths[1:], strict=True):
-        wrong = [key for key in {**first, **other} if first.get(key) != other.get(key)]
-        if wrong:
-            message = f"{path} and {paths[0]} disagree about {', '.join(map(str, wrong))}"
-            raise DisagreementError(f"{message}: they are not of one step of one run")
 
 
 def _param_shapes(
@@ -335,7 +239,7 @@ def strip_optimizer(state: dict[str, Node], stage: int) -> None:
     inner["state"] = {}
     for group in inner["param_groups"]:
         group["params"] = []
-    for key in _CUT_KEYS - {names.OPTIMIZER, names.BASE_OPTIMIZER}:
+    for key in CUT_KEYS - {names.OPTIMIZER, names.BASE_OPTIMIZER}:
         if key in state:
             state[key] = None
 

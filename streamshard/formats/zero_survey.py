@@ -15,7 +15,7 @@ from streamshard.formats import torch_file
 from streamshard.formats.dump_names import Template
 from streamshard.formats.inert import Node
 from streamshard.formats.torch_tensor import tensor_of
-from streamshard.formats.zero_family import rank_counts
+from streamshard.formats.zero_agreement import rank_counts
 from streamshard.formats.zero_files import fingerprint, require
 from streamshard.formats.zero_reader import malformed
 
