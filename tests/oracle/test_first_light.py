@@ -61,7 +61,8 @@ def test_verify_finds_nothing_wrong_and_no_difference(one: Resharding, light: Pl
         # configured writes them again.
         without = one.case in LEGACY and path in (source, resaved)
         assert (found.checked > 20) != without
-        assert any("without checksums" in note for note in found.notes)
+        if without:
+            assert any("without checksums" in note for note in found.notes)
     pairs = [(resaved, out), (store, source)]
     if one.case.dtype == one.resuming.dtype:
         pairs += [(out, source), (resaved, store)]
