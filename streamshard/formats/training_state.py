@@ -12,7 +12,7 @@ import numpy as np
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats.checkpoint import Checkpoint, Family, FlatState, ScalarState
 from streamshard.formats.inert import Node
-from streamshard.formats.node_walk import Disparity, Found, compare_nodes
+from streamshard.formats.node_walk import Disparity, Found, compare_nodes, spell_key
 from streamshard.model import ZeroLayout
 
 _CUT_IN_MODEL: Final = frozenset(
@@ -128,7 +128,7 @@ def _compare_dicts(
     one: Mapping[str, Node], other: Mapping[str, Node], prefix: str
 ) -> Iterator[Found]:
     for key in {**one, **other}:
-        name = f"{prefix}{key}"
+        name = f"{prefix}{spell_key(key)}"
         if key not in other:
             yield Disparity(name, "here only")
         elif key not in one:
@@ -141,6 +141,6 @@ def _spelled(value: ScalarState) -> str:
     """Spell a small tensor so that equal texts mean equal bits."""
     try:
         shown = np.frombuffer(value.data, dtype=value.dtype).tolist()
-    except TypeError:  # a dtype that NumPy has not
+    except (TypeError, ValueError):  # a dtype that NumPy has not, or no whole elements
         shown = []
     return f"{shown} {value.dtype}{list(value.shape)} {value.data.hex()}"

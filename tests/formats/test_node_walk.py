@@ -2,6 +2,7 @@
 
 import argparse
 import pickle
+import resource
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -166,3 +167,91 @@ def test_a_storage_without_a_tensor_is_bytes() -> None:
     node, twin = ({"raw": storage} for storage in storages)
     assert list(compare_nodes(node, twin, "")) == [SamePlace(".raw", (4, 0), (5, 0), 12, 4)]
     assert inert_dump.dump(1, lambda _: None)
+
+
+# What is made to be compared for ever ---------------------------------------------------------
+
+
+def laughs(times: int) -> list[Any]:
+    node: list[Any] = ["ha"]
+    for _ in range(times):
+        node = [node, node]
+    return node
+
+
+def test_lists_that_double_themselves_are_compared_once() -> None:
+    assert list(compare_nodes(laughs(60), laughs(60), "top")) == []
+    ((where, how),) = places([laughs(60)], [3]).items()
+    assert (where, how) == ("top[0]", "<list of 2> here, 3 there")
+
+
+def test_parts_that_meet_in_every_pair_are_given_up() -> None:
+    parts = [[*range(300), number] for number in range(300)]
+    rows = [part for part in parts for _ in parts]
+    columns = [part for _ in parts for part in parts]
+    (*_, last) = compare_nodes(rows, columns, "top")
+    assert last == Disparity("top", "cannot be compared: parts are shared without end")
+    assert list(compare_nodes(rows, rows, "top")) == []
+
+
+def test_sets_whose_members_share_their_parts_are_given_up() -> None:
+    shared = list(range(5000))
+    members = [inert.Call(inert.Global("a", "B"), (shared, n)) for n in range(5000)]
+    one = inert.Call(inert.SET, (members,))
+    assert list(compare_nodes(one, one, "top")) == [
+        Disparity("top", "cannot be compared: parts are shared without end")
+    ]
+
+
+def test_what_no_pickler_can_follow_is_not_known_to_be_the_same() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    (found,) = compare_nodes(deep, deep, "top")
+    assert isinstance(found, Disparity)
+    assert "nested too deeply" in found.message
+
+
+def test_many_differences_are_counted_and_not_all_told() -> None:
+    found = list(compare_nodes(list(range(5000)), list(range(1, 5001)), "top"))
+    assert found[0] == Disparity("top[0]", "0 here, 1 there")
+    assert found[-1] == Disparity("top", "4,000 more places in it differ")
+    assert len(found) == 1001
+
+
+def test_places_are_told_shortly_whatever_leads_there() -> None:
+    values = [{"a" * 70: {("b" * 5000, 3): {10**300: {"x" * 5000: n}}}} for n in (1, 2)]
+    for _ in range(40):
+        values = [{"c" * 70: value} for value in values]
+    ((where, how),) = places(*values).items()
+    assert (len(where), how) == (403, "1 here, 2 there")
+    assert where.startswith("top.ccc")
+
+
+def test_names_are_not_spelled_for_places_that_do_not_differ() -> None:
+    values: list[Any] = [list(range(1 << 17)) for _ in range(2)]
+    for _ in range(200):
+        values = [{"k" * 80: value} for value in values]
+    began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert list(compare_nodes(*values, "top")) == []
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - began < 300 * 1024
+
+
+def test_keys_of_tuples_have_no_order_and_keys_of_objects_have_places() -> None:
+    one = {("a", 1): 1, ("b", 2): 2}
+    assert places(one, {("b", 2): 2, ("a", 1): 1}) == {}
+    assert places(one, {("b", 2): 2, ("a", 1): 3}) == {"top.['a', 1]": "1 here, 3 there"}
+    coloured = {(Colour.RED, 1): 1, Colour.BLUE: 2}
+    assert places(coloured, dict(coloured)) == {}
+
+
+def test_tensors_in_sets_are_known_by_what_they_are() -> None:
+    def held(numbers: list[int]) -> inert.Call:
+        stored = [Storage("float32", n + 2, Whole(number)) for n, number in enumerate(numbers)]
+        order = stored if numbers[0] else stored[::-1]
+        return inert.Call(inert.SET, (order,))
+
+    assert list(compare_nodes(held([5, 6]), held([0, 1]), "")) == [
+        SamePlace("[0]", (5, 0), (0, 0), 8, 4),
+        SamePlace("[1]", (6, 0), (1, 0), 12, 4),
+    ]
