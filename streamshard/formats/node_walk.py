@@ -2,7 +2,7 @@
 
 import struct
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -52,6 +52,8 @@ _PAIR_BYTES: Final = 16
 _LIMIT_PLACE: Final = 400
 """Letters by which a place is told."""
 _LIMIT_KEY: Final = 80
+_MOST_KEYS: Final = 8
+"""Keys that are named where there are many."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -266,6 +268,11 @@ def _is_by_identity(key: Node) -> bool:
     if isinstance(key, tuple):
         return any(isinstance(part, Call | tuple) for part in key)
     return isinstance(key, Call)
+
+
+def spell_few(keys: Sequence[Node]) -> str:
+    """Spell the first of some keys, which may be many."""
+    return ", ".join(map(spell_key, keys[:_MOST_KEYS])) + ", ..." * (len(keys) > _MOST_KEYS)
 
 
 def spell_key(key: Node) -> str:

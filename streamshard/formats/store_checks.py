@@ -4,6 +4,7 @@ Each part was checked by itself when it was read. What readers of shards make ag
 which it is made; a store was made by whoever made it.
 """
 
+import math
 from collections.abc import Mapping
 
 from streamshard.errors import CorruptFileError
@@ -29,6 +30,7 @@ def require_consistent(checkpoint: Checkpoint) -> None:
     for family in checkpoint.families:
         _require_whole_optimizer(family)
         _require_tensors(family, index)
+        _require_shapes(family, checkpoint)
 
 
 def _require_tensors(family: Family, index: Mapping[tuple[str, str, str], int]) -> None:
@@ -45,6 +47,23 @@ def _require_tensors(family: Family, index: Mapping[tuple[str, str, str], int]) 
         found = entry.name in extra if entry.kind == "extra" else bool(own & index.keys())
         if entry.kind != "alias" and not found:
             raise CorruptFileError(f"module's {show(entry.name)} is not there")
+
+
+def _require_shapes(family: Family, checkpoint: Checkpoint) -> None:
+    """Require of the module's weights to be as large as the tensors that hold them."""
+    index = checkpoint.tensor_index()
+    for entry in family.module:
+        if entry.kind == "extra":
+            continue
+        name = entry.alias_of or entry.name
+        numel = math.prod(entry.shape)
+        for state in (MODULE, MASTER):
+            tensor = index.get((family.name, state, name))
+            if tensor is not None and checkpoint.tensors[tensor].numel != numel:
+                message = f"module's {show(entry.name)} has {numel:,} elements, its {state} weights"
+                raise CorruptFileError(f"{message} {checkpoint.tensors[tensor].numel:,}")
+        if entry.dtype == "":
+            raise CorruptFileError(f"module's {show(entry.name)} has no dtype")
 
 
 def _require_whole_optimizer(family: Family) -> None:

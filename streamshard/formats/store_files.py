@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from streamshard.errors import CorruptFileError, IncompleteError, UnsupportedError
+from streamshard.errors import CorruptFileError, UnsupportedError
 from streamshard.formats import store_manifest, store_state, strict_json, zarr_writer
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.inert import show
 from streamshard.formats.store_manifest import FileRecord, Manifest
-from streamshard.formats.zarr_chunks import CHECKSUM_BYTES, require_checksum
+from streamshard.formats.store_paths import read_checked, read_small, require_inside
+from streamshard.formats.zarr_chunks import CHECKSUM_BYTES, LIMIT_BYTES
 from streamshard.formats.zarr_documents import (
     MANIFEST_PATH,
     STATE_PATH,
@@ -52,15 +53,15 @@ def read_manifest(root: Path) -> Manifest:
     SourceError, IntegrityError
         It is missing or damaged; the message names the file.
     """
-    data = _read_small(root / MANIFEST_FILES[1])
+    for path in MANIFEST_FILES:
+        require_inside(root / path, root)
+    data = read_checked(root / MANIFEST_FILES[1])
     try:
         manifest = store_manifest.read(data)
     except CorruptFileError as error:
         raise CorruptFileError(f"{root / MANIFEST_FILES[1]}: {error}") from error
     document = root / MANIFEST_FILES[0]
-    if not document.is_file():
-        raise IncompleteError(f"{document}: missing; the store is not whole")
-    if document.read_bytes() != zarr_writer.small_array_document(len(data)):
+    if read_small(document) != zarr_writer.small_array_document(len(data)):
         raise CorruptFileError(f"{document}: not the document of a manifest of {len(data)} bytes")
     return manifest
 
@@ -68,7 +69,8 @@ def read_manifest(root: Path) -> Manifest:
 def read_state(root: Path, manifest: Manifest) -> tuple[Checkpoint, store_state.ChunkShapes]:
     """Read a store's training state, and the shape of the chunks of every tensor.
 
-    There are no more chunks of a tensor than the manifest lists files.
+    There are no more chunks of all tensors than the manifest lists files, nor chunks that are
+    larger than what can be compressed.
 
     Raises
     ------
@@ -76,28 +78,32 @@ def read_state(root: Path, manifest: Manifest) -> tuple[Checkpoint, store_state.
         It is missing or damaged; the message names the file.
     """
     try:
-        checkpoint, shapes = store_state.load(_read_small(root / STATE_FILES[1]))
-        _require_listed(checkpoint, shapes, len(manifest.records))
+        require_inside(root / STATE_FILES[1], root)
+        checkpoint, shapes = store_state.load(read_checked(root / STATE_FILES[1]))
+        _require_listed(checkpoint, shapes, manifest)
     except (CorruptFileError, UnsupportedError, ValueError) as error:
         kind = UnsupportedError if isinstance(error, UnsupportedError) else CorruptFileError
         raise kind(f"{root / STATE_FILES[1]}: {error}") from error
     return checkpoint, shapes
 
 
-def _require_listed(checkpoint: Checkpoint, shapes: store_state.ChunkShapes, files: int) -> None:
+def _require_listed(
+    checkpoint: Checkpoint, shapes: store_state.ChunkShapes, manifest: Manifest
+) -> None:
+    files, chunks = len(manifest.records), 0
     for tensor, shape in zip(checkpoint.tensors, shapes, strict=True):
         if len(shape) != len(tensor.shape) or not math.prod(shape):
             message = f"chunks of {show(shape)} for {tensor.name} of {show(tensor.shape)}"
             raise CorruptFileError(message)
         counts = [-(-n // c) for n, c in zip(tensor.shape, shape, strict=True)]
-        if math.prod(counts) > files:
-            raise CorruptFileError(f"{math.prod(counts):,} chunks of {tensor.name}, {files} files")
-
-
-def _read_small(path: Path) -> bytes:
-    if not path.is_file():
-        raise IncompleteError(f"{path}: missing; the store is not whole")
-    return bytes(require_checksum(path.read_bytes(), path))
+        chunks += math.prod(counts)
+        if chunks > files:
+            message = f"{chunks:,} chunks up to {show(tensor.name)}, where the manifest lists"
+            raise CorruptFileError(f"{message} {files:,} files")
+        nbytes = math.prod(shape) * ITEMSIZE[tensor.dtype]
+        if manifest.codec != "none" and nbytes > LIMIT_BYTES:
+            message = f"chunks of {nbytes:,} bytes of {show(tensor.name)}, which is more than can"
+            raise CorruptFileError(f"{message} be compressed")
 
 
 def places(

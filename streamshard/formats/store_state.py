@@ -1,5 +1,6 @@
 """Training state of a store: a checkpoint's inert nodes as one pickle, read and written inertly."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Final
@@ -188,7 +189,10 @@ def _read_state(spelled: Node) -> Node:
         return FlatState(_dtype(dtype))
     if kind == _SCALAR:
         dtype, shape, data = values
-        return ScalarState(_dtype(dtype), shape_of(shape), bytes.fromhex(data))
+        scalar = ScalarState(_dtype(dtype), shape_of(shape), bytes.fromhex(data))
+        if len(scalar.data) != math.prod(scalar.shape) * ITEMSIZE[scalar.dtype]:
+            raise CorruptFileError(f"a {dtype}{list(scalar.shape)} of {len(scalar.data)} bytes")
+        return scalar
     (value,) = values
     return value
 

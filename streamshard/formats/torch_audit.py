@@ -32,6 +32,9 @@ _PADDING: Final = 0x4246
 _MADE_BY: Final = (0x031E, 0x002D, 0x032D)
 """What writers of torch files call themselves in a Zip64 end record: torch, then zipfile."""
 _MOST_RECORDS: Final = 1 << 22
+_MOST_TOLD: Final = 1000
+"""Problems of one file that are told one by one."""
+_LIMIT_SHOWN: Final = 100
 
 DATA: Final = "data/"
 """Beginning of the names of the records that hold storages."""
@@ -86,7 +89,9 @@ def audit(path: Path) -> TorchAudit:
     with path.open("rb") as stream:
         auditor = _Auditor(stream)
         records = auditor.run()
-    return TorchAudit(auditor.root, tuple(records), tuple(auditor.problems))
+    more = auditor.untold
+    last = [f"{more:,} more problems of its container"] if more else []
+    return TorchAudit(auditor.root, tuple(records), (*auditor.problems, *last))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +132,7 @@ class _Damaged(Exception):
 class _Auditor:
     def __init__(self, stream: BinaryIO) -> None:
         self.problems: list[str] = []
+        self.untold = 0
         self.root = ""
         self._stream = stream
         self._nbytes = stream.seek(0, os.SEEK_END)
@@ -163,7 +169,10 @@ class _Auditor:
             return []
 
     def _say(self, problem: str) -> None:
-        self.problems.append(problem)
+        if len(self.problems) < _MOST_TOLD:
+            self.problems.append(problem)
+        else:
+            self.untold += 1
 
     def _read(self, form: struct.Struct, offset: int, signature: bytes, what: str) -> list[int]:
         """Read a structure; returns its fields but for the signature."""
@@ -240,7 +249,7 @@ class _Auditor:
     def _zip64(self, extra: bytes, name: str) -> list[int]:
         """Read the Zip64 field among extra fields, of which only torch's padding may be another."""
         found: list[int] = []
-        at = 0
+        at, is_odd = 0, False
         while at < len(extra):
             kind, nbytes = struct.unpack_from("<HH", extra.ljust(at + 4, b"\0"), at)
             held = extra[at + 4 : at + 4 + nbytes]
@@ -250,7 +259,9 @@ class _Auditor:
             if kind == _ZIP64 and nbytes % 8 == 0 and not found:
                 found = list(struct.unpack(f"<{nbytes // 8}Q", held))
             elif kind != _PADDING or held not in (b"Z" * nbytes, bytes(nbytes)):
-                self._say(f"the extra fields of {name} are not as torch writes them")
+                is_odd = True
+        if is_odd:
+            self._say(f"the extra fields of {name} are not as torch writes them")
         return found
 
     def _check_alike(self, entries: Sequence[_Entry]) -> None:
@@ -264,14 +275,12 @@ class _Auditor:
     def _check_names(self, entries: Sequence[_Entry]) -> None:
         roots = Counter(entry.name.partition(b"/")[0] for entry in entries)
         names = Counter(entry.name for entry in entries)
-        self.root = _shown(roots.most_common(1)[0][0]) if roots else ""
+        self.root = _spelled(roots.most_common(1)[0][0]) if roots else ""
         if len(roots) > 1:
             self._say(f"its records lie in {len(roots)} folders, where torch makes one")
-        self.problems += [
-            f"{count} records are called {_shown(name)}"
-            for name, count in names.items()
-            if count > 1
-        ]
+        for name, count in names.items():
+            if count > 1:
+                self._say(f"{count} records are called {_shown(name)}")
 
     # The records -------------------------------------------------------------------------------
 
@@ -279,6 +288,10 @@ class _Auditor:
         """Hold a record's own header and what follows its data against the directory."""
         fields = self._read(_LOCAL, entry.header, b"PK\x03\x04", "header")
         common, (crc32, packed, nbytes, name_bytes, extra_bytes) = fields[:5], fields[5:]
+        # First of all: what does not overlap is read once, however many records there are.
+        data_end = entry.header + _LOCAL.size + name_bytes + extra_bytes + entry.nbytes
+        if data_end > stop:
+            raise _Damaged(f"its data ends at byte {data_end}, where what follows begins at {stop}")
         behind = self._bytes(entry.header + _LOCAL.size, name_bytes + extra_bytes)
         name, start = behind[:name_bytes], entry.header + _LOCAL.size + name_bytes + extra_bytes
         if name != entry.name or tuple(common) != entry.common:
@@ -293,14 +306,12 @@ class _Auditor:
         early: list[list[int]] = [[], sizes, [entry.nbytes, 0], [0, 0]]
         if held not in (*early, *([*numbers, entry.header] for numbers in early)):
             self._say(f"record {_shown(name)}: its Zip64 field and the directory disagree")
-        self._check_end(entry, start + entry.nbytes, stop)
+        self._check_end(entry, data_end, stop)
         folder, _, own = name.partition(b"/")
-        return StoredRecord(_shown(own or folder), start, entry.nbytes, entry.crc32)
+        return StoredRecord(_spelled(own or folder), start, entry.nbytes, entry.crc32)
 
     def _check_end(self, entry: _Entry, data_end: int, stop: int) -> None:
         """Hold what lies between a record's data and the next record against the directory."""
-        if data_end > stop:
-            raise _Damaged(f"its data ends at byte {data_end}, where what follows begins at {stop}")
         between = self._bytes(data_end, min(stop - data_end, 64))
         expected = {b""}
         if entry.follows:
@@ -315,4 +326,8 @@ class _Auditor:
 
 
 def _shown(name: bytes) -> str:
+    return _spelled(name[:_LIMIT_SHOWN]) + ("..." if len(name) > _LIMIT_SHOWN else "")
+
+
+def _spelled(name: bytes) -> str:
     return name.decode(errors="backslashreplace")

@@ -12,6 +12,8 @@ from numcodecs.blosc import Blosc
 
 from streamshard.errors import IntegrityError
 
+LIMIT_BYTES: Final = (1 << 31) - 1
+"""More than Blosc compresses in one piece."""
 CHECKSUM_BYTES: Final = 4
 """Length of what Zarr's crc32c codec appends."""
 _BLOSC_HEADER_BYTES: Final = 16

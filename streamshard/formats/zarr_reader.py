@@ -11,7 +11,6 @@ import numpy as np
 
 from streamshard.errors import (
     CorruptFileError,
-    IncompleteError,
     IntegrityError,
     SourceError,
     SourceNotFoundError,
@@ -21,11 +20,11 @@ from streamshard.formats import store_manifest, store_state, strict_json
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.inert import show
 from streamshard.formats.store_manifest import Manifest
+from streamshard.formats.store_paths import read_checked, read_small, require_inside
 from streamshard.formats.zarr_chunks import (
     CHECKSUM_BYTES,
     BloscChunk,
     EncodedChunk,
-    require_checksum,
 )
 from streamshard.formats.zarr_documents import (
     CODECS,
@@ -58,11 +57,11 @@ def read(root: Path) -> Store:
         It is no store, or not whole, or damaged; the message names the file.
     """
     for path in (ROOT_DOCUMENT, f"{MANIFEST_PATH}/c/0", f"{STATE_PATH}/c/0"):
-        _require_inside(root / path, root)
+        require_inside(root / path, root)
     _require_version(root)
     try:
-        manifest = store_manifest.read(_read_small(root / MANIFEST_PATH / "c/0"))
-        checkpoint, chunk_shapes = store_state.load(_read_small(root / STATE_PATH / "c/0"))
+        manifest = store_manifest.read(read_checked(root / MANIFEST_PATH / "c/0"))
+        checkpoint, chunk_shapes = store_state.load(read_checked(root / STATE_PATH / "c/0"))
     except (CorruptFileError, UnsupportedError) as error:
         raise type(error)(f"{root}: {error}") from error
     if manifest.codec not in CODECS:
@@ -72,22 +71,19 @@ def read(root: Path) -> Store:
     return _StoreReader(root, checkpoint, manifest).open(chunk_shapes)
 
 
-def _require_inside(path: Path, root: Path) -> None:
-    """Refuse a path that symbolic links lead out of the store, wherever in it they are."""
-    place = Path(os.path.realpath(path))
-    if not place.is_relative_to(os.path.realpath(root)):
-        message = f"{path}: a symbolic link leads out of the store here, to {place}"
-        raise SourceError(f"{message}; copy the store with 'cp -rL'")
-
-
 def is_store(root: Path) -> bool:
     """Tell whether a Zarr hierarchy is one of streamshard's stores, of whatever version."""
     return _version(root) is not None
 
 
+def is_of_known_version(root: Path) -> bool:
+    """Tell whether a store says of itself that it is of a version that is read here."""
+    return _version(root) == store_state.VERSION
+
+
 def _version(root: Path) -> object:
     try:
-        document: Any = strict_json.parse((root / "zarr.json").read_bytes())
+        document: Any = strict_json.parse(read_small(root / "zarr.json"))
         found: object = document["attributes"][ROOT_KEY]["format_version"]
     except (KeyError, TypeError, ValueError):
         return None
@@ -100,14 +96,10 @@ def _require_version(root: Path) -> None:
         message = f"{root}: a Zarr hierarchy, but not one that streamshard wrote"
         raise SourceNotFoundError(message)
     if found != store_state.VERSION:
-        message = f"{root}: store format {found}; this streamshard reads {store_state.VERSION}"
+        message = (
+            f"{root}: store format {show(found)}; this streamshard reads {store_state.VERSION}"
+        )
         raise UnsupportedError(f"{message}: use a newer one")
-
-
-def _read_small(path: Path) -> bytes:
-    if not path.is_file():
-        raise IncompleteError(f"{path}: missing; the store is not whole")
-    return bytes(require_checksum(path.read_bytes(), path))
 
 
 class _StoreReader:
@@ -136,7 +128,7 @@ class _StoreReader:
             first = len(self._files)
             array = array_path(tensor)
             for directory in sorted({os.path.dirname(key) for key in keys}):  # noqa: PTH120
-                _require_inside(self._root / array / directory, self._root)
+                require_inside(self._root / array / directory, self._root)
             for key in keys:
                 self._add(f"{array}/{key}", numel, ITEMSIZE[tensor.dtype])
             slot = Slot(

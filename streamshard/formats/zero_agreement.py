@@ -7,6 +7,7 @@ from typing import Final
 from streamshard.errors import DisagreementError, UnsupportedError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats.inert import Call, Node, show
+from streamshard.formats.node_walk import spell_few
 from streamshard.formats.zero_files import FamilyFiles, fingerprints, require
 
 CUT_KEYS: Final = frozenset(
@@ -106,5 +107,5 @@ def check_agreement(states: Sequence[Mapping[str, Node]], paths: Sequence[Path])
     for other, path in zip(rest, paths[1:], strict=True):
         wrong = [key for key in {**first, **other} if first.get(key) != other.get(key)]
         if wrong:
-            message = f"{path} and {paths[0]} disagree about {', '.join(map(str, wrong))}"
+            message = f"{path} and {paths[0]} disagree about {spell_few(wrong)}"
             raise DisagreementError(f"{message}: they are not of one step of one run")

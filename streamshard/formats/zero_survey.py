@@ -5,7 +5,9 @@ all of them: every missing rank, every file that is torn or of another step.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -13,15 +15,20 @@ from streamshard.errors import CorruptFileError, DisagreementError, IncompleteEr
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats import torch_file
 from streamshard.formats.dump_names import Template
-from streamshard.formats.inert import Node
+from streamshard.formats.inert import Node, show
+from streamshard.formats.node_checks import of_file, require_unrolled
+from streamshard.formats.node_walk import spell_few, spell_key
 from streamshard.formats.torch_tensor import tensor_of
 from streamshard.formats.zero_agreement import rank_counts
-from streamshard.formats.zero_files import fingerprint, require
+from streamshard.formats.zero_files import fingerprint, fingerprints, require
 from streamshard.formats.zero_reader import malformed
 
 Roots = Mapping[Path, Mapping[str, Node]]
 Facts = Mapping[str, bytes]
 T = TypeVar("T")
+
+_MOST_MISSING: Final = 1000
+"""Ranks that are told one by one when they are missing; of more, those that follow each other."""
 
 _SAME_IN_RANKS: Final = (
     names.ZERO_STAGE,
@@ -40,12 +47,29 @@ _SAME_IN_MODELS: Final = (
 )
 
 
-def survey(tag_dir: Path) -> list[SourceError]:
-    """List what is wrong with the files of a tag directory, each by itself and beside others."""
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What is wrong with a set of shards."""
+
+    own: list[SourceError]
+    """What is wrong with single files, wherever they belong."""
+    together: list[SourceError]
+    """What is wrong with them as a set that ZeRO saved: missing ranks, contradictions."""
+
+
+def survey(tag_dir: Path, aside: Set[Path]) -> Survey:
+    """List what is wrong with the files of a tag directory, each by itself and beside others.
+
+    Parameters
+    ----------
+    aside
+        Files that are there and not to be opened.
+    """
     parsed = {path: names.parse(path.name) for path in sorted(tag_dir.iterdir())}
     files = {path: found for path, found in parsed.items() if found is not None}
     errors: list[SourceError] = []
-    roots = dict(_readable(files, errors))
+    found = Survey([], errors)
+    roots = dict(_readable(files.keys() - aside, found.own))
     states = {path: _state(root) for path, root in roots.items() if names.OPTIMIZER in root}
     models = {path: root for path, root in roots.items() if files[path].kind == "model"}
     errors += _contradictions(_of_each(states, _facts_of_rank, errors))
@@ -55,37 +79,42 @@ def survey(tag_dir: Path) -> list[SourceError]:
         **_of_each(models, _count_in_model, errors),
     }
     world_size = _usual(counts, errors)
-    for mp_rank in sorted({found.mp_rank for found in files.values() if found.kind != "part"}):
+    for mp_rank in sorted({parsed.mp_rank for parsed in files.values() if parsed.kind != "part"}):
         own = {p: f for p, f in files.items() if f.mp_rank == mp_rank and f.kind != "part"}
         errors += _missing(tag_dir, own, mp_rank, world_size)
-    return errors
+    return found
 
 
-def survey_dumps(template: Template) -> list[SourceError]:
+def survey_dumps(template: Template, aside: Set[Path]) -> Survey:
     """List what is wrong with raw per-rank dumps, each by itself and beside others."""
-    found = {template.rank_of(entry.name) for entry in template.directory.iterdir()} - {None}
-    present = sorted(rank for rank in found if rank is not None)
-    paths = [template.directory / template.file_name(rank) for rank in present]
+    ranks = {template.rank_of(entry.name) for entry in template.directory.iterdir()}
+    present = {rank for rank in ranks if rank is not None}
+    paths = {template.directory / template.file_name(rank) for rank in present}
     errors: list[SourceError] = []
-    states = dict(_readable(paths, errors))
+    found = Survey([], errors)
+    states = dict(_readable(paths - aside, found.own))
     errors += _contradictions(_of_each(states, _facts_of_rank, errors))
     world_size = _usual(_of_each(states, _count_in_rank, errors), errors)
-    for rank in range(max(world_size, *present, 0)):
-        if rank not in found:
-            errors.append(_missing_rank(template.directory / template.file_name(rank), rank))
-    return errors
+    errors += _missing_ranks(
+        present,
+        max([world_size, *(rank + 1 for rank in present)]),
+        lambda rank: template.directory / template.file_name(rank),
+    )
+    return found
 
 
 def _readable(
     paths: Iterable[Path], errors: list[SourceError]
 ) -> Iterator[tuple[Path, Mapping[str, Node]]]:
     """Yield what is in the files that can be read; what keeps the others from it is an error."""
-    for path in paths:
+    for path in sorted(paths):
         try:
             root = torch_file.read(path, -1).root
             if not isinstance(root, dict):
                 message = f"{path}: holds a {type(root).__name__} where a dict belongs"
                 raise CorruptFileError(message)
+            with of_file(path):
+                require_unrolled(root[key] for key in names.LOOKED_INTO if key in root)
         except SourceError as error:
             errors.append(error)
             continue
@@ -118,18 +147,22 @@ def _facts_of_model(root: Mapping[str, Node], _: Path) -> Facts:
     return {key: fingerprint(root.get(key)) for key in _SAME_IN_MODELS}
 
 
-def _facts_of_rank(state: Mapping[str, Node], _: Path) -> Facts:
+def _facts_of_rank(state: Mapping[str, Node], path: Path) -> Facts:
     """Return what all ranks must hold alike, in bytes that are equal if the values are."""
     facts = {key: fingerprint(state.get(key)) for key in _SAME_IN_RANKS}
     inner = state.get(names.BASE_OPTIMIZER) or state.get(names.OPTIMIZER)
     if isinstance(inner, dict):
         facts["param_groups"] = fingerprint(inner.get("param_groups"))
         units = inner.get("state")
-        for unit, held in (units if isinstance(units, dict) else {}).items():
-            for key, value in (held if isinstance(held, dict) else {}).items():
-                tensor = tensor_of(value)
-                if tensor is None or tensor.numel == 1:
-                    facts[f"'{key}' of group {unit}"] = fingerprint(value)
+        single = {
+            (unit, key): value
+            for unit, held in (units if isinstance(units, dict) else {}).items()
+            for key, value in (held if isinstance(held, dict) else {}).items()
+            for tensor in (tensor_of(value),)
+            if tensor is None or tensor.numel == 1
+        }
+        for (unit, key), found in fingerprints(single, path).items():
+            facts[f"'{spell_key(key)}' of group {spell_key(unit)}"] = found
     return facts
 
 
@@ -141,7 +174,7 @@ def _contradictions(facts: Mapping[Path, Facts]) -> Iterator[SourceError]:
     for path, held in facts.items():
         wrong = [key for key in {**usual, **held} if usual.get(key) != held.get(key)]
         if wrong:
-            message = f"{path} and {example} disagree about {', '.join(wrong)}"
+            message = f"{path} and {example} disagree about {spell_few(wrong)}"
             yield DisagreementError(f"{message}: they are not of one step of one run")
 
 
@@ -160,7 +193,7 @@ def _usual(counts: Mapping[Path, Node], errors: list[SourceError]) -> int:
     usual = told.most_common(1)[0][0] if told else 0
     for path, count in counts.items():
         if count not in (usual, None):
-            message = f"{path}: was saved by {count} ranks, most other files by {usual}"
+            message = f"{path}: was saved by {show(count)} ranks, most other files by {usual}"
             errors.append(DisagreementError(f"{message}; move away the files of the other run"))
     return usual
 
@@ -172,18 +205,37 @@ def _missing(
     optimizer = {f.dp_rank: f for f in files.values() if f.kind == "optim"}
     model = {f.dp_rank for f in files.values() if f.kind == "model"}
     known = [rank for rank in {*optimizer, *model} if rank is not None]
+    ranks = max([world_size, *(rank + 1 for rank in known)])
     bf16 = any(f.prefix == "bf16_" for f in optimizer.values())
-    for rank in range(max([world_size, *(known_rank + 1 for known_rank in known)])):
-        if rank not in optimizer:
-            path = tag_dir / names.optimizer_file(rank, bf16=bf16, mp_rank=mp_rank)
-            yield _missing_rank(path, rank)
-        if model - {None} and rank not in model:
-            yield _missing_rank(tag_dir / names.model_file(rank, mp_rank), rank)
+    yield from _missing_ranks(
+        {rank for rank in optimizer if rank is not None},
+        ranks,
+        lambda rank: tag_dir / names.optimizer_file(rank, bf16=bf16, mp_rank=mp_rank),
+    )
+    if model - {None}:
+        yield from _missing_ranks(
+            {rank for rank in model if rank is not None},
+            ranks,
+            lambda rank: tag_dir / names.model_file(rank, mp_rank),
+        )
     if not model:
         path = tag_dir / names.model_file(None, mp_rank)
         yield IncompleteError(f"{path}: the model file is missing")
 
 
-def _missing_rank(path: Path, rank: int) -> SourceError:
-    message = f"{path}: rank {rank} is missing; copy it from the node that saved it, or take an"
-    return IncompleteError(f"{message} earlier tag")
+def _missing_ranks(
+    present: Set[int], ranks: int, file_of: Callable[[int], Path]
+) -> Iterator[SourceError]:
+    """Find the ranks that are missing; how many there are to be is what some file claims."""
+    ends = [-1, *sorted(present), ranks]
+    gaps = [range(before + 1, after) for before, after in pairwise(ends) if before + 1 < after]
+    single = sum(gap.stop - gap.start for gap in gaps) <= _MOST_MISSING
+    for gap in gaps:
+        for rank in gap if single else gap[:1]:
+            path = file_of(rank)
+            if single or gap.stop - rank == 1:
+                who, what = f"rank {rank} is missing", "it"
+            else:
+                who, what = f"ranks {rank} to {gap.stop - 1} are missing", "them"
+            message = f"{path}: {who}; copy {what} from the node that saved {what}, or take an"
+            yield IncompleteError(f"{message} earlier tag")

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from streamshard.engine.files import Decoder
@@ -15,13 +14,15 @@ from streamshard.errors import (
     UnsupportedError,
     UsageError,
 )
-from streamshard.formats import ds_config, dump_names, store_files, zero_survey
+from streamshard.formats import ds_config, dump_names, store_files, zarr_reader, zero_survey
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.dump_names import Template
+from streamshard.formats.zero_survey import Survey
 from streamshard.model import SourceFile
+from streamshard.operations.links import is_inside, require_regular
 from streamshard.operations.scanning import Unit, scan
 from streamshard.operations.source import Source, find_tag, open_with
-from streamshard.operations.verification import Findings
+from streamshard.operations.verification import UNREADABLE, Findings
 from streamshard.operations.verify_store import StoreCheck
 from streamshard.operations.verify_torch import TorchFiles, deepspeed_owner
 from streamshard.plan.memory import MemoryPlan
@@ -109,7 +110,7 @@ def _look_at_store(request: Request, root: Path, findings: Findings, sample: Sam
         error = not_found
     except (SourceError, IntegrityError) as found:
         error = found
-    if isinstance(error, UnsupportedError):
+    if isinstance(error, UnsupportedError) and not zarr_reader.is_of_known_version(root):
         findings.add_error(error, root)
         return Looked("store", None, (), lambda: iter(()), {})
     check = StoreCheck(root, findings, sample)
@@ -122,13 +123,18 @@ def _look_at_dumps(
     request: Request, template: Template, findings: Findings, sample: Sample
 ) -> Looked:
     directory = template.directory
-    open_, survey = request.open, partial(zero_survey.survey_dumps, template)
-    opened = _try(open_, findings, directory, survey, (SourceError, IntegrityError))
-    if opened is not None:
+    try:
+        opened = request.open()
         paths: Iterable[Path] = [file.path for file in opened.files]
-    else:
+    except SourceNotFoundError:
+        raise
+    except (SourceError, IntegrityError) as error:
+        opened = None
         entries = sorted(directory.iterdir())
-        paths = [entry for entry in entries if template.rank_of(entry.name) is not None]
+        named = [entry for entry in entries if template.rank_of(entry.name) is not None]
+        fit = _Fit(named, [directory], findings)
+        _explain(error, findings, directory, zero_survey.survey_dumps(template, fit.others), fit)
+        paths = fit.files
     torch = TorchFiles(_described(paths), template.rank_of, findings, sample)
     return Looked("dumps", template.name, torch.files, torch.units, {}, source=opened)
 
@@ -141,40 +147,55 @@ def _look_at_native(request: Request, root: Path, findings: Findings, sample: Sa
     except SourceError as error:
         findings.add_error(error, root, [root / "latest"])
         return Looked("native", None, (), lambda: iter(()), {})
-    # Whatever somebody asked for was looked at, so it is a config in the files that is impossible.
-    caught = (SourceError, IntegrityError, UsageError)
-    survey = partial(zero_survey.survey, tag_dir)
-    opened = _try(request.open, findings, tag_dir, survey, caught)
-    if opened is not None:
+    try:
+        opened = request.open()
         paths: Iterable[Path] = [file.path for file in opened.files]
         findings.notes += opened.checkpoint.notes
-    else:
-        paths = [
-            p for p in (*sorted(tag_dir.rglob("*")), *sorted(run_dir.iterdir())) if p.is_file()
-        ]
+    except SourceNotFoundError:
+        raise
+    # Whatever somebody asked for was looked at, so it is a config in the files that is impossible.
+    except (SourceError, IntegrityError, UsageError) as error:
+        opened = None
+        beside = [p for p in run_dir.iterdir() if not (p.is_dir() or p.is_symlink())]
+        fit = _Fit([*sorted(tag_dir.rglob("*")), *sorted(beside)], [run_dir, tag_dir], findings)
+        _explain(error, findings, tag_dir, zero_survey.survey(tag_dir, fit.others), fit)
+        paths = fit.files
     torch = TorchFiles(_described(paths), deepspeed_owner, findings, sample)
     return Looked("native", tag_dir.name, torch.files, torch.units, {}, source=opened)
 
 
-def _try(
-    open_: Callable[[], Source],
-    findings: Findings,
-    place: Path,
-    survey: Callable[[], Sequence[StreamshardError]],
-    caught: tuple[type[StreamshardError], ...],
-) -> Source | None:
-    """Open a set of shards; where that fails, list all that is wrong with it."""
-    try:
-        return open_()
-    except SourceNotFoundError:
-        raise
-    except caught as error:
-        files = [path for path in place.iterdir() if path.is_file()]
-        # How the files of another kind of checkpoint belong together is not known.
-        for found in () if isinstance(error, UnsupportedError) else survey():
-            findings.add_error(found, place, files)
-        findings.add_unexplained(error, place, files)
-    return None
+class _Fit:
+    """Files that can be read; that the others are no such files goes to the findings."""
+
+    def __init__(self, entries: Iterable[Path], roots: Sequence[Path], findings: Findings) -> None:
+        self.files: list[Path] = []
+        self.others: set[Path] = set()
+        for entry in entries:
+            try:
+                if entry.is_dir() and is_inside(entry, *roots):
+                    continue
+                require_regular(entry, *roots)
+                self.files.append(entry)
+            except (OSError, SourceError) as error:
+                if isinstance(error, OSError):
+                    message = f"{entry}: cannot be read ({error.strerror})"
+                    findings.add(UNREADABLE, entry, message)
+                else:
+                    findings.add_error(error, entry)
+                self.others.add(entry)
+
+
+def _explain(
+    error: StreamshardError, findings: Findings, place: Path, survey: Survey, fit: _Fit
+) -> None:
+    """List all that is wrong with a set of shards that cannot be opened."""
+    files = {*fit.files, *fit.others}
+    # How the files of another kind of checkpoint belong together is not known. But if a file is
+    # refused by itself, that is why the set is, whatever kind it is of.
+    is_of_a_kind = isinstance(error, UnsupportedError) and not (survey.own or fit.others)
+    for found in (*survey.own, *(() if is_of_a_kind else survey.together)):
+        findings.add_error(found, place, files)
+    findings.add_unexplained(error, place, files)
 
 
 def _described(paths: Iterable[Path]) -> list[SourceFile]:

@@ -62,10 +62,10 @@ class Comparing:
         waiting: deque[Sequence[_Part]] = deque()
         tallies: dict[int, tuple[int, int]] = {}
         make = partial(self._comparator, memory, progress)
+        paths = {file.path for side in self._sides for file in side.files}
         for result in run_ordered(self._jobs(waiting), make, memory.workers):
             parts = waiting.popleft()
             if isinstance(result, StreamshardError):
-                paths = [file.path for side in self._sides for file in side.files]
                 findings.add_error(result, self._sides[0].path, paths)
                 continue
             for mismatch in result:

@@ -1,7 +1,8 @@
 """Takes the digest of every logical tensor of a checkpoint, however it is cut."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -26,6 +27,7 @@ def tensor_units(source: Source, findings: Findings, sample: Sample) -> Iterator
     """Yield every tensor in the sample; its digest goes to the findings."""
     tensors = source.checkpoint.tensors
     total, at = sum(tensor.nbytes for tensor in tensors), 0
+    paths = {file.path for file in source.files}
     for index, tensor in enumerate(tensors):
         start, at = at, at + tensor.nbytes
         if not sample.holds(start, at, total):
@@ -37,7 +39,7 @@ def tensor_units(source: Source, findings: Findings, sample: Sample) -> Iterator
             stop = min(first + step, tensor.numel)
             read = partial(_digest, source, index, first, stop, itemsize)
             pieces.append(Piece((stop - first) * itemsize, read))
-        yield Unit(pieces, partial(_note, source, findings, array_path(tensor)))
+        yield Unit(pieces, partial(_note, source.path, paths, findings, array_path(tensor)))
 
 
 def _digest(
@@ -53,9 +55,11 @@ def _digest(
     )
 
 
-def _note(source: Source, findings: Findings, name: str, results: Sequence[Result]) -> None:
+def _note(
+    place: Path, paths: Set[Path], findings: Findings, name: str, results: Sequence[Result]
+) -> None:
     for result in results:
         if isinstance(result, StreamshardError):
-            findings.add_error(result, source.path, [file.path for file in source.files])
+            findings.add_error(result, place, paths)
             return
     findings.digests[name] = digests.joined(results).text

@@ -1,8 +1,9 @@
 """Symbolic links in a source: followed where they stay in it."""
 
 from pathlib import Path
+from stat import S_ISREG
 
-from streamshard.errors import SourceError
+from streamshard.errors import CorruptFileError, SourceError
 
 
 def require_inside(path: Path, *roots: Path) -> None:
@@ -20,6 +21,23 @@ def require_inside(path: Path, *roots: Path) -> None:
             "or copy the checkpoint with 'cp -rL'"
         )
         raise SourceError(message)
+
+
+def require_regular(path: Path, *roots: Path) -> None:
+    """Refuse what is no file that can be read to its end, or leads out of the directories.
+
+    Raises
+    ------
+    SourceError
+        See `require_inside`.
+    CorruptFileError
+        It is a pipe, a device, or a link to nothing.
+    OSError
+        It cannot be looked at.
+    """
+    require_inside(path, *roots)
+    if not S_ISREG(path.stat().st_mode):
+        raise CorruptFileError(f"{path}: no regular file; move it away, or copy what it should be")
 
 
 def is_inside(path: Path, *roots: Path) -> bool:

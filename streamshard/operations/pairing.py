@@ -11,7 +11,7 @@ from streamshard.engine.cast import cast_between
 from streamshard.errors import UnsupportedError
 from streamshard.formats import frameworks, training_state
 from streamshard.formats.checkpoint import Checkpoint, Family
-from streamshard.formats.node_walk import SamePlace
+from streamshard.formats.node_walk import SamePlace, spell_few
 from streamshard.formats.zarr_documents import array_path
 from streamshard.model import BLOB, FILE, ITEMSIZE, MASTER, MODULE, LogicalTensor
 from streamshard.operations.source import Source
@@ -19,6 +19,9 @@ from streamshard.operations.verification import Difference
 
 _OWN_STATES: Final = (MODULE, BLOB, FILE)
 """States that are not the optimizer's."""
+_LIMIT_AGAIN: Final = 16
+"""How often tensors of the training state may share an element, on average."""
+_FREE_BYTES: Final = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,11 @@ class Pairing:
     pairs: list[Pair] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    blobs: set[tuple[Half, Half, int]] = field(default_factory=set)
+    """Parts of the training state's tensors that are paired already, and their bytes."""
+    blob_budget: int = 0
+    """Bytes of them that may still be paired."""
+    is_spent: bool = False
     _paired: set[tuple[Half, Half]] = field(default_factory=set)
 
     def differ(self, kind: str, name: str, message: str) -> None:
@@ -94,6 +102,7 @@ def pair_up(left: Source, right: Source, *, converted: bool = False) -> Pairing:
         if one.is_dumps or other.is_dumps:
             break
         _ModulePairing(one, other, family, twin, found, converted).run()
+    found.blob_budget = _blob_budget(one)
     for place in training_state.compare(one, other):
         if isinstance(place, SamePlace):
             _pair_blobs(place, found)
@@ -227,11 +236,26 @@ def _weights(checkpoint: Checkpoint, family: Family) -> Iterator[tuple[str, _Wei
             yield entry.name, _Weight(half, entry.dtype, entry.shape, master, kept is None)
 
 
+def _blob_budget(checkpoint: Checkpoint) -> int:
+    """Tell how many bytes of tensors in the training state are compared, each view counted."""
+    held = sum(tensor.nbytes for tensor in checkpoint.tensors if tensor.state == BLOB)
+    return _LIMIT_AGAIN * held + _FREE_BYTES
+
+
 def _pair_blobs(place: SamePlace, found: Pairing) -> None:
+    """Pair what lies at one place of the training state, once if several places show it."""
     halves = [Half(tensor, "uint8", start) for tensor, start in (place.left, place.right)]
-    found.pairs.append(
-        Pair(place.name, halves[0], halves[1], place.nbytes, "uint8", place.itemsize)
-    )
+    pair = Pair(place.name, halves[0], halves[1], place.nbytes, "uint8", place.itemsize)
+    shown = (halves[0], halves[1], pair.nbytes)
+    if shown in found.blobs:
+        return
+    found.blobs.add(shown)
+    found.blob_budget -= pair.nbytes
+    if found.blob_budget >= 0:
+        found.pairs.append(pair)
+    elif not found.is_spent:
+        found.is_spent = True
+        found.differ("value", place.name, "not compared: too many tensors share their elements")
 
 
 def _pair_files(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
@@ -282,5 +306,5 @@ def _note_settings(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
     held = [dict(training_state.provenance(checkpoint)) for checkpoint in (one, other)]
     keys = training_state.differing_keys(held[0], held[1])
     if keys:
-        shown = ", ".join(key.lstrip(".") for key in keys)
+        shown = spell_few([key.lstrip(".") for key in keys])
         found.notes.append(f"Settings that differ, which are no state: {shown}.")

@@ -1,7 +1,7 @@
 """What `verify` finds, and what it returns."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -121,12 +121,16 @@ class Findings:
     files: int = 0
     checked: int = 0
     tensors: int = 0
+    _known: set[Problem] = field(default_factory=set)
 
     def add(self, kind: str, file: Path, message: str) -> None:
-        """Add a problem of a file."""
-        self.problems.append(Problem(kind, str(file), message))
+        """Add a problem of a file, unless it is known already."""
+        problem = Problem(kind, str(file), message)
+        if problem not in self._known:
+            self._known.add(problem)
+            self.problems.append(problem)
 
-    def add_error(self, error: StreamshardError, place: Path, files: Iterable[Path] = ()) -> None:
+    def add_error(self, error: StreamshardError, place: Path, files: Collection[Path] = ()) -> None:
         """Add what kept a reader from going on.
 
         Parameters
@@ -134,27 +138,28 @@ class Findings:
         place
             What it is about if it names none of the files.
         files
-            Those that the message may name: the one it names first has the problem.
+            Those that the message may name: the one it names first has the problem. A set where
+            there are many.
         """
         kind = next((k for t, k in _KINDS.items() if isinstance(error, t)), UNREADABLE)
-        problem = Problem(kind, _named(str(error), place, files), str(error))
-        if problem not in self.problems:
-            self.problems.append(problem)
+        self.add(kind, _named(str(error), place, files), str(error))
 
     def add_unexplained(
-        self, error: StreamshardError, place: Path, files: Iterable[Path] = ()
+        self, error: StreamshardError, place: Path, files: Collection[Path] = ()
     ) -> None:
         """Add what kept a reader from going on, unless something is known to be wrong already."""
         if not self.problems:
             self.add_error(error, place, files)
 
 
-def _named(message: str, place: Path, files: Iterable[Path]) -> str:
+def _named(message: str, place: Path, files: Collection[Path]) -> Path:
     """Find the file that a message names first: one that is there, or one below a place."""
-    places = {str(path): message.find(str(path)) for path in files}
-    named = [path for path, at in places.items() if at >= 0]
     head = message.partition(": ")[0]
+    if Path(head) in files:
+        return Path(head)
+    places = {path: message.find(str(path)) for path in files}
+    named = [path for path, at in places.items() if at >= 0]
     if not named and head.startswith(f"{place}{os.sep}"):
-        return head  # as that of a file that is missing does
+        return Path(head)  # as that of a file that is missing does
     # Of those that begin alike the longest is meant.
-    return min(named, key=lambda path: (places[path], -len(path)), default=str(place))
+    return min(named, key=lambda path: (places[path], -len(str(path))), default=place)

@@ -184,7 +184,7 @@ class _Run:
             raise
         except (SourceError, IntegrityError) as error:
             place = Path(request.path)
-            files = place.rglob("*") if place.is_dir() else ()
+            files = {*place.rglob("*")} if place.is_dir() else set()
             self.findings.add_error(error, place, files)
             self.projected_bytes = self._limits.fit(EXTRA_BYTES).projected_bytes
             return

@@ -4,6 +4,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from stat import S_ISREG
+from typing import Final
 
 from streamshard.engine import digests
 from streamshard.engine.checksums import crc32
@@ -11,15 +13,29 @@ from streamshard.engine.files import Encoded
 from streamshard.errors import IntegrityError, SourceError, StreamshardError
 from streamshard.formats import store_files
 from streamshard.formats.deepspeed_names import OWN_PREFIX
+from streamshard.formats.inert import show
 from streamshard.formats.store_files import MANIFEST_FILES, ChunkPlace
 from streamshard.formats.store_manifest import FileRecord, Manifest
+from streamshard.formats.store_paths import require_inside
 from streamshard.formats.zarr_chunks import BloscChunk, EncodedChunk
-from streamshard.formats.zarr_documents import array_path
+from streamshard.formats.zarr_documents import CODECS, array_path
 from streamshard.model import ITEMSIZE, SourceFile
 from streamshard.operations import chunk_checks
 from streamshard.operations.scanning import Result, Unit
-from streamshard.operations.verification import DAMAGED, EXTRA, MALFORMED, MISSING, Findings
+from streamshard.operations.verification import (
+    DAMAGED,
+    EXTRA,
+    MALFORMED,
+    MISSING,
+    UNREADABLE,
+    UNSUPPORTED,
+    Findings,
+)
 from streamshard.plan.sample import Sample
+
+_LIMIT_AGAIN: Final = 4
+"""How much longer a document may be than streamshard writes it."""
+_FREE_BYTES: Final = 1 << 16
 
 
 class StoreCheck:
@@ -40,8 +56,10 @@ class StoreCheck:
         """Path → number of every file that is there and as long as it should be."""
         self._documents: Mapping[str, bytes] = {}
         self._arrays: list[tuple[str, list[ChunkPlace]]] = []
+        self._directories: set[Path] = set()
+        """Those that are known to lie in the store, wherever symbolic links lead."""
         self._manifest = self._read_manifest()
-        present = {path.relative_to(root).as_posix() for path in _files_below(root)}
+        present = self._present()
         if self._manifest is None:
             self._take_unlisted(present)
         else:
@@ -68,32 +86,62 @@ class StoreCheck:
             )
         return manifest
 
+    def _present(self) -> set[str]:
+        """List all entries but directories, and but those that mark a store as being written."""
+        found: set[str] = set()
+        for directory, directories, files in os.walk(self._root, onerror=self._note_unread):
+            here = Path(directory)
+            links = [name for name in directories if (here / name).is_symlink()]
+            found |= {
+                (here / name).relative_to(self._root).as_posix()
+                for name in (*files, *links)
+                if not name.startswith(OWN_PREFIX)
+            }
+        return found
+
+    def _note_unread(self, error: OSError) -> None:
+        place = Path(error.filename or self._root)
+        self._findings.add(UNREADABLE, place, f"{place}: cannot be read ({error.strerror})")
+
     def _take_unlisted(self, present: set[str]) -> None:
         """Take whatever looks like a chunk, where nothing tells what there should be."""
         for path in sorted(present - {*MANIFEST_FILES}):
             if not path.endswith("zarr.json"):
-                self._add_file(path)
+                self._add_file(path, None)
 
     def _take_listed(self, manifest: Manifest, present: set[str]) -> None:
         for path in sorted(present - manifest.records.keys() - {*MANIFEST_FILES}):
             full = self._root / path
             self._findings.add(EXTRA, full, f"{full}: is no part of the store")
         for path, record in manifest.records.items():
-            full = self._root / path
-            if not full.is_file():
-                message = f"{full}: missing; {record.nbytes} bytes were written"
-                self._findings.add(MISSING, full, message)
-            elif full.stat().st_size != record.nbytes:
-                message = f"{full}: {full.stat().st_size} bytes, {record.nbytes} were written"
+            self._add_file(path, record.nbytes)
+
+    def _add_file(self, path: str, nbytes: int | None) -> None:
+        """Take a file, if it is one that lies in the store and is as long as it should be."""
+        full = self._root / path
+        try:
+            if full.parent not in self._directories:
+                require_inside(full.parent, self._root)
+                self._directories.add(full.parent)
+            stat = full.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            message = f"{full}: missing; {nbytes} bytes were written"
+            self._findings.add(MISSING, full, message)
+        except OSError as error:
+            message = f"{full}: cannot be read ({error.strerror})"
+            self._findings.add(UNREADABLE, full, message)
+        except SourceError as error:
+            self._findings.add_error(error, full.parent)
+        else:
+            if not S_ISREG(stat.st_mode):
+                message = f"{full}: no regular file; copy the store with 'cp -rL'"
+                self._findings.add(MALFORMED, full, message)
+            elif nbytes not in (None, stat.st_size):
+                message = f"{full}: {stat.st_size} bytes, {nbytes} were written"
                 self._findings.add(DAMAGED, full, message)
             else:
-                self._add_file(path)
-
-    def _add_file(self, path: str) -> None:
-        full = self._root / path
-        stat = full.stat()
-        self._index[path] = len(self.files)
-        self.files.append(SourceFile(full, stat.st_size, stat.st_mtime_ns))
+                self._index[path] = len(self.files)
+                self.files.append(SourceFile(full, stat.st_size, stat.st_mtime_ns))
 
     def _read_state(self, manifest: Manifest) -> None:
         """Hold what the training state tells of the tensors against the manifest."""
@@ -102,6 +150,11 @@ class StoreCheck:
         except (SourceError, IntegrityError) as error:
             files = [self._root / path for path in store_files.STATE_FILES]
             self._findings.add_error(error, self._root, files)
+            return
+        if manifest.codec not in CODECS:
+            place = self._root / MANIFEST_FILES[1]
+            message = f"{place}: compressed with {show(manifest.codec)}, which is not known"
+            self._findings.add(UNSUPPORTED, place, message)
             return
         self.tag = checkpoint.tag
         self._documents = store_files.documents(checkpoint, shapes, manifest.codec)
@@ -177,7 +230,12 @@ class StoreCheck:
         number, full, record = self._index[path], self._root / path, manifest.records[path]
         look: Callable[[Result], list[str]]
         is_document = path.endswith("zarr.json")
-        if path in self._documents:
+        is_known = path in self._documents
+        if is_known and record.nbytes > self._limit_of(path):
+            message = f"{full}: {record.nbytes:,} bytes, where the document of an array belongs"
+            self._findings.add(MALFORMED, full, message)
+            is_known = False
+        if is_known:
             piece = chunk_checks.bytes_piece(number, record.nbytes)
             look = partial(self._look_at_document, full, record, self._documents[path])
         elif is_document or path in store_files.STATE_FILES or manifest.codec != "none":
@@ -193,6 +251,10 @@ class StoreCheck:
             self._take(full, results[0], look)
 
         return Unit([piece], judge)
+
+    def _limit_of(self, path: str) -> int:
+        """Tell how long a document may be that is read and understood."""
+        return _LIMIT_AGAIN * len(self._documents[path]) + _FREE_BYTES
 
     def _look_at_document(
         self, path: Path, record: FileRecord, expected: bytes, found: bytes
@@ -232,7 +294,7 @@ class StoreCheck:
             self._findings.tensors += 1
         elif recorded is not None:
             place = self._root / array
-            message = f"{place}: its elements have the digest {found}, {recorded} was recorded"
+            message = f"{place}: its elements have the digest {found}, {recorded:.40} was recorded"
             self._findings.add(DAMAGED, place, message)
 
     def _take(self, path: Path, result: Result, look: Callable[[Result], list[str]]) -> None:
@@ -243,9 +305,3 @@ class StoreCheck:
         self._findings.checked += 1
         for problem in look(result):
             self._findings.add(DAMAGED, path, problem)
-
-
-def _files_below(root: Path) -> Iterator[Path]:
-    """Yield all files but those that mark a store as one that is being written."""
-    for directory, _, files in os.walk(root):
-        yield from (Path(directory) / f for f in files if not f.startswith(OWN_PREFIX))

@@ -76,7 +76,9 @@ class TorchFiles:
             self.findings.add(MALFORMED, path, f"{path}: {problem}")
         saved_as = self.owner(audit.root + path.suffix)
         if owner is not None and saved_as not in (None, owner):
-            message = f"{path}: was saved as {audit.root}{path.suffix}; have the two been swapped?"
+            message = (
+                f"{path}: was saved as {audit.root:.100}{path.suffix}; have the two been swapped?"
+            )
             self.findings.add(DISAGREEMENT, path, message)
         if _lacks_checksums(audit):
             message = f"{path}: its writer left the checksums of tensor data out"
@@ -106,7 +108,9 @@ class TorchFiles:
             crc32 = CRC32.joined(crc32, result, size)
         self.findings.checked += 1
         if crc32 != record.crc32:
-            message = f"{path}: the {record.nbytes} bytes of record {record.name} have the CRC-32"
+            message = (
+                f"{path}: the {record.nbytes} bytes of record {record.name:.100} have the CRC-32"
+            )
             message = f"{message} {crc32:08x}, {record.crc32:08x} was recorded when they were saved"
             self.findings.add(DAMAGED, path, message)
 

@@ -220,7 +220,7 @@ def test_many_differences_are_counted_and_not_all_told() -> None:
 
 
 def test_places_are_told_shortly_whatever_leads_there() -> None:
-    values = [{"a" * 70: {("b" * 5000, 3): {10**300: {"x" * 5000: n}}}} for n in (1, 2)]
+    values: list[Any] = [{"a" * 70: {("b" * 5000, 3): {10**300: {"x" * 5000: n}}}} for n in (1, 2)]
     for _ in range(40):
         values = [{"c" * 70: value} for value in values]
     ((where, how),) = places(*values).items()
@@ -233,7 +233,7 @@ def test_names_are_not_spelled_for_places_that_do_not_differ() -> None:
     for _ in range(200):
         values = [{"k" * 80: value} for value in values]
     began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert list(compare_nodes(*values, "top")) == []
+    assert list(compare_nodes(values[0], values[1], "top")) == []
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - began < 300 * 1024
 
 

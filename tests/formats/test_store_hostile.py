@@ -13,7 +13,7 @@ import pytest
 import streamshard
 from streamshard.errors import CorruptFileError, IntegrityError, SourceError
 from streamshard.formats import store_state
-from streamshard.formats.checkpoint import Checkpoint, ModuleEntry, OtherFile
+from streamshard.formats.checkpoint import Checkpoint, ModuleEntry, OtherFile, ScalarState
 from streamshard.formats.zarr_chunks import BloscChunk, spell_checksum
 from streamshard.model import FILE, LogicalTensor
 from tests.fabricated import client_state, write
@@ -71,6 +71,17 @@ def other_family(**changes: Any) -> Callable[[Checkpoint], Checkpoint]:  # noqa:
     return lambda c: replace(c, families=(replace(c.families[0], **changes),))
 
 
+def huge(checkpoint: Checkpoint) -> Checkpoint:
+    """Make every matrix a large one, in all that tells of it."""
+
+    def of(shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (1 << 20, 1 << 20) if len(shape) == 2 else shape
+
+    module = [replace(entry, shape=of(entry.shape)) for entry in checkpoint.families[0].module]
+    changed = other_family(module=tuple(module))(checkpoint)
+    return other_tensors(lambda t: replace(t, shape=of(t.shape)))(changed)  # type: ignore[no-any-return]
+
+
 def other_entries(entry: ModuleEntry) -> Callable[[Checkpoint], Checkpoint]:
     return lambda c: other_family(module=(*c.families[0].module, entry))(c)
 
@@ -101,6 +112,18 @@ LIES: dict[str, Callable[[Checkpoint], Checkpoint]] = {
     "a state that is not there": other_entries(ModuleEntry("x", "extra", "", ())),
     "tied to nothing": other_entries(ModuleEntry("x", "alias", "float32", (1,), "y")),
     "notes that are no text": lambda c: replace(c, notes=([],)),  # type: ignore[arg-type]
+    "a weight that is larger than its tensor": lambda c: other_family(
+        module=tuple(replace(e, shape=(*e.shape, 2)) for e in c.families[0].module)
+    )(c),
+    "a weight without a dtype": lambda c: other_family(
+        module=tuple(replace(e, dtype="") for e in c.families[0].module)
+    )(c),
+    "a scalar of half an element": lambda c: other_family(
+        groups=tuple(
+            replace(g, states={**(g.states or {}), "x": ScalarState("float32", (), b"ab")})
+            for g in c.families[0].groups
+        )
+    )(c),
     "ids that are no numbers": other_family(param_ids={"a": []}),
     "a stage that is none": lambda c: replace(c, layout=replace(c.layout, stage=7)),
     "no ranks": lambda c: replace(c, layout=replace(c.layout, world_size=0)),
@@ -135,11 +158,7 @@ def test_permissions_are_permissions_only(store: Path, tmp_path: Path) -> None:
     ],
 )
 def test_chunks_that_do_not_fit(store: Path, shape: tuple[int, ...], says: str) -> None:
-    restate(
-        store,
-        other_tensors(lambda t: replace(t, shape=(1 << 20, 1 << 20)) if len(t.shape) == 2 else t),
-        lambda shapes: [shape if len(s) == 2 else s for s in shapes],
-    )
+    restate(store, huge, lambda shapes: [shape if len(s) == 2 else s for s in shapes])
     with pytest.raises(CorruptFileError, match=says):
         streamshard.inspect(store)
 
