@@ -156,7 +156,7 @@ def _look_at_native(request: Request, root: Path, findings: Findings, sample: Sa
     # Whatever somebody asked for was looked at, so it is a config in the files that is impossible.
     except (SourceError, IntegrityError, UsageError) as error:
         opened = None
-        beside = [p for p in run_dir.iterdir() if not (p.is_dir() or p.is_symlink())]
+        beside = [p for p in run_dir.iterdir() if p.is_file() and is_inside(p, run_dir)]
         fit = _Fit([*sorted(tag_dir.rglob("*")), *sorted(beside)], [run_dir, tag_dir], findings)
         _explain(error, findings, tag_dir, zero_survey.survey(tag_dir, fit.others), fit)
         paths = fit.files

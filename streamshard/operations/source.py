@@ -21,13 +21,13 @@ from streamshard.formats import (
     dump_names,
     dump_reader,
     foreign,
-    frameworks,
     zarr_reader,
     zero_reader,
 )
 from streamshard.formats.checkpoint import Checkpoint, Family
 from streamshard.formats.inert import show
 from streamshard.model import SourceFile, SourceMap
+from streamshard.operations.beside import find_beside, has_shards
 from streamshard.operations.cut import cut_source
 from streamshard.operations.links import require_inside
 from streamshard.plan.cutting import Cutting
@@ -149,7 +149,7 @@ def find_tag(root: Path, tag: str | None) -> tuple[Path, Path]:
             raise UnsupportedError(f"{root}: {what}")
         message = f"{root}: a file; give the run directory, the tag directory or a .zarr store"
         raise SourceNotFoundError(message)
-    if tag is None and _has_shards(root):
+    if tag is None and has_shards(root):
         return root.absolute().parent, root.absolute()
     if tag is None:
         tag = _latest(root)
@@ -185,10 +185,6 @@ def _latest(root: Path) -> str:
     return tag
 
 
-def _has_shards(path: Path) -> bool:
-    return any(names.parse(entry.name) for entry in path.iterdir())
-
-
 def _has_checkpoints(root: Path) -> bool:
     """Tell whether ZeRO's checkpoints lie somewhere in a directory."""
     files = [entry.name for place in root.iterdir() if place.is_dir() for entry in place.iterdir()]
@@ -198,41 +194,13 @@ def _has_checkpoints(root: Path) -> bool:
 
 def _hint_of_tags(root: Path) -> str:
     directories = [p for p in root.iterdir() if p.is_dir()]
-    tags = sorted(p.name for p in directories if _has_shards(p))
+    tags = sorted(p.name for p in directories if has_shards(p))
     nested = sorted(p.name for p in directories if (p / names.LATEST).is_file())
     if nested and not tags:
         return f". Give one of the checkpoints in it: {', '.join(nested[:8])}"
     if not tags:
         return ". Give the directory that holds 'latest', or a tag directory"
     return f". Choose one with --tag: {', '.join(tags[:8])}"
-
-
-def _run_files(run_dir: Path, tag: str) -> list[tuple[Path, str]]:
-    """List the files beside the tags: recovery scripts, tokenizer, configs."""
-    skipped = {names.LATEST, names.LATEST_UNIVERSAL}
-    found = [
-        (entry, entry.name)
-        for entry in sorted(run_dir.iterdir(), key=lambda entry: entry.name)
-        if entry.is_file() and not entry.is_symlink() and entry.name not in skipped
-        if not entry.name.startswith(names.OWN_PREFIX)
-    ]
-    for _, name in found:
-        if not name.isprintable() or any("\ud800" <= letter <= "\udfff" for letter in name):
-            message = f"{run_dir}: file {name!r} has a name that is no text; rename or move it"
-            raise UnsupportedError(message)
-    framework = frameworks.framework_of(tag, [name for _, name in found])
-    if framework is None:
-        return found
-    # A framework's directory holds one checkpoint, so what lies deeper belongs to it as well.
-    for directory in sorted(d for d in run_dir.iterdir() if d.is_dir() and not d.is_symlink()):
-        if _has_shards(directory):
-            if framework == frameworks.ACCELERATE and directory.name != tag:
-                message = f"{directory}: a second model of one Accelerate checkpoint, which is not"
-                raise UnsupportedError(f"{message} supported; save each model by itself")
-            continue
-        inside = sorted(p for p in directory.rglob("*") if p.is_file() and not p.is_symlink())
-        found += [(path, path.relative_to(run_dir).as_posix()) for path in inside]
-    return found
 
 
 def _open_dumps(path: str, config: ds_config.Config | None, like: Checkpoint | None) -> Source:
@@ -253,10 +221,12 @@ def _open_dumps(path: str, config: ds_config.Config | None, like: Checkpoint | N
 def _open_native(run_dir: Path, tag_dir: Path, like: Checkpoint | None) -> Source:
     for path in tag_dir.rglob("*"):
         require_inside(path, run_dir, tag_dir)
+    files, notes = find_beside(run_dir, tag_dir.name)
     try:
-        checkpoint, source_map = zero_reader.read(tag_dir, _run_files(run_dir, tag_dir.name), like)
+        checkpoint, source_map = zero_reader.read(tag_dir, files, like)
     except UsageError as error:  # in the config that the checkpoint keeps
         raise CorruptFileError(f"{tag_dir}: {error}") from error
+    checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *notes))
     with zero_reader.malformed(tag_dir):
         if checkpoint.layout.round_robin:
             families = tuple(
