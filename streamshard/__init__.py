@@ -3,6 +3,7 @@
 from streamshard.errors import StreamshardError
 from streamshard.operations.convert import convert, plan_convert
 from streamshard.operations.inspect import Inspection, inspect
+from streamshard.operations.pickles import NamedGlobal, PickledFile, PickleListing, list_pickles
 from streamshard.operations.repartition import plan_repartition, repartition
 from streamshard.operations.report import Report
 from streamshard.operations.verification import Difference, Problem, Verification
@@ -11,12 +12,16 @@ from streamshard.operations.verify import verify
 __all__ = [
     "Difference",
     "Inspection",
+    "NamedGlobal",
+    "PickleListing",
+    "PickledFile",
     "Problem",
     "Report",
     "StreamshardError",
     "Verification",
     "convert",
     "inspect",
+    "list_pickles",
     "plan_convert",
     "plan_repartition",
     "repartition",

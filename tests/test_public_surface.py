@@ -24,12 +24,16 @@ ROOT = Path(streamshard.__file__).parent.parent
 SURFACE = [
     "Difference",
     "Inspection",
+    "NamedGlobal",
+    "PickleListing",
+    "PickledFile",
     "Problem",
     "Report",
     "StreamshardError",
     "Verification",
     "convert",
     "inspect",
+    "list_pickles",
     "plan_convert",
     "plan_repartition",
     "repartition",
@@ -58,7 +62,7 @@ def test_everything_public_is_documented_and_takes_options_by_keyword(name: str)
     if inspection.isfunction(value):
         kinds = [p.kind for p in inspection.signature(value).parameters.values()]
         by_position = kinds.count(inspection.Parameter.POSITIONAL_OR_KEYWORD)
-        assert by_position == (1 if name in ("inspect", "verify") else 2)
+        assert by_position == (1 if name in ("inspect", "list_pickles", "verify") else 2)
         assert kinds[by_position:] == [inspection.Parameter.KEYWORD_ONLY] * len(kinds[by_position:])
 
 
@@ -143,6 +147,7 @@ for source in ("run", "x.zarr"):
             f"{root}/{source}", f"{root}/{source}-{world_size}", world_size=world_size, verify=True
         )
     assert streamshard.verify(f"{root}/{source}").is_good
+    assert not streamshard.list_pickles(f"{root}/{source}").problems
 assert streamshard.cli.main(["inspect", f"{root}/run", "--json"]) == 0
 """
 
