@@ -1,0 +1,229 @@
+"""What can be said on the command line: verbs, their options and their help."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
+
+from streamshard import sizes
+from streamshard.engine import memory
+from streamshard.errors import UsageError
+from streamshard.formats.zarr_documents import CODECS
+from streamshard.operations.convert import DEFAULT_CHUNK_BYTES
+
+Verb: TypeAlias = Callable[[argparse.Namespace], None]
+Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+_SOURCE_HELP: Final = (
+    "run directory with 'latest', tag directory, .zarr store, or template of raw per-rank dumps "
+    "such as 'ckpt/optimizer.{rank:02d}.pt'"
+)
+
+
+def arguments_of(
+    *, repartition: Verb, convert: Verb, verify: Verb, inspect: Verb
+) -> argparse.ArgumentParser:
+    """Make the parser of the whole command line; `verb` of what it parses is what to run."""
+    parser = argparse.ArgumentParser(
+        prog="streamshard",
+        description="Reshard DeepSpeed ZeRO checkpoints to another number of GPUs.",
+        epilog="Exit codes: 0 done, 2 usage, 3 source unreadable or incomplete, 4 target, "
+        "5 memory limit too small, 6 bytes differ from what was recorded or verify found problems, "
+        "130 interrupted.",
+    )
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    _add_repartition(verbs, repartition)
+    _add_convert(verbs, convert)
+    _add_verify(verbs, verify)
+    _add_inspect(verbs, inspect)
+    return parser
+
+
+def _add_repartition(verbs: Verbs, run: Verb) -> None:
+    verb = _add(
+        verbs,
+        "repartition",
+        run,
+        "write a checkpoint's files for another world size",
+        "streamshard repartition runs/7b runs/7b-on-6 --world-size 6",
+    )
+    verb.add_argument("source", metavar="SRC", help=_SOURCE_HELP)
+    verb.add_argument("target", metavar="OUT", help="run directory to make, or template")
+    verb.add_argument(
+        "--world-size", type=int, required=True, metavar="M", help="all ranks that will resume"
+    )
+    verb.add_argument(
+        "--zero-stage", type=int, choices=(1, 2, 3), help="stage that will resume [the source's]"
+    )
+    verb.add_argument(
+        "--ds-config",
+        metavar="FILE",
+        help="whole DeepSpeed config of the job that will resume [the one kept in the checkpoint]",
+    )
+    _add_moving_options(verb)
+
+
+def _add_convert(verbs: Verbs, run: Verb) -> None:
+    verb = _add(
+        verbs,
+        "convert",
+        run,
+        "write a checkpoint into a Zarr store",
+        "streamshard convert runs/7b archive/7b.zarr --codec zstd",
+    )
+    verb.add_argument("source", metavar="SRC", help=_SOURCE_HELP)
+    verb.add_argument("target", metavar="STORE.zarr", help="store to make")
+    verb.add_argument("--codec", choices=CODECS, default="none", help="compression [none]")
+    verb.add_argument(
+        "--chunk-size",
+        type=_size,
+        default=DEFAULT_CHUNK_BYTES,
+        metavar="SIZE",
+        help="bytes per chunk at most, before compression [64MiB]",
+    )
+    _add_moving_options(verb)
+
+
+def _add_verify(verbs: Verbs, run: Verb) -> None:
+    verb = _add(
+        verbs,
+        "verify",
+        run,
+        "check that a checkpoint is whole and as it was written, or the same as another",
+        "streamshard verify archive/7b.zarr --against runs/7b",
+    )
+    verb.add_argument("source", metavar="PATH", help=_SOURCE_HELP)
+    verb.add_argument(
+        "--against",
+        metavar="SRC",
+        help="compare the content with that of another checkpoint, tensor by tensor, whatever "
+        "its format, ZeRO stage and world size; checksums are not looked at then",
+    )
+    verb.add_argument(
+        "--sample",
+        metavar="PART",
+        help="read a part only: 3/20, or 5%% for the one of twenty whose turn it is today [all]",
+    )
+    verb.add_argument(
+        "--digests",
+        action="store_true",
+        help="list the digest of every tensor, which does not depend on how it is cut",
+    )
+    _add_reading_options(verb)
+
+
+def _add_inspect(verbs: Verbs, run: Verb) -> None:
+    verb = _add(
+        verbs,
+        "inspect",
+        run,
+        "show what is in a checkpoint",
+        "streamshard inspect runs/7b",
+    )
+    verb.add_argument("source", metavar="SRC", help=_SOURCE_HELP)
+    verb.add_argument(
+        "--pickles",
+        action="store_true",
+        help="list every name that pickles ask for; SRC may be a single file, and may be damaged",
+    )
+    _add_source_options(verb)
+
+
+def _add(verbs: Verbs, name: str, run: Verb, summary: str, example: str) -> argparse.ArgumentParser:
+    verb = verbs.add_parser(
+        name, help=summary, description=summary.capitalize() + ".", epilog=f"Example: {example}"
+    )
+    verb.set_defaults(verb=run)
+    verb.add_argument("--json", action="store_true", help="print one JSON document")
+    volume = verb.add_mutually_exclusive_group()
+    volume.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
+    volume.add_argument("-v", "--verbose", action="store_true", help="print more")
+    return verb
+
+
+def _add_source_options(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "--source-ds-config", metavar="FILE", help="DeepSpeed config of the job that left raw dumps"
+    )
+    verb.add_argument(
+        "--like",
+        metavar="SRC",
+        help="another checkpoint of the same job, for what SRC does not tell: see the README",
+    )
+    verb.add_argument("--tag", help="tag to read [the one that 'latest' names]")
+
+
+def _add_reading_options(verb: argparse.ArgumentParser) -> None:
+    _add_source_options(verb)
+    verb.add_argument(
+        "--memory-limit",
+        type=_memory,
+        metavar="SIZE",
+        help="memory above the program's own: 512MiB, 2GB, or 50%% of the machine's [1GiB, at most "
+        "half of what there is]",
+    )
+    verb.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="threads [one per core, at most 4, fewer where memory is tight]",
+    )
+
+
+def _add_moving_options(verb: argparse.ArgumentParser) -> None:
+    _add_reading_options(verb)
+    verb.add_argument("--overwrite", action="store_true", help="replace the target if it exists")
+    verb.add_argument(
+        "-n", "--dry-run", action="store_true", help="show what would be done, and write nothing"
+    )
+    verb.add_argument(
+        "--verify",
+        action="store_true",
+        help="read back from disk what was written, and compare it with SRC before it takes its "
+        "place",
+    )
+
+
+def _size(text: str) -> int:
+    try:
+        return sizes.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _memory(text: str) -> int:
+    try:
+        return sizes.parse(text, whole=memory.available_bytes())
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def source_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of every verb, by the names that they have in Python."""
+    return {
+        "source_ds_config_file": arguments.source_ds_config,
+        "like": arguments.like,
+        "tag": arguments.tag,
+    }
+
+
+def reading_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of verbs that read tensors.
+
+    Raises
+    ------
+    UsageError
+        One of them asks for what cannot be.
+    """
+    if arguments.workers is not None and arguments.workers < 1:
+        raise UsageError(f"--workers {arguments.workers}: at least one is needed")
+    return {
+        **source_options(arguments),
+        "memory_limit": arguments.memory_limit,
+        "workers": arguments.workers,
+    }
+
+
+def moving_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of verbs that write; see `reading_options` for errors."""
+    writing = {"overwrite": arguments.overwrite, "verify": arguments.verify}
+    return {**reading_options(arguments), **writing}
