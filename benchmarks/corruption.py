@@ -277,6 +277,7 @@ def campaign(source: Path, directory: Path, seed: int, flips: int, others: int) 
             tally = Tally()
             for _ in range(flips if what == "a flipped bit" else others):
                 subject.try_out(damage, tally)
+            print(f"{name}: {what}: {tally.tried + tally.apart:,} tried", file=sys.stderr)
             numbers = (tally.tried, tally.noticed, tally.silent, tally.apart, tally.apart_noticed)
             rows.append([name, what, *(f"{number:,}" for number in numbers)])
             rows[-1][4] = rows[-1][4] if subject.is_store else ""

@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(printable(f"streamshard: {error}"), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("streamshard: interrupted; nothing half-written was left", file=sys.stderr)
+        what = "; nothing half-written was left" if hasattr(arguments, "target") else ""
+        print(f"streamshard: interrupted{what}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # The reader has gone; keep the interpreter from complaining about it at exit.

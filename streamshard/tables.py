@@ -160,7 +160,7 @@ def pickles_text(found: PickleListing, *, verbose: bool) -> str:
         more = len(name.files) - 1
         where = name.files[0] + (f" and {more:,} more" if more else "")
         rows.append((name.name, "yes" if name.is_known else "NO", f"{name.count:,}", where))
-    blocks = [_facts(facts), table(rows)]
+    blocks = [_facts(facts), *([table(rows)] if found.names else [])]
     if verbose:
         blocks.append(table([("file", "pickles"), *((f.path, f.pickles) for f in found.files)]))
     blocks += [f"{file.path}: {file.problem}" for file in found.problems]
@@ -217,7 +217,8 @@ def verification_text(found: Verification, *, verbose: bool, with_digests: bool)
     if wrong:
         blocks.append("\n".join(map(_finding, shown)))
     else:
-        blocks.append("No difference." if found.against else "No problem found.")
+        same = "No difference. Checksums were not looked at: verify does that without --against."
+        blocks.append(same if found.against else "No problem found.")
     if len(shown) < len(wrong):
         blocks.append(f"{len(wrong) - len(shown):,} more; -v shows all.")
     return "\n\n".join(blocks)

@@ -192,7 +192,7 @@ class _Auditor:
     def _end(self) -> _End:
         """Find the directory by the end records, which must be the last bytes of the file."""
         at = self._nbytes - _END.size
-        what = "end record: truncated, or something was appended"
+        what = "end record (truncated, or something was appended)"
         disk, first, here, count, size, start, comment = self._read(_END, at, b"PK\x05\x06", what)
         said = (here, count, size, start)
         if self._bytes(at - _LOCATOR_64.size, 4) == b"PK\x06\x07":

@@ -145,6 +145,8 @@ def _look_at_native(request: Request, root: Path, findings: Findings, sample: Sa
     except SourceNotFoundError:
         raise
     except SourceError as error:
+        if not root.is_dir():
+            raise
         findings.add_error(error, root, [root / "latest"])
         return Looked("native", None, (), lambda: iter(()), {})
     try:

@@ -3,19 +3,24 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
 from streamshard.engine import digests
 from streamshard.engine.digests import CRC32
 from streamshard.engine.probe import Probe
-from streamshard.errors import IntegrityError
+from streamshard.errors import IntegrityError, StreamshardError
 from streamshard.formats.store_files import ChunkPlace
 from streamshard.formats.store_manifest import BLOCK_BYTES, FileRecord
 from streamshard.formats.zarr_chunks import CHECKSUM_BYTES, spell_checksum
 from streamshard.model import Digest
 from streamshard.operations.scanning import Piece, Result
+
+_PIECE_BYTES: Final = 16 << 20
+"""What a worker reads in a row of a file of any size, so that a run can be interrupted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +112,27 @@ def _runs(numbers: Sequence[int]) -> list[range]:
     return found
 
 
-def crc32_piece(file: int, nbytes: int) -> Piece:
-    """Read a file as it is, for its CRC-32."""
-    return Piece(nbytes, partial(_read_crc32, file, nbytes))
+def digest_pieces(file: int, nbytes: int) -> list[Piece]:
+    """Read so many bytes of a file as they are, for their digest, in pieces that do not take long.
+
+    `joined` puts together what they find.
+    """
+    cuts = [*range(0, nbytes, _PIECE_BYTES), nbytes] if nbytes else [0, 0]
+    return [
+        Piece(stop - start, partial(_read_digest, file, start, stop))
+        for start, stop in pairwise(cuts)
+    ]
 
 
-def _read_crc32(file: int, nbytes: int, probe: Probe) -> int:
-    return probe.crc32(file, 0, nbytes)
+def _read_digest(file: int, start: int, stop: int, probe: Probe) -> Digest:
+    (found,) = probe.digests(file, [start, stop])
+    return found
+
+
+def joined(results: Sequence[Result]) -> Digest | StreamshardError:
+    """Put the digests of a file's pieces together, unless one could not be read."""
+    failed = [result for result in results if isinstance(result, StreamshardError)]
+    return failed[0] if failed else digests.joined(results)
 
 
 def bytes_piece(file: int, nbytes: int) -> Piece:
@@ -125,6 +144,11 @@ def _read_bytes(file: int, nbytes: int, probe: Probe) -> bytes:
     return probe.read(file, 0, nbytes)
 
 
+def whole_digest(path: Path, record: FileRecord, found: Digest) -> list[str]:
+    """Hold a file's digest against the CRC-32 that was recorded."""
+    return whole_file(path, record, found.crc32)
+
+
 def whole_file(path: Path, record: FileRecord, found: int) -> list[str]:
     """Hold a file's CRC-32 against the one that was recorded."""
     if len(record.crc32s) == 1 and found == record.crc32s[0]:
@@ -132,19 +156,19 @@ def whole_file(path: Path, record: FileRecord, found: int) -> list[str]:
     return [f"{path}: damaged: its bytes are not those in the manifest"]
 
 
-def own_checksum_piece(file: int, nbytes: int) -> Piece:
-    """Read a chunk of which nothing is known but that it ends in its checksum."""
-    return Piece(nbytes, partial(_read_own, file, max(0, nbytes - CHECKSUM_BYTES)))
+def own_checksum_pieces(file: int, nbytes: int) -> list[Piece]:
+    """Read a chunk of which nothing is known but that it ends in its checksum, in pieces."""
+    content_bytes = max(0, nbytes - CHECKSUM_BYTES)
+    end = Piece(nbytes - content_bytes, partial(_read_end, file, content_bytes, nbytes))
+    return [*digest_pieces(file, content_bytes), end]
 
 
-def _read_own(file: int, content_bytes: int, probe: Probe) -> Result:
-    (found,) = probe.digests(file, [0, content_bytes])
-    return found, probe.read(file, content_bytes, content_bytes + CHECKSUM_BYTES)
+def _read_end(file: int, start: int, stop: int, probe: Probe) -> bytes:
+    return probe.read(file, start, stop)
 
 
-def own_checksum(path: Path, result: Result) -> list[str]:
+def own_checksum(path: Path, trailer: bytes, found: Digest) -> list[str]:
     """Hold a chunk against the checksum at its end."""
-    found, trailer = result
     if trailer == spell_checksum(found.crc32c):
         return []
     return [f"{path}: damaged: its bytes do not fit the checksum at its end"]

@@ -73,7 +73,7 @@ def list_pickles(source: str | os.PathLike[str], *, tag: str | None = None) -> P
     Raises
     ------
     SourceNotFoundError
-        There is nothing at the path.
+        There is nothing at the path, or nothing with a pickle in it.
     """
     root = Path(source)
     notes: list[str] = []
@@ -91,6 +91,9 @@ def list_pickles(source: str | os.PathLike[str], *, tag: str | None = None) -> P
             counts[name] += count
             where.setdefault(name, []).append(path)
         files.append(PickledFile(path, finding.pickles, dict(named), finding.problem))
+    if not files:
+        message = f"{root}: nothing in it holds a pickle. Give a run directory, a tag directory"
+        raise SourceNotFoundError(f"{message}, a .zarr store, a template or a single file")
     listed = [
         NamedGlobal(str(name), name in KNOWN, counts[name], tuple(where[name])) for name in counts
     ]

@@ -221,9 +221,11 @@ class StoreCheck:
         full = self.files[number].path
 
         def judge(results: Sequence[Result]) -> None:
-            self._take(full, results[0], partial(chunk_checks.own_checksum, full))
+            found, end = chunk_checks.joined(results[:-1]), results[-1]
+            found = end if isinstance(end, StreamshardError) else found
+            self._take(full, found, partial(chunk_checks.own_checksum, full, end))
 
-        return Unit([chunk_checks.own_checksum_piece(number, self.files[number].nbytes)], judge)
+        return Unit(chunk_checks.own_checksum_pieces(number, self.files[number].nbytes), judge)
 
     def _single_unit(self, manifest: Manifest, path: str) -> Unit:
         """Check a document, the training state, or a chunk of which only the manifest knows."""
@@ -239,8 +241,7 @@ class StoreCheck:
             piece = chunk_checks.bytes_piece(number, record.nbytes)
             look = partial(self._look_at_document, full, record, self._documents[path])
         elif is_document or path in store_files.STATE_FILES or manifest.codec != "none":
-            piece = chunk_checks.crc32_piece(number, record.nbytes)
-            look = partial(chunk_checks.whole_file, full, record)
+            return self._whole_unit(number, full, record)
         else:
             content = store_files.content_bytes(record)
             place = ChunkPlace(path, content, content)
@@ -251,6 +252,14 @@ class StoreCheck:
             self._take(full, results[0], look)
 
         return Unit([piece], judge)
+
+    def _whole_unit(self, number: int, full: Path, record: FileRecord) -> Unit:
+        look = partial(chunk_checks.whole_digest, full, record)
+
+        def judge(results: Sequence[Result]) -> None:
+            self._take(full, chunk_checks.joined(results), look)
+
+        return Unit(chunk_checks.digest_pieces(number, record.nbytes), judge)
 
     def _limit_of(self, path: str) -> int:
         """Tell how long a document may be that is read and understood."""

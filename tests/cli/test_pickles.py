@@ -326,3 +326,10 @@ def test_nothing_is_changed(run: Path) -> None:
     before = tree(run)
     listed(run)
     assert tree(run) == before
+
+
+def test_a_place_without_pickles_is_no_answer(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("none here")
+    done = streamshard("inspect", "--pickles", tmp_path)
+    assert (done.exit_code, done.stdout) == (3, "")
+    assert f"{tmp_path}: nothing in it holds a pickle" in done.stderr

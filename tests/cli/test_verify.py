@@ -1,6 +1,14 @@
 """`verify` on the command line: what is printed where, and the exit code."""
 
+import fcntl
 import json
+import os
+import pty
+import signal
+import struct
+import subprocess
+import sys
+import termios
 from collections.abc import Callable
 from pathlib import Path
 
@@ -113,3 +121,53 @@ def test_too_small_a_limit_exits_with_5(saved: Callable[[int], Path]) -> None:
         done = streamshard("verify", saved(2), *options, "--memory-limit", "1MiB")
         assert done.code == 5
         assert "use --memory-limit" in done.err
+
+
+def test_against_tells_what_it_does_not_look_at(saved: Callable[[int], Path]) -> None:
+    done = streamshard("verify", saved(2), "--against", saved(2))
+    assert "No difference. Checksums were not looked at" in done.out
+
+
+def test_a_file_is_no_checkpoint(saved: Callable[[int], Path]) -> None:
+    done = streamshard("verify", saved(2) / "latest")
+    assert (done.code, done.out) == (3, "")
+    assert f"give its directory, {saved(2)}" in done.err
+
+
+def test_it_can_be_interrupted_in_the_middle_of_a_file_of_any_size(
+    saved: Callable[[int], Path], tmp_path: Path
+) -> None:
+    """A file of holes takes longer to read than any test may, unless reading it is broken off."""
+    store = tmp_path / "run.zarr"
+    assert streamshard("convert", saved(2), store, "-q").code == 0
+    (store / "meta/manifest/c/0").unlink()
+    with (store / "chunk").open("wb") as stream:
+        stream.truncate(1 << 40)
+    before = sizes_below(tmp_path)
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    # `timeout` passes a signal on, and ends what does not end by itself.
+    command = ["timeout", "60", sys.executable, "-m", "streamshard.cli", "verify", str(store)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=slave)
+    os.close(slave)
+    shown = os.read(master, 1000)  # the bar appears when reading begins
+    child.send_signal(signal.SIGINT)
+    while data := _read_terminal(master):
+        shown += data
+    os.close(master)
+    out, _ = child.communicate()
+    assert (child.returncode, out) == (130, b"")
+    assert b"streamshard: interrupted" in shown
+    assert b"Traceback" not in shown
+    assert sizes_below(tmp_path) == before
+
+
+def _read_terminal(master: int) -> bytes:
+    try:
+        return os.read(master, 1000)
+    except OSError:  # how the end of a terminal reads
+        return b""
+
+
+def sizes_below(root: Path) -> dict[Path, int]:
+    return {path: path.stat().st_size for path in root.rglob("*")}
