@@ -11,6 +11,7 @@ from streamshard.formats import deepspeed_names as names
 from streamshard.formats.checkpoint import ModuleEntry, require_tied_to_weights
 from streamshard.formats.inert import Node
 from streamshard.formats.node_checks import name_of, of_file
+from streamshard.formats.node_walk import spell_few, spell_key
 from streamshard.formats.torch_tensor import Tensor, shape_of, tensor_of
 from streamshard.formats.zero_files import SAVE_AGAIN, require
 from streamshard.formats.zero_rank_files import RankFile, differences
@@ -199,7 +200,7 @@ class ModuleReader:
         differing = {key for _, keys in differences(self._files, common) for key in keys}
         if differing:
             self.notes.append(
-                f"The ranks' files differ in {', '.join(sorted(map(str, differing)))}; "
+                f"The ranks' files differ in {spell_few(sorted(differing, key=spell_key))}; "
                 "rank 0's are taken for all."
             )
 
