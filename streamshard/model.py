@@ -208,10 +208,9 @@ class ShardsOf:
 
 @dataclass(frozen=True, slots=True)
 class ShardOf:
-    """A rank's shard of a single tensor (stage 3, frozen weights)."""
+    """A shard of a single tensor, of the rank whose file it is in (stage 3, frozen weights)."""
 
     tensor: int
-    rank: int
 
 
 Content = Literal | Whole | PartitionOf | WholesOf | ShardsOf | ShardOf

@@ -194,7 +194,7 @@ def changed_values(chance: random.Random, path: Path, data: bytes) -> bytes:
             put_at(place, value_at(chance.choice(found)))
         else:
             put_at(place, chance.choice(VALUES)())
-    return put_together(torch_file.lay_out(root, path.stem), data + bytes(64))
+    return put_together(torch_file.lay_out(torch_file.spell(root), path.stem), data + bytes(64))
 
 
 JOBS: dict[str, tuple[Job, Stages]] = {

@@ -240,8 +240,16 @@ class TorchLayout:
         return central + end_64 + locator + end
 
 
-def lay_out(root: Node, stem: str) -> TorchLayout:
-    """Lay out the file that torch.save would write for an object, under `stem` as root folder."""
+@dataclass(frozen=True, slots=True)
+class Spelled:
+    """An object as torch.save pickles it, and the storages that it refers to by their numbers."""
+
+    pickled: bytes
+    storages: Sequence[Storage]
+
+
+def spell(root: Node) -> Spelled:
+    """Spell an object as torch.save does."""
     keys: dict[int, str] = {}
     storages: list[Storage] = []
 
@@ -253,13 +261,17 @@ def lay_out(root: Node, stem: str) -> TorchLayout:
             storages.append(node)
         return storage_id(node, keys[id(node)])
 
-    pickled = inert_dump.dump(root, persistent_id)
+    return Spelled(inert_dump.dump(root, persistent_id), storages)
+
+
+def lay_out(spelled: Spelled, stem: str) -> TorchLayout:
+    """Lay out the file that torch.save would write for an object, under `stem` as root folder."""
     contents: list[tuple[str, Storage | Literal]] = [
-        (PICKLE, Literal(pickled)),
+        (PICKLE, Literal(spelled.pickled)),
         (".format_version", Literal(b"1")),
         (".storage_alignment", Literal(str(_ALIGNMENT).encode())),
         ("byteorder", Literal(b"little")),
-        *((f"data/{keys[id(storage)]}", storage) for storage in storages),
+        *((f"data/{key}", storage) for key, storage in enumerate(spelled.storages)),
         ("version", Literal(b"3\n")),
     ]
     records: list[Record] = []

@@ -156,5 +156,5 @@ class ModuleWriter:
             return make_tensor(module[entry.name].args[0], entry.shape)
         tensor = self._index[self._family.name, MODULE, entry.name]
         numel = -(-self._source.tensors[tensor].numel // self._layout.world_size)
-        storage = Storage(self._entry_dtype(entry), numel, ShardOf(tensor, rank))
+        storage = Storage(self._entry_dtype(entry), numel, ShardOf(tensor))
         return make_tensor(storage, (numel,))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from streamshard.formats import deepspeed_names as names
-from streamshard.formats.inert import Node
+from streamshard.formats.torch_file import Spelled, spell
 from streamshard.formats.zero_module_writer import ModuleWriter
 from streamshard.formats.zero_optimizer_writer import OptimizerWriter
 from streamshard.formats.zero_target import ZeroTarget
@@ -20,9 +20,12 @@ class FileImage:
 
     path: str
     """Relative to the run directory."""
-    root: Node
+    spelled: Spelled
+    """The same for all ranks whose objects differ in nothing but what fills the storages."""
     family: int = 0
     """Number of the family that its contents are of."""
+    rank: int | None = None
+    """Whose file it is, where that matters."""
 
 
 class NativeImages:
@@ -33,6 +36,8 @@ class NativeImages:
         self._model = ModuleWriter(target)
         self._optimizer = OptimizerWriter(target)
         self._ranks = range(target.layout.world_size)
+        self._of_all: dict[bool, Spelled] = {}
+        """Model files of stage 3, by whether they list the tied parameters."""
 
     def all(self) -> Iterator[FileImage]:
         """Spell all files."""
@@ -57,16 +62,22 @@ class NativeImages:
             yield self._optimizer_image(rank), count
 
     def _model_image(self, rank: int | None) -> FileImage:
-        mp_rank = self._target.mp_rank
-        return self._image(names.model_file(rank, mp_rank), self._model.file(rank))
+        name = names.model_file(rank, self._target.mp_rank)
+        if rank is None:
+            return self._image(name, spell(self._model.file(None)))
+        lists_tied = bool(self._model.shared_params(rank))
+        if lists_tied not in self._of_all:
+            self._of_all[lists_tied] = spell(self._model.file(rank))
+        return self._image(name, self._of_all[lists_tied], rank)
 
     def _optimizer_image(self, rank: int) -> FileImage:
         bf16, mp_rank = self._target.is_bf16, self._target.mp_rank
         name = names.optimizer_file(rank, bf16=bf16, mp_rank=mp_rank)
-        return self._image(name, self._optimizer.file(rank))
+        return self._image(name, spell(self._optimizer.file(rank)))
 
-    def _image(self, name: str, root: Node) -> FileImage:
-        return FileImage(f"{self._target.checkpoint.tag}/{name}", root, self._target.mp_rank)
+    def _image(self, name: str, spelled: Spelled, rank: int | None = None) -> FileImage:
+        path = f"{self._target.checkpoint.tag}/{name}"
+        return FileImage(path, spelled, self._target.mp_rank, rank)
 
 
 def _alike(ranks: Iterable[int], key: Callable[[int], Hashable]) -> Iterator[tuple[int, int]]:
@@ -87,7 +98,7 @@ class StepImages:
     def all(self) -> Iterator[FileImage]:
         """Spell all files."""
         for path in self.paths:
-            yield FileImage(path, {"step": self.step})
+            yield FileImage(path, spell({"step": self.step}))
 
     def sizes(self) -> Iterator[tuple[FileImage, int]]:
         """Spell one of all files that are equally large, with their count."""
@@ -115,7 +126,7 @@ class DumpImages:
     def all(self) -> Iterator[FileImage]:
         """Spell all files."""
         for rank in self._ranks:
-            yield FileImage(self._name(rank), self._optimizer.dump(rank))
+            yield FileImage(self._name(rank), spell(self._optimizer.dump(rank)))
 
     def sizes(self) -> Iterator[tuple[FileImage, int]]:
         """Spell one of all files that are equally large, with their count."""

@@ -68,7 +68,7 @@ class NativeFiles:
 
     def lay_out(self, image: FileImage) -> torch_file.TorchLayout:
         """Lay out a file; its size and its pickle are known then."""
-        return torch_file.lay_out(image.root, PurePosixPath(image.path).stem)
+        return torch_file.lay_out(image.spelled, PurePosixPath(image.path).stem)
 
     def torch_target(self, image: FileImage) -> TargetFile:
         """Turn one spelled file into work."""
@@ -80,7 +80,7 @@ class NativeFiles:
         for record in layout.records:
             checksum = Crc32()
             checksums.append(checksum)
-            parts += self._parts(record, checksum, image.family)
+            parts += self._parts(record, checksum, image)
             held += record.nbytes
             if held >= _SPAN_BYTES:
                 spans.append(Span(start, parts))
@@ -108,7 +108,7 @@ class NativeFiles:
                 )
 
     def _parts(
-        self, record: torch_file.Record, checksum: Crc32, family: int
+        self, record: torch_file.Record, checksum: Crc32, image: FileImage
     ) -> list[Fixed | Region]:
         """Spell a record: its header, its data, its descriptor."""
         storage = record.content
@@ -120,7 +120,7 @@ class NativeFiles:
             raise TypeError(f"record {record.name} has nothing to fill it")
         source_dtype, target_dtype = self._dtypes(storage, content)
         source_itemsize, target_itemsize = ITEMSIZE[source_dtype], ITEMSIZE[target_dtype]
-        segments = self._segments(content, family, target_itemsize)
+        segments = self._segments(content, image, target_itemsize)
         region = Region(
             content_bytes=storage.nbytes,
             copies=self._copies(segments, source_itemsize, target_itemsize),
@@ -141,7 +141,8 @@ class NativeFiles:
             return tensor.dtype, tensor.dtype if tensor.state == BLOB else storage.dtype
         return storage.dtype, storage.dtype
 
-    def _segments(self, content: Content, family: int, itemsize: int) -> Segments:
+    def _segments(self, content: Content, image: FileImage, itemsize: int) -> Segments:
+        family = image.family
         if isinstance(content, Whole):
             return whole_segment(content.tensor, self._tensors[content.tensor].numel)
         if isinstance(content, PartitionOf | WholesOf):
@@ -153,8 +154,8 @@ class NativeFiles:
             unit = self._cuts[family].sub_groups[content.sub_group]
             members = self._members[family, unit.group, content.state]
             return self._shards(members[unit.first : unit.stop], content.rank, itemsize)
-        if isinstance(content, ShardOf):
-            return self._shards(np.array([content.tensor]), content.rank, itemsize)
+        if isinstance(content, ShardOf) and image.rank is not None:
+            return self._shards(np.array([content.tensor]), image.rank, itemsize)
         raise TypeError(f"{content} is no range of logical tensors")
 
     def _shards(self, tensors: NDArray[np.int64], rank: int, itemsize: int) -> Segments:
