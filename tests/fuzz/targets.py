@@ -35,7 +35,9 @@ def unpickler(data: bytes, _: Path) -> None:
     """Read a pickle; what was read is written and read again, and must be the same."""
     node = inert_load.load(data, lambda identifier: identifier)
     again = inert_load.load(inert_dump.dump(node, lambda part: None), lambda identifier: identifier)
-    assert list(compare_nodes(node, again, "")) == []
+    # What was just not nested too deeply to be written may be so some frames further down.
+    told = [str(found) for found in compare_nodes(node, again, "")]
+    assert [found for found in told if "too deeply" not in found] == []
 
 
 def torch_files(data: bytes, path: Path) -> None:
