@@ -10,33 +10,15 @@ from typing import Final
 import numpy as np
 
 from streamshard.formats import deepspeed_names as names
+from streamshard.formats import zero_agreement, zero_module
 from streamshard.formats.checkpoint import Checkpoint, Family, FlatState, ScalarState
 from streamshard.formats.inert import Node
 from streamshard.formats.node_walk import Disparity, Found, compare_nodes, spell_key
 from streamshard.model import ZeroLayout
 
-_CUT_IN_MODEL: Final = frozenset(
-    {
-        names.PARAM_SHAPES,
-        names.FROZEN_SHAPES,
-        names.FROZEN_FRAGMENTS,
-        names.SHARED_PARAMS,
-        names.DP_WORLD_SIZE,
-    }
-)
-_CUT_IN_OPTIMIZER: Final = frozenset(
-    {
-        names.BASE_OPTIMIZER,
-        names.OPTIMIZER,
-        names.FLAT_GROUPS,
-        names.FLAT_GROUPS_3,
-        names.PARTITION_COUNT,
-        names.GROUP_PADDINGS,
-        names.ALIGNMENT_PADDINGS,
-        names.SLICE_MAPPINGS,
-        names.ZERO_STAGE,
-    }
-)
+_CUT_IN_MODEL: Final = zero_module.CUT_KEYS - {names.MODULE_STATE}
+"""What is left of the module's state once its tensors are known is compared."""
+_CUT_IN_OPTIMIZER: Final = zero_agreement.CUT_KEYS | {names.ZERO_STAGE}
 PROVENANCE: Final = frozenset({names.DS_CONFIG, names.DS_VERSION})
 """What says how it was trained and by what, and is no state: the job that resumes has its own."""
 

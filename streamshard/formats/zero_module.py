@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from streamshard.formats.zero_files import SAVE_AGAIN, require
 from streamshard.formats.zero_rank_files import RankFile, differences
 from streamshard.model import MODULE, LogicalTensor, Slot
 
-_CUT_KEYS = frozenset(
+CUT_KEYS: Final = frozenset(
     {
         names.MODULE_STATE,
         names.PARAM_SHAPES,
@@ -194,7 +195,7 @@ class ModuleReader:
         kept = [entry.name for entry in entries if entry.kind in ("buffer", "extra")]
 
         def common(file: RankFile) -> dict[Node, Node]:
-            state = {key: node for key, node in file.root.items() if key not in _CUT_KEYS}
+            state = {key: node for key, node in file.root.items() if key not in CUT_KEYS}
             return state | {name: file.root[names.MODULE_STATE][name] for name in kept}
 
         differing = {key for _, keys in differences(self._files, common) for key in keys}
@@ -209,7 +210,7 @@ class ModuleReader:
         kept = {entry.name for entry in entries if entry.kind == "extra"}
         for name in [name for name in self._module if name not in kept]:
             del self._module[name]
-        for key in _CUT_KEYS - {names.MODULE_STATE}:
+        for key in CUT_KEYS - {names.MODULE_STATE}:
             if self._first.get(key) is not None:
                 # An empty value, not None: that is what says that frozen weights were left out.
                 self._first[key] = OrderedDict()
