@@ -1,11 +1,11 @@
 """Small files of a store, and paths in it: both are as whoever made it left them."""
 
-import os
 from pathlib import Path
 from stat import S_ISREG
 from typing import Final
 
 from streamshard.errors import CorruptFileError, IncompleteError, SourceError
+from streamshard.formats.links import is_inside, place_of
 from streamshard.formats.zarr_chunks import require_checksum
 
 _LIMIT_BYTES: Final = 1 << 30
@@ -20,9 +20,8 @@ def require_inside(path: Path, root: Path) -> None:
     SourceError
         They do; the message says where to.
     """
-    place = Path(os.path.realpath(path))
-    if not place.is_relative_to(os.path.realpath(root)):
-        message = f"{path}: a symbolic link leads out of the store here, to {place}"
+    if not is_inside(path, root):
+        message = f"{path}: a symbolic link leads out of the store here, to {place_of(path)}"
         raise SourceError(f"{message}; copy the store with 'cp -rL'")
 
 

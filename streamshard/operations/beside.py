@@ -7,7 +7,7 @@ from typing import Final
 from streamshard.errors import UnsupportedError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats import frameworks
-from streamshard.operations.links import is_inside
+from streamshard.formats.links import is_inside
 
 _MOST_NAMED: Final = 8
 
@@ -23,12 +23,7 @@ def find_beside(run_dir: Path, tag: str) -> tuple[list[tuple[Path, str]], list[s
         A name cannot be kept, or Accelerate saved a second model.
     """
     left: list[Path] = []
-    skipped = {names.LATEST, names.LATEST_UNIVERSAL}
-    entries = [
-        entry
-        for entry in run_dir.iterdir()
-        if entry.name not in skipped and not entry.name.startswith(names.OWN_PREFIX)
-    ]
+    entries = may_come_along(run_dir)
     found = [(path, path.name) for path in _carried(entries, run_dir, left)]
     for _, name in found:
         if not name.isprintable() or any("\ud800" <= letter <= "\udfff" for letter in name):
@@ -47,6 +42,16 @@ def find_beside(run_dir: Path, tag: str) -> tuple[list[tuple[Path, str]], list[s
         inside = _carried(directory.rglob("*"), run_dir, left)
         found += [(path, path.relative_to(run_dir).as_posix()) for path in inside]
     return found, _notes(left, run_dir)
+
+
+def may_come_along(run_dir: Path) -> list[Path]:
+    """List what is in a run directory, but for what names the tags, and for our own marks."""
+    skipped = {names.LATEST, names.LATEST_UNIVERSAL}
+    return [
+        entry
+        for entry in run_dir.iterdir()
+        if entry.name not in skipped and not entry.name.startswith(names.OWN_PREFIX)
+    ]
 
 
 def has_shards(path: Path) -> bool:

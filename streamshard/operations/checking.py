@@ -17,9 +17,10 @@ from streamshard.errors import (
 from streamshard.formats import ds_config, dump_names, store_files, zarr_reader, zero_survey
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.dump_names import Template
+from streamshard.formats.links import is_inside, require_regular
 from streamshard.formats.zero_survey import Survey
 from streamshard.model import SourceFile
-from streamshard.operations.links import is_inside, require_regular
+from streamshard.operations.beside import may_come_along
 from streamshard.operations.scanning import Unit, scan
 from streamshard.operations.source import Source, find_tag, open_with
 from streamshard.operations.verification import UNREADABLE, Findings
@@ -103,7 +104,7 @@ def look_at(request: Request, findings: Findings, sample: Sample) -> Looked:
 def _look_at_store(request: Request, root: Path, findings: Findings, sample: Sample) -> Looked:
     error: StreamshardError | None = None
     try:
-        request.open()
+        request.open().require_use_of_like()
     except SourceNotFoundError as not_found:
         if not store_files.may_be_store(root):
             raise
@@ -158,7 +159,7 @@ def _look_at_native(request: Request, root: Path, findings: Findings, sample: Sa
     # Whatever somebody asked for was looked at, so it is a config in the files that is impossible.
     except (SourceError, IntegrityError, UsageError) as error:
         opened = None
-        beside = [p for p in run_dir.iterdir() if p.is_file() and is_inside(p, run_dir)]
+        beside = [p for p in may_come_along(run_dir) if p.is_file() and is_inside(p, run_dir)]
         fit = _Fit([*sorted(tag_dir.rglob("*")), *sorted(beside)], [run_dir, tag_dir], findings)
         _explain(error, findings, tag_dir, zero_survey.survey(tag_dir, fit.others), fit)
         paths = fit.files

@@ -13,13 +13,13 @@ from streamshard.errors import IntegrityError, SourceError, SourceNotFoundError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats import dump_names
 from streamshard.formats.inert import Global
+from streamshard.formats.links import is_inside
 from streamshard.formats.pickle_files import Finding, look_into, look_into_state
 from streamshard.formats.pickle_names import KNOWN
 from streamshard.formats.readable import FileBytes
 from streamshard.formats.zarr_chunks import CHECKSUM_BYTES, require_checksum
 from streamshard.formats.zarr_documents import STATE_PATH
 from streamshard.model import FILE
-from streamshard.operations.links import is_inside
 from streamshard.operations.source import Source, find_tag, open_source
 from streamshard.plan.cutting import Segments
 

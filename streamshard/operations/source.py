@@ -1,7 +1,7 @@
 """Opens whatever SRC names: finds the checkpoint, reads its headers, and cuts it as ZeRO did."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -26,10 +26,10 @@ from streamshard.formats import (
 )
 from streamshard.formats.checkpoint import Checkpoint, Family
 from streamshard.formats.inert import show
+from streamshard.formats.links import require_inside
 from streamshard.model import SourceFile, SourceMap
 from streamshard.operations.beside import find_beside, has_shards
 from streamshard.operations.cut import cut_source
-from streamshard.operations.links import require_inside
 from streamshard.plan.cutting import Cutting
 from streamshard.plan.zero import round_robin_order
 
@@ -62,6 +62,11 @@ class Source:
     is_elastic: bool = False
     """Whether its files were saved with `elastic_checkpoint`, without hyper-parameters."""
 
+    @property
+    def needs_like(self) -> bool:
+        """Whether it could not be read without another checkpoint."""
+        return self.is_elastic or (self.kind == "dumps" and self.checkpoint.layout.stage == 3)
+
     def require_use_of_like(self, *, needed: bool = False) -> None:
         """Refuse a checkpoint that is given for nothing.
 
@@ -70,8 +75,7 @@ class Source:
         UsageError
             It was not needed for reading, nor is it needed for what is to be done.
         """
-        shapes = self.kind == "dumps" and self.checkpoint.layout.stage == 3
-        if self.like is not None and not (self.is_elastic or shapes or needed):
+        if self.like is not None and not (self.needs_like or needed):
             message = f"{self.path}: tells all that is needed itself, so there is no use for --like"
             raise UsageError(message)
 
@@ -98,17 +102,34 @@ def open_source(
     SourceError
         There is no checkpoint there, or it cannot be used; the message names the file.
     """
-    if ds_config_file is not None and not dump_names.is_template(str(path)):
-        message = f"{path}: is no set of raw dumps, so there is no use for --source-ds-config"
-        raise UsageError(message)
-    known = open_source(like).checkpoint if like is not None else None
-    config = ds_config.read_file(Path(ds_config_file)) if ds_config_file else None
+    config, known = read_hints([path], ds_config_file, like)
     opened = open_with(path, tag, config=config, like=known)
     if opened.is_elastic and known is not None:
         note = _ELASTIC.format(like=like, tag=known.tag)
         checkpoint = opened.checkpoint
         opened = replace(opened, checkpoint=replace(checkpoint, notes=(note, *checkpoint.notes)))
     return opened
+
+
+def read_hints(
+    paths: Sequence[str | os.PathLike[str]],
+    ds_config_file: str | os.PathLike[str] | None,
+    like: str | os.PathLike[str] | None,
+) -> tuple[ds_config.Config | None, Checkpoint | None]:
+    """Read what is given to open checkpoints with; see `open_source`.
+
+    Raises
+    ------
+    UsageError
+        There is a config, and none of the paths names raw dumps.
+    SourceError
+        The other checkpoint cannot be used.
+    """
+    if ds_config_file is not None and not any(dump_names.is_template(str(p)) for p in paths):
+        message = f"{paths[0]}: is no set of raw dumps, so there is no use for --source-ds-config"
+        raise UsageError(message)
+    known = open_source(like).checkpoint if like is not None else None
+    return ds_config.read_file(Path(ds_config_file)) if ds_config_file else None, known
 
 
 def open_with(

@@ -17,7 +17,6 @@ from streamshard.errors import (
     UnsupportedError,
     UsageError,
 )
-from streamshard.formats import ds_config
 from streamshard.operations import running
 from streamshard.operations.checking import Request, look_at
 from streamshard.operations.compare import EXTRA_BYTES, Comparing, chosen
@@ -25,7 +24,7 @@ from streamshard.operations.digesting import tensor_units
 from streamshard.operations.pairing import pair_up
 from streamshard.operations.report import Progress, Silent
 from streamshard.operations.scanning import scan
-from streamshard.operations.source import open_source
+from streamshard.operations.source import read_hints
 from streamshard.operations.verification import Difference, Findings, Verification
 from streamshard.plan.memory import MemoryPlan
 from streamshard.plan.sample import EVERYTHING, Sample
@@ -79,15 +78,15 @@ def verify(
     """
     floor_bytes = memory.resident_bytes()
     memory.restart_peak()
-    config = ds_config.read_file(Path(source_ds_config_file)) if source_ds_config_file else None
-    known = open_source(like).checkpoint if like is not None else None
+    if digests and against is not None:
+        raise UsageError("--digests: tensors that are compared are not digested; leave one out")
+    paths = [path] if against is None else [path, against]
+    config, known = read_hints(paths, source_ds_config_file, like)
     request = Request(path, tag, config, known)
     limit_bytes = running.limit_or_default(memory_limit, floor_bytes)
     limits = _Limits(floor_bytes, limit_bytes, workers)
     run = _Run(_sample(sample), limits, progress or Silent())
     began = time.monotonic()
-    if digests and against is not None:
-        raise UsageError("--digests: tensors that are compared are not digested; leave one out")
     if against is None:
         run.check(request, digests=digests)
     else:
@@ -162,6 +161,8 @@ class _Run:
         """Look at the structure, then read everything that has a checksum."""
         checked = look_at(request, self.findings, self.sample)
         self.kind, self.tag = checked.kind, checked.tag
+        if checked.source is not None:
+            checked.source.require_use_of_like()
         plan = self._limits.fit(checked.codec_bytes)
         self.projected_bytes = plan.projected_bytes
         source = checked.source if digests else None
@@ -189,6 +190,7 @@ class _Run:
             self.projected_bytes = self._limits.fit(EXTRA_BYTES).projected_bytes
             return
         self.kind, self.tag = left.kind, left.checkpoint.tag
+        left.require_use_of_like(needed=right.needs_like)
         pairing = pair_up(left, right)
         self.findings.files = len(left.files) + len(right.files)
         self.findings.notes += pairing.notes

@@ -371,6 +371,19 @@ def test_what_is_no_checkpoint_is_an_error(tmp_path: Path, fresh: Callable[[str]
         streamshard.verify(run, sample="half")
 
 
+@pytest.mark.parametrize("kind", ["native-2", "store-none", "dumps-2"])
+def test_what_is_given_for_nothing_is_refused(fresh: Callable[[str], Path], kind: str) -> None:
+    path, other = fresh(kind), fresh("native-3")
+    for against in (None, path):
+        with pytest.raises(UsageError, match="no use for --like"):
+            streamshard.verify(path, like=other, against=against)
+    config = other.with_name("ds.json")
+    config.write_text("{}")
+    if not kind.startswith("dumps"):
+        with pytest.raises(UsageError, match="no use for --source-ds-config"):
+            streamshard.verify(path, source_ds_config_file=config)
+
+
 def test_a_store_of_a_later_version_is_left_alone(fresh: Callable[[str], Path]) -> None:
     store = fresh("store-none")
     document = json.loads((store / "zarr.json").read_bytes())

@@ -1,5 +1,6 @@
 """Symbolic links in a source: followed where they stay in it."""
 
+import os
 from pathlib import Path
 from stat import S_ISREG
 
@@ -16,7 +17,7 @@ def require_inside(path: Path, *roots: Path) -> None:
     """
     if not is_inside(path, *roots):
         message = (
-            f"{path}: a symbolic link that leads out of {roots[0]}, to {_place(path)}: what is "
+            f"{path}: a symbolic link that leads out of {roots[0]}, to {place_of(path)}: what is "
             "read has to lie in the checkpoint itself. Give the directory that the link leads to, "
             "or copy the checkpoint with 'cp -rL'"
         )
@@ -41,14 +42,14 @@ def require_regular(path: Path, *roots: Path) -> None:
 
 
 def is_inside(path: Path, *roots: Path) -> bool:
-    """Tell whether an entry of a directory is no symbolic link that leads out of all of these."""
-    place = _place(path) if path.is_symlink() else None
-    return place is None or any(place.is_relative_to(root.resolve()) for root in roots)
+    """Tell whether no symbolic link, wherever in a path, leads out of all of these directories.
+
+    A link that leads round in a ring, and so nowhere, leads out of none.
+    """
+    place = place_of(path)
+    return any(place.is_relative_to(place_of(root)) for root in roots)
 
 
-def _place(path: Path) -> Path | None:
-    """Follow symbolic links; None if they lead round in a ring, and so nowhere."""
-    try:
-        return path.resolve()
-    except RuntimeError:
-        return None
+def place_of(path: Path) -> Path:
+    """Follow all symbolic links in a path as far as they lead."""
+    return Path(os.path.realpath(path))
