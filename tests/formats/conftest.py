@@ -1,9 +1,15 @@
-"""What torch.save is made to believe or to leave out."""
+"""What torch.save is made to believe or to leave out; a store to damage."""
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+import streamshard
+from tests.fabricated import client_state, write
+from tests.job import Job
 
 
 class Device:
@@ -30,3 +36,18 @@ def _no_checksums() -> Iterator[None]:
     torch.serialization.set_crc32_options(False)
     yield
     torch.serialization.set_crc32_options(True)
+
+
+@pytest.fixture(scope="session", params=["none", "zstd"])
+def whole_store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("whole")
+    write(Job(stage=2, client_state=client_state()), directory / "run")
+    streamshard.convert(
+        directory / "run", directory / "x.zarr", codec=request.param, chunk_size=100
+    )  # fmt: skip
+    return directory / "x.zarr"
+
+
+@pytest.fixture
+def store(whole_store: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole_store, tmp_path / "x.zarr"))

@@ -16,26 +16,9 @@ from streamshard.errors import (
     StreamshardError,
     UnsupportedError,
 )
-from tests.fabricated import client_state, write
-from tests.job import Job
 
 CHUNK = "state/exp_avg/embed.weight/c/1/0"
 Damage = Callable[[Path], None]
-
-
-@pytest.fixture(scope="module", params=["none", "zstd"])
-def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("whole")
-    write(Job(stage=2, client_state=client_state()), directory / "run")
-    streamshard.convert(
-        directory / "run", directory / "x.zarr", codec=request.param, chunk_size=100
-    )  # fmt: skip
-    return directory / "x.zarr"
-
-
-@pytest.fixture
-def store(whole: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(whole, tmp_path / "x.zarr"))
 
 
 def files_of(store: Path, out: Path) -> dict[str, bytes]:

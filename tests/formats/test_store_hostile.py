@@ -1,7 +1,6 @@
 """Stores made to mislead: their checksums fit, as whoever made them wrote those too."""
 
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,25 +15,8 @@ from streamshard.formats import store_state
 from streamshard.formats.checkpoint import Checkpoint, ModuleEntry, OtherFile, ScalarState
 from streamshard.formats.zarr_chunks import BloscChunk, spell_checksum
 from streamshard.model import FILE, LogicalTensor
-from tests.fabricated import client_state, write
-from tests.job import Job
 
 CHUNK = "state/exp_avg/embed.weight/c/1/0"
-
-
-@pytest.fixture(scope="module", params=["none", "zstd"])
-def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("whole")
-    write(Job(stage=2, client_state=client_state()), directory / "run")
-    streamshard.convert(
-        directory / "run", directory / "x.zarr", codec=request.param, chunk_size=100
-    )  # fmt: skip
-    return directory / "x.zarr"
-
-
-@pytest.fixture
-def store(whole: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(whole, tmp_path / "x.zarr"))
 
 
 def put(store: Path, what: str, data: bytes) -> None:
