@@ -3,10 +3,12 @@
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Final
+from types import FrameType
+from typing import Any, Final, NoReturn
 
 from tqdm import tqdm
 
@@ -29,6 +31,8 @@ INTERRUPTED: Final = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
     arguments = _parser().parse_args(argv)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt_once)
     try:
         arguments.verb(arguments)
         sys.stdout.flush()
@@ -42,7 +46,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader has gone; keep the interpreter from complaining about it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    finally:
+        if signal.getsignal(signal.SIGINT) is _interrupt_once:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
     return 0
+
+
+def _interrupt_once(number: int, frame: FrameType | None) -> NoReturn:
+    """Stop, and take no further Ctrl-C: it would stop the tidying up, or talk into the end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -206,6 +206,7 @@ def test_a_file_size_limit(saved: Callable[[int], Path], tmp_path: Path) -> None
 
 
 def test_ctrl_c_leaves_no_target(saved: Callable[[int], Path], tmp_path: Path) -> None:
+    """However often it is pressed: every span that is begun presses it again."""
     script = (
         "import os, signal, sys\n"
         "from streamshard import cli\n"
