@@ -5,7 +5,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from types import FrameType
 from typing import Any, Final, NoReturn
@@ -25,37 +26,70 @@ from streamshard.tables import (
     verification_text,
 )
 
-INTERRUPTED: Final = 130
+SIGNALS: Final = {signal.SIGINT: 130, signal.SIGTERM: 143}
+"""Exit code after each signal that ends a run in good order."""
+
+
+class _StoppedBySignal(KeyboardInterrupt):
+    """Raised where the program is when a signal asks it to stop."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__()
+        self.number = number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
     arguments = _parser().parse_args(argv)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupt_once)
     try:
-        arguments.verb(arguments)
-        sys.stdout.flush()
+        with _signals_taken():
+            arguments.verb(arguments)
+            sys.stdout.flush()
     except StreamshardError as error:
-        print(printable(f"streamshard: {error}"), file=sys.stderr)
+        _tell(f"streamshard: {error}", error)
         return error.exit_code
-    except KeyboardInterrupt:
-        what = "; nothing half-written was left" if hasattr(arguments, "target") else ""
-        print(f"streamshard: interrupted{what}", file=sys.stderr)
-        return INTERRUPTED
+    except KeyboardInterrupt as error:
+        number = error.number if isinstance(error, _StoppedBySignal) else signal.SIGINT
+        _tell(f"streamshard: interrupted by {number.name}", error)
+        return SIGNALS[number]
     except BrokenPipeError:
         # The reader has gone; keep the interpreter from complaining about it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    finally:
-        if signal.getsignal(signal.SIGINT) is _interrupt_once:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
     return 0
 
 
-def _interrupt_once(number: int, frame: FrameType | None) -> NoReturn:
-    """Stop, and take no further Ctrl-C: it would stop the tidying up, or talk into the end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise KeyboardInterrupt
+def _tell(message: str, error: BaseException) -> None:
+    """Say what went wrong, and what to do about it."""
+    for line in (message, *getattr(error, "__notes__", ())):
+        print(printable(line), file=sys.stderr)
+
+
+@contextmanager
+def _signals_taken() -> Iterator[None]:
+    """Stop in good order when asked to; at once when asked again."""
+    before = {
+        number: signal.getsignal(number)
+        for number in SIGNALS
+        if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL)
+    }
+    for number in before:
+        signal.signal(number, _stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    # What is on the disk may be left as it is at any moment.
+    for other in SIGNALS:
+        signal.signal(other, _end)
+    raise _StoppedBySignal(signal.Signals(number))
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    os._exit(SIGNALS[signal.Signals(number)])
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -28,7 +28,7 @@ def arguments_of(
         description="Reshard DeepSpeed ZeRO checkpoints to another number of GPUs.",
         epilog="Exit codes: 0 done, 2 usage, 3 source unreadable or incomplete, 4 target, "
         "5 memory limit too small, 6 bytes differ from what was recorded or verify found problems, "
-        "130 interrupted.",
+        "130 interrupted, 143 terminated.",
     )
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     _add_repartition(verbs, repartition)

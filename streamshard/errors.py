@@ -16,6 +16,7 @@
     │   └── NoSpaceError
     ├── MemoryLimitError        5   the plan needs more memory than the limit
     └── IntegrityError          6   bytes differ from what was recorded
+        └── NotAsWrittenError         what was written reads back as something else
 """
 
 from typing import ClassVar
@@ -87,3 +88,7 @@ class IntegrityError(StreamshardError):
     """Bytes differ from what was recorded when they were written."""
 
     exit_code = 6
+
+
+class NotAsWrittenError(IntegrityError):
+    """What a run has written reads back from the disk as something else."""

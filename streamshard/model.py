@@ -7,10 +7,11 @@ spelling of names and keys in ``formats``.
 """
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -244,6 +245,12 @@ class SourceFile:
     path: Path
     nbytes: int
     mtime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path, stat: os.stat_result) -> Self:
+        """Describe a file by what the system tells of it."""
+        return cls(path, stat.st_size, stat.st_mtime_ns, stat.st_ino)
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,6 @@ class ChunkChecksums:
         self.blocks.update(view)
 
 
-def crc32(view: memoryview | bytes) -> int:
-    """CRC-32 of bytes that are at hand."""
-    return int(isal_zlib.crc32(view, 0))
+def crc32(view: memoryview | bytes, before: int = 0) -> int:
+    """CRC-32 of bytes that are at hand, behind others of which it is known."""
+    return int(isal_zlib.crc32(view, before))

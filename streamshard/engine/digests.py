@@ -91,6 +91,27 @@ def without_zeros(digest: Digest, nbytes: int) -> Digest:
     )
 
 
+class JoinedCrc32:
+    """CRC-32 of bytes that pass by in pieces, by several workers and in any order."""
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[Crc32, int]] = []
+
+    def piece(self, nbytes: int) -> Crc32:
+        """Add the next piece; what is returned has to see its bytes."""
+        piece = Crc32()
+        self._pieces.append((piece, nbytes))
+        return piece
+
+    @property
+    def value(self) -> int:
+        """CRC-32 of all pieces, one behind the other."""
+        joined = 0
+        for piece, nbytes in self._pieces:
+            joined = CRC32.joined(joined, piece.value, nbytes)
+        return joined
+
+
 class RunningDigest:
     """The digest of bytes as they pass by."""
 

@@ -7,43 +7,39 @@ for all of them, that is what is done.
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+from streamshard.engine.system import (
+    BTRFS,
+    EXT4,
+    F2FS,
+    TMPFS,
+    XFS,
+    file_system_of,
+    last_error,
+    libc,
+)
 
 _SYNC_FILE_RANGE_WRITE: Final = 2
 _SYNC_FILE_RANGE_WAIT: Final = 1 | 2 | 4
 """Wait for what is being written, write the rest, wait for that too."""
-_EXT4, _XFS, _BTRFS, _F2FS, _TMPFS = 0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994
-_SYNCED_AS_A_WHOLE: Final = {_EXT4, _XFS, _BTRFS, _F2FS, _TMPFS}
-"""File systems, by statfs(2), on which syncfs(2) does what fsync(2) does. Of those that lie
-elsewhere, some do not pass it on."""
+_SYNCED_AS_A_WHOLE: Final = {EXT4, XFS, BTRFS, F2FS, TMPFS}
+"""File systems on which syncfs(2) does what fsync(2) does. Of those that lie elsewhere, some do not
+pass it on."""
 _REPORTS_ERRORS: Final = (5, 8)
 """Since this version of Linux syncfs tells of what could not be written."""
 _THREADS: Final = 8
 """Syncs under way at once, which a journal commits together."""
-_STATFS_BYTES: Final = 256
 
 
-def _libc(name: str, *types: Any) -> Callable[..., int] | None:  # noqa: ANN401
-    """Find a call of the system that Python has no name for."""
-    try:
-        found = getattr(ctypes.CDLL(None, use_errno=True), name)
-    except (AttributeError, OSError, TypeError):
-        return None
-    found.argtypes = list(types)
-    found.restype = ctypes.c_int
-    call: Callable[..., int] = found
-    return call
-
-
-_sync_file_range = _libc(
+_sync_file_range = libc(
     "sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint
 )
-_fstatfs = _libc("fstatfs", ctypes.c_int, ctypes.c_char_p)
-_syncfs = _libc("syncfs", ctypes.c_int)
+_syncfs = libc("syncfs", ctypes.c_int)
 
 
 def start_writeback(descriptor: int, offset: int, nbytes: int) -> None:
@@ -108,13 +104,9 @@ def _directories_below(root: Path) -> Iterator[Path]:
 
 
 def _syncs_as_a_whole(descriptor: int) -> bool:
-    if _syncfs is None or _fstatfs is None or _linux_version() < _REPORTS_ERRORS:
+    if _syncfs is None or _linux_version() < _REPORTS_ERRORS:
         return False
-    buffer = ctypes.create_string_buffer(_STATFS_BYTES)
-    if _fstatfs(descriptor, buffer) != 0:
-        return False
-    kind = ctypes.c_long.from_buffer(buffer).value  # the first of its fields
-    return kind in _SYNCED_AS_A_WHOLE
+    return file_system_of(descriptor) in _SYNCED_AS_A_WHOLE
 
 
 def _linux_version() -> tuple[int, int]:
@@ -129,5 +121,4 @@ def _linux_version() -> tuple[int, int]:
 
 def _sync_file_system(descriptor: int, root: Path) -> None:
     if _syncfs is not None and _syncfs(descriptor) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), str(root))
+        raise last_error(str(root))

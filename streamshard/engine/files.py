@@ -194,10 +194,13 @@ def target_errors(path: Path) -> Iterator[None]:
         raise TargetError(f"{place}: cannot be written ({error.strerror})") from error
 
 
-def open_target(path: Path) -> int:
-    """Create a file for writing at any offset."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+def open_target(path: Path, *, is_new: bool) -> int:
+    """Open a file for writing at any offset; one that is new must not be there."""
+    flags = os.O_RDWR | os.O_CLOEXEC
+    if is_new:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        flags |= os.O_CREAT | os.O_EXCL
+    return os.open(path, flags, 0o666)
 
 
 def write_all(descriptor: int, view: memoryview, offset: int) -> None:

@@ -19,6 +19,7 @@ from streamshard.engine.files import (
     target_errors,
     write_all,
 )
+from streamshard.engine.partial import Partial
 from streamshard.engine.window import Window, unwritten_bytes
 from streamshard.engine.work import Span, TargetFile
 from streamshard.model import SourceFile
@@ -44,10 +45,11 @@ class Resources:
 class _OpenFile:
     """A target file while its spans are being written."""
 
-    def __init__(self, file: TargetFile, path: Path) -> None:
+    def __init__(self, file: TargetFile, path: Path, *, is_new: bool) -> None:
         self.file = file
         self.path = path
-        self.descriptor = open_target(path)
+        self.is_new = is_new
+        self.descriptor = open_target(path, is_new=is_new)
         self._left = len(file.spans)
         self._lock = threading.Lock()
 
@@ -58,13 +60,14 @@ class _OpenFile:
             return self._left == 0
 
     def finish(self) -> int:
-        """Write the ending; returns its size."""
-        ending = self.file.ending()
-        write_all(self.descriptor, memoryview(ending), self.file.ending_offset)
+        """Write the endings; returns their size."""
+        endings = self.file.endings()
+        for offset, data in endings:
+            write_all(self.descriptor, memoryview(data), offset)
         if self.file.mode is not None:
             os.fchmod(self.descriptor, self.file.mode)
         self.close()
-        return len(ending)
+        return sum(len(data) for _, data in endings)
 
     def close(self) -> None:
         """Close the file unless that is done."""
@@ -82,11 +85,13 @@ class Engine:
         decoders: Mapping[int, Decoder],
         resources: Resources,
         progress: Progress,
+        partial: Partial,
     ) -> None:
         self._sources = sources
         self._decoders = decoders
         self._resources = resources
         self._progress = progress
+        self._partial = partial
         self._local = threading.local()
         self._stop = threading.Event()
         self._readers: list[SourceReader] = []
@@ -94,8 +99,8 @@ class Engine:
         self._finished: deque[Path] = deque()
         """Files that the system is still to forget."""
 
-    def run(self, files: Iterable[TargetFile], root: Path) -> None:
-        """Write all files below a directory, in order, a bounded number at a time, and sync them.
+    def run(self, files: Iterable[TargetFile]) -> None:
+        """Write all files of a partial target, a bounded number at a time, and sync them.
 
         The first error, or an interrupt, stops the run within a window of each worker.
 
@@ -109,7 +114,7 @@ class Engine:
         pool = ThreadPoolExecutor(self._resources.workers, thread_name_prefix="streamshard")
         pending: set[Future[None]] = set()
         try:
-            for opened, span in self._spans(files, root):
+            for opened, span in self._spans(files):
                 pending.add(pool.submit(self._write, opened, span))
                 if len(pending) > 2 * self._resources.workers:
                     done, pending = wait(pending, return_when=FIRST_COMPLETED)
@@ -117,9 +122,8 @@ class Engine:
                         future.result()
             for future in pending:
                 future.result()
-            with target_errors(root):
-                root.mkdir(parents=True, exist_ok=True)
-                sync_tree(root)
+            with target_errors(self._partial.path):
+                sync_tree(self._partial.path)
                 self._drop(keep=0)
         finally:
             self._stop.set()
@@ -129,25 +133,37 @@ class Engine:
             for left in self._opened:
                 left.close()
 
-    def _spans(self, files: Iterable[TargetFile], root: Path) -> Iterator[tuple[_OpenFile, Span]]:
+    def _spans(self, files: Iterable[TargetFile]) -> Iterator[tuple[_OpenFile, Span]]:
         for file in files:
-            path = root / file.path
+            path = self._partial.path / file.path
             with target_errors(path):
-                opened = _OpenFile(file, path)
+                is_new = not self._partial.journal.holds(file.path)
+                opened = _OpenFile(file, path, is_new=is_new)
             self._opened.add(opened)
             for span in file.spans:
                 yield opened, span
 
     def _write(self, opened: _OpenFile, span: Span) -> None:
         with target_errors(opened.path):
-            end = self._window().write(span, opened.descriptor)
-            self._progress(end - span.offset)
+            self._progress(self._keep_or_write(opened, span))
             if opened.span_done():
                 self._progress(opened.finish())
                 self._opened.discard(opened)
                 if self._resources.drops_behind:
                     self._finished.append(opened.path)
                     self._drop(keep=_KEPT_FILES)
+
+    def _keep_or_write(self, opened: _OpenFile, span: Span) -> int:
+        """Have a span as it is to be; returns its size."""
+        window, partial, path = self._window(), self._partial, opened.file.path
+        known = None if opened.is_new else partial.journal.find(path, span.offset)
+        if known is not None and window.recall(span, opened.descriptor, known):
+            partial.keep(known.nbytes)
+            return known.nbytes
+        partial.make_room(span.nbytes)
+        written = window.write(span, opened.descriptor, is_new=opened.is_new)
+        partial.journal.note(path, span.offset, written)
+        return written.nbytes
 
     def _drop(self, *, keep: int) -> None:
         """Have the system forget files, but for the last, which are still on their way to disk."""

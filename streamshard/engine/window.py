@@ -1,13 +1,17 @@
 """Streams parts through one buffer into a file: large sequential writes whatever the fragments."""
 
+import os
 import threading
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
 
 from streamshard.engine.cache import drop_behind
+from streamshard.engine.checksums import crc32
 from streamshard.engine.durability import finish_writeback, start_writeback
 from streamshard.engine.files import SourceReader, write_all
+from streamshard.engine.journal import Written
 from streamshard.engine.work import Fixed, Region, Span
 
 _UNWRITTEN_BYTES: Final = (16 << 20, 256 << 20)
@@ -54,11 +58,20 @@ class Window:
         self._filled = 0
         self._start = 0
         """Byte offset at which the span that is being written begins."""
+        self._crc32 = 0
+        """Of what of it was written."""
+        self._makes_holes = True
 
-    def write(self, span: Span, descriptor: int) -> int:
-        """Write a span of a new file; returns the byte offset behind it."""
+    def write(self, span: Span, descriptor: int, *, is_new: bool = True) -> Written:
+        """Write a span of a file; returns what it holds then.
+
+        Parameters
+        ----------
+        is_new
+            Whether there is nothing in the file at that place, so that zeros need not be written.
+        """
         self._descriptor, self._offset, self._filled = descriptor, span.offset, 0
-        self._start = span.offset
+        self._start, self._crc32, self._makes_holes = span.offset, 0, is_new
         for part in span.parts:
             if isinstance(part, Fixed):
                 self._put(part.data)
@@ -67,14 +80,69 @@ class Window:
             else:
                 self._stream(part)
         self._flush(last=True)
-        return self._offset
+        return Written(self._offset - span.offset, self._crc32)
+
+    def recall(self, span: Span, descriptor: int, written: Written) -> bool:
+        """Take in a span that an earlier run wrote, as if it had been written now.
+
+        Returns False, and has done nothing, if the file does not hold what that run noted.
+        """
+        if not self._holds(span, descriptor, written):
+            return False
+        offset = span.offset
+        for part in span.parts:
+            if isinstance(part, Region):
+                self._recall(part, descriptor, offset, written)
+            offset += part.nbytes
+        return True
+
+    def _holds(self, span: Span, descriptor: int, written: Written) -> bool:
+        """Tell whether a file holds what was noted, and what is known beforehand of the span."""
+        found, left = 0, written.nbytes
+        for view in self._read_back(descriptor, span.offset, written.nbytes):
+            found, left = crc32(view, found), left - len(view)
+        if left or found != written.crc32:
+            return False
+        offset = span.offset
+        for part in span.parts:
+            if isinstance(part, Fixed):
+                pieces = self._read_back(descriptor, offset, part.nbytes)
+                if b"".join(map(bytes, pieces)) != part.data:
+                    return False
+            offset += part.nbytes
+        return True
+
+    def _recall(self, region: Region, descriptor: int, offset: int, written: Written) -> None:
+        if region.recall is not None:
+            stored = self._read_back(descriptor, offset, written.nbytes)
+            region.recall(b"".join(map(bytes, stored)))
+        else:
+            for view in self._read_back(descriptor, offset, region.content_bytes):
+                region.checksum.update(view)
+            region.trailer()
+
+    def _read_back(self, descriptor: int, offset: int, nbytes: int) -> Iterator[memoryview]:
+        """Yield what a file holds, as far as it goes, through the buffer."""
+        end = offset + nbytes
+        while offset < end:
+            self._require_going_on()
+            view = self._buffer[: min(len(self._buffer), end - offset)]
+            count = os.preadv(descriptor, [view], offset)
+            if not count:
+                return
+            yield view[:count]
+            offset += count
+
+    def _require_going_on(self) -> None:
+        if self._stop.is_set():
+            raise StoppedError
 
     def _flush(self, *, last: bool = False) -> None:
         """Write what there is; zeros are left out, which makes a hole, but not at the end."""
-        if self._stop.is_set():
-            raise StoppedError
+        self._require_going_on()
         view = self._buffer[: self._filled]
-        if last or not _is_hole(view):
+        self._crc32 = crc32(view, self._crc32)
+        if last or not (self._makes_holes and _is_hole(view)):
             write_all(self._descriptor, view, self._offset)
         if self._filled > len(self._buffer) // 2:
             start_writeback(self._descriptor, self._offset, self._filled)

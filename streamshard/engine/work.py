@@ -37,6 +37,8 @@ class Region:
     cast: Cast | None = None
     encode: Callable[[memoryview], bytes] | None = None
     """Turns the whole content into what is stored; such a region is alone in its file."""
+    recall: Callable[[bytes], None] | None = None
+    """Takes in what `encode` returned in an earlier run, in place of the content."""
 
     @property
     def nbytes(self) -> int:
@@ -51,6 +53,11 @@ class Span:
     offset: int
     parts: Sequence[Fixed | Region]
 
+    @property
+    def nbytes(self) -> int:
+        """Size in the file; an upper bound where it is encoded."""
+        return sum(part.nbytes for part in self.parts)
+
 
 @dataclass(frozen=True, slots=True)
 class TargetFile:
@@ -59,8 +66,7 @@ class TargetFile:
     path: str
     """Relative to the target directory."""
     spans: Sequence[Span]
-    ending: Callable[[], bytes] = bytes
-    """Spells the file's last bytes, once all spans are written."""
-    ending_offset: int = 0
+    endings: Callable[[], Sequence[tuple[int, bytes]]] = tuple
+    """Spells what is to be written once all spans are, each with its byte offset."""
     mode: int | None = None
     """Permission bits, where they matter."""

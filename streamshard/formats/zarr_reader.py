@@ -178,4 +178,4 @@ class _StoreReader:
             self._decoders[len(self._files)] = chunk
             # Twice, because the allocator keeps what the chunk before took.
             self._codec_bytes = max(self._codec_bytes, 2 * (content_bytes + record.nbytes))
-        self._files.append(SourceFile(full, stat.st_size, stat.st_mtime_ns))
+        self._files.append(SourceFile.of(full, stat))

@@ -172,7 +172,7 @@ class SourceFiles:
     def add(self, path: Path) -> int:
         """Number a file and remember what it looks like now."""
         stat = path.stat()
-        self.files.append(SourceFile(path, stat.st_size, stat.st_mtime_ns))
+        self.files.append(SourceFile.of(path, stat))
         return len(self.files) - 1
 
     def read_dict(self, path: Path) -> dict[str, Any]:

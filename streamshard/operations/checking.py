@@ -204,4 +204,4 @@ def _explain(
 def _described(paths: Iterable[Path]) -> list[SourceFile]:
     """Say what files look like now, each once."""
     stats = {path: path.stat() for path in paths}
-    return [SourceFile(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()]
+    return [SourceFile.of(path, stat) for path, stat in stats.items()]

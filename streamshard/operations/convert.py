@@ -13,11 +13,12 @@ from streamshard.model import ITEMSIZE
 from streamshard.operations import rereading, running
 from streamshard.operations.checking import Request
 from streamshard.operations.compare import EXTRA_BYTES
+from streamshard.operations.partial_target import PartialTarget
+from streamshard.operations.purpose import Purpose
 from streamshard.operations.report import Progress, Report, Silent
 from streamshard.operations.source import Source, open_source
 from streamshard.operations.store_targets import StoreTargets
 from streamshard.operations.target import (
-    PartialTarget,
     require_free,
     require_separate,
     require_space,
@@ -34,6 +35,7 @@ class ConvertPlan:
 
     source: Source
     target: Path
+    purpose: Purpose
     files: StoreTargets
     memory: MemoryPlan
     overwrite: bool
@@ -46,20 +48,24 @@ class ConvertPlan:
         Raises
         ------
         StreamshardError
-            The source changed or the target cannot be written; no store is left then.
+            The source changed or the target cannot be written. No store is left then, but what
+            was written is kept beside its place, and the same plan goes on from there.
         """
-        with PartialTarget(self.target, overwrite=self.overwrite) as partial_target:
+        with PartialTarget(
+            self.target, self.purpose, nbytes=self.report.bytes_written, overwrite=self.overwrite
+        ) as partial_target:
             told = progress or Silent()
 
-            def work() -> None:
+            def work() -> int:
                 # The manifest last, because it lists the checksums of everything else.
                 for targets in (self.files.content, self.files.manifest):
                     running.run(self.source, targets(), partial_target, self.memory, told)
-                if self.report.is_verified:
+                if self.report.is_verified and not partial_target.is_done:
                     place = partial_target.path
                     written = Request(place)
                     rereading.require_same(written, place, self.source, self.memory, told)
                 partial_target.commit()
+                return partial_target.kept_bytes
 
             return running.measured(self.report, told, work)
 
@@ -149,7 +155,14 @@ def plan_convert(
         is_verified=verify,
         notes=opened.checkpoint.notes,
     )
-    return ConvertPlan(opened, target, files, memory_plan, overwrite, report)
+    options = {
+        "verb": "convert",
+        "--tag": opened.checkpoint.tag,
+        "--codec": codec,
+        "--chunk-size": str(chunk_size),
+    }
+    purpose = Purpose(opened, options, overwrite)
+    return ConvertPlan(opened, target, purpose, files, memory_plan, overwrite, report)
 
 
 def convert(

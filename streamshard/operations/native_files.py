@@ -1,7 +1,8 @@
 """Turns spelled torch files into work: every storage becomes a region with its copies."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Final
 
@@ -9,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamshard.engine.cast import cast_between
-from streamshard.engine.checksums import Crc32, crc32
+from streamshard.engine.digests import JoinedCrc32
 from streamshard.engine.work import Fixed, Region, Span, TargetFile
 from streamshard.formats import torch_file
 from streamshard.formats.checkpoint import Checkpoint
@@ -33,6 +34,7 @@ from streamshard.model import (
 from streamshard.operations.source import Source
 from streamshard.plan.cutting import (
     Segments,
+    clip,
     coalesce,
     owned_segments,
     partition_segments,
@@ -42,7 +44,8 @@ from streamshard.plan.cutting import (
 from streamshard.plan.zero import FlatGroup
 
 _SPAN_BYTES: Final = 256 << 20
-"""Large files are shared out among workers in spans of about this size."""
+"""Large files are shared out among workers in spans of about this size, which holds whole elements
+of any dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,65 +76,68 @@ class NativeFiles:
     def torch_target(self, image: FileImage) -> TargetFile:
         """Turn one spelled file into work."""
         layout = self.lay_out(image)
-        spans: list[Span] = []
-        parts: list[Fixed | Region] = []
-        checksums: list[Crc32] = []
-        start = held = 0
+        spans, crc32s = _Spans(), []
+        late: list[tuple[int, torch_file.Record, JoinedCrc32]] = []
         for record in layout.records:
-            checksum = Crc32()
-            checksums.append(checksum)
-            parts += self._parts(record, checksum, image)
-            held += record.nbytes
-            if held >= _SPAN_BYTES:
-                spans.append(Span(start, parts))
-                start, held, parts = record.end, 0, []
-        spans.append(Span(start, parts))
-        return TargetFile(
-            path=image.path,
-            spans=spans,
-            ending=lambda: layout.ending([checksum.value for checksum in checksums]),
-            ending_offset=layout.records[-1].end,
-        )
+            crc32s.append(crc := JoinedCrc32())
+            storage = record.content
+            content = storage.content if isinstance(storage, Storage) else storage
+            if isinstance(content, Literal):
+                crc.piece(len(content.data)).update(memoryview(content.data))
+                spans.add(Fixed(record.header() + content.data + record.descriptor(crc.value)))
+                continue
+            if content is None or not isinstance(storage, Storage):
+                raise TypeError(f"record {record.name} has nothing to fill it")
+            spans.add(Fixed(record.header()))
+            end = spans.add_all(self._regions(storage, content, image, record, crc))
+            if end < record.end:
+                late.append((end, record, crc))
+                spans.skip_to(record.end)
+
+        def endings() -> list[tuple[int, bytes]]:
+            ending = layout.records[-1].end, layout.ending([crc.value for crc in crc32s])
+            return [*((at, record.descriptor(crc.value)) for at, record, crc in late), ending]
+
+        return TargetFile(image.path, spans.all(), endings)
 
     def other_targets(self, paths: Mapping[str, str]) -> Iterator[TargetFile]:
         """Turn the files that come along into work; `paths` says what each is to be called."""
         modes = {file.path: file.mode for file in self._source.checkpoint.files}
         for index, tensor in enumerate(self._tensors):
             if tensor.state == FILE and tensor.name in paths:
-                copies = self._copies(whole_segment(index, tensor.numel), 1, 1)
-                span = Span(0, [Region(tensor.nbytes, copies)])
-                yield TargetFile(
-                    paths[tensor.name],
-                    [span],
-                    ending_offset=tensor.nbytes,
-                    mode=modes[tensor.name],
-                )
+                spans, segment = _Spans(), whole_segment(index, tensor.numel)
+                for start, stop in _pieces(tensor.nbytes):
+                    copies = self._copies(clip(segment, start, stop, itemsize=1), 1, 1)
+                    spans.add(Region(stop - start, copies))
+                yield TargetFile(paths[tensor.name], spans.all(), mode=modes[tensor.name])
 
-    def _parts(
-        self, record: torch_file.Record, checksum: Crc32, image: FileImage
-    ) -> list[Fixed | Region]:
-        """Spell a record: its header, its data, its descriptor."""
-        storage = record.content
-        content = storage.content if isinstance(storage, Storage) else storage
-        if isinstance(content, Literal):
-            checksum.value = crc32(content.data)
-            return [Fixed(record.header() + content.data + record.descriptor(checksum.value))]
-        if content is None or not isinstance(storage, Storage):
-            raise TypeError(f"record {record.name} has nothing to fill it")
+    def _regions(
+        self,
+        storage: Storage,
+        content: Content,
+        image: FileImage,
+        record: torch_file.Record,
+        crc: JoinedCrc32,
+    ) -> Iterator[Region]:
+        """Yield the pieces of a record's data; what follows the data, if it is only one."""
         source_dtype, target_dtype = self._dtypes(storage, content)
         source_itemsize, target_itemsize = ITEMSIZE[source_dtype], ITEMSIZE[target_dtype]
         segments = self._segments(content, image, target_itemsize)
-        region = Region(
-            content_bytes=storage.nbytes,
-            copies=self._copies(segments, source_itemsize, target_itemsize),
-            checksum=checksum,
-            trailer=lambda: record.descriptor(checksum.value),
-            trailer_bytes=len(record.descriptor(0)),
-            source_itemsize=source_itemsize,
-            target_itemsize=target_itemsize,
-            cast=cast_between(source_dtype, target_dtype),
-        )
-        return [Fixed(record.header()), region]
+        for start, stop in _pieces(storage.nbytes):
+            piece = clip(segments, start, stop, itemsize=target_itemsize)
+            region = Region(
+                content_bytes=stop - start,
+                copies=self._copies(piece, source_itemsize, target_itemsize),
+                checksum=crc.piece(stop - start),
+                source_itemsize=source_itemsize,
+                target_itemsize=target_itemsize,
+                cast=cast_between(source_dtype, target_dtype),
+            )
+            if stop - start == storage.nbytes:
+                trailer_bytes = len(record.descriptor(0))
+                trailer = partial(_descriptor, record, crc)
+                region = replace(region, trailer=trailer, trailer_bytes=trailer_bytes)
+            yield region
 
     def _dtypes(self, storage: Storage, content: Content) -> tuple[str, str]:
         """Tell what a storage's elements are in the source, and what they are to become."""
@@ -165,6 +171,49 @@ class NativeFiles:
     def _copies(self, segments: Segments, source_itemsize: int, target_itemsize: int) -> Copies:
         copies = self._source.cutting.locate(segments, target_itemsize=target_itemsize)
         return coalesce(copies, itemsize=source_itemsize, target_itemsize=target_itemsize)
+
+
+class _Spans:
+    """Shares out a file's parts, which follow each other, among spans of about the same size."""
+
+    def __init__(self) -> None:
+        self._spans: list[Span] = []
+        self._parts: list[Fixed | Region] = []
+        self._start = self._end = 0
+
+    def add(self, part: Fixed | Region) -> None:
+        """Add the next part."""
+        self._parts.append(part)
+        self._end += part.nbytes
+        if self._end - self._start >= _SPAN_BYTES:
+            self.skip_to(self._end)
+
+    def add_all(self, parts: Iterable[Fixed | Region]) -> int:
+        """Add the next parts; returns the byte offset behind them."""
+        for part in parts:
+            self.add(part)
+        return self._end
+
+    def skip_to(self, offset: int) -> None:
+        """Begin a span at an offset; what is before it is not of any."""
+        if self._parts:
+            self._spans.append(Span(self._start, self._parts))
+        self._start, self._end, self._parts = offset, offset, []
+
+    def all(self) -> list[Span]:
+        """Return all spans, of which an empty file has one as well."""
+        self.skip_to(self._end)
+        return self._spans or [Span(0, [])]
+
+
+def _pieces(nbytes: int) -> Iterator[tuple[int, int]]:
+    """Cut so many bytes; what is empty is one piece."""
+    for start in range(0, max(nbytes, 1), _SPAN_BYTES):
+        yield start, min(start + _SPAN_BYTES, nbytes)
+
+
+def _descriptor(record: torch_file.Record, crc: JoinedCrc32) -> bytes:
+    return record.descriptor(crc.value)
 
 
 def _members(checkpoint: Checkpoint) -> dict[tuple[int, int, str], NDArray[np.int64]]:

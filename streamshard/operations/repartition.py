@@ -20,11 +20,12 @@ from streamshard.operations.checking import Request
 from streamshard.operations.compare import EXTRA_BYTES
 from streamshard.operations.cut import flat_groups
 from streamshard.operations.native_files import FamilyCut, NativeFiles
+from streamshard.operations.partial_target import PartialTarget
+from streamshard.operations.purpose import Purpose, digest_of
 from streamshard.operations.report import Progress, Report, Silent
 from streamshard.operations.settings import TargetSettings, require_allowed, target_settings
 from streamshard.operations.source import Source, open_source
 from streamshard.operations.target import (
-    PartialTarget,
     require_free,
     require_separate,
     require_space,
@@ -47,6 +48,7 @@ class RepartitionPlan:
 
     source: Source
     target: Path
+    purpose: Purpose
     template: Template | None
     """How dumps are named, where the target is a directory of them."""
     images: Sequence[Images]
@@ -67,17 +69,24 @@ class RepartitionPlan:
         Raises
         ------
         StreamshardError
-            The source changed or the target cannot be written; no target is left then.
+            The source changed or the target cannot be written. No target is left then, but what
+            was written is kept beside its place, and the same plan goes on from there.
         """
         with PartialTarget(
-            self.target, overwrite=self.overwrite, template=self.template
+            self.target,
+            self.purpose,
+            nbytes=self.report.bytes_written,
+            overwrite=self.overwrite,
+            template=self.template,
         ) as partial_target:
 
-            def work() -> None:
+            def work() -> int:
                 running.run(self.source, self._targets(), partial_target, self.memory, told)
-                self._verify(partial_target.path, told)
+                if not partial_target.is_done:
+                    self._verify(partial_target.path, told)
                 tag = self.source.checkpoint.tag
                 partial_target.commit(latest=tag if self.template is None else None)
+                return partial_target.kept_bytes
 
             told = progress or Silent()
             return running.measured(self.report, told, work)
@@ -202,10 +211,12 @@ def plan_repartition(
             *advice.for_world_size(opened.checkpoint, settings.config, dp_world_size),
         ),
     )
+    options = _options(opened, world_size, settings, template)
     written = Request("", opened.checkpoint.tag, config=settings.config, like=opened.like)
     return RepartitionPlan(
         source=opened,
         target=directory,
+        purpose=Purpose(opened, options, overwrite),
         template=template,
         images=images,
         files=files,
@@ -249,6 +260,21 @@ def repartition(
         verify=verify,
     )
     return plan.run(progress)
+
+
+def _options(
+    source: Source, world_size: int, settings: TargetSettings, template: Template | None
+) -> dict[str, str]:
+    """Tell what was asked for, as far as bytes depend on it, by the options that say so."""
+    shaping = settings.layout, settings.config, settings.module_dtype, settings.is_bf16
+    options = {
+        "verb": "repartition",
+        "--tag": source.checkpoint.tag,
+        "--world-size": str(world_size),
+        "--zero-stage": str(settings.layout.stage),
+        "--ds-config": digest_of(shaping),
+    }
+    return options if template is None else {**options, "OUT": template.name}
 
 
 def _sizes(

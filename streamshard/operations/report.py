@@ -52,6 +52,8 @@ class Report:
     """Memory allowed above the floor."""
     projected_bytes: int
     """Resident memory that the run was not to exceed, floor included."""
+    kept_bytes: int = 0
+    """Bytes of these that an earlier run had written before it was cut off."""
     peak_bytes: int | None = None
     """Highest resident memory that was measured; None before the run."""
     seconds: float | None = None

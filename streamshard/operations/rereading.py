@@ -4,7 +4,7 @@ from pathlib import Path
 
 from streamshard.engine.cache import drop_cached
 from streamshard.engine.files import target_errors
-from streamshard.errors import IntegrityError, SourceError
+from streamshard.errors import NotAsWrittenError, SourceError
 from streamshard.operations.checking import Request, look_at
 from streamshard.operations.compare import Comparing
 from streamshard.operations.pairing import pair_up
@@ -29,7 +29,7 @@ def require_same(
 
     Raises
     ------
-    IntegrityError
+    NotAsWrittenError
         It is not what it should be; the message says what is wrong first.
     """
     with target_errors(place):
@@ -41,7 +41,7 @@ def require_same(
         wrong = [str(error)]
     if wrong:
         more = f", and {len(wrong) - 1:,} more" if len(wrong) > 1 else ""
-        raise IntegrityError(
+        raise NotAsWrittenError(
             f"{place}: read back from disk, it is not what {source.path} holds. {wrong[0]}{more}. "
             "It was not put into its place"
         )

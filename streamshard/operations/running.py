@@ -12,9 +12,9 @@ from streamshard.engine.files import require_unchanged
 from streamshard.engine.run import Engine, Resources
 from streamshard.engine.work import TargetFile
 from streamshard.errors import MemoryLimitError, UsageError
+from streamshard.operations.partial_target import PartialTarget
 from streamshard.operations.report import Progress, Report
 from streamshard.operations.source import Source
-from streamshard.operations.target import PartialTarget
 from streamshard.plan.memory import MIB, SCRATCH_BYTES, MemoryPlan, plan_memory
 
 DEFAULT_LIMIT_BYTES: Final = 1024 * MIB
@@ -86,12 +86,14 @@ def run(
     memory_plan: MemoryPlan,
     progress: Progress,
 ) -> None:
-    """Write all files of a plan below the partial target."""
+    """Write all files of a plan below the partial target, but for what is written there already."""
+    if target.is_written:
+        return
     resources = Resources(
         memory_plan.workers, memory_plan.window_bytes, SCRATCH_BYTES // 2, _is_large(source)
     )
-    engine = Engine(source.files, source.decoders, resources, progress.advance)
-    engine.run(files, target.path)
+    decoders, partial = source.decoders, target.partial
+    Engine(source.files, decoders, resources, progress.advance, partial).run(files)
     # Bytes that were read before a file changed do not belong to those that were read after it.
     for file in source.files:
         require_unchanged(file)
@@ -103,14 +105,21 @@ def _is_large(source: Source) -> bool:
     return 2 * read_bytes > memory.available_bytes() // 2
 
 
-def measured(report: Report, progress: Progress, work: Callable[[], None]) -> Report:
-    """Do the work, and add to the report how long it took and how much memory at most."""
+def measured(report: Report, progress: Progress, work: Callable[[], int]) -> Report:
+    """Do the work, and add to the report how long it took and how much memory at most.
+
+    Parameters
+    ----------
+    work
+        Returns how many bytes an earlier run had written.
+    """
     # To verify is to read it once for the checksums, and once more beside the source.
     progress.start(report.bytes_written * (4 if report.is_verified else 1))
     began = time.monotonic()
     try:
-        work()
+        kept_bytes = work()
     finally:
         progress.stop()
     seconds = time.monotonic() - began
-    return replace(report, peak_bytes=memory.peak_bytes(), seconds=seconds)
+    peak_bytes = memory.peak_bytes()
+    return replace(report, kept_bytes=kept_bytes, peak_bytes=peak_bytes, seconds=seconds)

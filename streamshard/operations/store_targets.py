@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import google_crc32c
 import numpy as np
@@ -83,7 +84,8 @@ class StoreTargets:
             array_path(tensor): digests.joined(pieces.get(index, ())).text
             for index, tensor in enumerate(self._source.checkpoint.tensors)
         }
-        manifest = store_manifest.spell(self._records, self._codec, held)
+        # Sorted, because workers and runs that go on note them in any order.
+        manifest = store_manifest.spell(dict(sorted(self._records.items())), self._codec, held)
         return _fixed(_small_array(MANIFEST_PATH, manifest))
 
     def _documents(self) -> dict[str, bytes]:
@@ -136,11 +138,18 @@ class StoreTargets:
 
         def encode(content: memoryview) -> bytes:
             stored = codec.encode(content)
-            self._records[chunk.path] = _record_of(stored)
-            self._note(chunk, content_digest.value, itemsize)
+            note(stored)
             return stored
 
-        return Region(chunk.nbytes, copies, content_digest, encode=encode)
+        def recall(stored: bytes) -> None:
+            content_digest.update(codec.decode(stored, Path(chunk.path), chunk.nbytes))
+            note(stored)
+
+        def note(stored: bytes) -> None:
+            self._records[chunk.path] = _record_of(stored)
+            self._note(chunk, content_digest.value, itemsize)
+
+        return Region(chunk.nbytes, copies, content_digest, encode=encode, recall=recall)
 
     def _note(self, chunk: Chunk, whole: Digest, itemsize: int) -> None:
         """Keep the digest of a chunk's elements, without the zeros past the tensor's end."""

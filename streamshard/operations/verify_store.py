@@ -141,7 +141,7 @@ class StoreCheck:
                 self._findings.add(DAMAGED, full, message)
             else:
                 self._index[path] = len(self.files)
-                self.files.append(SourceFile(full, stat.st_size, stat.st_mtime_ns))
+                self.files.append(SourceFile.of(full, stat))
 
     def _read_state(self, manifest: Manifest) -> None:
         """Hold what the training state tells of the tensors against the manifest."""

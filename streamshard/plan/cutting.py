@@ -182,3 +182,20 @@ def whole_segment(tensor: int, numel: int) -> Segments:
     """Say that a region is filled by one whole tensor."""
     one = np.array([tensor], dtype=np.int64)
     return Segments(one, np.zeros_like(one), np.array([numel]), np.zeros_like(one))
+
+
+def clip(segments: Segments, start: int, stop: int, *, itemsize: int) -> Segments:
+    """Return what lies between two byte offsets of the target, which becomes offset 0 of its own.
+
+    Parameters
+    ----------
+    start, stop
+        Multiples of the item size.
+    """
+    end = segments.target + (segments.stop - segments.start) * itemsize
+    lower, upper = np.maximum(segments.target, start), np.minimum(end, stop)
+    keep = np.flatnonzero(lower < upper)
+    lower, upper, target = lower[keep], upper[keep], segments.target[keep]
+    first = segments.start[keep] + (lower - target) // itemsize
+    numel = (upper - lower) // itemsize
+    return Segments(segments.tensor[keep], first, first + numel, lower - start)

@@ -1,15 +1,19 @@
 """Sources in memory and on disk, and the regions that are made of them."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from hypothesis import strategies as st
 
 from streamshard.engine.files import SourceReader
+from streamshard.engine.journal import Journal
+from streamshard.engine.partial import Partial
 from streamshard.model import Copies, SourceFile
 
+JOURNAL = ".journal"
 Row = tuple[int, int, int, int]
 """(file, source offset, target offset, bytes)."""
 
@@ -38,8 +42,23 @@ def on_disk(directory: Path, contents: Sequence[bytes]) -> tuple[SourceFile, ...
         path = directory / f"source-{number}"
         path.write_bytes(content)
         stat = path.stat()
-        found.append(SourceFile(path, stat.st_size, stat.st_mtime_ns))
+        found.append(SourceFile.of(path, stat))
     return tuple(found)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Partial]:
+    """Begin a directory of targets, or go on with one."""
+    path.mkdir(parents=True, exist_ok=True)
+    journal = Journal(path / JOURNAL)
+    if journal.header is None:
+        journal.begin({"about": "a test"})
+    else:
+        journal.proceed()
+    try:
+        yield Partial(path, journal)
+    finally:
+        journal.close()
 
 
 def copies_of(rows: Sequence[Row]) -> Copies:

@@ -38,7 +38,9 @@ def synced(tree: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("reason", ["file system", "old kernel", "no such call", "statfs fails"])
+@pytest.mark.parametrize(
+    "reason", ["file system", "old kernel", "no such call", "unknown file system"]
+)
 def test_one_by_one_where_one_call_cannot_be_trusted(
     tree: Path, synced: list[str], monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
@@ -46,7 +48,7 @@ def test_one_by_one_where_one_call_cannot_be_trusted(
         "file system": ("_SYNCED_AS_A_WHOLE", set()),
         "old kernel": ("_linux_version", lambda: (5, 7)),
         "no such call": ("_syncfs", None),
-        "statfs fails": ("_fstatfs", lambda descriptor, buffer: -1),
+        "unknown file system": ("file_system_of", lambda descriptor: 0),
     }
     monkeypatch.setattr(durability, *replaced[reason])
     before = open_descriptors()
@@ -72,7 +74,7 @@ def test_by_one_call_where_it_does_the_same(
         return 0
 
     monkeypatch.setattr(durability, "_linux_version", lambda: (5, 8))
-    monkeypatch.setattr(durability, "_fstatfs", statfs)
+    monkeypatch.setattr("streamshard.engine.system._fstatfs", statfs)
     monkeypatch.setattr(durability, "_syncfs", syncfs)
     before = open_descriptors()
     sync_tree(tree)

@@ -81,7 +81,7 @@ def test_short_writes_are_continued(
         return real(descriptor, view[:most], offset)
 
     monkeypatch.setattr("streamshard.engine.files.os.pwrite", few)
-    descriptor = open_target(tmp_path / "deep" / "target")
+    descriptor = open_target(tmp_path / "deep" / "target", is_new=True)
     write_all(descriptor, memoryview(DATA), 5)
     os.close(descriptor)
     assert (tmp_path / "deep" / "target").read_bytes() == bytes(5) + DATA
@@ -227,5 +227,5 @@ def test_an_existing_target_is_never_opened(tmp_path: Path) -> None:
     path = tmp_path / "target"
     path.write_bytes(b"mine")
     with pytest.raises(FileExistsError):
-        open_target(path)
+        open_target(path, is_new=True)
     assert path.read_bytes() == b"mine"

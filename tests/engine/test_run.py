@@ -3,8 +3,9 @@
 import errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,22 @@ from hypothesis import strategies as st
 
 from streamshard.engine import durability
 from streamshard.engine.cast import cast_between
+from streamshard.engine.digests import JoinedCrc32
 from streamshard.engine.files import SourceReader
 from streamshard.engine.run import Engine, Resources
 from streamshard.engine.work import Fixed, Region, Span, TargetFile
 from streamshard.errors import CorruptFileError, IntegrityError, NoSpaceError, TargetError
 from streamshard.model import BlockDigests
-from tests.engine.fakes import Row, copies_of, expected, on_disk, open_descriptors, regions
+from tests.engine.fakes import (
+    JOURNAL,
+    Row,
+    copies_of,
+    expected,
+    on_disk,
+    open_descriptors,
+    opened,
+    regions,
+)
 
 Drawn = tuple[list[bytes], list[Row], int]
 DATA = bytes(range(1, 251))
@@ -27,7 +38,12 @@ DATA = bytes(range(1, 251))
 def simple(path: str, nbytes: int = 250) -> TargetFile:
     """Make a file that copies the front of source 0, then says so."""
     region = Region(nbytes, copies_of([(0, 0, 0, nbytes)]))
-    return TargetFile(path, [Span(0, [region])], lambda: b"end", nbytes)
+    return TargetFile(path, [Span(0, [region])], ending(nbytes, b"end"))
+
+
+def ending(offset: int, data: bytes = b"the end") -> Callable[[], list[tuple[int, bytes]]]:
+    """Spell a file's end."""
+    return lambda: [(offset, data)]
 
 
 class Run:
@@ -41,8 +57,14 @@ class Run:
         self.decoders: dict[int, BlockDigests] = {}
 
     def __call__(self, *files: TargetFile) -> None:
-        engine = Engine(self.sources, self.decoders, self.resources, self.progress.append)
-        engine.run(files, self.root)
+        self.over(files)
+
+    def over(self, files: Iterable[TargetFile]) -> int:
+        """Run, or go on; returns the bytes that were there already."""
+        with opened(self.root) as partial:
+            progress = self.progress.append
+            Engine(self.sources, self.decoders, self.resources, progress, partial).run(files)
+            return partial.kept_bytes
 
     def fails(self, kind: type[Exception], match: str, *files: TargetFile) -> None:
         """Run, expecting an error and nothing left open by it."""
@@ -72,13 +94,14 @@ def test_any_files_by_any_number_of_workers(
             spans.insert(0, Span(len(data), [Fixed(b"#"), Region(nbytes, copies_of(moved))]))
             data += b"#" + expected(contents, moved, nbytes)
         spans = spans or [Span(0, [])]
-        files.append(TargetFile(f"d{number}/file", spans, lambda: b"the end", len(data), 0o640))
+        files.append(TargetFile(f"d{number}/file", spans, ending(len(data)), 0o640))
         wanted[f"d{number}/file"] = data + b"the end"
     run.sources = on_disk(directory, contents)
     before = open_descriptors()
     run(*files)
     assert open_descriptors() == before
     found = {str(p.relative_to(run.root)): p for p in run.root.rglob("*") if p.is_file()}
+    del found[JOURNAL]
     assert {path: place.read_bytes() for path, place in found.items()} == wanted
     assert all(place.stat().st_mode & 0o777 == 0o640 for place in found.values())
     assert sum(run.progress) == sum(map(len, wanted.values()))
@@ -104,11 +127,50 @@ def test_a_file_without_work_is_still_made(tmp_path: Path) -> None:
     assert (run.root / "empty").read_bytes() == b""
 
 
-def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_file_that_no_run_wrote_is_not_overwritten(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    run(simple("one"))
+    run.root.mkdir()
+    (run.root / "one").write_bytes(b"mine")
     run.fails(TargetError, "out/one: cannot be written", simple("two"), simple("one"))
-    assert (run.root / "one").read_bytes() == DATA + b"end"
+    assert (run.root / "one").read_bytes() == b"mine"
+
+
+@given(drawn=st.lists(regions(), min_size=1, max_size=4), torn=st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+def test_a_run_goes_on_from_any_spans_that_are_whole(
+    tmp_path_factory: pytest.TempPathFactory, drawn: list[Drawn], torn: st.DataObject
+) -> None:
+    directory = tmp_path_factory.mktemp("run")
+    run = Run(directory)
+    run.sources = on_disk(directory, [c for sources, _, _ in drawn for c in sources])
+    before = [0, *accumulate(len(sources) for sources, _, _ in drawn)]
+
+    def files() -> list[TargetFile]:
+        """Plan all again, as another process would."""
+        spans, at = [], 0
+        crc = JoinedCrc32()
+        for first, (_, rows, nbytes) in zip(before, drawn, strict=False):
+            moved = [(file + first, *rest) for file, *rest in rows]
+            copies = copies_of([(a, b, c, d) for a, b, c, d in moved])
+            spans.append(Span(at, [Fixed(b"#"), Region(nbytes, copies, crc.piece(nbytes))]))
+            at += 1 + nbytes
+        return [TargetFile("file", spans, lambda: [(at, crc.value.to_bytes(4, "big"))])]
+
+    spans = files()[0].spans
+    assert run.over(files()) == 0
+    whole = (run.root / "file").read_bytes()
+    broken = torn.draw(st.sets(st.integers(0, len(whole) - 5)))
+    with (run.root / "file").open("r+b") as stream:
+        for place in broken:
+            stream.seek(place)
+            stream.write(bytes([whole[place] ^ 1]))
+        stream.truncate(torn.draw(st.integers(max(broken, default=-1) + 1, len(whole))))
+        end = stream.seek(0, os.SEEK_END)
+    kept = run.over(files())
+    assert (run.root / "file").read_bytes() == whole
+    bounds = [(span.offset, span.offset + span.nbytes) for span in spans]
+    intact = [(a, b) for a, b in bounds if b <= end and not any(a <= p < b for p in broken)]
+    assert kept == sum(b - a for a, b in intact)
 
 
 def test_a_changed_source_stops_the_run(tmp_path: Path) -> None:
@@ -178,7 +240,7 @@ def test_an_interrupt_stops_work_that_has_begun(
     monkeypatch.setattr("streamshard.engine.run.ThreadPoolExecutor", Pool)
     before = open_descriptors(), threading.active_count()
     with pytest.raises(KeyboardInterrupt):
-        Engine(run.sources, {}, run.resources, run.progress.append).run(files(), run.root)
+        run.over(files())
     assert len(reads) == 1
     assert (open_descriptors(), threading.active_count()) == before
 
@@ -191,9 +253,8 @@ def test_an_error_while_files_are_planned_closes_everything(tmp_path: Path) -> N
         raise RuntimeError("planning broke")
 
     before = open_descriptors()
-    engine = Engine(run.sources, {}, run.resources, run.progress.append)
     with pytest.raises(RuntimeError, match="planning broke"):
-        engine.run(files(), run.root)
+        run.over(files())
     assert open_descriptors() == before
 
 
@@ -208,6 +269,6 @@ def test_files_are_planned_only_a_few_ahead(tmp_path: Path) -> None:
             ahead.append(len(made) - sum(part == 3 for part in run.progress))
             yield simple(f"{number}")
 
-    Engine(run.sources, {}, run.resources, run.progress.append).run(files(), run.root)
+    run.over(files())
     assert len(made) == 60
     assert max(ahead) <= 2 * run.resources.workers + 2

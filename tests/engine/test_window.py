@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from streamshard.engine.cast import cast_between
 from streamshard.engine.checksums import Crc32
+from streamshard.engine.journal import Written
 from streamshard.engine.window import RegionFiller, Window, unwritten_bytes
 from streamshard.engine.work import Fixed, Region, Span
 from tests.engine.fakes import FakeReader, Row, copies_of, expected, regions
@@ -27,9 +28,9 @@ def buffer(nbytes: int) -> memoryview:
 def written(span: Span, reader: FakeReader, window: int, scratch: int = 8) -> bytes:
     """Write a span into an empty file and return what the file holds then."""
     with tempfile.TemporaryFile() as stream:
-        end = Window(buffer(window), buffer(scratch), reader).write(span, stream.fileno())
+        found = Window(buffer(window), buffer(scratch), reader).write(span, stream.fileno())
         data = os.pread(stream.fileno(), 1 << 20, 0)
-    assert end == len(data)
+    assert found == Written(len(data), zlib.crc32(data))
     return data
 
 
@@ -85,7 +86,7 @@ def test_parts_follow_each_other_at_the_offset(drawn: Sequence[bytes | Drawn], w
         stream.write(b"?" * (17 + len(wanted) + 3))
         stream.flush()
         writer = Window(buffer(window), buffer(8), FakeReader(contents))
-        assert writer.write(Span(17, parts), stream.fileno()) == 17 + len(wanted)
+        assert writer.write(Span(17, parts), stream.fileno()).nbytes == len(wanted)
         stream.seek(0)
         assert stream.read() == b"?" * 17 + wanted + b"?" * 3
     assert sum(part.nbytes for part in parts) == len(wanted)
@@ -169,10 +170,10 @@ def test_windows_of_zeros_become_holes_that_read_as_zeros(around: bytes) -> None
     copies = copies_of([(0, 0, at, len(around)) for at in (0, nbytes - 1) if around])
     region = Region(nbytes, copies, trailer=lambda: b"", trailer_bytes=0)
     with tempfile.TemporaryFile() as stream:
-        end = Window(buffer(window), buffer(8), reader).write(Span(0, [region]), stream.fileno())
+        found = Window(buffer(window), buffer(8), reader).write(Span(0, [region]), stream.fileno())
         data = os.pread(stream.fileno(), nbytes + 1, 0)
         allocated = os.fstat(stream.fileno()).st_blocks * 512
-    assert end == nbytes
+    assert found == Written(nbytes, zlib.crc32(data))
     assert data == around + bytes(nbytes - 2 * len(around)) + around
     assert region.checksum.value == zlib.crc32(data)  # type: ignore[attr-defined]
     assert allocated <= 2 * window
@@ -184,7 +185,7 @@ def test_a_window_is_used_again_for_the_next_span() -> None:
     for offset in (0, 5):
         with tempfile.TemporaryFile() as stream:
             region = Region(20, copies_of([(0, 3, 1, 10)]))
-            assert window.write(Span(offset, [region]), stream.fileno()) == offset + 20
+            assert window.write(Span(offset, [region]), stream.fileno()).nbytes == 20
             data = os.pread(stream.fileno(), 100, 0)
         assert data == bytes(offset) + b"\0" + bytes(range(4, 14)) + bytes(9)
         assert np.frombuffer(data, np.uint8).sum() == sum(range(4, 14))

@@ -12,6 +12,7 @@ from streamshard.model import Copies, Slot
 from streamshard.plan.cutting import (
     CuttingBuilder,
     Segments,
+    clip,
     coalesce,
     owned_segments,
     whole_segment,
@@ -202,3 +203,33 @@ def test_a_cutting_of_nothing() -> None:
     nothing = Segments(*(np.zeros(0, np.int64) for _ in range(4)))
     copies = cutting.locate(nothing, target_itemsize=4)
     assert len(copies) == len(coalesce(copies, target_itemsize=4, itemsize=4)) == 0
+
+
+@given(st.data())
+def test_clipping_a_target_into_pieces_keeps_every_byte(data: st.DataObject) -> None:
+    itemsize = data.draw(st.sampled_from([1, 2, 4, 8]))
+    lengths = data.draw(st.lists(st.integers(0, 20), min_size=1, max_size=6))
+    gaps = data.draw(st.lists(st.integers(0, 5), min_size=len(lengths), max_size=len(lengths)))
+    starts = [int(n) for n in np.cumsum([0, *map(sum, zip(lengths, gaps, strict=True))])]
+    numels = np.array(lengths, dtype=np.int64)
+    first = np.array(gaps, dtype=np.int64) * 3
+    targets = np.array(starts[:-1], dtype=np.int64) * itemsize
+    whole = Segments(np.arange(len(lengths)), first, first + numels, targets)
+    step = data.draw(st.integers(1, 30)) * itemsize
+    end = starts[-1] * itemsize
+
+    def elements(found: Segments, shift: int) -> list[tuple[int, int, int]]:
+        columns = (found.tensor, found.start, found.stop, found.target)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return [
+            (shift + target + (n - start) * itemsize, tensor, n)
+            for tensor, start, stop, target in rows
+            for n in range(start, stop)
+        ]
+
+    pieces = [
+        element
+        for at in range(0, end, step)
+        for element in elements(clip(whole, at, min(at + step, end), itemsize=itemsize), at)
+    ]
+    assert pieces == sorted(elements(whole, 0))

@@ -1,0 +1,174 @@
+"""Who may have a lock, with flock and without."""
+
+import errno
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from streamshard.engine import lock as module
+from streamshard.engine.lock import Holder, Lock
+from streamshard.errors import TargetLockedError
+from tests.engine.fakes import open_descriptors
+
+NO_FLOCK = OSError(errno.ENOSYS, "Function not implemented")
+
+
+@pytest.fixture(params=["flock", "no flock"])
+def has_flock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the file system knows flock(2); where it does not, the call says so."""
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise NO_FLOCK
+
+    known: bool = request.param == "flock"
+    if not known:
+        monkeypatch.setattr("streamshard.engine.lock.fcntl.flock", refuse)
+    return known
+
+
+def dead_process() -> Holder:
+    """Describe a process of this host that has ended."""
+    child = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True
+    )
+    return replace(Holder.this_process(), process=int(child.stdout), started="1")
+
+
+HOLDERS: dict[str, Callable[[], Holder]] = {
+    "alive": Holder.this_process,
+    "dead": dead_process,
+    "number used again": lambda: replace(Holder.this_process(), started="1"),
+    "before a restart": lambda: replace(Holder.this_process(), boot="before"),
+    "another host": lambda: replace(Holder.this_process(), host="elsewhere", boot="other"),
+    "another container": lambda: replace(dead_process(), namespace="pid:[1]"),
+}
+
+
+def left_by(path: Path, holder: Holder) -> None:
+    """Leave a lock as a process does that was killed, or whose lock is not seen here."""
+    path.write_text(json.dumps(asdict(holder)))
+
+
+@pytest.mark.parametrize(
+    ("name", "local", "gone_with_flock", "gone_without"),
+    [
+        ("alive", True, True, False),  # a lock of its own that it has not: let go of, or copied
+        ("dead", False, True, True),
+        ("number used again", False, True, True),
+        ("before a restart", False, True, True),
+        ("another host", True, True, False),
+        ("another host", False, False, False),
+        ("another container", False, True, False),
+    ],
+)
+def test_whose_lock_is_taken_over(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_flock: bool,
+    name: str,
+    local: bool,
+    gone_with_flock: bool,
+    gone_without: bool,
+) -> None:
+    path, before = tmp_path / "lock", open_descriptors()
+    left_by(path, HOLDERS[name]())
+    monkeypatch.setattr(module, "LOCAL", {0x1234} if local else set())
+    monkeypatch.setattr(module, "file_system_of", lambda descriptor: 0x1234)
+    lock = Lock(path, Path("out"))
+    if gone_with_flock if has_flock else gone_without:
+        lock.take()
+        assert Holder(**json.loads(path.read_text())) == replace(
+            Holder.this_process(), since=json.loads(path.read_text())["since"]
+        )
+        lock.release()
+        assert os.listdir(tmp_path) == []  # noqa: PTH208
+    else:
+        left = path.read_text()
+        with pytest.raises(TargetLockedError, match=f"on {HOLDERS[name]().host}.*remove .*lock"):
+            lock.take()
+        assert path.read_text() == left
+    assert open_descriptors() == before
+
+
+def test_only_one_has_it(tmp_path: Path, has_flock: bool) -> None:
+    one, other = (Lock(tmp_path / "lock", Path("out")) for _ in range(2))
+    one.take()
+    with pytest.raises(TargetLockedError, match=f"process {os.getpid()} on .*wait for it"):
+        other.take()
+    one.release()
+    other.take()
+    other.release()
+    other.release()
+    assert os.listdir(tmp_path) == []  # noqa: PTH208
+
+
+def test_a_lock_that_says_nothing(tmp_path: Path, has_flock: bool) -> None:
+    for content in (b"", b"4711\n", b"[1]", b'{"host": 1}', b"[" * 5000, b"\xff"):
+        (tmp_path / "lock").write_bytes(content)
+        lock = Lock(tmp_path / "lock", Path("out"))
+        if has_flock:
+            lock.take()
+            lock.release()
+        else:
+            with pytest.raises(TargetLockedError, match=r"does not say who.*remove"):
+                lock.take()
+
+
+def test_a_take_over_that_was_cut_off_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_flock", lambda descriptor: None)
+    left_by(tmp_path / "lock", dead_process())
+    (tmp_path / "lock.turn").mkdir()
+    with pytest.raises(TargetLockedError, match=r"taking it over.*remove .*lock\.turn"):
+        Lock(tmp_path / "lock", Path("out")).take()
+
+
+def _contend(path: Path, without_flock: bool, rounds: int) -> None:
+    """Take a lock again and again, and see to it that nobody else has it."""
+    if without_flock:
+        module._flock = lambda descriptor: None
+    taken = 0
+    while taken < rounds:
+        lock = Lock(path, Path("out"))
+        try:
+            lock.take()
+        except TargetLockedError:
+            continue
+        os.close(os.open(path.with_name("inside"), os.O_CREAT | os.O_EXCL))
+        path.with_name("inside").unlink()
+        lock.release()
+        taken += 1
+
+
+@pytest.mark.parametrize("without_flock", [False, True])
+def test_processes_that_all_want_it(tmp_path: Path, without_flock: bool) -> None:
+    """Whoever has it makes a file that must not be there."""
+    left_by(tmp_path / "lock", dead_process())
+    context = multiprocessing.get_context("spawn")
+    arguments = (tmp_path / "lock", without_flock, 40)
+    children = [context.Process(target=_contend, args=arguments) for _ in range(3)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    assert [child.exitcode for child in children] == [0, 0, 0]
+    assert os.listdir(tmp_path) == []  # noqa: PTH208
+
+
+def test_the_system_s_refusal_is_not_taken_for_a_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("streamshard.engine.lock.fcntl.flock", refuse)
+    with pytest.raises(OSError, match="Input/output error"):
+        Lock(tmp_path / "lock", Path("out")).take()

@@ -1,0 +1,91 @@
+"""Files that are written in many spans, and runs that end after any number of them."""
+
+import itertools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import streamshard as api
+from streamshard.engine.journal import Journal, Written
+from streamshard.errors import StreamshardError
+from streamshard.operations import native_files
+from tests.cli.conftest import tree
+from tests.fabricated import write
+from tests.job import Job
+
+SPAN_BYTES = 1024
+
+
+class CutOffError(StreamshardError):
+    """Raised where a run is cut off."""
+
+
+@pytest.fixture(params=[2, 3])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A small checkpoint of each stage, with a file beside it that takes several spans."""
+    path = write(Job(stage=request.param), tmp_path / "run")
+    (path / "tokenizer.json").write_bytes(bytes(range(256)) * 9)
+    (path / "empty").touch()
+    return path
+
+
+def test_spans_of_any_size_make_the_same_files(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api.repartition(run, tmp_path / "whole", world_size=3)
+    for span_bytes in (64, SPAN_BYTES):
+        monkeypatch.setattr(native_files, "_SPAN_BYTES", span_bytes)
+        out = tmp_path / f"{span_bytes}"
+        report = api.repartition(run, out, world_size=3)
+        assert tree(out) == tree(tmp_path / "whole")
+        assert report.bytes_written == sum(map(len, tree(out).values()))
+
+
+def convert(run: Path, out: Path) -> api.Report:
+    """Make a store of some chunks a tensor."""
+    return api.convert(run, out, codec="zstd", chunk_size=SPAN_BYTES)
+
+
+def repartition(run: Path, out: Path) -> api.Report:
+    """Make files of some spans."""
+    return api.repartition(run, out, world_size=3)
+
+
+@pytest.mark.parametrize("make", [repartition, convert])
+def test_a_run_goes_on_after_any_span(
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[Path, Path], api.Report],
+) -> None:
+    monkeypatch.setattr(native_files, "_SPAN_BYTES", SPAN_BYTES)
+    make(run, tmp_path / "whole")
+    whole, note = tree(tmp_path / "whole"), Journal.note
+    for most in itertools.count():
+        left = most
+
+        def cut_off(self: Journal, path: str, offset: int, written: Written) -> None:
+            nonlocal left
+            if not left:
+                raise CutOffError
+            left -= 1
+            note(self, path, offset, written)
+
+        monkeypatch.setattr(Journal, "note", cut_off)
+        try:
+            make(run, tmp_path / "out")
+        except CutOffError as error:
+            noted = [f"{tmp_path}/out.partial" in line for line in error.__notes__] if most else []
+            assert noted == [True] * bool(most)
+        else:
+            break
+        assert (tmp_path / "out.partial").exists() == bool(most)
+        monkeypatch.setattr(Journal, "note", note)
+        report = make(run, tmp_path / "out")
+        assert tree(tmp_path / "out") == whole
+        assert bool(report.kept_bytes) == bool(most)
+        assert report.kept_bytes < report.bytes_written
+        shutil.rmtree(tmp_path / "out")
+    assert most > 10
