@@ -103,7 +103,9 @@ class Subject:
     def _repartitioned(self) -> str | None:
         """Return a digest of what comes out; None if nothing does."""
         try:
-            streamshard.repartition(self.root, self._out, world_size=WORLD_SIZE, workers=1)
+            streamshard.repartition(
+                self.root, self._out, world_size=WORLD_SIZE, workers=1, overwrite=True
+            )
         except streamshard.StreamshardError:
             if self._out.exists():
                 raise RuntimeError(f"{self._out}: was left by a run that failed") from None

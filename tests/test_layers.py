@@ -11,7 +11,7 @@ import streamshard
 
 ROOT = Path(streamshard.__file__).parent
 FLOORS: dict[str, int] = {
-    "model": 0, "errors": 0, "sizes": 0,
+    "model": 0, "errors": 0, "reading": 0, "sizes": 0,
     "plan": 1, "engine": 1, "formats": 1,
     "operations": 2,
     "": 3, "__main__": 3, "cli": 3, "command_line": 3, "tables": 3,

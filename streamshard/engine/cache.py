@@ -4,9 +4,10 @@ import os
 from pathlib import Path
 from typing import Final
 
+from streamshard.reading import entries_below, open_to_read
+
 LEAST_BYTES: Final = 1 << 16
 """For less, forgetting costs more than it brings."""
-
 
 _BLOCK_BYTES: Final = 32 << 20
 """More than the system keeps as one: what only a part of is forgotten stays."""
@@ -23,7 +24,7 @@ def drop_behind(descriptor: int, end: int) -> None:
 
 def drop_file(path: Path) -> None:
     """Forget a file, so that what is then read of it comes from the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_to_read(path)
     try:
         _drop(descriptor, 0, os.fstat(descriptor).st_size)
     finally:
@@ -32,9 +33,9 @@ def drop_file(path: Path) -> None:
 
 def drop_cached(root: Path) -> None:
     """Forget all files below a directory."""
-    for directory, _, files in os.walk(root):
-        for name in files:
-            drop_file(Path(directory, name))
+    for path in entries_below(root):
+        if not path.is_dir():
+            drop_file(path)
 
 
 def _drop(descriptor: int, start: int, end: int) -> None:

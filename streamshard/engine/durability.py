@@ -7,9 +7,8 @@ for all of them, that is what is done.
 
 import ctypes
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +22,7 @@ from streamshard.engine.system import (
     last_error,
     libc,
 )
+from streamshard.reading import entries_below
 
 _SYNC_FILE_RANGE_WRITE: Final = 2
 _SYNC_FILE_RANGE_WAIT: Final = 1 | 2 | 4
@@ -77,7 +77,8 @@ def sync_tree(root: Path) -> None:
         os.close(descriptor)
     with ThreadPoolExecutor(_THREADS) as pool:
         # A name must not be durable before what it names.
-        for paths in (_files_below(root), _directories_below(root)):
+        for wanted in (False, True):
+            paths = (path for path in chain(entries_below(root), [root]) if path.is_dir() == wanted)
             while some := list(islice(paths, 64 * _THREADS)):
                 list(pool.map(sync_path, some))
 
@@ -91,16 +92,6 @@ def sync_path(path: Path) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
-
-
-def _files_below(root: Path) -> Iterator[Path]:
-    for directory, _, files in os.walk(root):
-        yield from (Path(directory, file) for file in files)
-
-
-def _directories_below(root: Path) -> Iterator[Path]:
-    for directory, _, _ in os.walk(root, topdown=False):
-        yield Path(directory)
 
 
 def _syncs_as_a_whole(descriptor: int) -> bool:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Protocol
 
 from streamshard.engine import cache
 from streamshard.engine.checksums import crc32
+from streamshard.engine.patience import try_again
 from streamshard.errors import (
     CorruptFileError,
     IntegrityError,
@@ -18,6 +20,7 @@ from streamshard.errors import (
     TargetError,
 )
 from streamshard.model import BlockDigests, SourceFile
+from streamshard.reading import open_to_read, read_into
 
 _OPEN_FILES = 64
 """Sources that one worker keeps open. A run has more sources than a process may have files."""
@@ -40,6 +43,8 @@ class SourceReader:
     ----------
     drops_behind
         Whether the system is to forget what was read, rather than what others have read.
+    stop
+        Tells that there is no use in trying again.
     """
 
     def __init__(
@@ -48,7 +53,9 @@ class SourceReader:
         decoders: Mapping[int, Decoder],
         *,
         drops_behind: bool = False,
+        stop: threading.Event | None = None,
     ) -> None:
+        self._stop = stop
         self._drops_behind = drops_behind
         self._files = files
         self._decoders = decoders
@@ -73,6 +80,13 @@ class SourceReader:
         IntegrityError
             The bytes are not those that were recorded.
         """
+        try:
+            try_again(lambda: self._fill(file, offset, view), self._stop)
+        except OSError as error:
+            message = f"{self._files[file].path}: cannot be read ({error.strerror})"
+            raise SourceError(message) from error
+
+    def _fill(self, file: int, offset: int, view: memoryview) -> None:
         decoder = self._decoders.get(file)
         try:
             if decoder is None:
@@ -84,22 +98,22 @@ class SourceReader:
                     self._decoded = (-1, memoryview(b""))  # let go of it before decoding the next
                     self._decoded = (file, decoder.decode(self._descriptor(file)))
                 view[:] = self._decoded[1][offset : offset + len(view)]
-        except OSError as error:
-            message = f"{self._files[file].path}: cannot be read ({error.strerror})"
-            raise SourceError(message) from error
+        except OSError:
+            # What is open may be so for good at a server that does not know of it any more.
+            if file in self._open:
+                os.close(self._open.pop(file))
+            raise
 
     def _read(self, file: int, offset: int, view: memoryview) -> None:
-        descriptor, done = self._descriptor(file), 0
-        while done < len(view):
-            count = os.preadv(descriptor, [view[done:]], offset + done)
-            if count == 0:
-                source = self._files[file]
-                message = (
-                    f"{source.path}: ends at byte {offset + done}; it had {source.nbytes} bytes "
-                    "when the run began. Something is changing the source: stop that and run again"
-                )
-                raise CorruptFileError(message)
-            done += count
+        descriptor = self._descriptor(file)
+        done = read_into(descriptor, view, offset)
+        if done < len(view):
+            source = self._files[file]
+            message = (
+                f"{source.path}: ends at byte {offset + done}; it had {source.nbytes} bytes "
+                "when the run began. Something is changing the source: stop that and run again"
+            )
+            raise CorruptFileError(message)
         if self._drops_behind and len(view) >= cache.LEAST_BYTES:
             cache.drop_behind(descriptor, offset + len(view))
 
@@ -147,7 +161,7 @@ class SourceReader:
         while len(self._open) >= _OPEN_FILES:
             os.close(self._open.popitem(last=False)[1])
         source = self._files[file]
-        descriptor = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_to_read(source.path)
         try:
             _require_same(source, os.fstat(descriptor))
         except BaseException:
@@ -179,6 +193,16 @@ def _require_same(source: SourceFile, stat: os.stat_result) -> None:
             f"began, {stat.st_size} now). Is the job still saving? Run again when it has finished"
         )
         raise CorruptFileError(message)
+
+
+@contextmanager
+def source_errors(path: Path) -> Iterator[None]:
+    """Turn the system's refusal to read a source into an error that names it."""
+    try:
+        yield
+    except OSError as error:
+        place = error.filename or path
+        raise SourceError(f"{place}: cannot be read ({error.strerror})") from error
 
 
 @contextmanager

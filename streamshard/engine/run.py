@@ -173,7 +173,9 @@ class Engine:
     def _window(self) -> Window:
         if not hasattr(self._local, "window"):
             drops = self._resources.drops_behind
-            reader = SourceReader(self._sources, self._decoders, drops_behind=drops)
+            reader = SourceReader(
+                self._sources, self._decoders, drops_behind=drops, stop=self._stop
+            )
             self._readers.append(reader)
             buffer = memoryview(bytearray(self._resources.window_bytes))
             scratch = memoryview(bytearray(self._resources.scratch_bytes))

@@ -12,6 +12,7 @@ from streamshard.engine.checksums import crc32
 from streamshard.engine.durability import finish_writeback, start_writeback
 from streamshard.engine.files import SourceReader, write_all
 from streamshard.engine.journal import Written
+from streamshard.engine.patience import StoppedError, try_again
 from streamshard.engine.work import Fixed, Region, Span
 
 _UNWRITTEN_BYTES: Final = (16 << 20, 256 << 20)
@@ -28,10 +29,6 @@ def unwritten_bytes(available_bytes: int) -> int:
     """
     least, most = _UNWRITTEN_BYTES
     return min(max(available_bytes // 32, least), most)
-
-
-class StoppedError(Exception):
-    """Raised in a worker that is to stop because something else went wrong."""
 
 
 class Window:
@@ -143,7 +140,7 @@ class Window:
         view = self._buffer[: self._filled]
         self._crc32 = crc32(view, self._crc32)
         if last or not (self._makes_holes and _is_hole(view)):
-            write_all(self._descriptor, view, self._offset)
+            try_again(lambda: write_all(self._descriptor, view, self._offset), self._stop)
         if self._filled > len(self._buffer) // 2:
             start_writeback(self._descriptor, self._offset, self._filled)
             behind = self._offset - self._unwritten_bytes

@@ -3,6 +3,8 @@
 import os
 from typing import Protocol
 
+from streamshard.reading import read_into
+
 
 class Readable(Protocol):
     """A file's bytes."""
@@ -25,4 +27,6 @@ class FileBytes:
 
     def read_at(self, offset: int, count: int) -> bytes:
         """Read bytes from an offset on: fewer than asked for only where the file ends."""
-        return os.pread(self._descriptor, count, offset)
+        data = bytearray(max(0, min(count, self.nbytes - offset)))
+        done = read_into(self._descriptor, memoryview(data), offset)
+        return bytes(data[:done])

@@ -7,6 +7,7 @@ from typing import Final
 from streamshard.errors import CorruptFileError, IncompleteError, SourceError
 from streamshard.formats.links import is_inside, place_of
 from streamshard.formats.zarr_chunks import require_checksum
+from streamshard.reading import read_all
 
 _LIMIT_BYTES: Final = 1 << 30
 """Size of the largest document, manifest or training state: a hole in a file costs nothing."""
@@ -45,7 +46,7 @@ def read_small(path: Path) -> bytes:
         raise CorruptFileError(f"{path}: no regular file")
     if stat.st_size > _LIMIT_BYTES:
         raise CorruptFileError(f"{path}: {stat.st_size:,} bytes, where {_LIMIT_BYTES:,} is most")
-    return path.read_bytes()
+    return read_all(path)
 
 
 def read_checked(path: Path) -> bytes:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from streamshard.reading import stream_of
+
 _LOCAL: Final = struct.Struct("<IHHHHHIIIHH")
 _CENTRAL: Final = struct.Struct("<IHHHHHHIIIHHHHHII")
 _END_64: Final = struct.Struct("<IQHHIIQQQQ")
@@ -68,7 +70,7 @@ def is_torch_file(path: Path) -> bool:
 
     TorchScript's archives, which are not, look alike and have constants besides.
     """
-    with path.open("rb") as stream:
+    with stream_of(path) as stream:
         start = stream.read(_LOCAL.size + _LIMIT_16)
         names = _Auditor(stream).names()
     if start.startswith(b"PK\x03\x04") and len(start) > _LOCAL.size:
@@ -80,13 +82,13 @@ def is_torch_file(path: Path) -> bool:
 
 def is_legacy(path: Path) -> bool:
     """Tell whether a file begins like a pickle: torch's format from before the zip container."""
-    with path.open("rb") as stream:
+    with stream_of(path) as stream:
         return stream.read(1) == b"\x80"
 
 
 def audit(path: Path) -> TorchAudit:
     """Look at everything in a torch file but the bytes of its records."""
-    with path.open("rb") as stream:
+    with stream_of(path) as stream:
         auditor = _Auditor(stream)
         records = auditor.run()
     more = auditor.untold

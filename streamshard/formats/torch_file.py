@@ -24,6 +24,7 @@ from streamshard.formats.readable import FileBytes, Readable
 from streamshard.formats.torch_tensor import Storage, storage_from_id, storage_id
 from streamshard.formats.zip_directory import ZipRecord
 from streamshard.model import ITEMSIZE, Literal
+from streamshard.reading import stream_of
 
 PICKLE: Final = "data.pkl"
 """Record that holds the object."""
@@ -70,7 +71,7 @@ def read(path: Path, file: int) -> TorchFile:
         It was written on a big-endian machine, or by a torch of long ago.
     """
     try:
-        with path.open("rb") as stream:
+        with stream_of(path) as stream:
             source = FileBytes(stream.fileno())
             # As torch does, by how the file begins: it may end like one of the other kind.
             if legacy_file.is_legacy(source.read_at(0, len(zip_directory.MAGIC))):
@@ -103,7 +104,7 @@ def checksum(storage: Storage) -> int:
     if storage.path is None:
         raise CorruptFileError("a storage of no file")
     found, left = 0, storage.nbytes
-    with storage.path.open("rb") as stream:
+    with stream_of(storage.path) as stream:
         stream.seek(storage.offset)
         while left:
             piece = stream.read(min(left, _PIECE_BYTES))

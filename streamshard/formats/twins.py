@@ -7,7 +7,6 @@ to parse it would find the same object, with every storage at the same offset, a
 checksums. Whatever is no twin has to be parsed, be it sound or not.
 """
 
-import os
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from streamshard.formats.inert import Node
 from streamshard.formats.torch_file import TorchFile
 from streamshard.formats.torch_tensor import Storage
 from streamshard.formats.zip_directory import CRC32_IN_ENTRY, NAME_IN_ENTRY, NAME_IN_HEADER
+from streamshard.reading import read_into, stream_of
 
 _LIMIT_BYTES: Final = 1 << 26
 """Size of all skeletons that are kept; two more are held while a file is compared."""
@@ -135,10 +135,10 @@ class _Skeleton:
     def _read(self, path: Path) -> Bytes:
         """Read what lies in the regions; fewer bytes where the file ends before."""
         data, at = bytearray(self.nbytes), 0
-        with path.open("rb") as stream:
+        with stream_of(path) as stream:
             for start, stop in self._regions:
                 piece = memoryview(data)[at : at + stop - start]
-                at += os.preadv(stream.fileno(), [piece], start)
+                at += read_into(stream.fileno(), piece, start)
         return np.frombuffer(data, dtype=np.uint8, count=at)
 
     def _place(self, offsets: Offsets) -> Offsets:

@@ -1,6 +1,5 @@
 """Stored bytes of a chunk: optionally compressed, always followed by a CRC-32C."""
 
-import os
 import struct
 from pathlib import Path
 from typing import Final
@@ -11,6 +10,7 @@ from isal import isal_zlib
 from numcodecs.blosc import Blosc
 
 from streamshard.errors import IntegrityError
+from streamshard.reading import read_into
 
 LIMIT_BYTES: Final = (1 << 31) - 1
 """More than Blosc compresses in one piece."""
@@ -39,7 +39,7 @@ class BloscChunk:
         data = self._blosc.encode(np.frombuffer(content, dtype=f"V{self._itemsize}"))
         return bytes(data) + spell_checksum(google_crc32c.value(data))
 
-    def decode(self, stored: bytes, path: Path, content_bytes: int) -> memoryview:
+    def decode(self, stored: bytes | bytearray, path: Path, content_bytes: int) -> memoryview:
         """Return a chunk's content.
 
         Raises
@@ -79,17 +79,19 @@ class EncodedChunk:
 
     def decode(self, descriptor: int) -> memoryview:
         """Read and decompress the chunk."""
-        stored = os.pread(descriptor, self._stored_bytes + 1, 0)
-        if len(stored) != self._stored_bytes:
-            message = f"{self._path}: {len(stored)} bytes where {self._stored_bytes} were written"
+        stored = bytearray(self._stored_bytes + 1)
+        found = read_into(descriptor, memoryview(stored), 0)
+        if found != self._stored_bytes:
+            message = f"{self._path}: {found} bytes where {self._stored_bytes} were written"
             raise IntegrityError(message)
+        stored.pop()
         # A chunk that is whole in itself may still be another one.
         if isal_zlib.crc32(stored) != self._stored_crc32:
             raise IntegrityError(f"{self._path}: damaged: its bytes are not those in the manifest")
         return self._codec.decode(stored, self._path, self._content_bytes)
 
 
-def require_checksum(stored: bytes, path: Path) -> memoryview:
+def require_checksum(stored: bytes | bytearray, path: Path) -> memoryview:
     """Return stored bytes without the CRC-32C at their end, after checking it; copies nothing."""
     data, end = memoryview(stored)[:-CHECKSUM_BYTES], stored[-CHECKSUM_BYTES:]
     found = google_crc32c.value(np.frombuffer(data, dtype=np.uint8)) if len(data) else 0

@@ -17,6 +17,7 @@ from streamshard.formats.torch_file import TorchFile
 from streamshard.formats.torch_tensor import Storage
 from streamshard.formats.unsupported import refuse_files
 from streamshard.model import SourceFile
+from streamshard.reading import entries_below, stream_of
 
 _FREE_BYTES: Final = 1 << 24
 """Fingerprints of a file may take this much work, whatever they share."""
@@ -77,7 +78,7 @@ def find(tag_dir: Path) -> ShardSet:
     prefixes: dict[str, Path] = {}
     parts: list[Path] = []
     others: list[Path] = []
-    for path in sorted(p for p in tag_dir.rglob("*") if p.is_file()):
+    for path in sorted(p for p in entries_below(tag_dir) if p.is_file()):
         parsed = names.parse(path.name) if path.parent == tag_dir else None
         if parsed is None:
             others.append(path)
@@ -198,7 +199,7 @@ class SourceFiles:
 
     def read_bytes(self, storage: Storage, offset: int, nbytes: int) -> bytes:
         """Read a small tensor's bytes."""
-        with self.path_of(storage).open("rb") as stream:
+        with stream_of(self.path_of(storage)) as stream:
             stream.seek(offset)
             data = stream.read(nbytes)
         if len(data) != nbytes:

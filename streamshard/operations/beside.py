@@ -8,6 +8,7 @@ from streamshard.errors import UnsupportedError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats import frameworks
 from streamshard.formats.links import is_inside
+from streamshard.reading import entries_below
 
 _MOST_NAMED: Final = 8
 
@@ -39,7 +40,7 @@ def find_beside(run_dir: Path, tag: str) -> tuple[list[tuple[Path, str]], list[s
                 message = f"{directory}: a second model of one Accelerate checkpoint, which is not"
                 raise UnsupportedError(f"{message} supported; save each model by itself")
             continue
-        inside = _carried(directory.rglob("*"), run_dir, left)
+        inside = _carried(entries_below(directory), run_dir, left)
         found += [(path, path.relative_to(run_dir).as_posix()) for path in inside]
     return found, _notes(left, run_dir)
 

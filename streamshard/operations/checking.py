@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamshard.engine.files import Decoder
+from streamshard.engine.files import Decoder, source_errors
 from streamshard.errors import (
     IntegrityError,
     SourceError,
@@ -28,6 +28,7 @@ from streamshard.operations.verify_store import StoreCheck
 from streamshard.operations.verify_torch import TorchFiles, deepspeed_owner
 from streamshard.plan.memory import MemoryPlan
 from streamshard.plan.sample import Sample
+from streamshard.reading import entries_below
 
 Path_ = str | os.PathLike[str]
 
@@ -90,15 +91,12 @@ def look_at(request: Request, findings: Findings, sample: Sample) -> Looked:
     """
     template = request.template
     root = Path(request.path)
-    try:
+    with source_errors(root):
         if template is not None:
             return _look_at_dumps(request, template, findings, sample)
         if (root / "zarr.json").is_file() or store_files.may_be_store(root):
             return _look_at_store(request, root, findings, sample)
         return _look_at_native(request, root, findings, sample)
-    except OSError as error:
-        place = error.filename or root
-        raise SourceError(f"{place}: cannot be read ({error.strerror})") from error
 
 
 def _look_at_store(request: Request, root: Path, findings: Findings, sample: Sample) -> Looked:
@@ -160,7 +158,7 @@ def _look_at_native(request: Request, root: Path, findings: Findings, sample: Sa
     except (SourceError, IntegrityError, UsageError) as error:
         opened = None
         beside = [p for p in may_come_along(run_dir) if p.is_file() and is_inside(p, run_dir)]
-        fit = _Fit([*sorted(tag_dir.rglob("*")), *sorted(beside)], [run_dir, tag_dir], findings)
+        fit = _Fit([*sorted(entries_below(tag_dir)), *sorted(beside)], [run_dir, tag_dir], findings)
         _explain(error, findings, tag_dir, zero_survey.survey(tag_dir, fit.others), fit)
         paths = fit.files
     torch = TorchFiles(_described(paths), deepspeed_owner, findings, sample)

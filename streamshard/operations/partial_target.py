@@ -8,7 +8,6 @@ What is on the disk is at any moment one of these, and the same command finishes
 - OUT with that journal still in it: what it replaced is to be removed, then the journal.
 """
 
-import os
 import shutil
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -35,6 +34,7 @@ from streamshard.operations.target import (
     replaces,
     require_free,
 )
+from streamshard.reading import entries_below
 
 _LOCK: Final = f"{names.OWN_PREFIX}.lock"
 _RESERVED: Final = f"{names.OWN_PREFIX}.reserved"
@@ -111,12 +111,11 @@ class PartialTarget:
 
     def _remove_unknown(self) -> None:
         """Remove files of which nothing is noted, and which are not known to be ours therefore."""
-        for directory, _, files in os.walk(self.path):
-            for name in files:
-                path = Path(directory, name)
-                relative = path.relative_to(self.path).as_posix()
-                if relative != JOURNAL and not self.journal.holds(relative):
-                    path.unlink()
+        for path in list(entries_below(self.path)):
+            relative = path.relative_to(self.path).as_posix()
+            is_directory = path.is_dir() and not path.is_symlink()
+            if not is_directory and relative != JOURNAL and not self.journal.holds(relative):
+                path.unlink()
 
     @property
     def is_written(self) -> bool:

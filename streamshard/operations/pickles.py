@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from streamshard.engine.files import SourceReader
+from streamshard.engine.files import SourceReader, source_errors
 from streamshard.errors import IntegrityError, SourceError, SourceNotFoundError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats import dump_names
@@ -22,6 +22,7 @@ from streamshard.formats.zarr_documents import STATE_PATH
 from streamshard.model import FILE
 from streamshard.operations.source import Source, find_tag, open_source
 from streamshard.plan.cutting import Segments
+from streamshard.reading import entries_below, read_all, stream_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,11 @@ def list_pickles(source: str | os.PathLike[str], *, tag: str | None = None) -> P
     SourceNotFoundError
         There is nothing at the path, or nothing with a pickle in it.
     """
-    root = Path(source)
+    with source_errors(Path(source)):
+        return _list(Path(source), tag)
+
+
+def _list(root: Path, tag: str | None) -> PickleListing:
     notes: list[str] = []
     if (root / "zarr.json").is_file():
         found = _in_store(root, tag)
@@ -98,7 +103,7 @@ def list_pickles(source: str | os.PathLike[str], *, tag: str | None = None) -> P
         NamedGlobal(str(name), name in KNOWN, counts[name], tuple(where[name])) for name in counts
     ]
     listed.sort(key=lambda one: (one.is_known, one.name))
-    return PickleListing(str(source), tuple(listed), tuple(files), tuple(notes))
+    return PickleListing(str(root), tuple(listed), tuple(files), tuple(notes))
 
 
 def _files(root: Path, tag: str | None, notes: list[str]) -> list[Path]:
@@ -134,12 +139,7 @@ def _is_tag(directory: Path) -> bool:
 
 def _below(root: Path) -> list[Path]:
     """List all files below a directory; links to directories are listed, not followed."""
-    found: list[Path] = []
-    for place, directories, files in os.walk(root):
-        here = Path(place)
-        found += [here / name for name in files]
-        found += [here / name for name in directories if (here / name).is_symlink()]
-    return sorted(found)
+    return sorted(p for p in entries_below(root) if p.is_symlink() or not p.is_dir())
 
 
 def _in_files(root: Path, paths: list[Path]) -> Iterator[tuple[str, Finding]]:
@@ -160,7 +160,7 @@ def _in_file(path: Path, base: Path, *, given: bool) -> Finding | None:
             return None  # a link, and what it leads to is listed by itself
         if not path.is_file():
             return Finding(0, {}, "no regular file")
-        with path.open("rb") as stream:
+        with stream_of(path) as stream:
             return look_into(FileBytes(stream.fileno()), path.name)
     except OSError as error:
         return Finding(0, {}, f"cannot be read ({error.strerror})")
@@ -198,7 +198,7 @@ def _in_state(path: Path, root: Path) -> Finding:
             return Finding(0, {}, f"a symbolic link leads out, to {place}")
         if not path.is_file():
             return Finding(0, {}, "no regular file")
-        stored = path.read_bytes()
+        stored = read_all(path)
     except OSError as error:
         return Finding(0, {}, f"cannot be read ({error.strerror})")
     found = look_into_state(stored[:-CHECKSUM_BYTES])

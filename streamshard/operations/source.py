@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from streamshard.engine.files import Decoder
+from streamshard.engine.files import Decoder, source_errors
+from streamshard.engine.patience import try_again
 from streamshard.errors import (
     CorruptFileError,
     IncompleteError,
@@ -32,6 +33,7 @@ from streamshard.operations.beside import find_beside, has_shards
 from streamshard.operations.cut import cut_source
 from streamshard.plan.cutting import Cutting
 from streamshard.plan.zero import round_robin_order
+from streamshard.reading import entries_below, stream_of
 
 _ELASTIC: Final = (
     "Saved with elastic_checkpoint, which keeps no hyper-parameters: those of all param groups, "
@@ -140,17 +142,23 @@ def open_with(
     like: Checkpoint | None = None,
 ) -> Source:
     """Open a checkpoint with what is known of it already; see `open_source`."""
+    return try_again(lambda: _open(path, tag, config, like))
+
+
+def _open(
+    path: str | os.PathLike[str],
+    tag: str | None,
+    config: ds_config.Config | None,
+    like: Checkpoint | None,
+) -> Source:
     root = Path(path)
-    try:
+    with source_errors(root):
         if dump_names.is_template(str(path)):
             opened = _open_dumps(str(path), config, like)
         elif (root / "zarr.json").is_file():
             opened = _open_store(root, tag)
         else:
             opened = _open_native(*find_tag(root, tag), like)
-    except OSError as error:
-        place = error.filename or root
-        raise SourceError(f"{place}: cannot be read ({error.strerror})") from error
     return replace(opened, like=like)
 
 
@@ -192,7 +200,7 @@ def _latest(root: Path) -> str:
         message = f"{root}: no 'latest' file and no shards in it{_hint_of_tags(root)}"
         raise SourceNotFoundError(message)
     require_inside(latest, root)
-    with latest.open("rb") as stream:
+    with stream_of(latest) as stream:
         tag = stream.read(_LATEST_BYTES).decode(errors="replace").strip()
     if not tag:
         message = f"{latest}: empty, as a save that was killed leaves it{_hint_of_tags(root)}"
@@ -240,7 +248,7 @@ def _open_dumps(path: str, config: ds_config.Config | None, like: Checkpoint | N
 
 
 def _open_native(run_dir: Path, tag_dir: Path, like: Checkpoint | None) -> Source:
-    for path in tag_dir.rglob("*"):
+    for path in entries_below(tag_dir):
         require_inside(path, run_dir, tag_dir)
     files, notes = find_beside(run_dir, tag_dir.name)
     try:

@@ -1,11 +1,11 @@
 """Which places may become a target: free ones, and what is ours and may be replaced."""
 
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from streamshard.engine.files import target_errors
 from streamshard.engine.journal import Journal
 from streamshard.errors import NoSpaceError, TargetExistsError, UsageError
 from streamshard.formats import deepspeed_names as names
@@ -13,6 +13,7 @@ from streamshard.formats.dump_names import Template
 from streamshard.formats.frameworks import framework_of
 from streamshard.formats.zarr_reader import is_store
 from streamshard.model import SourceFile
+from streamshard.reading import entries_below
 
 JOURNAL: Final = f"{names.OWN_PREFIX}.journal"
 """File in a partial target that says what of it is written."""
@@ -50,6 +51,11 @@ def require_free(target: Path, *, overwrite: bool, template: Template | None = N
     """
     if target.name in ("", ".."):
         raise UsageError(f"{target}: is no name for a new directory; write it out")
+    with target_errors(target):
+        _require_free(target, overwrite=overwrite, template=template)
+
+
+def _require_free(target: Path, *, overwrite: bool, template: Template | None) -> None:
     if Journal(target / JOURNAL).is_whole:
         return
     partial, replaced = partial_of(target), replaced_of(target)
@@ -108,10 +114,11 @@ def require_space(target: Path, nbytes: int) -> None:
 
     What an earlier run has left is counted: either it is kept, or it is removed first.
     """
-    place = target.absolute().parent
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free + allocated_bytes(partial_of(target))
+    with target_errors(target):
+        place = target.absolute().parent
+        while not place.exists():
+            place = place.parent
+        free = shutil.disk_usage(place).free + allocated_bytes(partial_of(target))
     if nbytes > free:
         message = f"{target}: needs {nbytes:,} bytes, {free:,} are free on its file system"
         raise NoSpaceError(f"{message}. Nothing was written; free some, or choose another place")
@@ -119,8 +126,9 @@ def require_space(target: Path, nbytes: int) -> None:
 
 def allocated_bytes(root: Path) -> int:
     """Count what the files below a directory take of its file system."""
-    paths = (Path(place, name) for place, _, names in os.walk(root) for name in names)
-    return sum(path.lstat().st_blocks * _BLOCK_BYTES for path in paths)
+    if not exists(root):
+        return 0
+    return sum(path.lstat().st_blocks * _BLOCK_BYTES for path in entries_below(root))
 
 
 def remove(path: Path) -> None:

@@ -9,6 +9,7 @@ from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedE
 from streamshard.model import Slot, SourceFile, SourceMap
 from streamshard.plan.cutting import CuttingBuilder
 from streamshard.plan.zero import FlatGroup
+from streamshard.reading import stream_of
 
 _SAMPLE_BYTES: Final = 4096
 """How much of each end of two copies is compared."""
@@ -107,7 +108,7 @@ def _require_alike(one: tuple[SourceFile, int], other: tuple[SourceFile, int], n
 
 
 def _read(file: SourceFile, offset: int, nbytes: int) -> bytes:
-    with file.path.open("rb") as stream:
+    with stream_of(file.path) as stream:
         stream.seek(offset)
         data = stream.read(nbytes)
     if len(data) != nbytes:

@@ -25,7 +25,7 @@ def files_of(store: Path, out: Path) -> dict[str, bytes]:
     """Rebuild the checkpoint and return its files."""
     if out.exists():
         shutil.rmtree(out)
-    streamshard.repartition(store, out, world_size=3)
+    streamshard.repartition(store, out, world_size=3, overwrite=True)
     return {p.relative_to(out).as_posix(): p.read_bytes() for p in out.rglob("*") if p.is_file()}
 
 

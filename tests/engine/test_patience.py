@@ -1,0 +1,122 @@
+"""What is tried again, and for how long."""
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from streamshard.engine.files import SourceReader
+from streamshard.engine.patience import StoppedError, is_transient, try_again
+from streamshard.engine.window import Window
+from streamshard.engine.work import Fixed, Span
+from streamshard.errors import SourceError
+from tests.engine.fakes import FakeReader, on_disk, open_descriptors
+from tests.engine.test_window import buffer
+
+DATA = bytes(range(200))
+
+
+@pytest.fixture(autouse=True)
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Note how long was waited, and do not wait."""
+    waited: list[float] = []
+
+    class Event(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waited.append(timeout or 0.0)
+            return False
+
+    monkeypatch.setattr("streamshard.engine.patience.threading.Event", Event)
+    return waited
+
+
+class Failing:
+    """A call that fails some times before it does what it is for."""
+
+    def __init__(self, number: int, times: int, real: object = None) -> None:
+        self.number = number
+        self.left = times
+        self.calls = 0
+        self.real = real
+
+    def __call__(self, *arguments: object) -> object:
+        """Fail, or do it."""
+        self.calls += 1
+        if self.left:
+            self.left -= 1
+            raise OSError(self.number, os.strerror(self.number))
+        return self.real(*arguments) if callable(self.real) else "done"
+
+
+def test_the_moment_s_errors_are_waited_out(pauses: list[float]) -> None:
+    call = Failing(errno.ESTALE, 3)
+    assert try_again(call) == "done"
+    assert call.calls == 4
+    assert pauses == sorted(pauses)
+    assert len(pauses) == 3
+
+
+def test_but_not_for_ever(pauses: list[float]) -> None:
+    call = Failing(errno.ETIMEDOUT, 1000)
+    with pytest.raises(OSError, match="timed out"):
+        try_again(call)
+    assert call.calls == len(pauses) + 1
+    assert sum(pauses) < 60
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EACCES, errno.ENOENT])
+def test_others_are_not_tried_again(pauses: list[float], number: int) -> None:
+    call = Failing(number, 1)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        try_again(call)
+    assert (call.calls, pauses) == (1, [])
+
+
+def test_nor_is_anything_once_it_is_to_stop() -> None:
+    stop = threading.Event()
+    stop.wait = stop.is_set  # type: ignore[assignment, method-assign]
+    stop.set()
+    stop.wait = lambda timeout=None: True  # type: ignore[method-assign]
+    call = Failing(errno.ESTALE, 1)
+    with pytest.raises(StoppedError):
+        try_again(call, stop)
+    assert call.calls == 1
+
+
+def test_the_cause_counts() -> None:
+    error = SourceError("x: cannot be read")
+    assert not is_transient(error)
+    error.__cause__ = OSError(errno.ESTALE, "Stale file handle")
+    assert is_transient(error)
+
+
+@pytest.mark.parametrize("call", ["preadv", "open"])
+def test_a_source_is_opened_and_read_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    before = open_descriptors()
+    reader = SourceReader(on_disk(tmp_path, [DATA]), {})
+    reader.read_into(0, 0, buffer(10))
+    if call == "open":
+        reader.close()
+    failing = Failing(errno.ESTALE, 2, getattr(os, call))
+    monkeypatch.setattr(os, call, failing)
+    view = buffer(100)
+    reader.read_into(0, 50, view)
+    assert bytes(view) == DATA[50:150]
+    assert failing.calls == 3
+    reader.close()
+    monkeypatch.undo()
+    assert open_descriptors() == before
+
+
+def test_a_window_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = Failing(errno.EHOSTDOWN, 2, os.pwrite)
+    monkeypatch.setattr("streamshard.engine.files.os.pwrite", failing)
+    with (tmp_path / "file").open("w+b") as stream:
+        window = Window(buffer(150), buffer(8), FakeReader([]))
+        window.write(Span(0, [Fixed(DATA)]), stream.fileno())
+        assert os.pread(stream.fileno(), 1000, 0) == DATA
+    assert failing.calls == 4
