@@ -1,6 +1,7 @@
 """Does the memory that a run takes grow with the checkpoint?
 
     python -m benchmarks.memory_vs_size --sizes 1GB,30GB
+    python -m benchmarks.memory_vs_size --sizes 10GB --cgroup 512MiB
 
 Peak resident memory above the floor, as the kernel counts it, of every verb that moves tensors.
 Each checkpoint is resharded once per verb and removed; three times its size is needed on the disk.
@@ -9,9 +10,11 @@ Each checkpoint is resharded once per verb and removed; three times its size is 
 import argparse
 import sys
 import tempfile
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from benchmarks._cgroup import inside, memory_cgroup
 from benchmarks._fabricate import fabricate
 from benchmarks._measure import STREAMSHARD, machine, print_table, succeed
 from benchmarks._model import transformer
@@ -29,18 +32,28 @@ def main() -> int:
     parser.add_argument("--short", action="store_true", help=SHORT)
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), help="ZeRO stage [both 2 and 3]")
     parser.add_argument("--directory", type=Path, help="where to work [a temporary directory]")
+    parser.add_argument("--cgroup", help="run in a memory cgroup of this size, page cache included")
     given = parser.parse_args()
     print(machine())
     rows = []
     for stage in [given.stage] if given.stage else [2, 3]:
         for size in (SHORT if given.short else given.sizes).split(","):
-            with tempfile.TemporaryDirectory(dir=given.directory) as directory:
-                rows += measure_size(Path(directory), sizes.parse(size), stage)
+            with (
+                group_of(given.cgroup) as group,
+                tempfile.TemporaryDirectory(dir=given.directory) as directory,
+            ):
+                enter = inside(group) if group else ()
+                rows += measure_size(Path(directory), sizes.parse(size), stage, enter)
     print_table(HEAD, rows)
     return 0
 
 
-def measure_size(root: Path, nbytes: int, stage: int) -> list[list[str]]:
+def group_of(size: str | None) -> AbstractContextManager[Path | None]:
+    """Make the group that runs are to be in, if any."""
+    return nullcontext() if size is None else memory_cgroup(sizes.parse(size))
+
+
+def measure_size(root: Path, nbytes: int, stage: int, enter: tuple[str, ...]) -> list[list[str]]:
     """Reshard a checkpoint of this size in all ways; returns the table's rows."""
     source, store, target = root / "source", root / "store.zarr", root / "target"
     made = fabricate(source, transformer(nbytes, stage=stage), stage=stage, world_size=FROM)
@@ -53,7 +66,7 @@ def measure_size(root: Path, nbytes: int, stage: int) -> list[list[str]]:
         "verify --against": ("verify", target, "--against", store),
     }
     return [
-        _row(name, stage, made, succeed(*STREAMSHARD, *command, "--json").report)
+        _row(name, stage, made, succeed(*enter, *STREAMSHARD, *command, "--json").report)
         for name, command in runs.items()
     ]
 

@@ -2,10 +2,11 @@
 
     python -m benchmarks.repartition_vs_cp --size 8GB --stage 2 --runs 5
 
-Whole processes, page cache warm, all on one file system; every round runs each program once, and
-ratios are taken within a round. streamshard makes its output durable, which `cp` leaves to the
-kernel: so there is a ratio to `cp` alone, and one to `cp` followed by fsync of every copy. From
-streamshard's times the start-up is subtracted, which is the time of `inspect` on the same source.
+Whole processes, page cache warm or, with --cold, cold, all on one file system; every round runs
+each program once, and ratios are taken within a round. streamshard makes its output durable, which
+`cp` leaves to the kernel: so there is a ratio to `cp` alone, and one to `cp` followed by fsync of
+every copy. From streamshard's times the start-up is subtracted, which is the time of `inspect` on
+the same source.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from benchmarks._measure import (
 )
 from benchmarks._model import Model, transformer
 from streamshard import sizes
+from streamshard.engine.cache import drop_cached
 
 FROM, TO = 8, 6
 SHORT = "256MB"
@@ -49,10 +51,13 @@ HEAD = (
 class Bench:
     """One checkpoint, the store made of it, and the programs that are compared."""
 
-    def __init__(self, root: Path, model: Model, stage: int, extra: list[str]) -> None:
+    def __init__(
+        self, root: Path, model: Model, stage: int, extra: list[str], *, cold: bool
+    ) -> None:
         self.source, self.store, self.target = root / "source", root / "kept.zarr", root / "target"
         self._model, self._stage = model, stage
         self._extra = extra
+        self._cold = cold
         self.nbytes = fabricate(self.source, model, stage=stage, world_size=FROM)
         self._verb("convert", self.source, self.store)
 
@@ -101,9 +106,12 @@ class Bench:
 
     @contextmanager
     def prepared(self, source: Path) -> Iterator[None]:
-        """Have the source in the cache and the disk idle before; remove the target after."""
-        warm(source)
+        """Have the source in the cache, or not, and the disk idle; remove the target after."""
         os.sync()
+        if self._cold:
+            drop_cached(source)
+        else:
+            warm(source)
         yield
         shutil.rmtree(self.target)
 
@@ -167,6 +175,7 @@ def main() -> int:
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), help="ZeRO stage [both 2 and 3]")
     parser.add_argument("--runs", type=int, default=5, help="rounds [5]")
     parser.add_argument("--directory", help="where to work; three times the size is needed there")
+    parser.add_argument("--cold", action="store_true", help="have the source read from the disk")
     parser.add_argument("--workers", help="passed on to streamshard")
     parser.add_argument("--memory-limit", help="passed on to streamshard")
     given = parser.parse_args()
@@ -177,7 +186,7 @@ def main() -> int:
     for stage in [given.stage] if given.stage else [2, 3]:
         with tempfile.TemporaryDirectory(dir=given.directory) as directory:
             model = transformer(sizes.parse(size), stage=stage)
-            bench = Bench(Path(directory), model, stage, extra)
+            bench = Bench(Path(directory), model, stage, extra, cold=given.cold)
             bench.check()
             rows = run_rounds(bench, runs)
         count = len(model.trained)

@@ -8,13 +8,14 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks._cgroup import NoCgroupError, hits_of_limit, inside, memory_cgroup
 from benchmarks._check import native_differences, store_differences
 from benchmarks._fabricate import fabricate
 from benchmarks._measure import STREAMSHARD, Measured, measure
@@ -208,49 +209,24 @@ def test_too_small_a_limit_is_refused_and_the_one_it_names_works(
 
 @pytest.mark.kernel
 @pytest.mark.parametrize("options", [("--memory-limit", str(LIMIT)), ()], ids=["limit", "plain"])
-def test_inside_a_hard_memory_cgroup(source: Source, place: Path, options: tuple[str, ...]) -> None:
+def test_inside_a_hard_memory_cgroup(
+    source: Source, place: Path, group: Path, options: tuple[str, ...]
+) -> None:
     """The kernel kills what takes more than the group may have, all its page cache counted."""
-    with memory_cgroup(LARGE // 4) as group:
-        enter = ("sh", "-c", f'echo $$ > "{group}/cgroup.procs" && exec "$@"', "sh")
-        verb = ("repartition", source.path, place / "out", "--world-size", str(TO))
-        done = measure(*enter, *STREAMSHARD, *verb, *options, "--json")
-        by_default = (LARGE // 4 - done.report["floor_bytes"]) // 2
-        require_kept_contract(done, LIMIT if options else by_default)
-        assert hits_of_limit(group) > 0, "the limit was never in force"
+    verb = ("repartition", source.path, place / "out", "--world-size", str(TO))
+    done = measure(*inside(group), *STREAMSHARD, *verb, *options, "--json")
+    by_default = (LARGE // 4 - done.report["floor_bytes"]) // 2
+    require_kept_contract(done, LIMIT if options else by_default)
+    assert hits_of_limit(group) > 0, "the limit was never in force"
     assert source.differences(place / "out") == []
 
 
-@contextmanager
-def memory_cgroup(limit: int) -> Iterator[Path]:
-    """Make a group below this process's own; version 1 and 2 name their files differently."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, own = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            parent, limit_file = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
-        elif not controllers and Path("/sys/fs/cgroup/cgroup.controllers").exists():
-            parent, limit_file = Path("/sys/fs/cgroup"), "memory.max"
-        else:
-            continue
-        group = parent / own.lstrip("/") / f"streamshard-test-{os.getpid()}"
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A memory cgroup, if one can be made here."""
+    with ExitStack() as stack:
         try:
-            group.mkdir()
-        except OSError as error:
-            pytest.skip(f"no memory cgroup can be made here: {error}")
-        try:
-            try:
-                (group / limit_file).write_text(str(limit))
-            except OSError as error:
-                pytest.skip(f"no memory limit can be set here: {error}")
-            yield group
-        finally:
-            group.rmdir()
-        return
-    pytest.skip("this machine has no memory cgroups")
-
-
-def hits_of_limit(group: Path) -> int:
-    """Count how often the kernel had to take pages back for the group to stay within its limit."""
-    if (group / "memory.failcnt").exists():
-        return int((group / "memory.failcnt").read_text())
-    events = dict(line.split() for line in (group / "memory.events").read_text().splitlines())
-    return int(events["max"])
+            path = stack.enter_context(memory_cgroup(LARGE // 4))
+        except NoCgroupError as error:
+            pytest.skip(str(error))
+        yield path
