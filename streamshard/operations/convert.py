@@ -126,6 +126,13 @@ def plan_convert(
     sizes = files.sizes()
     both = zip(shapes, tensors, strict=True)
     largest = max((math.prod(s) * ITEMSIZE[t.dtype] for s, t in both), default=0)
+    options = {
+        "verb": "convert",
+        "--tag": opened.checkpoint.tag,
+        "--codec": codec,
+        "--chunk-size": str(chunk_size),
+    }
+    purpose = Purpose.of(opened, options, replaces=overwrite)
     limit_bytes = running.limit_or_default(memory_limit, floor_bytes)
     memory_plan = running.fit_memory(
         floor_bytes=floor_bytes,
@@ -155,13 +162,6 @@ def plan_convert(
         is_verified=verify,
         notes=opened.checkpoint.notes,
     )
-    options = {
-        "verb": "convert",
-        "--tag": opened.checkpoint.tag,
-        "--codec": codec,
-        "--chunk-size": str(chunk_size),
-    }
-    purpose = Purpose(opened, options, overwrite)
     return ConvertPlan(opened, target, purpose, files, memory_plan, overwrite, report)
 
 

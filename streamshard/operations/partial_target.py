@@ -96,7 +96,7 @@ class PartialTarget:
         require_free(self._target, overwrite=self._overwrite, template=template)
         if self._overwrite or header is None:
             self.path.mkdir(exist_ok=True)
-            self.journal.begin(self._purpose.spell())
+            self.journal.begin(self._purpose.header)
         else:
             difference = self._purpose.difference(header)
             if difference is not None:

@@ -4,7 +4,7 @@ import base64
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from streamshard.formats import store_state
 from streamshard.model import SourceFile
@@ -20,24 +20,32 @@ class Purpose:
     """What a run is about."""
 
     source: Source
-    options: Mapping[str, str]
-    """The verb, and what was asked for, as far as bytes depend on it."""
-    replaces: bool
-    """Whether what is at the target may be replaced, which does not change a byte."""
+    header: Mapping[str, Any]
+    """How a journal spells it."""
 
-    def spell(self) -> dict[str, Any]:
-        """Spell it for a journal."""
-        return {
+    @classmethod
+    def of(cls, source: Source, options: Mapping[str, str], *, replaces: bool) -> Self:
+        """Describe a run.
+
+        Parameters
+        ----------
+        options
+            The verb, and what was asked for, as far as bytes depend on it.
+        replaces
+            Whether what is at the target may be replaced, which does not change a byte.
+        """
+        header = {
             "format": _FORMAT,
-            "options": dict(self.options),
-            "headers": sha256(store_state.dump(self.source.checkpoint, ())).hexdigest(),
-            "files": base64.b64encode(b"".join(map(_digest, self.source.files))).decode(),
-            "replaces": self.replaces,
+            "options": dict(options),
+            "headers": sha256(store_state.dump(source.checkpoint, ())).hexdigest(),
+            "files": base64.b64encode(b"".join(map(_digest, source.files))).decode(),
+            "replaces": replaces,
         }
+        return cls(source, header)
 
     def difference(self, other: Mapping[str, Any]) -> str | None:
         """Say what an earlier run was about, if not the same; `other` is what it spelled."""
-        own = self.spell()
+        own = self.header
         if own["format"] != other.get("format"):
             return "is of another version of streamshard"
         options, others = own["options"], other["options"]

@@ -180,6 +180,8 @@ def plan_repartition(
     if template is None:
         sizes.append((len(opened.checkpoint.tag.encode()), 1))  # `latest`
     bytes_written = sum(nbytes * count for nbytes, count in sizes)
+    options = _options(opened, world_size, settings, template)
+    purpose = Purpose.of(opened, options, replaces=overwrite)
     limit_bytes = running.limit_or_default(memory_limit, floor_bytes)
     memory_plan = running.fit_memory(
         floor_bytes=floor_bytes,
@@ -211,12 +213,11 @@ def plan_repartition(
             *advice.for_world_size(opened.checkpoint, settings.config, dp_world_size),
         ),
     )
-    options = _options(opened, world_size, settings, template)
     written = Request("", opened.checkpoint.tag, config=settings.config, like=opened.like)
     return RepartitionPlan(
         source=opened,
         target=directory,
-        purpose=Purpose(opened, options, overwrite),
+        purpose=purpose,
         template=template,
         images=images,
         files=files,
