@@ -62,6 +62,8 @@ class PartialTarget:
         """Parents that were made for the target, innermost first."""
         self._replaced = replaced_of(self._target)
         self._reservation: Reservation | None = None
+        self._is_own = False
+        """Whether what is in the partial target is this run's, or was and is gone on from."""
         self.path = partial_of(self._target)
 
     def __enter__(self) -> Self:
@@ -72,6 +74,7 @@ class PartialTarget:
             stack.callback(self._lock.release)
             self.journal = Journal(self.path / JOURNAL)
             stack.callback(self.journal.close)
+            stack.callback(self._remove_if_empty)
             self._settle()
             self._prepare()
             self._held = stack.pop_all()
@@ -95,6 +98,7 @@ class PartialTarget:
         template, header = self._template, self.journal.header
         require_free(self._target, overwrite=self._overwrite, template=template)
         if self._overwrite or header is None:
+            self._is_own = True
             self.path.mkdir(exist_ok=True)
             self.journal.begin(self._purpose.header)
         else:
@@ -102,6 +106,7 @@ class PartialTarget:
             if difference is not None:
                 message = f"{self.path}: {difference}. Run that one again to finish it, or give"
                 raise TargetExistsError(f"{message} --overwrite to start afresh")
+            self._is_own = True
             self.journal.proceed()
         if not self.journal.is_whole:
             self._remove_unknown()
@@ -130,15 +135,19 @@ class PartialTarget:
     ) -> None:
         with suppress(OSError):
             self._finish_reservation()
-        if error is not None and exists(self.path):
-            if self.journal.is_empty or isinstance(error, NotAsWrittenError):
-                shutil.rmtree(self.path, ignore_errors=True)
-            else:
-                how = "without --overwrite" if self._overwrite else "again"
-                error.add_note(
-                    f"{self.path}: keeps what was written; run the same command {how} to go on"
-                )
+        if isinstance(error, NotAsWrittenError):
+            shutil.rmtree(self.path, ignore_errors=True)
+        elif error is not None and not self.journal.is_empty and exists(self.path):
+            how = "without --overwrite" if self._overwrite else "again"
+            error.add_note(
+                f"{self.path}: keeps what was written; run the same command {how} to go on"
+            )
         self._held.close()
+
+    def _remove_if_empty(self) -> None:
+        """Remove a partial target that nobody gains anything from."""
+        if self._is_own and self.journal.is_empty:
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def _finish_reservation(self) -> None:
         if self._reservation is not None:
