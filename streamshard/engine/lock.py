@@ -162,6 +162,7 @@ def _spell(descriptor: int) -> None:
     data = json.dumps(asdict(Holder.this_process())).encode()
     os.pwrite(descriptor, data.ljust(len(os.pread(descriptor, _READ_BYTES, 0))), 0)
     os.ftruncate(descriptor, len(data))
+    os.fsync(descriptor)  # for who finds it after a power failure
 
 
 def _holder(descriptor: int) -> Holder | None:

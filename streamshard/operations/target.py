@@ -132,8 +132,18 @@ def allocated_bytes(root: Path) -> int:
 
 
 def remove(path: Path) -> None:
-    """Remove a directory with all that is in it, or a file."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    """Remove a directory with all that is in it, or a file.
+
+    Raises
+    ------
+    OSError
+        Something cannot be removed; it names the path that was given.
+    """
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        # What rmtree names is relative to a directory that it does not name.
+        raise OSError(error.errno, error.strerror, str(path)) from error
