@@ -8,6 +8,7 @@ What is on the disk is at any moment one of these, and the same command finishes
 - OUT with that journal still in it: what it replaced is to be removed, then the journal.
 """
 
+import os
 import shutil
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -137,7 +138,7 @@ class PartialTarget:
             self._finish_reservation()
         if isinstance(error, NotAsWrittenError):
             shutil.rmtree(self.path, ignore_errors=True)
-        elif error is not None and not self.journal.is_empty and exists(self.path):
+        elif error is not None and not self.journal.is_empty and os.path.lexists(self.path):
             how = "without --overwrite" if self._overwrite else "again"
             error.add_note(
                 f"{self.path}: keeps what was written; run the same command {how} to go on"
