@@ -34,9 +34,7 @@ def written(tensors: dict[str, torch.Tensor]) -> bytes:
 
 
 CASES: dict[str, dict[str, torch.Tensor]] = {
-    "every dtype": {
-        dtype: torch.arange(3).to(getattr(torch, dtype)) for dtype in reversed(DTYPES)
-    },
+    "every dtype": {dtype: torch.arange(3).to(getattr(torch, dtype)) for dtype in reversed(DTYPES)},
     "odd names": {
         name: torch.full((2,), float(number))
         for number, name in enumerate(("b", 'q"\\', "\x01\x7f\n", "é", "日", "\U0001f600", "B"))
