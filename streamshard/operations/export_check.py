@@ -17,10 +17,13 @@ from streamshard.operations.companions import Companions
 from streamshard.operations.compare import Comparing
 from streamshard.operations.pairing import Half, Pair
 from streamshard.operations.report import Progress
+from streamshard.operations.scanning import scan
 from streamshard.operations.verification import Findings
+from streamshard.operations.verify_torch import TorchFiles
 from streamshard.operations.weight_files import WeightFiles
 from streamshard.plan.cutting import Cutting, CuttingBuilder
 from streamshard.plan.memory import MemoryPlan
+from streamshard.plan.sample import EVERYTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +80,17 @@ class _Check:
         if wrong:
             return wrong
         findings = Findings()
+        self._check_records(memory, progress, findings)
         comparing = Comparing(self._written(), self._source, self._pairs)
-        # Both sides are counted here, while a run that verifies counts what it writes four times.
-        differences = comparing.run(memory, findings, lambda n: progress.advance(3 * n // 2))
+        differences = comparing.run(memory, findings, progress.advance)
         return [*(p.message for p in findings.problems), *(d.message for d in differences)]
+
+    def _check_records(self, memory: MemoryPlan, progress: Progress, findings: Findings) -> None:
+        """Hold what lies in torch files against their checksums; safetensors has none."""
+        if self._weights.form == pretrained.TORCH:
+            held = [file for file in self._files if file.path.name in self._weights.held]
+            checked = TorchFiles(held, str, findings, EVERYTHING)
+            scan(checked.units(), held, {}, memory, progress.advance)
 
     def _documents(self) -> Iterator[str]:
         for name, data in self._weights.documents().items():

@@ -29,8 +29,10 @@ _MOST_COPIES: Final = 1024
 """In a span; a record of a torch file is never cut, and has as many as there are."""
 _COPY_COST: Final = _SPAN_BYTES // _MOST_COPIES
 """Bytes that a copy counts for."""
-_SPAN_OBJECT_BYTES: Final = MIB
-"""What a span takes with its regions, and as many copies as it usually has."""
+_SPAN_OBJECT_BYTES: Final = MIB // 2
+"""What a span's regions take, of which there are a third as many as copies at most."""
+_WEIGHT_BYTES: Final = 512
+"""What is noted of each weight of the file that is being written."""
 _COPY_BYTES: Final = 4 * 8
 _LOCATE_BYTES: Final = 16 * 8
 """Arrays that finding a copy takes for a moment."""
@@ -118,8 +120,9 @@ class WeightFiles:
         if self.form == pretrained.TORCH:
             all_weights = (weight for weights in self._held.values() for weight in weights)
             most += max(w.numel // self._piece_numel(w) for w in all_weights)
-        in_flight = 2 * workers + 2
-        return in_flight * (_SPAN_OBJECT_BYTES + most * _COPY_BYTES) + most * _LOCATE_BYTES
+        in_flight = (2 * workers + 2) * (_SPAN_OBJECT_BYTES + most * _COPY_BYTES)
+        noted = max(map(len, self._held.values())) * _WEIGHT_BYTES
+        return in_flight + most * _LOCATE_BYTES + noted
 
     def targets(self) -> Iterator[TargetFile]:
         """Turn all files into work."""
