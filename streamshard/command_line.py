@@ -7,10 +7,9 @@ from typing import Any, Final, TypeAlias
 from streamshard import sizes
 from streamshard.engine import memory
 from streamshard.errors import UsageError
-from streamshard.formats.pretrained import FORMATS, SAFETENSORS
 from streamshard.formats.zarr_documents import CODECS
 from streamshard.operations.convert import DEFAULT_CHUNK_BYTES
-from streamshard.operations.export import DEFAULT_SHARD_BYTES
+from streamshard.operations.export import DEFAULT_SHARD_BYTES, FORMATS
 from streamshard.operations.weights import DTYPES
 
 Verb: TypeAlias = Callable[[argparse.Namespace], None]
@@ -103,8 +102,9 @@ def _add_export(verbs: Verbs, run: Verb) -> None:
     verb.add_argument(
         "--format",
         choices=FORMATS,
-        default=SAFETENSORS,
-        help="model.safetensors, or torch's pytorch_model.bin [safetensors]",
+        default=FORMATS[0],
+        help="model.safetensors, torch's pytorch_model.bin, or DeepSpeed's universal checkpoint "
+        "[safetensors]",
     )
     verb.add_argument(
         "--max-shard-size",

@@ -1,4 +1,4 @@
-"""`export`: the weights alone, in the files that `from_pretrained` loads."""
+"""`export`: the weights alone, as `from_pretrained` loads them; or DeepSpeed's universal form."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ from typing import Final
 
 from streamshard.engine import memory
 from streamshard.engine.work import TargetFile
-from streamshard.errors import SourceError, StreamshardError, UsageError
+from streamshard.errors import SourceError, UnsupportedError, UsageError
 from streamshard.formats import pretrained
 from streamshard.operations import export_check, running
 from streamshard.operations.companions import Companions, find_companions
@@ -21,12 +21,15 @@ from streamshard.operations.target import (
     require_separate,
     require_space,
 )
+from streamshard.operations.universal import UniversalFiles
 from streamshard.operations.weight_files import WeightFiles
 from streamshard.operations.weights import DTYPES, Selection, Weights, choose_weights
 from streamshard.plan.memory import MemoryPlan
 
 Path_ = str | os.PathLike[str]
 
+UNIVERSAL: Final = "universal"
+FORMATS: Final = (*pretrained.FORMATS, UNIVERSAL)
 DEFAULT_SHARD_BYTES: Final = 5 * 10**9
 _MOST_NAMED: Final = 4
 
@@ -38,7 +41,7 @@ class ExportPlan:
     target: Path
     companions: Companions
     """Files that come along, and the source to read from."""
-    files: WeightFiles
+    files: WeightFiles | UniversalFiles
     memory: MemoryPlan
     overwrite: bool
     report: Report
@@ -52,7 +55,8 @@ class ExportPlan:
         StreamshardError
             The source changed or the target cannot be written; no directory is left then.
         """
-        self.files.overflowed.clear()
+        if isinstance(self.files, WeightFiles):
+            self.files.overflowed.clear()
         source = self.companions.source
         with PartialTarget(self.target, overwrite=self.overwrite) as partial_target:
             told = progress or Silent()
@@ -119,7 +123,9 @@ def plan_export(
     dtype
         `fp32`, `bf16` or `fp16`: what floating-point tensors are cast to, buffers included.
     format
-        `safetensors`, or `torch` for `pytorch_model.bin`.
+        `safetensors`, or `torch` for `pytorch_model.bin`, or `universal` for DeepSpeed's universal
+        checkpoint, which holds the optimizer's states too and is shaped by none of the options
+        from `dtype` to `frozen`.
     max_shard_size
         Bytes of tensors in one file at most, but for a tensor that is larger.
     include, exclude
@@ -151,15 +157,19 @@ def plan_export(
     opened = open_source(source, tag, ds_config_file=source_ds_config_file, like=like)
     require_separate(opened.path, opened.files, target)
     opened.require_use_of_like()
-    chosen = _choose(
-        opened,
-        Selection(DTYPES[dtype], include, exclude, keep_dtype, strip_prefix, frozen),
-    )
+    names = (tuple(each) for each in (include, exclude, keep_dtype, strip_prefix))
+    selection = Selection(DTYPES[dtype], *names, frozen=frozen)
     try:
-        companions = find_companions(opened)
+        prepared = (
+            _prepare_universal(opened, selection, max_shard_size)
+            if format == UNIVERSAL
+            else _prepare_weights(opened, selection, format, max_shard_size)
+        )
     except OSError as error:
         raise SourceError(f"{error.filename}: cannot be read ({error.strerror})") from error
-    files = WeightFiles(companions.source, chosen.weights, format, max_shard_size)
+    except (UsageError, UnsupportedError) as error:
+        raise type(error)(f"{opened.path}: {error}") from error
+    files, companions = prepared.files, prepared.companions
     sizes = [*files.sizes(), *companions.sizes()]
     limit_bytes = running.limit_or_default(memory_limit, floor_bytes)
     memory_plan = running.fit_memory(
@@ -185,14 +195,9 @@ def plan_export(
         limit_bytes=limit_bytes,
         projected_bytes=memory_plan.projected_bytes,
         is_verified=verify,
-        tensors=len(chosen.weights),
+        tensors=prepared.tensors,
         dtype=dtype,
-        notes=(
-            *chosen.notes,
-            *_tied(chosen, format),
-            *companions.notes,
-            *opened.checkpoint.notes,
-        ),
+        notes=(*prepared.notes, *companions.notes, *opened.checkpoint.notes),
     )
     return ExportPlan(target, companions, files, memory_plan, overwrite, report)
 
@@ -241,25 +246,45 @@ def export(
     return plan.run(progress)
 
 
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What a format makes of a source."""
+
+    files: WeightFiles | UniversalFiles
+    companions: Companions
+    tensors: int
+    notes: tuple[str, ...]
+
+
+def _prepare_weights(
+    source: Source, selection: Selection, form: str, max_shard_size: int
+) -> _Prepared:
+    chosen = choose_weights(source.checkpoint, selection)
+    companions = find_companions(source)
+    files = WeightFiles(companions.source, chosen.weights, form, max_shard_size)
+    notes = (*chosen.notes, *_tied(chosen, form))
+    return _Prepared(files, companions, len(chosen.weights), notes)
+
+
+def _prepare_universal(source: Source, selection: Selection, max_shard_size: int) -> _Prepared:
+    if selection != Selection() or max_shard_size != DEFAULT_SHARD_BYTES:
+        message = f"--format {UNIVERSAL}: holds the whole checkpoint as it is, in files of its own"
+        raise UsageError(f"{message}; of the options that shape weights none has a meaning")
+    files = UniversalFiles(source)
+    return _Prepared(files, Companions(source, (), ()), files.tensors(), tuple(files.notes()))
+
+
 def _require_known(dtype: str, form: str, max_shard_size: int, target: Path) -> None:
     """Refuse options that mean nothing."""
     if dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
-    if form not in pretrained.FORMATS:
-        raise UsageError(f"--format {form}: choose one of {', '.join(pretrained.FORMATS)}")
+    if form not in FORMATS:
+        raise UsageError(f"--format {form}: choose one of {', '.join(FORMATS)}")
     if max_shard_size < 1:
         raise UsageError(f"--max-shard-size {max_shard_size}: at least one byte is needed")
     if target.suffix in (".safetensors", ".bin", ".pt"):
         message = f"{target}: the weights go into a directory, with names that from_pretrained"
         raise UsageError(f"{message} knows; give a name without {target.suffix}")
-
-
-def _choose(source: Source, selection: Selection) -> Weights:
-    """Choose the weights; an error names the source."""
-    try:
-        return choose_weights(source.checkpoint, selection)
-    except StreamshardError as error:
-        raise type(error)(f"{source.path}: {error}") from error
 
 
 def _tied(chosen: Weights, form: str) -> Iterator[str]:

@@ -1,6 +1,6 @@
-"""Reads back exported weights, and compares them with the source that they were made from."""
+"""Reads back what an export wrote, and compares it with the source that it was made from."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,12 +18,51 @@ from streamshard.operations.compare import Comparing
 from streamshard.operations.pairing import Half, Pair
 from streamshard.operations.report import Progress
 from streamshard.operations.scanning import scan
+from streamshard.operations.source import Source
+from streamshard.operations.universal import UniversalFiles
 from streamshard.operations.verification import Findings
 from streamshard.operations.verify_torch import TorchFiles
 from streamshard.operations.weight_files import WeightFiles
 from streamshard.plan.cutting import Cutting, CuttingBuilder
 from streamshard.plan.memory import MemoryPlan
 from streamshard.plan.sample import EVERYTHING
+
+
+def require_exported(
+    place: Path,
+    files: WeightFiles | UniversalFiles,
+    companions: Companions,
+    memory: MemoryPlan,
+    progress: Progress,
+) -> None:
+    """Refuse exported files unless, read back from the disk, they hold what the source does.
+
+    Raises
+    ------
+    IntegrityError
+        They do not; the message says what is wrong first.
+    """
+    read = _ReadBack(place, companions.source)
+    looks: list[Callable[[], Iterator[str]]] = [
+        lambda: _documents(files.documents(), place),
+        lambda: _companions(companions, read),
+        lambda: (
+            _images(files, read) if isinstance(files, UniversalFiles) else _weights(files, read)
+        ),
+    ]
+    with target_errors(place):
+        drop_cached(place)
+        try:
+            wrong = [message for look in looks for message in look()]
+            wrong = wrong or read.compare(memory, progress)
+        except SourceError as error:
+            wrong = [str(error)]
+    if wrong:
+        more = f", and {len(wrong) - 1:,} more" if len(wrong) > 1 else ""
+        raise IntegrityError(
+            f"{place}: read back from disk, it is not what {companions.source.path} holds. "
+            f"{wrong[0]}{more}. It was not put into its place"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,124 +76,110 @@ class _Written:
     codec_bytes: int = 0
 
 
-def require_exported(
-    place: Path, files: WeightFiles, companions: Companions, memory: MemoryPlan, progress: Progress
-) -> None:
-    """Refuse exported files unless, read back from the disk, they hold what the source does.
+class _ReadBack:
+    """Collects what is to be the same in files that were written and in the source."""
 
-    Raises
-    ------
-    IntegrityError
-        They do not; the message says what is wrong first.
-    """
-    with target_errors(place):
-        drop_cached(place)
-        try:
-            wrong = _Check(place, files, companions).run(memory, progress)
-        except SourceError as error:
-            wrong = [str(error)]
-    if wrong:
-        more = f", and {len(wrong) - 1:,} more" if len(wrong) > 1 else ""
-        raise IntegrityError(
-            f"{place}: read back from disk, it is not what {companions.source.path} holds. "
-            f"{wrong[0]}{more}. It was not put into its place"
-        )
-
-
-class _Check:
-    """Collects what is to be the same: first what the headers say, then the elements."""
-
-    def __init__(self, place: Path, files: WeightFiles, companions: Companions) -> None:
-        self._place = place
-        self._weights = files
-        self._source = companions.source
-        self._companions = companions.found
+    def __init__(self, place: Path, source: Source) -> None:
+        self.place = place
+        self._source = source
+        self._tensors = source.checkpoint.tensors
         self._files: list[SourceFile] = []
+        self._torch_files: list[SourceFile] = []
         self._places: list[tuple[int, int]] = []
         """(file, byte offset) of the left half of each pair."""
         self._pairs: list[Pair] = []
 
-    def run(self, memory: MemoryPlan, progress: Progress) -> list[str]:
+    def add(self, path: Path, *, is_torch: bool = False) -> int:
+        """Add a file; returns its size."""
+        stat = path.stat()
+        self._files.append(SourceFile(path, stat.st_size, stat.st_mtime_ns))
+        if is_torch:
+            self._torch_files.append(self._files[-1])
+        return stat.st_size
+
+    def pair(self, name: str, offset: int, tensor: int, dtype: str) -> None:
+        """Pair what lies in the file that was added last with one of the source's tensors."""
+        numel = self._tensors[tensor].numel
+        left = Half(len(self._pairs), dtype)
+        right = Half(tensor, self._tensors[tensor].dtype)
+        self._places.append((len(self._files) - 1, offset))
+        self._pairs.append(Pair(name, left, right, numel, dtype, ITEMSIZE[dtype]))
+
+    def compare(self, memory: MemoryPlan, progress: Progress) -> list[str]:
         """Read everything; returns what is wrong."""
-        wrong = [*self._documents(), *self._headers(), *self._copies()]
-        if wrong:
-            return wrong
         findings = Findings()
-        self._check_records(memory, progress, findings)
+        checked = TorchFiles(self._torch_files, str, findings, EVERYTHING)
+        scan(checked.units(), self._torch_files, {}, memory, progress.advance)
         comparing = Comparing(self._written(), self._source, self._pairs)
         differences = comparing.run(memory, findings, progress.advance)
         return [*(p.message for p in findings.problems), *(d.message for d in differences)]
 
-    def _check_records(self, memory: MemoryPlan, progress: Progress, findings: Findings) -> None:
-        """Hold what lies in torch files against their checksums; safetensors has none."""
-        if self._weights.form == pretrained.TORCH:
-            held = [file for file in self._files if file.path.name in self._weights.held]
-            checked = TorchFiles(held, str, findings, EVERYTHING)
-            scan(checked.units(), held, {}, memory, progress.advance)
-
-    def _documents(self) -> Iterator[str]:
-        for name, data in self._weights.documents().items():
-            if (self._place / name).read_bytes() != data:
-                yield f"{name} is not what was written"
-
-    def _headers(self) -> Iterator[str]:
-        for name, weights in self._weights.held.items():
-            found = {one.tensor.name: one for one in self._read(name)}
-            expected = {n: weight for weight in weights for n in self._weights.names(weight)}
-            if found.keys() != expected.keys():
-                yield f"{name} does not hold the tensors that were written"
-                continue
-            for key, weight in expected.items():
-                if found[key] != Stored(
-                    Described(key, weight.dtype, weight.shape), found[weight.names[0]].offset
-                ):
-                    yield f"{name} has another dtype, shape or place for '{key}'"
-            for weight in weights:
-                dtype = self._source.checkpoint.tensors[weight.tensor].dtype
-                offset = found[weight.names[0]].offset
-                right = Half(weight.tensor, dtype)
-                self._pair(weight.names[0], offset, right, weight.numel, weight.dtype)
-
-    def _read(self, name: str) -> Iterable[Stored]:
-        """Read where a file of weights keeps its tensors."""
-        path = self._place / name
-        self._add(path)
-        if self._weights.form == pretrained.SAFETENSORS:
-            return safetensors_file.read(path)
-        root = torch_file.read(path, 0).root
-        found = []
-        for key, node in root.items() if isinstance(root, dict) else ():
-            tensor = tensor_of(node)
-            if tensor is not None:
-                tensor.require_contiguous(f"{path}: {key}")
-                found.append(Stored(Described(key, tensor.dtype, tensor.shape), tensor.offset))
-        return found
-
-    def _copies(self) -> Iterator[str]:
-        """Pair the files that came along."""
-        for one in self._companions:
-            numel = self._source.checkpoint.tensors[one.tensor].numel
-            if self._add(self._place / one.path) != numel:
-                yield f"{one.path} is not as long as what it is a copy of"
-            self._pair(one.path, 0, Half(one.tensor, "uint8"), numel, "uint8")
-
-    def _add(self, path: Path) -> int:
-        """Add a file that was written; returns its size."""
-        stat = path.stat()
-        self._files.append(SourceFile(path, stat.st_size, stat.st_mtime_ns))
-        return stat.st_size
-
-    def _pair(self, name: str, offset: int, right: Half, numel: int, dtype: str) -> None:
-        """Pair elements in the file that was added last with the source's."""
-        left = Half(len(self._pairs), dtype)
-        self._places.append((len(self._files) - 1, offset))
-        self._pairs.append(Pair(name, left, right, numel, dtype, ITEMSIZE[dtype]))
-
     def _written(self) -> _Written:
         builder = CuttingBuilder([pair.itemsize for pair in self._pairs])
-        for number, (pair, (file, offset)) in enumerate(
-            zip(self._pairs, self._places, strict=True)
-        ):
+        both = zip(self._pairs, self._places, strict=True)
+        for number, (pair, (file, offset)) in enumerate(both):
             slot = Slot(np.array([file]), np.array([offset]), np.array([pair.numel]))
             builder.place(number, builder.slot(slot), piece_numel=pair.numel)
-        return _Written(self._place, tuple(self._files), builder.build())
+        return _Written(self.place, tuple(self._files), builder.build())
+
+
+def _documents(documents: Mapping[str, bytes], place: Path) -> Iterator[str]:
+    for name, data in documents.items():
+        if (place / name).read_bytes() != data:
+            yield f"{name} is not what was written"
+
+
+def _companions(companions: Companions, read: _ReadBack) -> Iterator[str]:
+    for one in companions.found:
+        if (
+            read.add(read.place / one.path)
+            != companions.source.checkpoint.tensors[one.tensor].numel
+        ):
+            yield f"{one.path} is not as long as what it is a copy of"
+        read.pair(one.path, 0, one.tensor, "uint8")
+
+
+def _weights(files: WeightFiles, read: _ReadBack) -> Iterator[str]:
+    for name, weights in files.held.items():
+        found = {one.tensor.name: one for one in _stored(read, name, files.form)}
+        expected = {n: weight for weight in weights for n in files.names(weight)}
+        if found.keys() != expected.keys():
+            yield f"{name} does not hold the tensors that were written"
+            continue
+        for key, weight in expected.items():
+            offset = found[weight.names[0]].offset
+            if found[key] != Stored(Described(key, weight.dtype, weight.shape), offset):
+                yield f"{name} has another dtype, shape or place for '{key}'"
+        for weight in weights:
+            offset = found[weight.names[0]].offset
+            read.pair(weight.names[0], offset, weight.tensor, weight.dtype)
+
+
+def _stored(read: _ReadBack, name: str, form: str) -> Iterable[Stored]:
+    """Read where a file of weights keeps its tensors."""
+    path = read.place / name
+    read.add(path, is_torch=form == pretrained.TORCH)
+    if form == pretrained.SAFETENSORS:
+        return safetensors_file.read(path)
+    root = torch_file.read(path, 0).root
+    found = []
+    for key, node in root.items() if isinstance(root, dict) else ():
+        tensor = tensor_of(node)
+        if tensor is not None:
+            tensor.require_contiguous(f"{path}: {key}")
+            found.append(Stored(Described(key, tensor.dtype, tensor.shape), tensor.offset))
+    return found
+
+
+def _images(files: UniversalFiles, read: _ReadBack) -> Iterator[str]:
+    """Pair storages that hold one whole tensor; shards have their checksums alone."""
+    for name, pickled, whole in files.held():
+        path = read.place / name
+        read.add(path, is_torch=True)
+        found = torch_file.read(path, 0)
+        if torch_file.pickled(path, found) != pickled:
+            yield f"{name} is not what was written"
+            continue
+        for key, tensor in whole.items():
+            storage = found.storages[key]
+            read.pair(name, storage.offset, tensor, storage.dtype)

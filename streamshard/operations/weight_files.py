@@ -23,7 +23,7 @@ from streamshard.plan.cutting import Segments, coalesce
 from streamshard.plan.memory import MIB
 from streamshard.plan.shards import shards
 
-_SPAN_BYTES: Final = 64 * MIB
+_SPAN_BYTES: Final = 128 * MIB
 """Files are shared out among workers in spans of about this size."""
 _MOST_COPIES: Final = 1024
 """In a span; a record of a torch file is never cut, and has as many as there are."""

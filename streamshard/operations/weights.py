@@ -86,7 +86,7 @@ def choose_weights(checkpoint: Checkpoint, selection: Selection) -> Weights:
     UnsupportedError
         The checkpoint does not hold one whole model, or a tensor cannot be cast.
     """
-    family = _only_family(checkpoint)
+    family = only_family(checkpoint)
     found = list(_candidates(checkpoint, family))
     _require_sense([name for one in found for name in one.names], selection)
     taken = [
@@ -110,8 +110,14 @@ def choose_weights(checkpoint: Checkpoint, selection: Selection) -> Weights:
     return Weights(tuple(chosen), tuple(_notes(family, checkpoint)))
 
 
-def _only_family(checkpoint: Checkpoint) -> Family:
-    """Return what holds the model, if that is one family and whole."""
+def only_family(checkpoint: Checkpoint) -> Family:
+    """Return what holds the model.
+
+    Raises
+    ------
+    UnsupportedError
+        That is not one family, or not the whole of it.
+    """
     family = checkpoint.families[0]
     if checkpoint.is_dumps:
         message = "raw dumps are the optimizer alone, without buffers, frozen and tied weights"
