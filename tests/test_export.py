@@ -13,8 +13,8 @@ from safetensors import safe_open
 
 import streamshard
 from streamshard.errors import UnsupportedError, UsageError
-from tests.fabricated import write
-from tests.job import EXPERTS, Job, buffers, values
+from tests.fabricated import load, write
+from tests.job import EXPERTS, TAG, Job, buffers, expected, values
 
 JOBS = {
     "stage 1": Job(stage=1),
@@ -239,3 +239,41 @@ def test_a_model_in_parts_is_refused_by_name(tmp_path: Path) -> None:
         source = write(job, tmp_path / f"run{number}")
         with pytest.raises(UnsupportedError, match=said):
             streamshard.export(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_universal_checkpoint_has_a_file_for_each_state(stage: int, tmp_path: Path) -> None:
+    job = Job(stage=stage, world_size=3, round_robin=stage == 2)
+    source = write(job, tmp_path / "run")
+    streamshard.convert(source, tmp_path / "store.zarr")
+    outs = [tmp_path / "direct", tmp_path / "of-store"]
+    for road, out in zip((source, tmp_path / "store.zarr"), outs, strict=True):
+        report = streamshard.export(road, out, format="universal", verify=True)
+    files, of_store = (
+        {p.relative_to(out): p.read_bytes() for p in out.rglob("*") if p.is_file()} for out in outs
+    )
+    assert files == of_store
+    assert files[Path("latest_universal")] == TAG.encode()
+    assert (report.files, report.bytes_written) == (len(files), sum(map(len, files.values())))
+    for (state, name), tensor in expected(job).items():
+        if state != "module":
+            held = load(outs[0] / TAG / "zero" / name / f"{state}.pt")
+            found = held.view(tensor.shape) if stage == 3 else held["param"]
+            assert torch.equal(found, tensor), (state, name)
+    assert any("load_universal" in note for note in report.notes)
+    assert any("round_robin_gradients off" in note for note in report.notes) == job.round_robin
+
+
+def test_what_no_engine_would_load_as_universal_is_refused(tmp_path: Path) -> None:
+    jobs = {
+        "has a meaning": Job(stage=2),
+        "Muon": Job(stage=2, muon=(0,)),
+        "directory's name": Job(stage=2, groups=((("../up", (3,)),),), tied={}),
+        "experts": Job(stage=2, experts=EXPERTS, expert_parallel=2),
+    }
+    for number, (said, job) in enumerate(jobs.items()):
+        source = write(job, tmp_path / f"run{number}")
+        dtype = "bf16" if said == "has a meaning" else "fp32"
+        with pytest.raises((UsageError, UnsupportedError), match=said):
+            streamshard.export(source, tmp_path / "out", format="universal", dtype=dtype)
+        assert not (tmp_path / "out").exists()

@@ -63,10 +63,10 @@ class UniversalImages:
             number = self._index[self._family.name, key, name]
             tensor = self._target.checkpoint.tensors[number]
             storage = Storage(dtype, tensor.numel, Whole(number))
-            if self._is_stage_3:
-                yield key, make_tensor(storage, (tensor.numel,))
-            else:
-                yield key, {"cat_dim": 0, "param": make_tensor(storage, tensor.shape)}
+            shape = (tensor.numel,) if self._is_stage_3 else tensor.shape
+            # As the original has it, which cuts the optimizer's own tensors up.
+            node = make_tensor(storage, shape, requires_grad=key == MASTER)
+            yield key, node if self._is_stage_3 else {"cat_dim": 0, "param": node}
         step = (group.states or {}).get(_STEP)
         if step is not None and not self._is_stage_3:
             yield _STEP, _scalar(step)

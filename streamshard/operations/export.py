@@ -157,8 +157,14 @@ def plan_export(
     opened = open_source(source, tag, ds_config_file=source_ds_config_file, like=like)
     require_separate(opened.path, opened.files, target)
     opened.require_use_of_like()
-    names = (tuple(each) for each in (include, exclude, keep_dtype, strip_prefix))
-    selection = Selection(DTYPES[dtype], *names, frozen=frozen)
+    selection = Selection(
+        dtype=DTYPES[dtype],
+        include=tuple(include),
+        exclude=tuple(exclude),
+        keep_dtype=tuple(keep_dtype),
+        strip_prefix=tuple(strip_prefix),
+        frozen=frozen,
+    )
     try:
         prepared = (
             _prepare_universal(opened, selection, max_shard_size)

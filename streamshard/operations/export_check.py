@@ -12,7 +12,7 @@ from streamshard.errors import IntegrityError, SourceError
 from streamshard.formats import pretrained, safetensors_file, torch_file
 from streamshard.formats.safetensors_file import Described, Stored
 from streamshard.formats.torch_tensor import tensor_of
-from streamshard.model import ITEMSIZE, Slot, SourceFile
+from streamshard.model import BLOB, ITEMSIZE, Slot, SourceFile
 from streamshard.operations.companions import Companions
 from streamshard.operations.compare import Comparing
 from streamshard.operations.pairing import Half, Pair
@@ -182,4 +182,5 @@ def _images(files: UniversalFiles, read: _ReadBack) -> Iterator[str]:
             continue
         for key, tensor in whole.items():
             storage = found.storages[key]
-            read.pair(name, storage.offset, tensor, storage.dtype)
+            is_raw = files.tensor(tensor).state == BLOB  # bytes, whatever its storage says
+            read.pair(name, storage.offset, tensor, "uint8" if is_raw else storage.dtype)

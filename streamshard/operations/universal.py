@@ -1,27 +1,32 @@
 """Turns a checkpoint into the files of DeepSpeed's universal form."""
 
 from collections.abc import Iterator, Mapping
+from typing import Final
 
 from streamshard.engine.work import Fixed, Span, TargetFile
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats.universal import UniversalImages
 from streamshard.formats.zero_target import ZeroTarget
-from streamshard.model import Whole
+from streamshard.model import LogicalTensor, Whole
 from streamshard.operations.native_files import NativeFiles, cut_family
 from streamshard.operations.source import Source
 from streamshard.operations.weights import only_family
 from streamshard.plan.memory import MIB
 
-_LOAD = (
+_LOAD: Final = (
     'To load it, set "checkpoint": {{"load_universal": true}} in the DeepSpeed config, at ZeRO '
     "stage {stages}. DeepSpeed then restores neither buffers nor frozen weights: load those from "
     "the model's own files."
 )
-_ALIKE = (
+_ALIKE: Final = (
     "At stage 3 DeepSpeed gives all param groups the hyper-parameters of the first, and all "
     "sub-groups one step counter between them: `repartition` keeps each its own."
 )
-_COPIES_BYTES = 8 * MIB
+_ROUND_ROBIN: Final = (
+    "Load it with round_robin_gradients off: with it, DeepSpeed's loader puts parameters into each "
+    "other's places without a word. `repartition` knows both."
+)
+_COPIES_BYTES: Final = 8 * MIB
 """What the copies of the few files take that are in flight at once."""
 
 
@@ -36,6 +41,7 @@ class UniversalFiles:
 
     def __init__(self, source: Source) -> None:
         checkpoint = source.checkpoint
+        self._tensors = checkpoint.tensors
         self._layout = checkpoint.layout
         self._family = only_family(checkpoint)
         cut = cut_family(checkpoint, self._family, self._layout, checkpoint.module_dtype)
@@ -70,11 +76,17 @@ class UniversalFiles:
         yield _LOAD.format(stages="3" if self._layout.stage == 3 else "1 or 2")
         if self._layout.stage == 3 and self._units > 1:
             yield _ALIKE
+        if self._layout.round_robin:
+            yield _ROUND_ROBIN
 
     def tensors(self) -> int:
         """Count the states that get a file each."""
         groups = self._family.groups
         return sum(len(group.params) * (1 + len(group.flat_states())) for group in groups)
+
+    def tensor(self, number: int) -> LogicalTensor:
+        """Return one of the source's tensors."""
+        return self._tensors[number]
 
     def sizes(self) -> list[int]:
         """Work out the size of every file."""

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import streamshard
 from tests.oracle.cases import ALIGNED, BF16, BF16_OPTIMIZER, FP16, ROUND_ROBIN, SUB_GROUPS
 from tests.oracle.compare import differences
+from tests.oracle.files import load_comparable
 from tests.oracle.jobs import Resume, Train
 from tests.oracle.models import Case, merged
 from tests.oracle.ranks import require_success, run_jobs
@@ -24,7 +26,7 @@ pytestmark = pytest.mark.engine
 SAVED_AT, LOADED_AT = 3, 2
 AMSGRAD = Case(
     "z2-amsgrad", 2, "bf16",
-    optimizer=lambda groups: torch.optim.AdamW(groups, amsgrad=True),
+    optimizer=partial(torch.optim.AdamW, amsgrad=True),
 )  # fmt: skip
 CASES = [*BF16, FP16[1], ROUND_ROBIN, ALIGNED, SUB_GROUPS, BF16_OPTIMIZER, AMSGRAD]
 AS_DEEPSPEED = [*BF16, ALIGNED, SUB_GROUPS]
@@ -32,7 +34,11 @@ AS_DEEPSPEED = [*BF16, ALIGNED, SUB_GROUPS]
 
 
 def universal(case: Case) -> Case:
-    """The job that loads: it says in its config that a universal checkpoint is to be loaded."""
+    """The job that loads: it says in its config that a universal checkpoint is to be loaded.
+
+    Not under round robin: DeepSpeed's loader then puts parameters into each other's places.
+    """
+    case = BF16[1] if case is ROUND_ROBIN else case
     overrides = merged(case.ds_overrides, {"checkpoint": {"load_universal": True}})
     return replace(case, name=f"{case.name}-universal", ds_overrides=overrides)
 
@@ -86,7 +92,7 @@ def test_deepspeeds_converter_makes_the_same(case: Case, loaded: Path, tmp_path:
     models = sorted(path.name for path in theirs.glob("*model_states.pt"))
     assert models == sorted(path.name for path in ours.glob("*model_states.pt"))
     for file in models:
-        before, after = read(theirs / file), read(ours / file)
+        before, after = load_comparable(theirs / file), load_comparable(ours / file)
         assert list(value_differences(before, after, file)) == []
     before, after = (read(place / "zero" / "optimizer_state.pt") for place in (theirs, ours))
     if case.zero_stage == 3:
