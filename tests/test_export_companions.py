@@ -1,6 +1,7 @@
 """What else an export writes: files that the weights are used with, and what its report says."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import safetensors.torch
 import torch
 
 import streamshard
-from streamshard.errors import IntegrityError
+from streamshard.errors import IntegrityError, UnsupportedError
 from streamshard.operations import export_check
 from streamshard.operations.target import PartialTarget
+from tests.cli.conftest import model_file
 from tests.fabricated import load, optimizer_file, save, write
 from tests.job import TAG, Job
 
@@ -72,6 +74,45 @@ def test_a_framework_keeps_templates_deeper_and_a_store_keeps_them_all(
     for number, source in enumerate((run, tmp_path / "store.zarr", run / TAG)):
         streamshard.export(source, tmp_path / f"out{number}")
         assert copied(tmp_path / f"out{number}") == wanted
+
+
+def test_a_directory_around_that_cannot_be_read_is_no_obstacle(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listing = Path.iterdir
+
+    def refuse(path: Path) -> Iterator[Path]:
+        if path == run.parent:
+            raise PermissionError(13, "Permission denied", str(path))
+        return listing(path)
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    report = streamshard.export(run, tmp_path / "out")
+    assert any(f"{run.parent}: it cannot be read" in note for note in report.notes)
+
+
+def test_what_is_no_weight_is_named_and_what_is_one_is_not_left_out(
+    run: Path, tmp_path: Path
+) -> None:
+    model = load(model_file(run))
+    model["module"]["block._extra_state"] = {"amax": 1.5}
+    save(model, model_file(run))
+    report = streamshard.export(run, tmp_path / "out")
+    assert any("no weights: block._extra_state." in note for note in report.notes)
+    model["module"]["old.weight"] = model["module"]["old.weight"].t().contiguous().t()
+    save(model, model_file(run))
+    with pytest.raises(UnsupportedError, match=r"old\.weight.*elements in a row"):
+        streamshard.export(run, tmp_path / "other")
+
+
+def test_left_out_frozen_weights_are_told(run: Path, tmp_path: Path) -> None:
+    model = load(model_file(run))
+    model |= {"frozen_param_shapes": None, "frozen_param_fragments": None}
+    for name in ("old.weight", "old.bias"):
+        del model["module"][name]
+    save(model, model_file(run))
+    report = streamshard.export(run, tmp_path / "out")
+    assert any("exclude_frozen_parameters" in note for note in report.notes)
 
 
 def test_a_missing_configuration_is_told(run: Path, tmp_path: Path) -> None:

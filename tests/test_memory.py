@@ -4,6 +4,7 @@ Every run is a process of its own, on a checkpoint of eight times the limit in w
 parameter is larger than the limit. Each result is checked element by element.
 """
 
+import math
 import os
 import re
 import shutil
@@ -14,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks._check import exported_differences, native_differences, store_differences
 from benchmarks._fabricate import fabricate
+from benchmarks._layout import TAG
 from benchmarks._measure import STREAMSHARD, Measured, measure
-from benchmarks._model import Model, transformer
+from benchmarks._model import Model, transformer, values
+from benchmarks._model import Run as ModelRun
 from streamshard.formats.torch_audit import audit
 
 MIB = 1 << 20
@@ -139,6 +143,17 @@ def test_export(source: Source, place: Path, form: str) -> None:
         assert mine.read_bytes() == other.read_bytes()
     if form == "safetensors":
         assert list(exported_differences(place / "direct", source.model)) == []
+
+
+def test_export_universal(source: Source, place: Path) -> None:
+    out = place / "out"
+    require_kept_contract(run("export", source.path, out, "--format", "universal", "--verify"))
+    for name, shape in source.model.trained.items():
+        held = torch.load(out / TAG / "zero" / name / "exp_avg.pt", mmap=True)
+        found = held if source.stage == 3 else held["param"]
+        assert found.shape == (math.prod(shape),) if source.stage == 3 else shape
+        wanted = values(ModelRun("exp_avg", name, 0, math.prod(shape)), torch.float32)
+        assert torch.equal(found.flatten(), wanted), name
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])

@@ -52,23 +52,26 @@ class Companions:
 def find_companions(source: Source) -> Companions:
     """Find what comes along in a checkpoint, and what it lacks of that in the directory around it.
 
-    Raises
-    ------
-    OSError
-        That directory cannot be read.
+    Not everybody may read that directory: then a note says so.
     """
     checkpoint = source.checkpoint
     inside = pretrained.in_order_of_preference(
         [file.path for file in checkpoint.files], checkpoint.tag
     )
     around = source.path.absolute().parent
-    beside, left = _beside(around, inside)
+    notes = []
+    try:
+        beside, left = _beside(around, inside)
+    except OSError as error:
+        beside, left = {}, []
+        notes.append(f"Nothing was copied from {around}: it cannot be read ({error.strerror}).")
     source = _adopted(source, beside)
     paths = {**inside, **{name: str(path) for name, path in beside.items()}}
     tensors = {t.name: i for i, t in enumerate(source.checkpoint.tensors) if t.state == FILE}
     modes = {file.path: file.mode for file in source.checkpoint.files}
     found = [Companion(name, tensors[path], modes[path]) for name, path in sorted(paths.items())]
-    return Companions(source, tuple(found), tuple(_notes(paths, beside, around, left)))
+    notes += _notes(paths, beside, around, left)
+    return Companions(source, tuple(found), tuple(notes))
 
 
 def _beside(place: Path, known: Mapping[str, str]) -> tuple[dict[str, Path], list[str]]:

@@ -8,7 +8,7 @@ from typing import Final
 
 from streamshard.engine import memory
 from streamshard.engine.work import TargetFile
-from streamshard.errors import SourceError, UnsupportedError, UsageError
+from streamshard.errors import UnsupportedError, UsageError
 from streamshard.formats import pretrained
 from streamshard.operations import export_check, running
 from streamshard.operations.companions import Companions, find_companions
@@ -171,8 +171,6 @@ def plan_export(
             if format == UNIVERSAL
             else _prepare_weights(opened, selection, format, max_shard_size)
         )
-    except OSError as error:
-        raise SourceError(f"{error.filename}: cannot be read ({error.strerror})") from error
     except (UsageError, UnsupportedError) as error:
         raise type(error)(f"{opened.path}: {error}") from error
     files, companions = prepared.files, prepared.companions
@@ -202,7 +200,7 @@ def plan_export(
         projected_bytes=memory_plan.projected_bytes,
         is_verified=verify,
         tensors=prepared.tensors,
-        dtype=dtype,
+        dtype=dtype if format != UNIVERSAL else None,
         notes=(*prepared.notes, *companions.notes, *opened.checkpoint.notes),
     )
     return ExportPlan(target, companions, files, memory_plan, overwrite, report)

@@ -111,7 +111,10 @@ class _ReadBack:
         checked = TorchFiles(self._torch_files, str, findings, EVERYTHING)
         scan(checked.units(), self._torch_files, {}, memory, progress.advance)
         comparing = Comparing(self._written(), self._source, self._pairs)
-        differences = comparing.run(memory, findings, progress.advance)
+        # A run that verifies counts what it writes four times: once for the checksums, which not
+        # all have, and once for each side.
+        weight = 2 if self._torch_files else 3
+        differences = comparing.run(memory, findings, lambda n: progress.advance(weight * n // 2))
         return [*(p.message for p in findings.problems), *(d.message for d in differences)]
 
     def _written(self) -> _Written:

@@ -59,9 +59,9 @@ class Report:
     is_verified: bool = False
     """Whether what was written is read back and compared with the source."""
     tensors: int | None = None
-    """Weights exported, tied ones once; None for other verbs."""
+    """Tensors exported, tied ones once; None for other verbs."""
     dtype: str | None = None
-    """What they are cast to: `fp32`, `bf16` or `fp16`; None for other verbs."""
+    """What they are cast to: `fp32`, `bf16` or `fp16`; None where nothing is cast."""
     overflowed: int | None = None
     """Finite elements that the dtype cannot hold, and that became infinite; None before a run."""
     notes: tuple[str, ...] = field(default=())

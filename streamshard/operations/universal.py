@@ -11,7 +11,6 @@ from streamshard.model import LogicalTensor, Whole
 from streamshard.operations.native_files import NativeFiles, cut_family
 from streamshard.operations.source import Source
 from streamshard.operations.weights import only_family
-from streamshard.plan.memory import MIB
 
 _LOAD: Final = (
     'To load it, set "checkpoint": {{"load_universal": true}} in the DeepSpeed config, at ZeRO '
@@ -26,8 +25,11 @@ _ROUND_ROBIN: Final = (
     "Load it with round_robin_gradients off: with it, DeepSpeed's loader puts parameters into each "
     "other's places without a word. `repartition` knows both."
 )
-_COPIES_BYTES: Final = 8 * MIB
-"""What the copies of the few files take that are in flight at once."""
+_RECORD_BYTES: Final = 2048
+"""What a record of a file takes that is in flight."""
+_COPY_BYTES: Final = 4 * 8
+_LOCATE_BYTES: Final = 16 * 8
+"""Arrays that finding a copy takes for a moment."""
 
 
 class UniversalFiles:
@@ -42,6 +44,7 @@ class UniversalFiles:
     def __init__(self, source: Source) -> None:
         checkpoint = source.checkpoint
         self._tensors = checkpoint.tensors
+        self._piece_numels = source.cutting.piece_numel
         self._layout = checkpoint.layout
         self._family = only_family(checkpoint)
         cut = cut_family(checkpoint, self._family, self._layout, checkpoint.module_dtype)
@@ -95,7 +98,12 @@ class UniversalFiles:
 
     def copies_bytes(self, workers: int) -> int:
         """Bound what the copies take of the files that are in flight."""
-        return _COPIES_BYTES * workers
+        both = zip(self._tensors, self._piece_numels.tolist(), strict=True)
+        most = max((tensor.numel // piece + 2 for tensor, piece in both), default=0)
+        # Most files hold one tensor; the model file of stages 1 and 2 all that the module has.
+        records = len(self._tensors) + 2 * workers + 2
+        copies = (2 * workers + 2) * most * _COPY_BYTES + most * _LOCATE_BYTES
+        return records * _RECORD_BYTES + copies
 
     def targets(self) -> Iterator[TargetFile]:
         """Turn all files into work, the one that names the tag last."""

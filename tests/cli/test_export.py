@@ -49,7 +49,7 @@ def test_it_says_what_it_wrote(run: Path, tmp_path: Path) -> None:
     done = streamshard("export", run, tmp_path / "out", "--dtype", "fp16")
     lines = done.out.splitlines()
     assert lines[0] == f"wrote    {tmp_path / 'out'}"
-    assert "weights  12 tensors, fp16" in lines
+    assert "tensors  12, fp16" in lines
     assert "No config.json" in done.out
 
 
