@@ -151,7 +151,7 @@ def test_export_universal(source: Source, place: Path) -> None:
     for name, shape in source.model.trained.items():
         held = torch.load(out / TAG / "zero" / name / "exp_avg.pt", mmap=True)
         found = held if source.stage == 3 else held["param"]
-        assert found.shape == (math.prod(shape),) if source.stage == 3 else shape
+        assert found.shape == ((math.prod(shape),) if source.stage == 3 else shape)
         wanted = values(ModelRun("exp_avg", name, 0, math.prod(shape)), torch.float32)
         assert torch.equal(found.flatten(), wanted), name
 
