@@ -105,6 +105,30 @@ def test_what_is_no_weight_is_named_and_what_is_one_is_not_left_out(
         streamshard.export(run, tmp_path / "other")
 
 
+def test_what_no_param_group_trains_is_exported_as_the_module_has_it(
+    run: Path, tmp_path: Path
+) -> None:
+    model = load(model_file(run))
+    model["module"]["loose"] = torch.tensor([1.5, -2.0], dtype=torch.float64)
+    save(model, model_file(run))
+    streamshard.export(run, tmp_path / "out", dtype="fp16")
+    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(found["loose"], torch.tensor([1.5, -2.0], dtype=torch.float16))
+
+
+def test_what_cannot_be_cast_is_refused_and_can_be_kept(run: Path, tmp_path: Path) -> None:
+    model = load(model_file(run))
+    model["module"]["scale"] = torch.ones(3).to(torch.float8_e4m3fn)
+    model["buffer_names"].append("scale")
+    save(model, model_file(run))
+    with pytest.raises(UnsupportedError, match=r"'scale'.*--keep-dtype 'scale'"):
+        streamshard.export(run, tmp_path / "out")
+    streamshard.export(run, tmp_path / "out", keep_dtype=["scale"], verify=True)
+    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert found["scale"].dtype == torch.float8_e4m3fn
+    assert found["scale"].float().tolist() == [1, 1, 1]
+
+
 def test_left_out_frozen_weights_are_told(run: Path, tmp_path: Path) -> None:
     model = load(model_file(run))
     model |= {"frozen_param_shapes": None, "frozen_param_fragments": None}
