@@ -4,6 +4,7 @@ Streams: files are mapped, arrays read chunk by chunk, so that neither size nor 
 """
 
 import itertools
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,6 +126,44 @@ def _arrays(model: Model, stage: int) -> Iterator[tuple[str, Shape, torch.dtype,
         yield f"module/{name}", shape, torch.bfloat16, Run(MODULE, name, 0, 0)
     for name, shape in model.buffers.items():
         yield f"module/{name}", shape, torch.float32, Run(MODULE, name, 0, 0)
+
+
+def exported_differences(directory: Path, model: Model) -> Iterator[str]:
+    """Yield every difference between exported safetensors files in fp32 and the model."""
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        found |= _safetensors(path)
+    expected = {
+        **{name: (shape, MASTER, torch.float32) for name, shape in model.trained.items()},
+        **{name: (shape, MODULE, torch.bfloat16) for name, shape in model.frozen.items()},
+        **{name: (shape, MODULE, torch.float32) for name, shape in model.buffers.items()},
+    }
+    if found.keys() != expected.keys():
+        yield f"{directory}: {sorted(found.keys() ^ expected.keys())} are there or not"
+        return
+    for name, (shape, state, dtype) in expected.items():
+        if found[name].shape != shape:
+            yield f"{name}: {tuple(found[name].shape)} for {shape}"
+            continue
+        for run in pieces((Run(state, name, 0, math.prod(shape)),)):
+            piece = found[name].flatten()[run.start : run.start + run.numel]
+            narrow = piece.to(dtype)
+            if not torch.equal(narrow.float(), piece):
+                yield f"{name}: not what {dtype} can hold"
+            yield from _piece_differences(run, narrow, name, run.start)
+
+
+def _safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a file of float32, mapped."""
+    with path.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+    for name, held in header.items():
+        if name != "__metadata__":
+            first, stop = held["data_offsets"]
+            count = (stop - first) // np.dtype(np.float32).itemsize
+            flat = np.memmap(path, np.float32, "c", 8 + length + first, (count,))
+            yield name, torch.from_numpy(flat).reshape(held["shape"])
 
 
 def _chunks(array: Any) -> Iterator[tuple[slice, ...]]:  # noqa: ANN401

@@ -2,6 +2,7 @@
 
 from streamshard.errors import StreamshardError
 from streamshard.operations.convert import convert, plan_convert
+from streamshard.operations.export import export, plan_export
 from streamshard.operations.inspect import Inspection, inspect
 from streamshard.operations.pickles import NamedGlobal, PickledFile, PickleListing, list_pickles
 from streamshard.operations.repartition import plan_repartition, repartition
@@ -20,9 +21,11 @@ __all__ = [
     "StreamshardError",
     "Verification",
     "convert",
+    "export",
     "inspect",
     "list_pickles",
     "plan_convert",
+    "plan_export",
     "plan_repartition",
     "repartition",
     "verify",

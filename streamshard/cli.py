@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from streamshard.command_line import arguments_of, moving_options, reading_options, source_options
 from streamshard.errors import IntegrityError, SourceError, StreamshardError, UsageError
-from streamshard.operations import convert, inspect, pickles, repartition, verify
+from streamshard.operations import convert, export, inspect, pickles, repartition, verify
 from streamshard.operations.report import Progress, Report, Silent
 from streamshard.tables import (
     findings_text,
@@ -94,7 +94,11 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 def _parser() -> argparse.ArgumentParser:
     return arguments_of(
-        repartition=_repartition, convert=_convert, verify=_verify, inspect=_inspect
+        repartition=_repartition,
+        convert=_convert,
+        export=_export,
+        verify=_verify,
+        inspect=_inspect,
     )
 
 
@@ -116,6 +120,23 @@ def _convert(arguments: argparse.Namespace) -> None:
         arguments.target,
         codec=arguments.codec,
         chunk_size=arguments.chunk_size,
+        **moving_options(arguments),
+    )
+    _show(plan.report if arguments.dry_run else plan.run(_progress(arguments)), arguments)
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    plan = export.plan_export(
+        arguments.source,
+        arguments.target,
+        dtype=arguments.dtype,
+        format=arguments.format,
+        max_shard_size=arguments.max_shard_size,
+        include=arguments.include,
+        exclude=arguments.exclude,
+        keep_dtype=arguments.keep_dtype,
+        strip_prefix=arguments.strip_prefix,
+        frozen=not arguments.no_frozen,
         **moving_options(arguments),
     )
     _show(plan.report if arguments.dry_run else plan.run(_progress(arguments)), arguments)

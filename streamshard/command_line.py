@@ -9,6 +9,8 @@ from streamshard.engine import memory
 from streamshard.errors import UsageError
 from streamshard.formats.zarr_documents import CODECS
 from streamshard.operations.convert import DEFAULT_CHUNK_BYTES
+from streamshard.operations.export import DEFAULT_SHARD_BYTES, FORMATS
+from streamshard.operations.weights import DTYPES
 
 Verb: TypeAlias = Callable[[argparse.Namespace], None]
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -20,7 +22,7 @@ _SOURCE_HELP: Final = (
 
 
 def arguments_of(
-    *, repartition: Verb, convert: Verb, verify: Verb, inspect: Verb
+    *, repartition: Verb, convert: Verb, export: Verb, verify: Verb, inspect: Verb
 ) -> argparse.ArgumentParser:
     """Make the parser of the whole command line; `verb` of what it parses is what to run."""
     parser = argparse.ArgumentParser(
@@ -33,6 +35,7 @@ def arguments_of(
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     _add_repartition(verbs, repartition)
     _add_convert(verbs, convert)
+    _add_export(verbs, export)
     _add_verify(verbs, verify)
     _add_inspect(verbs, inspect)
     return parser
@@ -79,6 +82,52 @@ def _add_convert(verbs: Verbs, run: Verb) -> None:
         default=DEFAULT_CHUNK_BYTES,
         metavar="SIZE",
         help="bytes per chunk at most, before compression [64MiB]",
+    )
+    _add_moving_options(verb)
+
+
+def _add_export(verbs: Verbs, run: Verb) -> None:
+    verb = _add(
+        verbs,
+        "export",
+        run,
+        "write a checkpoint's weights for from_pretrained",
+        "streamshard export runs/7b models/7b --dtype bf16",
+    )
+    verb.add_argument("source", metavar="SRC", help=_SOURCE_HELP)
+    verb.add_argument("target", metavar="OUT", help="model directory to make")
+    verb.add_argument(
+        "--dtype", choices=tuple(DTYPES), default="fp32", help="what to cast weights to [fp32]"
+    )
+    verb.add_argument(
+        "--format",
+        choices=FORMATS,
+        default=FORMATS[0],
+        help="model.safetensors, torch's pytorch_model.bin, or DeepSpeed's universal checkpoint "
+        "[safetensors]",
+    )
+    verb.add_argument(
+        "--max-shard-size",
+        type=_size,
+        default=DEFAULT_SHARD_BYTES,
+        metavar="SIZE",
+        help="bytes per file at most, but for a tensor that is larger [5GB]",
+    )
+    for option, what in (
+        ("--include", "take nothing but tensors of such names [all]"),
+        ("--exclude", "leave out tensors of such names"),
+        ("--keep-dtype", "do not cast tensors of such names: '*norm*'"),
+    ):
+        verb.add_argument(option, action="append", default=[], metavar="PATTERN", help=what)
+    verb.add_argument(
+        "--strip-prefix",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="take it from the front of names: module.",
+    )
+    verb.add_argument(
+        "--no-frozen", action="store_true", help="leave out weights that were not trained"
     )
     _add_moving_options(verb)
 

@@ -173,7 +173,7 @@ def report_text(report: Report, *, verbose: bool) -> str:
     facts: list[tuple[str, object]] = [
         ("wrote" if done else "would write", report.target),
         ("tag", report.tag),
-        ("world size", _resize(report)),
+        ("world size", _resize(report)) if report.tensors is None else ("tensors", _cast(report)),
         ("files", f"{report.files:,}, {show(report.bytes_written)}"),
         ("memory", _memory(report, verbose=verbose)),
     ]
@@ -244,6 +244,10 @@ def _resize(report: Report) -> str:
     if report.world_size is None:
         return f"{report.source_world_size} -> any"
     return f"{report.source_world_size} -> {report.world_size}, ZeRO stage {report.zero_stage}"
+
+
+def _cast(report: Report) -> str:
+    return f"{report.tensors:,}" + (f", {report.dtype}" if report.dtype else "")
 
 
 def _memory(report: Report, *, verbose: bool) -> str:

@@ -4,6 +4,7 @@ Every run is a process of its own, on a checkpoint of eight times the limit in w
 parameter is larger than the limit. Each result is checked element by element.
 """
 
+import math
 import os
 import re
 import shutil
@@ -14,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks._cgroup import NoCgroupError, hits_of_limit, inside, memory_cgroup
-from benchmarks._check import native_differences, store_differences
+from benchmarks._check import exported_differences, native_differences, store_differences
 from benchmarks._fabricate import fabricate
+from benchmarks._layout import TAG
 from benchmarks._measure import STREAMSHARD, Measured, measure
-from benchmarks._model import Model, transformer
+from benchmarks._model import Model, transformer, values
+from benchmarks._model import Run as ModelRun
 from streamshard.formats.torch_audit import audit
 
 MIB = 1 << 20
@@ -126,6 +130,33 @@ def test_through_a_store(source: Source, place: Path, options: tuple[str, ...]) 
     assert source.differences(place / "out") == []
 
 
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+def test_export(source: Source, place: Path, form: str) -> None:
+    options = ("--format", form, "--max-shard-size", "20MiB", "--verify")
+    direct = run("export", source.path, place / "direct", *options)
+    require_kept_contract(direct)
+    require_kept_contract(run("convert", source.path, place / "kept.zarr"))
+    of_store = run("export", place / "kept.zarr", place / "of-store", *options)
+    require_kept_contract(of_store)
+    made = [sorted((place / name).iterdir()) for name in ("direct", "of-store")]
+    assert len(made[0]) > 3
+    for mine, other in zip(*made, strict=True):
+        assert mine.read_bytes() == other.read_bytes()
+    if form == "safetensors":
+        assert list(exported_differences(place / "direct", source.model)) == []
+
+
+def test_export_universal(source: Source, place: Path) -> None:
+    out = place / "out"
+    require_kept_contract(run("export", source.path, out, "--format", "universal", "--verify"))
+    for name, shape in source.model.trained.items():
+        held = torch.load(out / TAG / "zero" / name / "exp_avg.pt", mmap=True)
+        found = held if source.stage == 3 else held["param"]
+        assert found.shape == ((math.prod(shape),) if source.stage == 3 else shape)
+        wanted = values(ModelRun("exp_avg", name, 0, math.prod(shape)), torch.float32)
+        assert torch.equal(found.flatten(), wanted), name
+
+
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 def test_verify(source: Source, place: Path, codec: str) -> None:
     store, out = place / "kept.zarr", place / "out"
@@ -171,7 +202,7 @@ def test_verify_of_what_differs_everywhere(source: Source, place: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("verb", ["repartition", "convert"])
+@pytest.mark.parametrize("verb", ["repartition", "convert", "export"])
 def test_memory_does_not_grow_with_the_checkpoint(
     tmp_path: Path, place: Path, verb: str, stage: int
 ) -> None:
@@ -191,6 +222,8 @@ def test_memory_does_not_grow_with_the_checkpoint(
         ("repartition", ("--world-size", str(TO))),
         ("convert", ("--codec", "none")),
         ("convert", ("--codec", "zstd", "--chunk-size", "2MiB")),
+        ("export", ("--dtype", "fp16")),
+        ("export", ("--format", "torch", "--verify")),
     ],
 )
 def test_too_small_a_limit_is_refused_and_the_one_it_names_works(

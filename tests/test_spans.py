@@ -10,7 +10,7 @@ import pytest
 import streamshard as api
 from streamshard.engine.journal import Journal, Written
 from streamshard.errors import StreamshardError
-from streamshard.operations import native_files
+from streamshard.operations import native_files, weight_files
 from tests.cli.conftest import tree
 from tests.fabricated import write
 from tests.job import Job
@@ -53,7 +53,17 @@ def repartition(run: Path, out: Path) -> api.Report:
     return api.repartition(run, out, world_size=3)
 
 
-@pytest.mark.parametrize("make", [repartition, convert])
+def export(run: Path, out: Path) -> api.Report:
+    """Make files of some spans, and count what becomes infinite."""
+    return api.export(run, out, dtype="fp16", max_shard_size=2 * SPAN_BYTES)
+
+
+def export_torch(run: Path, out: Path) -> api.Report:
+    """Make a file of some spans."""
+    return api.export(run, out, format="torch")
+
+
+@pytest.mark.parametrize("make", [repartition, convert, export, export_torch])
 def test_a_run_goes_on_after_any_span(
     run: Path,
     tmp_path: Path,
@@ -61,7 +71,8 @@ def test_a_run_goes_on_after_any_span(
     make: Callable[[Path, Path], api.Report],
 ) -> None:
     monkeypatch.setattr(native_files, "_SPAN_BYTES", SPAN_BYTES)
-    make(run, tmp_path / "whole")
+    monkeypatch.setattr(weight_files, "_SPAN_BYTES", SPAN_BYTES)
+    undisturbed = make(run, tmp_path / "whole")
     whole, note = tree(tmp_path / "whole"), Journal.note
     for most in itertools.count():
         left = most
@@ -87,5 +98,6 @@ def test_a_run_goes_on_after_any_span(
         assert tree(tmp_path / "out") == whole
         assert bool(report.kept_bytes) == bool(most)
         assert report.kept_bytes < report.bytes_written
+        assert report.overflowed == undisturbed.overflowed
         shutil.rmtree(tmp_path / "out")
-    assert most > 10
+    assert most > 8

@@ -3,7 +3,8 @@
 But for NaNs, which stay NaNs: torch's own bits for them depend on the processor's instructions.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,10 +37,54 @@ def _bfloat16_to_float32(source: memoryview, target: memoryview) -> None:
     np.left_shift(bits, 16, out=bits)
 
 
-_CASTS: dict[tuple[str, str], Cast] = {
-    ("float32", "bfloat16"): _float32_to_bfloat16,
-    ("float32", "float16"): _float32_to_float16,
-    ("bfloat16", "float32"): _bfloat16_to_float32,
+def _float16_to_float32(source: memoryview, target: memoryview) -> None:
+    with np.errstate(invalid="ignore"):
+        np.frombuffer(target, dtype=np.float32)[:] = np.frombuffer(source, dtype=np.float16)
+
+
+def _float64_to_float32(source: memoryview, target: memoryview) -> None:
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.frombuffer(target, dtype=np.float32)[:] = np.frombuffer(source, dtype=np.float64)
+
+
+_TO_FLOAT32: Final[dict[str, Cast]] = {
+    "bfloat16": _bfloat16_to_float32,
+    "float16": _float16_to_float32,
+    "float64": _float64_to_float32,
+}
+_FROM_FLOAT32: Final[dict[str, Cast]] = {
+    "bfloat16": _float32_to_bfloat16,
+    "float16": _float32_to_float16,
+}
+_STEP_NUMEL: Final = 1 << 16
+"""Elements that are taken by way of float32 at a time."""
+
+
+def _by_float32(source: str, target: str) -> Cast:
+    """Cast in two steps, as torch does, which for float64 rounds twice."""
+    widen, narrow = _TO_FLOAT32[source], _FROM_FLOAT32[target]
+
+    def cast(view: memoryview, into: memoryview) -> None:
+        between = memoryview(bytearray(4 * _STEP_NUMEL))
+        step, made = _STEP_NUMEL * ITEMSIZE[source], _STEP_NUMEL * ITEMSIZE[target]
+        for number, at in enumerate(range(0, len(view), step)):
+            piece = view[at : at + step]
+            floats = between[: 4 * (len(piece) // ITEMSIZE[source])]
+            widen(piece, floats)
+            narrow(floats, into[number * made : (number + 1) * made])
+
+    return cast
+
+
+_CASTS: Final[dict[tuple[str, str], Cast]] = {
+    **{(source, "float32"): cast for source, cast in _TO_FLOAT32.items()},
+    **{("float32", target): cast for target, cast in _FROM_FLOAT32.items()},
+    **{
+        (source, target): _by_float32(source, target)
+        for source in _TO_FLOAT32
+        for target in _FROM_FLOAT32
+        if source != target
+    },
 }
 
 
@@ -59,6 +104,7 @@ def cast_between(source: str, target: str) -> Cast | None:
 
 
 _INFINITY: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {
+    "float64": (np.uint64, 0x7FF0000000000000),
     "float32": (np.uint32, 0x7F800000),
     "float16": (np.uint16, 0x7C00),
     "bfloat16": (np.uint16, 0x7F80),
@@ -74,3 +120,38 @@ def find_nans(view: memoryview, dtype: str) -> NDArray[np.bool_]:
     bits = np.frombuffer(view, dtype=word)
     found: NDArray[np.bool_] = (bits & word((1 << (8 * bits.itemsize - 1)) - 1)) > infinity
     return found
+
+
+def counting_overflow(source: str, target: str, add: Callable[[int], None]) -> Cast | None:
+    """Find the conversion between two dtypes, and have the finite elements counted that overflow.
+
+    Parameters
+    ----------
+    add
+        Called from workers with the count of elements that were finite and became infinite.
+
+    Raises
+    ------
+    UnsupportedError
+        The conversion is not known.
+    """
+    cast = cast_between(source, target)
+    if cast is None:
+        return None
+
+    def counting(view: memoryview, into: memoryview) -> None:
+        cast(view, into)
+        infinite = count_infinite(into, target)
+        overflowed = infinite - count_infinite(view, source) if infinite else 0
+        if overflowed:
+            add(overflowed)
+
+    return counting
+
+
+def count_infinite(view: memoryview, dtype: str) -> int:
+    """Count the elements that are infinite."""
+    word, infinity = _INFINITY[dtype]
+    bits = np.frombuffer(view, dtype=word)
+    sign = word(1 << (8 * bits.itemsize - 1))
+    return int(np.count_nonzero((bits | sign) == sign | word(infinity)))

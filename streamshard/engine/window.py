@@ -1,6 +1,5 @@
 """Streams parts through one buffer into a file: large sequential writes whatever the fragments."""
 
-import os
 import threading
 from collections.abc import Iterator
 from typing import Final
@@ -14,11 +13,14 @@ from streamshard.engine.files import SourceReader, write_all
 from streamshard.engine.journal import Written
 from streamshard.engine.patience import StoppedError, try_again
 from streamshard.engine.work import Fixed, Region, Span
+from streamshard.reading import read_into
 
 _UNWRITTEN_BYTES: Final = (16 << 20, 256 << 20)
 """Least and most of how far the disk may be behind a worker."""
 _LEAST_HOLE_BYTES: Final = 4096
 _LOOK_BYTES: Final = 64
+_LONGEST: Final = 16
+"""Bytes of an element at most."""
 
 
 def unwritten_bytes(available_bytes: int) -> int:
@@ -106,6 +108,10 @@ class Window:
                 pieces = self._read_back(descriptor, offset, part.nbytes)
                 if b"".join(map(bytes, pieces)) != part.data:
                     return False
+            elif part.keeps is not None:
+                pieces = self._read_back(descriptor, offset, part.content_bytes)
+                if not all(map(part.keeps, pieces)):
+                    return False
             offset += part.nbytes
         return True
 
@@ -123,8 +129,10 @@ class Window:
         end = offset + nbytes
         while offset < end:
             self._require_going_on()
-            view = self._buffer[: min(len(self._buffer), end - offset)]
-            count = os.preadv(descriptor, [view], offset)
+            # Whole elements, whatever the dtype, which none is longer than.
+            room = max(len(self._buffer) // _LONGEST * _LONGEST, 1)
+            view = self._buffer[: min(room, end - offset)]
+            count = read_into(descriptor, view, offset)
             if not count:
                 return
             yield view[:count]

@@ -35,6 +35,9 @@ class Region:
     source_itemsize: int = 1
     target_itemsize: int = 1
     cast: Cast | None = None
+    keeps: Callable[[memoryview], bool] | None = None
+    """Tells of whole elements that an earlier run wrote whether all is known of them that is to be;
+    if not, they are made anew."""
     encode: Callable[[memoryview], bytes] | None = None
     """Turns the whole content into what is stored; such a region is alone in its file."""
     recall: Callable[[bytes], None] | None = None

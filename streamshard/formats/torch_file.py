@@ -91,6 +91,14 @@ def read(path: Path, file: int) -> TorchFile:
     return found
 
 
+def pickled(path: Path, found: TorchFile) -> bytes:
+    """Read the pickle of a zip that was opened: all that it holds but for its storages."""
+    record = next(record for record in found.records if record.name.endswith(f"/{PICKLE}"))
+    with path.open("rb") as stream:
+        stream.seek(record.start)
+        return stream.read(record.nbytes)
+
+
 def checksum(storage: Storage) -> int:
     """CRC-32 of a storage that was read from a file: what the file says of it, else of its bytes.
 

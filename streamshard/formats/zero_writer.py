@@ -41,10 +41,14 @@ class NativeImages:
 
     def all(self) -> Iterator[FileImage]:
         """Spell all files."""
-        for holder in self._ranks if self._target.layout.stage == 3 else (None,):
-            yield self._model_image(holder)
+        yield from self.models()
         for rank in self._ranks:
             yield self._optimizer_image(rank)
+
+    def models(self) -> Iterator[FileImage]:
+        """Spell the model files."""
+        for holder in self._ranks if self._target.layout.stage == 3 else (None,):
+            yield self._model_image(holder)
 
     def sizes(self) -> Iterator[tuple[FileImage, int]]:
         """Spell one of all files that are equally large, with their count.

@@ -1,25 +1,25 @@
 """Reads what belongs together in two checkpoints, window by window, and says where it differs."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, groupby
-from typing import Final
+from pathlib import Path
+from typing import Final, Protocol
 
 import numpy as np
 
 from streamshard.engine.cast import cast_between
 from streamshard.engine.compare import Comparator, Comparison, Mismatch
-from streamshard.engine.files import SourceReader
+from streamshard.engine.files import Decoder, SourceReader
 from streamshard.engine.pool import run_ordered
 from streamshard.engine.work import Region
 from streamshard.errors import StreamshardError
-from streamshard.model import ITEMSIZE
+from streamshard.model import ITEMSIZE, SourceFile
 from streamshard.operations.pairing import Half, Pair
-from streamshard.operations.source import Source
 from streamshard.operations.verification import Difference, Findings
-from streamshard.plan.cutting import Segments, coalesce
+from streamshard.plan.cutting import Cutting, Segments, coalesce
 from streamshard.plan.memory import MIB, SCRATCH_BYTES, WINDOW_BYTES, MemoryPlan
 from streamshard.plan.sample import Sample
 
@@ -42,10 +42,34 @@ class _Part:
     stop: int
 
 
+class Side(Protocol):
+    """Opened files, and where in them the elements of tensors lie."""
+
+    @property
+    def path(self) -> Path:
+        """Where they are."""
+
+    @property
+    def files(self) -> tuple[SourceFile, ...]:
+        """The files."""
+
+    @property
+    def decoders(self) -> Mapping[int, Decoder]:
+        """How to read files whose stored bytes are not the tensor's."""
+
+    @property
+    def codec_bytes(self) -> int:
+        """Memory that decoding one file takes; 0 where none is decoded."""
+
+    @property
+    def cutting(self) -> Cutting:
+        """Where every element lies."""
+
+
 class Comparing:
     """Two opened checkpoints, and the pairs of tensors that are to be read."""
 
-    def __init__(self, left: Source, right: Source, pairs: Sequence[Pair]) -> None:
+    def __init__(self, left: Side, right: Side, pairs: Sequence[Pair]) -> None:
         self._sides = left, right
         # Pairs that are read alike can share a window.
         self._pairs = sorted(pairs, key=_alike)
@@ -131,10 +155,10 @@ class Comparing:
         least = max(1, self._cost(pair, many) // _RUN_BYTES)
         return max(1, many // least // unit) * unit
 
-    def _halves(self, pair: Pair) -> Iterator[tuple[Source, Half]]:
+    def _halves(self, pair: Pair) -> Iterator[tuple[Side, Half]]:
         return zip(self._sides, (pair.left, pair.right), strict=True)
 
-    def _piece_numel(self, side: Source, half: Half) -> int:
+    def _piece_numel(self, side: Side, half: Half) -> int:
         return int(side.cutting.piece_numel[half.tensor])
 
     def _compare(
@@ -158,7 +182,7 @@ class Comparing:
             return error
 
     def _region(
-        self, side: Source, halves: Sequence[Half], run: Sequence[_Part], first: Pair
+        self, side: Side, halves: Sequence[Half], run: Sequence[_Part], first: Pair
     ) -> Region:
         """Say what fills the windows of one side."""
         source, target = ITEMSIZE[halves[0].dtype], ITEMSIZE[first.dtype]

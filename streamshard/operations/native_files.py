@@ -13,7 +13,7 @@ from streamshard.engine.cast import cast_between
 from streamshard.engine.digests import JoinedCrc32
 from streamshard.engine.work import Fixed, Region, Span, TargetFile
 from streamshard.formats import torch_file
-from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.checkpoint import Checkpoint, Family
 from streamshard.formats.torch_tensor import Storage
 from streamshard.formats.zero_writer import FileImage
 from streamshard.model import (
@@ -30,7 +30,9 @@ from streamshard.model import (
     SubGroup,
     Whole,
     WholesOf,
+    ZeroLayout,
 )
+from streamshard.operations.cut import flat_groups
 from streamshard.operations.source import Source
 from streamshard.plan.cutting import (
     Segments,
@@ -41,7 +43,7 @@ from streamshard.plan.cutting import (
     shard_segments,
     whole_segment,
 )
-from streamshard.plan.zero import FlatGroup
+from streamshard.plan.zero import FlatGroup, sub_groups
 
 _SPAN_BYTES: Final = 256 << 20
 """Large files are shared out among workers in spans of about this size, which holds whole elements
@@ -56,6 +58,21 @@ class FamilyCut:
     """One per param group (stages 1 and 2)."""
     sub_groups: Sequence[SubGroup]
     """Across all param groups (stage 3)."""
+
+
+def cut_family(
+    checkpoint: Checkpoint, family: Family, layout: ZeroLayout, module_dtype: str
+) -> FamilyCut:
+    """Cut one family as an engine of this layout does."""
+    if layout.stage < 3:
+        return FamilyCut(flat_groups(checkpoint, family, layout, module_dtype), ())
+    numels = checkpoint.master_numels(family)
+    units = sub_groups(
+        [[numels[name] for name in group.params] for group in family.groups],
+        world_size=layout.world_size,
+        sub_group_size=layout.sub_group_size,
+    )
+    return FamilyCut((), units)
 
 
 class NativeFiles:

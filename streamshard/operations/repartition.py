@@ -10,7 +10,7 @@ from streamshard.engine import memory
 from streamshard.engine.work import TargetFile
 from streamshard.errors import UsageError
 from streamshard.formats import ds_config, dump_names, frameworks
-from streamshard.formats.checkpoint import Checkpoint, Family
+from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.dump_names import Template
 from streamshard.formats.zero_target import ZeroTarget
 from streamshard.formats.zero_writer import DumpImages, Images, NativeImages, StepImages
@@ -18,8 +18,7 @@ from streamshard.model import FILE
 from streamshard.operations import advice, muon, rereading, running
 from streamshard.operations.checking import Request
 from streamshard.operations.compare import EXTRA_BYTES
-from streamshard.operations.cut import flat_groups
-from streamshard.operations.native_files import FamilyCut, NativeFiles
+from streamshard.operations.native_files import NativeFiles, cut_family
 from streamshard.operations.partial_target import PartialTarget
 from streamshard.operations.purpose import Purpose, digest_of
 from streamshard.operations.report import Progress, Report, Silent
@@ -31,7 +30,6 @@ from streamshard.operations.target import (
     require_space,
 )
 from streamshard.plan.memory import MemoryPlan
-from streamshard.plan.zero import sub_groups
 
 Path_ = str | os.PathLike[str]
 
@@ -320,7 +318,8 @@ def _spell(
     resized: frameworks.Resized,
 ) -> tuple[NativeFiles, Sequence[Images]]:
     checkpoint, layout = source.checkpoint, settings.layout
-    cuts = [_cut(checkpoint, family, settings) for family in checkpoint.families]
+    dtype = settings.module_dtype
+    cuts = [cut_family(checkpoint, family, layout, dtype) for family in checkpoint.families]
     targets = [
         ZeroTarget(
             checkpoint=checkpoint,
@@ -342,17 +341,3 @@ def _spell(
     if checkpoint.accelerate_step is not None:
         images.append(StepImages(checkpoint.accelerate_step, resized.new_steps))
     return files, images
-
-
-def _cut(checkpoint: Checkpoint, family: Family, settings: TargetSettings) -> FamilyCut:
-    """Cut one family as the target's engine will."""
-    layout = settings.layout
-    if layout.stage < 3:
-        return FamilyCut(flat_groups(checkpoint, family, layout, settings.module_dtype), ())
-    numels = checkpoint.master_numels(family)
-    units = sub_groups(
-        [[numels[name] for name in group.params] for group in family.groups],
-        world_size=layout.world_size,
-        sub_group_size=layout.sub_group_size,
-    )
-    return FamilyCut((), units)

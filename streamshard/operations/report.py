@@ -41,7 +41,7 @@ class Report:
     zero_stage: int
     source_world_size: int
     world_size: int | None
-    """World size of the target; None for a store, which has none."""
+    """World size of the target; None for stores and exported weights, which have none."""
     files: int
     """Files written."""
     bytes_written: int
@@ -60,5 +60,11 @@ class Report:
     """Duration of the run without planning; None before the run."""
     is_verified: bool = False
     """Whether what was written is read back and compared with the source."""
+    tensors: int | None = None
+    """Tensors exported, tied ones once; None for other verbs."""
+    dtype: str | None = None
+    """What they are cast to: `fp32`, `bf16` or `fp16`; None where nothing is cast."""
+    overflowed: int | None = None
+    """Finite elements that the dtype cannot hold, and that became infinite; None before a run."""
     notes: tuple[str, ...] = field(default=())
     """What the user should know or do next."""

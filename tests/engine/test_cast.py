@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from streamshard.engine.cast import cast_between
+from streamshard.engine.cast import cast_between, counting_overflow, find_nans
 from streamshard.errors import UnsupportedError
 
 Bits = NDArray[Any]
@@ -101,8 +101,10 @@ def test_any_bits(numbers: list[int], dtype: str) -> None:
 
 def test_what_need_not_and_what_cannot_be_cast() -> None:
     assert cast_between("int64", "int64") is None
-    with pytest.raises(UnsupportedError, match="float64 to bfloat16"):
-        cast_between("float64", "bfloat16")
+    with pytest.raises(UnsupportedError, match="int64 to bfloat16"):
+        cast_between("int64", "bfloat16")
+    with pytest.raises(UnsupportedError, match="float8_e4m3fn to float32"):
+        cast_between("float8_e4m3fn", "float32")
 
 
 def test_widening_keeps_every_bit() -> None:
@@ -113,3 +115,79 @@ def test_widening_keeps_every_bit() -> None:
     cast(memoryview(bits.tobytes()), memoryview(target))
     wide = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).to(torch.float32)
     assert bytes(target) == wide.numpy().tobytes()
+
+
+PAIRS = [
+    (source, target)
+    for source in ("float64", "float32", "float16", "bfloat16")
+    for target in ("float32", "float16", "bfloat16")
+    if source != target
+]
+
+
+def cast_bits(bits: Bits, source: str, target: str) -> Bits:
+    """Cast elements of any dtype with the engine; bits in, bits out."""
+    cast = cast_between(source, target)
+    assert cast is not None
+    word = np.dtype(f"<u{getattr(torch, target).itemsize}")
+    into = bytearray(word.itemsize * len(bits))
+    cast(memoryview(bits.tobytes()), memoryview(into))
+    return np.frombuffer(into, word)
+
+
+def same_as_torch(bits: Bits, source: str, target: str) -> None:
+    """Compare with torch bit by bit; of a NaN only that it stays one, as in `check`."""
+    tensor = torch.frombuffer(bytearray(bits.tobytes()), dtype=getattr(torch, source))
+    result = tensor.to(getattr(torch, target))
+    found = cast_bits(bits, source, target)
+    wanted = result.view(torch.uint8).numpy().view(found.dtype)
+    nan = find_nans(memoryview(bits.tobytes()), source)
+    np.testing.assert_array_equal(found[~nan], wanted[~nan])
+    np.testing.assert_array_equal(find_nans(memoryview(found.tobytes()), target), nan)
+    np.testing.assert_array_equal(torch.isnan(result).numpy(), nan)
+
+
+@pytest.mark.parametrize(("source", "target"), [p for p in PAIRS if p[0] in TORCH])
+def test_every_16_bit_number_by_every_road(source: str, target: str) -> None:
+    same_as_torch(np.arange(1 << 16, dtype="<u2"), source, target)
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_any_bits_by_every_road(source: str, target: str) -> None:
+    width = getattr(torch, source).itemsize
+    random = np.random.default_rng(7).integers(0, 256, 3 * width * (1 << 16) + width, np.uint8)
+    same_as_torch(random.view(f"<u{width}"), source, target)
+
+
+def test_float64_is_rounded_twice_as_torch_does() -> None:
+    # Between two halves, and a little above: float32 has no room for the little.
+    bits = np.array([1 + 2**-11 + 2**-40, 2.0**-25 * (1 + 2**-50), 65520 - 2**-30], "<f8")
+    for target in ("float32", "float16", "bfloat16"):
+        same_as_torch(bits.view("<u8"), "float64", target)
+    assert cast_bits(bits.view("<u8"), "float64", "float16")[0] == np.float16(1).view("<u2")
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "largest", "beyond"),
+    [
+        ("float32", "float16", 65519.996, 65520.0),
+        ("bfloat16", "float16", 65280.0, 65536.0),
+        ("float64", "float32", 3.4028235e38, 3.403e38),
+        ("float32", "bfloat16", 3.39e38, 3.4e38),
+    ],
+)
+def test_only_finite_elements_that_become_infinite_count(
+    source: str, target: str, largest: float, beyond: float
+) -> None:
+    counts: list[int] = []
+    cast = counting_overflow(source, target, counts.append)
+    assert cast is not None
+    finite = [largest, -largest, 0.0, float("inf"), float("-inf"), float("nan")]
+    for numbers, expected in ((finite, []), ([*finite, beyond, -beyond, beyond], [3])):
+        tensor = torch.tensor(numbers, dtype=getattr(torch, source))
+        into = bytearray(len(numbers) * getattr(torch, target).itemsize)
+        cast(memoryview(tensor.view(torch.uint8).numpy().tobytes()), memoryview(into))
+        by_torch = tensor.to(getattr(torch, target)).isinf() & ~tensor.isinf()
+        assert int(by_torch.sum()) == sum(expected)
+        assert counts == expected
+    assert counting_overflow("float32", "float32", counts.append) is None

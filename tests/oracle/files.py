@@ -40,13 +40,13 @@ def file_differences(left: Path, right: Path) -> list[str]:
             if (left / name).read_bytes() != (right / name).read_bytes():
                 found.append(f"{name}: bytes differ")
             continue
-        contents = _load(left / name), _load(right / name)
+        contents = load_comparable(left / name), load_comparable(right / name)
         found += value_differences(*contents, name)
         found += _aliasing_differences(*contents, name)
     return found
 
 
-def _load(path: Path) -> Content:
+def load_comparable(path: Path) -> Content:
     """A file's content with what may be anything set to zero."""
     content = torch.load(path, map_location="cpu", weights_only=False)
     optimizer = content.get("optimizer_state_dict")

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
+import streamshard
 from tests.oracle.compare import differences
 from tests.oracle.frameworks.common import Seen, generator_digest
 from tests.oracle.frameworks.journey import (
@@ -180,6 +182,34 @@ def test_lightning_s_own_loader_finds_its_state(move: Move, journey: Journey) ->
     for seen in ranks:
         assert seen["returned"] == {key: repr(value) for key, value in trainer_state().items()}
         assert (seen["first_step"], seen["last_step"]) == (3, 4)
+
+
+@_each(MOVES)
+def test_exported_weights_are_what_the_engine_held(
+    move: Move, journey: Journey, tmp_path: Path
+) -> None:
+    streamshard.export(journey.source(move), tmp_path / "model")
+    found = safetensors.torch.load_file(tmp_path / "model" / "model.safetensors")
+    truth = journey.saved_truth(move)
+    wanted = {**truth.states["fp32"], **truth.frozen, **truth.buffers}
+    assert list(value_differences(wanted, found, "model")) == []
+
+
+@_each(HF)
+def test_exported_weights_are_those_that_the_trainer_saves_itself(
+    move: Move, journey: Journey, tmp_path: Path
+) -> None:
+    source = journey.source(move)
+    streamshard.export(source, tmp_path / "model", dtype="bf16", verify=True)
+    saved, found = (
+        safetensors.torch.load_file(place / "model.safetensors")
+        for place in (source, tmp_path / "model")
+    )
+    if move.stage == 2:  # the Trainer clones its weights then, and does not see what is tied
+        assert torch.equal(saved.pop("lm_head.weight"), saved["transformer.wte.weight"])
+    assert list(value_differences(saved, found, "model")) == []
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / "model" / name).read_bytes() == (source / name).read_bytes()
 
 
 def _contents(directory: Path) -> dict[str, str]:

@@ -1,0 +1,89 @@
+"""Directories that transformers' `from_pretrained` loads: names of files, and their index.
+
+Checked with transformers 5.23.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Final
+
+SAFETENSORS: Final = "safetensors"
+TORCH: Final = "torch"
+FORMATS: Final = (SAFETENSORS, TORCH)
+
+CONFIG: Final = "config.json"
+"""Without it `from_pretrained` does not know what to make of the weights."""
+
+_STEMS: Final = {SAFETENSORS: ("model", "safetensors"), TORCH: ("pytorch_model", "bin")}
+_COME_ALONG: Final = (
+    CONFIG,
+    "generation_config.json",
+    "tokenizer*.json",
+    "tokenizer.model*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece*.model",
+    "*.tiktoken",
+    "*processor_config.json",
+    "chat_template.json*",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+)
+"""Names of configurations, tokenizers, processors and chat templates."""
+
+
+def weight_files(form: str, count: int) -> list[str]:
+    """Name the files that hold the weights.
+
+    >>> weight_files("safetensors", 1), weight_files("torch", 2)[1]
+    (['model.safetensors'], 'pytorch_model-00002-of-00002.bin')
+    """
+    stem, suffix = _STEMS[form]
+    if count == 1:
+        return [f"{stem}.{suffix}"]
+    return [f"{stem}-{number:05d}-of-{count:05d}.{suffix}" for number in range(1, count + 1)]
+
+
+def index_file(form: str) -> str:
+    """Name the file that says where each tensor is, if the weights are in several files."""
+    stem, suffix = _STEMS[form]
+    return f"{stem}.{suffix}.index.json"
+
+
+def index(files: Mapping[str, str], total_bytes: int) -> bytes:
+    """Spell the index.
+
+    Parameters
+    ----------
+    files
+        Tensor → the file that holds it.
+    total_bytes
+        Size of all tensors, tied ones once.
+    """
+    content = {"metadata": {"total_size": total_bytes}, "weight_map": dict(files)}
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+
+
+def comes_along(path: str) -> bool:
+    """Tell whether a file belongs to a model's weights; the path is relative to where they lie."""
+    slashes = path.count("/")
+    return any(slashes == p.count("/") and fnmatchcase(path, p) for p in _COME_ALONG)
+
+
+def in_order_of_preference(paths: Sequence[str], tag: str) -> dict[str, str]:
+    """Choose what comes along of a checkpoint: name in the model's directory → path in the source.
+
+    Of files in the run directory and the tag directory that have one name, the first counts.
+    """
+    found: dict[str, str] = {}
+    for prefix in ("", f"{tag}/"):
+        for path in sorted(paths):
+            name = path.removeprefix(prefix)
+            if path.startswith(prefix) and comes_along(name):
+                found.setdefault(name, path)
+    return found

@@ -1,0 +1,178 @@
+"""The safetensors container: a JSON header that says where each tensor lies, then the tensors.
+
+Laid out as the safetensors library does (0.8): largest alignment first, then by name, the header
+padded with spaces to 8 bytes. `tests/formats/test_safetensors_file.py` compares ours with the
+library's own, byte by byte.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from streamshard.errors import CorruptFileError, UnsupportedError
+from streamshard.formats import strict_json
+from streamshard.formats.inert import show
+from streamshard.model import ITEMSIZE
+
+_DTYPES: Final = {
+    "uint64": "U64",
+    "int64": "I64",
+    "float64": "F64",
+    "complex64": "C64",
+    "float32": "F32",
+    "uint32": "U32",
+    "int32": "I32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "uint16": "U16",
+    "int16": "I16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""Names of the dtypes, in the order in which their tensors lie in a file."""
+_NAMES: Final = {name: dtype for dtype, name in _DTYPES.items()}
+_ORDER: Final = {dtype: place for place, dtype in enumerate(_DTYPES)}
+_METADATA: Final = "__metadata__"
+_LENGTH: Final = struct.Struct("<Q")
+_ALIGNMENT: Final = 8
+LIMIT_BYTES: Final = 100_000_000
+"""Length of the longest header that the library reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A tensor to be stored."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a file."""
+
+    tensor: Described
+    offset: int
+    """Byte offset of its first element in the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsLayout:
+    """Where everything will lie in a file to be written."""
+
+    header: bytes
+    """The length before it and the padding behind it included."""
+    tensors: tuple[Stored, ...]
+    """In the order in which they lie in the file, without a gap."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole file."""
+        if not self.tensors:
+            return len(self.header)
+        return self.tensors[-1].offset + self.tensors[-1].tensor.nbytes
+
+
+def lay_out(tensors: Iterable[Described]) -> SafetensorsLayout:
+    """Lay out a file of PyTorch tensors.
+
+    Raises
+    ------
+    UnsupportedError
+        The format has no name for a dtype, cannot spell a tensor's name, or the header would be
+        longer than the library reads.
+    """
+    described = list(tensors)
+    for tensor in described:
+        if tensor.dtype not in _DTYPES:
+            message = f"'{tensor.name}' is {tensor.dtype}, which safetensors has no name for"
+            raise UnsupportedError(f"{message}: leave it out with --exclude, or use --format torch")
+        if tensor.name == _METADATA or not _is_text(tensor.name):
+            message = f"safetensors cannot name a tensor {tensor.name!r}"
+            raise UnsupportedError(f"{message}: leave it out with --exclude")
+    described.sort(key=lambda tensor: (_ORDER[tensor.dtype], tensor.name))
+    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    ends, at = [], 0
+    for tensor in described:
+        header[tensor.name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
+        ends.append(at)
+        at += tensor.nbytes
+    spelled = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    spelled += b" " * (-len(spelled) % _ALIGNMENT)
+    if len(spelled) > LIMIT_BYTES:
+        message = f"{len(described):,} tensors take a header of {len(spelled):,} bytes, where"
+        raise UnsupportedError(f"{message} {LIMIT_BYTES:,} is most: use a smaller --max-shard-size")
+    start = _LENGTH.size + len(spelled)
+    both = zip(described, ends, strict=True)
+    return SafetensorsLayout(
+        _LENGTH.pack(len(spelled)) + spelled,
+        tuple(Stored(tensor, start + offset) for tensor, offset in both),
+    )
+
+
+def _is_text(name: str) -> bool:
+    return not any("\ud800" <= letter <= "\udfff" for letter in name)
+
+
+def read(path: Path) -> Sequence[Stored]:
+    """Read where a file keeps its tensors.
+
+    Raises
+    ------
+    CorruptFileError
+        It is no such file, or its tensors do not fill it from the header to the end.
+    OSError
+        It cannot be read.
+    """
+    nbytes = path.stat().st_size
+    with path.open("rb") as stream:
+        head = stream.read(_LENGTH.size)
+        length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else nbytes
+        if length > min(LIMIT_BYTES, nbytes - _LENGTH.size):
+            raise CorruptFileError(f"{path}: no whole safetensors file ({nbytes} bytes)")
+        spelled = stream.read(length)
+    try:
+        header = strict_json.parse(spelled)
+        start = _LENGTH.size + length
+        found = [_stored(name, held, start) for name, held in header.items() if name != _METADATA]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CorruptFileError(f"{path}: its header is no safetensors header ({error})") from error
+    found.sort(key=lambda one: (one.offset, one.tensor.nbytes))
+    at = start
+    for one in found:
+        if one.offset != at:
+            message = f"{path}: {show(one.tensor.name)} begins at byte {one.offset}, not at {at}"
+            raise CorruptFileError(message)
+        at += one.tensor.nbytes
+    if at != nbytes:
+        raise CorruptFileError(f"{path}: {nbytes} bytes, for {at} that its header tells of")
+    return found
+
+
+def _stored(name: str, held: Any, start: int) -> Stored:  # noqa: ANN401
+    """Read one entry of the header."""
+    first, stop = held["data_offsets"]
+    numbers = (first, *held["shape"])
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"{show(name)} has no sizes")
+    tensor = Described(name, _NAMES[held["dtype"]], tuple(held["shape"]))
+    if stop != first + tensor.nbytes:
+        raise ValueError(f"{show(name)} has {stop - first} bytes for {tensor.nbytes}")
+    return Stored(tensor, start + first)
