@@ -7,8 +7,10 @@ has to do. In doubt the holder lives.
 
 import errno
 import fcntl
+import glob
 import json
 import os
+import secrets
 import socket
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -19,6 +21,8 @@ from typing import Final, Self
 from streamshard.engine.system import LOCAL, file_system_of
 from streamshard.errors import TargetLockedError
 
+_NO_LINKS: Final = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL}
+"""What os.link says on file systems that have no hard links."""
 _READ_BYTES: Final = 4096
 _START_TIME: Final = 19
 """Which of the fields behind the name in /proc/PID/stat is the start time."""
@@ -74,20 +78,43 @@ class Lock:
         OSError
             The file cannot be made.
         """
-        while not self._try():
+        while not self._make() and not self._try():
             pass
+        # Of those who did not come so far; who is on the way there makes another.
+        with suppress(OSError):
+            for left in self._path.parent.glob(f"{glob.escape(self._path.name)}.new.*"):
+                left.unlink(missing_ok=True)
 
-    def _try(self) -> bool:
-        """Try to take the lock; False if the file that was opened is not the one that counts."""
-        descriptor, is_own = self._open()
+    def _make(self) -> bool:
+        """Make the file, in which it says at any moment who holds it; False if there is one."""
+        new = self._path.with_name(f"{self._path.name}.new.{os.getpid()}.{secrets.token_hex(4)}")
+        descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            is_locked = _flock(descriptor)
-            if not self._is_in_place(descriptor):
-                return False  # its holder removed it meanwhile
-            if not is_own or is_locked is False:
-                self._require_gone(descriptor, is_locked)
-            if is_locked is None and not is_own:
-                return self._take_over(descriptor)
+            _flock(descriptor)
+            _spell(descriptor)
+            os.link(new, self._path)
+            self._descriptor, descriptor = descriptor, -1
+        except (FileExistsError, FileNotFoundError):
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            return self._make_without_links()
+        finally:
+            new.unlink(missing_ok=True)
+            if descriptor >= 0:
+                os.close(descriptor)
+        return True
+
+    def _make_without_links(self) -> bool:
+        """Make the file, in which for a moment nothing is said."""
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
+        except FileExistsError:
+            return False
+        try:
+            if _flock(descriptor) is False:
+                return False  # somebody has it who found it empty
             _spell(descriptor)
             self._descriptor, descriptor = descriptor, -1
         finally:
@@ -95,13 +122,25 @@ class Lock:
                 os.close(descriptor)
         return True
 
-    def _open(self) -> tuple[int, bool]:
-        """Open the file; tells whether this made it."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    def _try(self) -> bool:
+        """Try to take over the lock that is there; False if it is not the one that counts."""
         try:
-            return os.open(self._path, flags | os.O_EXCL, 0o666), True
-        except FileExistsError:
-            return os.open(self._path, flags, 0o666), False
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            is_locked = _flock(descriptor)
+            if not self._is_in_place(descriptor):
+                return False  # its holder removed it meanwhile
+            self._require_gone(descriptor, is_locked)
+            if is_locked is None:
+                return self._take_over(descriptor)
+            _spell(descriptor)
+            self._descriptor, descriptor = descriptor, -1
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+        return True
 
     def _is_in_place(self, descriptor: int) -> bool:
         try:

@@ -137,7 +137,8 @@ class Engine:
         for file in files:
             path = self._partial.path / file.path
             with target_errors(path):
-                is_new = not self._partial.journal.holds(file.path)
+                # A power failure may take a name, and leave the note of what the file held.
+                is_new = not self._partial.journal.holds(file.path) or not path.exists()
                 opened = _OpenFile(file, path, is_new=is_new)
             self._opened.add(opened)
             for span in file.spans:

@@ -109,6 +109,30 @@ def test_only_one_has_it(tmp_path: Path, has_flock: bool) -> None:
     assert os.listdir(tmp_path) == []  # noqa: PTH208
 
 
+def test_what_others_left_on_the_way_is_removed(tmp_path: Path) -> None:
+    for name in ("lock.new.1.ab", "lock.new", "locket"):
+        (tmp_path / name).touch()
+    lock = Lock(tmp_path / "lock", Path("out"))
+    lock.take()
+    assert {path.name for path in tmp_path.iterdir()} == {"lock", "lock.new", "locket"}
+    lock.release()
+
+
+@pytest.mark.parametrize("call", ["link", "fsync", "pwrite"])
+def test_one_that_cannot_be_taken_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    before = open_descriptors()
+    monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(OSError, match="Input/output error"):
+        Lock(tmp_path / "lock", Path("out")).take()
+    assert list(tmp_path.iterdir()) == []
+    assert open_descriptors() == before
+
+
 def test_a_lock_that_says_nothing(tmp_path: Path, has_flock: bool) -> None:
     for content in (b"", b"4711\n", b"[1]", b'{"host": 1}', b"[" * 5000, b"\xff"):
         (tmp_path / "lock").write_bytes(content)
@@ -131,10 +155,17 @@ def test_a_take_over_that_was_cut_off_is_told(
         Lock(tmp_path / "lock", Path("out")).take()
 
 
-def _contend(path: Path, without_flock: bool, rounds: int) -> None:
+def no_links(*paths: Path) -> None:
+    """Refuse as a file system does that has no hard links."""
+    raise OSError(errno.EPERM, "Operation not permitted")
+
+
+def _contend(path: Path, without: str, rounds: int) -> None:
     """Take a lock again and again, and see to it that nobody else has it."""
-    if without_flock:
+    if "flock" in without:
         module._flock = lambda descriptor: None
+    if "links" in without:
+        os.link = no_links  # type: ignore[assignment]
     taken = 0
     while taken < rounds:
         lock = Lock(path, Path("out"))
@@ -148,12 +179,12 @@ def _contend(path: Path, without_flock: bool, rounds: int) -> None:
         taken += 1
 
 
-@pytest.mark.parametrize("without_flock", [False, True])
-def test_processes_that_all_want_it(tmp_path: Path, without_flock: bool) -> None:
+@pytest.mark.parametrize("without", ["", "flock", "links", "flock, links"])
+def test_processes_that_all_want_it(tmp_path: Path, without: str) -> None:
     """Whoever has it makes a file that must not be there."""
     left_by(tmp_path / "lock", dead_process())
     context = multiprocessing.get_context("spawn")
-    arguments = (tmp_path / "lock", without_flock, 40)
+    arguments = (tmp_path / "lock", without, 40)
     children = [context.Process(target=_contend, args=arguments) for _ in range(3)]
     for child in children:
         child.start()

@@ -173,6 +173,15 @@ def test_a_run_goes_on_from_any_spans_that_are_whole(
     assert kept == sum(b - a for a, b in intact)
 
 
+def test_a_file_that_is_gone_is_made_again(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run(simple("deep/one"), simple("two"))
+    (run.root / "deep" / "one").unlink()
+    (run.root / "deep").rmdir()
+    assert run.over([simple("deep/one"), simple("two")]) == 250
+    assert (run.root / "deep" / "one").read_bytes() == DATA + b"end"
+
+
 def test_a_changed_source_stops_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path)
     os.truncate(run.sources[0].path, 100)
