@@ -1,0 +1,228 @@
+"""Tries a case, and judges what is left: the source, the target, what was said, the rerun."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tests.faults.losses import lose
+from tests.faults.scenarios import OUT, Scenario, Tree, empty, make_old_target, times, tree
+from tests.faults.server import Ended, Kill, Server
+from tests.faults.shim import NOTHING, Call, Kind, Option
+from tests.faults.table import Fault
+
+_EXISTS: Final = 4
+_NEEDED: Final = Kind.WRITE | Kind.SYNC
+"""Calls that a run cannot do without: if one failed for good, it did not do its work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A fault at a call of a scenario."""
+
+    scenario: Scenario
+    fault: Fault
+    at: int
+    """Number of the call; or of one before it, if that one is not of the fault's kinds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Undisturbed:
+    """A scenario's run to which nothing happened."""
+
+    calls: tuple[Call, ...]
+    tree: Tree
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of a case."""
+
+    told: str
+    """The case, and the call at which it happened."""
+    code: int
+    has_fired: bool
+    was_whole: bool
+    """Whether the target was there after the fault."""
+    slept: float
+    problems: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n    ".join((self.told, *self.problems))
+
+
+class Bench:
+    """A server and a directory of its own for targets; sources are shared, as nobody changes them."""
+
+    def __init__(self, server: Server, sources: Path, place: Path) -> None:
+        self._server = server
+        self._sources = sources
+        self._target = place / "target"
+        self._target.mkdir(parents=True)
+        self._old = place / "old"
+        make_old_target(sources, self._old)
+        self._old_tree = tree(self._old)
+        self._source_tree = tree(sources), times(sources)
+        self._undisturbed: dict[str, Undisturbed] = {}
+
+    def undisturbed(self, scenario: Scenario) -> Undisturbed:
+        """Run a scenario to its end, once."""
+        if scenario.name not in self._undisturbed:
+            self._server.warm_up(*self._prepare(scenario))
+            ended = self._server.run(
+                self._prepare(scenario),
+                source=self._sources,
+                target=self._target,
+                options=scenario.system,
+                with_calls=True,
+            )
+            if ended.code != 0 or self._names() != {OUT}:
+                raise RuntimeError(f"{scenario.name}: {self._names()} {ended.code} {ended.err}")
+            found = Undisturbed(ended.calls, tree(self._out), ended.seconds)
+            self._undisturbed[scenario.name] = found
+        return self._undisturbed[scenario.name]
+
+    def try_case(self, case: Case) -> Verdict:
+        """Have a fault happen, and look at what is left and at what running again makes of it."""
+        scenario, fault = case.scenario, case.fault
+        whole = self.undisturbed(scenario).tree
+        arguments = self._prepare(scenario)
+        before = [self._target, *self._target.rglob("*")] if fault.loss else []
+        ended = self._server.run(
+            arguments,
+            source=self._sources,
+            target=self._target,
+            arming=fault.at(case.at),
+            options=scenario.system | Option.HURRY,
+            with_calls=fault.loss is not None,
+        )
+        told = f"{scenario.name}: {fault.name} at {ended.fired or 'no call'}"
+        if fault.loss is not None:
+            lost = lose(fault.loss, ended.calls, self._target, before)
+            told = f"{told}; lost {[Path(path).name for path in lost]}"
+        problems = [*self._judge_state(scenario, whole), *self._judge_end(fault, ended)]
+        was_whole = tree(self._out) == whole
+        if ended.fired is not None and not fault.is_death and not was_whole:
+            problems += self._judge_partial(ended)
+        problems += self._judge_rerun(scenario, whole, was_whole=was_whole)
+        return Verdict(
+            told=told,
+            code=ended.code,
+            has_fired=ended.fired is not None,
+            was_whole=was_whole,
+            slept=ended.slept,
+            problems=tuple(problems),
+        )
+
+    def try_kill(self, scenario: Scenario, kill: Kill, codes: Sequence[int]) -> Verdict:
+        """Send a signal to a run at an instant; look at what is left, and run again.
+
+        Parameters
+        ----------
+        codes
+            Exit codes that are right where the run had not ended before.
+        """
+        whole = self.undisturbed(scenario).tree
+        ended = self._server.run(
+            self._prepare(scenario),
+            source=self._sources,
+            target=self._target,
+            arming=NOTHING,
+            options=scenario.system,
+            kill=kill,
+        )
+        problems = self._judge_state(scenario, whole)
+        # It may also have been at its very end.
+        if ended.code not in (codes if ended.was_killed else ()) and ended.code != 0:
+            problems.append(f"exit code {ended.code}: {ended.err}")
+        if "Traceback" in ended.err:
+            problems.append(f"a traceback: {ended.err}")
+        if ended.code > 0 and not _names_a_path(ended, self._target):
+            problems.append(f"no path in the message: {ended.err!r}")
+        was_whole = tree(self._out) == whole
+        problems += self._judge_rerun(scenario, whole, was_whole=was_whole)
+        told = f"{scenario.name}: signal {kill.number} after {kill.after_seconds * 1e3:.1f} ms"
+        return Verdict(told, ended.code, ended.was_killed, was_whole, 0.0, tuple(problems))
+
+    @property
+    def _out(self) -> Path:
+        return self._target / OUT
+
+    def _names(self) -> set[str]:
+        return {path.name for path in self._target.iterdir()}
+
+    def _prepare(self, scenario: Scenario) -> list[str]:
+        """Make the place for a target as it is before the first run; returns the command line."""
+        empty(self._target)
+        if scenario.replaces:
+            shutil.copytree(self._old, self._out)
+        return scenario.arguments(self._sources, self._target)
+
+    def _judge_state(self, scenario: Scenario, whole: Tree) -> list[str]:
+        problems = []
+        if (tree(self._sources), times(self._sources)) != self._source_tree:
+            problems.append("the source is not what it was")
+        if self._out.exists() and tree(self._out) not in (whole, self._old_tree):
+            problems.append(f"the target is neither whole nor absent: {_differing(self._out, whole)}")
+        return problems
+
+    def _judge_end(self, fault: Fault, ended: Ended) -> list[str]:
+        """Judge how a run ended and what it said."""
+        problems = []
+        if ended.fired is None:
+            right = {0}
+        else:
+            right = {*fault.codes}
+            if not fault.is_death and not ended.failed & _NEEDED:
+                right.add(0)
+        if ended.code not in right:
+            problems.append(f"exit code {ended.code}, not of {sorted(right)}: {ended.err.strip()!r}")
+        if "Traceback" in ended.err:
+            problems.append(f"a traceback: {ended.err}")
+        if ended.code > 0 and not fault.is_death and "Traceback" not in ended.err:
+            if not _names_a_path(ended, self._sources, self._target):
+                problems.append(f"no path in the message: {ended.err!r}")
+        if ended.code == 0 and self._names() != {OUT}:
+            problems.append(f"said to be done, and left {sorted(self._names())}")
+        return problems
+
+    def _judge_partial(self, ended: Ended) -> list[str]:
+        """A run that failed keeps what it had written."""
+        partial = self._target / f"{OUT}.partial"
+        if ended.code == 0:
+            return ["said to be done, and the target is not there"]
+        if partial.is_dir() or str(partial) not in ended.err:
+            return []
+        return [f"says something of {partial.name}, which is not there: {ended.err!r}"]
+
+    def _judge_rerun(self, scenario: Scenario, whole: Tree, *, was_whole: bool) -> list[str]:
+        again = self._server.run(
+            scenario.arguments(self._sources, self._target),
+            source=self._sources,
+            target=self._target,
+            options=scenario.system | Option.HURRY,
+        )
+        if was_whole and again.code == _EXISTS and not scenario.replaces:
+            return [] if tree(self._out) == whole else ["run again, it changed a whole target"]
+        if again.code != 0:
+            return [f"run again, it ended with {again.code}: {again.err.strip()!r}"]
+        problems = []
+        if tree(self._out) != whole:
+            problems.append(f"run again, it made something else: {_differing(self._out, whole)}")
+        if self._names() != {OUT}:
+            problems.append(f"run again, it left {sorted(self._names())}")
+        if (tree(self._sources), times(self._sources)) != self._source_tree:
+            problems.append("run again, it changed the source")
+        return problems
+
+
+def _names_a_path(ended: Ended, *roots: Path) -> bool:
+    return any(str(root) in ended.err for root in roots)
+
+
+def _differing(root: Path, whole: Tree) -> list[str]:
+    found = tree(root)
+    both = found.keys() | whole.keys()
+    return sorted(name for name in both if found.get(name) != whole.get(name))
