@@ -1,7 +1,6 @@
 """Tries a case, and judges what is left: the source, the target, what was said, the rerun."""
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -9,22 +8,12 @@ from typing import Final
 from tests.faults.losses import lose
 from tests.faults.scenarios import OUT, Scenario, Tree, empty, make_old_target, times, tree
 from tests.faults.server import Ended, Kill, Server
-from tests.faults.shim import NOTHING, Call, Kind, Option
+from tests.faults.shim import Call, Kind, Option
 from tests.faults.table import Fault
 
 _EXISTS: Final = 4
 _NEEDED: Final = Kind.WRITE | Kind.SYNC
 """Calls that a run cannot do without: if one failed for good, it did not do its work."""
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A fault at a call of a scenario."""
-
-    scenario: Scenario
-    fault: Fault
-    at: int
-    """Number of the call; or of one before it, if that one is not of the fault's kinds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +23,8 @@ class Undisturbed:
     calls: tuple[Call, ...]
     tree: Tree
     seconds: float
+    written: int
+    """Bytes that went into files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +37,8 @@ class Verdict:
     has_fired: bool
     was_whole: bool
     """Whether the target was there after the fault."""
-    slept: float
+    written_again: int
+    """Bytes that running again wrote into files."""
     problems: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -54,7 +46,7 @@ class Verdict:
 
 
 class Bench:
-    """A server and a directory of its own for targets; sources are shared, as nobody changes them."""
+    """A server and a directory of its own for targets; what is read is shared."""
 
     def __init__(self, server: Server, sources: Path, place: Path) -> None:
         self._server = server
@@ -80,13 +72,19 @@ class Bench:
             )
             if ended.code != 0 or self._names() != {OUT}:
                 raise RuntimeError(f"{scenario.name}: {self._names()} {ended.code} {ended.err}")
-            found = Undisturbed(ended.calls, tree(self._out), ended.seconds)
+            whole = tree(self._out)
+            found = Undisturbed(ended.calls, whole, ended.seconds, ended.written)
             self._undisturbed[scenario.name] = found
         return self._undisturbed[scenario.name]
 
-    def try_case(self, case: Case) -> Verdict:
-        """Have a fault happen, and look at what is left and at what running again makes of it."""
-        scenario, fault = case.scenario, case.fault
+    def try_fault(self, scenario: Scenario, fault: Fault, at: int) -> Verdict:
+        """Have a fault happen, and look at what is left and at what running again makes of it.
+
+        Parameters
+        ----------
+        at
+            Number of the call; or of one before it, if that one is not of the fault's kinds.
+        """
         whole = self.undisturbed(scenario).tree
         arguments = self._prepare(scenario)
         before = [self._target, *self._target.rglob("*")] if fault.loss else []
@@ -94,7 +92,7 @@ class Bench:
             arguments,
             source=self._sources,
             target=self._target,
-            arming=fault.at(case.at),
+            arming=fault.at(at),
             options=scenario.system | Option.HURRY,
             with_calls=fault.loss is not None,
         )
@@ -106,45 +104,52 @@ class Bench:
         was_whole = tree(self._out) == whole
         if ended.fired is not None and not fault.is_death and not was_whole:
             problems += self._judge_partial(ended)
-        problems += self._judge_rerun(scenario, whole, was_whole=was_whole)
+        again = self._run_again(scenario)
+        problems += self._judge_rerun(again, scenario, whole, was_whole=was_whole)
         return Verdict(
             told=told,
             code=ended.code,
             has_fired=ended.fired is not None,
             was_whole=was_whole,
-            slept=ended.slept,
+            written_again=again.written,
             problems=tuple(problems),
         )
 
-    def try_kill(self, scenario: Scenario, kill: Kill, codes: Sequence[int]) -> Verdict:
+    def try_kill(self, scenario: Scenario, kill: Kill, code: int) -> Verdict:
         """Send a signal to a run at an instant; look at what is left, and run again.
 
         Parameters
         ----------
-        codes
-            Exit codes that are right where the run had not ended before.
+        code
+            Exit code that is right where the run had not come to its end before.
         """
         whole = self.undisturbed(scenario).tree
         ended = self._server.run(
             self._prepare(scenario),
             source=self._sources,
             target=self._target,
-            arming=NOTHING,
             options=scenario.system,
             kill=kill,
         )
         problems = self._judge_state(scenario, whole)
-        # It may also have been at its very end.
-        if ended.code not in (codes if ended.was_killed else ()) and ended.code != 0:
-            problems.append(f"exit code {ended.code}: {ended.err}")
-        if "Traceback" in ended.err:
-            problems.append(f"a traceback: {ended.err}")
-        if ended.code > 0 and not _names_a_path(ended, self._target):
-            problems.append(f"no path in the message: {ended.err!r}")
+        # Before it has looked at any file it is still the interpreter that takes the signal, and
+        # at the very end the run may be done.
+        if ended.count and ended.code not in ({0, code} if ended.was_killed else {0}):
+            problems.append(f"exit code {ended.code}, not {code}: {ended.err}")
+        elif ended.count and ended.code > 0 and len(ended.err.strip().splitlines()) != 1:
+            problems.append(f"not one line that tells how to go on: {ended.err!r}")
         was_whole = tree(self._out) == whole
-        problems += self._judge_rerun(scenario, whole, was_whole=was_whole)
+        again = self._run_again(scenario)
+        problems += self._judge_rerun(again, scenario, whole, was_whole=was_whole)
         told = f"{scenario.name}: signal {kill.number} after {kill.after_seconds * 1e3:.1f} ms"
-        return Verdict(told, ended.code, ended.was_killed, was_whole, 0.0, tuple(problems))
+        return Verdict(
+            told=f"{told}: exit code {ended.code}",
+            code=ended.code,
+            has_fired=ended.was_killed,
+            was_whole=was_whole,
+            written_again=again.written,
+            problems=tuple(problems),
+        )
 
     @property
     def _out(self) -> Path:
@@ -165,7 +170,9 @@ class Bench:
         if (tree(self._sources), times(self._sources)) != self._source_tree:
             problems.append("the source is not what it was")
         if self._out.exists() and tree(self._out) not in (whole, self._old_tree):
-            problems.append(f"the target is neither whole nor absent: {_differing(self._out, whole)}")
+            problems.append(
+                f"the target is neither whole nor absent: {_differing(self._out, whole)}"
+            )
         return problems
 
     def _judge_end(self, fault: Fault, ended: Ended) -> list[str]:
@@ -178,15 +185,19 @@ class Bench:
             if not fault.is_death and not ended.failed & _NEEDED:
                 right.add(0)
         if ended.code not in right:
-            problems.append(f"exit code {ended.code}, not of {sorted(right)}: {ended.err.strip()!r}")
+            problems.append(
+                f"exit code {ended.code}, not of {sorted(right)}: {ended.err.strip()!r}"
+            )
         if "Traceback" in ended.err:
             problems.append(f"a traceback: {ended.err}")
-        if ended.code > 0 and not fault.is_death and "Traceback" not in ended.err:
-            if not _names_a_path(ended, self._sources, self._target):
-                problems.append(f"no path in the message: {ended.err!r}")
+        elif ended.code > 0 and not fault.is_death and not self._names_a_path(ended):
+            problems.append(f"no path in the message: {ended.err!r}")
         if ended.code == 0 and self._names() != {OUT}:
             problems.append(f"said to be done, and left {sorted(self._names())}")
         return problems
+
+    def _names_a_path(self, ended: Ended) -> bool:
+        return any(str(root) in ended.err for root in (self._sources, self._target))
 
     def _judge_partial(self, ended: Ended) -> list[str]:
         """A run that failed keeps what it had written."""
@@ -197,13 +208,17 @@ class Bench:
             return []
         return [f"says something of {partial.name}, which is not there: {ended.err!r}"]
 
-    def _judge_rerun(self, scenario: Scenario, whole: Tree, *, was_whole: bool) -> list[str]:
-        again = self._server.run(
+    def _run_again(self, scenario: Scenario) -> Ended:
+        return self._server.run(
             scenario.arguments(self._sources, self._target),
             source=self._sources,
             target=self._target,
             options=scenario.system | Option.HURRY,
         )
+
+    def _judge_rerun(
+        self, again: Ended, scenario: Scenario, whole: Tree, *, was_whole: bool
+    ) -> list[str]:
         if was_whole and again.code == _EXISTS and not scenario.replaces:
             return [] if tree(self._out) == whole else ["run again, it changed a whole target"]
         if again.code != 0:
@@ -216,10 +231,6 @@ class Bench:
         if (tree(self._sources), times(self._sources)) != self._source_tree:
             problems.append("run again, it changed the source")
         return problems
-
-
-def _names_a_path(ended: Ended, *roots: Path) -> bool:
-    return any(str(root) in ended.err for root in roots)
 
 
 def _differing(root: Path, whole: Tree) -> list[str]:

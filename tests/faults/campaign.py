@@ -3,21 +3,58 @@
 import os
 import queue
 import signal
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Final
+from typing import Final, Protocol
 
-from tests.faults.bench import Bench, Case, Undisturbed, Verdict
-from tests.faults.scenarios import SCENARIOS, Scenario, make_sources
+from tests.faults.bench import Bench, Undisturbed, Verdict
+from tests.faults.scenarios import Scenario, make_sources
 from tests.faults.server import Kill, Server
-from tests.faults.table import FAULTS
+from tests.faults.table import FAULTS, Fault
 
 SIGNALS: Final = {signal.SIGKILL: -9, signal.SIGINT: 130, signal.SIGTERM: 143}
 """Signal → how a run ends then."""
+
+
+class Try(Protocol):
+    """Something to try on a bench."""
+
+    def on(self, bench: Bench) -> Verdict:
+        """Try it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A fault at a call of a scenario."""
+
+    scenario: Scenario
+    fault: Fault
+    at: int
+    """Number of the call; or of one before it, if that one is not of the fault's kinds."""
+
+    def on(self, bench: Bench) -> Verdict:
+        """Try it."""
+        return bench.try_fault(self.scenario, self.fault, self.at)
+
+
+@dataclass(frozen=True, slots=True)
+class Killing:
+    """A signal to a scenario's run."""
+
+    scenario: Scenario
+    kill: Kill
+    code: int
+    """How the run is to end."""
+
+    def on(self, bench: Bench) -> Verdict:
+        """Try it."""
+        return bench.try_kill(self.scenario, self.kill, self.code)
 
 
 class Benches:
@@ -34,18 +71,28 @@ class Benches:
         """Run a scenario to its end; nothing else may be tried meanwhile."""
         return self._first.undisturbed(scenario)
 
-    def judge(self, tries: Iterable[Callable[[Bench], Verdict]]) -> Iterator[Verdict]:
+    def judge(self, tries: Iterable[Try]) -> Iterator[Verdict]:
         """Yield the verdicts, in order."""
 
-        def judge_one(one: Callable[[Bench], Verdict]) -> Verdict:
+        def judge_one(one: Try) -> Verdict:
             bench = self._free.get()
             try:
-                return one(bench)
+                return one.on(bench)
             finally:
                 self._free.put(bench)
 
         with ThreadPoolExecutor(self._count) as pool:
             yield from pool.map(judge_one, tries)
+
+
+@contextmanager
+def quick_place() -> Iterator[Path]:
+    """Make a directory in memory, if there is such a file system; thousands of runs sync there."""
+    memory = Path("/dev/shm")
+    where = memory if memory.is_dir() and os.access(memory, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="streamshard-faults-", dir=where) as place:
+        Path(place).chmod(0o755)  # some cases run as a user of no rights
+        yield Path(place)
 
 
 @contextmanager
@@ -63,10 +110,12 @@ def benches(library: Path, place: Path, count: int | None = None) -> Iterator[Be
 
 
 def rotated(scenario: Scenario, undisturbed: Undisturbed) -> list[Case]:
-    """Choose one fault for every call: in turn, of those that may happen at calls of its kind."""
+    """Choose one fault for each of its own calls: in turn, of those that fit calls of its kind."""
     turns: Counter[tuple[int, int]] = Counter()
     cases = []
     for call in undisturbed.calls:
+        if not call.side & scenario.own:
+            continue
         fitting = [fault for fault in FAULTS if fault.fits(call)]
         turn = turns[call.side, call.kind]
         turns[call.side, call.kind] += 1
@@ -80,12 +129,14 @@ def every(scenario: Scenario, undisturbed: Undisturbed) -> list[Case]:
     return [Case(scenario, f, call.number) for call in calls for f in FAULTS if f.fits(call)]
 
 
-def kills(undisturbed: dict[str, Undisturbed], count: int) -> Iterator[tuple[Scenario, Kill, int]]:
-    """Choose a scenario, a signal and an instant of its run, the same ones each time."""
+def chosen_kills(
+    scenarios: Sequence[Scenario], undisturbed: Mapping[str, Undisturbed], count: int
+) -> Iterator[Killing]:
+    """Choose scenarios, signals and instants of their runs, the same ones each time."""
     chance = Random(1)
     signals = list(SIGNALS.items())
     for turn in range(count):
-        scenario = SCENARIOS[turn // len(signals) % len(SCENARIOS)]
+        scenario = scenarios[turn // len(signals) % len(scenarios)]
         number, code = signals[turn % len(signals)]
         seconds = chance.uniform(0, 1.1) * undisturbed[scenario.name].seconds
-        yield scenario, Kill(number, seconds), code
+        yield Killing(scenario, Kill(number, seconds), code)

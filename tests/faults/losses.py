@@ -44,61 +44,47 @@ def lose(loss: Loss, calls: Sequence[Call], target: Path, before: Iterable[Path]
 
 
 def _lose_content(loss: Loss, calls: Sequence[Call], target: Path) -> list[str]:
-    unsynced: dict[int, list[tuple[int, int]]] = {}
-    inodes: dict[str, int] = {}
-    for call in calls:
-        if call.kind & Kind.WRITE:
-            unsynced.setdefault(call.inode, []).append((call.offset, call.offset + call.result))
-        elif call.name == "syncfs":
-            unsynced.clear()
-        elif call.kind & Kind.SYNC:
-            unsynced.pop(call.inode, None)
-        elif call.kind & Kind.DROP:
-            inodes[call.other] = inodes.pop(call.path, 0)
-        elif call.kind & Kind.MAKE and inodes.get(call.path) != call.inode:
-            # A new file may have the number of one that is gone.
-            unsynced.pop(call.inode, None)
-            inodes[call.path] = call.inode
+    unsynced = _unsynced(calls)
     lost = []
     for path in target.rglob("*"):
         ranges = unsynced.get(path.lstat().st_ino, []) if path.is_file() else []
         if not ranges:
             continue
         lost.append(str(path))
+        size = path.stat().st_size
         with path.open("r+b") as stream:
             if loss is Loss.CUT:
-                stream.truncate(min(min(start for start, _ in ranges), path.stat().st_size))
+                stream.truncate(min(size, *(start for start, _ in ranges)))
                 continue
-            size = path.stat().st_size
             for start, stop in ranges:
                 stream.seek(start)
                 stream.write(bytes(max(0, min(stop, size) - start)))
     return lost
 
 
-def _lose_names(calls: Sequence[Call], known: set[str]) -> list[str]:
-    undone: list[tuple[str, str]] = []
-    """(path before, or nothing; path after) of every change of a name that was not synced."""
+def _unsynced(calls: Sequence[Call]) -> dict[int, list[tuple[int, int]]]:
+    """Find what was written and not made durable: byte ranges by inode."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    inodes: dict[str, int] = {}
     for call in calls:
-        if call.name == "syncfs":
-            undone.clear()
+        if call.kind & Kind.WRITE:
+            found.setdefault(call.inode, []).append((call.offset, call.offset + call.result))
+        elif call.name == "syncfs":
+            found.clear()
         elif call.kind & Kind.SYNC:
-            undone = _without(undone, call.path)
-        elif call.name.startswith("rename"):
-            if call.kind & Kind.EXCHANGE or call.other in known:
-                undone.clear()  # what was replaced cannot be brought back: let that be durable
-            else:
-                undone.append((call.path, call.other))
-            known.discard(call.path)
-            known.add(call.other)
-        elif call.kind & Kind.MAKE and call.path not in known:
-            undone.append(("", call.path))
-            known.add(call.path)
+            found.pop(call.inode, None)
         elif call.kind & Kind.DROP:
-            undone.clear()
-            known.discard(call.path)
+            inodes[call.other] = inodes.pop(call.path, 0)
+        elif call.kind & Kind.MAKE and inodes.get(call.path) != call.inode:
+            # A new file may have the number of one that is gone.
+            found.pop(call.inode, None)
+            inodes[call.path] = call.inode
+    return found
+
+
+def _lose_names(calls: Sequence[Call], known: set[str]) -> list[str]:
     lost = []
-    for before, after in reversed(undone):
+    for before, after in reversed(_unsynced_names(calls, known)):
         if not os.path.lexists(after):
             continue
         lost.append(after)
@@ -109,6 +95,27 @@ def _lose_names(calls: Sequence[Call], known: set[str]) -> list[str]:
         else:
             Path(after).unlink()
     return lost
+
+
+def _unsynced_names(calls: Sequence[Call], known: set[str]) -> list[tuple[str, str]]:
+    """Find the changes of names that were not made durable: (path before, if any; path after)."""
+    found: list[tuple[str, str]] = []
+    for call in calls:
+        if call.name == "syncfs":
+            found.clear()
+        elif call.kind & Kind.SYNC:
+            found = _without(found, call.path)
+        elif call.kind & Kind.DROP:
+            # What is gone cannot be brought back, so let that be durable, and all before it.
+            if call.kind & Kind.EXCHANGE or call.other in known or not call.other:
+                found.clear()
+            else:
+                found.append((call.path, call.other))
+            known = (known - {call.path}) | ({call.other} if call.other else set())
+        elif call.kind & Kind.MAKE and call.path not in known:
+            found.append(("", call.path))
+            known = known | {call.path}
+    return found
 
 
 def _without(undone: list[tuple[str, str]], directory: str) -> list[tuple[str, str]]:

@@ -10,7 +10,7 @@ from typing import Final
 
 import streamshard
 from tests.fabricated import write
-from tests.faults.shim import Option
+from tests.faults.shim import NO_OPTION, Option, Side
 from tests.job import Job
 
 _GROUPS: Final = ((("weight", (7, 3)), ("scale", (2,))), (("bias", (3,)),))
@@ -30,7 +30,9 @@ class Scenario:
     options: tuple[str, ...]
     replaces: bool = False
     """Whether there is a target before."""
-    system: Option = Option(0)
+    system: Option = NO_OPTION
+    own: Side = Side.SOURCE | Side.TARGET
+    """What of its calls no other scenario has: all, or those on the target."""
 
     def arguments(self, source: Path, target: Path) -> list[str]:
         """Spell the command line for a directory with sources, and a place for the target."""
@@ -46,15 +48,23 @@ SCENARIOS: Final[Sequence[Scenario]] = (
     Scenario("repartition, stage 2", "repartition", "stage_2", _TO_3),
     Scenario("repartition, stage 3", "repartition", "stage_3", _TO_3),
     Scenario("convert", "convert", "stage_2", ("--codec", "none")),
-    Scenario("convert, compressed", "convert", "stage_3", ("--codec", "zstd")),
+    Scenario("convert, compressed", "convert", "stage_3", ("--codec", "zstd"), own=Side.TARGET),
     Scenario("repartition, from a store", "repartition", "store", _TO_3),
-    Scenario("repartition, overwriting", "repartition", "stage_2", _TO_3, replaces=True),
+    Scenario(
+        "repartition, overwriting",
+        "repartition",
+        "stage_2",
+        _TO_3,
+        replaces=True,
+        own=Side.TARGET,
+    ),
     Scenario(
         "repartition, to a network file system",
         "repartition",
         "stage_2",
         _TO_3,
         system=Option.FOREIGN,
+        own=Side.TARGET,
     ),
 )
 

@@ -5,6 +5,7 @@ a process with the shim preloaded; it is spoken to in lines of JSON on its stand
 output.
 """
 
+import contextlib
 import gc
 import json
 import os
@@ -21,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NoReturn, Self
 
-from tests.faults.shim import NOTHING, Arming, Call, Kind, Option, Shim
+from tests.faults.shim import NO_OPTION, NOTHING, Arming, Call, Kind, Option, Shim
 
 HANGS_AFTER_SECONDS: Final = 120
 """What takes longer is stopped, and counts as a failure."""
@@ -50,6 +51,8 @@ class Ended:
     """The call at which something happened."""
     failed: Kind
     """Kinds of all the calls that were made to fail."""
+    written: int
+    """Bytes that went into files of the target."""
     slept: float
     """Seconds that the run asked to wait."""
     seconds: float
@@ -100,8 +103,10 @@ class Server:
         source: Path,
         target: Path,
         arming: Arming = NOTHING,
-        options: Option = Option(0),
+        options: Option = NO_OPTION,
         kill: Kill | None = None,
+        filled_when_stopped: Path | None = None,
+        user: int | None = None,
         with_calls: bool = False,
     ) -> Ended:
         """Run the command line in a child.
@@ -110,6 +115,10 @@ class Server:
         ----------
         source, target
             Directories, calls on what is below which are counted.
+        filled_when_stopped
+            A file that takes all the space there is while the run is stopped at a call.
+        user
+            Number of the user as whom the command runs; by default this process's own.
         """
         answer = self._ask(
             {
@@ -119,6 +128,8 @@ class Server:
                 "arming": asdict(arming),
                 "options": int(options),
                 "kill": None if kill is None else asdict(kill),
+                "fill": None if filled_when_stopped is None else str(filled_when_stopped),
+                "user": user,
                 "with_calls": with_calls,
             }
         )
@@ -148,8 +159,9 @@ class _Parent:
 
         self._main = cli.main
         self._shim = Shim()
-        self._out = tempfile.TemporaryFile()
-        self._err = tempfile.TemporaryFile()
+        # Files, because what a child that was killed has written is not to be lost.
+        self._out = tempfile.TemporaryFile()  # noqa: SIM115
+        self._err = tempfile.TemporaryFile()  # noqa: SIM115
 
     def warm_up(self, arguments: list[str]) -> dict[str, Any]:
         assert self._main(arguments) == 0
@@ -170,6 +182,8 @@ class _Parent:
         os.read(started, 1)  # or the child has died
         os.close(started)
         began = time.monotonic()
+        if question["fill"] is not None:
+            _fill_when_stopped(child, Path(question["fill"]))
         was_killed = self._wait(child, question["kill"])
         status = os.waitpid(child, 0)[1]
         fired = self._shim.fired
@@ -180,6 +194,7 @@ class _Parent:
             "count": self._shim.count,
             "fired": None if fired is None else fired.to_list(),
             "failed": int(self._shim.failed),
+            "written": self._shim.written,
             "slept": self._shim.slept,
             "seconds": time.monotonic() - began,
             "was_killed": was_killed,
@@ -195,6 +210,8 @@ class _Parent:
             arming = Arming(**question["arming"])
             source, target = Path(question["source"]), Path(question["target"])
             self._shim.arm(source, target, arming, Option(question["options"]))
+            if question["user"] is not None:
+                _become(question["user"])
             os.close(starts)
             code = self._main(question["run"])
         except SystemExit as error:
@@ -226,6 +243,27 @@ class _Parent:
         stream.seek(0)
         data: bytes = stream.read()
         return data.decode(errors="replace")
+
+
+def _fill_when_stopped(child: int, path: Path) -> None:
+    """Once a child is stopped, take all the space there is, and send it on."""
+    found = os.waitid(os.P_PID, child, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    if found is None or found.si_code != os.CLD_STOPPED:
+        return
+    with contextlib.suppress(OSError), path.open("wb", buffering=0) as stream:
+        for size in (1 << 16, 1 << 12, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    stream.write(bytes(size))
+                    os.fsync(stream.fileno())  # a file system may promise more than it has
+    os.kill(child, signal.SIGCONT)
+
+
+def _become(user: int) -> None:
+    """Give up all rights but those of a user."""
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
 
 
 def _serve() -> None:

@@ -50,7 +50,7 @@ enum {
     EXCHANGE = 2048, /* a rename in a way that not every file system knows */
     NO_ATIME = 4096, /* opens in a way that only a file's owner may */
 };
-enum { PASS, FAIL, SHORT, DIE_BEFORE, DIE_AFTER, KILL_BEFORE, KILL_AFTER };
+enum { PASS, FAIL, SHORT, DIE_BEFORE, DIE_AFTER, KILL_BEFORE, KILL_AFTER, STOP };
 enum { HURRY = 1, FOREIGN = 2 };
 
 enum { DESCRIPTORS = 4096, PATH_BYTES = 400, EXIT_CODE = 99, HURRY_BY = 200 };
@@ -75,6 +75,7 @@ struct shared {
     _Atomic int64_t fired; /* number of the call at which it happened; -1 before */
     _Atomic int64_t slept; /* nanoseconds that the program asked to wait */
     _Atomic int64_t failed; /* kinds of all calls that were made to fail */
+    _Atomic int64_t written; /* bytes that went into the target's files */
     int64_t capacity;
     struct record records[];
 };
@@ -111,6 +112,7 @@ void shim_arm(const char *source, const char *target, int64_t at, int action, in
     shared->fired = -1;
     shared->slept = 0;
     shared->failed = 0;
+    shared->written = 0;
     plan.at = at;
     plan.action = action;
     plan.error = error;
@@ -244,6 +246,7 @@ static int decide(struct call *call)
              (call->record->side & plan.sides))
         call->action = plan.action;
     if (call->action == DIE_BEFORE || call->action == KILL_BEFORE) die(call->action);
+    if (call->action == STOP) kill(getpid(), SIGSTOP);
     if (call->action == FAIL) {
         atomic_fetch_or(&shared->failed, call->record->kind);
         call->record->result = -1;
@@ -260,6 +263,8 @@ static void end(struct call *call, int64_t result)
     call->record->result = result;
     call->record->error = result < 0 ? saved : 0;
     call->record->is_done = 1;
+    if (call->record->kind & WRITE && call->record->side == TARGET && result > 0)
+        atomic_fetch_add(&shared->written, result);
     if (call->action == DIE_AFTER || call->action == KILL_AFTER) die(call->action);
     errno = saved;
 }

@@ -55,6 +55,8 @@ class Action(enum.IntEnum):
     DIE_AFTER = 4
     KILL_BEFORE = 5
     KILL_AFTER = 6
+    STOP = 7
+    """The process is stopped before the call, as by Ctrl-Z, until it is sent on."""
 
 
 class Option(enum.IntFlag):
@@ -66,6 +68,8 @@ class Option(enum.IntFlag):
     """The target says that it lies on a network file system."""
 
 
+NO_OPTION: Final = Option(0)
+NO_KIND: Final = Kind(0)
 DIED: Final = 99
 """Exit code of a process that died at a call without a signal."""
 
@@ -79,6 +83,7 @@ class _Header(ctypes.Structure):
         ("fired", ctypes.c_int64),
         ("slept", ctypes.c_int64),
         ("failed", ctypes.c_int64),
+        ("written", ctypes.c_int64),
         ("capacity", ctypes.c_int64),
     )
 
@@ -157,7 +162,7 @@ class Arming:
     """Kinds of the calls that fail as well from there on."""
 
 
-NOTHING: Final = Arming(1 << 40, Action.PASS, 0, Kind(0), Side(0), Kind(0))
+NOTHING: Final = Arming(1 << 40, Action.PASS, 0, NO_KIND, Side(0), NO_KIND)
 
 
 def compile_shim(directory: Path) -> Path:
@@ -193,7 +198,7 @@ class Shim:
     def reset(self) -> None:
         """Forget the last child's calls."""
         self._header.count, self._header.fired, self._header.slept = 0, -1, 0
-        self._header.failed = 0
+        self._header.failed, self._header.written = 0, 0
 
     def arm(self, source: Path, target: Path, arming: Arming, options: Option) -> None:
         """Count this process's calls from here on; there is no way back."""
@@ -225,6 +230,11 @@ class Shim:
         return Kind(self._header.failed)
 
     @property
+    def written(self) -> int:
+        """Bytes that went into files of the target."""
+        return int(self._header.written)
+
+    @property
     def fired(self) -> Call | None:
         """The call at which it happened, if it did."""
         number = int(self._header.fired)
@@ -252,4 +262,3 @@ class Shim:
             error=record.error,
             is_done=bool(record.is_done),
         )
-

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from tests.faults.losses import Loss
-from tests.faults.shim import DIED, Action, Arming, Call, Kind, Side
+from tests.faults.shim import DIED, NO_KIND, Action, Arming, Call, Kind, Side
 
 _SOURCE_CODE: Final = 3
 _TARGET_CODE: Final = 4
 _KILLED: Final = -9
 
-_ANY: Final = ~Kind(0)
+_ANY: Final = ~NO_KIND
 _USUAL: Final = Kind.READ | Kind.WRITE | Kind.LOOK | Kind.MAKE | Kind.DROP | Kind.CHANGE | Kind.SYNC
 _GROWS: Final = Kind.WRITE | Kind.MAKE | Kind.SYNC | Kind.RESERVE
 _NAMES: Final = Kind.LOOK | Kind.MAKE | Kind.DROP | Kind.CHANGE
@@ -30,7 +30,7 @@ class Fault:
     """Calls at which it may happen."""
     action: Action
     error: int = 0
-    onward: Kind = Kind(0)
+    onward: Kind = NO_KIND
     """Kinds of the calls that fail as well from there on."""
     codes: frozenset[int] = frozenset()
     """Exit codes that are right. 0 is too, if nothing that a run cannot do without has failed."""
@@ -41,7 +41,7 @@ class Fault:
     @property
     def is_death(self) -> bool:
         """Whether the process ends at the call."""
-        return self.action >= Action.DIE_BEFORE
+        return Action.DIE_BEFORE <= self.action <= Action.KILL_AFTER
 
     def fits(self, call: Call) -> bool:
         """Tell whether it may happen at a call."""
@@ -56,7 +56,7 @@ def _fails(
     side: Side,
     error: int,
     kinds: Kind,
-    onward: Kind = Kind(0),
+    onward: Kind = NO_KIND,
     *,
     or_done: bool = False,
     must_be_got_over: bool = False,
@@ -121,7 +121,7 @@ def _on_source() -> Iterable[Fault]:
 
 def _short() -> Iterable[Fault]:
     for side in (Side.SOURCE, Side.TARGET):
-        for onward in (Kind(0), _TRANSFERS):
+        for onward in (NO_KIND, _TRANSFERS):
             yield Fault(
                 name=f"{side.name} short {'from there on' if onward else 'once'}".lower(),
                 side=side,
