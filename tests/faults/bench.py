@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Final
 
 from tests.faults.losses import lose
-from tests.faults.scenarios import OUT, Scenario, Tree, empty, make_old_target, times, tree
+from tests.faults.scenarios import OUT, SOURCES, Scenario, Tree, empty, make_old_target, times, tree
 from tests.faults.server import Ended, Kill, Server
 from tests.faults.shim import Call, Kind, Option
 from tests.faults.table import Fault
 
 _EXISTS: Final = 4
+_LONGEST_SECONDS: Final = 60
+"""What is tried again is tried for no longer."""
+_ORDER_DIFFERS: Final = 25
+"""Calls of two threads may change places by so many."""
 _NEEDED: Final = Kind.WRITE | Kind.SYNC
 """Calls that a run cannot do without: if one failed for good, it did not do its work."""
 
@@ -25,6 +29,12 @@ class Undisturbed:
     seconds: float
     written: int
     """Bytes that went into files."""
+
+    @property
+    def has_begun(self) -> int:
+        """Count of the calls after which some of the target is written, whatever the threads do."""
+        first = next(c for c in self.calls if c.kind & Kind.WRITE and f"{OUT}.partial/" in c.path)
+        return first.number + _ORDER_DIFFERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +66,7 @@ class Bench:
         self._old = place / "old"
         make_old_target(sources, self._old)
         self._old_tree = tree(self._old)
-        self._source_tree = tree(sources), times(sources)
+        self._before = {name: (tree(sources / name), times(sources / name)) for name in SOURCES}
         self._undisturbed: dict[str, Undisturbed] = {}
 
     def undisturbed(self, scenario: Scenario) -> Undisturbed:
@@ -85,7 +95,8 @@ class Bench:
         at
             Number of the call; or of one before it, if that one is not of the fault's kinds.
         """
-        whole = self.undisturbed(scenario).tree
+        undisturbed = self.undisturbed(scenario)
+        whole = undisturbed.tree
         arguments = self._prepare(scenario)
         before = [self._target, *self._target.rglob("*")] if fault.loss else []
         ended = self._server.run(
@@ -102,8 +113,8 @@ class Bench:
             told = f"{told}; lost {[Path(path).name for path in lost]}"
         problems = [*self._judge_state(scenario, whole), *self._judge_end(fault, ended)]
         was_whole = tree(self._out) == whole
-        if ended.fired is not None and not fault.is_death and not was_whole:
-            problems += self._judge_partial(ended)
+        if ended.fired is not None and not fault.loss and not was_whole:
+            problems += self._judge_partial(ended, ended.fired.number >= undisturbed.has_begun)
         again = self._run_again(scenario)
         problems += self._judge_rerun(again, scenario, whole, was_whole=was_whole)
         return Verdict(
@@ -167,13 +178,17 @@ class Bench:
 
     def _judge_state(self, scenario: Scenario, whole: Tree) -> list[str]:
         problems = []
-        if (tree(self._sources), times(self._sources)) != self._source_tree:
+        if self._has_changed_source(scenario):
             problems.append("the source is not what it was")
         if self._out.exists() and tree(self._out) not in (whole, self._old_tree):
             problems.append(
                 f"the target is neither whole nor absent: {_differing(self._out, whole)}"
             )
         return problems
+
+    def _has_changed_source(self, scenario: Scenario) -> bool:
+        source = self._sources / scenario.source
+        return (tree(source), times(source)) != self._before[scenario.source]
 
     def _judge_end(self, fault: Fault, ended: Ended) -> list[str]:
         """Judge how a run ended and what it said."""
@@ -199,14 +214,17 @@ class Bench:
     def _names_a_path(self, ended: Ended) -> bool:
         return any(str(root) in ended.err for root in (self._sources, self._target))
 
-    def _judge_partial(self, ended: Ended) -> list[str]:
-        """A run that failed keeps what it had written."""
+    def _judge_partial(self, ended: Ended, has_begun: bool) -> list[str]:
+        """A run that failed keeps what it had written, and does not wait for ever."""
+        problems = []
         partial = self._target / f"{OUT}.partial"
         if ended.code == 0:
-            return ["said to be done, and the target is not there"]
-        if partial.is_dir() or str(partial) not in ended.err:
-            return []
-        return [f"says something of {partial.name}, which is not there: {ended.err!r}"]
+            problems.append("said to be done, and the target is not there")
+        elif has_begun and not partial.is_dir():
+            problems.append(f"what was written was thrown away: {ended.err.strip()!r}")
+        if ended.slept > _LONGEST_SECONDS:
+            problems.append(f"would have waited {ended.slept:.0f} s")
+        return problems
 
     def _run_again(self, scenario: Scenario) -> Ended:
         return self._server.run(
@@ -228,7 +246,7 @@ class Bench:
             problems.append(f"run again, it made something else: {_differing(self._out, whole)}")
         if self._names() != {OUT}:
             problems.append(f"run again, it left {sorted(self._names())}")
-        if (tree(self._sources), times(self._sources)) != self._source_tree:
+        if self._has_changed_source(scenario):
             problems.append("run again, it changed the source")
         return problems
 
