@@ -1,5 +1,6 @@
 """Tries a case, and judges what is left: the source, the target, what was said, the rerun."""
 
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,11 +8,13 @@ from typing import Final
 
 from tests.faults.losses import lose
 from tests.faults.scenarios import OUT, SOURCES, Scenario, Tree, empty, make_old_target, times, tree
-from tests.faults.server import Ended, Kill, Server
-from tests.faults.shim import Call, Kind, Option
+from tests.faults.server import Ended, Kill, Second, Server
+from tests.faults.shim import NO_KIND, Action, Arming, Call, Kind, Option, Side
 from tests.faults.table import Fault
 
 _EXISTS: Final = 4
+_ONE_OF_TWO: Final = {(0, _EXISTS), (_EXISTS, 0)}
+"""Exit codes of two runs at once."""
 _LONGEST_SECONDS: Final = 60
 """What is tried again is tried for no longer."""
 _ORDER_DIFFERS: Final = 25
@@ -162,6 +165,44 @@ class Bench:
             problems=tuple(problems),
         )
 
+    def try_second(self, scenario: Scenario, at: int, *, is_killed: bool) -> Verdict:
+        """Run a command while a run of it is stopped at a call, which then goes on or is killed."""
+        undisturbed = self.undisturbed(scenario)
+        whole = undisturbed.tree
+        stop = Arming(at, Action.STOP, 0, ~NO_KIND, Side.SOURCE | Side.TARGET, NO_KIND)
+        ended = self._server.run(
+            self._prepare(scenario),
+            source=self._sources,
+            target=self._target,
+            arming=stop,
+            options=scenario.system,
+            second_when_stopped=True,
+            killed_when_stopped=is_killed,
+        )
+        second = ended.second or Second(_EXISTS, f"process {ended.process}")
+        problems = self._judge_state(scenario, whole)
+        was_whole = tree(self._out) == whole
+        right = {(-9, 0), (-9, _EXISTS)} if is_killed and ended.second else _ONE_OF_TWO
+        if (ended.code, second.code) not in right or was_whole != (0 in (ended.code, second.code)):
+            problems.append(f"exit codes {ended.code} and {second.code}: {ended.err}{second.err}")
+        if "Traceback" in ended.err + second.err:
+            problems.append(f"a traceback: {ended.err}{second.err}")
+        # Either there was a target when it came, or it was told who is making one; but for the
+        # moment in which the first has locked it and not yet said so.
+        is_told = bool({str(ended.process), "exists"} & _words(second.err))
+        if second.code == _EXISTS and at >= undisturbed.has_begun and not is_told:
+            problems.append(f"does not say who holds the target: {second.err!r}")
+        again = self._run_again(scenario)
+        problems += self._judge_rerun(again, scenario, whole, was_whole=was_whole)
+        return Verdict(
+            told=f"{scenario.name}: second run while the first was at {ended.fired or 'no call'}",
+            code=ended.code,
+            has_fired=ended.second is not None,
+            was_whole=was_whole,
+            written_again=again.written,
+            problems=tuple(problems),
+        )
+
     @property
     def _out(self) -> Path:
         return self._target / OUT
@@ -249,6 +290,10 @@ class Bench:
         if self._has_changed_source(scenario):
             problems.append("run again, it changed the source")
         return problems
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall(r"\w+", text))
 
 
 def _differing(root: Path, whole: Tree) -> list[str]:

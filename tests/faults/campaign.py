@@ -16,6 +16,7 @@ from typing import Final, Protocol
 from tests.faults.bench import Bench, Undisturbed, Verdict
 from tests.faults.scenarios import Scenario, make_sources
 from tests.faults.server import Kill, Server
+from tests.faults.shim import Side
 from tests.faults.table import FAULTS, Fault
 
 SIGNALS: Final = {signal.SIGKILL: -9, signal.SIGINT: 130, signal.SIGTERM: 143}
@@ -55,6 +56,20 @@ class Killing:
     def on(self, bench: Bench) -> Verdict:
         """Try it."""
         return bench.try_kill(self.scenario, self.kill, self.code)
+
+
+@dataclass(frozen=True, slots=True)
+class SecondRun:
+    """A second run of a scenario while the first is stopped at a call."""
+
+    scenario: Scenario
+    at: int
+    is_killed: bool
+    """Whether the first is killed after that."""
+
+    def on(self, bench: Bench) -> Verdict:
+        """Try it."""
+        return bench.try_second(self.scenario, self.at, is_killed=self.is_killed)
 
 
 class Benches:
@@ -127,6 +142,12 @@ def every(scenario: Scenario, undisturbed: Undisturbed) -> list[Case]:
     """List every fault at every call that it may happen at."""
     calls = undisturbed.calls
     return [Case(scenario, f, call.number) for call in calls for f in FAULTS if f.fits(call)]
+
+
+def second_runs(scenario: Scenario, undisturbed: Undisturbed) -> list[SecondRun]:
+    """List second runs at every call on the target; every other time the first is killed."""
+    numbers = [call.number for call in undisturbed.calls if call.side & Side.TARGET]
+    return [SecondRun(scenario, number, bool(turn % 2)) for turn, number in enumerate(numbers)]
 
 
 def chosen_kills(
