@@ -14,7 +14,7 @@ from typing import Any, Final, NoReturn
 
 from tests.faults.shim import Arming, Option, Shim
 
-HANGS_AFTER_SECONDS: Final = 120
+HANGS_AFTER_SECONDS: Final = 60
 """What takes longer is stopped, and counts as a failure."""
 
 

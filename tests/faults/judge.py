@@ -12,6 +12,7 @@ from tests.faults.table import Fault
 
 EXISTS: Final = 4
 """Exit code of a run whose target is there, or is being made."""
+_OWN: Final = ".streamshard."
 _ONE_OF_TWO: Final = {(0, EXISTS), (EXISTS, 0)}
 """Exit codes of two runs at once."""
 _LONGEST_SECONDS: Final = 60
@@ -27,6 +28,7 @@ class Judge:
         self._sources = sources
         self._target = target
         self._out = target / OUT
+        self._partial = target / f"{OUT}.partial"
         self._old = old
         self._before = {name: (tree(sources / name), times(sources / name)) for name in SOURCES}
 
@@ -38,11 +40,19 @@ class Judge:
         """Tell whether the target is what an undisturbed run makes."""
         return tree(self._out) == whole
 
+    def is_there(self, whole: Tree) -> bool:
+        """Tell whether the target may be used: at most a file that nobody reads is to be removed."""
+        return self._found() == whole
+
+    def _found(self) -> Tree:
+        """Look at the target, but for files with names that say that they are streamshard's own."""
+        return {name: kept for name, kept in tree(self._out).items() if not name.startswith(_OWN)}
+
     def state(self, scenario: Scenario, whole: Tree) -> list[str]:
         """Judge the source and the target; the latter is whole, or not there, or as it was."""
         problems = self._source(scenario, "the source was changed")
         right = [whole, self._old] if scenario.replaces else [whole]
-        if os.path.lexists(self._out) and tree(self._out) not in right:
+        if os.path.lexists(self._out) and self._found() not in right:
             problems.append(f"the target is neither whole nor absent: {self._differing(whole)}")
         return problems
 
@@ -73,26 +83,25 @@ class Judge:
         # At its very end it may be done.
         if ended.code not in ({0, code} if ended.was_killed else {0}):
             return [f"exit code {ended.code}, not {code}: {ended.err}"]
-        if ended.code > 0 and len(ended.err.strip().splitlines()) != 1:
+        told = sum("to go on" in line for line in ended.err.splitlines())
+        if ended.code > 0 and told != self._partial.is_dir():
             return [f"not one line that tells how to go on: {ended.err!r}"]
         return []
 
-    def partial(self, ended: Ended, *, has_begun: bool, was_whole: bool) -> list[str]:
+    def kept(self, ended: Ended, whole: Tree, *, has_begun: bool) -> list[str]:
         """Judge whether a run that did not come to its end kept what it had written."""
-        if was_whole:
-            return []
-        if ended.code == 0:
+        if ended.code == 0 and not self.is_whole(whole):
             return ["said to be done, and the target is not there"]
-        if has_begun and not (self._target / f"{OUT}.partial").is_dir():
+        if has_begun and not self.is_there(whole) and not self._partial.is_dir():
             return [f"what was written was thrown away: {ended.err.strip()!r}"]
         return []
 
-    def two(self, ended: Ended, second: Second, *, was_whole: bool, has_begun: bool) -> list[str]:
+    def two(self, ended: Ended, second: Second, whole: Tree, *, has_begun: bool) -> list[str]:
         """Judge two runs at once: one made the target, and the other was refused."""
         problems = []
         codes = ended.code, second.code
         right = {(-9, 0), (-9, EXISTS)} if ended.code == -9 else _ONE_OF_TWO
-        if codes not in right or was_whole != (0 in codes):
+        if codes not in right or (0 in codes and not self.is_whole(whole)):
             problems.append(f"exit codes {codes}: {ended.err}{second.err}")
         if "Traceback" in ended.err + second.err:
             problems.append(f"a traceback: {ended.err}{second.err}")
