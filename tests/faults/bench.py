@@ -117,14 +117,15 @@ class Bench:
         undisturbed = self.undisturbed(scenario)
         self._prepare(scenario)
         ended = self._run(scenario, kill=kill)
+        has_begun = ended.written > undisturbed.written // 2
         told = f"{scenario.name}: signal {kill.number} after {kill.after_seconds * 1e3:.1f} ms"
         return self._verdict(
             f"{told}, in which it made {ended.count} calls",
             scenario,
             ended,
-            self._judge.signal(code, ended),
+            self._judge.signal(code, ended, has_begun=has_begun),
             has_fired=ended.was_killed,
-            has_begun=ended.count >= undisturbed.has_begun,
+            has_begun=has_begun,
         )
 
     def try_second(self, scenario: Scenario, at: int, *, is_killed: bool) -> Verdict:

@@ -41,7 +41,7 @@ class Judge:
         return tree(self._out) == whole
 
     def is_there(self, whole: Tree) -> bool:
-        """Tell whether the target may be used: at most a file that nobody reads is to be removed."""
+        """Tell whether the target may be used; a file of our own may still be in it."""
         return self._found() == whole
 
     def _found(self) -> Tree:
@@ -75,7 +75,7 @@ class Judge:
             problems.append(f"would have waited {ended.slept:.0f} s")
         return problems
 
-    def signal(self, code: int, ended: Ended) -> list[str]:
+    def signal(self, code: int, ended: Ended, *, has_begun: bool) -> list[str]:
         """Judge how a run ended that was sent a signal, after which this exit code is right."""
         # Before it has looked at any file it is still the interpreter that takes the signal.
         if not ended.count:
@@ -84,7 +84,8 @@ class Judge:
         if ended.code not in ({0, code} if ended.was_killed else {0}):
             return [f"exit code {ended.code}, not {code}: {ended.err}"]
         told = sum("to go on" in line for line in ended.err.splitlines())
-        if ended.code > 0 and told != self._partial.is_dir():
+        is_kept = self._partial.is_dir()
+        if ended.code > 0 and (told > is_kept or (has_begun and told != is_kept)):
             return [f"not one line that tells how to go on: {ended.err!r}"]
         return []
 
