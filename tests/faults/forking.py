@@ -1,6 +1,7 @@
 """The process that `server.py` speaks to: it forks a child for each run, and watches over it."""
 
 import contextlib
+import faulthandler
 import gc
 import json
 import os
@@ -14,7 +15,7 @@ from typing import Any, Final, NoReturn
 
 from tests.faults.shim import Arming, Option, Shim
 
-HANGS_AFTER_SECONDS: Final = 60
+HANGS_AFTER_SECONDS: Final = 30
 """What takes longer is stopped, and counts as a failure."""
 
 
@@ -75,6 +76,7 @@ class _Parent:
         code = 1
         try:
             run.take_output()
+            faulthandler.register(signal.SIGALRM, file=2, chain=True)  # says where it hangs
             if arming is not None:
                 source, target = Path(question["source"]), Path(question["target"])
                 self._shim.arm(source, target, arming, Option(question["options"]))
