@@ -3,6 +3,7 @@
     python -m tests.faults                         all of it; an hour or so
     python -m tests.faults --scenario overwriting  scenarios with that in their names
     python -m tests.faults --fault "target eio"    faults with that in their names
+    python -m tests.faults --step 7                every seventh case
     python -m tests.faults --kills 500             signals at random instants, and nothing else
     python -m tests.faults --list                  what there is, and how many calls
 
@@ -17,11 +18,15 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from tests.faults.campaign import Benches, Try, benches, chosen_kills, every, quick_place
 from tests.faults.scenarios import SCENARIOS
 from tests.faults.shim import compile_shim
 from tests.faults.table import FAULTS
+
+
+_TOLD_EVERY: Final = 500
 
 
 def main() -> int:
@@ -38,7 +43,7 @@ def main() -> int:
                 return int(_judge("signals", tried, cases) > 0)
             for scenario in scenarios:
                 cases_ = every(scenario, undisturbed[scenario.name])
-                some = [case for case in cases_ if arguments.fault in case.fault.name]
+                some = [c for c in cases_ if arguments.fault in c.fault.name][:: arguments.step]
                 calls = len(undisturbed[scenario.name].calls)
                 if arguments.list:
                     _say(f"{scenario.name}: {calls} calls, {len(some)} cases")
@@ -54,6 +59,7 @@ def _arguments() -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--scenario", default="", metavar="TEXT")
     parser.add_argument("--fault", default="", metavar="TEXT")
+    parser.add_argument("--step", type=int, default=1, metavar="N")
     parser.add_argument("--kills", type=int, default=0, metavar="N")
     parser.add_argument("--benches", type=int, default=None, metavar="N")
     parser.add_argument("--list", action="store_true")
@@ -71,6 +77,8 @@ def _judge(name: str, tried: Benches, cases: Sequence[Try]) -> int:
         if verdict.problems:
             wrong += 1
             _say(f"WRONG {verdict}")
+        if codes.total() % _TOLD_EVERY == 0:
+            sys.stderr.write(f"{name}: {codes.total()} of {len(cases)} cases\n")
     seconds = time.monotonic() - began
     told = ", ".join(f"{count} ended with {code}" for code, count in sorted(codes.items()))
     _say(f"{name}, {len(cases)} cases, {fired} came to it, {wrong} wrong; {told}; {seconds:.0f} s")

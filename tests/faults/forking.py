@@ -154,11 +154,11 @@ class _Run:
 def _fill(path: Path) -> None:
     """Take all the space there is."""
     with contextlib.suppress(OSError), path.open("wb", buffering=0) as stream:
-        for size in (1 << 16, 1 << 12, 1):
+        for size in (1 << 16, 1 << 12):
             with contextlib.suppress(OSError):
                 while True:
                     stream.write(bytes(size))
-                    os.fsync(stream.fileno())  # a file system may promise more than it has
+        os.fsync(stream.fileno())
 
 
 def _become(user: int) -> None:
