@@ -25,7 +25,6 @@ from tests.faults.scenarios import SCENARIOS
 from tests.faults.shim import compile_shim
 from tests.faults.table import FAULTS
 
-
 _TOLD_EVERY: Final = 500
 
 
