@@ -17,6 +17,7 @@ _ONE_OF_TWO: Final = {(0, EXISTS), (EXISTS, 0)}
 """Exit codes of two runs at once."""
 _LONGEST_SECONDS: Final = 60
 """What is tried again is tried for no longer."""
+_FRAMES: Final = 3
 _NEEDED: Final = Kind.WRITE | Kind.SYNC
 """Calls that a run cannot do without: if one failed for good, it did not do its work."""
 
@@ -64,13 +65,16 @@ class Judge:
             right.add(0)
         if ended.code not in right:
             told = f"exit code {ended.code}, not of {sorted(right)}"
-            problems.append(f"{told}: {ended.err.strip()!r}")
+            problems.append(f"{told}: {_in_short(ended.err)}")
         if "Traceback" in ended.err:
-            problems.append(f"a traceback: {ended.err}")
+            problems.append(f"a traceback: {_in_short(ended.err)}")
         elif ended.code > 0 and not fault.is_death and not self._is_located(ended.err):
             problems.append(f"no path in the message: {ended.err!r}")
         if ended.code == 0 and self.names() != {OUT}:
-            problems.append(f"said to be done, and left {sorted(self.names())}")
+            left = self.names() - {OUT}
+            # What could not be removed is there, such as a lock that nobody holds.
+            if not ended.failed & Kind.DROP or not all(name.startswith(_OWN) for name in left):
+                problems.append(f"said to be done, and left {sorted(left)}")
         if ended.slept > _LONGEST_SECONDS:
             problems.append(f"would have waited {ended.slept:.0f} s")
         return problems
@@ -82,7 +86,7 @@ class Judge:
             return []
         # At its very end it may be done.
         if ended.code not in ({0, code} if ended.was_killed else {0}):
-            return [f"exit code {ended.code}, not {code}: {ended.err}"]
+            return [f"exit code {ended.code}, not {code}: {_in_short(ended.err)}"]
         told = sum("to go on" in line for line in ended.err.splitlines())
         is_kept = self._partial.is_dir()
         if ended.code > 0 and (told > is_kept or (has_begun and told != is_kept)):
@@ -118,7 +122,7 @@ class Judge:
         if was_whole and again.code == EXISTS and not scenario.replaces:
             return [] if self.is_whole(whole) else ["run again, it changed a whole target"]
         if again.code != 0:
-            return [f"run again, it ended with {again.code}: {again.err.strip()!r}"]
+            return [f"run again, it ended with {again.code}: {_in_short(again.err)}"]
         problems = self._source(scenario, "run again, it changed the source")
         if not self.is_whole(whole):
             problems.append(f"run again, it made something else: {self._differing(whole)}")
@@ -137,3 +141,12 @@ class Judge:
     def _differing(self, whole: Tree) -> list[str]:
         found = tree(self._out)
         return sorted(n for n in found.keys() | whole.keys() if found.get(n) != whole.get(n))
+
+
+def _in_short(text: str) -> str:
+    """Leave of a traceback where in the package it ended, and with what."""
+    lines = text.strip().splitlines()
+    if not any(line.startswith("Traceback") for line in lines):
+        return repr(text.strip())
+    frames = [line.strip() for line in lines if "/streamshard/" in line]
+    return " | ".join((*frames[-_FRAMES:], lines[-1]))

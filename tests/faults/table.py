@@ -87,10 +87,9 @@ def _on_target() -> Iterable[Fault]:
     yield _fails(side, errno.EACCES, _NAMES, _NAMES)
     yield _fails(side, errno.EROFS, _ALTERS)
     yield _fails(side, errno.EROFS, _ALTERS, _ALTERS)
-    yield _fails(side, errno.ESTALE, _USUAL)
-    yield _fails(side, errno.ESTALE, _USUAL, _USUAL)
-    yield _fails(side, errno.ETIMEDOUT, _USUAL, or_done=True)
-    yield _fails(side, errno.ETIMEDOUT, _USUAL, _USUAL)
+    for error in (errno.ESTALE, errno.ETIMEDOUT):
+        yield _fails(side, error, _USUAL, or_done=True)
+        yield _fails(side, error, _USUAL, _USUAL)
     interrupted = Kind.READ | Kind.WRITE | Kind.SYNC | Kind.LOCK | Kind.RESERVE
     yield _fails(side, errno.EINTR, interrupted, or_done=True)
     # What a file system may not be able to do, and a run can do without.
