@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.faults.judge import EXISTS, Judge
-from tests.faults.losses import lose
+from tests.faults.losses import Loss, lose
 from tests.faults.scenarios import OUT, Scenario, Tree, empty, make_old_target, tree
 from tests.faults.server import Ended, Kill, Second, Server
 from tests.faults.shim import NO_KIND, NO_OPTION, NOTHING, Action, Arming, Call, Kind, Option, Side
@@ -144,6 +144,15 @@ class Bench:
             has_fired=ended.second is not None,
             has_begun=has_begun,
         )
+
+    def try_loss(self, scenario: Scenario, loss: Loss) -> list[str]:
+        """Cut the power after a run has said that it is done; returns what is not as it was."""
+        whole = self.undisturbed(scenario).tree
+        self._prepare(scenario)
+        before = [self._target, *self._target.rglob("*")]
+        ended = self._run(scenario, with_calls=True)
+        lost = lose(loss, ended.calls, self._target, before)
+        return self._judge.done(ended, whole) + [f"lost {path}" for path in lost]
 
     def _prepare(self, scenario: Scenario) -> None:
         """Make the place for a target as it is before the first run."""

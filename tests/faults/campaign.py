@@ -14,6 +14,7 @@ from random import Random
 from typing import Final, Protocol
 
 from tests.faults.bench import Bench, Undisturbed, Verdict
+from tests.faults.losses import Loss
 from tests.faults.scenarios import Scenario, make_sources
 from tests.faults.server import Kill, Server
 from tests.faults.shim import Side
@@ -85,6 +86,10 @@ class Benches:
     def undisturbed(self, scenario: Scenario) -> Undisturbed:
         """Run a scenario to its end; nothing else may be tried meanwhile."""
         return self._first.undisturbed(scenario)
+
+    def lost_when_done(self, scenario: Scenario, loss: Loss) -> list[str]:
+        """List what is lost if the power is cut after a run has ended."""
+        return self._first.try_loss(scenario, loss)
 
     def judge(self, tries: Iterable[Try]) -> Iterator[Verdict]:
         """Yield the verdicts, in order."""

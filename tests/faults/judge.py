@@ -93,6 +93,13 @@ class Judge:
             return [f"not one line that tells how to go on: {ended.err!r}"]
         return []
 
+    def done(self, ended: Ended, whole: Tree) -> list[str]:
+        """Judge a run to which nothing has happened."""
+        problems = [] if ended.code == 0 else [f"exit code {ended.code}: {_in_short(ended.err)}"]
+        if not self.is_whole(whole):
+            problems.append(f"the target is not whole: {self._differing(whole)}")
+        return problems
+
     def kept(self, ended: Ended, whole: Tree, *, has_begun: bool) -> list[str]:
         """Judge whether a run that did not come to its end kept what it had written."""
         if ended.code == 0 and not self.is_whole(whole):

@@ -6,6 +6,7 @@ Here one thing each, in turn; `python -m tests.faults` tries all of them at each
 import pytest
 
 from tests.faults.campaign import Benches, Case, rotated
+from tests.faults.losses import Loss
 from tests.faults.scenarios import SCENARIOS, Scenario
 from tests.faults.shim import Action, Side
 from tests.faults.table import FAULTS
@@ -24,6 +25,13 @@ def test_nothing_is_lost_and_the_same_command_goes_on(scenario: Scenario, tried:
     wrong = [str(verdict) for verdict in verdicts if verdict.problems]
     assert not wrong, f"{len(wrong)} of {len(cases)}:\n" + "\n".join(wrong[:MOST_TOLD])
     assert sum(verdict.has_fired for verdict in verdicts) >= LEAST_FIRED * len(cases)
+
+
+@pytest.mark.parametrize("loss", Loss, ids=lambda loss: loss.name.lower())
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_what_is_done_stays_done(scenario: Scenario, loss: Loss, tried: Benches) -> None:
+    """A machine whose power is cut has all that a run said it has made."""
+    assert tried.lost_when_done(scenario, loss) == []
 
 
 @pytest.mark.parametrize("scenario", KEEPING, ids=lambda scenario: scenario.name)
