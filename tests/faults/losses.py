@@ -106,9 +106,9 @@ def _unsynced_names(calls: Sequence[Call], known: set[str]) -> list[tuple[str, s
         elif call.kind & Kind.SYNC:
             found = _without(found, call.path)
         elif call.kind & Kind.DROP:
-            # What is gone cannot be brought back, so let that be durable, and all before it.
+            # What is gone cannot be brought back, so let that be durable.
             if call.kind & Kind.EXCHANGE or call.other in known or not call.other:
-                found.clear()
+                found = [pair for pair in found if pair[1] != call.path]
             else:
                 found.append((call.path, call.other))
             known = (known - {call.path}) | ({call.other} if call.other else set())
