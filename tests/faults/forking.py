@@ -80,6 +80,8 @@ class _Parent:
             if arming is not None:
                 source, target = Path(question["source"]), Path(question["target"])
                 self._shim.arm(source, target, arming, Option(question["options"]))
+            else:
+                self._shim.set_only(Option(question["options"]))
             if question["user"] is not None:
                 _become(question["user"])
             os.close(starts)

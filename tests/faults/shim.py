@@ -66,6 +66,8 @@ class Option(enum.IntFlag):
     """Whatever waits waits for a small part of that time."""
     FOREIGN = 2
     """The target says that it lies on a network file system."""
+    LOCKLESS = 4
+    """Files cannot be locked; nothing is known then of the calls that try to."""
 
 
 NO_OPTION: Final = Option(0)
@@ -213,6 +215,10 @@ class Shim:
             int(arming.onward),
             int(options),
         )
+
+    def set_only(self, options: Option) -> None:
+        """Be unlike a usual run, where that takes no counting of calls."""
+        self._library.shim_set(int(options))
 
     @property
     def count(self) -> int:
