@@ -117,8 +117,8 @@ def quick_place() -> Iterator[Path]:
 
 @contextmanager
 def benches(library: Path, place: Path, count: int | None = None) -> Iterator[Benches]:
-    """Make the sources and some benches; by default one per processor, of at most four."""
-    count = count or min(4, len(os.sched_getaffinity(0)))
+    """Make the sources and some benches; by default one more than processors, to keep them busy."""
+    count = count or min(4, len(os.sched_getaffinity(0)) + 1)
     sources = make_sources(place / "sources")
     with ExitStack() as stack:
         yield Benches(
