@@ -52,6 +52,7 @@ SCENARIOS: Final[Sequence[Scenario]] = (
     Scenario("repartition, stage 3", "repartition", "stage_3", _TO_3),
     Scenario("convert", "convert", "stage_2", ("--codec", "none"), own=Side.TARGET),
     Scenario("convert, compressed", "convert", "stage_3", ("--codec", "zstd"), own=Side.TARGET),
+    Scenario("export", "export", "stage_2", (), own=Side.TARGET),
     Scenario("repartition, from a store", "repartition", "store", _TO_3),
     Scenario(
         "repartition, overwriting",
