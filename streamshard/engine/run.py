@@ -137,7 +137,7 @@ class Engine:
         for file in files:
             path = self._partial.path / file.path
             with target_errors(path):
-                is_new = not self._partial.journal.holds(file.path)
+                is_new = not (self._partial.journal.holds(file.path) and path.exists())
                 opened = _OpenFile(file, path, is_new=is_new)
             self._opened.add(opened)
             for span in file.spans:
