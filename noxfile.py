@@ -51,6 +51,12 @@ def fuzz(session: nox.Session) -> None:
 
 
 @nox.session(python=False)
+def faults(session: nox.Session) -> None:
+    """Try every fault at every call of a run, `-- --help` for less; see `tests/faults`."""
+    run_shared(session, "-m", "tests.faults", *session.posargs, groups=["tests"])
+
+
+@nox.session(python=False)
 def bench(session: nox.Session) -> None:
     """Run every benchmark in its short form, or with the arguments after `--`."""
     for file in sorted(Path("benchmarks").glob("[!_]*.py")):

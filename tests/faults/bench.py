@@ -1,0 +1,210 @@
+"""Tries cases: runs a scenario, lets something happen to it, has the rest judged, runs again."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tests.faults.judge import EXISTS, Judge
+from tests.faults.losses import Loss, lose
+from tests.faults.scenarios import OUT, Scenario, Tree, empty, make_old_target, tree
+from tests.faults.server import Ended, Kill, Second, Server
+from tests.faults.shim import NO_KIND, NO_OPTION, NOTHING, Action, Arming, Call, Kind, Option, Side
+from tests.faults.table import Fault
+
+_ORDER_DIFFERS: Final = 25
+"""Calls of two threads may change places by so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Undisturbed:
+    """A scenario's run to which nothing happened."""
+
+    calls: tuple[Call, ...]
+    tree: Tree
+    seconds: float
+    written: int
+    """Bytes that went into files."""
+
+    @property
+    def has_begun(self) -> int:
+        """Count of the calls after which some of the target is written, whatever the threads do."""
+        own = f"{OUT}.partial/.streamshard."
+        writes = [c for c in self.calls if c.kind & Kind.WRITE and f"{OUT}.partial/" in c.path]
+        first = next(call for call in writes if own not in call.path)
+        return first.number + _ORDER_DIFFERS
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of a case."""
+
+    told: str
+    """The case, and the call at which it happened."""
+    code: int
+    has_fired: bool
+    was_whole: bool
+    """Whether the target was there after the fault."""
+    written_again: int
+    """Bytes that running again wrote into files."""
+    problems: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n    ".join((self.told, *self.problems))
+
+
+class Bench:
+    """A server and a directory of its own for targets; what is read is shared."""
+
+    def __init__(self, server: Server, sources: Path, place: Path) -> None:
+        self._server = server
+        self._sources = sources
+        self._target = place / "target"
+        self._target.mkdir(parents=True)
+        self._old = place / "old"
+        make_old_target(sources, self._old)
+        self._judge = Judge(sources, self._target, tree(self._old))
+        self._undisturbed: dict[str, Undisturbed] = {}
+
+    def undisturbed(self, scenario: Scenario) -> Undisturbed:
+        """Run a scenario to its end, once."""
+        if scenario.name not in self._undisturbed:
+            self._prepare(scenario)
+            self._server.warm_up(*scenario.arguments(self._sources, self._target))
+            self._prepare(scenario)
+            ended = self._run(scenario, with_calls=True)
+            if ended.code != 0 or self._judge.names() != {OUT}:
+                raise RuntimeError(f"{scenario.name}: {ended.code}, {ended.err}")
+            whole = tree(self._target / OUT)
+            found = Undisturbed(ended.calls, whole, ended.seconds, ended.written)
+            self._undisturbed[scenario.name] = found
+        return self._undisturbed[scenario.name]
+
+    def try_fault(self, scenario: Scenario, fault: Fault, at: int) -> Verdict:
+        """Have a fault happen, and look at what is left and at what running again makes of it.
+
+        Parameters
+        ----------
+        at
+            Number of the call; or of one before it, if that one is not of the fault's kinds.
+        """
+        undisturbed = self.undisturbed(scenario)
+        self._prepare(scenario)
+        before = [self._target, *self._target.rglob("*")] if fault.loss else []
+        ended = self._run(scenario, fault.at(at), Option.HURRY, with_calls=fault.loss is not None)
+        told = f"{scenario.name}: {fault.name} at {ended.fired or 'no call'}"
+        if fault.loss is not None:
+            lost = lose(fault.loss, ended.calls, self._target, before)
+            told = f"{told}; lost {[Path(path).name for path in lost]}"
+        has_begun = ended.fired is not None and ended.fired.number >= undisturbed.has_begun
+        return self._verdict(
+            told,
+            scenario,
+            ended,
+            self._judge.fault(fault, ended),
+            has_fired=ended.fired is not None,
+            has_begun=has_begun and fault.loss is None,
+        )
+
+    def try_kill(self, scenario: Scenario, kill: Kill, code: int) -> Verdict:
+        """Send a signal to a run at an instant; look at what is left, and run again.
+
+        Parameters
+        ----------
+        code
+            Exit code that is right where the run had not come to its end before.
+        """
+        undisturbed = self.undisturbed(scenario)
+        self._prepare(scenario)
+        ended = self._run(scenario, kill=kill)
+        has_begun = ended.written > undisturbed.written // 2
+        told = f"{scenario.name}: signal {kill.number} after {kill.after_seconds * 1e3:.1f} ms"
+        return self._verdict(
+            f"{told}, in which it made {ended.count} calls",
+            scenario,
+            ended,
+            self._judge.signal(code, ended, has_begun=has_begun),
+            has_fired=ended.was_killed,
+            has_begun=has_begun,
+        )
+
+    def try_second(self, scenario: Scenario, at: int, *, is_killed: bool) -> Verdict:
+        """Run a command while a run of it is stopped at a call, which then goes on or is killed."""
+        undisturbed = self.undisturbed(scenario)
+        self._prepare(scenario)
+        stop = Arming(at, Action.STOP, 0, ~NO_KIND, Side.SOURCE | Side.TARGET, NO_KIND)
+        ended = self._run(scenario, stop, second_when_stopped=True, killed_when_stopped=is_killed)
+        second = ended.second or Second(EXISTS, f"process {ended.process}")
+        has_begun = at >= undisturbed.has_begun
+        return self._verdict(
+            f"{scenario.name}: second run while the first was at {ended.fired or 'no call'}",
+            scenario,
+            ended,
+            self._judge.two(ended, second, undisturbed.tree, has_begun=has_begun),
+            has_fired=ended.second is not None,
+            has_begun=has_begun,
+        )
+
+    def try_loss(self, scenario: Scenario, loss: Loss) -> list[str]:
+        """Cut the power after a run has said that it is done; returns what is not as it was."""
+        whole = self.undisturbed(scenario).tree
+        self._prepare(scenario)
+        before = [self._target, *self._target.rglob("*")]
+        ended = self._run(scenario, with_calls=True)
+        lost = lose(loss, ended.calls, self._target, before)
+        return self._judge.done(ended, whole) + [f"lost {path}" for path in lost]
+
+    def _prepare(self, scenario: Scenario) -> None:
+        """Make the place for a target as it is before the first run."""
+        empty(self._target)
+        if scenario.replaces:
+            shutil.copytree(self._old, self._target / OUT)
+
+    def _run(
+        self,
+        scenario: Scenario,
+        arming: Arming = NOTHING,
+        option: Option = NO_OPTION,
+        *,
+        kill: Kill | None = None,
+        second_when_stopped: bool = False,
+        killed_when_stopped: bool = False,
+        with_calls: bool = False,
+    ) -> Ended:
+        return self._server.run(
+            scenario.arguments(self._sources, self._target),
+            source=self._sources,
+            target=self._target,
+            arming=arming,
+            options=scenario.system | option,
+            kill=kill,
+            second_when_stopped=second_when_stopped,
+            killed_when_stopped=killed_when_stopped,
+            with_calls=with_calls,
+        )
+
+    def _verdict(
+        self,
+        told: str,
+        scenario: Scenario,
+        ended: Ended,
+        problems: list[str],
+        *,
+        has_fired: bool,
+        has_begun: bool,
+    ) -> Verdict:
+        """Judge what is left, and run again."""
+        whole = self.undisturbed(scenario).tree
+        was_whole = self._judge.is_whole(whole)
+        state = self._judge.state(scenario, whole)
+        kept = self._judge.kept(ended, whole, has_begun=has_begun)
+        again = self._run(scenario, option=Option.HURRY)
+        rerun = self._judge.rerun(again, scenario, whole, was_whole=was_whole)
+        return Verdict(
+            told=f"{told}, exit code {ended.code}",
+            code=ended.code,
+            has_fired=has_fired,
+            was_whole=was_whole,
+            written_again=again.written,
+            problems=(*state, *problems, *kept, *rerun),
+        )

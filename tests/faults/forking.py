@@ -1,0 +1,189 @@
+"""The process that `server.py` speaks to: it forks a child for each run, and watches over it."""
+
+import contextlib
+import faulthandler
+import gc
+import json
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from tests.faults.shim import Arming, Option, Shim
+
+HANGS_AFTER_SECONDS: Final = 30
+"""What takes longer is stopped, and counts as a failure."""
+
+
+class _Parent:
+    """What happens in the server's process."""
+
+    def __init__(self) -> None:
+        from streamshard import cli
+
+        self._main = cli.main
+        self._shim = Shim()
+
+    def warm_up(self, arguments: list[str]) -> dict[str, Any]:
+        assert self._main(arguments) == 0
+        gc.collect()
+        gc.freeze()
+        return {}
+
+    def run(self, question: dict[str, Any]) -> dict[str, Any]:
+        self._shim.reset()
+        first = _Run()
+        child = self._fork(question, first, Arming(**question["arming"]))
+        began = time.monotonic()
+        second = self._meanwhile(child, question)
+        was_killed = self._wait(child, question["kill"])
+        status = os.waitpid(child, 0)[1]
+        fired = self._shim.fired
+        return {
+            "code": os.waitstatus_to_exitcode(status),
+            **first.texts(),
+            "count": self._shim.count,
+            "fired": None if fired is None else fired.to_list(),
+            "failed": int(self._shim.failed),
+            "written": self._shim.written,
+            "slept": self._shim.slept,
+            "seconds": time.monotonic() - began,
+            "was_killed": was_killed,
+            "process": child,
+            "second": second,
+            "calls": [c.to_list() for c in self._shim.calls()] if question["with_calls"] else [],
+        }
+
+    def _fork(self, question: dict[str, Any], run: "_Run", arming: Arming | None) -> int:
+        """Begin a run; returns its process once the command line is called."""
+        started, starts = os.pipe()
+        child = os.fork()
+        if child == 0:
+            self._be_child(question, run, arming, starts)
+        os.close(starts)
+        os.read(started, 1)  # or the child has died
+        os.close(started)
+        return child
+
+    def _be_child(
+        self, question: dict[str, Any], run: "_Run", arming: Arming | None, starts: int
+    ) -> NoReturn:
+        """Do one run as a process of its own would, from the call of `main` on."""
+        code = 1
+        try:
+            run.take_output()
+            faulthandler.register(signal.SIGALRM, file=2, chain=True)  # says where it hangs
+            if arming is not None:
+                source, target = Path(question["source"]), Path(question["target"])
+                self._shim.arm(source, target, arming, Option(question["options"]))
+            else:
+                self._shim.set_only(Option(question["options"]))
+            if question["user"] is not None:
+                _become(question["user"])
+            os.close(starts)
+            code = self._main(question["run"])
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def _meanwhile(self, child: int, question: dict[str, Any]) -> dict[str, Any] | None:
+        """Do what is to be done while a child is stopped, and send it on, or kill it."""
+        if question["fill"] is None and not question["second"]:
+            return None
+        found = os.waitid(os.P_PID, child, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        if found is None or found.si_code != os.CLD_STOPPED:
+            return None
+        second = None
+        if question["fill"] is not None:
+            _fill(Path(question["fill"]))
+        if question["second"]:
+            run = _Run()
+            other = self._fork(question, run, None)
+            self._wait(other, None)
+            code = os.waitstatus_to_exitcode(os.waitpid(other, 0)[1])
+            second = {"code": code, "err": run.texts()["err"]}
+        if question["then_kill"]:
+            os.kill(child, signal.SIGKILL)
+        os.kill(child, signal.SIGCONT)
+        return second
+
+    @staticmethod
+    def _wait(child: int, kill: dict[str, Any] | None) -> bool:
+        """Wait for a child's end, and send the signal if it is not there by then."""
+        handle = os.pidfd_open(child)
+        try:
+            if kill is not None:
+                if select.select([handle], [], [], kill["after_seconds"])[0]:
+                    return False
+                signal.pidfd_send_signal(handle, kill["number"])
+            if not select.select([handle], [], [], HANGS_AFTER_SECONDS)[0]:
+                signal.pidfd_send_signal(handle, signal.SIGALRM)
+        finally:
+            os.close(handle)
+        return kill is not None
+
+
+class _Run:
+    """What a run says: in files, so that what it said before it was killed is there."""
+
+    def __init__(self) -> None:
+        self._streams = {1: os.memfd_create("out"), 2: os.memfd_create("err")}
+
+    def take_output(self) -> None:
+        """Let what this process says go there."""
+        for number, descriptor in self._streams.items():
+            os.dup2(descriptor, number)
+
+    def texts(self) -> dict[str, str]:
+        """Return all that was said; can be asked for once."""
+        found = {}
+        for name, descriptor in zip(("out", "err"), self._streams.values(), strict=True):
+            with os.fdopen(descriptor, "rb") as stream:
+                stream.seek(0)
+                found[name] = stream.read().decode(errors="replace")
+        return found
+
+
+def _fill(path: Path) -> None:
+    """Take all the space there is."""
+    with contextlib.suppress(OSError), path.open("wb", buffering=0) as stream:
+        for size in (1 << 16, 1 << 12):
+            with contextlib.suppress(OSError):
+                while True:
+                    stream.write(bytes(size))
+        os.fsync(stream.fileno())
+
+
+def _become(user: int) -> None:
+    """Give up all rights but those of a user."""
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+
+
+def _serve() -> None:
+    """Answer questions until there are no more."""
+    questions, answers = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 0)
+    os.dup2(nowhere, 1)
+    parent = _Parent()
+    for line in questions:
+        question = json.loads(line)
+        warm_up = question.get("warm_up")
+        answer = parent.warm_up(warm_up) if warm_up is not None else parent.run(question)
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    _serve()

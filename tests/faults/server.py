@@ -1,0 +1,162 @@
+"""Runs the command line again and again, in children of one process that has all of it imported.
+
+A child is there in a few milliseconds, where a new interpreter takes half a second. The process is
+that of `forking.py`, with the shim preloaded; it is spoken to in lines of JSON on its standard
+input and output.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tests.faults.shim import NO_OPTION, NOTHING, Arming, Call, Kind, Option
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """A signal from outside."""
+
+    number: int
+    after_seconds: float
+    """Since the command line was called."""
+
+
+@dataclass(frozen=True, slots=True)
+class Second:
+    """How a run ended that was begun, and came to its end, while the first was stopped."""
+
+    code: int
+    err: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a run ended."""
+
+    code: int
+    """Exit code, or the negative number of the signal that ended it."""
+    out: str
+    err: str
+    count: int
+    """Calls to the file system on the source or the target."""
+    fired: Call | None
+    """The call at which something happened."""
+    failed: Kind
+    """Kinds of all the calls that were made to fail."""
+    written: int
+    """Bytes that went into files of the target."""
+    slept: float
+    """Seconds that the run asked to wait."""
+    seconds: float
+    was_killed: bool
+    """Whether it was still running when it was sent the signal."""
+    process: int
+    """Number that it had."""
+    second: Second | None
+    calls: tuple[Call, ...]
+    """All calls, where they were asked for."""
+
+
+class Server:
+    """The process that forks; a context manager."""
+
+    def __init__(self, library: Path) -> None:
+        environment = {
+            **os.environ,
+            "LD_PRELOAD": str(library),
+            # Threads of others would be forked with their locks held.
+            "OPENBLAS_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.forking"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._process.communicate()
+
+    def warm_up(self, *arguments: object) -> None:
+        """Run a command in the server itself, so that no child has to import anything."""
+        self._ask({"warm_up": list(map(str, arguments))})
+
+    def run(
+        self,
+        arguments: Sequence[object],
+        *,
+        source: Path,
+        target: Path,
+        arming: Arming = NOTHING,
+        options: Option = NO_OPTION,
+        kill: Kill | None = None,
+        filled_when_stopped: Path | None = None,
+        second_when_stopped: bool = False,
+        killed_when_stopped: bool = False,
+        user: int | None = None,
+        with_calls: bool = False,
+    ) -> Ended:
+        """Run the command line in a child.
+
+        Parameters
+        ----------
+        source, target
+            Directories, calls on what is below which are counted.
+        filled_when_stopped
+            A file that takes all the space there is while the run is stopped at a call.
+        second_when_stopped
+            Whether the same command is run while the run is stopped at a call.
+        killed_when_stopped
+            Whether the run is killed then, and not sent on.
+        user
+            Number of the user as whom the command runs; by default this process's own.
+        """
+        answer = self._ask(
+            {
+                "run": list(map(str, arguments)),
+                "source": str(source),
+                "target": str(target),
+                "arming": asdict(arming),
+                "options": int(options),
+                "kill": None if kill is None else asdict(kill),
+                "fill": None if filled_when_stopped is None else str(filled_when_stopped),
+                "second": second_when_stopped,
+                "then_kill": killed_when_stopped,
+                "user": user,
+                "with_calls": with_calls,
+            }
+        )
+        fired = answer.pop("fired")
+        calls = tuple(map(Call.of, answer.pop("calls")))
+        failed = Kind(answer.pop("failed"))
+        fired = None if fired is None else Call.of(fired)
+        second = answer.pop("second")
+        second = None if second is None else Second(**second)
+        return Ended(**answer, fired=fired, failed=failed, second=second, calls=calls)
+
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("the process that runs the cases has died; see its standard error")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
