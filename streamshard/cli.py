@@ -28,6 +28,8 @@ from streamshard.tables import (
 
 SIGNALS: Final = {signal.SIGINT: 130, signal.SIGTERM: 143}
 """Exit code after each signal that ends a run in good order."""
+_PATIENCE_SECONDS: Final = 5
+"""How long a run may take to end in good order."""
 
 
 class _StoppedBySignal(KeyboardInterrupt):
@@ -40,21 +42,21 @@ class _StoppedBySignal(KeyboardInterrupt):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
-    arguments = _parser().parse_args(argv)
-    try:
-        with _signals_taken():
+    with _signals_taken():
+        try:
+            arguments = _parser().parse_args(argv)
             arguments.verb(arguments)
             sys.stdout.flush()
-    except StreamshardError as error:
-        _tell(f"streamshard: {error}", error)
-        return error.exit_code
-    except KeyboardInterrupt as error:
-        number = error.number if isinstance(error, _StoppedBySignal) else signal.SIGINT
-        _tell(f"streamshard: interrupted by {number.name}", error)
-        return SIGNALS[number]
-    except BrokenPipeError:
-        # The reader has gone; keep the interpreter from complaining about it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except StreamshardError as error:
+            _tell(f"streamshard: {error}", error)
+            return error.exit_code
+        except KeyboardInterrupt as error:
+            number = error.number if isinstance(error, _StoppedBySignal) else signal.SIGINT
+            _tell(f"streamshard: interrupted by {number.name}", error)
+            return SIGNALS[number]
+        except BrokenPipeError:
+            # The reader has gone; keep the interpreter from complaining about it at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -66,7 +68,7 @@ def _tell(message: str, error: BaseException) -> None:
 
 @contextmanager
 def _signals_taken() -> Iterator[None]:
-    """Stop in good order when asked to; at once when asked again."""
+    """Stop in good order when asked to; at once when asked again, or if that takes too long."""
     before = {
         number: signal.getsignal(number)
         for number in SIGNALS
@@ -78,18 +80,21 @@ def _signals_taken() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is _stop:
+                signal.signal(number, handler)
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    # What is on the disk may be left as it is at any moment.
-    for other in SIGNALS:
-        signal.signal(other, _end)
+    """Raise what stops the run, from here on wherever the program is."""
+
+    def end(again: int, frame: FrameType | None) -> NoReturn:
+        # What is on the disk may be left as it is at any moment.
+        os._exit(SIGNALS[signal.Signals(number)])
+
+    for other in (*SIGNALS, signal.SIGALRM):
+        signal.signal(other, end)
+    signal.alarm(_PATIENCE_SECONDS)
     raise _StoppedBySignal(signal.Signals(number))
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    os._exit(SIGNALS[signal.Signals(number)])
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -122,6 +122,30 @@ def test_asked_twice_it_stops_at_once(saved: Callable[[int], Path], tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_run_that_does_not_come_to_an_end_is_ended(
+    saved: Callable[[int], Path], tmp_path: Path
+) -> None:
+    """Threads that wait for each other, or for a server that is gone, wait for ever."""
+    script = (
+        "import signal, sys, threading\n"
+        "from streamshard import cli\n"
+        "from streamshard.operations.partial_target import PartialTarget\n"
+        "cli._PATIENCE_SECONDS = 1\n"
+        "def stuck(self, *rest):\n"
+        "    threading.Event().wait()\n"
+        "def asked(self, **options):\n"
+        "    signal.raise_signal(signal.SIGTERM)\n"
+        "PartialTarget.__exit__ = stuck\n"
+        "PartialTarget.commit = asked\n"
+        "sys.exit(cli.main(sys.argv[1:]))\n"
+    )
+    command = ("repartition", saved(3), tmp_path / "out", "--world-size", 3)
+    done = subprocess.run([sys.executable, "-c", script, *map(str, command)], timeout=300)
+    assert done.returncode == 143
+    report = json.loads(streamshard(*command, "--json").out)
+    assert 0 < report["kept_bytes"] < report["bytes_written"]
+
+
 def test_what_does_not_read_back_is_written_again(
     saved: Callable[[int], Path], tmp_path: Path
 ) -> None:
