@@ -1,6 +1,8 @@
 """Reshard DeepSpeed ZeRO checkpoints to another number of GPUs, in bounded memory."""
 
 from streamshard.errors import StreamshardError
+from streamshard.operations.compact import compact
+from streamshard.operations.compaction import CompactedTag, Compaction
 from streamshard.operations.convert import convert, plan_convert
 from streamshard.operations.inspect import Inspection, inspect
 from streamshard.operations.pickles import NamedGlobal, PickledFile, PickleListing, list_pickles
@@ -10,6 +12,8 @@ from streamshard.operations.verification import Difference, Problem, Verificatio
 from streamshard.operations.verify import verify
 
 __all__ = [
+    "CompactedTag",
+    "Compaction",
     "Difference",
     "Inspection",
     "NamedGlobal",
@@ -19,6 +23,7 @@ __all__ = [
     "Report",
     "StreamshardError",
     "Verification",
+    "compact",
     "convert",
     "inspect",
     "list_pickles",
