@@ -223,7 +223,11 @@ class Compacting:
     def _empty_trash(self) -> Iterator[CompactedTag]:
         """Remove for good what has been in the trash for long enough."""
         trash = self._remover.trash
-        held = {*trash.tags(), *trash.going()} - self._deleted
+        try:
+            held = {*trash.tags(), *trash.going()} - self._deleted
+        except StreamshardError as error:
+            yield _failed("the trash", error)
+            return
         for tag in sorted(held, key=lambda t: (step_of(t) or -1, t)):
             if not self._settings.delete:
                 yield CompactedTag(tag, step_of(tag), compaction.IN_TRASH, "no --delete")

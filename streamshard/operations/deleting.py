@@ -140,8 +140,10 @@ class Remover:
             It may not go, or something of it cannot be removed.
         """
         place, checks = self.place(tag), Checks()
-        receipt = self._receipt(tag)
         is_going = tag in self.trash.going()
+        if not is_going:
+            self.trash.require(tag)
+        receipt = self._receipt(tag)
         checks.hold("same_run_directory", lambda: self._same_directory(receipt))
         if not is_going:
             root = self.trash.place_of(tag)

@@ -80,7 +80,7 @@ class Trash:
         TargetExistsError
             There is something of its name beside the tags.
         """
-        self._require_tag(tag)
+        self.require(tag)
         source, target = self._place / tag, self.run_dir / tag
         with target_errors(target):
             if exists(target):
@@ -92,7 +92,7 @@ class Trash:
         with target_errors(self._going / tag):
             self._make(self._going)
             if tag not in self.going():
-                self._require_tag(tag)
+                self.require(tag)
                 self._move(self._place / tag, self._going / tag)
         return self._going / tag
 
@@ -108,7 +108,14 @@ class Trash:
             shutil.rmtree(self._going / tag)
             sync_path(self._going)
 
-    def _require_tag(self, tag: str) -> None:
+    def require(self, tag: str) -> None:
+        """Require of a tag to be in the trash, and whole.
+
+        Raises
+        ------
+        UsageError
+            It is not.
+        """
         if tag in self.going():
             raise UsageError(f"{self._going / tag}: was to be removed for good; some may be gone")
         if not names.is_tag(tag) or tag not in self.tags():
