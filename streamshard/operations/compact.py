@@ -28,7 +28,7 @@ from streamshard.operations.compaction import CompactedTag, Compaction
 from streamshard.operations.convert import DEFAULT_CHUNK_BYTES, Limits, StoreShape
 from streamshard.operations.deleting import Remover
 from streamshard.operations.proof import Means, unchanged
-from streamshard.operations.receipts import BEGUN, Place, Receipt
+from streamshard.operations.receipts import BEGUN, Place, Receipt, remove_unfinished
 from streamshard.operations.report import Progress, Silent
 from streamshard.operations.run_directory import Identity, look_at
 
@@ -88,6 +88,7 @@ class Compacting:
                 for lock in self._locks():
                     lock.take()
                     stack.callback(lock.release)
+                remove_unfinished(settings.archive_dir)
             if settings.undelete or settings.purge:
                 yield from self._by_hand()
             else:

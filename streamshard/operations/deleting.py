@@ -150,12 +150,13 @@ class Remover:
             checks.hold("trash_as_recorded", lambda: unchanged(receipt, root, None))
         checks.hold("archive_bytes", lambda: intact(place, self.means))
         checks.hold("archive_opens", lambda: open_source(place.store).checkpoint.tag)
-        self.trash.condemn(tag)
-        self.trash.empty(tag)
         done = (*receipt.checks, *checks.done)
+        # Before it is gone: nobody would come back to write it down.
         place.write_receipt(
             replace(receipt, state=PURGED, purged=spell_time(self.now), checks=done)
         )
+        self.trash.condemn(tag)
+        self.trash.empty(tag)
 
     def bring_back(self, tag: str) -> None:
         """Move a tag out of the trash, to where it was.

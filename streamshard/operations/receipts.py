@@ -164,6 +164,14 @@ class Place:
             write_durably(path, data, path.with_name(f"{names.OWN_PREFIX}.{path.name}"))
 
 
+def remove_unfinished(directory: Path) -> None:
+    """Remove what runs were writing here when they were cut off; none may be under way."""
+    with target_errors(directory):
+        for ending in ("receipt.json", "sha256"):
+            for path in directory.glob(f"{names.OWN_PREFIX}.*.{ending}"):
+                path.unlink()
+
+
 N = TypeVar("N", SourceRecord, Check, Receipt)
 
 

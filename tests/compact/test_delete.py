@@ -105,7 +105,7 @@ def test_purging_by_hand_looks_at_the_archive_too(run: Path, archive: Path) -> N
     good = victim.read_bytes()
     victim.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     for asked in ({"purge": [FIRST]}, {"delete": True, "now": later(8)}):
-        found = api.compact(run, archive, **asked)  # type: ignore[arg-type]
+        found = api.compact(run, archive, **asked)
         assert (actions(found)[FIRST], found.exit_code) == ("failed", 6)
         assert str(victim) in found.problems[0].reason
         assert (run / TRASH / FIRST).is_dir()
