@@ -222,9 +222,9 @@ def _parse(line: str) -> tuple[str, str]:
 
 
 def spell_time(at: datetime) -> str:
-    """Spell a time for a receipt.
+    """Spell a time for a receipt, with all that there is of it: grace is counted from there.
 
     >>> spell_time(datetime(2026, 11, 21, 4, 5, tzinfo=UTC))
     '2026-11-21T04:05:00+00:00'
     """
-    return at.astimezone(UTC).isoformat(timespec="seconds")
+    return at.astimezone(UTC).isoformat()
