@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from numcodecs.blosc import Blosc
+from numcodecs import blosc
 
 from benchmarks._measure import STREAMSHARD, files_in, machine, print_table, succeed, warm
 
@@ -89,7 +89,8 @@ def _rates(run: Path, step: int) -> str:
     decoded = succeed(*STREAMSHARD, *repartition).report
     source_bytes = sum(path.stat().st_size for path in files_in(tag))
     content = np.fromfile(max(files_in(tag), key=lambda path: path.stat().st_size), dtype="<f4")
-    codec = Blosc(cname="zstd", clevel=5, shuffle=Blosc.BITSHUFFLE)
+    blosc.set_nthreads(len(os.sched_getaffinity(0)))
+    codec = blosc.Blosc(cname="zstd", clevel=5, shuffle=blosc.Blosc.BITSHUFFLE)
     began = time.perf_counter()
     packed = codec.encode(content)
     between = time.perf_counter()
@@ -98,7 +99,7 @@ def _rates(run: Path, step: int) -> str:
     alone = [f"{content.nbytes / seconds / 1e6:.0f}" for seconds in both]
     ours = [f"{source_bytes / run_['seconds'] / 1e6:.0f}" for run_ in (encoded, decoded)]
     rates = {"encoding": (ours[0], alone[0]), "decoding": (ours[1], alone[1])}
-    return "MB/s, ours and the codec's on one core: " + json.dumps(rates)
+    return "MB/s, ours and the codec's by itself, on all cores: " + json.dumps(rates)
 
 
 if __name__ == "__main__":

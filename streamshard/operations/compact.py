@@ -85,8 +85,11 @@ class Compacting:
         settings = self._settings
         with ExitStack() as stack:
             if not settings.dry_run:
-                for lock in self._locks():
-                    lock.take()
+                for place in self._locked():
+                    with target_errors(place):
+                        place.mkdir(parents=True, exist_ok=True)
+                        lock = Lock(place / _LOCK, place)
+                        lock.take()
                     stack.callback(lock.release)
                 remove_unfinished(settings.archive_dir)
             if settings.undelete or settings.purge:
@@ -94,14 +97,10 @@ class Compacting:
             else:
                 yield from self._nightly()
 
-    def _locks(self) -> Iterator[Lock]:
-        """Make the locks; a run directory from which is only read is none of our business."""
-        places = [self._settings.archive_dir]
-        places += [self._settings.run_dir] if self._settings.changes_run_dir else []
-        for place in places:
-            with target_errors(place):
-                place.mkdir(parents=True, exist_ok=True)
-                yield Lock(place / _LOCK, place)
+    def _locked(self) -> list[Path]:
+        """List what is locked; a run directory from which is only read is none of our business."""
+        settings = self._settings
+        return [settings.archive_dir, *([settings.run_dir] if settings.changes_run_dir else [])]
 
     # By hand -------------------------------------------------------------------------------------
 
@@ -323,6 +322,10 @@ def compact(
         raise UsageError(f"--keep-every {keep_every}: at least 1")
     if max_delete is not None and max_delete < 0:
         raise UsageError(f"--max-delete {max_delete}: at least 0")
+    if bytes_per_second is not None and bytes_per_second < 1:
+        raise UsageError(f"--bwlimit {bytes_per_second}: at least one byte a second")
+    if workers is not None and workers < 1:
+        raise UsageError(f"--workers {workers}: at least one is needed")
     floor_bytes = memory.resident_bytes()
     min_age_ns = int(min_age.total_seconds() * 10**9)
     settings = Settings(
