@@ -16,7 +16,7 @@ from streamshard.operations.source import open_source
 from tests.compact.runs import STEPS, age, bits, make_run, save, tag_of
 from tests.fabricated import client_state, load
 from tests.fabricated import save as save_file
-from tests.job import Job, buffers
+from tests.job import EXPERTS, Job, buffers
 from tests.test_repartition_fabricated import differences
 
 FIRST = tag_of(STEPS[0])
@@ -28,6 +28,8 @@ JOBS = {
     "fp16": Job(dtype=torch.float16),
     "fp32": Job(dtype=torch.float32),
     "parts": Job(parts=2, frozen=()),
+    "experts": Job(world_size=4, experts=EXPERTS, expert_parallel=2),
+    "muon": Job(world_size=3, muon=(0,), tied={}),
 }
 
 
@@ -164,6 +166,19 @@ def test_a_damaged_file_of_an_earlier_archive_is_not_taken(tmp_path: Path) -> No
     assert api.compact(run, tmp_path / "archive").tags[1].action == "archived"
     assert (second / frozen).read_bytes() == good
     assert not (first / frozen).samefile(second / frozen)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 2}', "receipt", "[" * 10_000])
+def test_a_receipt_that_cannot_be_read_is_told(tmp_path: Path, text: str) -> None:
+    run = make_run(tmp_path / "run")
+    api.compact(run, tmp_path / "archive")
+    receipt = tmp_path / "archive" / f"{FIRST}.receipt.json"
+    receipt.write_text(text)
+    found = api.compact(run, tmp_path / "archive", delete=True)
+    assert (found.tags[0].action, found.exit_code) == ("ambiguous", 3)
+    assert str(receipt) in found.tags[0].reason
+    assert (run / FIRST).is_dir()
+    assert receipt.read_text() == text
 
 
 def test_it_is_archived_once_and_archiving_again_changes_nothing(tmp_path: Path) -> None:

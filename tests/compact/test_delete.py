@@ -331,7 +331,7 @@ def test_what_is_protected_while_it_is_looked_at_stays(
             CHANGES[what][0](run)
         return look_at(run_dir)
 
-    monkeypatch.setattr("streamshard.operations.compact.look_at", late)
+    monkeypatch.setattr("streamshard.operations.compacting.look_at", late)
     found = api.compact(run, archive, delete=True)
     assert (found.tags[0].action, "may not go any more" in found.tags[0].reason) == (
         "ambiguous", True
