@@ -27,6 +27,7 @@ from streamshard.operations.proof import Means, unchanged
 from streamshard.operations.receipts import BEGUN, Place, Receipt, remove_unfinished
 from streamshard.operations.report import Progress
 from streamshard.operations.run_directory import Identity, look_at
+from streamshard.operations.target import exists
 
 _LOCK: Final = f"{names.OWN_PREFIX}.lock"
 
@@ -163,18 +164,20 @@ class Compacting:
         Raises
         ------
         CorruptFileError
-            What is archived under its name is something else.
+            What is archived under its name is something else, or gone.
         """
-        receipt = Place(self._settings.archive_dir, tag).read_receipt()
+        place = Place(self._settings.archive_dir, tag)
+        receipt = place.read_receipt()
         if receipt is None or receipt.state == BEGUN:
             return None
+        if not exists(place.store):
+            message = f"{place.store}: gone, and {place.receipt} says that it was made"
+            raise CorruptFileError(f"{message}; remove that to archive {tag} again")
         try:
             unchanged(receipt, self._settings.run_dir / tag, None)
         except SourceError as error:
-            message = f"{error}. {Place(self._settings.archive_dir, tag).store} is of another save"
-            raise CorruptFileError(
-                f"{message}, so this one is kept; move one of them away"
-            ) from error
+            message = f"{error}. {place.store} is of another save, so this one is kept"
+            raise CorruptFileError(f"{message}; move one of them away") from error
         return receipt
 
     def _delete(self, choice: Choice, found: CompactedTag) -> CompactedTag:

@@ -1,17 +1,22 @@
 """Run directories with several tags, each with values of its own, that are long at rest."""
 
+import json
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
+import streamshard as api
 from tests.fabricated import client_state, write
 from tests.job import Job
 
 STEPS = (80, 90, 100, 1000)
 """By name the newest comes first."""
 DAY = 24 * 3600
+TRASH = ".streamshard.trash"
 
 
 def tag_of(step: int) -> str:
@@ -52,3 +57,29 @@ def bits(root: Path) -> dict[str, bytes]:
         for path in sorted(root.rglob("*"))
         if path.is_file()
     }
+
+
+def tags_in(run: Path) -> set[str]:
+    """List the tags that are where they were saved."""
+    return {path.name for path in run.iterdir() if path.is_dir() and path.name[0] != "."}
+
+
+def actions(found: api.Compaction) -> dict[str, str]:
+    """Tell what became of each tag."""
+    return {tag.tag: tag.action for tag in found.tags}
+
+
+def receipt_of(archive: Path, tag: str) -> dict[str, Any]:
+    """Read a receipt as anybody would."""
+    document: dict[str, Any] = json.loads((archive / f"{tag}.receipt.json").read_text())
+    return document
+
+
+def later(days: float) -> datetime:
+    """Tell a time that is still to come."""
+    return datetime.now(UTC) + timedelta(days=days)
+
+
+ALL = {tag_of(step) for step in STEPS}
+FIRST = tag_of(STEPS[0])
+"""The one that may go."""

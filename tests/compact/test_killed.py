@@ -1,4 +1,4 @@
-"""Runs of `compact` that are killed at calls of the file system, and the same command after that.
+"""Runs of `compact` that are killed at calls of the file system, or that these fail; and the next.
 
 At every moment the tag is whole where it was or in the trash, or its archive is whole.
 """
@@ -13,13 +13,13 @@ import pytest
 from tests.compact.runs import make_run
 
 DRIVER = """
-import json, os, shutil, signal, sys
+import errno, json, os, shutil, signal, sys, traceback
 import streamshard as api
 from streamshard.engine.journal import Journal
 from pathlib import Path
 
 base, work = Path(sys.argv[1]), Path(sys.argv[2])
-setup, killed, kinds = map(json.loads, sys.argv[3:])
+setup, killed, kinds, fails = map(json.loads, sys.argv[3:])
 run, archive, tag = work / "run", work / "archive", "global_step80"
 OWNERS = {kind: os for kind in ("rename", "replace", "link", "unlink", "rmdir")} | {"note": Journal}
 
@@ -38,19 +38,33 @@ def stores():
 def places():
     return sorted(str(p.relative_to(work)) for p in work.rglob("global_step*[0-9]") if p.is_dir())
 
-def killed_at(kind, count):
+def cut_off_at(kind, count):
+    # Runs in a child of its own; tells whether it came to that call.
     child = os.fork()
     if not child:
         owner, left = OWNERS[kind], [count]
         real = getattr(owner, kind)
         def call(*arguments, **options):
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
             left[0] -= 1
+            if left[0] == -1 and fails:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(arguments[0]))
+            if left[0] == -1:
+                os.kill(os.getpid(), signal.SIGKILL)
             return real(*arguments, **options)
         setattr(owner, kind, call)
-        os._exit(api.compact(run, archive, keep_last=2, **killed).exit_code)
-    return os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+        try:
+            api.compact(run, archive, keep_last=2, **killed)
+        except api.StreamshardError:
+            pass
+        except BaseException:
+            traceback.print_exc()
+            os._exit(99)
+        os._exit(0 if left[0] >= 0 else 1)
+    status = os.waitpid(child, 0)[1]
+    if os.WIFSIGNALED(status):
+        return os.WTERMSIG(status) == signal.SIGKILL
+    assert os.WEXITSTATUS(status) in (0, 1), (kind, count)
+    return os.WEXITSTATUS(status) == 1
 
 def is_safe(original):
     for place in (run / tag, run / ".streamshard.trash" / tag):
@@ -67,7 +81,7 @@ for kind, step in kinds.items():
     count = 0
     while True:
         prepare()
-        if not killed_at(kind, count):
+        if not cut_off_at(kind, count):
             break
         assert is_safe(original), (kind, count)
         found = api.compact(run, archive, keep_last=2, **killed)
@@ -104,14 +118,15 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["killed", "failing"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_kill_at_any_call_loses_nothing(name: str, tmp_path: Path) -> None:
+def test_whatever_call_it_ends_at_nothing_is_lost(name: str, fails: bool, tmp_path: Path) -> None:
     make_run(tmp_path / "base")
     setup, killed, kinds = CASES[name]
     given = [
         str(tmp_path / "base"),
         str(tmp_path / "work"),
-        *map(json.dumps, (setup, killed, kinds)),
+        *map(json.dumps, (setup, killed, kinds, fails)),
     ]
     done = subprocess.run([sys.executable, "-c", DRIVER, *given], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
