@@ -1,6 +1,8 @@
 """Reshard DeepSpeed ZeRO checkpoints to another number of GPUs, in bounded memory."""
 
 from streamshard.errors import StreamshardError
+from streamshard.operations.compact import compact
+from streamshard.operations.compaction import CompactedTag, Compaction
 from streamshard.operations.convert import convert, plan_convert
 from streamshard.operations.export import export, plan_export
 from streamshard.operations.inspect import Inspection, inspect
@@ -11,6 +13,8 @@ from streamshard.operations.verification import Difference, Problem, Verificatio
 from streamshard.operations.verify import verify
 
 __all__ = [
+    "CompactedTag",
+    "Compaction",
     "Difference",
     "Inspection",
     "NamedGlobal",
@@ -20,6 +24,7 @@ __all__ = [
     "Report",
     "StreamshardError",
     "Verification",
+    "compact",
     "convert",
     "export",
     "inspect",

@@ -13,11 +13,25 @@ from typing import Any, Final, NoReturn
 
 from tqdm import tqdm
 
-from streamshard.command_line import arguments_of, moving_options, reading_options, source_options
-from streamshard.errors import IntegrityError, SourceError, StreamshardError, UsageError
-from streamshard.operations import convert, export, inspect, pickles, repartition, verify
+from streamshard.command_line import (
+    arguments_of,
+    compacting_options,
+    moving_options,
+    reading_options,
+    source_options,
+)
+from streamshard.engine.throttle import yield_to_others
+from streamshard.errors import (
+    IntegrityError,
+    SourceError,
+    StreamshardError,
+    TargetLockedError,
+    UsageError,
+)
+from streamshard.operations import compact, convert, export, inspect, pickles, repartition, verify
 from streamshard.operations.report import Progress, Report, Silent
 from streamshard.tables import (
+    compaction_text,
     findings_text,
     inspection_text,
     pickles_text,
@@ -104,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         export=_export,
         verify=_verify,
         inspect=_inspect,
+        compact=_compact,
     )
 
 
@@ -191,6 +206,28 @@ def _inspect_pickles(arguments: argparse.Namespace) -> None:
         count, first = len(found.problems), found.problems[0]
         message = f"{found.path}: {count} of {len(found.files)} files not looked through to the end"
         raise SourceError(f"{message}, so there may be more names; {first.path}: {first.problem}")
+
+
+def _compact(arguments: argparse.Namespace) -> None:
+    yield_to_others()
+    options = compacting_options(arguments)
+    try:
+        found = compact.compact(
+            arguments.source, arguments.target, progress=_progress(arguments), **options
+        )
+    except TargetLockedError as error:
+        if arguments.quiet:
+            raise SystemExit(error.exit_code) from error
+        raise
+    if arguments.json:
+        print(json.dumps(asdict(found), indent=2))
+    elif not arguments.quiet:
+        print(printable(compaction_text(found, verbose=arguments.verbose)))
+    if found.problems:
+        sys.stdout.flush()
+        for tag in found.problems:
+            print(printable(f"streamshard: {tag.tag}: {tag.action}: {tag.reason}"), file=sys.stderr)
+        raise SystemExit(found.exit_code)
 
 
 def _show(report: Report, arguments: argparse.Namespace) -> None:

@@ -2,12 +2,14 @@
 
 import argparse
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, Final, TypeAlias
 
 from streamshard import sizes
 from streamshard.engine import memory
 from streamshard.errors import UsageError
 from streamshard.formats.zarr_documents import CODECS
+from streamshard.operations.compact import DEFAULT_GRACE, DEFAULT_MIN_AGE
 from streamshard.operations.convert import DEFAULT_CHUNK_BYTES
 from streamshard.operations.export import DEFAULT_SHARD_BYTES, FORMATS
 from streamshard.operations.weights import DTYPES
@@ -22,7 +24,13 @@ _SOURCE_HELP: Final = (
 
 
 def arguments_of(
-    *, repartition: Verb, convert: Verb, export: Verb, verify: Verb, inspect: Verb
+    *,
+    repartition: Verb,
+    convert: Verb,
+    export: Verb,
+    verify: Verb,
+    inspect: Verb,
+    compact: Verb,
 ) -> argparse.ArgumentParser:
     """Make the parser of the whole command line; `verb` of what it parses is what to run."""
     parser = argparse.ArgumentParser(
@@ -38,6 +46,7 @@ def arguments_of(
     _add_export(verbs, export)
     _add_verify(verbs, verify)
     _add_inspect(verbs, inspect)
+    _add_compact(verbs, compact)
     return parser
 
 
@@ -52,7 +61,10 @@ def _add_repartition(verbs: Verbs, run: Verb) -> None:
     verb.add_argument("source", metavar="SRC", help=_SOURCE_HELP)
     verb.add_argument("target", metavar="OUT", help="run directory to make, or template")
     verb.add_argument(
-        "--world-size", type=int, required=True, metavar="M", help="all ranks that will resume"
+        "--world-size",
+        type=int,
+        metavar="M",
+        help="all ranks that will resume [of a store: as many as saved what is in it]",
     )
     verb.add_argument(
         "--zero-stage", type=int, choices=(1, 2, 3), help="stage that will resume [the source's]"
@@ -177,6 +189,60 @@ def _add_inspect(verbs: Verbs, run: Verb) -> None:
     _add_source_options(verb)
 
 
+def _add_compact(verbs: Verbs, run: Verb) -> None:
+    verb = _add(
+        verbs,
+        "compact",
+        run,
+        "archive old tags of a run directory, and remove them if asked to",
+        "streamshard compact runs/7b archive/7b --keep-last 3 --delete --grace 7d",
+    )
+    verb.add_argument("source", metavar="RUN_DIR", help="directory that holds 'latest' and tags")
+    verb.add_argument("target", metavar="ARCHIVE_DIR", help="where TAG.zarr and its receipt go")
+    _add_keeping_options(verb)
+    verb.add_argument(
+        "--delete",
+        action="store_true",
+        help="move what is archived and proved into a trash in RUN_DIR, and empty it in time",
+    )
+    verb.add_argument(
+        "--grace", type=_time, default=DEFAULT_GRACE, metavar="TIME", help="time in the trash [7d]"
+    )
+    verb.add_argument("--max-delete", type=int, metavar="N", help="move N tags at most [all]")
+    by_hand = verb.add_mutually_exclusive_group()
+    by_hand.add_argument(
+        "--undelete", nargs="+", default=[], metavar="TAG", help="bring tags back from the trash"
+    )
+    by_hand.add_argument(
+        "--purge", nargs="+", default=[], metavar="TAG", help="empty the trash of tags now"
+    )
+    verb.add_argument("--codec", choices=CODECS, default="zstd", help="compression [zstd]")
+    verb.add_argument(
+        "--bwlimit", type=_size, metavar="SIZE", help="read and write no more than this a second"
+    )
+    _add_resource_options(verb)
+    verb.add_argument(
+        "-n", "--dry-run", action="store_true", help="say what would be done, and do nothing"
+    )
+
+
+def _add_keeping_options(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "--keep-last", type=int, default=3, metavar="K", help="newest complete steps to leave [3]"
+    )
+    verb.add_argument("--keep-every", type=int, metavar="N", help="leave every step of N too")
+    verb.add_argument(
+        "--keep-tag", action="append", default=[], metavar="PATTERN", help="leave such tags too"
+    )
+    verb.add_argument(
+        "--min-age",
+        type=_time,
+        default=DEFAULT_MIN_AGE,
+        metavar="TIME",
+        help="leave tags that changed since [2h]",
+    )
+
+
 def _add(verbs: Verbs, name: str, run: Verb, summary: str, example: str) -> argparse.ArgumentParser:
     verb = verbs.add_parser(
         name, help=summary, description=summary.capitalize() + ".", epilog=f"Example: {example}"
@@ -203,6 +269,10 @@ def _add_source_options(verb: argparse.ArgumentParser) -> None:
 
 def _add_reading_options(verb: argparse.ArgumentParser) -> None:
     _add_source_options(verb)
+    _add_resource_options(verb)
+
+
+def _add_resource_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--memory-limit",
         type=_memory,
@@ -239,6 +309,13 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def _time(text: str) -> timedelta:
+    try:
+        return sizes.parse_time(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _memory(text: str) -> int:
     try:
         return sizes.parse(text, whole=memory.available_bytes())
@@ -263,12 +340,23 @@ def reading_options(arguments: argparse.Namespace) -> dict[str, Any]:
     UsageError
         One of them asks for what cannot be.
     """
+    return {**source_options(arguments), **_resource_options(arguments)}
+
+
+def _resource_options(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.workers is not None and arguments.workers < 1:
         raise UsageError(f"--workers {arguments.workers}: at least one is needed")
+    return {"memory_limit": arguments.memory_limit, "workers": arguments.workers}
+
+
+def compacting_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of `compact`; see `reading_options` for errors."""
+    same = "keep_last keep_every min_age codec delete grace max_delete undelete purge dry_run"
     return {
-        **source_options(arguments),
-        "memory_limit": arguments.memory_limit,
-        "workers": arguments.workers,
+        **{name: getattr(arguments, name) for name in same.split()},
+        "keep_tags": arguments.keep_tag,
+        "bytes_per_second": arguments.bwlimit,
+        **_resource_options(arguments),
     }
 
 

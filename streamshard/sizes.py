@@ -1,6 +1,7 @@
-"""Sizes as people write them."""
+"""Sizes and lengths of time as people write them."""
 
 import re
+from datetime import timedelta
 from fractions import Fraction
 from typing import Final
 
@@ -16,6 +17,9 @@ _UNITS: Final = {
     "GIB": 1 << 30,
     "TIB": 1 << 40,
 }
+
+
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def parse(text: str, *, whole: int | None = None) -> int:
@@ -64,6 +68,23 @@ def parse_part(text: str) -> tuple[int | None, int]:
     if percent is not None and 0 < Fraction(percent) <= 100:
         return None, int(100 / Fraction(percent))
     raise ValueError(f"{text!r} is no part of a whole; write 5% or 3/20")
+
+
+def parse_time(text: str) -> timedelta:
+    """Read a length of time.
+
+    Raises
+    ------
+    ValueError
+        The text is none.
+
+    >>> str(parse_time("7d")), str(parse_time("90 m"))
+    ('7 days, 0:00:00', '1:30:00')
+    """
+    match = re.fullmatch(r"\s*(\d{1,6})\s*([smhdw])\s*", text)
+    if match is None:
+        raise ValueError(f"{text!r} is no length of time; write 2h, 7d, 30m")
+    return timedelta(seconds=int(match[1]) * _SECONDS[match[2]])
 
 
 def show(nbytes: int) -> str:

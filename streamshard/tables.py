@@ -2,9 +2,11 @@
 
 import shutil
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
+from streamshard.operations.compaction import Compaction
 from streamshard.operations.inspect import GroupSummary, Inspection
 from streamshard.operations.pickles import PickleListing
 from streamshard.operations.report import Report
@@ -183,6 +185,25 @@ def report_text(report: Report, *, verbose: bool) -> str:
         rate = report.bytes_written / max(report.seconds, 1e-9)
         facts.append(("took", f"{report.seconds:.1f} s, {show(int(rate))}/s"))
     return "\n\n".join([_facts(facts), *map(paragraph, report.notes)])
+
+
+def compaction_text(found: Compaction, *, verbose: bool) -> str:
+    """Sum up in a line what `compact` did, or would do; with all tags below."""
+    counts = Counter(tag.action for tag in found.tags)
+    done = ", ".join(f"{count:,} {action}" for action, count in counts.items()) or "no tags"
+    line = f"{found.run_dir}: {'would be ' if found.is_dry_run else ''}{done}"
+    if not (verbose or found.is_dry_run):
+        return line
+    rows: list[Sequence[object]] = [("tag", "what", "bytes", "archive", "shared", "why")]
+    rows += [
+        (t.tag, t.action, *map(_bytes, (t.source_bytes, t.archive_bytes, t.shared_bytes)), t.reason)
+        for t in found.tags
+    ]
+    return "\n\n".join([line, *([table(rows)] if found.tags else [])])
+
+
+def _bytes(nbytes: int) -> str:
+    return f"{nbytes:,}" if nbytes else "-"
 
 
 def verification_text(found: Verification, *, verbose: bool, with_digests: bool) -> str:

@@ -22,6 +22,8 @@ from tests.job import TAG, Job, Keepsake
 ROOT = Path(streamshard.__file__).parent.parent
 
 SURFACE = [
+    "CompactedTag",
+    "Compaction",
     "Difference",
     "Inspection",
     "NamedGlobal",
@@ -31,6 +33,7 @@ SURFACE = [
     "Report",
     "StreamshardError",
     "Verification",
+    "compact",
     "convert",
     "export",
     "inspect",

@@ -94,6 +94,20 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+def write_durably(path: Path, data: bytes, temporary: Path) -> None:
+    """Write a small file so that at any moment it is what it was, or whole.
+
+    Parameters
+    ----------
+    temporary
+        Where in the same directory it is until it is on the disk.
+    """
+    temporary.write_bytes(data)
+    sync_path(temporary)
+    temporary.replace(path)
+    sync_path(path.parent)
+
+
 def _syncs_as_a_whole(descriptor: int) -> bool:
     if _syncfs is None or _linux_version() < _REPORTS_ERRORS:
         return False

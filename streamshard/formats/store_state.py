@@ -1,8 +1,8 @@
 """Training state of a store: a checkpoint's inert nodes as one pickle, read and written inertly."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any, Final
 
 from streamshard.errors import CorruptFileError, UnsupportedError
@@ -37,15 +37,26 @@ ChunkShapes = Sequence[tuple[int, ...]]
 """Shape of the chunks of each logical tensor."""
 
 
-def dump(checkpoint: Checkpoint, chunk_shapes: ChunkShapes) -> bytes:
-    """Spell everything of a checkpoint that is not a logical tensor's bytes."""
+def dump(
+    checkpoint: Checkpoint,
+    chunk_shapes: ChunkShapes,
+    numbers: Mapping[int, int] | None = None,
+) -> bytes:
+    """Spell everything of a checkpoint that is not a logical tensor's bytes.
+
+    Parameters
+    ----------
+    numbers
+        Tensor → its number in what is spelled, where it is to have another one.
+    """
 
     def persistent_id(node: Node) -> Node | None:
         if not isinstance(node, Storage):
             return None
         if not isinstance(node.content, Whole):
             raise CorruptFileError("a storage of the training state is no blob")
-        return ("blob", node.dtype, node.numel, node.content.tensor)
+        tensor = node.content.tensor
+        return ("blob", node.dtype, node.numel, tensor if numbers is None else numbers[tensor])
 
     return inert_dump.dump(
         {
@@ -105,6 +116,18 @@ def load(data: bytes) -> tuple[Checkpoint, ChunkShapes]:
         message = f"training state is not as streamshard writes it: {type(error).__name__}"
         raise CorruptFileError(f"{message}: {error}") from error
     return checkpoint, shapes
+
+
+def without(checkpoint: Checkpoint, left_out: Collection[int]) -> Checkpoint:
+    """Return a checkpoint that lacks some tensors, and files of them; it must not need them."""
+    kept = [number for number in range(len(checkpoint.tensors)) if number not in left_out]
+    tensors = tuple(checkpoint.tensors[number] for number in kept)
+    held = {tensor.name for tensor in tensors if tensor.state == FILE}
+    files = tuple(file for file in checkpoint.files if file.path in held)
+    # The training state names tensors by their numbers, deep inside.
+    numbers = {number: new for new, number in enumerate(kept)}
+    smaller = replace(checkpoint, tensors=tensors, files=files)
+    return load(dump(smaller, (), numbers))[0]
 
 
 def _looked_into(root: Node) -> list[Node]:

@@ -30,7 +30,8 @@ CUT_KEYS: Final = frozenset(
 )
 """Entries of a model file that depend on the cutting, or that the module's entries restate."""
 
-
+RANKS_DIFFER: Final = "The ranks' files differ in"
+"""Begins the note about what is not kept of every rank."""
 _EXTRA_STATE = "_extra_state"
 """Last part of the key under which `Module.get_extra_state` is saved; it may be a tensor."""
 
@@ -201,7 +202,7 @@ class ModuleReader:
         differing = {key for _, keys in differences(self._files, common) for key in keys}
         if differing:
             self.notes.append(
-                f"The ranks' files differ in {spell_few(sorted(differing, key=spell_key))}; "
+                f"{RANKS_DIFFER} {spell_few(sorted(differing, key=spell_key))}; "
                 "rank 0's are taken for all."
             )
 

@@ -67,10 +67,19 @@ class Side(Protocol):
 
 
 class Comparing:
-    """Two opened checkpoints, and the pairs of tensors that are to be read."""
+    """Two opened checkpoints, and the pairs of tensors that are to be read.
 
-    def __init__(self, left: Side, right: Side, pairs: Sequence[Pair]) -> None:
+    Parameters
+    ----------
+    exactly
+        Whether the bits of a NaN count too where one side is a cast.
+    """
+
+    def __init__(
+        self, left: Side, right: Side, pairs: Sequence[Pair], *, exactly: bool = False
+    ) -> None:
         self._sides = left, right
+        self._exactly = exactly
         # Pairs that are read alike can share a window.
         self._pairs = sorted(pairs, key=_alike)
 
@@ -175,7 +184,7 @@ class Comparing:
                     right=self._region(self._sides[1], [pair.right for pair in pairs], run, first),
                     starts=np.concatenate([[0], ends[:-1]]) // ratio,
                     dtype=first.dtype,
-                    any_nan=first.left.dtype != first.right.dtype,
+                    any_nan=not self._exactly and first.left.dtype != first.right.dtype,
                 )
             )
         except StreamshardError as error:

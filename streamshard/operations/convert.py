@@ -30,6 +30,31 @@ DEFAULT_CHUNK_BYTES: Final = 64 * MIB
 
 
 @dataclass(frozen=True, slots=True)
+class StoreShape:
+    """How a store's arrays are cut and compressed."""
+
+    codec: str
+    chunk_size: int
+    """Bytes per chunk at most, before compression."""
+
+    def __post_init__(self) -> None:
+        if self.codec not in CODECS:
+            raise UsageError(f"--codec {self.codec}: choose one of {', '.join(CODECS)}")
+        if self.chunk_size < 1:
+            raise UsageError(f"--chunk-size {self.chunk_size}: at least one byte is needed")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a run may use."""
+
+    floor_bytes: int
+    """Resident memory before anything was opened."""
+    memory_limit: int | None
+    workers: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class ConvertPlan:
     """A conversion that fits memory and disk, ready to run."""
 
@@ -111,29 +136,53 @@ def plan_convert(
     """
     floor_bytes = memory.resident_bytes()
     memory.restart_peak()
-    if codec not in CODECS:
-        raise UsageError(f"--codec {codec}: choose one of {', '.join(CODECS)}")
-    if chunk_size < 1:
-        raise UsageError(f"--chunk-size {chunk_size}: at least one byte is needed")
+    shape = StoreShape(codec, chunk_size)
     target = Path(target)
     require_free(target, overwrite=overwrite)
     opened = open_source(source, tag, ds_config_file=source_ds_config_file, like=like)
-    require_separate(opened.path, opened.files, target)
     opened.require_use_of_like()
+    limits = Limits(floor_bytes, memory_limit, workers)
+    return plan_store(
+        opened, target, shape, limits, named=str(source), overwrite=overwrite, verify=verify
+    )
+
+
+def plan_store(
+    opened: Source,
+    target: Path,
+    shape: StoreShape,
+    limits: Limits,
+    *,
+    named: str,
+    verb: str = "convert",
+    overwrite: bool = False,
+    verify: bool = False,
+) -> ConvertPlan:
+    """Plan to write what was opened into a store; see `plan_convert`.
+
+    Parameters
+    ----------
+    named
+        How the user called the source.
+    verb
+        For whom the store is written.
+    """
+    codec, floor_bytes = shape.codec, limits.floor_bytes
+    require_separate(opened.path, opened.files, target)
     tensors = opened.checkpoint.tensors
-    shapes = [chunk_shape(t.shape, ITEMSIZE[t.dtype], chunk_size) for t in tensors]
+    shapes = [chunk_shape(t.shape, ITEMSIZE[t.dtype], shape.chunk_size) for t in tensors]
     files = StoreTargets(opened, shapes, codec)
     sizes = files.sizes()
     both = zip(shapes, tensors, strict=True)
     largest = max((math.prod(s) * ITEMSIZE[t.dtype] for s, t in both), default=0)
     options = {
-        "verb": "convert",
+        "verb": verb,
         "--tag": opened.checkpoint.tag,
         "--codec": codec,
-        "--chunk-size": str(chunk_size),
+        "--chunk-size": str(shape.chunk_size),
     }
     purpose = Purpose.of(opened, options, replaces=overwrite)
-    limit_bytes = running.limit_or_default(memory_limit, floor_bytes)
+    limit_bytes = running.limit_or_default(limits.memory_limit, floor_bytes)
     memory_plan = running.fit_memory(
         floor_bytes=floor_bytes,
         # While a chunk is compressed: its content, the result, that with its checksum behind, and
@@ -141,14 +190,14 @@ def plan_convert(
         codec_bytes=opened.codec_bytes
         + (0 if codec == "none" else 4 * largest + MIB)
         + (EXTRA_BYTES if verify else 0),
-        workers=workers,
+        workers=limits.workers,
         limit_bytes=limit_bytes,
         reopened=int(verify),
     )
     require_space(target, sum(sizes))
     report = Report(
-        verb="convert",
-        source=str(source),
+        verb=verb,
+        source=named,
         target=str(target),
         tag=opened.checkpoint.tag,
         zero_stage=opened.checkpoint.layout.stage,

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from streamshard.engine.durability import sync_path
+from streamshard.engine.durability import sync_path, write_durably
 from streamshard.engine.files import target_errors
 from streamshard.engine.journal import Journal
 from streamshard.engine.lock import Lock
@@ -174,7 +174,8 @@ class PartialTarget:
             if not self.journal.is_whole:
                 self._finish_reservation()
                 if latest is not None:
-                    _write_durably(self.path / names.LATEST, latest.encode())
+                    temporary = self.path / f"{names.OWN_PREFIX}.{names.LATEST}"
+                    write_durably(self.path / names.LATEST, latest.encode(), temporary)
                 sync_path(self.path)
                 self.journal.note_whole()
             self._swap_in()
@@ -200,11 +201,3 @@ class PartialTarget:
             remove(self._replaced)
         (self._target / JOURNAL).unlink()
         sync_path(self._target)
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    """Write a small file so that at any moment it is either not there or whole."""
-    temporary = path.with_name(f"{names.OWN_PREFIX}.{path.name}")
-    temporary.write_bytes(data)
-    sync_path(temporary)
-    temporary.replace(path)

@@ -106,7 +106,7 @@ def plan_repartition(
     source: Path_,
     target: Path_,
     *,
-    world_size: int,
+    world_size: int | None = None,
     zero_stage: int | None = None,
     ds_config_file: Path_ | None = None,
     source_ds_config_file: Path_ | None = None,
@@ -128,7 +128,8 @@ def plan_repartition(
         Run directory to make; for raw dumps a template, whose directory is made.
     world_size
         Count of all ranks that will resume. Tensor, pipeline and expert parallelism stay as they
-        are, so with them not every count is possible.
+        are, so with them not every count is possible. Of a store by default that of the ranks that
+        saved what is in it.
     zero_stage
         ZeRO stage that will resume; by default the config's.
     ds_config_file
@@ -161,6 +162,8 @@ def plan_repartition(
     opened = open_source(source, tag, ds_config_file=source_ds_config_file, like=like)
     require_separate(opened.path, opened.files, directory)
     _require_same_kind(opened, template, str(target))
+    if world_size is None:
+        world_size = _own_world_size(opened)
     dp_world_size = require_allowed(opened.checkpoint, world_size)
     settings = target_settings(opened.checkpoint, dp_world_size, zero_stage, wanted)
     stage = settings.layout.stage
@@ -231,7 +234,7 @@ def repartition(
     source: Path_,
     target: Path_,
     *,
-    world_size: int,
+    world_size: int | None = None,
     zero_stage: int | None = None,
     ds_config_file: Path_ | None = None,
     source_ds_config_file: Path_ | None = None,
@@ -259,6 +262,20 @@ def repartition(
         verify=verify,
     )
     return plan.run(progress)
+
+
+def _own_world_size(source: Source) -> int:
+    """Tell how many ranks saved what is in a store, to which it may be meant to go back.
+
+    Raises
+    ------
+    UsageError
+        It is none: files of that world size are there already.
+    """
+    if source.kind != "store":
+        message = f"{source.path}: has files for {source.checkpoint.ranks} ranks already; say with"
+        raise UsageError(f"{message} --world-size for how many they are to be written")
+    return source.checkpoint.ranks
 
 
 def _options(

@@ -1,0 +1,137 @@
+"""`compact`: archives old tags of a run directory, and removes them if it is asked to."""
+
+import os
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Final
+
+from streamshard.engine import memory
+from streamshard.engine.throttle import Throttle
+from streamshard.errors import UsageError
+from streamshard.operations.choosing import Rules
+from streamshard.operations.compacting import Compacting, Settings
+from streamshard.operations.compaction import Compaction
+from streamshard.operations.convert import DEFAULT_CHUNK_BYTES, Limits, StoreShape
+from streamshard.operations.report import Progress, Silent
+
+Path_ = str | os.PathLike[str]
+
+DEFAULT_GRACE: Final = timedelta(days=7)
+DEFAULT_MIN_AGE: Final = timedelta(hours=2)
+_LEAST_KEPT: Final = 2
+
+
+def compact(
+    run_dir: Path_,
+    archive_dir: Path_,
+    *,
+    keep_last: int = 3,
+    keep_every: int | None = None,
+    keep_tags: Sequence[str] = (),
+    min_age: timedelta = DEFAULT_MIN_AGE,
+    codec: str = "zstd",
+    chunk_size: int = DEFAULT_CHUNK_BYTES,
+    delete: bool = False,
+    grace: timedelta = DEFAULT_GRACE,
+    max_delete: int | None = None,
+    undelete: Sequence[str] = (),
+    purge: Sequence[str] = (),
+    dry_run: bool = False,
+    bytes_per_second: int | None = None,
+    memory_limit: int | None = None,
+    workers: int | None = None,
+    progress: Progress | None = None,
+    now: datetime | None = None,
+) -> Compaction:
+    """Archive the old tags of a run directory, each into a compressed store of its own.
+
+    What goes wrong with one tag is told in the result and does not keep others from their turn.
+
+    Parameters
+    ----------
+    run_dir
+        Directory that holds `latest` and the tags. Nothing in it changes without `delete`,
+        `undelete` or `purge`.
+    archive_dir
+        Where `TAG.zarr`, its checksums and its receipt go; one directory for each run.
+    keep_last
+        So many of the newest complete steps are left alone, at least 2.
+    keep_every
+        Steps that are multiples of this are left alone.
+    keep_tags
+        Patterns of names that are left alone.
+    min_age
+        Tags in which anything changed since are left alone.
+    delete
+        Move what is archived, and proved to be, into a trash in the run directory; and remove for
+        good what has been there for longer than `grace`, if its archive is still as it was.
+    max_delete
+        So many tags at most are moved.
+    undelete, purge
+        Tags to bring back from the trash, or to remove for good now. Nothing else is done then.
+    dry_run
+        Say what would be done, and do nothing.
+    bytes_per_second
+        Read and write no more than this.
+    now
+        Time to which ages are held; by default that of the clock.
+
+    Raises
+    ------
+    UsageError
+        The arguments ask for what cannot be.
+    IncompleteError
+        No `latest` says which tag is needed, so that nothing may be touched.
+    TargetLockedError
+        Another run is at it.
+    """
+    began = time.monotonic()
+    if keep_last < _LEAST_KEPT:
+        raise UsageError(f"--keep-last {keep_last}: at least {_LEAST_KEPT}; one may be damaged")
+    if keep_every is not None and keep_every < 1:
+        raise UsageError(f"--keep-every {keep_every}: at least 1")
+    if max_delete is not None and max_delete < 0:
+        raise UsageError(f"--max-delete {max_delete}: at least 0")
+    if bytes_per_second is not None and bytes_per_second < 1:
+        raise UsageError(f"--bwlimit {bytes_per_second}: at least one byte a second")
+    if workers is not None and workers < 1:
+        raise UsageError(f"--workers {workers}: at least one is needed")
+    floor_bytes = memory.resident_bytes()
+    min_age_ns = int(min_age.total_seconds() * 10**9)
+    settings = Settings(
+        run_dir=Path(run_dir).absolute(),
+        archive_dir=Path(archive_dir).absolute(),
+        rules=Rules(keep_last, min_age_ns, keep_every, tuple(keep_tags)),
+        shape=StoreShape(codec, chunk_size),
+        limits=Limits(floor_bytes, memory_limit, workers),
+        delete=delete,
+        grace=grace,
+        max_delete=max_delete,
+        dry_run=dry_run,
+        undelete=tuple(undelete),
+        purge=tuple(purge),
+    )
+    _require_apart(settings.run_dir, settings.archive_dir)
+    told = _Told(progress or Silent(), bytes_per_second)
+    tags = tuple(Compacting(settings, now or datetime.now(UTC), told).run())
+    seconds = time.monotonic() - began
+    return Compaction(str(run_dir), str(archive_dir), dry_run, tags, seconds)
+
+
+def _require_apart(run_dir: Path, archive_dir: Path) -> None:
+    here, there = run_dir.resolve(), archive_dir.resolve()
+    if here == there or here in there.parents or there in here.parents:
+        message = f"{archive_dir}: lies in or around {run_dir}; choose another place, best on"
+        raise UsageError(f"{message} another disk")
+
+
+class _Told:
+    """Progress that is told to somebody, no faster than is allowed."""
+
+    def __init__(self, somebody: Progress, bytes_per_second: int | None) -> None:
+        self.start, self.stop = somebody.start, somebody.stop
+        self.advance = somebody.advance
+        if bytes_per_second is not None:
+            self.advance = Throttle(somebody.advance, bytes_per_second).advance

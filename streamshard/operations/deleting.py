@@ -1,0 +1,172 @@
+"""Removes a tag whose archive is proved: into the trash first, and for good once time is over."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from streamshard.engine import memory
+from streamshard.errors import CorruptFileError, SourceError, StreamshardError
+from streamshard.operations import narrowing
+from streamshard.operations.proof import (
+    Checks,
+    Means,
+    accounted_for,
+    intact,
+    prove,
+    ranks_agree,
+    unchanged,
+)
+from streamshard.operations.receipts import (
+    ARCHIVED,
+    PURGED,
+    TRASHED,
+    Place,
+    Receipt,
+    spell_time,
+)
+from streamshard.operations.run_directory import Identity
+from streamshard.operations.source import open_source
+from streamshard.operations.trash import Trash
+
+
+@dataclass(frozen=True, slots=True)
+class Remover:
+    """Removes tags of a run directory."""
+
+    run_dir: Path
+    here: Identity
+    """Which directory that was when the run began."""
+    directory: Path
+    """Where the archives are."""
+    means: Means
+    now: datetime
+
+    @property
+    def trash(self) -> Trash:
+        """Where tags go to."""
+        return Trash(self.run_dir)
+
+    def place(self, tag: str) -> Place:
+        """Where the archive of a tag is."""
+        return Place(self.directory, tag)
+
+    def remove(self, tag: str, still_free: Callable[[], str]) -> Receipt:
+        """Move a tag into the trash if its archive holds all of it, whatever was found before.
+
+        Parameters
+        ----------
+        still_free
+            Looks at the run directory again; raises an error if something protects the tag now.
+
+        Raises
+        ------
+        StreamshardError
+            It may not go, or cannot be moved; then it is where it was, and the receipt says why.
+        """
+        place, checks = self.place(tag), Checks()
+        receipt = self._receipt(tag)
+        if receipt.state not in (ARCHIVED, TRASHED):
+            raise SourceError(f"{place.receipt}: says '{receipt.state}' of a tag that is here")
+        try:
+            self._look(tag, receipt, checks, still_free)
+            # That it is in the trash since then has to be known before it is there.
+            trashed = replace(receipt, checks=tuple(checks.done), trashed=spell_time(self.now))
+            place.write_receipt(replace(trashed, state=TRASHED))
+            self.trash.take(tag)
+        except StreamshardError:
+            place.write_receipt(
+                replace(receipt, state=ARCHIVED, trashed="", checks=tuple(checks.done))
+            )
+            raise
+        return trashed
+
+    def _look(
+        self, tag: str, receipt: Receipt, checks: Checks, still_free: Callable[[], str]
+    ) -> None:
+        root = self.run_dir / tag
+        checks.hold("same_run_directory", lambda: self._same_directory(receipt))
+        checks.hold("source_as_recorded", lambda: unchanged(receipt, root, self.means))
+        memory.restart_peak()
+        opened = open_source(self.run_dir, tag)
+        checks.hold("source_accounted_for", lambda: accounted_for(opened))
+        checks.hold("ranks_agree", lambda: ranks_agree(opened))
+        derived = narrowing.that_follow(opened, self.means.memory(), self.means.progress)
+        small = narrowing.narrowed(opened, derived)
+        prove(small, self.place(tag), self.means, checks, tag_only=True)
+        checks.hold("source_unchanged", lambda: unchanged(receipt, root, None))
+        checks.hold("not_protected", still_free)
+        checks.hold("still_same_run_directory", lambda: self._same_directory(receipt))
+
+    def _same_directory(self, receipt: Receipt) -> str:
+        now = Identity.of(self.run_dir)
+        if now != self.here or now != Identity(receipt.device, receipt.inode):
+            message = f"{self.run_dir}: is another directory, or on another device, than the one"
+            raise CorruptFileError(f"{message} whose tag was archived")
+        return ""
+
+    def _receipt(self, tag: str) -> Receipt:
+        place = self.place(tag)
+        receipt = place.read_receipt()
+        if receipt is None:
+            message = f"{place.receipt}: not there, so nothing tells what was archived of {tag}"
+            raise SourceError(f"{message}; is {self.directory} mounted?")
+        if receipt.tag != tag:
+            raise CorruptFileError(f"{place.receipt}: is the receipt of {receipt.tag}")
+        return receipt
+
+    def is_over(self, tag: str, grace: timedelta) -> bool:
+        """Tell whether a tag has been in the trash for longer than its grace time.
+
+        Raises
+        ------
+        SourceError
+            Its receipt does not tell since when it is there.
+        """
+        receipt = self._receipt(tag)
+        try:
+            since = datetime.fromisoformat(receipt.trashed)
+        except ValueError as error:
+            message = f"{self.place(tag).receipt}: does not tell since when {tag} is in the trash"
+            raise CorruptFileError(message) from error
+        return self.now.astimezone(UTC) - since > grace
+
+    def purge(self, tag: str) -> None:
+        """Remove a tag in the trash for good, if its archive is still as it was.
+
+        Raises
+        ------
+        StreamshardError
+            It may not go, or something of it cannot be removed.
+        """
+        place, checks = self.place(tag), Checks()
+        is_going = tag in self.trash.going()
+        if not is_going:
+            self.trash.require(tag)
+        receipt = self._receipt(tag)
+        checks.hold("same_run_directory", lambda: self._same_directory(receipt))
+        if not is_going:
+            root = self.trash.place_of(tag)
+            checks.hold("trash_as_recorded", lambda: unchanged(receipt, root, None))
+        checks.hold("archive_bytes", lambda: intact(place, self.means))
+        checks.hold("archive_opens", lambda: open_source(place.store).checkpoint.tag)
+        done = (*receipt.checks, *checks.done)
+        # Before it is gone: nobody would come back to write it down.
+        place.write_receipt(
+            replace(receipt, state=PURGED, purged=spell_time(self.now), checks=done)
+        )
+        self.trash.condemn(tag)
+        self.trash.empty(tag)
+
+    def bring_back(self, tag: str) -> None:
+        """Move a tag out of the trash, to where it was.
+
+        Raises
+        ------
+        StreamshardError
+            It is not in the trash, or something is in its place.
+        """
+        self.trash.bring_back(tag)
+        receipt = self.place(tag).read_receipt()
+        if receipt is not None and receipt.tag == tag:
+            self.place(tag).write_receipt(replace(receipt, state=ARCHIVED, trashed=""))

@@ -1,0 +1,230 @@
+"""What is kept beside an archive: the SHA-256 of its files, and the receipt of what was checked."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from streamshard.engine.durability import write_durably
+from streamshard.engine.files import source_errors, target_errors
+from streamshard.errors import CorruptFileError
+from streamshard.formats import deepspeed_names as names
+from streamshard.formats import strict_json
+from streamshard.reading import entries_below, read_all
+
+_FORMAT: Final = 1
+_SUM_LETTERS: Final = 64
+
+BEGUN: Final = "begun"
+"""The archive is being made, or somebody was cut off at it."""
+ARCHIVED: Final = "archived"
+"""The archive is whole, and the tag where it was."""
+TRASHED: Final = "trashed"
+"""The tag is in the trash, or on its way there."""
+PURGED: Final = "purged"
+"""The tag is gone, or about to be."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRecord:
+    """A file of which an archive was made."""
+
+    path: str
+    """Relative to the run directory."""
+    nbytes: int
+    mtime_ns: int
+    inode: int
+    device: int
+    sha256: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Something that was looked at."""
+
+    name: str
+    holds: bool
+    at: str
+    told: str = ""
+    """What was found, or what was wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What became of one tag."""
+
+    tag: str
+    run_dir: str
+    device: int
+    """Of the run directory."""
+    inode: int
+    state: str
+    archived: str = ""
+    """When, as all times here in UTC; empty if that has not come yet."""
+    trashed: str = ""
+    purged: str = ""
+    source: tuple[SourceRecord, ...] = ()
+    derived: tuple[str, ...] = ()
+    """Arrays that are left out: casts of others, to the bit."""
+    left_out: tuple[str, ...] = ()
+    """Files beside the tag that were changing at that time."""
+    source_bytes: int = 0
+    archive_bytes: int = 0
+    shared_files: int = 0
+    """Files of the archive that are links to the same in earlier ones."""
+    shared_bytes: int = 0
+    checks: tuple[Check, ...] = ()
+
+    def below_tag(self) -> dict[str, SourceRecord]:
+        """Return the tag's own files by their path in it."""
+        prefix = f"{self.tag}/"
+        return {
+            record.path.removeprefix(prefix): record
+            for record in self.source
+            if record.path.startswith(prefix)
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the archive of a tag is."""
+
+    directory: Path
+    tag: str
+
+    @property
+    def store(self) -> Path:
+        """The archive itself."""
+        return self.directory / f"{self.tag}.zarr"
+
+    @property
+    def sums(self) -> Path:
+        """The SHA-256 of all its files, for sha256sum."""
+        return self.directory / f"{self.tag}.zarr.sha256"
+
+    @property
+    def receipt(self) -> Path:
+        """What was checked."""
+        return self.directory / f"{self.tag}.receipt.json"
+
+    def write_receipt(self, receipt: Receipt) -> None:
+        """Write the receipt durably."""
+        data = json.dumps({"format": _FORMAT, **asdict(receipt)}, indent=1).encode()
+        self._write(self.receipt, data)
+
+    def read_receipt(self) -> Receipt | None:
+        """Read the receipt; None if there is none.
+
+        Raises
+        ------
+        SourceError
+            It cannot be read.
+        """
+        try:
+            with source_errors(self.receipt):
+                return _read(read_all(self.receipt)) if self.receipt.exists() else None
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            message = f"{self.receipt}: not as streamshard writes it ({error}); look into it"
+            raise CorruptFileError(message) from error
+
+    def write_sums(self, sums: Mapping[str, str]) -> None:
+        """Write the list durably; `sums` has the SHA-256 of every file by its path in the store."""
+        lines = (_line(f"{self.store.name}/{path}", digest) for path, digest in sums.items())
+        self._write(self.sums, "".join(lines).encode("utf-8", "surrogateescape"))
+
+    def read_sums(self) -> dict[str, str]:
+        """Read the list.
+
+        Raises
+        ------
+        SourceError
+            It is not there, or is none.
+        """
+        with source_errors(self.sums):
+            text = read_all(self.sums).decode("utf-8", "surrogateescape")
+        prefix = f"{self.store.name}/"
+        found = dict(map(_parse, text.splitlines()))
+        if not found or not all(path.startswith(prefix) for path in found):
+            raise CorruptFileError(f"{self.sums}: no list of the files of {self.store}")
+        return {path.removeprefix(prefix): digest for path, digest in found.items()}
+
+    def files(self) -> list[str]:
+        """List the files of the archive as they are on the disk."""
+        with source_errors(self.store):
+            return sorted(
+                path.relative_to(self.store).as_posix()
+                for path in entries_below(self.store)
+                if path.is_symlink() or not path.is_dir()
+            )
+
+    def _write(self, path: Path, data: bytes) -> None:
+        with target_errors(path):
+            write_durably(path, data, path.with_name(f"{names.OWN_PREFIX}.{path.name}"))
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Remove what runs were writing here when they were cut off; none may be under way."""
+    with target_errors(directory):
+        for ending in ("receipt.json", "sha256"):
+            for path in directory.glob(f"{names.OWN_PREFIX}.*.{ending}"):
+                path.unlink()
+
+
+N = TypeVar("N", SourceRecord, Check, Receipt)
+
+
+def _read(data: bytes) -> Receipt:
+    document: Any = strict_json.parse(data)
+    if document.pop("format") != _FORMAT:
+        raise ValueError("of another version")
+    source = [_noun(SourceRecord, item) for item in document.pop("source")]
+    checks = [_noun(Check, item) for item in document.pop("checks")]
+    derived, left_out = (tuple(map(str, document.pop(key))) for key in ("derived", "left_out"))
+    receipt = replace(_noun(Receipt, document), derived=derived, left_out=left_out)
+    return replace(receipt, source=tuple(source), checks=tuple(checks))
+
+
+def _noun(kind: type[N], values: Mapping[str, Any]) -> N:
+    """Make a noun of plain values, each of the type that it has to be."""
+    made = kind(**values)
+    for field in fields(made):
+        value = getattr(made, field.name)
+        if field.type in (int, str) and type(value) is not field.type:
+            raise ValueError(f"{field.name} is {value!r:.80}")
+    return made
+
+
+def _line(path: str, digest: str) -> str:
+    r"""Spell a line as sha256sum does.
+
+    >>> _line("a/b", "00"), _line("a\\b", "00")
+    ('00  a/b\n', '\\00  a\\\\b\n')
+    """
+    escaped = path.replace("\\", "\\\\")
+    return f"{chr(92) if escaped != path else ''}{digest}  {escaped}\n"
+
+
+def _parse(line: str) -> tuple[str, str]:
+    """Read a line; returns the path first.
+
+    >>> _parse("0" * 64 + "  a/b")[0]
+    'a/b'
+    """
+    is_escaped = line.startswith("\\")
+    digest, _, path = line.removeprefix("\\").partition("  ")
+    if len(digest) != _SUM_LETTERS or not path:
+        raise CorruptFileError(f"{line[:80]!r} is no line of sha256sum's")
+    if is_escaped:
+        path = path.replace("\\\\", "\\")
+    return path, digest
+
+
+def spell_time(at: datetime) -> str:
+    """Spell a time for a receipt, with all that there is of it: grace is counted from there.
+
+    >>> spell_time(datetime(2026, 11, 21, 4, 5, tzinfo=UTC))
+    '2026-11-21T04:05:00+00:00'
+    """
+    return at.astimezone(UTC).isoformat()

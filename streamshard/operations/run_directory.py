@@ -1,0 +1,134 @@
+"""Looks at a run directory: its tags, what names them, and who leads into them."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from stat import S_ISDIR, S_ISREG
+from typing import Final
+
+from streamshard.engine.files import source_errors
+from streamshard.errors import SourceNotFoundError, StreamshardError
+from streamshard.formats import deepspeed_names as names
+from streamshard.formats.links import place_of
+from streamshard.operations.beside import has_shards
+from streamshard.operations.choosing import Run, Tag, step_of
+from streamshard.operations.source import open_source
+from streamshard.reading import entries_below, stream_of
+
+_NAME_BYTES: Final = 4096
+"""More than any tag has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which directory is at a place, so that another one there is noticed, or none."""
+
+    device: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> "Identity":
+        """Look at a directory.
+
+        Raises
+        ------
+        SourceNotFoundError
+            There is none.
+        """
+        try:
+            stat = path.stat()
+        except OSError as error:
+            message = f"{path}: cannot be looked at ({error.strerror}); is it mounted?"
+            raise SourceNotFoundError(message) from error
+        if not S_ISDIR(stat.st_mode):
+            raise SourceNotFoundError(f"{path}: no directory; give the one that holds 'latest'")
+        return cls(stat.st_dev, stat.st_ino)
+
+
+def look_at(run_dir: Path) -> Run:
+    """Describe a run directory as it is now.
+
+    Raises
+    ------
+    SourceError
+        It cannot be read.
+    """
+    Identity.of(run_dir)
+    with source_errors(run_dir):
+        links = [place_of(link) for link in _links(run_dir)]
+        tags = [tag for entry in sorted(run_dir.iterdir()) if (tag := _tag(entry, run_dir, links))]
+        problems, named = [], []
+        for name in (names.LATEST, names.LATEST_UNIVERSAL):
+            try:
+                named.append(_named(run_dir / name))
+            except (OSError, ValueError) as error:
+                named.append(None)
+                problems.append(f"{run_dir / name}: {getattr(error, 'strerror', None) or error}")
+    return Run(tuple(tags), named[0], named[1], problems[0] if problems else None)
+
+
+def _named(path: Path) -> str | None:
+    """Read a file that names a tag; None if there is none."""
+    try:
+        stat = path.lstat()
+    except FileNotFoundError:
+        return None
+    if not S_ISREG(stat.st_mode):
+        raise ValueError("no regular file")
+    with stream_of(path) as stream:
+        name = stream.read(_NAME_BYTES).decode(errors="replace").strip()
+    if not names.is_tag(name):
+        raise ValueError("empty, or names what is no directory here")
+    return name
+
+
+def _links(run_dir: Path) -> Iterator[Path]:
+    """Yield the symbolic links in a run directory, and in the directories in it."""
+    for entry in run_dir.iterdir():
+        if entry.is_symlink():
+            yield entry
+        elif entry.is_dir() and not entry.name.startswith(names.OWN_PREFIX):
+            try:
+                yield from (link for link in entry.iterdir() if link.is_symlink())
+            except PermissionError:
+                continue  # a tag that cannot be read says so itself
+
+
+def _tag(entry: Path, run_dir: Path, links: list[Path]) -> Tag | None:
+    """Describe a directory with shards; None of anything else."""
+    is_own = entry.name.startswith(names.OWN_PREFIX)
+    if is_own or not names.is_tag(entry.name) or entry.is_symlink() or not entry.is_dir():
+        return None
+    try:
+        if not has_shards(entry):
+            return None
+        changed_ns, looks = _looks(entry)
+    except OSError as error:
+        if step_of(entry.name) is None:
+            return None
+        return Tag(entry.name, entry.lstat().st_mtime_ns, f"{entry}: {error.strerror}")
+    here = place_of(entry)
+    is_linked = any(link == here or here in link.parents for link in links)
+    return Tag(entry.name, changed_ns, _problem(run_dir, entry.name), is_linked, looks)
+
+
+def _looks(directory: Path) -> tuple[int, str]:
+    """Return when anything in a directory changed last, and what stands for how all of it looks."""
+    changed, digest = 0, sha256()
+    for path in sorted([directory, *entries_below(directory)]):
+        stat = path.lstat()
+        changed = max(changed, stat.st_mtime_ns)
+        looks = f"{path}\0{stat.st_mode}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ino}\0"
+        digest.update(os.fsencode(looks))
+    return changed, digest.hexdigest()
+
+
+def _problem(run_dir: Path, tag: str) -> str | None:
+    """Say why a tag cannot be opened; None if it can."""
+    try:
+        open_source(run_dir, tag)
+    except StreamshardError as error:
+        return str(error)
+    return None

@@ -1,0 +1,148 @@
+"""`compact` as cron meets it: what is printed, exit codes, overlapping runs."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import streamshard as api
+from streamshard import cli
+from streamshard.engine.lock import Lock
+from tests.cli.conftest import streamshard
+from tests.compact.runs import STEPS, bits, make_run, save, tag_of
+
+README = (Path(api.__file__).parent.parent / "README.md").read_text()
+FIRST = tag_of(STEPS[0])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run directory of which the oldest tag may go."""
+    return make_run(tmp_path / "run")
+
+
+def test_a_dry_run_tells_of_each_tag_and_does_nothing(run: Path, tmp_path: Path) -> None:
+    before = bits(tmp_path)
+    done = streamshard("compact", run, tmp_path / "archive", "--delete", "-n")
+    assert (done.code, done.err) == (0, "")
+    assert re.search(rf"{FIRST} +deleted .* no rule keeps it", done.out)
+    assert re.search(rf"{tag_of(1000)} +kept .* 'latest' names it", done.out)
+    assert bits(tmp_path) == before
+    assert not (tmp_path / "archive").exists()
+
+
+def test_a_night_says_a_line_or_nothing_or_a_table(run: Path, tmp_path: Path) -> None:
+    command = ("compact", run, tmp_path / "archive")
+    done = streamshard(*command)
+    assert (done.code, done.out, done.err) == (0, f"{run}: 1 archived, 3 kept\n", "")
+    done = streamshard(*command, "-q", "--delete")
+    assert (done.code, done.out, done.err) == (0, "", "")
+    done = streamshard(*command, "-v")
+    assert (done.code, FIRST in done.out, "in the trash" in done.out) == (0, True, True)
+    found = json.loads(streamshard(*command, "--undelete", FIRST, "--json").out)
+    assert [(tag["tag"], tag["action"]) for tag in found["tags"]] == [(FIRST, "brought back")]
+
+
+def test_what_needs_somebody_is_told_though_quiet(run: Path, tmp_path: Path) -> None:
+    save(run, 2000)
+    (run / "latest").write_text(tag_of(1000))
+    done = streamshard("compact", run, tmp_path / "archive", "-q")
+    assert (done.code, done.out) == (3, "")
+    (line,) = done.err.splitlines()
+    assert line.startswith(f"streamshard: {tag_of(2000)}: ambiguous: its step is above 1,000")
+    (run / "latest").unlink()
+    done = streamshard("compact", run, tmp_path / "archive", "--delete", "-q")
+    assert (done.code, "no 'latest'" in done.err, done.out) == (3, True, "")
+
+
+@pytest.mark.parametrize("which", ["run", "archive"])
+def test_a_second_run_ends_at_once_and_quietly(run: Path, tmp_path: Path, which: str) -> None:
+    archive = tmp_path / "archive"
+    archive.mkdir()
+    lock = Lock(tmp_path / which / ".streamshard.lock", tmp_path / which)
+    lock.take()
+    command = ("compact", run, archive, "--delete")
+    done = streamshard(*command, "-q")
+    assert (done.code, done.out, done.err) == (4, "", "")
+    done = streamshard(*command)
+    assert (done.code, "another run" in done.err) == (4, True)
+    assert not list(archive.glob("*.zarr"))
+    lock.release()
+    assert streamshard(*command, "-q").code == 0
+    assert not list(tmp_path.rglob(".streamshard.lock*"))
+
+
+def test_a_run_directory_that_may_only_be_read_is_archived(run: Path, tmp_path: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    assert streamshard("compact", run, tmp_path / "archive").code == 0
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--keep-last", 1),
+        ("--keep-every", 0),
+        ("--max-delete", -1),
+        ("--grace", "soon"),
+        ("--min-age", "5"),
+        ("--workers", 0),
+        ("--bwlimit", 0),
+        ("--undelete", "a", "--purge", "b"),
+    ],
+)
+def test_what_cannot_be_is_refused(run: Path, tmp_path: Path, options: tuple[object, ...]) -> None:
+    before = bits(tmp_path)
+    done = streamshard("compact", run, tmp_path / "archive", *options)
+    assert (done.code, str(options[0]) in done.err) == (2, True)
+    assert bits(tmp_path) == before
+
+
+@pytest.mark.parametrize("place", ["run", "run/archive", "."])
+def test_an_archive_in_or_around_the_run_is_refused(run: Path, tmp_path: Path, place: str) -> None:
+    done = streamshard("compact", run, tmp_path / place)
+    assert (done.code, "choose another place" in done.err) == (2, True)
+
+
+def test_a_native_source_needs_a_world_size(run: Path, tmp_path: Path) -> None:
+    done = streamshard("repartition", run, tmp_path / "out")
+    assert (done.code, "--world-size" in done.err) == (2, True)
+
+
+def commands() -> list[str]:
+    """List the commands of the README's section."""
+    section = README.partition("## Archive old checkpoints")[2].partition("\n## ")[0]
+    return re.findall(r"(?:^|\s|/)(streamshard (?:compact|repartition) [^#\n]+)", section)
+
+
+def test_the_commands_of_the_readme_are_understood() -> None:
+    found = [cli._parser().parse_args(shlex.split(line)[1:]) for line in commands()]
+    assert len(found) == 6
+    nightly = [arguments for arguments in found if getattr(arguments, "quiet", False)]
+    assert len(nightly) == 2  # cron's and systemd's
+
+
+def test_the_line_for_cron_does_what_it_says(run: Path, tmp_path: Path) -> None:
+    (line,) = re.findall(r"^30 3 \* \* \* streamshard (.*)$", README, re.MULTILINE)
+    assert "%" not in line  # which cron takes for the end of a line
+    words = [word.replace("/runs/7b", str(run)) for word in shlex.split(line)]
+    words = [word.replace("/archive/7b", str(tmp_path / "archive")) for word in words]
+    done = streamshard(*words)
+    assert (done.code, done.out, done.err) == (0, "", "")
+    assert (run / ".streamshard.trash" / FIRST).is_dir()
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_systemd_understands_the_units(tmp_path: Path) -> None:
+    section = README.partition("or, with systemd")[2].partition("\n## ")[0]
+    blocks = re.findall(r"```\n(.*?)```", section, re.DOTALL)
+    names = ("streamshard-compact.service", "streamshard-compact.timer")
+    for name, text in zip(names, blocks, strict=True):
+        (tmp_path / name).write_text(text.replace("/usr/local/bin/streamshard", "/bin/true"))
+    command = ["systemd-analyze", "verify", *(str(tmp_path / name) for name in names)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,85 @@
+"""Run directories with several tags, each with values of its own, that are long at rest."""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import streamshard as api
+from tests.fabricated import client_state, write
+from tests.job import Job
+
+STEPS = (80, 90, 100, 1000)
+"""By name the newest comes first."""
+DAY = 24 * 3600
+TRASH = ".streamshard.trash"
+
+
+def tag_of(step: int) -> str:
+    """Name a step's tag."""
+    return f"global_step{step}"
+
+
+def save(run_dir: Path, step: int, job: Job | None = None, *, days: float = 30) -> Path:
+    """Save a step as a job would, so many days ago; returns the tag directory."""
+    base = job or Job(client_state=client_state())
+    run_dir.mkdir(exist_ok=True)
+    # Another value in every save, as training changes it.
+    changed = replace(base, changed=("fp32", "embed.weight", step % 44))
+    write(changed, run_dir, tag_of(step))
+    age(run_dir / tag_of(step), days)
+    age(run_dir / "zero_to_fp32.py", days)
+    return run_dir / tag_of(step)
+
+
+def age(path: Path, days: float) -> None:
+    """Make everything in a directory as old as that."""
+    then = time.time() - days * DAY
+    for entry in [*path.rglob("*"), path]:
+        os.utime(entry, (then, then), follow_symlinks=False)
+
+
+def make_run(run_dir: Path, job: Job | None = None, steps: Sequence[int] = STEPS) -> Path:
+    """Make a run directory whose last step is the one that is needed."""
+    for step in steps:
+        save(run_dir, step, job)
+    return run_dir
+
+
+def bits(root: Path) -> dict[str, bytes]:
+    """Every file below a directory with its bytes."""
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
+
+
+def tags_in(run: Path) -> set[str]:
+    """List the tags that are where they were saved."""
+    return {path.name for path in run.iterdir() if path.is_dir() and path.name[0] != "."}
+
+
+def actions(found: api.Compaction) -> dict[str, str]:
+    """Tell what became of each tag."""
+    return {tag.tag: tag.action for tag in found.tags}
+
+
+def receipt_of(archive: Path, tag: str) -> dict[str, Any]:
+    """Read a receipt as anybody would."""
+    document: dict[str, Any] = json.loads((archive / f"{tag}.receipt.json").read_text())
+    return document
+
+
+def later(days: float) -> datetime:
+    """Tell a time that is still to come."""
+    return datetime.now(UTC) + timedelta(days=days)
+
+
+ALL = {tag_of(step) for step in STEPS}
+FIRST = tag_of(STEPS[0])
+"""The one that may go."""

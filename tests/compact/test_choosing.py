@@ -1,0 +1,155 @@
+"""Which tags may go: a table, and what must hold of any run directory whatever."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamshard.operations.choosing import (
+    AMBIGUOUS,
+    CANDIDATE,
+    KEPT,
+    Rules,
+    Run,
+    Tag,
+    choose,
+    refusal,
+    step_of,
+)
+
+HOUR = 3600 * 10**9
+NOW = 1000 * HOUR
+OLD = NOW - 100 * HOUR
+RULES = Rules(keep_last=2, min_age_ns=2 * HOUR)
+
+
+def tags(*names: str) -> tuple[Tag, ...]:
+    return tuple(Tag(name, OLD) for name in names)
+
+
+STEPS = tags("s9", "s10", "s11", "s100", "s1000")
+"""In this order only by their numbers."""
+
+
+def verdicts(run: Run, rules: Rules = RULES) -> dict[str, str]:
+    return {choice.tag.name: choice.verdict for choice in choose(run, rules, NOW)}
+
+
+def candidates(run: Run, rules: Rules = RULES) -> list[str]:
+    assert refusal(run) is None
+    return [name for name, verdict in verdicts(run, rules).items() if verdict == CANDIDATE]
+
+
+def changed(run: Run, name: str, **values: object) -> Run:
+    """Return a run in which one tag is otherwise."""
+    return replace(
+        run,
+        tags=tuple(replace(t, **values) if t.name == name else t for t in run.tags),  # type: ignore[arg-type]
+    )
+
+
+RUN = Run(STEPS, "s1000")
+
+CASES = {
+    "by number, not by name": (RUN, RULES, ["s9", "s10", "s11"]),
+    "more are kept": (RUN, replace(RULES, keep_last=4), ["s9"]),
+    "all are kept": (RUN, replace(RULES, keep_last=9), []),
+    "every tenth": (RUN, replace(RULES, keep_every=10), ["s9", "s11"]),
+    "by pattern": (RUN, replace(RULES, keep_tags=("s1?",)), ["s9"]),
+    "by another pattern": (RUN, replace(RULES, keep_tags=("x*", "s9")), ["s10", "s11"]),
+    "latest is an older one": (Run(STEPS, "s11"), RULES, ["s9"]),
+    "another is needed too": (replace(RUN, latest_universal="s9"), RULES, ["s10", "s11"]),
+    "its source is": (replace(RUN, latest_universal="s10_universal"), RULES, ["s9", "s11"]),
+    "a link": (changed(RUN, "s10", is_linked=True), RULES, ["s9", "s11"]),
+    "a young one": (changed(RUN, "s10", changed_ns=NOW - HOUR), RULES, ["s9", "s11"]),
+    "of tomorrow": (changed(RUN, "s10", changed_ns=NOW + HOUR), RULES, ["s9", "s11"]),
+    "a damaged one is not of the newest": (
+        changed(RUN, "s100", problem="truncated"), RULES, ["s9", "s10"]
+    ),
+    "nor is one of another run": (
+        Run((*STEPS, *tags("s2000")), "s1000"), RULES, ["s9", "s10", "s11"]
+    ),
+    "names without numbers stay": (
+        Run((*STEPS, *tags("best")), "s1000"), RULES, ["s9", "s10", "s11"]
+    ),
+    "two names of a step count once": (
+        Run((*STEPS, *tags("t1000")), "s1000"), RULES, ["s9", "s10", "s11"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_may_go(case: str) -> None:
+    run, rules, wanted = CASES[case]
+    assert candidates(run, rules) == wanted
+
+
+@pytest.mark.parametrize(
+    ("run", "name", "told"),
+    [
+        (changed(RUN, "s9", problem="it is torn"), "s9", "it is torn"),
+        (changed(RUN, "s1000", problem="it is torn"), "s1000", "it is torn"),
+        (Run(STEPS, "s11"), "s100", "above 11"),
+    ],
+)
+def test_what_is_not_clear_is_told(run: Run, name: str, told: str) -> None:
+    (found,) = [choice for choice in choose(run, RULES, NOW) if choice.tag.name == name]
+    assert (found.verdict, told in found.reason) == (AMBIGUOUS, True)
+
+
+def test_a_save_under_way_is_nothing_unclear() -> None:
+    run = Run((*STEPS, Tag("s1001", NOW, "no rank's files")), "s1000")
+    assert verdicts(run)["s1001"] == KEPT
+
+
+@pytest.mark.parametrize(
+    ("run", "told"),
+    [
+        (Run(STEPS, None), "no 'latest'"),
+        (Run(STEPS, "s7"), "names s7"),
+        (Run((*STEPS, *tags("best")), "best"), "no step"),
+        (Run(STEPS, "s1000", problem="latest: Input/output error"), "Input/output"),
+    ],
+)
+def test_without_a_latest_that_can_be_trusted_nothing_may_go(run: Run, told: str) -> None:
+    assert told in (refusal(run) or "")
+
+
+TAGS = st.builds(
+    Tag,
+    name=st.sampled_from(["s", "t", "best"]).flatmap(
+        lambda head: st.integers(0, 30).map(lambda n: f"{head}{n}" if head != "best" else head)
+    ),
+    changed_ns=st.sampled_from([OLD, NOW]),
+    problem=st.none() | st.just("torn"),
+    is_linked=st.booleans(),
+)
+RUNS = st.lists(TAGS, min_size=1, max_size=12, unique_by=lambda tag: tag.name).flatmap(
+    lambda found: st.builds(
+        Run, st.just(tuple(found)), latest=st.sampled_from([tag.name for tag in found])
+    )
+)
+
+
+@given(RUNS, st.integers(2, 4), st.none() | st.integers(1, 5))
+def test_of_any_run_enough_is_left(run: Run, keep_last: int, keep_every: int | None) -> None:
+    if refusal(run) is not None:
+        return
+    rules = replace(RULES, keep_last=keep_last, keep_every=keep_every)
+    gone = {choice.tag for choice in choose(run, rules, NOW) if choice.verdict == CANDIDATE}
+    last = step_of(run.latest or "") or 0
+    complete = [tag for tag in run.tags if tag.problem is None and (step_of(tag.name) or 0) <= last]
+    left = {step_of(tag.name) for tag in complete if tag not in gone and tag.name != "best"}
+    all_steps = {step_of(tag.name) for tag in complete if tag.name != "best"}
+    assert len(left) >= min(keep_last, len(all_steps))
+    # What goes is older than everything that is kept because it is new.
+    newest = sorted(step for step in all_steps if step is not None)[-keep_last:]
+    for tag in gone:
+        step = step_of(tag.name)
+        assert tag.problem is None
+        assert not tag.is_linked
+        assert tag.name != run.latest
+        assert step is not None
+        assert step < newest[0]
+        assert tag.changed_ns == OLD

@@ -1,0 +1,115 @@
+"""How tags go: to the trash, for good, and back."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import streamshard as api
+from tests.compact.runs import ALL, FIRST, TRASH, actions, bits, later, receipt_of, tags_in
+
+
+def test_without_being_asked_nothing_goes(run: Path, archive: Path) -> None:
+    before = bits(run)
+    api.compact(run, archive)
+    api.compact(run, archive, dry_run=True, delete=True)
+    assert bits(run) == before
+    assert not (run / TRASH).exists()
+
+
+def test_a_tag_goes_to_the_trash_and_after_its_time_for_good(run: Path, archive: Path) -> None:
+    before = bits(run / FIRST)
+    found = api.compact(run, archive, delete=True)
+    assert actions(found)[FIRST] == "deleted"
+    assert tags_in(run) == ALL - {FIRST}
+    assert bits(run / TRASH / FIRST) == before
+    receipt = receipt_of(archive, FIRST)
+    assert receipt["state"] == "trashed"
+    assert all(check["holds"] for check in receipt["checks"])
+    found = api.compact(run, archive, delete=True, now=later(6.9))
+    assert actions(found)[FIRST] == "in the trash"
+    assert bits(run / TRASH / FIRST) == before
+    found = api.compact(run, archive, now=later(7.1))
+    assert actions(found)[FIRST] == "in the trash"  # not without being asked
+    found = api.compact(run, archive, delete=True, now=later(7.1))
+    assert actions(found)[FIRST] == "purged"
+    assert not (run / TRASH / FIRST).exists()
+    assert receipt_of(archive, FIRST)["state"] == "purged"
+    assert api.verify(archive / f"{FIRST}.zarr").is_good
+    assert FIRST not in actions(api.compact(run, archive, delete=True, now=later(9)))
+
+
+def test_bringing_back(run: Path, archive: Path) -> None:
+    before = bits(run)
+    api.compact(run, archive, delete=True)
+    (run / FIRST).mkdir()
+    found = api.compact(run, archive, undelete=[FIRST, "../x", "nobody"])
+    assert [(tag.action, tag.exit_code) for tag in found.tags] == [
+        ("failed", 4), ("failed", 2), ("failed", 2)
+    ]  # fmt: skip
+    (run / FIRST).rmdir()
+    found = api.compact(run, archive, undelete=[FIRST])
+    assert (actions(found), found.exit_code) == ({FIRST: "brought back"}, 0)
+    assert bits(run) == before
+    assert receipt_of(archive, FIRST)["state"] == "archived"
+    assert actions(api.compact(run, archive, delete=True))[FIRST] == "deleted"
+
+
+def test_purging_by_hand_looks_at_the_archive_too(run: Path, archive: Path) -> None:
+    api.compact(run, archive, delete=True)
+    victim = archive / f"{FIRST}.zarr" / "state/fp32/embed.weight/c/0/0"
+    good = victim.read_bytes()
+    victim.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    for asked in ({"purge": [FIRST]}, {"delete": True, "now": later(8)}):
+        found = api.compact(run, archive, **asked)
+        assert (actions(found)[FIRST], found.exit_code) == ("failed", 6)
+        assert str(victim) in found.problems[0].reason
+        assert (run / TRASH / FIRST).is_dir()
+    victim.write_bytes(good)
+    assert actions(api.compact(run, archive, purge=[FIRST])) == {FIRST: "purged"}
+    found = api.compact(run, archive, purge=[FIRST])
+    assert (actions(found)[FIRST], found.exit_code) == ("failed", 2)
+
+
+def test_no_more_than_so_many_at_once(run: Path, archive: Path) -> None:
+    for count, left in ((0, 4), (1, 3), (1, 2), (1, 2)):
+        api.compact(run, archive, delete=True, keep_last=2, max_delete=count)
+        assert len(tags_in(run)) == left
+
+
+def test_a_trash_that_leads_elsewhere_is_not_used(run: Path, archive: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (run / TRASH).symlink_to(tmp_path / "elsewhere")
+    found = api.compact(run, archive, delete=True)
+    assert found.exit_code == 4
+    assert tags_in(run) == ALL
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_trash_that_was_changed_is_not_emptied(run: Path, archive: Path) -> None:
+    api.compact(run, archive, delete=True)
+    (run / TRASH / FIRST / "notes.txt").write_text("learned a lot")
+    found = api.compact(run, archive, delete=True, now=later(8))
+    assert (actions(found)[FIRST], found.exit_code) == ("ambiguous", 3)
+    assert (run / TRASH / FIRST / "notes.txt").exists()
+
+
+def test_of_what_is_going_the_rest_goes_later(
+    run: Path, archive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And cannot be brought back, as some of it may be gone."""
+    api.compact(run, archive, delete=True)
+
+    def refuse(path: Path) -> None:
+        (path / "mp_rank_00_model_states.pt").unlink()
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    found = api.compact(run, archive, purge=[FIRST])
+    assert (actions(found)[FIRST], found.exit_code) == ("failed", 4)
+    monkeypatch.undo()
+    found = api.compact(run, archive, undelete=[FIRST])
+    assert (actions(found)[FIRST], found.exit_code) == ("failed", 2)
+    found = api.compact(run, archive, delete=True)
+    assert (actions(found)[FIRST], found.exit_code) == ("purged", 0)
+    assert not [path for path in (run / TRASH).rglob("*") if path.is_file()]

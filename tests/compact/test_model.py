@@ -1,0 +1,200 @@
+"""Any order of saves, archives, deletions and mishaps, against a few lines that say what must be.
+
+Every step that a job saved is at any moment whole beside the others, whole in the trash, or in an
+archive that gives it back; unless somebody damaged that archive after the trash was emptied.
+"""
+
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+import streamshard as api
+from streamshard.engine.journal import Journal, Written
+from tests.compact.runs import bits, save, tag_of
+from tests.job import Job
+
+KEPT = 2
+JOB = Job(groups=((("embed.weight", (11, 4)),),), frozen=(("old", (3,)),), tied={})
+
+
+class CutOffError(BaseException):
+    """Raised where a run is cut off; no error that anybody expects."""
+
+
+class Nights(RuleBasedStateMachine):
+    """Nights of one run directory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = Path("/dev/shm")  # thousands of syncs take their time on a disk
+        place = shared if os.access(shared, os.W_OK) else None
+        self.root = Path(tempfile.mkdtemp(dir=place))
+        self.run, self.archive = self.root / "run", self.root / "archive"
+        self.now = datetime.now(UTC)
+        self.step = 0
+        self.saved: dict[str, dict[str, bytes]] = {}
+        self.damaged: set[str] = set()
+        self.purged: set[str] = set()
+
+    def teardown(self) -> None:
+        """Leave nothing behind."""
+        shutil.rmtree(self.root)
+
+    @initialize()
+    def begin(self) -> None:
+        """Save the first steps."""
+        for _ in range(3):
+            self.save()
+
+    @rule()
+    def save(self) -> None:
+        """Save the next step."""
+        self.step += 1
+        place = save(self.run, self.step, JOB)
+        self.saved[place.name] = bits(place)
+
+    @rule(days=st.integers(1, 9))
+    def wait(self, days: int) -> None:
+        """Let some days pass."""
+        self.now += timedelta(days=days)
+
+    @rule(delete=st.booleans(), most=st.none() | st.integers(0, 2))
+    def night(self, delete: bool, most: int | None) -> None:
+        """Run as every night."""
+        before = self._trash()
+        found = api.compact(
+            self.run, self.archive, keep_last=KEPT, delete=delete, max_delete=most, now=self.now
+        )
+        self._take_note(before)
+        told = {tag.tag: tag for tag in found.tags}
+        assert bool(found.problems) <= bool(self.damaged)
+        for tag in self._live()[-KEPT:]:
+            assert told[tag].action == "kept"
+        assert len([t for t in found.tags if t.action == "deleted"]) <= (
+            9 if most is None else most
+        )
+
+    @rule(delete=st.booleans(), spans=st.integers(0, 9))
+    def night_that_is_cut_off(self, delete: bool, spans: int) -> None:
+        """Run, and be cut off after some spans of the archives."""
+        left, note = spans, Journal.note
+
+        def cut_off(self: Journal, path: str, offset: int, written: Written) -> None:
+            nonlocal left
+            if left == 0:
+                raise CutOffError
+            left -= 1
+            note(self, path, offset, written)
+
+        before = self._trash()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Journal, "note", cut_off)
+            with suppress(CutOffError):
+                api.compact(
+                    self.run, self.archive, keep_last=KEPT, delete=delete, now=self.now, workers=1
+                )
+        self._take_note(before)
+
+    @precondition(lambda self: self._trash())
+    @rule(data=st.data())
+    def bring_back(self, data: st.DataObject) -> None:
+        """Bring a tag back."""
+        tag = data.draw(st.sampled_from(sorted(self._trash())))
+        found = api.compact(self.run, self.archive, undelete=[tag])
+        assert found.exit_code == 0
+        assert tag in self._live()
+
+    @precondition(lambda self: self._trash())
+    @rule(data=st.data())
+    def purge(self, data: st.DataObject) -> None:
+        """Empty the trash of a tag; not if its archive is damaged."""
+        tag = data.draw(st.sampled_from(sorted(self._trash())))
+        found = api.compact(self.run, self.archive, purge=[tag])
+        assert (found.exit_code == 0) == (tag not in self.damaged)
+        if found.exit_code == 0:
+            self.purged.add(tag)
+
+    @precondition(lambda self: self._archives())
+    @rule(data=st.data())
+    def damage(self, data: st.DataObject) -> None:
+        """Flip a bit of an archive, and of those that share the file."""
+        tag = data.draw(st.sampled_from(sorted(self._archives())))
+        store = self.archive / f"{tag}.zarr"
+        victim = data.draw(st.sampled_from(sorted(p for p in store.rglob("*") if p.is_file())))
+        content = victim.read_bytes()
+        inode = victim.stat().st_ino
+        victim.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+        for other in self._archives():
+            paths = (self.archive / f"{other}.zarr").rglob("*")
+            if any(path.stat().st_ino == inode for path in paths):
+                # A bit that is flipped twice is as it was.
+                good = api.verify(self.archive / f"{other}.zarr").is_good
+                self.damaged = self.damaged - {other} if good else self.damaged | {other}
+
+    @precondition(lambda self: self._archives())
+    @rule()
+    def unmount(self) -> None:
+        """Run while the archives are away."""
+        away = self.root / "away"
+        self.archive.rename(away)
+        before = self._live() + sorted(self._trash())
+        api.compact(self.run, self.archive, keep_last=9999, delete=True, now=self.now)
+        assert self._live() + sorted(self._trash()) == before
+        shutil.rmtree(self.archive)
+        away.rename(self.archive)
+
+    def _live(self) -> list[str]:
+        found = [p.name for p in self.run.iterdir() if p.is_dir() and p.name[0] != "."]
+        return sorted(found, key=lambda tag: int(tag.removeprefix("global_step")))
+
+    def _trash(self) -> set[str]:
+        place = self.run / ".streamshard.trash"
+        return {p.name for p in place.glob("global_step*")} if place.exists() else set()
+
+    def _archives(self) -> set[str]:
+        return {path.name.removesuffix(".zarr") for path in self.archive.glob("global_step*.zarr")}
+
+    def _take_note(self, trash: set[str]) -> None:
+        """Note what was removed for good, which only what was in the trash may be."""
+        gone = {*self.saved} - {*self._live()} - self._trash() - self.purged
+        assert gone <= trash - self.damaged
+        self.purged |= gone
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        """Look at every step that was ever saved."""
+        for tag, content in self.saved.items():
+            if tag in self.purged:
+                store = self.archive / f"{tag}.zarr"
+                assert tag in self.damaged or api.verify(store).is_good
+                continue
+            places = [self.run / tag, self.run / ".streamshard.trash" / tag]
+            (place,) = [place for place in places if place.is_dir()]
+            assert bits(place) == content
+
+    @invariant()
+    def the_newest_are_there(self) -> None:
+        """Look at what a job would resume from."""
+        steps = range(max(1, self.step - KEPT + 1), self.step + 1)
+        assert {tag_of(step) for step in steps} <= {*self._live()}
+
+
+def test_any_order_of_nights() -> None:
+    run_state_machine_as_test(
+        Nights, settings=settings(max_examples=12, stateful_step_count=14, deadline=None)
+    )

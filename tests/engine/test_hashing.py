@@ -1,0 +1,24 @@
+"""SHA-256 of files."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from streamshard.engine.hashing import sha256_of
+
+
+def test_it_is_that_of_hashlib_in_the_order_asked_for(tmp_path: Path) -> None:
+    sizes = [0, 1, (1 << 20) - 1, 1 << 20, (3 << 20) + 5]
+    paths = [tmp_path / str(size) for size in sizes]
+    for path, size in zip(paths, sizes, strict=True):
+        path.write_bytes(bytes(range(256)) * (size // 256) + b"x" * (size % 256))
+    seen: list[int] = []
+    found = sha256_of(paths, seen.append, workers=3)
+    assert found == [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
+    assert sum(seen) == sum(sizes)
+
+
+def test_what_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        sha256_of([tmp_path / "nothing"], lambda nbytes: None, workers=1)
