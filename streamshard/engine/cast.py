@@ -56,8 +56,8 @@ _FROM_FLOAT32: Final[dict[str, Cast]] = {
     "bfloat16": _float32_to_bfloat16,
     "float16": _float32_to_float16,
 }
-_STEP_NUMEL: Final = 1 << 16
-"""Elements that are taken by way of float32 at a time."""
+_STEP_NUMEL: Final = 1 << 14
+"""Elements that are cast at a time: larger temporary arrays would be mapped anew each time."""
 
 
 def _by_float32(source: str, target: str) -> Cast:
@@ -139,10 +139,15 @@ def counting_overflow(source: str, target: str, add: Callable[[int], None]) -> C
     if cast is None:
         return None
 
+    step, made = _STEP_NUMEL * ITEMSIZE[source], _STEP_NUMEL * ITEMSIZE[target]
+
     def counting(view: memoryview, into: memoryview) -> None:
-        cast(view, into)
-        infinite = count_infinite(into, target)
-        overflowed = infinite - count_infinite(view, source) if infinite else 0
+        overflowed = 0
+        for number, at in enumerate(range(0, len(view), step)):
+            piece, result = view[at : at + step], into[number * made : (number + 1) * made]
+            cast(piece, result)
+            infinite = count_infinite(result, target)
+            overflowed += infinite - count_infinite(piece, source) if infinite else 0
         if overflowed:
             add(overflowed)
 

@@ -4,7 +4,7 @@ Checked with transformers 5.23.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Final
 
@@ -35,6 +35,11 @@ _COME_ALONG: Final = (
     "additional_chat_templates/*.jinja",
 )
 """Names of configurations, tokenizers, processors and chat templates."""
+_WEIGHTS: Final = tuple(
+    f"{stem}{part}.{suffix}{index}"
+    for stem, suffix in _STEMS.values()
+    for part, index in (("", ""), ("-[0-9]*-of-[0-9]*", ""), ("", ".index.json"))
+)
 
 
 def weight_files(form: str, count: int) -> list[str]:
@@ -73,6 +78,12 @@ def comes_along(path: str) -> bool:
     """Tell whether a file belongs to a model's weights; the path is relative to where they lie."""
     slashes = path.count("/")
     return any(slashes == p.count("/") and fnmatchcase(path, p) for p in _COME_ALONG)
+
+
+def is_export(paths: Collection[str]) -> bool:
+    """Tell whether files, by their paths in a directory, are a model's weights and no more."""
+    weights = [path for path in paths if any(fnmatchcase(path, p) for p in _WEIGHTS)]
+    return bool(weights) and all(path in weights or comes_along(path) for path in paths)
 
 
 def in_order_of_preference(paths: Sequence[str], tag: str) -> dict[str, str]:

@@ -9,6 +9,7 @@ from streamshard.engine.files import target_errors
 from streamshard.engine.journal import Journal
 from streamshard.errors import NoSpaceError, TargetExistsError, UsageError
 from streamshard.formats import deepspeed_names as names
+from streamshard.formats import pretrained
 from streamshard.formats.dump_names import Template
 from streamshard.formats.frameworks import framework_of
 from streamshard.formats.zarr_reader import is_store
@@ -93,7 +94,7 @@ def _may_be_cleared(partial: Path) -> bool:
 
 
 def _is_ours(target: Path, template: Template | None) -> bool:
-    """Tell whether a directory is one checkpoint, one store or one set of dumps, and no more."""
+    """Tell whether a directory is one checkpoint, store, set of dumps or export, and no more."""
     if target.is_symlink() or not target.is_dir():
         return False
     entries = list(target.iterdir())
@@ -101,12 +102,22 @@ def _is_ours(target: Path, template: Template | None) -> bool:
         return all(template.rank_of(entry.name) is not None for entry in entries)
     if (target / "zarr.json").is_file():
         return is_store(target)
-    latest = target / names.LATEST
-    tag = latest.read_text(errors="replace").strip() if latest.is_file() else ""
+    files = [path for path in entries_below(target) if path.is_symlink() or not path.is_dir()]
+    if pretrained.is_export([path.relative_to(target).as_posix() for path in files]):
+        return True
     found = {entry.name for entry in entries if entry.is_dir()}
+    universal = _named(target / names.LATEST_UNIVERSAL)
+    if universal and {entry.name for entry in entries} == {names.LATEST_UNIVERSAL, universal}:
+        return True
+    tag = _named(target / names.LATEST)
     if framework_of(tag, [entry.name for entry in entries]) is not None:
         return tag in found
     return not entries or found == {tag}
+
+
+def _named(file: Path) -> str:
+    """Read which tag a file names; empty if there is no such file."""
+    return file.read_text(errors="replace").strip() if file.is_file() else ""
 
 
 def require_space(target: Path, nbytes: int) -> None:

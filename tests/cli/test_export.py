@@ -1,6 +1,7 @@
 """`export` on the command line."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,21 @@ def test_raw_dumps_are_refused_with_what_to_do(run: Path, tmp_path: Path) -> Non
         save(state, tmp_path / "dumps" / f"optimizer.{rank}.pt")
     done = streamshard("export", f"{tmp_path}/dumps/optimizer.{{rank}}.pt", tmp_path / "out")
     assert (done.code, "export a whole checkpoint" in done.err) == (3, True), done.err
+
+
+@pytest.mark.parametrize(
+    "options", [("--max-shard-size", 300_000), ("--format", "torch"), ("--format", "universal")]
+)
+def test_an_export_may_be_replaced_and_what_else_is_there_not(
+    saved: Callable[[int], Path], tmp_path: Path, options: tuple[object, ...]
+) -> None:
+    out = tmp_path / "out"
+    assert streamshard("export", saved(2), out, *options).code == 0
+    before = tree(out)
+    assert streamshard("export", saved(3), out, *options).code == 4
+    assert streamshard("export", saved(3), out, *options, "--overwrite").code == 0
+    assert tree(out) != before
+    (out / "notes.md").write_text("irreplaceable")
+    before = tree(out)
+    assert streamshard("export", saved(2), out, *options, "--overwrite").code == 4
+    assert tree(out) == before

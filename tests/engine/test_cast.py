@@ -191,3 +191,19 @@ def test_only_finite_elements_that_become_infinite_count(
         assert int(by_torch.sum()) == sum(expected)
         assert counts == expected
     assert counting_overflow("float32", "float32", counts.append) is None
+
+
+@pytest.mark.parametrize("numel", [1, 16383, 16384, 16385, 50000])
+def test_counting_changes_no_bit_at_any_length(numel: int) -> None:
+    bits = np.random.default_rng(numel).integers(0, 1 << 32, numel, np.uint32)
+    counts: list[int] = []
+    counting = counting_overflow("float32", "float16", counts.append)
+    plain = cast_between("float32", "float16")
+    assert counting is not None
+    assert plain is not None
+    found, wanted = bytearray(2 * numel), bytearray(2 * numel)
+    counting(memoryview(bits.tobytes()), memoryview(found))
+    plain(memoryview(bits.tobytes()), memoryview(wanted))
+    assert found == wanted
+    tensor = torch.from_numpy(bits.view(np.float32))
+    assert sum(counts) == int((tensor.half().isinf() & ~tensor.isinf()).sum())
