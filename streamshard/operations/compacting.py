@@ -19,7 +19,7 @@ from streamshard.errors import (
 from streamshard.formats import deepspeed_names as names
 from streamshard.operations import choosing, compaction
 from streamshard.operations.archiving import Archiver
-from streamshard.operations.choosing import Choice, Rules, choose, refusal, step_of
+from streamshard.operations.choosing import Choice, Rules, Run, choose, refusal, step_of
 from streamshard.operations.compaction import CompactedTag
 from streamshard.operations.convert import Limits, StoreShape
 from streamshard.operations.deleting import Remover
@@ -63,6 +63,8 @@ class Compacting:
         self._here = Identity.of(settings.run_dir)
         self._means = Means(settings.limits, progress)
         self._deleted: set[str] = set()
+        self._run: Run | None = None
+        """The run directory as it was found at first."""
         rest_ns = self._now_ns - settings.rules.min_age_ns
         run_dir, directory = settings.run_dir, settings.archive_dir
         self._archiver = Archiver(run_dir, directory, settings.shape, self._means, rest_ns)
@@ -118,7 +120,7 @@ class Compacting:
 
     def _nightly(self) -> Iterator[CompactedTag]:
         run_dir = self._settings.run_dir
-        run = look_at(run_dir)
+        run = self._run = look_at(run_dir)
         reason = refusal(run)
         if reason is not None:
             raise IncompleteError(f"{run_dir}: {reason}. Nothing was done")
@@ -199,7 +201,7 @@ class Compacting:
         SourceError
             Something protects the tag now, or it has changed.
         """
-        run = look_at(self._settings.run_dir)
+        run = look_at(self._settings.run_dir, self._run)
         reason = refusal(run)
         if reason is None:
             now_ns = max(self._now_ns, time.time_ns())

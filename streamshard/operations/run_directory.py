@@ -1,7 +1,7 @@
 """Looks at a run directory: its tags, what names them, and who leads into them."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -47,8 +47,13 @@ class Identity:
         return cls(stat.st_dev, stat.st_ino)
 
 
-def look_at(run_dir: Path) -> Run:
+def look_at(run_dir: Path, before: Run | None = None) -> Run:
     """Describe a run directory as it is now.
+
+    Parameters
+    ----------
+    before
+        As it was found earlier: what looks as it did then need not be opened again.
 
     Raises
     ------
@@ -58,7 +63,9 @@ def look_at(run_dir: Path) -> Run:
     Identity.of(run_dir)
     with source_errors(run_dir):
         links = [place_of(link) for link in _links(run_dir)]
-        tags = [tag for entry in sorted(run_dir.iterdir()) if (tag := _tag(entry, run_dir, links))]
+        known = {tag.looks: tag for tag in (before.tags if before else ()) if tag.looks}
+        entries = sorted(run_dir.iterdir())
+        tags = [tag for entry in entries if (tag := _tag(entry, run_dir, links, known))]
         problems, named = [], []
         for name in (names.LATEST, names.LATEST_UNIVERSAL):
             try:
@@ -96,7 +103,7 @@ def _links(run_dir: Path) -> Iterator[Path]:
                 continue  # a tag that cannot be read says so itself
 
 
-def _tag(entry: Path, run_dir: Path, links: list[Path]) -> Tag | None:
+def _tag(entry: Path, run_dir: Path, links: Sequence[Path], known: Mapping[str, Tag]) -> Tag | None:
     """Describe a directory with shards; None of anything else."""
     is_own = entry.name.startswith(names.OWN_PREFIX)
     if is_own or not names.is_tag(entry.name) or entry.is_symlink() or not entry.is_dir():
@@ -111,7 +118,8 @@ def _tag(entry: Path, run_dir: Path, links: list[Path]) -> Tag | None:
         return Tag(entry.name, entry.lstat().st_mtime_ns, f"{entry}: {error.strerror}")
     here = place_of(entry)
     is_linked = any(link == here or here in link.parents for link in links)
-    return Tag(entry.name, changed_ns, _problem(run_dir, entry.name), is_linked, looks)
+    problem = known[looks].problem if looks in known else _problem(run_dir, entry.name)
+    return Tag(entry.name, changed_ns, problem, is_linked, looks)
 
 
 def _looks(directory: Path) -> tuple[int, str]:

@@ -58,6 +58,20 @@ def test_at_the_original_stage_and_world_size_everything_comes_back(
             assert one.stat().st_mode == other.stat().st_mode
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_for_other_ranks_it_gives_the_bytes_that_the_checkpoint_gives(
+    tmp_path: Path, stage: int
+) -> None:
+    run = make_run(tmp_path / "run", Job(stage=stage, world_size=2, client_state=client_state()))
+    api.compact(run, tmp_path / "archive")
+    archive = tmp_path / "archive" / f"{FIRST}.zarr"
+    for world_size, zero_stage in ((3, stage), (4, 5 - stage)):
+        outs = [tmp_path / f"{road}-{world_size}" for road in ("direct", "archived")]
+        for source, out in ((run, outs[0]), (archive, outs[1])):
+            api.repartition(source, out, tag=FIRST, world_size=world_size, zero_stage=zero_stage)
+        assert bits(outs[0]) == bits(outs[1])
+
+
 def test_of_a_store_alone_the_world_size_is_known(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     with pytest.raises(api.StreamshardError, match="--world-size") as caught:
@@ -119,6 +133,15 @@ def test_sha256sum_checks_it_without_us(tmp_path: Path) -> None:
     assert done.returncode == 1
 
 
+def test_sha256sum_understands_a_name_that_it_has_to_escape(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (run / FIRST).rename(run / "a\\b 80")
+    found = api.compact(run, tmp_path / "archive", delete=True)
+    assert (found.tags[0].tag, found.tags[0].action) == ("a\\b 80", "deleted")
+    command = ["sha256sum", "--check", "--strict", "--quiet", "a\\b 80.zarr.sha256"]
+    assert subprocess.run(command, cwd=tmp_path / "archive").returncode == 0
+
+
 def test_the_receipt_tells_the_source(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     api.compact(run, tmp_path / "archive")
@@ -153,6 +176,21 @@ def test_files_that_an_earlier_archive_holds_are_stored_once(tmp_path: Path) -> 
     subprocess.run(["rm", "-r", first], check=True)
     assert api.verify(second).is_good
     assert api.verify(second, against=run / tag_of(2)).is_good
+
+
+def test_without_links_everything_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Path, target: Path) -> None:
+        raise PermissionError(1, "Operation not permitted", str(target))
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    run = make_run(tmp_path / "run", steps=(1, 2, 3, 4, 5))
+    found = api.compact(run, tmp_path / "archive", delete=True)
+    assert [tag.action for tag in found.tags[:2]] == ["deleted", "deleted"]
+    assert found.tags[1].shared_bytes == 0
+    files = [path for path in (tmp_path / "archive").rglob("*") if path.is_file()]
+    assert {path.stat().st_nlink for path in files} == {1}
 
 
 def test_a_damaged_file_of_an_earlier_archive_is_not_taken(tmp_path: Path) -> None:

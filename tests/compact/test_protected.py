@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import streamshard as api
+from streamshard.operations.choosing import Run
 from streamshard.operations.run_directory import look_at
 from tests.compact.runs import ALL, FIRST, actions, age, make_run, tag_of, tags_in
 from tests.fabricated import load
@@ -74,12 +75,12 @@ def test_what_is_protected_while_it_is_looked_at_stays(
     """The rules are asked again after everything that takes long."""
     times = 0
 
-    def late(run_dir: Path) -> object:
+    def late(run_dir: Path, *before: Run) -> object:
         nonlocal times
         times += 1
         if times == 2:
             CHANGES[what][0](run)
-        return look_at(run_dir)
+        return look_at(run_dir, *before)
 
     monkeypatch.setattr("streamshard.operations.compacting.look_at", late)
     found = api.compact(run, archive, delete=True)
