@@ -1,4 +1,4 @@
-"""Has the system forget what it keeps in memory of files; a hint, where there is such a call."""
+"""Tells the system what of files to read soon, and what to forget: hints, where it takes them."""
 
 import os
 from pathlib import Path
@@ -11,6 +11,12 @@ LEAST_BYTES: Final = 1 << 16
 
 _BLOCK_BYTES: Final = 32 << 20
 """More than the system keeps as one: what only a part of is forgotten stays."""
+
+
+def read_ahead(descriptor: int, offset: int, nbytes: int) -> None:
+    """Begin to read a range, and do not wait for it."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
 
 def drop_behind(descriptor: int, end: int) -> None:

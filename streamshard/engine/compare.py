@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from streamshard.engine.cast import find_nans
 from streamshard.engine.files import SourceReader
-from streamshard.engine.window import RegionFiller
+from streamshard.engine.region import RegionFiller
 from streamshard.engine.work import Region
 
 Ints = NDArray[np.int64]

@@ -5,7 +5,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -85,6 +85,17 @@ class SourceReader:
         except OSError as error:
             message = f"{self._files[file].path}: cannot be read ({error.strerror})"
             raise SourceError(message) from error
+
+    def will_need(self, file: int, offset: int, nbytes: int) -> None:
+        """Have the system begin to read what will be asked for soon; a hint, which never fails.
+
+        Raises
+        ------
+        CorruptFileError
+            The file is not the one that the plan was made for.
+        """
+        with suppress(OSError):  # whoever reads it tries again, and says what is wrong
+            cache.read_ahead(self._descriptor(file), offset, nbytes)
 
     def _fill(self, file: int, offset: int, view: memoryview) -> None:
         decoder = self._decoders.get(file)

@@ -6,7 +6,7 @@ from itertools import pairwise
 from streamshard.engine.checksums import Crc32
 from streamshard.engine.digests import RunningDigest
 from streamshard.engine.files import Decoder, SourceReader
-from streamshard.engine.window import RegionFiller
+from streamshard.engine.region import RegionFiller
 from streamshard.engine.work import Region
 from streamshard.model import Digest, SourceFile
 

@@ -12,6 +12,7 @@ from streamshard.engine.durability import finish_writeback, start_writeback
 from streamshard.engine.files import SourceReader, write_all
 from streamshard.engine.journal import Written
 from streamshard.engine.patience import StoppedError, try_again
+from streamshard.engine.region import RegionFiller
 from streamshard.engine.work import Fixed, Region, Span
 from streamshard.reading import read_into
 
@@ -198,58 +199,3 @@ def _is_hole(view: memoryview) -> bool:
     if len(view) < _LEAST_HOLE_BYTES or any(view[:_LOOK_BYTES]):
         return False
     return not np.frombuffer(view, dtype=np.uint8).any()
-
-
-class RegionFiller:
-    """Delivers a region's bytes in order, in portions of any size that holds whole elements."""
-
-    def __init__(self, region: Region, reader: SourceReader, scratch: memoryview) -> None:
-        self._copies = region.copies
-        self._region = region
-        self._reader = reader
-        self._scratch = scratch
-        self._next = 0
-        """Copy that delivers next."""
-        self._used = 0
-        """Source bytes that it has delivered."""
-        self._at = 0
-
-    def fill(self, view: memoryview) -> None:
-        """Fill a view with the region's next bytes."""
-        region, copies, end, done = self._region, self._copies, self._at + len(view), 0
-        while done < len(view):
-            at = self._at + done
-            target = int(copies.target[self._next]) if self._next < len(copies) else end
-            if target >= end:
-                view[done:] = bytes(len(view) - done)
-                break
-            if target > at and not self._used:
-                view[done : done + target - at] = bytes(target - at)
-                done += target - at
-                continue
-            source_bytes = int(copies.nbytes[self._next])
-            wanted = (len(view) - done) // region.target_itemsize * region.source_itemsize
-            count = min(source_bytes - self._used, wanted)
-            done += self._deliver(count, view[done:])
-            self._used += count
-            if self._used == source_bytes:
-                self._next, self._used = self._next + 1, 0
-        self._at = end
-
-    def _deliver(self, count: int, view: memoryview) -> int:
-        """Read source bytes of the current copy into the front of a view; returns bytes filled."""
-        file = int(self._copies.file[self._next])
-        offset = int(self._copies.source[self._next]) + self._used
-        region = self._region
-        if region.cast is None:
-            self._reader.read_into(file, offset, view[:count])
-            return count
-        written = 0
-        step = len(self._scratch) - len(self._scratch) % region.source_itemsize
-        for start in range(0, count, step):
-            piece = self._scratch[: min(step, count - start)]
-            self._reader.read_into(file, offset + start, piece)
-            produced = len(piece) // region.source_itemsize * region.target_itemsize
-            region.cast(piece, view[written : written + produced])
-            written += produced
-        return written

@@ -26,6 +26,12 @@ class FakeReader(SourceReader):
         self.contents = contents
         self.calls: list[tuple[int, int, int]] = []
         """(file, offset, bytes) of each read."""
+        self.asked: list[tuple[int, int, int]] = []
+        """(file, offset, bytes) of each range that was asked for ahead."""
+
+    def will_need(self, file: int, offset: int, nbytes: int) -> None:
+        """Remember what was asked for."""
+        self.asked.append((file, offset, nbytes))
 
     def read_into(self, file: int, offset: int, view: memoryview) -> None:
         """Fill a view from memory."""

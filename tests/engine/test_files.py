@@ -106,6 +106,20 @@ def test_a_source_truncated_while_it_is_open_is_refused(tmp_path: Path) -> None:
     reader.close()
 
 
+def test_asking_ahead_reads_nothing_wrong_and_never_fails_where_reading_might(
+    tmp_path: Path,
+) -> None:
+    sources = on_disk(tmp_path, [DATA, DATA])
+    reader = reader_of(sources)
+    reader.will_need(0, 100, 10**9)
+    assert read(reader, 0, 0, 10) == DATA[:10]
+    sources[1].path.unlink()
+    reader.will_need(1, 0, 10)
+    with pytest.raises(SourceError, match="source-1: cannot be read"):
+        read(reader, 1, 0, 10)
+    reader.close()
+
+
 @pytest.mark.parametrize("change", ["shorter", "longer", "touched", "rewritten"])
 def test_a_source_changed_after_planning_is_refused(tmp_path: Path, change: str) -> None:
     (source,) = on_disk(tmp_path, [DATA])

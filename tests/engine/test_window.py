@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from streamshard.engine.cast import cast_between
 from streamshard.engine.checksums import Crc32
 from streamshard.engine.journal import Written
-from streamshard.engine.window import RegionFiller, Window, unwritten_bytes
+from streamshard.engine.region import RegionFiller
+from streamshard.engine.window import Window, unwritten_bytes
 from streamshard.engine.work import Fixed, Region, Span
 from tests.engine.fakes import FakeReader, Row, copies_of, expected, regions
 
