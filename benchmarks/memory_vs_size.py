@@ -4,10 +4,11 @@
     python -m benchmarks.memory_vs_size --sizes 10GB --cgroup 512MiB
 
 Peak resident memory above the floor, as the kernel counts it, of every verb that moves tensors.
-Each checkpoint is resharded once per verb and removed; three times its size is needed on the disk.
+Each checkpoint is resharded once per verb and removed; twice its size is needed on the disk.
 """
 
 import argparse
+import shutil
 import sys
 import tempfile
 from contextlib import AbstractContextManager, nullcontext
@@ -57,18 +58,21 @@ def measure_size(root: Path, nbytes: int, stage: int, enter: tuple[str, ...]) ->
     """Reshard a checkpoint of this size in all ways; returns the table's rows."""
     source, store, target = root / "source", root / "store.zarr", root / "target"
     made = fabricate(source, transformer(nbytes, stage=stage), stage=stage, world_size=FROM)
-    runs: dict[str, tuple[str | Path, ...]] = {
-        f"repartition {FROM} -> {TO}": ("repartition", source, target, "--world-size", str(TO)),
-        "convert --codec none": ("convert", source, store),
-        f"repartition store -> {TO}": (
-            *("repartition", store, target, "--world-size", str(TO), "--overwrite"),
-        ),
-        "verify --against": ("verify", target, "--against", store),
-    }
-    return [
-        _row(name, stage, made, succeed(*enter, *STREAMSHARD, *command, "--json").report)
-        for name, command in runs.items()
-    ]
+    to = ("--world-size", str(TO))
+    runs: tuple[tuple[str, tuple[str | Path, ...], Path | None], ...] = (
+        (f"repartition {FROM} -> {TO}", ("repartition", source, target, *to), None),
+        ("verify --against", ("verify", target, "--against", source), target),
+        ("convert --codec none", ("convert", source, store), source),
+        (f"repartition store -> {TO}", ("repartition", store, target, *to), None),
+        ("verify --against store", ("verify", target, "--against", store), None),
+    )
+    rows = []
+    for name, command, unneeded in runs:
+        done = succeed(*enter, *STREAMSHARD, *command, "--json")
+        rows.append(_row(name, stage, made, done.report))
+        if unneeded is not None:
+            shutil.rmtree(unneeded)
+    return rows
 
 
 def _row(name: str, stage: int, nbytes: int, report: dict[str, Any]) -> list[str]:

@@ -20,6 +20,7 @@ from streamshard.command_line import (
     reading_options,
     source_options,
 )
+from streamshard.completion import completion_script
 from streamshard.engine.throttle import yield_to_others
 from streamshard.errors import (
     IntegrityError,
@@ -119,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
         verify=_verify,
         inspect=_inspect,
         compact=_compact,
+        completion=_completion,
     )
 
 
@@ -228,6 +230,10 @@ def _compact(arguments: argparse.Namespace) -> None:
         for tag in found.problems:
             print(printable(f"streamshard: {tag.tag}: {tag.action}: {tag.reason}"), file=sys.stderr)
         raise SystemExit(found.exit_code)
+
+
+def _completion(arguments: argparse.Namespace) -> None:
+    print(completion_script(_parser(), arguments.shell))
 
 
 def _show(report: Report, arguments: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any, Final, TypeAlias
 
 from streamshard import sizes
+from streamshard.completion import SHELLS
 from streamshard.engine import memory
 from streamshard.errors import UsageError
 from streamshard.formats.zarr_documents import CODECS
@@ -31,6 +32,7 @@ def arguments_of(
     verify: Verb,
     inspect: Verb,
     compact: Verb,
+    completion: Verb,
 ) -> argparse.ArgumentParser:
     """Make the parser of the whole command line; `verb` of what it parses is what to run."""
     parser = argparse.ArgumentParser(
@@ -47,6 +49,7 @@ def arguments_of(
     _add_verify(verbs, verify)
     _add_inspect(verbs, inspect)
     _add_compact(verbs, compact)
+    _add_completion(verbs, completion)
     return parser
 
 
@@ -224,6 +227,19 @@ def _add_compact(verbs: Verbs, run: Verb) -> None:
     verb.add_argument(
         "-n", "--dry-run", action="store_true", help="say what would be done, and do nothing"
     )
+
+
+def _add_completion(verbs: Verbs, run: Verb) -> None:
+    summary = "print what teaches a shell to complete this command line"
+    example = "streamshard completion bash > ~/.local/share/bash-completion/completions/streamshard"
+    verb = verbs.add_parser(
+        "completion",
+        help=summary,
+        description=summary.capitalize() + ".",
+        epilog=f"Example: {example}",
+    )
+    verb.set_defaults(verb=run)
+    verb.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
 
 
 def _add_keeping_options(verb: argparse.ArgumentParser) -> None:

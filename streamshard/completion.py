@@ -1,0 +1,41 @@
+"""Completion of the command line by the shell."""
+
+import argparse
+from collections.abc import Iterator
+from typing import Final
+
+from streamshard.errors import UsageError
+
+SHELLS: Final = ("bash", "zsh", "fish", "tcsh")
+"""Shells that there is a script for."""
+
+_PATHS: Final = frozenset({"SRC", "OUT", "PATH", "STORE.zarr", "RUN_DIR", "ARCHIVE_DIR", "FILE"})
+"""Metavars of what names a file or a directory."""
+
+
+def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
+    """Spell the script that teaches a shell this command line.
+
+    Raises
+    ------
+    UsageError
+        The package that writes such scripts is not installed.
+    """
+    try:
+        import shtab
+    except ModuleNotFoundError as error:
+        message = "completion needs the package shtab: pip install 'streamshard[completion]'"
+        raise UsageError(message) from error
+    for action in _actions(parser):
+        if action.metavar in _PATHS:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+    return str(shtab.complete(parser, shell))
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for verb in action.choices.values():
+                yield from _actions(verb)
+        else:
+            yield action
