@@ -26,7 +26,8 @@ def demo(session: nox.Session) -> None:
 @nox.session(python=False)
 def tests(session: nox.Session) -> None:
     """Run the test suite; arguments after `--` go to pytest."""
-    run_shared(session, "-m", "pytest", *session.posargs, groups=["tests"], old_engines=True)
+    pytest = ("-m", "pytest", "-n", "auto", "--maxprocesses", "4", "--dist", "loadgroup")
+    run_shared(session, *pytest, *session.posargs, groups=["tests"], old_engines=True)
 
 
 @nox.session
