@@ -6,6 +6,8 @@ from streamshard.operations.compaction import CompactedTag, Compaction
 from streamshard.operations.convert import convert, plan_convert
 from streamshard.operations.export import export, plan_export
 from streamshard.operations.inspect import Inspection, inspect
+from streamshard.operations.lazy import LazyTensor
+from streamshard.operations.opening import OpenCheckpoint, Parameter, open
 from streamshard.operations.pickles import NamedGlobal, PickledFile, PickleListing, list_pickles
 from streamshard.operations.repartition import plan_repartition, repartition
 from streamshard.operations.report import Report
@@ -17,7 +19,10 @@ __all__ = [
     "Compaction",
     "Difference",
     "Inspection",
+    "LazyTensor",
     "NamedGlobal",
+    "OpenCheckpoint",
+    "Parameter",
     "PickleListing",
     "PickledFile",
     "Problem",
@@ -29,6 +34,7 @@ __all__ = [
     "export",
     "inspect",
     "list_pickles",
+    "open",
     "plan_convert",
     "plan_export",
     "plan_repartition",
