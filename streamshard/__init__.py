@@ -4,6 +4,8 @@ from streamshard.errors import StreamshardError
 from streamshard.operations.compact import compact
 from streamshard.operations.compaction import CompactedTag, Compaction
 from streamshard.operations.convert import convert, plan_convert
+from streamshard.operations.diff import diff
+from streamshard.operations.distances import DiffReport, Distance, StateDiff, TensorDiff
 from streamshard.operations.export import export, plan_export
 from streamshard.operations.inspect import Inspection, inspect
 from streamshard.operations.lazy import LazyTensor
@@ -17,7 +19,9 @@ from streamshard.operations.verify import verify
 __all__ = [
     "CompactedTag",
     "Compaction",
+    "DiffReport",
     "Difference",
+    "Distance",
     "Inspection",
     "LazyTensor",
     "NamedGlobal",
@@ -27,10 +31,13 @@ __all__ = [
     "PickledFile",
     "Problem",
     "Report",
+    "StateDiff",
     "StreamshardError",
+    "TensorDiff",
     "Verification",
     "compact",
     "convert",
+    "diff",
     "export",
     "inspect",
     "list_pickles",
