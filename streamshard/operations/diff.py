@@ -270,11 +270,11 @@ def _notes(pairs: Sequence[Pair]) -> Iterator[str]:
     widened = sum(pair.dtype == wider(pair.left.dtype, pair.right.dtype) for pair in mixed)
     if widened:
         yield (
-            f"{widened:,} tensors are of different dtypes: compared are their values, widened to a "
+            f"Tensors of different dtypes: {widened:,}. Compared are their values, widened to a "
             "dtype that holds both exactly."
         )
     if len(mixed) > widened:
         yield (
-            f"{len(mixed) - widened:,} module weights are kept by one side only: compared is the "
-            "cast of the other's master weights."
+            f"Module weights that one side does not keep: {len(mixed) - widened:,}. Compared is "
+            "the cast of its master weights."
         )

@@ -31,9 +31,9 @@ class Distance:
     mean_abs: float | None
     """Mean absolute difference."""
     relative_l2: float | None
-    """Norm of the difference, divided by that of the left side; None also where that is zero."""
+    """Norm of the difference, divided by that of the left side; None also where that alone is 0."""
     cosine: float | None
-    """Of the angle between both sides; None also where one of them is zero."""
+    """Of the angle between both sides; None also where either is zero."""
     nan: tuple[int, int]
     """Elements that are NaN on the left and on the right side."""
     inf: tuple[int, int]
