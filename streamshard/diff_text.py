@@ -12,6 +12,8 @@ _KINDS: Final = {"native": "DeepSpeed shards", "store": "Zarr store", "dumps": "
 _MOST_SHOWN: Final = 20
 """Tensors, and other differences, that are shown without being asked for all."""
 _HEAD: Final = ("elements", "changed", "relative L2", "max abs", "mean abs", "cosine")
+_NO_NUMBERS: Final = -2.0
+"""Less than any figure that is ranked; cosines are turned round."""
 
 ORDERS: Final[dict[str, Callable[[TensorDiff], float]]] = {
     "relative": lambda tensor: _rank(tensor, tensor.distance.relative_l2),
@@ -24,9 +26,11 @@ ORDERS: Final[dict[str, Callable[[TensorDiff], float]]] = {
 
 
 def _rank(tensor: TensorDiff, value: float | None) -> float:
-    """Rank what could not be told of numbers as largest, and what are no numbers last."""
-    if tensor.distance.max_abs is None:
+    """Rank what it cannot be told of first; at the end what are no numbers, then what is equal."""
+    if not tensor.distance.changed:
         return -math.inf
+    if tensor.distance.max_abs is None:
+        return _NO_NUMBERS
     return math.inf if value is None else value
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 import streamshard
 from streamshard import DiffReport, Distance, TensorDiff
 from streamshard.cli import main
-from streamshard.diff_text import diff_text
+from streamshard.diff_text import ORDERS, diff_text
 from streamshard.errors import IntegrityError, MemoryLimitError, UsageError
 from tests.fabricated import load, optimizer_file, save, write
 from tests.job import TAG, Job
@@ -379,6 +379,31 @@ def test_shares_are_not_rounded_to_nothing_or_all() -> None:
         text = diff_text(replace(report, tensors=(shown,)), sort="changed", verbose=False)
         assert f" {share} " in text
     assert text.endswith(" 0.250000")
+
+
+def test_models_of_other_parts_have_nothing_to_be_measured(tmp_path: Path) -> None:
+    one = write(Job(), tmp_path / "one")
+    other = write(Job(parts=2), tmp_path / "other")
+    found = streamshard.diff(one, other)
+    assert (found.tensors, found.is_equal) == ((), False)
+    text = diff_text(found, sort="relative", verbose=True)
+    assert "value: the model: 1 and 2 tensor or pipeline parallel parts" in text
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_cannot_be_told_comes_first_and_what_is_equal_last(order: str) -> None:
+    whole = Distance(4, 4, 1.0, 1.0, 1.0, 1.0, -1.0, (0, 0), (0, 0))
+    kinds = {
+        "zeros": replace(whole, changed=0, fraction_changed=0.0, max_abs=0.0, cosine=None),
+        "bytes": replace(whole, changed=1, fraction_changed=0.25, max_abs=None),
+        "turned": whole,
+        "gone": replace(whole, max_abs=2.0, mean_abs=2.0, relative_l2=None, cosine=None),
+    }
+    tensors = [TensorDiff(name, "fp32", ("float32",) * 2, (4,), d) for name, d in kinds.items()]
+    names = [t.name for t in sorted(tensors, key=ORDERS[order], reverse=True)]
+    assert sorted(names[:2]) == ["gone", "turned"]
+    assert names[2:] == ["bytes", "zeros"]
+    assert order == "changed" or names[0] == "gone"
 
 
 def test_the_most_changed_come_first(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ Values are held against the whole tensors of the job, and indices against NumPy'
 """
 
 import copy
+import gc
 import os
 import re
 import sys
@@ -112,6 +113,8 @@ def test_what_there_is_and_in_which_order(made: Callable[[str], Path]) -> None:
         with pytest.raises(KeyError, match="no parameter or buffer 'cub'; near it: cube"):
             _ = ckpt["cub"]
         assert "cub" not in ckpt
+        assert {"fp32", "exp_avg", "states", "name"} <= set(dir(ckpt["w"]))
+        assert ckpt._ipython_key_completions_() == list(ckpt)
         assert copy.copy(ckpt["f"]).module.shape == (3,)
     assert repr(ckpt).endswith("10 names, closed>")
 
@@ -297,6 +300,12 @@ def test_a_notebook_of_many_ranks_keeps_few_files_open(tmp_path: Path) -> None:
         assert open_files() - before <= 64
         ckpt.close()
         assert open_files() == before
+    forgotten = streamshard.open(run)
+    forgotten["w"].fp32[...]
+    assert open_files() > before
+    del forgotten
+    gc.collect()
+    assert open_files() == before
 
 
 def test_threads_read_the_same(made: Callable[[str], Path]) -> None:

@@ -1,6 +1,7 @@
 """Tensors of an opened checkpoint that are read when they are indexed."""
 
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -38,21 +39,21 @@ class Reading:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._reader: SourceReader | None = SourceReader(source.files, source.decoders)
+        self._reader = SourceReader(source.files, source.decoders)
         self._lock = threading.Lock()
         self._scratch = memoryview(b"")
+        # Notebooks forget to close what they open.
+        self._close = weakref.finalize(self, self._reader.close)
 
     @property
     def is_open(self) -> bool:
         """Whether it can still be read from."""
-        return self._reader is not None
+        return self._close.alive
 
     def close(self) -> None:
         """Close all files."""
         with self._lock:
-            if self._reader is not None:
-                self._reader.close()
-            self._reader, self._scratch = None, memoryview(b"")
+            self._close()
 
     def fill(self, out: Array, tensor: int, start: int, cast: Cast | None) -> None:
         """Fill an array, which lies in one piece, with elements of a tensor from `start` on.
@@ -68,7 +69,7 @@ class Reading:
         """
         region = self._region(out, tensor, start, cast)
         with self._lock:
-            if self._reader is None:
+            if not self.is_open:
                 message = f"{self._source.path}: has been closed; read inside the 'with' block"
                 raise UsageError(message)
             if cast is not None and not len(self._scratch):

@@ -49,6 +49,10 @@ class Parameter:
             raise AttributeError(message + ", ".join(self.tensors), name=name, obj=self)
         return self.tensors[name]
 
+    def __dir__(self) -> list[str]:
+        """List attributes, those of this parameter among them: notebooks complete them."""
+        return sorted({*object.__dir__(self), *self.tensors})
+
     def __repr__(self) -> str:
         """Say what there is of it, reading nothing."""
         held = ", ".join(f"{state} {tensor.dtype}" for state, tensor in self.tensors.items())
@@ -128,6 +132,10 @@ class OpenCheckpoint(Mapping[str, Parameter]):
         state = "" if self._reading.is_open else ", closed"
         what = f"{self.tag}, ZeRO stage {self.zero_stage}, world size {self.world_size}"
         return f"<OpenCheckpoint {str(self._source.path)!r}: {what}, {len(self):,} names{state}>"
+
+    def _ipython_key_completions_(self) -> list[str]:
+        """List the names for notebooks to complete."""
+        return list(self._held)
 
     @cached_property
     def inspection(self) -> Inspection:

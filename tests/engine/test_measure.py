@@ -129,8 +129,10 @@ def test_the_statistics_are_numpys(
         assert distance.max_abs == np.abs(b - a).max()
         assert distance.mean_abs == pytest.approx(np.abs(b - a).mean(), rel=1e-12, abs=0)
         norms = np.linalg.norm(a), np.linalg.norm(b), np.linalg.norm(b - a)
-        wanted = norms[2] / norms[0] if norms[0] else None if norms[2] else 0.0
-        assert distance.relative_l2 == pytest.approx(wanted, rel=1e-12, abs=0)
+        if norms[0]:
+            assert distance.relative_l2 == pytest.approx(norms[2] / norms[0], rel=1e-12, abs=0)
+        else:
+            assert distance.relative_l2 == (None if norms[2] else 0.0)
         if norms[0] and norms[1]:
             cosine = float(a @ b) / (norms[0] * norms[1])
             assert distance.cosine == pytest.approx(cosine, rel=0, abs=1e-12)
