@@ -21,7 +21,11 @@ import streamshard
 from streamshard import DiffReport, Distance, TensorDiff
 from streamshard.cli import main
 from streamshard.diff_text import ORDERS, diff_text
+from streamshard.engine.measure import BLOCK_NUMEL
 from streamshard.errors import IntegrityError, MemoryLimitError, UsageError
+from streamshard.operations import pair_runs
+from streamshard.operations.pairing import pair_up
+from streamshard.operations.source import open_source
 from tests.fabricated import load, optimizer_file, save, write
 from tests.job import TAG, Job
 from tests.test_families import JOBS
@@ -129,7 +133,7 @@ def require_near(distance: Distance, one: NDArray[Any], other: NDArray[Any]) -> 
 
 @pytest.mark.parametrize("form", ["-3", "-1", "-none", "-zstd", "-lz4"])
 def test_the_figures_do_not_depend_on_formats_workers_and_windows(
-    places: Mapping[str, Path], form: str
+    places: Mapping[str, Path], form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = streamshard.diff(places["a"], places["b"], workers=1)
     known = by_name(reference)
@@ -137,12 +141,38 @@ def test_the_figures_do_not_depend_on_formats_workers_and_windows(
         ("a" + form, "b", partial(streamshard.diff, workers=3)),
         ("a", "b" + form, with_smallest_windows),
         ("a" + form, "b" + form, streamshard.diff),
+        ("a" + form, "b", partial(with_many_parts, monkeypatch)),
     ):
         found = run(places[left], places[right])
         for name, tensor in by_name(found).items():
             if not name.startswith("module/"):  # of which stage 3 keeps few
                 assert tensor == known[name]
         assert found.states[:3] == reference.states[:3]
+
+
+def with_many_parts(monkeypatch: pytest.MonkeyPatch, left: Path, right: Path) -> DiffReport:
+    """Share the tensors out in parts of about a block, as very large ones are in larger parts."""
+    with monkeypatch.context() as smaller:
+        smaller.setattr(pair_runs, "_RUN_BYTES", 100_000)
+        return streamshard.diff(left, right, workers=2)
+
+
+def test_parts_begin_where_blocks_do(
+    places: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair_runs, "_RUN_BYTES", 100_000)
+    for form in ("-3", "-none", "-zstd", "-lz4"):
+        left, right = open_source(places["a" + form]), open_source(places["b"])
+        pairs = pair_up(left, right).pairs
+        runs = pair_runs.Runs(left, right, pairs, block_numel=BLOCK_NUMEL)
+        parts = [part for run in runs for part in run]
+        for number, pair in enumerate(runs.pairs):
+            held = [(part.start, part.stop) for part in parts if part.number == number]
+            assert [start for start, _ in held[1:]] == [stop for _, stop in held[:-1]]
+            assert (held[0][0], held[-1][1]) == (0, pair.numel) if held else not pair.numel
+            assert all(start % BLOCK_NUMEL == 0 for start, _ in held)
+        # Of larger chunks a part has at least four, and so all of a tensor.
+        assert form == "-zstd" or max(part.start for part in parts) > 0
 
 
 def with_smallest_windows(left: Path, right: Path) -> DiffReport:

@@ -18,8 +18,8 @@ from streamshard.model import ITEMSIZE
 
 Floats = NDArray[np.float64]
 
-BLOCK_NUMEL: Final = 1 << 14
-"""Elements that are summed up together: as float64, three times as many fit the caches."""
+BLOCK_NUMEL: Final = 1 << 15
+"""Elements that are summed up together: as float64, three times as many about fit the caches."""
 SUMS: Final = ("difference", "squared_difference", "squared_left", "squared_right", "product")
 """What is summed over elements that are finite on both sides; the difference by its absolute."""
 COUNTS: Final = ("changed", "nan_left", "nan_right", "inf_left", "inf_right", "finite")
@@ -114,9 +114,11 @@ class Measurer:
         """Yield as many blocks as fit a window: (part, bytes)."""
         held: list[tuple[int, int]] = []
         room = len(self._windows[0])
+        # Of what is too long for the smallest windows nothing is summed.
+        block = min(BLOCK_NUMEL, room // itemsize)
         for part, numel in enumerate(numels):
-            for start in range(0, numel, BLOCK_NUMEL):
-                size = min(BLOCK_NUMEL, numel - start) * itemsize
+            for start in range(0, numel, block):
+                size = min(block, numel - start) * itemsize
                 if size > room:
                     yield held
                     held, room = [], len(self._windows[0])

@@ -55,7 +55,7 @@ def diff(
     """Measure how far the tensors of a checkpoint are from those of another; changes nothing.
 
     Both are run directories with `latest`, tag directories, stores, or templates of raw per-rank
-    dumps. Sums are taken in float64 over blocks of 16,384 elements, and then from block to block:
+    dumps. Sums are taken in float64 over blocks of 32,768 elements, and then from block to block:
     the result depends on the values alone, not on formats, workers or memory, and is off by less
     than 1e-10 of the sum of the absolute values, for up to 10^10 elements. What is compared besides
     tensors is what `verify` compares.
