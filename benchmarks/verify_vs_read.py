@@ -48,6 +48,7 @@ def measure_all(root: Path, nbytes: int, runs: int) -> list[list[str]]:
         _row("verify shards", [source], ("verify", source), runs),
         _row("verify store", [store], ("verify", store), runs),
         _row("verify --against", [target, store], ("verify", target, "--against", store), runs),
+        _row("diff, equal", [target, store], ("diff", target, store), runs),
     ]
 
 

@@ -4,8 +4,12 @@ from streamshard.errors import StreamshardError
 from streamshard.operations.compact import compact
 from streamshard.operations.compaction import CompactedTag, Compaction
 from streamshard.operations.convert import convert, plan_convert
+from streamshard.operations.diff import diff
+from streamshard.operations.distances import DiffReport, Distance, StateDiff, TensorDiff
 from streamshard.operations.export import export, plan_export
 from streamshard.operations.inspect import Inspection, inspect
+from streamshard.operations.lazy import LazyTensor
+from streamshard.operations.opening import OpenCheckpoint, Parameter, open
 from streamshard.operations.pickles import NamedGlobal, PickledFile, PickleListing, list_pickles
 from streamshard.operations.repartition import plan_repartition, repartition
 from streamshard.operations.report import Report
@@ -15,20 +19,29 @@ from streamshard.operations.verify import verify
 __all__ = [
     "CompactedTag",
     "Compaction",
+    "DiffReport",
     "Difference",
+    "Distance",
     "Inspection",
+    "LazyTensor",
     "NamedGlobal",
+    "OpenCheckpoint",
+    "Parameter",
     "PickleListing",
     "PickledFile",
     "Problem",
     "Report",
+    "StateDiff",
     "StreamshardError",
+    "TensorDiff",
     "Verification",
     "compact",
     "convert",
+    "diff",
     "export",
     "inspect",
     "list_pickles",
+    "open",
     "plan_convert",
     "plan_export",
     "plan_repartition",

@@ -21,6 +21,7 @@ from streamshard.command_line import (
     source_options,
 )
 from streamshard.completion import completion_script
+from streamshard.diff_text import diff_text, difference_text
 from streamshard.engine.throttle import yield_to_others
 from streamshard.errors import (
     IntegrityError,
@@ -29,7 +30,16 @@ from streamshard.errors import (
     TargetLockedError,
     UsageError,
 )
-from streamshard.operations import compact, convert, export, inspect, pickles, repartition, verify
+from streamshard.operations import (
+    compact,
+    convert,
+    diff,
+    export,
+    inspect,
+    pickles,
+    repartition,
+    verify,
+)
 from streamshard.operations.report import Progress, Report, Silent
 from streamshard.tables import (
     compaction_text,
@@ -118,6 +128,7 @@ def _parser() -> argparse.ArgumentParser:
         convert=_convert,
         export=_export,
         verify=_verify,
+        diff=_diff,
         inspect=_inspect,
         compact=_compact,
         completion=_completion,
@@ -182,6 +193,24 @@ def _verify(arguments: argparse.Namespace) -> None:
     if not found.is_good:
         sys.stdout.flush()
         raise IntegrityError(findings_text(found, verbose=arguments.quiet))
+
+
+def _diff(arguments: argparse.Namespace) -> None:
+    found = diff.diff(
+        arguments.source,
+        arguments.other,
+        params=arguments.param,
+        against_tag=arguments.against_tag,
+        progress=_progress(arguments),
+        **reading_options(arguments),
+    )
+    if arguments.json:
+        print(json.dumps(asdict(found), indent=2))
+    elif not arguments.quiet:
+        print(printable(diff_text(found, sort=arguments.sort, verbose=arguments.verbose)))
+    if not found.is_equal:
+        sys.stdout.flush()
+        raise IntegrityError(difference_text(found))
 
 
 def _inspect(arguments: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Final, TypeAlias
 
 from streamshard import sizes
 from streamshard.completion import SHELLS
+from streamshard.diff_text import ORDERS
 from streamshard.engine import memory
 from streamshard.errors import UsageError
 from streamshard.formats.zarr_documents import CODECS
@@ -30,6 +31,7 @@ def arguments_of(
     convert: Verb,
     export: Verb,
     verify: Verb,
+    diff: Verb,
     inspect: Verb,
     compact: Verb,
     completion: Verb,
@@ -39,7 +41,8 @@ def arguments_of(
         prog="streamshard",
         description="Reshard DeepSpeed ZeRO checkpoints to another number of GPUs.",
         epilog="Exit codes: 0 done, 2 usage, 3 source unreadable or incomplete, 4 target, "
-        "5 memory limit too small, 6 bytes differ from what was recorded or verify found problems, "
+        "5 memory limit too small, 6 bytes differ from what was recorded, verify found problems or "
+        "diff differences, "
         "130 interrupted, 143 terminated.",
     )
     verbs = parser.add_subparsers(required=True, metavar="VERB")
@@ -47,6 +50,7 @@ def arguments_of(
     _add_convert(verbs, convert)
     _add_export(verbs, export)
     _add_verify(verbs, verify)
+    _add_diff(verbs, diff)
     _add_inspect(verbs, inspect)
     _add_compact(verbs, compact)
     _add_completion(verbs, completion)
@@ -171,6 +175,36 @@ def _add_verify(verbs: Verbs, run: Verb) -> None:
         "--digests",
         action="store_true",
         help="list the digest of every tensor, which does not depend on how it is cut",
+    )
+    _add_reading_options(verb)
+
+
+def _add_diff(verbs: Verbs, run: Verb) -> None:
+    verb = _add(
+        verbs,
+        "diff",
+        run,
+        "say how different two checkpoints are, tensor by tensor",
+        "streamshard diff runs/7b/global_step1000 runs/7b/global_step2000 --param 'layers.0.*'",
+    )
+    verb.add_argument("source", metavar="A", help=_SOURCE_HELP)
+    verb.add_argument("other", metavar="B", help="another one, of any format, stage and world size")
+    verb.add_argument(
+        "--param",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="compare nothing but tensors of such names: 'layers.0.*' [all, and all else]",
+    )
+    verb.add_argument(
+        "--sort",
+        choices=(*ORDERS, "name"),
+        default="relative",
+        help="the most changed first by relative L2, by the largest or mean difference, by cosine, "
+        "by elements changed; or in the checkpoint's order [relative]",
+    )
+    verb.add_argument(
+        "--against-tag", metavar="TAG", help="tag to read of B [the one that 'latest' names]"
     )
     _add_reading_options(verb)
 

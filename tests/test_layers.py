@@ -15,6 +15,7 @@ FLOORS: dict[str, int] = {
     "plan": 1, "engine": 1, "formats": 1,
     "operations": 2,
     "": 3, "__main__": 3, "cli": 3, "command_line": 3, "completion": 3, "tables": 3,
+    "diff_text": 3,
 }  # fmt: skip
 """Floor of every room and of every module beside them; the package itself has the empty name."""
 DEMO = "demo"
@@ -151,6 +152,7 @@ def test_nothing_imports_a_room_for_a_name() -> None:
 
 def test_plan_runs_with_the_disk_unplugged() -> None:
     allowed = {"numpy", "math", "collections", "dataclasses", "typing", "itertools", "streamshard"}
+    allowed |= {"operator", "types"}
     for module, path in MODULES.items():
         if room(module) == "plan":
             tops = {name.partition(".")[0] for name in imports(path, MODULES)}
@@ -164,7 +166,9 @@ def test_no_room_imports_torch_or_deepspeed_and_the_demo_little_else() -> None:
             ours = {"streamshard", "torch", "deepspeed"}
             assert {top for top in tops - ours if not _is_standard(top)} == set(), module
         else:
-            assert not tops & {"torch", "deepspeed"}, module
+            # One method hands out torch's tensors, and looks for torch only when it is called.
+            lent = {"torch"} if module == "streamshard.operations.lazy" else set()
+            assert tops & {"torch", "deepspeed"} == lent, module
 
 
 def _is_standard(name: str) -> bool:

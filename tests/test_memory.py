@@ -179,6 +179,12 @@ def test_verify(source: Source, place: Path, codec: str) -> None:
         report = require_kept_contract(done, limit)
         assert (report["problems"], report["differences"]) == ([], [])
         assert report["bytes_read"] > 0.9 * LARGE
+    for path in (store, out):
+        limited = ("--memory-limit", str(limit), "--json")
+        done = measure(*STREAMSHARD, "diff", path, source.path, *limited)
+        report = require_kept_contract(done, limit)
+        assert not any(tensor["distance"]["changed"] for tensor in report["tensors"])
+        assert report["bytes_read"] > 0.9 * LARGE
 
 
 def test_verify_of_what_differs_everywhere(source: Source, place: Path) -> None:
@@ -199,6 +205,11 @@ def test_verify_of_what_differs_everywhere(source: Source, place: Path) -> None:
         assert report["peak_bytes"] <= report["projected_bytes"]
         assert done.peak_bytes <= report["projected_bytes"]
         assert len(report[found]) > 3
+    done = measure(*STREAMSHARD, "diff", other, source.path, *limited)
+    assert done.exit_code == 6
+    assert done.peak_bytes <= done.report["projected_bytes"]
+    changed = [tensor for tensor in done.report["tensors"] if tensor["distance"]["changed"]]
+    assert len(changed) > 3
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -24,26 +24,37 @@ ROOT = Path(streamshard.__file__).parent.parent
 SURFACE = [
     "CompactedTag",
     "Compaction",
+    "DiffReport",
     "Difference",
+    "Distance",
     "Inspection",
+    "LazyTensor",
     "NamedGlobal",
+    "OpenCheckpoint",
+    "Parameter",
     "PickleListing",
     "PickledFile",
     "Problem",
     "Report",
+    "StateDiff",
     "StreamshardError",
+    "TensorDiff",
     "Verification",
     "compact",
     "convert",
+    "diff",
     "export",
     "inspect",
     "list_pickles",
+    "open",
     "plan_convert",
     "plan_export",
     "plan_repartition",
     "repartition",
     "verify",
 ]
+ONE_SOURCE = ("inspect", "list_pickles", "open", "verify")
+"""Functions that take nothing else by position; others take a target, or a second source."""
 
 
 def test_the_surface_is_pinned() -> None:
@@ -67,7 +78,7 @@ def test_everything_public_is_documented_and_takes_options_by_keyword(name: str)
     if inspection.isfunction(value):
         kinds = [p.kind for p in inspection.signature(value).parameters.values()]
         by_position = kinds.count(inspection.Parameter.POSITIONAL_OR_KEYWORD)
-        assert by_position == (1 if name in ("inspect", "list_pickles", "verify") else 2)
+        assert by_position == (1 if name in ONE_SOURCE else 2)
         assert kinds[by_position:] == [inspection.Parameter.KEYWORD_ONLY] * len(kinds[by_position:])
 
 
@@ -153,6 +164,8 @@ for source in ("run", "x.zarr"):
         )
     assert streamshard.verify(f"{root}/{source}").is_good
     assert not streamshard.list_pickles(f"{root}/{source}").problems
+    with streamshard.open(f"{root}/{source}") as ckpt:
+        assert ckpt["embed.weight"].fp32[2:5].shape == (3, 4)
 assert streamshard.cli.main(["inspect", f"{root}/run", "--json"]) == 0
 """
 

@@ -103,6 +103,49 @@ def cast_between(source: str, target: str) -> Cast | None:
     return _CASTS[source, target]
 
 
+def _to_float64(source: str) -> Cast:
+    def cast(view: memoryview, into: memoryview) -> None:
+        with np.errstate(invalid="ignore"):
+            np.frombuffer(into, dtype=np.float64)[:] = np.frombuffer(view, dtype=source)
+
+    return cast
+
+
+def _bfloat16_to_float64(source: memoryview, target: memoryview) -> None:
+    bits = np.frombuffer(source, dtype=np.uint16).astype(np.uint32) << 16
+    with np.errstate(invalid="ignore"):
+        np.frombuffer(target, dtype=np.float64)[:] = bits.view(np.float32)
+
+
+_WIDENINGS: Final[dict[tuple[str, str], Cast]] = {
+    ("bfloat16", "float32"): _bfloat16_to_float32,
+    ("float16", "float32"): _float16_to_float32,
+    ("bfloat16", "float64"): _bfloat16_to_float64,
+    ("float16", "float64"): _to_float64("float16"),
+    ("float32", "float64"): _to_float64("float32"),
+}
+"""Conversions that change no value."""
+
+
+def wider(one: str, other: str) -> str | None:
+    """Return the dtype that holds every value of both, and to which they can be widened, if any.
+
+    >>> wider("bfloat16", "float16")
+    'float32'
+    >>> wider("int32", "float32") is None
+    True
+    """
+    for dtype in (one, other, "float32", "float64"):
+        if all(held == dtype or (held, dtype) in _WIDENINGS for held in (one, other)):
+            return dtype
+    return None
+
+
+def comparing_cast(source: str, target: str) -> Cast | None:
+    """Find what brings elements to the dtype that they are compared in; see `cast_between`."""
+    return _WIDENINGS.get((source, target)) or cast_between(source, target)
+
+
 _INFINITY: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {
     "float64": (np.uint64, 0x7FF0000000000000),
     "float32": (np.uint32, 0x7F800000),

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from streamshard.engine.cast import cast_between
+from streamshard.engine.cast import cast_between, wider
 from streamshard.errors import UnsupportedError
 from streamshard.formats import frameworks, training_state
 from streamshard.formats.checkpoint import Checkpoint, Family
@@ -47,6 +47,8 @@ class Pair:
     """What both are to be compared as: the dtype of at least one."""
     itemsize: int
     """Bytes by which differences are counted."""
+    tensor: LogicalTensor | None = None
+    """What is compared, as the left side has it; None for a place in the training state."""
 
     @property
     def nbytes(self) -> int:
@@ -58,6 +60,8 @@ class Pair:
 class Pairing:
     """What belongs together, and what was found to differ without reading tensors."""
 
+    by_value: bool = False
+    """Whether floats of different dtypes are to be compared too."""
     pairs: list[Pair] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -66,20 +70,31 @@ class Pairing:
     blob_budget: int = 0
     """Bytes of them that may still be paired."""
     is_spent: bool = False
+    tensors: dict[str, LogicalTensor] = field(default_factory=dict)
+    """What differences are about, by their names, where that is a tensor."""
     _paired: set[tuple[Half, Half]] = field(default_factory=set)
 
     def differ(self, kind: str, name: str, message: str) -> None:
         """Add a difference."""
         self.differences.append(Difference(kind, name, f"{name}: {message}"))
 
-    def add(self, name: str, left: Half, right: Half, numel: int, dtype: str) -> None:
+    def differ_in(self, kind: str, tensor: LogicalTensor, message: str) -> None:
+        """Add a difference of a whole tensor."""
+        path = array_path(tensor)
+        self.tensors[path] = tensor
+        self.differ(kind, path, message)
+
+    def add(self, tensor: LogicalTensor, left: Half, right: Half, dtype: str) -> None:
         """Add whole tensors, once even where they are tied and have several names."""
         if (left, right) not in self._paired:
             self._paired.add((left, right))
-            self.pairs.append(Pair(name, left, right, numel, dtype, ITEMSIZE[dtype]))
+            path, size = array_path(tensor), ITEMSIZE[dtype]
+            self.pairs.append(Pair(path, left, right, tensor.numel, dtype, size, tensor))
 
 
-def pair_up(left: Source, right: Source, *, converted: bool = False) -> Pairing:
+def pair_up(
+    left: Source, right: Source, *, converted: bool = False, by_value: bool = False
+) -> Pairing:
     """Pair the tensors of two checkpoints, and compare everything else.
 
     Module weights that one side does not keep, as in stage 3, are casts of its master weights, and
@@ -90,8 +105,11 @@ def pair_up(left: Source, right: Source, *, converted: bool = False) -> Pairing:
     converted
         Whether the left side was made of the right one by a change of the module's dtype. Then
         its weights are compared with casts of the right side's, not found to be of another dtype.
+    by_value
+        Whether floats of different dtypes, besides being found to differ, are to be compared as the
+        dtype that holds the values of both.
     """
-    found = Pairing()
+    found = Pairing(by_value=by_value)
     one, other = left.checkpoint, right.checkpoint
     if len(one.families) != len(other.families):
         message = f"{len(one.families)} and {len(other.families)} tensor or pipeline parallel parts"
@@ -131,7 +149,7 @@ def _pair_states(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
         if tensor.shape == twin.shape or (flat_ok and is_flat):
             _pair_same(found, tensor, Half(index, tensor.dtype), Half(twin_index, twin.dtype))
         else:
-            found.differ("shape", array_path(tensor), f"{tensor.shape} here, {twin.shape} there")
+            found.differ_in("shape", tensor, f"{tensor.shape} here, {twin.shape} there")
 
 
 def _own_states(
@@ -145,14 +163,15 @@ def _own_states(
 
 def _only(found: Pairing, tensor: LogicalTensor, *, is_left: bool) -> None:
     kind, place = ("extra", "here only") if is_left else ("missing", "there only")
-    found.differ(kind, array_path(tensor), place)
+    found.differ_in(kind, tensor, place)
 
 
 def _pair_same(found: Pairing, tensor: LogicalTensor, left: Half, right: Half) -> None:
     if left.dtype != right.dtype:
-        found.differ("dtype", array_path(tensor), f"{left.dtype} here, {right.dtype} there")
-    else:
-        found.add(array_path(tensor), left, right, tensor.numel, left.dtype)
+        found.differ_in("dtype", tensor, f"{left.dtype} here, {right.dtype} there")
+    dtype = wider(left.dtype, right.dtype) if found.by_value else left.dtype
+    if dtype is not None and (found.by_value or left.dtype == right.dtype):
+        found.add(tensor, left, right, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +215,14 @@ class _ModulePairing:
             if mine is None or theirs is None:
                 _only(self._found, tensor, is_left=mine is not None)
             elif mine.shape != theirs.shape:
-                path = array_path(tensor)
-                self._found.differ("shape", path, f"{mine.shape} here, {theirs.shape} there")
+                message = f"{mine.shape} here, {theirs.shape} there"
+                self._found.differ_in("shape", tensor, message)
             elif mine.dtype != theirs.dtype and not self._converted:
-                path = array_path(tensor)
-                self._found.differ("dtype", path, f"{mine.dtype} here, {theirs.dtype} there")
+                if mine.is_cast or theirs.is_cast:  # then the masters tell how they differ
+                    message = f"{mine.dtype} here, {theirs.dtype} there"
+                    self._found.differ_in("dtype", tensor, message)
+                else:
+                    _pair_same(self._found, tensor, mine.half, theirs.half)
             else:
                 self._pair(tensor, mine, theirs)
 
@@ -217,9 +239,9 @@ class _ModulePairing:
             try:
                 cast_between(half.dtype, dtype)
             except UnsupportedError as error:
-                self._found.differ("dtype", array_path(tensor), str(error))
+                self._found.differ_in("dtype", tensor, str(error))
                 return
-        self._found.add(array_path(tensor), mine.half, right, tensor.numel, dtype)
+        self._found.add(tensor, mine.half, right, dtype)
 
 
 def _weights(checkpoint: Checkpoint, family: Family) -> Iterator[tuple[str, _Weight]]:
@@ -281,9 +303,9 @@ def _pair_files(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
         halves = Half(mine[now], "uint8"), Half(theirs[path], "uint8")
         if one.tensors[mine[now]].nbytes != tensor.nbytes:
             message = f"{one.tensors[mine[now]].nbytes} bytes here, {tensor.nbytes} there"
-            found.differ("shape", array_path(tensor), message)
+            found.differ_in("shape", tensor, message)
         else:
-            found.add(array_path(tensor), *halves, tensor.numel, "uint8")
+            found.add(tensor, *halves, "uint8")
     for path in mine.keys() - set(moved.values()) - {*here.new_steps}:
         if path in there.paths:
             _only(found, one.tensors[mine[path]], is_left=True)

@@ -82,7 +82,7 @@ def test_a_bar_on_a_terminal_and_none_off_it(saved: Callable[[int], Path], tmp_p
 
 
 def test_help_teaches_by_example() -> None:
-    for verb in ("repartition", "convert", "verify", "inspect"):
+    for verb in ("repartition", "convert", "verify", "diff", "inspect"):
         done = streamshard(verb, "--help")
         assert done.code == 0
         assert f"Example: streamshard {verb}" in done.out

@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from streamshard.engine.cast import cast_between, counting_overflow, find_nans
+from streamshard.engine.cast import (
+    cast_between,
+    comparing_cast,
+    counting_overflow,
+    find_nans,
+    wider,
+)
 from streamshard.errors import UnsupportedError
 
 Bits = NDArray[Any]
@@ -207,3 +213,24 @@ def test_counting_changes_no_bit_at_any_length(numel: int) -> None:
     assert found == wanted
     tensor = torch.from_numpy(bits.view(np.float32))
     assert sum(counts) == int((tensor.half().isinf() & ~tensor.isinf()).sum())
+
+
+@pytest.mark.parametrize("target", ["float32", "float64"])
+@pytest.mark.parametrize("source", ["bfloat16", "float16"])
+def test_widening_changes_no_value(source: str, target: str) -> None:
+    every = np.arange(1 << 16, dtype=np.uint16)
+    cast = comparing_cast(source, target)
+    assert cast is not None
+    found = np.empty(len(every), dtype=target)
+    cast(memoryview(every.tobytes()), memoryview(found.view(np.uint8)))  # type: ignore[arg-type]
+    wanted = torch.from_numpy(every.view(np.int16)).view(TORCH[source])
+    np.testing.assert_array_equal(found, wanted.to(getattr(torch, target)).numpy())
+    assert np.signbit(found[0x8000])
+
+
+def test_the_wider_dtype_holds_both() -> None:
+    assert wider("float32", "float32") == wider("bfloat16", "float32") == "float32"
+    assert wider("float64", "bfloat16") == "float64"
+    assert wider("float16", "bfloat16") == "float32"
+    assert wider("int64", "int64") == "int64"
+    assert wider("int64", "int32") is wider("bool", "float32") is None

@@ -1,0 +1,88 @@
+"""Which elements an index such as `tensor[10:20, ..., 3]` asks for, by NumPy's rules."""
+
+import math
+from dataclasses import dataclass
+from operator import index
+from types import EllipsisType
+from typing import Any, Final, SupportsIndex
+
+Key = SupportsIndex | slice | EllipsisType | tuple[SupportsIndex | slice | EllipsisType, ...]
+"""What a tensor can be indexed with."""
+
+_NO_INDEX: Final = (
+    "indices are integers, slices and '...', not {}: read more than is needed, and index the array"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """What is taken of one dimension: `count` indices from `start` on, `step` apart."""
+
+    start: int
+    step: int
+    """Positive: what a negative step asks for is taken in ascending order, then turned round."""
+    count: int
+    is_turned: bool = False
+    is_dropped: bool = False
+    """Whether it is one index, which leaves no dimension behind."""
+
+
+def select(key: Key, shape: tuple[int, ...]) -> tuple[Axis, ...]:
+    """Say what an index takes of every dimension of a shape.
+
+    Raises
+    ------
+    IndexError
+        It is out of range, or has more dimensions than the shape.
+    TypeError
+        It is neither integers nor slices: no masks, no lists of indices, no new dimensions.
+    """
+    keys: tuple[Any, ...] = key if isinstance(key, tuple) else (key,)
+    dots = [place for place, part in enumerate(keys) if part is ...]
+    if len(dots) > 1:
+        raise IndexError("an index can have one ellipsis ('...') only")
+    given = len(keys) - len(dots)
+    if given > len(shape):
+        raise IndexError(f"{given} indices for {len(shape)} dimensions, shape {shape}")
+    at = dots[0] if dots else len(keys)
+    rest = (slice(None),) * (len(shape) - given)
+    whole = (*keys[:at], *rest, *keys[at + len(dots) :])
+    return tuple(
+        _axis(part, numel, dimension)
+        for dimension, (part, numel) in enumerate(zip(whole, shape, strict=True))
+    )
+
+
+def _axis(part: Any, numel: int, dimension: int) -> Axis:  # noqa: ANN401
+    if isinstance(part, slice):
+        start, stop, step = part.indices(numel)
+        count = len(range(start, stop, step))
+        if step > 0:
+            return Axis(start, step, count)
+        return Axis(start + max(0, count - 1) * step, -step, count, is_turned=True)
+    try:
+        number = index(part)
+    except TypeError as error:
+        raise TypeError(_NO_INDEX.format(type(part).__name__)) from error
+    if isinstance(part, bool):  # an integer to Python, a mask to NumPy
+        raise TypeError(_NO_INDEX.format("bool"))
+    if not -numel <= number < numel:
+        raise IndexError(f"index {number} is out of range for dimension {dimension} of {numel}")
+    return Axis(number % numel, 1, 1, is_dropped=True)
+
+
+def rows_whole(axes: tuple[Axis, ...], shape: tuple[int, ...]) -> int:
+    """Return the first dimension from which on all of every dimension is taken, in its order."""
+    dimension = len(shape)
+    while dimension and axes[dimension - 1] == Axis(0, 1, shape[dimension - 1]):
+        dimension -= 1
+    return dimension
+
+
+def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return how many elements lie between neighbours in each dimension.
+
+    >>> strides((5, 3, 2))
+    (6, 2, 1)
+    """
+    return tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
