@@ -5,7 +5,8 @@ from streamshard.operations.compact import compact
 from streamshard.operations.compaction import CompactedTag, Compaction
 from streamshard.operations.convert import convert, plan_convert
 from streamshard.operations.export import export, plan_export
-from streamshard.operations.inspect import Inspection, inspect
+from streamshard.operations.inspect import inspect
+from streamshard.operations.inspection import Inspection
 from streamshard.operations.pickles import NamedGlobal, PickledFile, PickleListing, list_pickles
 from streamshard.operations.repartition import plan_repartition, repartition
 from streamshard.operations.report import Report

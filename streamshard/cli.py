@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -33,7 +34,6 @@ from streamshard.operations.report import Progress, Report, Silent
 from streamshard.tables import (
     compaction_text,
     findings_text,
-    inspection_text,
     pickles_text,
     printable,
     report_text,
@@ -186,11 +186,23 @@ def _inspect(arguments: argparse.Namespace) -> None:
     if arguments.pickles:
         _inspect_pickles(arguments)
         return
-    found = inspect.inspect(arguments.source, **source_options(arguments))
+    found = inspect.inspect(
+        arguments.source, params=arguments.param, rank=arguments.rank, **source_options(arguments)
+    )
     if arguments.json:
         print(json.dumps(asdict(found), indent=2))
     elif not arguments.quiet:
-        print(printable(inspection_text(found, verbose=arguments.verbose)))
+        # Not at the top: only what draws tables pays for the library that does.
+        from streamshard.inspection_tables import inspection_text
+
+        print(inspection_text(found, verbose=arguments.verbose, width=_terminal_width()))
+
+
+def _terminal_width() -> int | None:
+    """Tell how wide the terminal is; None where nobody looks, or nobody wants colours."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return None
+    return shutil.get_terminal_size().columns
 
 
 def _inspect_pickles(arguments: argparse.Namespace) -> None:

@@ -186,6 +186,19 @@ def _add_inspect(verbs: Verbs, run: Verb) -> None:
         action="store_true",
         help="list every name that pickles ask for; SRC may be a single file, and may be damaged",
     )
+    verb.add_argument(
+        "--param",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="tell of tensors of such names who holds which elements, in which file, and where",
+    )
+    verb.add_argument(
+        "--rank",
+        type=int,
+        metavar="R",
+        help="tell what data-parallel rank R holds, numbered as in zero_pp_rank_R",
+    )
     _add_source_options(verb)
 
 
