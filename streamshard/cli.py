@@ -17,9 +17,9 @@ from tqdm import tqdm
 from streamshard.command_line import (
     arguments_of,
     compacting_options,
+    inspecting_options,
     moving_options,
     reading_options,
-    source_options,
 )
 from streamshard.engine.throttle import yield_to_others
 from streamshard.errors import (
@@ -186,9 +186,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
     if arguments.pickles:
         _inspect_pickles(arguments)
         return
-    found = inspect.inspect(
-        arguments.source, params=arguments.param, rank=arguments.rank, **source_options(arguments)
-    )
+    found = inspect.inspect(arguments.source, **inspecting_options(arguments))
     if arguments.json:
         print(json.dumps(asdict(found), indent=2))
     elif not arguments.quiet:

@@ -199,6 +199,16 @@ def _add_inspect(verbs: Verbs, run: Verb) -> None:
         metavar="R",
         help="tell what data-parallel rank R holds, numbered as in zero_pp_rank_R",
     )
+    for option in ("--svg", "--html"):
+        what = "draw how each parameter is cut among ranks"
+        verb.add_argument(option, metavar="FILE", help=f"{what}, into a file {option[2:].upper()}")
+    verb.add_argument(
+        "--world-size", type=int, metavar="M", help="draw too how it would be cut for M ranks"
+    )
+    verb.add_argument(
+        "--zero-stage", type=int, choices=(1, 2, 3), help="draw too how it would be cut at a stage"
+    )
+    verb.add_argument("--overwrite", action="store_true", help="replace pictures that exist")
     _add_source_options(verb)
 
 
@@ -342,6 +352,16 @@ def source_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "source_ds_config_file": arguments.source_ds_config,
         "like": arguments.like,
         "tag": arguments.tag,
+    }
+
+
+def inspecting_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of `inspect`."""
+    same = "rank svg html world_size zero_stage overwrite"
+    return {
+        **{name: getattr(arguments, name) for name in same.split()},
+        "params": arguments.param,
+        **source_options(arguments),
     }
 
 

@@ -52,13 +52,15 @@ def inspection_text(found: Inspection, *, verbose: bool, width: int | None = Non
         Columns of the terminal that it is for, which has colours; None for anything else.
     """
     page = _Page(width, verbose=verbose)
-    page.add(_summary(found, brief=bool(found.details or found.rank)))
+    is_brief = bool(found.details or found.rank or found.pictures)
+    page.add(_summary(found, brief=is_brief))
     if found.details:
         page.details(found.details)
     if found.rank is not None:
         page.rank(found.rank)
-    if not found.details and found.rank is None:
+    if not is_brief:
         page.overview(found)
+    page.add("\n".join(f"drew  {p.path}, {show(p.nbytes)}" for p in found.pictures))
     for text in (*(f"PROBLEM  {problem}" for problem in found.problems), *found.notes):
         page.add(printable(text) if width is None else paragraph(printable(text)))
     return page.text()

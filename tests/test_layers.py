@@ -12,7 +12,7 @@ import streamshard
 ROOT = Path(streamshard.__file__).parent
 FLOORS: dict[str, int] = {
     "model": 0, "errors": 0, "reading": 0, "sizes": 0,
-    "plan": 1, "engine": 1, "formats": 1,
+    "plan": 1, "engine": 1, "formats": 1, "drawing": 1,
     "operations": 2,
     "": 3, "__main__": 3, "cli": 3, "command_line": 3, "tables": 3,
     "inspection_tables": 3,

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,13 @@ from streamshard.formats.checkpoint import Checkpoint, FlatState, ParamGroup, Sc
 from streamshard.formats.inert import Call, Global, Node, show
 from streamshard.formats.zarr_chunks import EncodedChunk
 from streamshard.model import MASTER
+from streamshard.operations import muon
 from streamshard.operations.file_groups import group_files, list_files
 from streamshard.operations.holding import cut_of, parameter_details, rank_detail, sharing_ranks
 from streamshard.operations.inspection import GroupSummary, Inspection, ParameterSummary
 from streamshard.operations.noticing import problems_of
+from streamshard.operations.pictures import PictureFiles
+from streamshard.operations.picturing import picture_of
 from streamshard.operations.source import Source, open_source
 
 Plain = Any
@@ -31,6 +35,11 @@ def inspect(
     tag: str | None = None,
     params: Sequence[str] = (),
     rank: int | None = None,
+    svg: str | os.PathLike[str] | None = None,
+    html: str | os.PathLike[str] | None = None,
+    world_size: int | None = None,
+    zero_stage: int | None = None,
+    overwrite: bool = False,
 ) -> Inspection:
     """Read a checkpoint's headers; no tensor data is read.
 
@@ -43,22 +52,41 @@ def inspect(
         each of their elements lies.
     rank
         Data-parallel rank, as in the names of files, to say of what it holds.
+    svg, html
+        Files to draw a picture into of how the parameters are cut among ranks; whole in themselves.
+    world_size, zero_stage
+        Show in the pictures, too, how `repartition` would cut them.
+    overwrite
+        Replace pictures that exist.
 
     Raises
     ------
     SourceError
         There is no checkpoint there, or it cannot be used; the message names the file.
     UsageError
-        A pattern matches nothing, or there is no such rank; the message says what there is.
+        A pattern matches nothing, or there is no such rank or resize; the message says what there
+        is.
+    TargetError
+        A picture is there already, or cannot be written.
     """
+    files = PictureFiles(Path(svg) if svg else None, Path(html) if html else None, overwrite)
+    files.require_free()
+    is_resized = world_size is not None or zero_stage is not None
+    if is_resized and not files.paths:
+        raise UsageError("--world-size and --zero-stage shape a picture: say where with --svg FILE")
     opened = open_source(source, tag, ds_config_file=source_ds_config_file, like=like)
-    opened.require_use_of_like()
+    stage = zero_stage or opened.checkpoint.layout.stage
+    opened.require_use_of_like(needed=is_resized and muon.needs_order(opened.checkpoint, stage))
     try:
-        return replace(
+        found = replace(
             summarize(opened),
             details=parameter_details(opened, params),
             rank=None if rank is None else rank_detail(opened, rank),
         )
+        if not files.paths:
+            return found
+        picture = picture_of(opened, world_size=world_size, zero_stage=zero_stage)
+        return replace(found, pictures=files.write(picture, opened))
     except UsageError as error:
         raise UsageError(f"{opened.path}: {error}") from error
 

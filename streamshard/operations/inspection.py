@@ -195,3 +195,5 @@ class Inspection:
     """Tensors that were asked for by name (`--param`)."""
     rank: RankDetail | None = None
     """The rank that was asked for (`--rank`)."""
+    pictures: tuple[FileSummary, ...] = ()
+    """Pictures that were asked for (`--svg`, `--html`), and how large they have become."""
