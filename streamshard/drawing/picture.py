@@ -38,8 +38,6 @@ class Half:
     title: str
     note: str
     """What was left out or put together; empty if nothing was."""
-    axis: str
-    """What is counted along the rows."""
     rows: tuple[PictureRow, ...]
 
 

@@ -24,6 +24,8 @@ _THIN: Final = 3.0
 _SAME_SCALE: Final = 3.0
 """Halves whose rows differ more in length have a scale of their own."""
 _LEGEND_UNITS: Final = 12
+"""As many colours are named below the rows; more are not."""
+_FEW_BORDERS: Final = 8
 
 
 def svg(picture: Picture) -> str:
@@ -90,19 +92,18 @@ def _draw_half(pen: _Pen, half: Half, panel: Panel, number: int, scale: float) -
     pen.down(10)
     height = _row_height(len(half.rows))
     chosen = _labels(half, panel, scale) if height >= 13 else {}
-    top = pen.y
     for row in half.rows:
-        label_y = pen.y + height / 2 + 4
-        pen.add(f'<text class="r" x="{LEFT - 10}" y="{_n(label_y)}">{_escaped(row.label)}</text>')
+        middle = pen.y + height / 2 + 4
+        pen.add(f'<text class="r" x="{LEFT - 10}" y="{_n(middle)}">{_escaped(row.label)}</text>')
         for strip in row.strips:
             _draw_strip(pen, strip, number, scale, height)
-            if id(strip) in chosen:
-                x = LEFT + (strip.at + strip.numel / 2) * scale
-                kind = f"l l{(strip.unit or 0) % len(COLOURS)}"
-                pen.text(chosen[id(strip)], x, label_y, kind)
         _draw_borders(pen, row, scale, height)
+        for strip in row.strips:
+            if id(strip) in chosen and strip.unit is not None:
+                x = LEFT + (strip.at + strip.numel / 2) * scale
+                pen.text(chosen[id(strip)], x, middle, f"l l{strip.unit % len(COLOURS)}")
         pen.down(height + 3)
-    _draw_axis(pen, half, panel.itemsize, scale, top)
+    _draw_axis(pen, half, panel.itemsize, scale)
 
 
 def _row_height(count: int) -> int:
@@ -120,9 +121,11 @@ def _draw_strip(pen: _Pen, strip: Strip, panel: int, scale: float, height: int) 
 
 
 def _draw_borders(pen: _Pen, row: PictureRow, scale: float, height: int) -> None:
+    """Draw lines through a row; short ones at its foot, where long ones would hide what it says."""
     if row.borders:
+        top, length = (-1, height + 2) if len(row.borders) <= _FEW_BORDERS else (height - 3, 4)
         lines = "".join(
-            f"M{_n(LEFT + at * scale)} {_n(pen.y - 1)}v{height + 2}" for at in row.borders
+            f"M{_n(LEFT + at * scale)} {_n(pen.y + top)}v{length}" for at in row.borders
         )
         pen.add(f'<path class="k" d="{lines}"/>')
 
@@ -146,7 +149,7 @@ def _labels(half: Half, panel: Panel, scale: float) -> dict[int, str]:
     for strip in strips:
         name = _clean(panel.units[strip.unit or 0])
         tail = name.split(".")
-        ways = [name, *(".".join(tail[k:]) for k in range(1, len(tail)))]
+        ways = [name, *("…" + ".".join(tail[k:]) for k in range(1, len(tail)))]
         if everywhere and strip.label:
             ways = [*(f"{way}  {strip.label}" for way in ways[:2]), *ways, strip.label]
         room = strip.numel * scale - 8
@@ -156,7 +159,7 @@ def _labels(half: Half, panel: Panel, scale: float) -> dict[int, str]:
     return chosen
 
 
-def _draw_axis(pen: _Pen, half: Half, itemsize: int, scale: float, top: float) -> None:
+def _draw_axis(pen: _Pen, half: Half, itemsize: int, scale: float) -> None:
     """Draw a scale below the rows, in elements and in bytes."""
     length = max((row.numel for row in half.rows), default=0)
     step = nice_step(length, at_most=5 if length * scale > PLOT / 2 else 3)
@@ -173,8 +176,8 @@ def _draw_axis(pen: _Pen, half: Half, itemsize: int, scale: float, top: float) -
         pen.add(f'<text class="x" {place}>{said}</text>')
         if nbytes:
             pen.add(f'<text class="x" x="{_n(at)}" y="{_n(pen.y + 31)}">{nbytes}</text>')
-    pen.add(f'<text class="y" x="{LEFT - 10}" y="{_n(pen.y + 18)}">{_escaped(half.axis)}</text>')
-    pen.add(f'<text class="y" x="{LEFT - 10}" y="{_n(pen.y + 31)}">bytes of fp32</text>')
+    for said, below in (("elements", 18), ("bytes of fp32", 31)):
+        pen.add(f'<text class="y" x="{LEFT - 14}" y="{_n(pen.y + below)}">{said}</text>')
     pen.down(36)
 
 
@@ -215,7 +218,7 @@ def _draw_legend(pen: _Pen, picture: Picture) -> None:
     pen.text(said, 48, pen.y, "m")
     x = 48 + len(said) * _CHARACTER + 12
     if picture.border:
-        pen.add(f'<path class="k" d="M{_n(x)} {_n(pen.y - 11)}v14"/>')
+        pen.add(f'<path class="k" d="M{_n(x)} {_n(pen.y - 10)}v12"/>')
         pen.text(picture.border, x + 8, pen.y, "m")
         x += 8 + len(picture.border) * _CHARACTER + 20
     most = max((len(panel.units) for panel in picture.panels), default=0)

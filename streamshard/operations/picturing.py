@@ -168,8 +168,8 @@ class _Named:
             spans = [params[at : at + size] for at in range(0, len(params), size)]
             runs = [(f"{span[0]} … {span[-1]}", len(span)) for span in spans]
         which = np.repeat(np.arange(len(runs)), [count for _, count in runs]).tolist()
-        units = (key if count == 1 else f"{key} ({count:,} parameters)" for key, count in runs)
-        return cls(tuple(units), dict(zip(params, which, strict=True)), False)
+        units = tuple(key for key, _ in runs)
+        return cls(units, dict(zip(params, which, strict=True)), False)
 
 
 class _Drawing:
@@ -204,8 +204,7 @@ class _Drawing:
             )
             for number, row in enumerate(cut.rows)
         ]
-        note = self._note(cut, is_store=is_store)
-        return Half(self._way.title, note, self._axis(cut, is_store=is_store), tuple(rows))
+        return Half(self._way.title, self._note(cut, is_store=is_store), tuple(rows))
 
     def _runs(self, names: Sequence[str]) -> list[range]:
         """Put together what follows each other and has one colour."""
@@ -282,13 +281,12 @@ class _Drawing:
         bytes_held = show(round(numel * ITEMSIZE[self._group.master_dtype]))
         size = f"{_plural('element', numel)}, {bytes_held} of {MASTER}"
         if band.unit is None:
-            what = "Alignment or padding" if is_store or row.mean_of == 1 else "Padding"
-            return Strip(at, numel, None, f"{what}\n{where}: {size}")
+            return Strip(at, numel, None, f"Padding\n{where}: {size}")
         members = self._members[band.unit]
         whole = sum(self._numels[name] for name in members)
         name, span, label = members[0], "", ""
         if len(members) > 1:
-            name = self._named.units[self._units[band.unit]]
+            name = f"{self._named.units[self._units[band.unit]]}: {len(members):,} parameters"
         if row.mean_of == 1:
             span = f"elements {band.start:,} to {band.start + band.numel:,} of {whole:,}"
             label = f"{band.start:,} to {band.start + band.numel:,}"
@@ -313,12 +311,6 @@ class _Drawing:
             else:
                 said[-1] += " of those alike" if self._is_alike(cut) else ", each the mean of some"
         if not self._named.is_single:
-            count = len(self._named.units)
-            said.append(f"{len(self._group.params):,} parameters in {count} colours by their names")
+            count, drawn = len(self._group.params), len(self._named.units)
+            said.append(f"{count:,} parameters drawn as {drawn}, by how their names begin")
         return "; ".join(said)
-
-    def _axis(self, cut: Cut, *, is_store: bool) -> str:
-        if is_store:
-            return "elements along the row"
-        several = any(row.stop - row.first > row.mean_of for row in cut.rows)
-        return "elements of the ranks in a row" if several else "elements of a rank"
