@@ -204,9 +204,11 @@ def _terminal_width() -> int | None:
 
 
 def _inspect_pickles(arguments: argparse.Namespace) -> None:
-    if arguments.like is not None or arguments.source_ds_config is not None:
-        raise UsageError("--pickles needs neither --like nor --source-ds-config")
-    found = pickles.list_pickles(arguments.source, tag=arguments.tag)
+    options = inspecting_options(arguments)
+    tag = options.pop("tag")
+    if not all(value is None or value is False or value == [] for value in options.values()):
+        raise UsageError("--pickles lists names and nothing else: of the other options only --tag")
+    found = pickles.list_pickles(arguments.source, tag=tag)
     if arguments.json:
         print(json.dumps(asdict(found), indent=2))
     elif not arguments.quiet:

@@ -5,6 +5,7 @@ import shutil
 import struct
 import subprocess
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -33,6 +34,16 @@ SWITCHES = (
 Pixels = NDArray[np.uint8]
 
 
+@dataclass(frozen=True)
+class Seen:
+    """How the browser showed a page."""
+
+    pixels: Pixels
+    """Rows of pixels of three colours."""
+    document: str
+    """What its scripts had made of it."""
+
+
 @pytest.fixture(scope="module")
 def chromium() -> str:
     """Where the browser is."""
@@ -44,8 +55,8 @@ def chromium() -> str:
     return found
 
 
-def screenshot(chromium: str, page: Path, scratch: Path, *, dark: bool) -> Pixels:
-    """Photograph a page; returns rows of pixels of three colours."""
+def look(chromium: str, page: Path, scratch: Path, *, dark: bool) -> Seen:
+    """Show a page to the browser."""
     image = scratch / f"{page.name}-{dark}.png"
     done = subprocess.run(
         [
@@ -55,6 +66,7 @@ def screenshot(chromium: str, page: Path, scratch: Path, *, dark: bool) -> Pixel
             f"--user-data-dir={scratch / f'profile-{dark}'}",
             f"--window-size={WIDTH},{HEIGHT}",
             f"--screenshot={image}",
+            "--dump-dom",
             page.as_uri(),
         ],
         capture_output=True,
@@ -62,7 +74,7 @@ def screenshot(chromium: str, page: Path, scratch: Path, *, dark: bool) -> Pixel
         timeout=120,
     )
     assert image.exists(), done.stderr
-    return pixels_of(image.read_bytes())
+    return Seen(pixels_of(image.read_bytes()), done.stdout)
 
 
 def pixels_of(png: bytes) -> Pixels:
@@ -113,8 +125,11 @@ def test_the_browser_draws_what_the_numbers_say(chromium: str, tmp_path: Path) -
     run = write(Job(stage=2, world_size=3), tmp_path / "run")
     svg, html = tmp_path / "cut.svg", tmp_path / "cut.html"
     streamshard.inspect(run, svg=svg, html=html)
-    day = screenshot(chromium, svg, tmp_path, dark=False)
-    night = screenshot(chromium, html, tmp_path, dark=True)
+    day = look(chromium, svg, tmp_path, dark=False).pixels
+    page = look(chromium, html, tmp_path, dark=True)
+    night = page.pixels
+    # Its policy lets the page's own script run, which keeps what is to be said when pointed at.
+    assert html.read_text().count("<title>") > page.document.count("<title>") == 1
     assert tuple(day[5, 5]) == colour(BACKGROUND)
     assert tuple(night[5, 5]) == colour(DARK_BACKGROUND)
     rows = [

@@ -185,9 +185,14 @@ def test_a_resize_that_cannot_be_is_refused_and_draws_nothing(tmp_path: Path) ->
     assert (done.code, done.out) == (2, "")
     assert "give a multiple of 2" in done.err
     assert not (tmp_path / "cut.svg").exists()
-    done = command("inspect", run, "--world-size", 4)
-    assert done.code == 2
-    assert "say where with --svg FILE" in done.err
+    for alone, message in (
+        (["--world-size", 4], "say where with --svg FILE"),
+        (["--pickles", "--rank", 0], "only --tag"),
+        (["--pickles", "--svg", tmp_path / "cut.svg"], "only --tag"),
+    ):
+        done = command("inspect", run, *alone)
+        assert (done.code, done.out) == (2, "")
+        assert message in done.err
 
 
 def test_the_command_tells_what_it_drew(tmp_path: Path) -> None:

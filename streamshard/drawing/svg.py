@@ -25,7 +25,6 @@ _SAME_SCALE: Final = 3.0
 """Halves whose rows differ more in length have a scale of their own."""
 _LEGEND_UNITS: Final = 12
 """As many colours are named below the rows; more are not."""
-_FEW_BORDERS: Final = 8
 
 
 def svg(picture: Picture) -> str:
@@ -121,13 +120,15 @@ def _draw_strip(pen: _Pen, strip: Strip, panel: int, scale: float, height: int) 
 
 
 def _draw_borders(pen: _Pen, row: PictureRow, scale: float, height: int) -> None:
-    """Draw lines through a row; short ones at its foot, where long ones would hide what it says."""
-    if row.borders:
-        top, length = (-1, height + 2) if len(row.borders) <= _FEW_BORDERS else (height - 3, 4)
-        lines = "".join(
-            f"M{_n(LEFT + at * scale)} {_n(pen.y + top)}v{length}" for at in row.borders
-        )
-        pen.add(f'<path class="k" d="{lines}"/>')
+    """Draw lines through a row; short ones at its foot where long ones would cross its words."""
+    between = {strip.at for strip in row.strips}
+    lines = [
+        f"M{_n(LEFT + at * scale)} {_n(pen.y + top)}v{length}"
+        for at in row.borders
+        for top, length in [(-1, height + 2) if at in between else (height - 3, 4)]
+    ]
+    if lines:
+        pen.add(f'<path class="k" d="{"".join(lines)}"/>')
 
 
 def _labels(half: Half, panel: Panel, scale: float) -> dict[int, str]:

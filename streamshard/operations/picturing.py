@@ -68,7 +68,7 @@ def picture_of(
     left = len(places) - len(panels)
     more = f"{left:,} more param groups, of other parts of the model or other experts, not drawn."
     return Picture(
-        title=f"{source.path.name} at {source.checkpoint.tag}",
+        title=f"{source.path.resolve().name} at {source.checkpoint.tag}",
         facts=_facts(source),
         panels=tuple(panels),
         notes=(more,) if left else (),
