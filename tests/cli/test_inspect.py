@@ -47,14 +47,15 @@ KEYS = {
 
 
 @pytest.fixture
-def inspected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Finished]:
-    """Make a checkpoint and run `inspect` beside it, as a program that reads what it prints."""
+def inspected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_process: Callable[..., Finished]
+) -> Callable[..., Finished]:
+    """Make a checkpoint and run `inspect` beside it."""
 
     def run(job: Job, *arguments: object) -> Finished:
         write(job, tmp_path / "run")
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-        return command("inspect", "run", *arguments)
+        return in_process("inspect", "run", *arguments)
 
     return run
 
@@ -239,22 +240,26 @@ def on_terminal(arguments: list[str], environment: dict[str, str]) -> str:
     return shown.decode().replace("\r\n", "\n")
 
 
-def test_many_parameters_are_not_all_listed(tmp_path: Path) -> None:
+def test_many_parameters_are_not_all_listed(
+    tmp_path: Path, in_process: Callable[..., Finished]
+) -> None:
     group = tuple((f"layers.{n}.weight", (2,)) for n in range(60))
     run = write(Job(groups=(group,), tied={}), tmp_path / "run")
-    brief = command("inspect", run).out
+    brief = in_process("inspect", run).out
     assert brief.count("layers.") == 20
     assert "40 more: -v lists all, --param PATTERN" in brief
-    assert command("inspect", run, "-v").out.count("layers.") == 60
+    assert in_process("inspect", run, "-v").out.count("layers.") == 60
 
 
-def test_a_save_that_was_cut_off_is_noticed(tmp_path: Path) -> None:
+def test_a_save_that_was_cut_off_is_noticed(
+    tmp_path: Path, in_process: Callable[..., Finished]
+) -> None:
     run = write(SMALL, tmp_path / "run")
     later = run / "global_step8"
     shutil.copytree(run / TAG, later)
-    assert "a later step than the one shown here" in command("inspect", run).out
+    assert "a later step than the one shown here" in in_process("inspect", run).out
     (later / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
-    done = command("inspect", run)
+    done = in_process("inspect", run)
     assert (done.code, done.err) == (0, "")
     shown = " ".join(done.out.split())
     assert re.search(r"PROBLEM A later save is not whole: .*rank_1_mp_rank_00_optim", shown)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -12,7 +13,7 @@ import streamshard
 from benchmarks._readme_picture import PICTURE, draw
 from streamshard.drawing.svg import LEFT, PLOT
 from streamshard.errors import TargetError, TargetExistsError, UsageError
-from tests.cli.conftest import streamshard as command
+from tests.cli.conftest import Finished
 from tests.fabricated import write
 from tests.job import EXPERTS, Job
 
@@ -179,9 +180,11 @@ def test_a_picture_that_exists_is_replaced_only_if_asked(tmp_path: Path) -> None
         streamshard.inspect(run, svg=file, html=file, overwrite=True)
 
 
-def test_a_resize_that_cannot_be_is_refused_and_draws_nothing(tmp_path: Path) -> None:
+def test_a_resize_that_cannot_be_is_refused_and_draws_nothing(
+    tmp_path: Path, in_process: Callable[..., Finished]
+) -> None:
     run = write(replace(SMALL, parts=2), tmp_path / "run")
-    done = command("inspect", run, "--svg", tmp_path / "cut.svg", "--world-size", 3)
+    done = in_process("inspect", run, "--svg", tmp_path / "cut.svg", "--world-size", 3)
     assert (done.code, done.out) == (2, "")
     assert "give a multiple of 2" in done.err
     assert not (tmp_path / "cut.svg").exists()
@@ -190,22 +193,24 @@ def test_a_resize_that_cannot_be_is_refused_and_draws_nothing(tmp_path: Path) ->
         (["--pickles", "--rank", 0], "only --tag"),
         (["--pickles", "--svg", tmp_path / "cut.svg"], "only --tag"),
     ):
-        done = command("inspect", run, *alone)
+        done = in_process("inspect", run, *alone)
         assert (done.code, done.out) == (2, "")
         assert message in done.err
 
 
-def test_the_command_tells_what_it_drew(tmp_path: Path) -> None:
+def test_the_command_tells_what_it_drew(
+    tmp_path: Path, in_process: Callable[..., Finished]
+) -> None:
     run = write(SMALL, tmp_path / "run")
     svg, html = tmp_path / "cut.svg", tmp_path / "cut.html"
-    done = command("inspect", run, "--svg", svg, "--html", html, "--json")
+    done = in_process("inspect", run, "--svg", svg, "--html", html, "--json")
     pictures = json.loads(done.out)["pictures"]
     assert [p["path"] for p in pictures] == [str(svg), str(html)]
-    done = command("inspect", run, "--svg", svg, "--overwrite")
+    done = in_process("inspect", run, "--svg", svg, "--overwrite")
     assert re.search(rf"^drew  {re.escape(str(svg))}, [0-9.]+ KiB$", done.out, re.MULTILINE)
 
 
 def test_the_picture_in_the_readme_is_what_its_command_draws(tmp_path: Path) -> None:
     draw(tmp_path / "cut.svg")
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     assert (tmp_path / "cut.svg").read_text() == (root / PICTURE).read_text()

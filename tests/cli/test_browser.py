@@ -22,9 +22,9 @@ from streamshard.drawing.svg import (
     LEFT,
     PLOT,
 )
+from tests.cli.test_picture import SVG
 from tests.fabricated import write
 from tests.job import Job
-from tests.test_picture import SVG
 
 WIDTH, HEIGHT = 960, 400
 SWITCHES = (
