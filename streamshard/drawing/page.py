@@ -2,11 +2,10 @@
 
 from base64 import b64encode
 from hashlib import sha256
-from html import escape
 from typing import Final
 
 from streamshard.drawing.picture import Picture
-from streamshard.drawing.svg import svg
+from streamshard.drawing.svg import escaped, svg
 
 _SCRIPT: Final = """
 const tip = document.getElementById("tip");
@@ -68,7 +67,7 @@ def page(picture: Picture) -> str:
             '<meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(picture.title)}</title>",
+            f"<title>{escaped(picture.title)}</title>",
             f"<style>{_STYLE}</style>",
             "</head>",
             "<body>",

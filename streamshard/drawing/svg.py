@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from typing import Final
-from xml.sax.saxutils import escape, quoteattr
 
 from streamshard.drawing.picture import Half, Panel, Picture, PictureRow, Strip
 from streamshard.sizes import show
@@ -53,13 +52,13 @@ class _Pen:
         self._parts.append(element)
 
     def text(self, text: str, x: float, y: float, kind: str) -> None:
-        self.add(f'<text class="{kind}" x="{_n(x)}" y="{_n(y)}">{_escaped(text)}</text>')
+        self.add(f'<text class="{kind}" x="{_n(x)}" y="{_n(y)}">{escaped(text)}</text>')
 
     def document(self, title: str) -> str:
         height = round(self.y)
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-            f'width="{WIDTH}" height="{height}" role="img" aria-label={quoteattr(_clean(title))}>'
+            f'width="{WIDTH}" height="{height}" role="img" aria-label="{escaped(title)}">'
         )
         ground = f'<rect class="g" width="{WIDTH}" height="{height}"/>'
         return "\n".join([head, _STYLE, _HATCH, ground, *self._parts, "</svg>", ""])
@@ -93,7 +92,7 @@ def _draw_half(pen: _Pen, half: Half, panel: Panel, number: int, scale: float) -
     chosen = _labels(half, panel, scale) if height >= 13 else {}
     for row in half.rows:
         middle = pen.y + height / 2 + 4
-        pen.add(f'<text class="r" x="{LEFT - 10}" y="{_n(middle)}">{_escaped(row.label)}</text>')
+        pen.add(f'<text class="r" x="{LEFT - 10}" y="{_n(middle)}">{escaped(row.label)}</text>')
         for strip in row.strips:
             _draw_strip(pen, strip, number, scale, height)
         _draw_borders(pen, row, scale, height)
@@ -115,7 +114,7 @@ def _draw_strip(pen: _Pen, strip: Strip, panel: int, scale: float, height: int) 
     thin = " n" if width < _THIN else ""
     unit = "" if strip.unit is None else f' data-u="{panel}.{strip.unit}"'
     place = f'x="{_n(LEFT + strip.at * scale)}" y="{_n(pen.y)}" width="{_n(width)}"'
-    title = f"<title>{_escaped(strip.text)}</title>"
+    title = f"<title>{escaped(strip.text)}</title>"
     pen.add(f'<rect class="{kind}{thin}"{unit} {place} height="{height}">{title}</rect>')
 
 
@@ -149,7 +148,7 @@ def _labels(half: Half, panel: Panel, scale: float) -> dict[int, str]:
     chosen: dict[int, str] = {}
     for strip in strips:
         name = _clean(panel.units[strip.unit or 0])
-        tail = name.split(".")
+        tail = name.split(".") if " " not in name else [name]
         ways = [name, *("…" + ".".join(tail[k:]) for k in range(1, len(tail)))]
         if everywhere and strip.label:
             ways = [*(f"{way}  {strip.label}" for way in ways[:2]), *ways, strip.label]
@@ -245,8 +244,18 @@ def _clean(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
-def _escaped(text: str) -> str:
-    return escape(_clean(text))
+def escaped(text: str) -> str:
+    """Spell a text for XML and HTML, within elements and within double quotes.
+
+    Not by the standard library: xml.sax brings the modules for HTTP along, and html every entity.
+
+    >>> escaped('<a "b" & c>')
+    '&lt;a &quot;b&quot; &amp; c&gt;'
+    """
+    clean = _clean(text)
+    for letter, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;")):
+        clean = clean.replace(letter, entity)
+    return clean
 
 
 def _shortened(text: str, width: float, character: float) -> str:

@@ -5,7 +5,6 @@ All numbers are those that resharding goes by: a source's `Cutting`, and nothing
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Final
 
@@ -96,6 +95,8 @@ def _named(checkpoint: Checkpoint) -> Iterator[_Named]:
 
 
 def _no_such_name(pattern: str, known: Sequence[str]) -> str:
+    from difflib import get_close_matches  # only a mistake needs it
+
     shown = get_close_matches(pattern, known, _NAMES_SHOWN, 0.4) or known[:_NAMES_SHOWN]
     more = len(known) - len(shown)
     listed = ", ".join(shown) + (f", and {more:,} more" if more else "")

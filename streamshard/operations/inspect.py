@@ -19,8 +19,6 @@ from streamshard.operations.file_groups import group_files, list_files
 from streamshard.operations.holding import cut_of, parameter_details, rank_detail, sharing_ranks
 from streamshard.operations.inspection import GroupSummary, Inspection, ParameterSummary
 from streamshard.operations.noticing import problems_of
-from streamshard.operations.pictures import PictureFiles
-from streamshard.operations.picturing import picture_of
 from streamshard.operations.source import Source, open_source
 
 Plain = Any
@@ -69,6 +67,9 @@ def inspect(
     TargetError
         A picture is there already, or cannot be written.
     """
+    # Not at the top: what moves bytes imports this module, and its memory is to hold no pictures.
+    from streamshard.operations.pictures import PictureFiles
+
     files = PictureFiles(Path(svg) if svg else None, Path(html) if html else None, overwrite)
     files.require_free()
     is_resized = world_size is not None or zero_stage is not None
@@ -83,12 +84,11 @@ def inspect(
             details=parameter_details(opened, params),
             rank=None if rank is None else rank_detail(opened, rank),
         )
-        if not files.paths:
-            return found
-        picture = picture_of(opened, world_size=world_size, zero_stage=zero_stage)
-        return replace(found, pictures=files.write(picture, opened))
     except UsageError as error:
         raise UsageError(f"{opened.path}: {error}") from error
+    if not files.paths:
+        return found
+    return replace(found, pictures=files.draw(opened, world_size, zero_stage))
 
 
 def summarize(source: Source) -> Inspection:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from streamshard.engine.files import source_errors
 from streamshard.errors import SourceError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats.zero_files import find
@@ -14,7 +15,8 @@ from streamshard.reading import entries_below
 
 def problems_of(source: Source) -> tuple[str, ...]:
     """Look at what lies around an opened checkpoint; the names of files are all that is read."""
-    return tuple(_problems(source)) if source.kind == "native" else ()
+    with source_errors(source.path):
+        return tuple(_problems(source)) if source.kind == "native" else ()
 
 
 def _problems(source: Source) -> Iterator[str]:
@@ -40,10 +42,11 @@ def _newer_tags(run_dir: Path, tag: str) -> Iterator[str]:
         other = step_of(entry.name)
         if step is None or other is None or other <= step or not entry.is_dir():
             continue
-        if has_shards(entry):
-            try:
+        try:
+            if has_shards(entry):
                 find(entry)
-            except SourceError as error:
-                yield f"A later save is not whole: {error}."
-            else:
                 yield f"{entry}: a later step than the one shown here; --tag {entry.name} shows it."
+        except SourceError as error:
+            yield f"A later save is not whole: {error}."
+        except OSError as error:
+            yield f"{entry}: perhaps a later step; cannot be looked into ({error.strerror})."

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streamshard.drawing.page import page
-from streamshard.drawing.picture import Picture
 from streamshard.drawing.svg import svg
 from streamshard.engine.durability import write_durably
 from streamshard.engine.files import target_errors
 from streamshard.errors import TargetExistsError, UsageError
 from streamshard.operations.inspection import FileSummary
+from streamshard.operations.picturing import picture_of
 from streamshard.operations.source import Source
 from streamshard.operations.target import exists, partial_of, require_separate
 
@@ -48,18 +48,21 @@ class PictureFiles:
                         f"{path}: is no file, so --overwrite will not replace it"
                     )
 
-    def write(self, picture: Picture, source: Source) -> tuple[FileSummary, ...]:
-        """Draw, and write whole files or none.
+    def draw(
+        self, source: Source, world_size: int | None, zero_stage: int | None
+    ) -> tuple[FileSummary, ...]:
+        """Draw a checkpoint, and what it would be resized; write whole files or none.
 
         Raises
         ------
         UsageError
-            A file would lie in the source.
+            A file would lie in the source, or it cannot be resized so.
         TargetError
             A file cannot be written.
         """
         for path in self.paths:
             require_separate(source.path, source.files, path)
+        picture = picture_of(source, world_size=world_size, zero_stage=zero_stage)
         made = [(self.svg, svg), (self.html, page)]
         return tuple(_write(path, draw(picture)) for path, draw in made if path is not None)
 

@@ -157,19 +157,34 @@ class _Named:
         """Give each parameter a colour; if there are too many, those whose names begin alike."""
         if len(params) <= _MOST_UNITS:
             return cls(tuple(params), {name: i for i, name in enumerate(params)}, True)
-        parts = [name.split(".") for name in params]
-        for depth in range(max(map(len, parts)) - 1, 0, -1):
-            keys = [".".join(part[:depth]) for part in parts]
-            runs = [(key, len(list(same))) for key, same in groupby(keys)]
-            if len(runs) <= _MOST_UNITS:
-                break
-        else:
-            size = -(-len(params) // _MOST_UNITS)
-            spans = [params[at : at + size] for at in range(0, len(params), size)]
-            runs = [(f"{span[0]} … {span[-1]}", len(span)) for span in spans]
+        runs = _alike_by_name(params)
         which = np.repeat(np.arange(len(runs)), [count for _, count in runs]).tolist()
         units = tuple(key for key, _ in runs)
         return cls(units, dict(zip(params, which, strict=True)), False)
+
+
+def _alike_by_name(params: Sequence[str]) -> list[tuple[str, int]]:
+    """Put together parameters that follow each other: (name for all of them, how many).
+
+    As deep into the names as there is room for. Where that leaves few, those of one step deeper
+    are shared out: a model of a thousand layers is drawn as so many layers at a time.
+    """
+    parts = [name.split(".") for name in params]
+
+    def runs(depth: int) -> list[tuple[str, int]]:
+        keys = (".".join(part[:depth]) for part in parts)
+        return [(key, len(list(same))) for key, same in groupby(keys)]
+
+    depth = max(map(len, parts))
+    while depth and len(runs(depth)) > _MOST_UNITS:
+        depth -= 1
+    found = runs(depth)
+    if depth and len(found) * 4 >= _MOST_UNITS:
+        return found
+    finer = runs(depth + 1)
+    size = -(-len(finer) // _MOST_UNITS)
+    spans = (finer[at : at + size] for at in range(0, len(finer), size))
+    return [(f"{span[0][0]} … {span[-1][0]}", sum(count for _, count in span)) for span in spans]
 
 
 class _Drawing:

@@ -263,8 +263,12 @@ def test_a_save_that_was_cut_off_is_noticed(
     assert (done.code, done.err) == (0, "")
     shown = " ".join(done.out.split())
     assert re.search(r"PROBLEM A later save is not whole: .*rank_1_mp_rank_00_optim", shown)
+    (later / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
+    shutil.copytree(run / TAG, run / TAG / "copy")
+    assert "looks like a shard, lies in a directory of its own" in in_process("inspect", run).out
+    shutil.rmtree(run / TAG / "copy")
     (run / "latest").unlink()
-    (problem, _) = streamshard.inspect(run / TAG).problems
+    problem, _ = streamshard.inspect(run / TAG).problems
     assert problem.endswith(
         "latest: not there, so load_checkpoint() finds no tag unless it is given one."
     )

@@ -137,6 +137,15 @@ def test_1024_ranks_make_a_small_file_that_says_what_was_put_together(tmp_path: 
         assert any("layers.3: 2 parameters" in t for _, parts in resized for _, _, t in parts)
 
 
+def test_a_model_of_many_layers_is_drawn_some_layers_at_a_time(tmp_path: Path) -> None:
+    group = tuple((f"layers.{n}.a", (3,)) for n in range(300))
+    run = write(Job(groups=(group,), tied={}), tmp_path / "run")
+    streamshard.inspect(run, svg=tmp_path / "cut.svg")
+    assert "300 parameters drawn as 75, by" in (tmp_path / "cut.svg").read_text()
+    heads = [text for _, parts in drawn(tmp_path / "cut.svg") for _, _, text in parts]
+    assert heads[1].startswith("layers.4 … layers.7: 4 parameters\nelements 0 to 12 of 12\n")
+
+
 HOSTILE = "a.</title></svg><script>alert(1)</script><img src=x onerror='x'>\"&amp;\x00\x1b]0;\u202e"
 
 
