@@ -197,8 +197,10 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
 
 def _terminal_width() -> int | None:
-    """Tell how wide the terminal is; None where nobody looks, or nobody wants colours."""
+    """Tell how wide the terminal is; None where nobody looks, or colours and lines are no use."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return None
+    if sys.stdout.encoding.lower() not in ("utf-8", "utf8"):
         return None
     return shutil.get_terminal_size().columns
 

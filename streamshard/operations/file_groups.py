@@ -31,7 +31,7 @@ def group_files(files: Sequence[FileSummary], *, is_store: bool) -> tuple[FileGr
         members.setdefault(key, []).append(file)
     return tuple(
         FileGroup(
-            pattern=f"{key}/…" if is_store else _common([file.path for file in held]),
+            pattern=f"{key}/**" if is_store else _common([file.path for file in held]),
             files=len(held),
             nbytes=sum(file.nbytes for file in held),
             smallest=min(file.nbytes for file in held),

@@ -42,7 +42,7 @@ class FileGroup:
     """Files that differ in a number in their name only, such as those of all ranks."""
 
     pattern: str
-    """Path relative to the source, with `*` for what differs; of a store a directory with `/…`."""
+    """Path relative to the source, with `*` for what differs; of a store a directory with `/**`."""
     files: int
     nbytes: int
     """Bytes of all of them."""
