@@ -89,7 +89,7 @@ def _draw_half(pen: _Pen, half: Half, panel: Panel, number: int, scale: float) -
         pen.text(_shortened(half.note, PLOT, _CHARACTER), LEFT, pen.y, "m")
     pen.down(10)
     height = _row_height(len(half.rows))
-    chosen = _labels(half, panel, scale) if height >= 13 else {}
+    chosen = _labels(half, scale) if height >= 13 else {}
     for row in half.rows:
         middle = pen.y + height / 2 + 4
         pen.add(f'<text class="r" x="{LEFT - 10}" y="{_n(middle)}">{escaped(row.label)}</text>')
@@ -130,7 +130,7 @@ def _draw_borders(pen: _Pen, row: PictureRow, scale: float, height: int) -> None
         pen.add(f'<path class="k" d="{"".join(lines)}"/>')
 
 
-def _labels(half: Half, panel: Panel, scale: float) -> dict[int, str]:
+def _labels(half: Half, scale: float) -> dict[int, str]:
     """Choose what is written into strips: each name where it has most room, or everywhere.
 
     Returns what to write by the identity of the strip.
@@ -147,7 +147,8 @@ def _labels(half: Half, panel: Panel, scale: float) -> dict[int, str]:
         strips = list(widest.values())
     chosen: dict[int, str] = {}
     for strip in strips:
-        name = _clean(panel.units[strip.unit or 0])
+        # Without how many it stands for, which is said where one points.
+        name = _clean(strip.text.split("\n")[0].partition(": ")[0])
         tail = name.split(".") if " " not in name else [name]
         ways = [name, *("…" + ".".join(tail[k:]) for k in range(1, len(tail)))]
         if everywhere and strip.label:

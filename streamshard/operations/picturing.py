@@ -5,7 +5,7 @@ The numbers come from the arithmetic by which it is read and would be resharded.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -16,6 +16,7 @@ from streamshard.model import ITEMSIZE, MASTER, ZeroLayout
 from streamshard.operations import muon
 from streamshard.operations.cut import flat_groups
 from streamshard.operations.holding import sharing_ranks
+from streamshard.operations.naming import Named
 from streamshard.operations.native_files import cut_family
 from streamshard.operations.settings import require_allowed, target_settings
 from streamshard.operations.source import Source
@@ -23,7 +24,6 @@ from streamshard.plan.bands import Band, Cut, flat_cut, shard_cut, tape_cut
 from streamshard.sizes import show
 
 _MOST_ROWS: Final = 32
-_MOST_UNITS: Final = 96
 _MOST_PANELS: Final = 8
 _TAPE_ROWS: Final = 8
 
@@ -124,7 +124,7 @@ def _panel(ways: Sequence[_Way], number: int, place: int) -> Panel:
     checkpoint = ways[0].checkpoint
     family = checkpoint.families[number]
     group = family.groups[place]
-    named = _Named.of(group.params)
+    named = Named.of(group.params)
     drawings = (_Drawing(way, way.checkpoint.families[number], place, named) for way in ways)
     title = f"Param group {group.number}"
     if group.expert_parallel > 1:
@@ -143,54 +143,10 @@ def _plural(noun: str, count: float) -> str:
     return f"{number} {noun}{'s' * (count != 1)}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Named:
-    """Which parameters are drawn together, and what they are called."""
-
-    units: tuple[str, ...]
-    unit_of: dict[str, int]
-    is_single: bool
-    """Whether every parameter has a colour of its own."""
-
-    @classmethod
-    def of(cls, params: Sequence[str]) -> "_Named":
-        """Give each parameter a colour; if there are too many, those whose names begin alike."""
-        if len(params) <= _MOST_UNITS:
-            return cls(tuple(params), {name: i for i, name in enumerate(params)}, True)
-        runs = _alike_by_name(params)
-        which = np.repeat(np.arange(len(runs)), [count for _, count in runs]).tolist()
-        units = tuple(key for key, _ in runs)
-        return cls(units, dict(zip(params, which, strict=True)), False)
-
-
-def _alike_by_name(params: Sequence[str]) -> list[tuple[str, int]]:
-    """Put together parameters that follow each other: (name for all of them, how many).
-
-    As deep into the names as there is room for. Where that leaves few, those of one step deeper
-    are shared out: a model of a thousand layers is drawn as so many layers at a time.
-    """
-    parts = [name.split(".") for name in params]
-
-    def runs(depth: int) -> list[tuple[str, int]]:
-        keys = (".".join(part[:depth]) for part in parts)
-        return [(key, len(list(same))) for key, same in groupby(keys)]
-
-    depth = max(map(len, parts))
-    while depth and len(runs(depth)) > _MOST_UNITS:
-        depth -= 1
-    found = runs(depth)
-    if depth and len(found) * 4 >= _MOST_UNITS:
-        return found
-    finer = runs(depth + 1)
-    size = -(-len(finer) // _MOST_UNITS)
-    spans = (finer[at : at + size] for at in range(0, len(finer), size))
-    return [(f"{span[0][0]} … {span[-1][0]}", sum(count for _, count in span)) for span in spans]
-
-
 class _Drawing:
     """Draws one param group in one way."""
 
-    def __init__(self, way: _Way, family: Family, place: int, named: _Named) -> None:
+    def __init__(self, way: _Way, family: Family, place: int, named: Named) -> None:
         self._way = way
         self._family = family
         self._place = place
@@ -222,10 +178,9 @@ class _Drawing:
         return Half(self._way.title, self._note(cut, is_store=is_store), tuple(rows))
 
     def _runs(self, names: Sequence[str]) -> list[range]:
-        """Put together what follows each other and has one colour."""
+        """Put together what follows each other as it is stored and has one colour."""
         runs, first = [], 0
-        for unit, same in groupby(names, key=self._named.unit_of.__getitem__):
-            members = list(same)
+        for unit, members in self._named.runs(names):
             self._units.append(unit)
             self._members.append(members)
             runs.append(range(first, first + len(members)))
@@ -292,16 +247,14 @@ class _Drawing:
         at, numel = band.at / row.mean_of, band.numel / row.mean_of
         where = "in the store" if is_store else self._label(row.first, row.stop)
         if row.mean_of > 1:
-            where += ", each" if self._is_alike(cut) else ", on average each"
+            where += ", each" if cut.is_exact else ", on average each"
         bytes_held = show(round(numel * ITEMSIZE[self._group.master_dtype]))
         size = f"{_plural('element', numel)}, {bytes_held} of {MASTER}"
         if band.unit is None:
             return Strip(at, numel, None, f"Padding\n{where}: {size}")
         members = self._members[band.unit]
         whole = sum(self._numels[name] for name in members)
-        name, span, label = members[0], "", ""
-        if len(members) > 1:
-            name = f"{self._named.units[self._units[band.unit]]}: {len(members):,} parameters"
+        name, span, label = self._named.title(self._units[band.unit], members), "", ""
         if row.mean_of == 1:
             span = f"elements {band.start:,} to {band.start + band.numel:,} of {whole:,}"
             label = f"{band.start:,} to {band.start + band.numel:,}"
@@ -309,11 +262,6 @@ class _Drawing:
             span = f"of its {whole:,} elements"
         text = f"{name}\n{span}\n{where}: {size}"
         return Strip(at, numel, self._units[band.unit], text, label)
-
-    def _is_alike(self, cut: Cut) -> bool:
-        """Tell whether all numbers of rows of several ranks are those of each of the ranks."""
-        means = [row.mean_of for row in cut.rows]
-        return all(band.numel % means[band.row] == 0 for band in cut.bands)
 
     def _note(self, cut: Cut, *, is_store: bool) -> str:
         said = []
@@ -324,7 +272,7 @@ class _Drawing:
             if cut.rows[0].mean_of == 1 and self._way.layout.stage < 3:
                 said[-1] += f", {count} in each, one after the other"
             else:
-                said[-1] += " of those alike" if self._is_alike(cut) else ", each the mean of some"
+                said[-1] += " of those alike" if cut.is_exact else ", each the mean of some"
         if not self._named.is_single:
             count, drawn = len(self._group.params), len(self._named.units)
             said.append(f"{count:,} parameters drawn as {drawn}, by how their names begin")

@@ -52,6 +52,8 @@ class Cut:
     borders: tuple[tuple[int, int], ...] = ()
     """(row, elements from its beginning) where a rank ends within a row, or a sub-group or a chunk
     does."""
+    is_exact: bool = True
+    """Whether rows that are a mean are one of ranks that hold as much of everything."""
 
 
 def flat_cut(group: FlatGroup, units: Sequence[range], most_rows: int) -> Cut:
@@ -139,10 +141,14 @@ def shard_cut(
     lengths = np.asarray(numels, dtype=np.int64)
     shares = np.array([shard_numel(numel, world_size) for numel in numels], dtype=np.int64)
     each = int(shares.sum())
-    rows = tuple(
-        Row(first, stop, (stop - first) * each, stop - first)
-        for first, stop in _alike(lengths, shares, world_size, most_rows)
-    )
+    kinds = _alike(lengths, shares, world_size)
+    is_exact = world_size <= most_rows or len(kinds) <= most_rows
+    if world_size <= most_rows:
+        kinds = [(rank, rank + 1) for rank in range(world_size)]
+    elif not is_exact:
+        step = ceil_div(world_size, most_rows)
+        kinds = [(at, min(at + step, world_size)) for at in range(0, world_size, step)]
+    rows = tuple(Row(first, stop, (stop - first) * each, stop - first) for first, stop in kinds)
     bands: list[Band] = []
     for number, row in enumerate(rows):
         begin = np.minimum(row.first * shares, lengths)
@@ -160,20 +166,16 @@ def shard_cut(
     borders = [
         (number, int(before[end]) * row.mean_of) for number, row in enumerate(rows) for end in ends
     ]
-    return Cut(rows, tuple(bands), tuple(borders))
+    return Cut(rows, tuple(bands), tuple(borders), is_exact)
 
 
-def _alike(numels: Ints, shares: Ints, world_size: int, most_rows: int) -> list[tuple[int, int]]:
+def _alike(numels: Ints, shares: Ints, world_size: int) -> list[tuple[int, int]]:
     """Find ranks that follow each other and hold as much of every parameter.
 
     A rank holds another amount than the one before where a parameter's last full share ends, or
     what is left of it.
     """
-    if world_size <= most_rows:
-        return [(rank, rank + 1) for rank in range(world_size)]
     full = numels // np.maximum(shares, 1)
     changes = np.unique(np.concatenate([full, full + (numels > full * shares)]))
     firsts = [0, *changes[(changes > 0) & (changes < world_size)].tolist()]
-    if len(firsts) > most_rows:
-        firsts = [*range(0, world_size, ceil_div(world_size, most_rows))]
     return list(zip(firsts, [*firsts[1:], world_size], strict=True))

@@ -144,6 +144,11 @@ def test_a_model_of_many_layers_is_drawn_some_layers_at_a_time(tmp_path: Path) -
     assert "300 parameters drawn as 75, by" in (tmp_path / "cut.svg").read_text()
     heads = [text for _, parts in drawn(tmp_path / "cut.svg") for _, _, text in parts]
     assert heads[1].startswith("layers.4 … layers.7: 4 parameters\nelements 0 to 12 of 12\n")
+    turns = write(Job(groups=(group,), tied={}, round_robin=True), tmp_path / "turns")
+    streamshard.inspect(turns, svg=tmp_path / "turns.svg", world_size=64)
+    heads = [text for _, parts in drawn(tmp_path / "turns.svg") for _, _, text in parts]
+    assert len(heads) < 500
+    assert any(head.startswith("layers.0.a … layers.64.a: 2 parameters\n") for head in heads)
 
 
 HOSTILE = "a.</title></svg><script>alert(1)</script><img src=x onerror='x'>\"&amp;\x00\x1b]0;\u202e"

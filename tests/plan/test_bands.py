@@ -92,6 +92,15 @@ def test_ranks_that_hold_alike_are_one_row() -> None:
     assert [(row.first, row.stop) for row in cut.rows] == [(0, 10), (10, 100)]
     first, second, padding = (b for b in cut.bands if b.row == 0 or b.unit is None)
     assert (first.numel / 10, second.numel / 10, padding.numel / 90) == (10, 1, 1)
+    assert cut.is_exact
+
+
+def test_ranks_that_hold_other_amounts_are_their_mean_where_there_are_too_many_kinds() -> None:
+    cut = shard_cut([*range(1, 41)], single(40), world_size=40, most_rows=4)
+    assert [(row.first, row.stop) for row in cut.rows] == [(0, 10), (10, 20), (20, 30), (30, 40)]
+    assert not cut.is_exact
+    # Of the parameter with 15 elements the first 15 of 40 ranks have one each.
+    assert [(b.row, b.numel) for b in cut.bands if b.unit == 14] == [(0, 10), (1, 5)]
 
 
 def test_a_flat_row_of_several_ranks_says_where_each_ends() -> None:
