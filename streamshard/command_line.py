@@ -199,9 +199,9 @@ def _add_inspect(verbs: Verbs, run: Verb) -> None:
         metavar="R",
         help="tell what data-parallel rank R holds, numbered as in zero_pp_rank_R",
     )
-    for option in ("--svg", "--html"):
-        what = "draw how each parameter is cut among ranks"
-        verb.add_argument(option, metavar="FILE", help=f"{what}, into a file {option[2:].upper()}")
+    for option, form in (("--svg", "an SVG"), ("--html", "a page with names where one points")):
+        what = f"draw how each parameter is cut among ranks, as {form}"
+        verb.add_argument(option, metavar="FILE", help=what)
     verb.add_argument(
         "--world-size", type=int, metavar="M", help="draw too how it would be cut for M ranks"
     )
