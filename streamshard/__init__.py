@@ -7,7 +7,8 @@ from streamshard.operations.convert import convert, plan_convert
 from streamshard.operations.diff import diff
 from streamshard.operations.distances import DiffReport, Distance, StateDiff, TensorDiff
 from streamshard.operations.export import export, plan_export
-from streamshard.operations.inspect import Inspection, inspect
+from streamshard.operations.inspect import inspect
+from streamshard.operations.inspection import Inspection
 from streamshard.operations.lazy import LazyTensor
 from streamshard.operations.opening import OpenCheckpoint, Parameter, open
 from streamshard.operations.pickles import NamedGlobal, PickledFile, PickleListing, list_pickles

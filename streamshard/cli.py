@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,9 +17,9 @@ from tqdm import tqdm
 from streamshard.command_line import (
     arguments_of,
     compacting_options,
+    inspecting_options,
     moving_options,
     reading_options,
-    source_options,
 )
 from streamshard.completion import completion_script
 from streamshard.diff_text import diff_text, difference_text
@@ -44,7 +45,6 @@ from streamshard.operations.report import Progress, Report, Silent
 from streamshard.tables import (
     compaction_text,
     findings_text,
-    inspection_text,
     pickles_text,
     printable,
     report_text,
@@ -217,17 +217,31 @@ def _inspect(arguments: argparse.Namespace) -> None:
     if arguments.pickles:
         _inspect_pickles(arguments)
         return
-    found = inspect.inspect(arguments.source, **source_options(arguments))
+    found = inspect.inspect(arguments.source, **inspecting_options(arguments))
     if arguments.json:
         print(json.dumps(asdict(found), indent=2))
     elif not arguments.quiet:
-        print(printable(inspection_text(found, verbose=arguments.verbose)))
+        # Not at the top: only what draws tables pays for the library that does.
+        from streamshard.inspection_tables import inspection_text
+
+        print(inspection_text(found, verbose=arguments.verbose, width=_terminal_width()))
+
+
+def _terminal_width() -> int | None:
+    """Tell how wide the terminal is; None where nobody looks, or colours and lines are no use."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return None
+    if sys.stdout.encoding.lower() not in ("utf-8", "utf8"):
+        return None
+    return shutil.get_terminal_size().columns
 
 
 def _inspect_pickles(arguments: argparse.Namespace) -> None:
-    if arguments.like is not None or arguments.source_ds_config is not None:
-        raise UsageError("--pickles needs neither --like nor --source-ds-config")
-    found = pickles.list_pickles(arguments.source, tag=arguments.tag)
+    options = inspecting_options(arguments)
+    tag = options.pop("tag")
+    if not all(value is None or value is False or value == [] for value in options.values()):
+        raise UsageError("--pickles lists names and nothing else: of the other options only --tag")
+    found = pickles.list_pickles(arguments.source, tag=tag)
     if arguments.json:
         print(json.dumps(asdict(found), indent=2))
     elif not arguments.quiet:

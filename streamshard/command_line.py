@@ -223,6 +223,29 @@ def _add_inspect(verbs: Verbs, run: Verb) -> None:
         action="store_true",
         help="list every name that pickles ask for; SRC may be a single file, and may be damaged",
     )
+    verb.add_argument(
+        "--param",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="tell of tensors of such names who holds which elements, in which file, and where",
+    )
+    verb.add_argument(
+        "--rank",
+        type=int,
+        metavar="R",
+        help="tell what data-parallel rank R holds, numbered as in zero_pp_rank_R",
+    )
+    for option, form in (("--svg", "an SVG"), ("--html", "a page with names where one points")):
+        what = f"draw how each parameter is cut among ranks, as {form}"
+        verb.add_argument(option, metavar="FILE", help=what)
+    verb.add_argument(
+        "--world-size", type=int, metavar="M", help="draw too how it would be cut for M ranks"
+    )
+    verb.add_argument(
+        "--zero-stage", type=int, choices=(1, 2, 3), help="draw too how it would be cut at a stage"
+    )
+    verb.add_argument("--overwrite", action="store_true", help="replace pictures that exist")
     _add_source_options(verb)
 
 
@@ -379,6 +402,16 @@ def source_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "source_ds_config_file": arguments.source_ds_config,
         "like": arguments.like,
         "tag": arguments.tag,
+    }
+
+
+def inspecting_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of `inspect`."""
+    same = "rank svg html world_size zero_stage overwrite"
+    return {
+        **{name: getattr(arguments, name) for name in same.split()},
+        "params": arguments.param,
+        **source_options(arguments),
     }
 
 

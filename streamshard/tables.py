@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Final
 
 from streamshard.operations.compaction import Compaction
-from streamshard.operations.inspect import GroupSummary, Inspection
 from streamshard.operations.pickles import PickleListing
 from streamshard.operations.report import Report
 from streamshard.operations.verification import Difference, Problem, Verification
@@ -20,8 +19,6 @@ _KINDS: Final = {
 }
 _MOST_SHOWN: Final = 20
 """Problems that are shown without being asked for all."""
-_MAIN_HYPER_PARAMETERS: Final = ("lr", "weight_decay", "betas", "momentum")
-"""Hyper-parameters that are shown without being asked for."""
 
 
 def paragraph(text: str) -> str:
@@ -66,87 +63,6 @@ def _is_number(text: str) -> bool:
 def _facts(facts: Sequence[tuple[str, object]]) -> str:
     width = max(len(name) for name, _ in facts)
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in facts)
-
-
-def inspection_text(found: Inspection, *, verbose: bool) -> str:
-    """Lay out what `inspect` found."""
-    blocks = [_summary(found), _group_table(found.groups, verbose=verbose), _state_table(found)]
-    if verbose:
-        rows: list[Sequence[object]] = [("parameter", "shape", "elements", "group")]
-        rows += [(p.name, list(p.shape), f"{p.numel:,}", p.group) for p in found.parameters]
-        blocks.append(table(rows))
-    blocks += [paragraph(note) for note in found.notes]
-    return "\n\n".join(blocks)
-
-
-def _summary(found: Inspection) -> str:
-    numel = sum(group.numel for group in found.groups)
-    steps = "?" if found.global_steps is None else f"{found.global_steps:,}"
-    if found.skipped_steps:
-        steps += f" ({found.skipped_steps:,} skipped)"
-    states = dict.fromkeys(key for group in found.groups for key in group.states)
-    facts: list[tuple[str, object]] = [
-        ("checkpoint", f"{found.path} ({_KINDS[found.kind]})"),
-        ("tag", found.tag),
-        ("saved by", f"ZeRO stage {found.zero_stage}, world size {_ranks(found)}"),
-        ("DeepSpeed", found.deepspeed_version or "version not recorded"),
-        ("dtype", found.module_dtype or "not recorded"),
-        ("steps", steps),
-        ("optimizer", found.optimizer or "type not recorded"),
-        ("states", ", ".join(states) or "none yet"),
-        ("parameters", f"{len(found.parameters):,} trained, {numel:,} elements"),
-        ("also", f"{found.frozen} frozen, {found.buffers} buffers, {len(found.tied)} tied names"),
-        ("data files", f"{found.files:,}, {show(found.file_bytes)}"),
-    ]
-    return _facts(facts)
-
-
-def _ranks(found: Inspection) -> str:
-    if found.model_parallel == found.expert_parallel == 1:
-        return str(found.world_size)
-    text = f"{found.world_size}: {found.data_parallel} data-parallel"
-    if found.model_parallel > 1:
-        text += f" x {found.model_parallel} tensor or pipeline parallel"
-    return text + (f", experts over {found.expert_parallel}" if found.expert_parallel > 1 else "")
-
-
-def _group_table(groups: Sequence[GroupSummary], *, verbose: bool) -> str:
-    held = dict.fromkeys(key for group in groups for key in group.hyper_parameters)
-    shown = [key for key in held if verbose or key in _MAIN_HYPER_PARAMETERS]
-    parts = any(group.family or group.expert_rank is not None for group in groups)
-    head = ("group", "part") if parts else ("group",)
-    rows: list[Sequence[object]] = [(*head, "parameters", "elements", "state", *shown)]
-    for number, group in enumerate(groups):
-        states = ", ".join(
-            f"{key} {value:g}" if _real(value) else key for key, value in group.states.items()
-        )
-        values = [_short(group.hyper_parameters.get(key, "-")) for key in shown]
-        name = (number, _part(group)) if parts else (number,)
-        sizes = (f"{group.parameters:,}", f"{group.numel:,}")
-        rows.append((*name, *sizes, states or "-", *values))
-    return table(rows)
-
-
-def _part(group: GroupSummary) -> str:
-    experts = "" if group.expert_rank is None else f"expert rank {group.expert_rank}"
-    return ", ".join(filter(None, (group.family, experts))) or "-"
-
-
-def _real(value: object) -> bool:
-    return isinstance(value, int | float)
-
-
-def _short(value: object) -> str:
-    if isinstance(value, list):
-        return "(" + ", ".join(map(_short, value)) + ")"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _state_table(found: Inspection) -> str:
-    rows: list[Sequence[object]] = [("tensors", "bytes")]
-    rows += [(state, f"{nbytes:,}") for state, nbytes in found.state_bytes.items()]
-    rows.append(("all", f"{sum(found.state_bytes.values()):,}"))
-    return table(rows)
 
 
 def pickles_text(found: PickleListing, *, verbose: bool) -> str:

@@ -30,6 +30,7 @@ class BloscChunk:
     """Compresses and decompresses chunks of one dtype."""
 
     def __init__(self, cname: str, itemsize: int) -> None:
+        self.name = cname
         self._blosc = Blosc(cname=cname, clevel=5, shuffle=Blosc.BITSHUFFLE)
         self._itemsize = itemsize
 
@@ -76,6 +77,11 @@ class EncodedChunk:
         self._stored_bytes = stored_bytes
         self._stored_crc32 = stored_crc32
         self._content_bytes = content_bytes
+
+    @property
+    def codec_name(self) -> str:
+        """How it is compressed: `lz4`, `zstd`."""
+        return self._codec.name
 
     def decode(self, descriptor: int) -> memoryview:
         """Read and decompress the chunk."""

@@ -1,87 +1,28 @@
 """`inspect`: what is in a checkpoint, from its headers alone."""
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from streamshard.errors import UsageError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats.checkpoint import Checkpoint, FlatState, ParamGroup, ScalarState
 from streamshard.formats.inert import Call, Global, Node, show
+from streamshard.formats.zarr_chunks import EncodedChunk
 from streamshard.model import MASTER
+from streamshard.operations import muon
+from streamshard.operations.file_groups import group_files, list_files
+from streamshard.operations.holding import cut_of, parameter_details, rank_detail, sharing_ranks
+from streamshard.operations.inspection import GroupSummary, Inspection, ParameterSummary
+from streamshard.operations.noticing import problems_of
 from streamshard.operations.source import Source, open_source
 
 Plain = Any
 """What JSON can hold."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSummary:
-    """One param group, or what one expert rank has of it."""
-
-    family: str
-    """Tensor or pipeline parallel part that it belongs to; empty where there is only one."""
-    expert_rank: int | None
-    """None where it holds no experts."""
-    parameters: int
-    numel: int
-    master_dtype: str
-    states: Mapping[str, Any]
-    """State → its dtype where it has one element per parameter element, else its value."""
-    hyper_parameters: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterSummary:
-    """One trained parameter."""
-
-    name: str
-    shape: tuple[int, ...]
-    numel: int
-    group: int
-    """Index in `Inspection.groups`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Inspection:
-    """What a checkpoint holds."""
-
-    path: str
-    kind: str
-    """`native` for shards, `store` for a Zarr store, `dumps` for raw per-rank dumps."""
-    tag: str
-    zero_stage: int
-    """Stage that saved it."""
-    world_size: int
-    """Ranks that saved it."""
-    data_parallel: int
-    """Ranks that share each part of the model."""
-    model_parallel: int
-    """Tensor and pipeline parallel parts of the model."""
-    expert_parallel: int
-    """Data-parallel ranks over which the experts are spread; 1 without experts."""
-    module_dtype: str | None
-    """None for raw dumps, which do not tell."""
-    optimizer: str | None
-    """Type named in the DeepSpeed config; the files themselves do not name it."""
-    deepspeed_version: str | None
-    global_steps: int | None
-    skipped_steps: int | None
-    global_samples: int | None
-    groups: tuple[GroupSummary, ...]
-    parameters: tuple[ParameterSummary, ...]
-    frozen: int
-    buffers: int
-    tied: Mapping[str, str]
-    """Name of a tied parameter → the name under which its values are kept."""
-    state_bytes: Mapping[str, int]
-    """Bytes of logical tensors by state, without padding and copies."""
-    files: int
-    """Files that hold them."""
-    file_bytes: int
-    notes: tuple[str, ...]
 
 
 def inspect(
@@ -90,6 +31,13 @@ def inspect(
     source_ds_config_file: str | os.PathLike[str] | None = None,
     like: str | os.PathLike[str] | None = None,
     tag: str | None = None,
+    params: Sequence[str] = (),
+    rank: int | None = None,
+    svg: str | os.PathLike[str] | None = None,
+    html: str | os.PathLike[str] | None = None,
+    world_size: int | None = None,
+    zero_stage: int | None = None,
+    overwrite: bool = False,
 ) -> Inspection:
     """Read a checkpoint's headers; no tensor data is read.
 
@@ -97,20 +45,55 @@ def inspect(
     ----------
     source_ds_config_file, like
         For sources that do not tell all that is needed; see `plan_repartition`.
+    params
+        Patterns as the shell has them, against whole names: tensors of the model to say of where
+        each of their elements lies.
+    rank
+        Data-parallel rank, as in the names of files, to say of what it holds.
+    svg, html
+        Files to draw a picture into of how the parameters are cut among ranks; whole in themselves.
+    world_size, zero_stage
+        Show in the pictures, too, how `repartition` would cut them.
+    overwrite
+        Replace pictures that exist.
 
     Raises
     ------
     SourceError
         There is no checkpoint there, or it cannot be used; the message names the file.
+    UsageError
+        A pattern matches nothing, or there is no such rank or resize; the message says what there
+        is.
+    TargetError
+        A picture is there already, or cannot be written.
     """
+    # Not at the top: what moves bytes imports this module, and its memory is to hold no pictures.
+    from streamshard.operations.pictures import PictureFiles
+
+    files = PictureFiles(Path(svg) if svg else None, Path(html) if html else None, overwrite)
+    files.require_free()
+    is_resized = world_size is not None or zero_stage is not None
+    if is_resized and not files.paths:
+        raise UsageError("--world-size and --zero-stage shape a picture: say where with --svg FILE")
     opened = open_source(source, tag, ds_config_file=source_ds_config_file, like=like)
-    opened.require_use_of_like()
-    return summarize(opened)
+    stage = zero_stage or opened.checkpoint.layout.stage
+    opened.require_use_of_like(needed=is_resized and muon.needs_order(opened.checkpoint, stage))
+    try:
+        found = replace(
+            summarize(opened),
+            details=parameter_details(opened, params),
+            rank=None if rank is None else rank_detail(opened, rank),
+        )
+    except UsageError as error:
+        raise UsageError(f"{opened.path}: {error}") from error
+    if not files.paths:
+        return found
+    return replace(found, pictures=files.draw(opened, world_size, zero_stage))
 
 
 def summarize(source: Source) -> Inspection:
     """Summarize an opened checkpoint."""
-    checkpoint = source.checkpoint
+    checkpoint, files = source.checkpoint, list_files(source)
     first = checkpoint.families[0]
     model, optimizer = first.model_state, first.optimizer_file
     entries = [entry for family in checkpoint.families for entry in family.module]
@@ -134,13 +117,18 @@ def summarize(source: Source) -> Inspection:
         skipped_steps=_count(model.get("skipped_steps")),
         global_samples=_count(model.get("global_samples")),
         groups=_groups(checkpoint),
-        parameters=_parameters(checkpoint),
+        parameters=tuple(_parameters(source)),
         frozen=kinds.count("frozen"),
         buffers=kinds.count("buffer"),
         tied={entry.name: entry.alias_of for entry in entries if entry.kind == "alias"},
         state_bytes=sizes,
         files=len(source.files),
         file_bytes=sum(file.nbytes for file in source.files),
+        file_groups=group_files(files, is_store=source.kind == "store"),
+        file_list=files,
+        tensors=len(checkpoint.tensors),
+        codec=_codec(source),
+        problems=problems_of(source),
         notes=checkpoint.notes,
     )
 
@@ -167,15 +155,32 @@ def _groups(checkpoint: Checkpoint) -> tuple[GroupSummary, ...]:
     return tuple(found)
 
 
-def _parameters(checkpoint: Checkpoint) -> tuple[ParameterSummary, ...]:
-    tensors, index = checkpoint.tensors, checkpoint.tensor_index()
-    groups = [(family, group) for family in checkpoint.families for group in family.groups]
-    held = (
-        (number, tensors[index[family.name, MASTER, name]])
-        for number, (family, group) in enumerate(groups)
-        for name in group.params
-    )
-    return tuple(ParameterSummary(t.name, t.shape, t.numel, number) for number, t in held)
+def _parameters(source: Source) -> Iterator[ParameterSummary]:
+    checkpoint, index = source.checkpoint, source.checkpoint.tensor_index()
+    number = 0
+    for family in checkpoint.families:
+        for group in family.groups:
+            rows = np.array([index[family.name, MASTER, n] for n in group.params], dtype=np.int64)
+            ranks = sharing_ranks(group, checkpoint.layout)
+            columns = (column.tolist() for column in (rows, *cut_of(source, rows)))
+            for row, first, last in zip(*columns, strict=True):
+                tensor = checkpoint.tensors[row]
+                yield ParameterSummary(
+                    name=tensor.name,
+                    shape=tensor.shape,
+                    numel=tensor.numel,
+                    group=number,
+                    pieces=last - first + 1,
+                    first_rank=None if source.kind == "store" else ranks[first],
+                    last_rank=None if source.kind == "store" else ranks[last],
+                )
+            number += 1
+
+
+def _codec(source: Source) -> str | None:
+    """Tell how a store's chunks are compressed, as its first chunk says."""
+    decoder = next(iter(source.decoders.values()), None)
+    return decoder.codec_name if isinstance(decoder, EncodedChunk) else None
 
 
 def _states(group: ParamGroup) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from typing import Final, Self
 
 from streamshard.formats.checkpoint import Checkpoint, Family
 from streamshard.model import BLOB, FILE, MASTER, MODULE
-from streamshard.operations.inspect import GroupSummary, Inspection, summarize
+from streamshard.operations.inspect import summarize
+from streamshard.operations.inspection import GroupSummary, Inspection
 from streamshard.operations.lazy import LazyTensor, Reading
 from streamshard.operations.source import Source, open_source
 

@@ -81,13 +81,13 @@ class FlatGroup:
         """Say what a rank owns; slices follow the param group's own order."""
         lower = rank * self.partition_numel
         upper = lower + self.partition_numel
-        slices = _slices(self.starts, self.numels, lower, upper)
+        slices = slices_within(self.starts, self.numels, lower, upper)
         recorded = slices
         if not any(self.alignments):
             # `_create_param_mapping` (0.19.8) takes offsets as if the parameters were stored in
             # the group's own order; only with alignment padding is it handed the real ones.
             ends = np.cumsum(self.numels)
-            recorded = _slices(ends - self.numels, self.numels, lower, upper)
+            recorded = slices_within(ends - self.numels, self.numels, lower, upper)
         whole = sum(int(self.numels[index]) for index, _, _ in slices)
         return RankPartition(self.partition_numel, self.padding(rank), slices, recorded, whole)
 
@@ -102,10 +102,10 @@ class FlatGroup:
         return FlatCut(self.order, self.alignments, ranks)
 
 
-def _slices(
+def slices_within(
     starts: NDArray[np.int64], numels: NDArray[np.int64], lower: int, upper: int
 ) -> tuple[tuple[int, int, int], ...]:
-    """Cut flat parameters at a range: (parameter, start in the range, numel) of all inside."""
+    """Cut what lies in a row at a range: (which, start in the range, numel) of all inside."""
     first, stop = np.maximum(starts, lower), np.minimum(starts + numels, upper)
     owned = np.flatnonzero(stop > first)
     return tuple((int(i), int(first[i] - lower), int(stop[i] - first[i])) for i in owned)

@@ -1,0 +1,288 @@
+"""What `inspect` shows: exact texts, exact keys, and numbers held against files."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import streamshard
+from streamshard.errors import UsageError
+from streamshard.operations.inspection import ParameterDetail
+from tests.cli.conftest import Finished
+from tests.cli.conftest import streamshard as command
+from tests.fabricated import write
+from tests.job import EXPERTS, TAG, Job
+
+SMALL = Job(stage=2, world_size=3)
+
+KEYS = {
+    "": "path kind tag zero_stage world_size data_parallel model_parallel expert_parallel "
+    "module_dtype optimizer deepspeed_version global_steps skipped_steps global_samples groups "
+    "parameters frozen buffers tied state_bytes files file_bytes file_groups file_list tensors "
+    "codec problems notes details rank pictures",
+    "groups": "family expert_rank parameters numel master_dtype states hyper_parameters",
+    "parameters": "name shape numel group pieces first_rank last_rank",
+    "file_groups": "pattern files nbytes smallest largest",
+    "file_list": "path nbytes",
+    "details": "name family kind alias_of shape numel group states pieces",
+    "details.pieces": "state rank file start stop offset",
+    "rank": "rank files partitions",
+    "rank.files": "path nbytes",
+    "rank.partitions": "group sub_group numel padding file offsets ranges",
+    "rank.partitions.ranges": "name numel start stop at",
+}
+
+
+@pytest.fixture
+def inspected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_process: Callable[..., Finished]
+) -> Callable[..., Finished]:
+    """Make a checkpoint and run `inspect` beside it."""
+
+    def run(job: Job, *arguments: object) -> Finished:
+        write(job, tmp_path / "run")
+        monkeypatch.chdir(tmp_path)
+        return in_process("inspect", "run", *arguments)
+
+    return run
+
+
+def golden(name: str) -> str:
+    """Read what is to be printed, with masked digits."""
+    return (Path(__file__).parent / "golden" / f"inspect-{name}.txt").read_text()
+
+
+def masked(text: str) -> str:
+    """Mask the digits of what is torch's affair: sizes of its files, and offsets in them."""
+    text = re.sub(r"[0-9](?=[0-9.]* KiB)|(?<=[0-9.])[0-9](?= KiB)", "#", text)
+    return re.sub(r"[0-9],[0-9]{3}", "#,###", text)
+
+
+def test_the_summary_of_a_small_checkpoint(inspected: Callable[..., Finished]) -> None:
+    done = inspected(SMALL)
+    assert (done.code, done.err, masked(done.out)) == (0, "", golden("summary"))
+
+
+def test_a_parameter_of_a_small_checkpoint(inspected: Callable[..., Finished]) -> None:
+    done = inspected(SMALL, "--param", "embed.*", "--param", "head.weight")
+    assert (done.code, done.err, masked(done.out)) == (0, "", golden("parameter"))
+
+
+def test_a_rank_of_a_small_checkpoint(inspected: Callable[..., Finished]) -> None:
+    done = inspected(replace(SMALL, stage=3, sub_group_size=20), "--rank", 1)
+    assert (done.code, done.err, masked(done.out)) == (0, "", golden("rank"))
+
+
+JOBS = {
+    "1": Job(stage=1, world_size=3),
+    "2-round-robin": Job(world_size=3, round_robin=True, alignment=True),
+    "3": Job(stage=3, world_size=3, sub_group_size=20),
+    "fp16": Job(dtype=torch.float16),
+    "tensor-parallel": Job(world_size=3, parts=2),
+    "experts": Job(world_size=4, experts=EXPERTS, expert_parallel=2),
+    "muon": Job(world_size=3, muon=(0,)),
+}
+
+
+@pytest.mark.parametrize("is_store", [False, True], ids=["shards", "store"])
+@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
+def test_every_element_lies_where_it_is_said_to(tmp_path: Path, job: Job, is_store: bool) -> None:
+    run = write(job, tmp_path / "run")
+    if is_store:
+        streamshard.convert(run, tmp_path / "run.zarr", chunk_size=50)
+        run = tmp_path / "run.zarr"
+    details = streamshard.inspect(run, params=["*"]).details
+    trained = [detail for detail in details if detail.kind == "param"]
+    held = len(job.shapes) + (job.expert_parallel - 1) * len(job.experts)
+    assert len(trained) == job.parts * held
+    for detail in trained:
+        for state in ("fp32", *(s for s in detail.states if s not in ("fp32", "module"))):
+            found = read(run, detail, state)
+            assert torch.equal(found, wanted(job, detail, state)), (detail.name, state)
+
+
+def read(run: Path, detail: ParameterDetail, state: str) -> torch.Tensor:
+    """Read a state of a parameter from where its pieces are said to be."""
+    dtype = getattr(torch, detail.states[state])
+    pieces = [piece for piece in detail.pieces if piece.state == state]
+    assert [p.start for p in pieces[1:]] == [p.stop for p in pieces[:-1]]
+    parts = []
+    for piece in pieces:
+        data = bytearray((run / piece.file).read_bytes())
+        count = piece.stop - piece.start
+        parts.append(torch.frombuffer(data, dtype=dtype, count=count, offset=piece.offset))
+    return torch.cat(parts).reshape(detail.shape)
+
+
+def wanted(job: Job, detail: ParameterDetail, state: str) -> torch.Tensor:
+    """Say what a state of a parameter holds."""
+    part = int(detail.family.removeprefix("mp_rank_") or 0)
+    mine = replace(job, part=part)
+    for expert_rank in range(job.expert_parallel):
+        for name in job.shapes:
+            if mine.in_model(name, expert_rank) == detail.name:
+                made = mine.values(state, name, expert_rank)
+                return made.to(getattr(torch, detail.states[state]))
+    raise LookupError(detail.name)
+
+
+@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
+def test_ranks_hold_what_is_said_of_the_parameters(tmp_path: Path, job: Job) -> None:
+    run = write(job, tmp_path / "run")
+    details = {(d.family, d.name): d for d in streamshard.inspect(run, params=["*"]).details}
+    from_ranks, from_details = set(), set()
+    for rank in range(job.world_size):
+        found = streamshard.inspect(run, rank=rank)
+        assert found.rank is not None
+        for part in found.rank.partitions:
+            held = sum(h.stop - h.start for h in part.ranges)
+            assert held + part.padding == part.numel
+            family = found.groups[part.group].family
+            for one in part.ranges:
+                offset = part.offsets["fp32"] + 4 * one.at
+                from_ranks.add((family, one.name, rank, one.start, one.stop, part.file, offset))
+    for (family, name), detail in details.items():
+        for p in detail.pieces:
+            if p.state == "fp32" and p.stop > p.start:
+                from_details.add((family, name, p.rank, p.start, p.stop, p.file, p.offset))
+    assert from_ranks == from_details
+    for summary in streamshard.inspect(run).parameters:
+        ranks = [r for _, name, r, *_ in from_details if name == summary.name and r is not None]
+        assert (summary.first_rank, summary.last_rank) == (min(ranks), max(ranks))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--param", "embed.wieght"], "no tensor of the model has such a name; there are embed.we"),
+        (["--rank", "3"], "--rank 3: there are the data-parallel ranks 0 to 2"),
+        (["--rank", "-1"], "--rank -1: there are the data-parallel ranks 0 to 2"),
+    ],
+)
+def test_what_is_not_there_is_a_usage_error(
+    inspected: Callable[..., Finished], arguments: list[str], message: str
+) -> None:
+    done = inspected(SMALL, *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert message in done.err
+
+
+def test_a_store_has_no_ranks(tmp_path: Path) -> None:
+    streamshard.convert(write(SMALL, tmp_path / "run"), tmp_path / "run.zarr", codec="zstd")
+    with pytest.raises(UsageError, match=r"a store is not cut among ranks.*--param"):
+        streamshard.inspect(tmp_path / "run.zarr", rank=0)
+    found = streamshard.inspect(tmp_path / "run.zarr")
+    assert (found.codec, found.parameters[0].first_rank) == ("zstd", None)
+    assert "state/fp32/**" in {group.pattern for group in found.file_groups}
+
+
+def test_the_keys_of_the_json_are_those_that_are_documented(
+    inspected: Callable[..., Finished],
+) -> None:
+    done = inspected(SMALL, "--json", "--param", "*", "--rank", 0)
+    found = json.loads(done.out)
+    for place, keys in KEYS.items():
+        node: Any = found
+        for key in filter(None, place.split(".")):
+            node = node[key]
+            node = node[0] if isinstance(node, list) else node
+        assert " ".join(node) == keys, place
+    assert json.loads(done.out) == json.loads(json.dumps(found))
+
+
+def test_a_pipe_gets_whole_lines_and_a_terminal_folds_them(tmp_path: Path) -> None:
+    name = "a." + "very_" * 60 + "long[bold]\x1b[2Jname"
+    run = write(Job(groups=(((name, (3, 2)),),), tied={}), tmp_path / "run")
+    piped = command("inspect", run)
+    assert name.replace("\x1b", "\\x1b") in piped.out
+    assert "\x1b" not in piped.out
+    for colour, environment in (
+        (True, {}), (False, {"NO_COLOR": "1"}), (False, {"TERM": "dumb"})
+    ):  # fmt: skip
+        shown = on_terminal(["inspect", str(run)], {"TERM": "xterm", **environment})
+        assert ("\x1b[1m" in shown) == colour
+        assert "\x1b[2J" not in shown
+        table = shown[shown.index("parameter ") :]
+        if colour:
+            assert max(len(re.sub("\x1b\\[[0-9;]*m", "", ln)) for ln in table.splitlines()) <= 90
+            assert "very_very_" in table
+
+
+def on_terminal(arguments: list[str], environment: dict[str, str]) -> str:
+    """Run the command line on a terminal of 90 columns."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 90, 0, 0))
+    variables = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS")}
+    call = [sys.executable, "-m", "streamshard.cli", *arguments]
+    with subprocess.Popen(call, stdout=slave, env={**variables, **environment}) as process:
+        os.close(slave)
+        shown = b""
+        try:
+            while chunk := os.read(master, 65536):
+                shown += chunk
+        except OSError:  # so ends a terminal that nobody writes to any more
+            pass
+    os.close(master)
+    assert process.returncode == 0
+    return shown.decode().replace("\r\n", "\n")
+
+
+def test_many_parameters_are_not_all_listed(
+    tmp_path: Path, in_process: Callable[..., Finished]
+) -> None:
+    group = tuple((f"layers.{n}.weight", (2,)) for n in range(60))
+    run = write(Job(groups=(group,), tied={}), tmp_path / "run")
+    brief = in_process("inspect", run).out
+    assert brief.count("layers.") == 20
+    assert "40 more: -v lists all, --param PATTERN" in brief
+    assert in_process("inspect", run, "-v").out.count("layers.") == 60
+
+
+def test_a_save_that_was_cut_off_is_noticed(
+    tmp_path: Path, in_process: Callable[..., Finished]
+) -> None:
+    run = write(SMALL, tmp_path / "run")
+    later = run / "global_step8"
+    shutil.copytree(run / TAG, later)
+    assert "a later step than the one shown here" in in_process("inspect", run).out
+    (later / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    done = in_process("inspect", run)
+    assert (done.code, done.err) == (0, "")
+    shown = " ".join(done.out.split())
+    assert re.search(r"PROBLEM A later save is not whole: .*rank_1_mp_rank_00_optim", shown)
+    (later / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
+    shutil.copytree(run / TAG, run / TAG / "copy")
+    assert "looks like a shard, lies in a directory of its own" in in_process("inspect", run).out
+    shutil.rmtree(run / TAG / "copy")
+    (run / "latest").unlink()
+    problem, _ = streamshard.inspect(run / TAG).problems
+    assert problem.endswith(
+        "latest: not there, so load_checkpoint() finds no tag unless it is given one."
+    )
+
+
+def test_moving_bytes_does_not_load_the_library_that_draws_tables(tmp_path: Path) -> None:
+    run = write(SMALL, tmp_path / "run")
+    script = f"""
+import sys
+from streamshard.cli import main
+assert main(["convert", {str(run)!r}, {str(tmp_path / "x.zarr")!r}]) == 0
+assert main(["inspect", {str(run)!r}, "--json"]) == 0
+assert "rich" not in sys.modules
+assert main(["inspect", {str(run)!r}]) == 0
+assert "rich" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
