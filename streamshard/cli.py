@@ -6,12 +6,10 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from types import FrameType
-from typing import Any, Final, NoReturn
-
-from tqdm import tqdm
+from typing import Final, NoReturn
 
 from streamshard.command_line import (
     arguments_of,
@@ -29,7 +27,8 @@ from streamshard.errors import (
     UsageError,
 )
 from streamshard.operations import compact, convert, export, inspect, pickles, repartition, verify
-from streamshard.operations.report import Progress, Report, Silent
+from streamshard.operations.report import Progress, Report
+from streamshard.progress import display
 from streamshard.tables import (
     compaction_text,
     findings_text,
@@ -123,54 +122,61 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _repartition(arguments: argparse.Namespace) -> None:
-    plan = repartition.plan_repartition(
-        arguments.source,
-        arguments.target,
-        world_size=arguments.world_size,
-        zero_stage=arguments.zero_stage,
-        ds_config_file=arguments.ds_config,
-        **moving_options(arguments),
-    )
-    _show(plan.report if arguments.dry_run else plan.run(_progress(arguments)), arguments)
+    with _progress(arguments) as progress:
+        plan = repartition.plan_repartition(
+            arguments.source,
+            arguments.target,
+            world_size=arguments.world_size,
+            zero_stage=arguments.zero_stage,
+            ds_config_file=arguments.ds_config,
+            **moving_options(arguments),
+        )
+        report = plan.report if arguments.dry_run else plan.run(progress)
+    _show(report, arguments)
 
 
 def _convert(arguments: argparse.Namespace) -> None:
-    plan = convert.plan_convert(
-        arguments.source,
-        arguments.target,
-        codec=arguments.codec,
-        chunk_size=arguments.chunk_size,
-        **moving_options(arguments),
-    )
-    _show(plan.report if arguments.dry_run else plan.run(_progress(arguments)), arguments)
+    with _progress(arguments) as progress:
+        plan = convert.plan_convert(
+            arguments.source,
+            arguments.target,
+            codec=arguments.codec,
+            chunk_size=arguments.chunk_size,
+            **moving_options(arguments),
+        )
+        report = plan.report if arguments.dry_run else plan.run(progress)
+    _show(report, arguments)
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    plan = export.plan_export(
-        arguments.source,
-        arguments.target,
-        dtype=arguments.dtype,
-        format=arguments.format,
-        max_shard_size=arguments.max_shard_size,
-        include=arguments.include,
-        exclude=arguments.exclude,
-        keep_dtype=arguments.keep_dtype,
-        strip_prefix=arguments.strip_prefix,
-        frozen=not arguments.no_frozen,
-        **moving_options(arguments),
-    )
-    _show(plan.report if arguments.dry_run else plan.run(_progress(arguments)), arguments)
+    with _progress(arguments) as progress:
+        plan = export.plan_export(
+            arguments.source,
+            arguments.target,
+            dtype=arguments.dtype,
+            format=arguments.format,
+            max_shard_size=arguments.max_shard_size,
+            include=arguments.include,
+            exclude=arguments.exclude,
+            keep_dtype=arguments.keep_dtype,
+            strip_prefix=arguments.strip_prefix,
+            frozen=not arguments.no_frozen,
+            **moving_options(arguments),
+        )
+        report = plan.report if arguments.dry_run else plan.run(progress)
+    _show(report, arguments)
 
 
 def _verify(arguments: argparse.Namespace) -> None:
-    found = verify.verify(
-        arguments.source,
-        against=arguments.against,
-        sample=arguments.sample,
-        digests=arguments.digests,
-        progress=_progress(arguments),
-        **reading_options(arguments),
-    )
+    with _progress(arguments) as progress:
+        found = verify.verify(
+            arguments.source,
+            against=arguments.against,
+            sample=arguments.sample,
+            digests=arguments.digests,
+            progress=progress,
+            **reading_options(arguments),
+        )
     if arguments.json:
         print(json.dumps(asdict(found), indent=2))
     elif not arguments.quiet:
@@ -212,9 +218,10 @@ def _compact(arguments: argparse.Namespace) -> None:
     yield_to_others()
     options = compacting_options(arguments)
     try:
-        found = compact.compact(
-            arguments.source, arguments.target, progress=_progress(arguments), **options
-        )
+        with _progress(arguments) as progress:
+            found = compact.compact(
+                arguments.source, arguments.target, progress=progress, **options
+            )
     except TargetLockedError as error:
         if arguments.quiet:
             raise SystemExit(error.exit_code) from error
@@ -237,29 +244,8 @@ def _show(report: Report, arguments: argparse.Namespace) -> None:
         print(printable(report_text(report, verbose=arguments.verbose)))
 
 
-def _progress(arguments: argparse.Namespace) -> Progress:
-    """Show a bar to a person at a terminal, and to nobody else."""
-    if arguments.quiet or not sys.stderr.isatty():
-        return Silent()
-    return _Bar()
-
-
-class _Bar:
-    """Progress as a bar with bytes and rate."""
-
-    def __init__(self) -> None:
-        self._bar: tqdm[Any] | None = None
-
-    def start(self, total_bytes: int) -> None:
-        self._bar = tqdm(total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024)
-
-    def advance(self, nbytes: int) -> None:
-        if self._bar is not None:
-            self._bar.update(nbytes)
-
-    def stop(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+def _progress(arguments: argparse.Namespace) -> AbstractContextManager[Progress]:
+    return display(arguments.progress, is_quiet=arguments.quiet)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from streamshard.operations.compact import DEFAULT_GRACE, DEFAULT_MIN_AGE
 from streamshard.operations.convert import DEFAULT_CHUNK_BYTES
 from streamshard.operations.export import DEFAULT_SHARD_BYTES, FORMATS
 from streamshard.operations.weights import DTYPES
+from streamshard.progress import MODES
 
 Verb: TypeAlias = Callable[[argparse.Namespace], None]
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -285,6 +286,13 @@ def _add_resource_options(verb: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="threads [one per core, at most 4, fewer where memory is tight]",
+    )
+    verb.add_argument(
+        "--progress",
+        choices=MODES,
+        default=MODES[0],
+        help="how far it is, on standard error: a bar, a line per tenth, or JSON objects, one a "
+        "second [a bar on a terminal, else lines once it has taken 5 seconds]",
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.engine import memory
+from streamshard.engine.watch import COMMITTING, VERIFYING
 from streamshard.errors import UsageError
 from streamshard.formats.zarr_documents import CODECS
 from streamshard.model import ITEMSIZE
@@ -81,18 +82,19 @@ class ConvertPlan:
         ) as partial_target:
             told = progress or Silent()
 
-            def work() -> int:
+            def work() -> None:
                 # The manifest last, because it lists the checksums of everything else.
                 for targets in (self.files.content, self.files.manifest):
                     running.run(self.source, targets(), partial_target, self.memory, told)
                 if self.report.is_verified and not partial_target.is_done:
+                    told.enter(VERIFYING)
                     place = partial_target.path
                     written = Request(place)
                     rereading.require_same(written, place, self.source, self.memory, told)
+                told.enter(COMMITTING)
                 partial_target.commit()
-                return partial_target.kept_bytes
 
-            return running.measured(self.report, told, work)
+            return running.measured(self.report, partial_target, told, work)
 
 
 def plan_convert(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.engine import memory
+from streamshard.engine.watch import COMMITTING, VERIFYING
 from streamshard.engine.work import TargetFile
 from streamshard.errors import UnsupportedError, UsageError
 from streamshard.formats import pretrained
@@ -66,16 +67,17 @@ class ExportPlan:
         ) as partial_target:
             told = progress or Silent()
 
-            def work() -> int:
+            def work() -> None:
                 running.run(source, self._targets(), partial_target, self.memory, told)
                 if self.report.is_verified and not partial_target.is_done:
+                    told.enter(VERIFYING)
                     export_check.require_exported(
                         partial_target.path, self.files, self.companions, self.memory, told
                     )
+                told.enter(COMMITTING)
                 partial_target.commit()
-                return partial_target.kept_bytes
 
-            return self._with_overflow(running.measured(self.report, told, work))
+            return self._with_overflow(running.measured(self.report, partial_target, told, work))
 
     def _targets(self) -> Iterator[TargetFile]:
         yield from self.companions.targets()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.engine import memory
+from streamshard.engine.watch import COMMITTING, VERIFYING
 from streamshard.engine.work import TargetFile
 from streamshard.errors import UsageError
 from streamshard.formats import ds_config, dump_names, frameworks
@@ -78,20 +79,23 @@ class RepartitionPlan:
             template=self.template,
         ) as partial_target:
 
-            def work() -> int:
+            def work() -> None:
                 running.run(self.source, self._targets(), partial_target, self.memory, told)
                 if not partial_target.is_done:
                     self._verify(partial_target.path, told)
-                tag = self.source.checkpoint.tag
-                partial_target.commit(latest=tag if self.template is None else None)
-                return partial_target.kept_bytes
+                told.enter(COMMITTING)
+                latest = self.source.checkpoint.tag if self.template is None else None
+                partial_target.commit(latest=latest)
+                if latest is not None and not partial_target.is_written:
+                    told.advance(len(latest.encode()))
 
             told = progress or Silent()
-            return running.measured(self.report, told, work)
+            return running.measured(self.report, partial_target, told, work)
 
     def _verify(self, place: Path, told: Progress) -> None:
         """Compare what was written with the source, if that was asked for."""
         if self.written is not None:
+            told.enter(VERIFYING)
             path = place / self.template.name if self.template else place
             written = replace(self.written, path=path)
             rereading.require_same(written, place, self.source, self.memory, told)
