@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from types import FrameType
-from typing import Final, NoReturn
+from typing import Final, NoReturn, Protocol
 
 from streamshard.command_line import (
     arguments_of,
@@ -27,7 +27,9 @@ from streamshard.errors import (
     UsageError,
 )
 from streamshard.operations import compact, convert, export, inspect, pickles, repartition, verify
+from streamshard.operations.outlook import Outlook
 from streamshard.operations.report import Progress, Report
+from streamshard.outlook_text import plan_text
 from streamshard.progress import display
 from streamshard.tables import (
     compaction_text,
@@ -131,8 +133,8 @@ def _repartition(arguments: argparse.Namespace) -> None:
             ds_config_file=arguments.ds_config,
             **moving_options(arguments),
         )
-        report = plan.report if arguments.dry_run else plan.run(progress)
-    _show(report, arguments)
+        done = _carry_out(plan, arguments, progress)
+    _show(*done, arguments)
 
 
 def _convert(arguments: argparse.Namespace) -> None:
@@ -144,8 +146,8 @@ def _convert(arguments: argparse.Namespace) -> None:
             chunk_size=arguments.chunk_size,
             **moving_options(arguments),
         )
-        report = plan.report if arguments.dry_run else plan.run(progress)
-    _show(report, arguments)
+        done = _carry_out(plan, arguments, progress)
+    _show(*done, arguments)
 
 
 def _export(arguments: argparse.Namespace) -> None:
@@ -163,8 +165,8 @@ def _export(arguments: argparse.Namespace) -> None:
             frozen=not arguments.no_frozen,
             **moving_options(arguments),
         )
-        report = plan.report if arguments.dry_run else plan.run(progress)
-    _show(report, arguments)
+        done = _carry_out(plan, arguments, progress)
+    _show(*done, arguments)
 
 
 def _verify(arguments: argparse.Namespace) -> None:
@@ -237,10 +239,38 @@ def _compact(arguments: argparse.Namespace) -> None:
         raise SystemExit(found.exit_code)
 
 
-def _show(report: Report, arguments: argparse.Namespace) -> None:
+class _Plan(Protocol):
+    """What the verbs that write have planned."""
+
+    @property
+    def report(self) -> Report:
+        """What running it will do."""
+
+    def outlook(self) -> Outlook:
+        """Tell more of that."""
+
+    def run(self, progress: Progress) -> Report:
+        """Do it."""
+
+
+def _carry_out(
+    plan: _Plan, arguments: argparse.Namespace, progress: Progress
+) -> tuple[Report, Outlook | None]:
+    """Do what was planned, or only look what that would be."""
+    if arguments.dry_run:
+        return plan.report, plan.outlook()
+    return plan.run(progress), None
+
+
+def _show(report: Report, outlook: Outlook | None, arguments: argparse.Namespace) -> None:
     if arguments.json:
-        print(json.dumps(asdict(report), indent=2))
-    elif not arguments.quiet:
+        more = {} if outlook is None else {"outlook": asdict(outlook)}
+        print(json.dumps({**asdict(report), **more}, indent=2))
+    elif arguments.quiet:
+        return
+    elif outlook is not None:
+        print(printable(plan_text(report, outlook, verbose=arguments.verbose)))
+    else:
         print(printable(report_text(report, verbose=arguments.verbose)))
 
 

@@ -15,6 +15,7 @@ FLOORS: dict[str, int] = {
     "plan": 1, "engine": 1, "formats": 1,
     "operations": 2,
     "": 3, "__main__": 3, "cli": 3, "command_line": 3, "tables": 3, "progress": 3,
+    "outlook_text": 3,
 }  # fmt: skip
 """Floor of every room and of every module beside them; the package itself has the empty name."""
 DEMO = "demo"

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from streamshard.engine import memory
 from streamshard.engine.watch import COMMITTING, VERIFYING
 from streamshard.errors import UsageError
@@ -14,11 +16,13 @@ from streamshard.model import ITEMSIZE
 from streamshard.operations import rereading, running
 from streamshard.operations.checking import Request
 from streamshard.operations.compare import EXTRA_BYTES
+from streamshard.operations.outlook import Outlook, look_ahead
 from streamshard.operations.partial_target import PartialTarget
 from streamshard.operations.purpose import Purpose
 from streamshard.operations.report import Progress, Report, Silent
 from streamshard.operations.source import Source, open_source
 from streamshard.operations.store_targets import StoreTargets
+from streamshard.operations.tally import Tally
 from streamshard.operations.target import (
     require_free,
     require_separate,
@@ -95,6 +99,14 @@ class ConvertPlan:
                 partial_target.commit()
 
             return running.measured(self.report, partial_target, told, work)
+
+    def outlook(self, *, measures_disk: bool = True) -> Outlook:
+        """Tell more of what running it will do, and how long it may take."""
+        times = np.ones(len(self.source.checkpoint.tensors), dtype=np.int64)
+        tally = Tally(self.files.sizes(), times)
+        return look_ahead(
+            self.source, tally, self.memory, self.report, self.target, measures_disk=measures_disk
+        )
 
 
 def plan_convert(
@@ -175,6 +187,8 @@ def plan_store(
     shapes = [chunk_shape(t.shape, ITEMSIZE[t.dtype], shape.chunk_size) for t in tensors]
     files = StoreTargets(opened, shapes, codec)
     sizes = files.sizes()
+    count, bytes_written = len(sizes), sum(sizes.values())
+    del sizes  # of a large store it takes memory
     both = zip(shapes, tensors, strict=True)
     largest = max((math.prod(s) * ITEMSIZE[t.dtype] for s, t in both), default=0)
     options = {
@@ -196,7 +210,7 @@ def plan_store(
         limit_bytes=limit_bytes,
         reopened=int(verify),
     )
-    require_space(target, sum(sizes))
+    require_space(target, bytes_written)
     report = Report(
         verb=verb,
         source=named,
@@ -205,8 +219,8 @@ def plan_store(
         zero_stage=opened.checkpoint.layout.stage,
         source_world_size=opened.checkpoint.layout.world_size,
         world_size=None,
-        files=len(sizes),
-        bytes_written=sum(sizes),
+        files=count,
+        bytes_written=bytes_written,
         floor_bytes=floor_bytes,
         limit_bytes=limit_bytes,
         projected_bytes=memory_plan.projected_bytes,

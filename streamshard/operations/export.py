@@ -14,10 +14,12 @@ from streamshard.formats import pretrained
 from streamshard.operations import export_check, running
 from streamshard.operations.companions import Companions, find_companions
 from streamshard.operations.compare import EXTRA_BYTES
+from streamshard.operations.outlook import Outlook, look_ahead
 from streamshard.operations.partial_target import PartialTarget
 from streamshard.operations.purpose import Purpose
 from streamshard.operations.report import Progress, Report, Silent
 from streamshard.operations.source import Source, open_source
+from streamshard.operations.tally import Tally
 from streamshard.operations.target import (
     require_free,
     require_separate,
@@ -45,6 +47,7 @@ class ExportPlan:
     companions: Companions
     """Files that come along, and the source to read from."""
     files: WeightFiles | UniversalFiles
+    tally: Tally
     memory: MemoryPlan
     overwrite: bool
     report: Report
@@ -78,6 +81,17 @@ class ExportPlan:
                 partial_target.commit()
 
             return self._with_overflow(running.measured(self.report, partial_target, told, work))
+
+    def outlook(self, *, measures_disk: bool = True) -> Outlook:
+        """Tell more of what running it will do, and how long it may take."""
+        return look_ahead(
+            self.companions.source,
+            self.tally,
+            self.memory,
+            self.report,
+            self.target,
+            measures_disk=measures_disk,
+        )
 
     def _targets(self) -> Iterator[TargetFile]:
         yield from self.companions.targets()
@@ -182,7 +196,8 @@ def plan_export(
     except (UsageError, UnsupportedError) as error:
         raise type(error)(f"{opened.path}: {error}") from error
     files, companions = prepared.files, prepared.companions
-    sizes = [*files.sizes(), *companions.sizes()]
+    tally = companions.added_to(files.tally())
+    bytes_written = sum(tally.sizes.values())
     options = _options(opened, selection, format, max_shard_size)
     purpose = Purpose.of(companions.source, options, replaces=overwrite)
     limit_bytes = running.limit_or_default(memory_limit, floor_bytes)
@@ -194,7 +209,7 @@ def plan_export(
         copies_bytes=files.copies_bytes(workers or running.default_workers()),
         reopened=int(verify),
     )
-    require_space(target, sum(sizes))
+    require_space(target, bytes_written)
     report = Report(
         verb="export",
         source=str(source),
@@ -203,8 +218,8 @@ def plan_export(
         zero_stage=opened.checkpoint.layout.stage,
         source_world_size=opened.checkpoint.ranks,
         world_size=None,
-        files=len(sizes),
-        bytes_written=sum(sizes),
+        files=len(tally.sizes),
+        bytes_written=bytes_written,
         floor_bytes=floor_bytes,
         limit_bytes=limit_bytes,
         projected_bytes=memory_plan.projected_bytes,
@@ -213,7 +228,7 @@ def plan_export(
         dtype=dtype if format != UNIVERSAL else None,
         notes=(*prepared.notes, *companions.notes, *opened.checkpoint.notes),
     )
-    return ExportPlan(target, purpose, companions, files, memory_plan, overwrite, report)
+    return ExportPlan(target, purpose, companions, files, tally, memory_plan, overwrite, report)
 
 
 def export(

@@ -10,21 +10,24 @@ from streamshard.engine import memory
 from streamshard.engine.watch import COMMITTING, VERIFYING
 from streamshard.engine.work import TargetFile
 from streamshard.errors import UsageError
+from streamshard.formats import deepspeed_names as names
 from streamshard.formats import ds_config, dump_names, frameworks
-from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.dump_names import Template
 from streamshard.formats.zero_target import ZeroTarget
 from streamshard.formats.zero_writer import DumpImages, Images, NativeImages, StepImages
 from streamshard.model import FILE
-from streamshard.operations import advice, muon, rereading, running
+from streamshard.operations import advice, muon, rereading, resizing, running
 from streamshard.operations.checking import Request
 from streamshard.operations.compare import EXTRA_BYTES
 from streamshard.operations.native_files import NativeFiles, cut_family
+from streamshard.operations.outlook import Outlook, look_ahead
 from streamshard.operations.partial_target import PartialTarget
 from streamshard.operations.purpose import Purpose, digest_of
 from streamshard.operations.report import Progress, Report, Silent
+from streamshard.operations.resizing import Change
 from streamshard.operations.settings import TargetSettings, require_allowed, target_settings
 from streamshard.operations.source import Source, open_source
+from streamshard.operations.tally import NativeTally, Tally
 from streamshard.operations.target import (
     require_free,
     require_separate,
@@ -55,6 +58,8 @@ class RepartitionPlan:
     files: NativeFiles
     resized: frameworks.Resized
     """What becomes of the files that come along."""
+    tally: Tally
+    changes: tuple[Change, ...]
     written: Request | None
     """How to open what was written, where it is to be verified; the path is still to be put in."""
     memory: MemoryPlan
@@ -91,6 +96,19 @@ class RepartitionPlan:
 
             told = progress or Silent()
             return running.measured(self.report, partial_target, told, work)
+
+    def outlook(self, *, measures_disk: bool = True) -> Outlook:
+        """Tell more of what running it will do, and how long it may take."""
+        return look_ahead(
+            self.source,
+            self.tally,
+            self.memory,
+            self.report,
+            self.target,
+            changes=self.changes,
+            new_files=len(self.resized.new_steps),
+            measures_disk=measures_disk,
+        )
 
     def _verify(self, place: Path, told: Progress) -> None:
         """Compare what was written with the source, if that was asked for."""
@@ -181,12 +199,11 @@ def plan_repartition(
         world_size=world_size,
     )
     files, images = _spell(opened, settings, template, resized)
-    sizes = _sizes(opened.checkpoint, files, images, resized)
-    if template is None:
-        sizes.append((len(opened.checkpoint.tag.encode()), 1))  # `latest`
-    bytes_written = sum(nbytes * count for nbytes, count in sizes)
+    tally = _tally(opened, files, images, resized, has_latest=template is None)
+    bytes_written = sum(tally.sizes.values())
     options = _options(opened, world_size, settings, template)
     purpose = Purpose.of(opened, options, replaces=overwrite)
+    batch = advice.for_world_size(opened.checkpoint, settings.config, dp_world_size)
     limit_bytes = running.limit_or_default(memory_limit, floor_bytes)
     memory_plan = running.fit_memory(
         floor_bytes=floor_bytes,
@@ -205,7 +222,7 @@ def plan_repartition(
         zero_stage=stage,
         source_world_size=opened.checkpoint.ranks,
         world_size=world_size,
-        files=sum(count for _, count in sizes),
+        files=len(tally.sizes),
         bytes_written=bytes_written,
         floor_bytes=floor_bytes,
         limit_bytes=limit_bytes,
@@ -215,7 +232,7 @@ def plan_repartition(
             *settings.notes,
             *opened.checkpoint.notes,
             *resized.notes,
-            *advice.for_world_size(opened.checkpoint, settings.config, dp_world_size),
+            *batch,
         ),
     )
     written = Request("", opened.checkpoint.tag, config=settings.config, like=opened.like)
@@ -227,6 +244,8 @@ def plan_repartition(
         images=images,
         files=files,
         resized=resized,
+        tally=tally,
+        changes=resizing.changes(opened.checkpoint, world_size, resized, batch),
         written=written if verify else None,
         memory=memory_plan,
         overwrite=overwrite,
@@ -297,16 +316,23 @@ def _options(
     return options if template is None else {**options, "OUT": template.name}
 
 
-def _sizes(
-    checkpoint: Checkpoint,
+def _tally(
+    source: Source,
     files: NativeFiles,
     images: Sequence[Images],
     resized: frameworks.Resized,
-) -> list[tuple[int, int]]:
-    """List (bytes, count of files of that size) of what will be made of the source's files."""
-    sizes = [(files.lay_out(image).nbytes, n) for spelled in images for image, n in spelled.sizes()]
-    come_along = (t for t in checkpoint.tensors if t.state == FILE and t.name in resized.paths)
-    return sizes + [(tensor.nbytes, 1) for tensor in come_along]
+    *,
+    has_latest: bool,
+) -> Tally:
+    """Count what will be made of the source's files."""
+    tally, checkpoint = NativeTally(source, files), source.checkpoint
+    for spelled in images:
+        tally.add(spelled.sizes())
+    numbered = ((n, t.name) for n, t in enumerate(checkpoint.tensors) if t.state == FILE)
+    tally.add_files({n: resized.paths[name] for n, name in numbered if name in resized.paths})
+    if has_latest:
+        tally.add_bytes(names.LATEST, len(checkpoint.tag.encode()))
+    return tally.done()
 
 
 def _copies_bytes(source: Source, world_size: int) -> int:

@@ -60,8 +60,8 @@ class StoreTargets:
         for chunk in self._chunks():
             yield self._chunk_target(chunk)
 
-    def sizes(self) -> list[int]:
-        """Work out the size of every file; exact without compression, else an upper bound."""
+    def sizes(self) -> dict[str, int]:
+        """Work out the size of every file by its path; at most, where there is compression."""
         records = {path: _record_of(data) for path, data in self._documents().items()}
         for chunk in self._chunks():
             blocks = -(-chunk.nbytes // BLOCK_BYTES) if self._codec == "none" else 1
@@ -73,7 +73,8 @@ class StoreTargets:
         held = {array_path(tensor): digests.EMPTY.text for tensor in tensors}
         manifest = store_manifest.spell(records, self._codec, held)
         small = _small_array(MANIFEST_PATH, manifest)
-        return [*(record.nbytes for record in records.values()), *map(len, small.values())]
+        sizes = {path: record.nbytes for path, record in records.items()}
+        return sizes | {path: len(data) for path, data in small.items()}
 
     def manifest(self) -> Iterator[TargetFile]:
         """Turn the manifest into work, once everything else is written."""
