@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from streamshard.command_line import (
     compacting_options,
     moving_options,
     reading_options,
+    resource_options,
     source_options,
 )
 from streamshard.engine.throttle import yield_to_others
@@ -26,7 +28,16 @@ from streamshard.errors import (
     TargetLockedError,
     UsageError,
 )
-from streamshard.operations import compact, convert, export, inspect, pickles, repartition, verify
+from streamshard.operations import (
+    applying,
+    compact,
+    convert,
+    export,
+    inspect,
+    pickles,
+    repartition,
+    verify,
+)
 from streamshard.operations.outlook import Outlook
 from streamshard.operations.report import Progress, Report
 from streamshard.outlook_text import plan_text
@@ -120,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
         verify=_verify,
         inspect=_inspect,
         compact=_compact,
+        apply=_apply,
     )
 
 
@@ -216,6 +228,13 @@ def _inspect_pickles(arguments: argparse.Namespace) -> None:
         raise SourceError(f"{message}, so there may be more names; {first.path}: {first.problem}")
 
 
+def _apply(arguments: argparse.Namespace) -> None:
+    with _progress(arguments) as progress:
+        plan = applying.load_plan(arguments.plan, **resource_options(arguments))
+        done = _carry_out(plan, arguments, progress)
+    _show(*done, arguments)
+
+
 def _compact(arguments: argparse.Namespace) -> None:
     yield_to_others()
     options = compacting_options(arguments)
@@ -249,6 +268,9 @@ class _Plan(Protocol):
     def outlook(self) -> Outlook:
         """Tell more of that."""
 
+    def save(self, path: str) -> None:
+        """Write it down."""
+
     def run(self, progress: Progress) -> Report:
         """Do it."""
 
@@ -258,6 +280,8 @@ def _carry_out(
 ) -> tuple[Report, Outlook | None]:
     """Do what was planned, or only look what that would be."""
     if arguments.dry_run:
+        if arguments.plan_out is not None:
+            plan.save(arguments.plan_out)
         return plan.report, plan.outlook()
     return plan.run(progress), None
 
@@ -270,6 +294,8 @@ def _show(report: Report, outlook: Outlook | None, arguments: argparse.Namespace
         return
     elif outlook is not None:
         print(printable(plan_text(report, outlook, verbose=arguments.verbose)))
+        if arguments.plan_out is not None:
+            print(printable(f"\nTo do this: streamshard apply {shlex.quote(arguments.plan_out)}"))
     else:
         print(printable(report_text(report, verbose=arguments.verbose)))
 

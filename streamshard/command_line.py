@@ -32,6 +32,7 @@ def arguments_of(
     verify: Verb,
     inspect: Verb,
     compact: Verb,
+    apply: Verb,
 ) -> argparse.ArgumentParser:
     """Make the parser of the whole command line; `verb` of what it parses is what to run."""
     parser = argparse.ArgumentParser(
@@ -48,6 +49,7 @@ def arguments_of(
     _add_verify(verbs, verify)
     _add_inspect(verbs, inspect)
     _add_compact(verbs, compact)
+    _add_apply(verbs, apply)
     return parser
 
 
@@ -227,6 +229,22 @@ def _add_compact(verbs: Verbs, run: Verb) -> None:
     )
 
 
+def _add_apply(verbs: Verbs, run: Verb) -> None:
+    verb = _add(
+        verbs,
+        "apply",
+        run,
+        "run a plan that --dry-run --plan-out has saved, unless something has changed since",
+        "streamshard apply plan.json",
+    )
+    verb.add_argument("plan", metavar="PLAN", help="file that --plan-out made")
+    _add_resource_options(verb)
+    verb.add_argument(
+        "-n", "--dry-run", action="store_true", help="show what would be done, and write nothing"
+    )
+    verb.set_defaults(plan_out=None)
+
+
 def _add_keeping_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--keep-last", type=int, default=3, metavar="K", help="newest complete steps to leave [3]"
@@ -303,6 +321,9 @@ def _add_moving_options(verb: argparse.ArgumentParser) -> None:
         "-n", "--dry-run", action="store_true", help="show what would be done, and write nothing"
     )
     verb.add_argument(
+        "--plan-out", metavar="FILE", help="with --dry-run: save the plan, for `streamshard apply`"
+    )
+    verb.add_argument(
         "--verify",
         action="store_true",
         help="read back from disk what was written, and compare it with SRC before it takes its "
@@ -348,10 +369,11 @@ def reading_options(arguments: argparse.Namespace) -> dict[str, Any]:
     UsageError
         One of them asks for what cannot be.
     """
-    return {**source_options(arguments), **_resource_options(arguments)}
+    return {**source_options(arguments), **resource_options(arguments)}
 
 
-def _resource_options(arguments: argparse.Namespace) -> dict[str, Any]:
+def resource_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that say what a run may use; see `reading_options` for errors."""
     if arguments.workers is not None and arguments.workers < 1:
         raise UsageError(f"--workers {arguments.workers}: at least one is needed")
     return {"memory_limit": arguments.memory_limit, "workers": arguments.workers}
@@ -364,11 +386,13 @@ def compacting_options(arguments: argparse.Namespace) -> dict[str, Any]:
         **{name: getattr(arguments, name) for name in same.split()},
         "keep_tags": arguments.keep_tag,
         "bytes_per_second": arguments.bwlimit,
-        **_resource_options(arguments),
+        **resource_options(arguments),
     }
 
 
 def moving_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of verbs that write; see `reading_options` for errors."""
+    if arguments.plan_out is not None and not arguments.dry_run:
+        raise UsageError(f"--plan-out {arguments.plan_out}: saves a plan; give --dry-run with it")
     writing = {"overwrite": arguments.overwrite, "verify": arguments.verify}
     return {**reading_options(arguments), **writing}

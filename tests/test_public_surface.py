@@ -27,6 +27,7 @@ SURFACE = [
     "Difference",
     "Inspection",
     "NamedGlobal",
+    "Outlook",
     "PickleListing",
     "PickledFile",
     "Problem",
@@ -38,6 +39,7 @@ SURFACE = [
     "export",
     "inspect",
     "list_pickles",
+    "load_plan",
     "plan_convert",
     "plan_export",
     "plan_repartition",
@@ -67,7 +69,9 @@ def test_everything_public_is_documented_and_takes_options_by_keyword(name: str)
     if inspection.isfunction(value):
         kinds = [p.kind for p in inspection.signature(value).parameters.values()]
         by_position = kinds.count(inspection.Parameter.POSITIONAL_OR_KEYWORD)
-        assert by_position == (1 if name in ("inspect", "list_pickles", "verify") else 2)
+        assert by_position == (
+            1 if name in ("inspect", "list_pickles", "load_plan", "verify") else 2
+        )
         assert kinds[by_position:] == [inspection.Parameter.KEYWORD_ONLY] * len(kinds[by_position:])
 
 

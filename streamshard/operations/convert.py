@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -13,11 +14,12 @@ from streamshard.engine.watch import COMMITTING, VERIFYING
 from streamshard.errors import UsageError
 from streamshard.formats.zarr_documents import CODECS
 from streamshard.model import ITEMSIZE
-from streamshard.operations import rereading, running
+from streamshard.operations import plan_file, rereading, running
 from streamshard.operations.checking import Request
 from streamshard.operations.compare import EXTRA_BYTES
 from streamshard.operations.outlook import Outlook, look_ahead
 from streamshard.operations.partial_target import PartialTarget
+from streamshard.operations.plan_file import Asked
 from streamshard.operations.purpose import Purpose
 from streamshard.operations.report import Progress, Report, Silent
 from streamshard.operations.source import Source, open_source
@@ -63,6 +65,7 @@ class Limits:
 class ConvertPlan:
     """A conversion that fits memory and disk, ready to run."""
 
+    asked: Asked | None
     source: Source
     target: Path
     purpose: Purpose
@@ -100,10 +103,20 @@ class ConvertPlan:
 
             return running.measured(self.report, partial_target, told, work)
 
+    def sizes(self) -> Mapping[str, int]:
+        """Return the size of every file that will be written, by its path."""
+        return self.files.sizes()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan down, for `load_plan` or `streamshard apply`."""
+        if self.asked is None:
+            raise UsageError(f"{path}: a part of a larger plan, which cannot be saved by itself")
+        plan_file.write(Path(path), self.asked, self.purpose, self.sizes())
+
     def outlook(self, *, measures_disk: bool = True) -> Outlook:
         """Tell more of what running it will do, and how long it may take."""
         times = np.ones(len(self.source.checkpoint.tensors), dtype=np.int64)
-        tally = Tally(self.files.sizes(), times)
+        tally = Tally(self.sizes(), times)
         return look_ahead(
             self.source, tally, self.memory, self.report, self.target, measures_disk=measures_disk
         )
@@ -148,6 +161,20 @@ def plan_convert(
     StreamshardError
         One of its subclasses, each with its own exit code; see `streamshard.errors`.
     """
+    asked = Asked.of(
+        "convert",
+        source,
+        target,
+        codec=codec,
+        chunk_size=chunk_size,
+        source_ds_config_file=source_ds_config_file,
+        like=like,
+        tag=tag,
+        memory_limit=memory_limit,
+        workers=workers,
+        overwrite=overwrite,
+        verify=verify,
+    )
     floor_bytes = memory.resident_bytes()
     memory.restart_peak()
     shape = StoreShape(codec, chunk_size)
@@ -157,7 +184,14 @@ def plan_convert(
     opened.require_use_of_like()
     limits = Limits(floor_bytes, memory_limit, workers)
     return plan_store(
-        opened, target, shape, limits, named=str(source), overwrite=overwrite, verify=verify
+        opened,
+        target,
+        shape,
+        limits,
+        named=str(source),
+        overwrite=overwrite,
+        verify=verify,
+        asked=asked,
     )
 
 
@@ -171,6 +205,7 @@ def plan_store(
     verb: str = "convert",
     overwrite: bool = False,
     verify: bool = False,
+    asked: Asked | None = None,
 ) -> ConvertPlan:
     """Plan to write what was opened into a store; see `plan_convert`.
 
@@ -180,6 +215,8 @@ def plan_store(
         How the user called the source.
     verb
         For whom the store is written.
+    asked
+        What the plan can be made from again; without it, it cannot be saved.
     """
     codec, floor_bytes = shape.codec, limits.floor_bytes
     require_separate(opened.path, opened.files, target)
@@ -227,7 +264,7 @@ def plan_store(
         is_verified=verify,
         notes=opened.checkpoint.notes,
     )
-    return ConvertPlan(opened, target, purpose, files, memory_plan, overwrite, report)
+    return ConvertPlan(asked, opened, target, purpose, files, memory_plan, overwrite, report)
 
 
 def convert(

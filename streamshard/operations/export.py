@@ -1,7 +1,7 @@
 """`export`: the weights alone, as `from_pretrained` loads them; or DeepSpeed's universal form."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -11,11 +11,12 @@ from streamshard.engine.watch import COMMITTING, VERIFYING
 from streamshard.engine.work import TargetFile
 from streamshard.errors import UnsupportedError, UsageError
 from streamshard.formats import pretrained
-from streamshard.operations import export_check, running
+from streamshard.operations import export_check, plan_file, running
 from streamshard.operations.companions import Companions, find_companions
 from streamshard.operations.compare import EXTRA_BYTES
 from streamshard.operations.outlook import Outlook, look_ahead
 from streamshard.operations.partial_target import PartialTarget
+from streamshard.operations.plan_file import Asked
 from streamshard.operations.purpose import Purpose
 from streamshard.operations.report import Progress, Report, Silent
 from streamshard.operations.source import Source, open_source
@@ -42,6 +43,7 @@ _MOST_NAMED: Final = 4
 class ExportPlan:
     """An export that fits memory and disk, ready to run."""
 
+    asked: Asked
     target: Path
     purpose: Purpose
     companions: Companions
@@ -81,6 +83,14 @@ class ExportPlan:
                 partial_target.commit()
 
             return self._with_overflow(running.measured(self.report, partial_target, told, work))
+
+    def sizes(self) -> Mapping[str, int]:
+        """Return the size of every file that will be written, by its path."""
+        return self.tally.sizes
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan down, for `load_plan` or `streamshard apply`."""
+        plan_file.write(Path(path), self.asked, self.purpose, self.sizes())
 
     def outlook(self, *, measures_disk: bool = True) -> Outlook:
         """Tell more of what running it will do, and how long it may take."""
@@ -171,6 +181,26 @@ def plan_export(
     StreamshardError
         One of its subclasses, each with its own exit code; see `streamshard.errors`.
     """
+    asked = Asked.of(
+        "export",
+        source,
+        target,
+        dtype=dtype,
+        format=format,
+        max_shard_size=max_shard_size,
+        include=tuple(include),
+        exclude=tuple(exclude),
+        keep_dtype=tuple(keep_dtype),
+        strip_prefix=tuple(strip_prefix),
+        frozen=frozen,
+        source_ds_config_file=source_ds_config_file,
+        like=like,
+        tag=tag,
+        memory_limit=memory_limit,
+        workers=workers,
+        overwrite=overwrite,
+        verify=verify,
+    )
     floor_bytes = memory.resident_bytes()
     memory.restart_peak()
     target = Path(target)
@@ -228,7 +258,17 @@ def plan_export(
         dtype=dtype if format != UNIVERSAL else None,
         notes=(*prepared.notes, *companions.notes, *opened.checkpoint.notes),
     )
-    return ExportPlan(target, purpose, companions, files, tally, memory_plan, overwrite, report)
+    return ExportPlan(
+        asked=asked,
+        target=target,
+        purpose=purpose,
+        companions=companions,
+        files=files,
+        tally=tally,
+        memory=memory_plan,
+        overwrite=overwrite,
+        report=report,
+    )
 
 
 def export(

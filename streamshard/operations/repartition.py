@@ -1,7 +1,7 @@
 """`repartition`: native files for another world size, from shards or from a store."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -16,12 +16,13 @@ from streamshard.formats.dump_names import Template
 from streamshard.formats.zero_target import ZeroTarget
 from streamshard.formats.zero_writer import DumpImages, Images, NativeImages, StepImages
 from streamshard.model import FILE
-from streamshard.operations import advice, muon, rereading, resizing, running
+from streamshard.operations import advice, muon, plan_file, rereading, resizing, running
 from streamshard.operations.checking import Request
 from streamshard.operations.compare import EXTRA_BYTES
 from streamshard.operations.native_files import NativeFiles, cut_family
 from streamshard.operations.outlook import Outlook, look_ahead
 from streamshard.operations.partial_target import PartialTarget
+from streamshard.operations.plan_file import Asked
 from streamshard.operations.purpose import Purpose, digest_of
 from streamshard.operations.report import Progress, Report, Silent
 from streamshard.operations.resizing import Change
@@ -48,6 +49,7 @@ _LOCATE_BYTES: Final = 16 * 8
 class RepartitionPlan:
     """A repartition that fits memory and disk, ready to run."""
 
+    asked: Asked
     source: Source
     target: Path
     purpose: Purpose
@@ -96,6 +98,14 @@ class RepartitionPlan:
 
             told = progress or Silent()
             return running.measured(self.report, partial_target, told, work)
+
+    def sizes(self) -> Mapping[str, int]:
+        """Return the size of every file that will be written, by its path."""
+        return self.tally.sizes
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan down, for `load_plan` or `streamshard apply`."""
+        plan_file.write(Path(path), self.asked, self.purpose, self.sizes())
 
     def outlook(self, *, measures_disk: bool = True) -> Outlook:
         """Tell more of what running it will do, and how long it may take."""
@@ -175,6 +185,21 @@ def plan_repartition(
     StreamshardError
         One of its subclasses, each with its own exit code; see `streamshard.errors`.
     """
+    asked = Asked.of(
+        "repartition",
+        source,
+        target,
+        world_size=world_size,
+        zero_stage=zero_stage,
+        ds_config_file=ds_config_file,
+        source_ds_config_file=source_ds_config_file,
+        like=like,
+        tag=tag,
+        memory_limit=memory_limit,
+        workers=workers,
+        overwrite=overwrite,
+        verify=verify,
+    )
     floor_bytes = memory.resident_bytes()
     memory.restart_peak()
     template = dump_names.parse(str(target)) if dump_names.is_template(str(target)) else None
@@ -237,6 +262,7 @@ def plan_repartition(
     )
     written = Request("", opened.checkpoint.tag, config=settings.config, like=opened.like)
     return RepartitionPlan(
+        asked=asked,
         source=opened,
         target=directory,
         purpose=purpose,
