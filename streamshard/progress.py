@@ -41,7 +41,8 @@ class Moment:
     """Dealt with so far, what an earlier run has left included."""
     total_bytes: int | None
     """To be dealt with in all: bytes to be written, before any compression; with `--verify` four
-    times as many, as it reads them three times more. None before that is known."""
+    times as many, as it reads them three times more. `verify` and `compact` go through several
+    stretches, each with its own. None before that is known."""
     bytes_per_second: int | None
     """In the last seconds, without what an earlier run has left; None before anything was done."""
     eta_seconds: float | None
@@ -54,7 +55,7 @@ class Moment:
         """How much is done; None before it is known how much there is to do."""
         if self.total_bytes is None:
             return None
-        return 100 * min(self.done_bytes, self.total_bytes) // max(1, self.total_bytes)
+        return 100 * self.done_bytes // max(1, self.total_bytes)
 
     @property
     def is_all(self) -> bool:
@@ -136,15 +137,17 @@ class Display:
         traceback: TracebackType | None,
     ) -> None:
         with self._lock:
+            self._show(is_due=True, is_last=True)
             self._write(self._style.end())
 
     def start(self, total_bytes: int, phase: str = READING) -> None:
-        """Begin to count anew."""
+        """Begin to count anew; many small stretches of one phase are not shown one by one."""
         with self._lock:
-            self._phase, self._total_bytes = phase, total_bytes
+            is_new, self._phase = phase != self._phase, phase
+            self._total_bytes = total_bytes
             self._done_bytes = self._kept_bytes = 0
             self._past = deque([(self._clock(), 0)])
-            self._show(is_due=True)
+            self._show(is_due=is_new)
 
     def advance(self, nbytes: int) -> None:
         """Count bytes."""
@@ -165,9 +168,9 @@ class Display:
                 self._show(is_due=True)
 
     def stop(self) -> None:
-        """Show how far it came."""
+        """End what `start` began; what comes next may be another."""
         with self._lock:
-            self._show(is_due=True, is_last=True)
+            self._show()
 
     def _show(self, *, is_due: bool = False, is_last: bool = False) -> None:
         now = self._clock()
@@ -177,10 +180,14 @@ class Display:
 
     def _moment(self, now: float) -> Moment:
         rate = self._rate(now)
-        left = None if self._total_bytes is None else max(0, self._total_bytes - self._done_bytes)
+        done, left = self._done_bytes, None
+        if self._total_bytes is not None:
+            # What was reckoned beforehand may be a little less than what then is read.
+            done = min(done, self._total_bytes)
+            left = self._total_bytes - done
         return Moment(
             phase=self._phase,
-            done_bytes=self._done_bytes,
+            done_bytes=done,
             total_bytes=self._total_bytes,
             bytes_per_second=rate,
             eta_seconds=None if left is None or rate is None else round(left / rate, 1),
@@ -252,14 +259,14 @@ class Lines:
     interval_seconds = 0.5
 
     def __init__(self) -> None:
-        self._told: tuple[str, int] | None = None
-        """Phase and tenth of the last line."""
+        self._told: tuple[str, int, int | None] | None = None
+        """Phase, tenth and total of the last line."""
         self._told_at = 0.0
 
     def tell(self, moment: Moment, *, is_last: bool) -> str:
         """Write a line, unless there is nothing new, or the run is too young."""
         now = moment.elapsed_seconds
-        new = moment.phase, (moment.percent or 0) // 10
+        new = moment.phase, (moment.percent or 0) // 10, moment.total_bytes
         gap = _QUIET_SECONDS
         if self._told is not None and self._told[0] != moment.phase:
             gap = _PHASE_SECONDS

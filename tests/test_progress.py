@@ -100,11 +100,21 @@ def test_what_ends_within_five_seconds_writes_no_line() -> None:
 def test_many_small_stretches_write_a_line_in_five_seconds_at_most() -> None:
     watched = Watched("lines")
     with watched.shown as progress:
-        for _ in range(60):
-            progress.start(10)
-            watched.run(progress, seconds=1, nbytes=10)
+        for nbytes in range(60):
+            progress.start(nbytes)
+            watched.run(progress, seconds=1, nbytes=nbytes)
             progress.stop()
     assert 1 < len(watched.lines) <= 60 // 5
+    watched = Watched("json")
+    with watched.shown as progress:
+        for _ in range(60):
+            progress.start(10)
+            watched.run(progress, seconds=1, nbytes=7)
+            watched.clock.now -= 0.75
+            progress.advance(7)
+            progress.stop()
+    assert 15 <= len(watched.lines) <= 18
+    assert {json.loads(line)["done_bytes"] for line in watched.lines} <= {0, 7, 10}
 
 
 def test_programs_get_an_object_a_second_with_pinned_keys() -> None:
