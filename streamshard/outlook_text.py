@@ -46,7 +46,8 @@ def _summary(report: Report, outlook: Outlook) -> Iterator[tuple[str, str]]:
         yield "world size", f"{report.source_world_size} -> {now}{stage}"
     used = sum(bool(file.nbytes) for file in outlook.reads)
     yield "reads", f"{show(outlook.read_bytes)} of content, from {_files_of(used)}"
-    yield "writes", f"{show(outlook.written_bytes)}, into {_files_of(len(outlook.writes))}"
+    most = "at most " if outlook.is_upper_bound else ""
+    yield "writes", f"{most}{show(outlook.written_bytes)}, into {_files_of(len(outlook.writes))}"
     if report.is_verified:
         yield "verifies", f"and reads {show(outlook.reread_bytes)} more for that"
     yield "memory", _memory(outlook.memory)
@@ -83,6 +84,11 @@ def _time(outlook: Outlook) -> str:
     )
     if time.problem is not None:
         return f"{said}; {time.problem}"
+    if time.encode_sample_bytes:
+        said += (
+            f", compressed at {show(time.encode_bytes_per_second)}/s "
+            f"({show(time.encode_sample_bytes)})"
+        )
     return (
         f"{said}, and a file beside the target was written and synced at "
         f"{show(time.write_bytes_per_second)}/s ({show(time.write_sample_bytes)}, removed)"

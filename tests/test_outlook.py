@@ -21,13 +21,13 @@ from tests.test_momentum import MUON
 
 Plan = RepartitionPlan | ConvertPlan | ExportPlan
 KEYS = {
-    "Outlook": "reads read_bytes writes written_bytes reread_bytes memory time space changes "
+    "Outlook": "reads read_bytes writes written_bytes is_upper_bound reread_bytes memory time space changes "
     "left_out made",
     "FileBytes": "path nbytes",
     "MemoryParts": "projected_bytes floor_bytes metadata_bytes workers window_bytes scratch_bytes "
     "codec_bytes slack_bytes limit_bytes",
     "TimeEstimate": "seconds read_bytes_per_second read_sample_bytes write_bytes_per_second "
-    "write_sample_bytes problem",
+    "write_sample_bytes encode_bytes_per_second encode_sample_bytes problem",
     "Space": "directory free_bytes free_after_bytes begun_bytes",
     "Part": "what count nbytes why",
     "Change": "subject text",
@@ -204,6 +204,17 @@ def test_the_disk_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
     assert min(told.time.read_bytes_per_second, told.time.write_bytes_per_second) > 0
     assert told.reread_bytes == 2 * told.written_bytes + told.read_bytes
     assert sorted(path for path in tmp_path.rglob("*")) == before
+
+
+def test_compressing_takes_its_time(tmp_path: Path) -> None:
+    run = write(Job(stage=2), tmp_path / "run")
+    told = streamshard.plan_convert(run, tmp_path / "out", codec="zstd", workers=2).outlook().time
+    assert told is not None
+    assert told.encode_sample_bytes > 1000
+    assert told.encode_bytes_per_second > 0
+    plain = streamshard.plan_convert(run, tmp_path / "out").outlook().time
+    assert plain is not None
+    assert plain.encode_sample_bytes == 0
 
 
 def test_a_place_that_cannot_be_written_is_said_and_no_error(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.job import Job
 
 MIB, GIB = 1 << 20, 1 << 30
 MEMORY = MemoryParts(68 * MIB, 40 * MIB, 8 * MIB, 2, MIB, 2 * MIB, 0, 16 * MIB, GIB)
-TIME = TimeEstimate(9.4, 2 * GIB, 64 * MIB, 800 * MIB, 56 * MIB, None)
+TIME = TimeEstimate(9.4, 2 * GIB, 64 * MIB, 800 * MIB, 56 * MIB, 0, 0, None)
 SPACE = Space("/data", 100 * GIB, 92 * GIB, 0)
 
 
@@ -123,7 +123,7 @@ def test_a_plan_to_repartition() -> None:
 def test_a_plan_to_export_with_all_files_where_nothing_can_be_measured() -> None:
     write(Job(stage=2), Path("run"))
     plan = streamshard.plan_export("run", "model", dtype="bf16")
-    time = TimeEstimate(None, GIB, MIB, 0, 0, "/data: cannot be written (Permission denied)")
+    time = TimeEstimate(None, GIB, MIB, 0, 0, 0, 0, "/data: cannot be written (Permission denied)")
     told = replace(filled(plan.outlook(measures_disk=False)), time=time)
     told = replace(told, space=replace(SPACE, begun_bytes=3 * GIB))
     text = plan_text(plan.report, told, verbose=True)

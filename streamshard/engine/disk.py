@@ -1,4 +1,7 @@
-"""How fast a disk reads and writes, found out in about a second by doing a little of both."""
+"""How fast a disk reads and writes, found out in about a second by doing a little of both.
+
+And how fast what is read is compressed, where it is to be.
+"""
 
 import os
 import tempfile
@@ -13,7 +16,7 @@ from typing import Final
 
 from streamshard.engine.cache import drop_file
 from streamshard.model import SourceFile
-from streamshard.reading import open_to_read
+from streamshard.reading import open_to_read, stream_of
 
 PIECE_BYTES: Final = 1 << 20
 MOST_BYTES: Final = 64 << 20
@@ -24,6 +27,10 @@ _MOST_PIECES: Final = 256
 """Small files are opened for few bytes."""
 _SYNCED_BYTES: Final = 8 << 20
 """Written between one sync and the next."""
+
+_ENCODED_BYTES: Final = 4 << 20
+_LONGEST: Final = 16
+"""Bytes of an element at most."""
 
 Clock = Callable[[], float]
 
@@ -102,6 +109,33 @@ def _is_cached(path: Path, offset: int) -> bool:
         return True
     finally:
         os.close(descriptor)
+
+
+def measure_encoding(
+    files: Sequence[SourceFile],
+    encode: Callable[[memoryview], bytes],
+    *,
+    workers: int,
+    clock: Clock = time.monotonic,
+) -> Speed:
+    """Compress pieces from the middles of the largest files, one for each worker, all at once.
+
+    Raises
+    ------
+    OSError
+        A file cannot be read.
+    """
+    largest = sorted(files, key=lambda file: -file.nbytes)[:workers]
+    pieces = []
+    for file in largest:
+        with stream_of(file.path) as stream:
+            stream.seek(file.nbytes // 2 // PIECE_BYTES * PIECE_BYTES)
+            data = stream.read(_ENCODED_BYTES)
+            pieces.append(memoryview(data)[: len(data) // _LONGEST * _LONGEST])
+    began = clock()
+    with ThreadPoolExecutor(workers, thread_name_prefix="streamshard") as pool:
+        list(pool.map(encode, pieces))
+    return Speed(sum(map(len, pieces)), clock() - began)
 
 
 def measure_writing(directory: Path, *, most_bytes: int, clock: Clock = time.monotonic) -> Speed:

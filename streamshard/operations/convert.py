@@ -118,7 +118,13 @@ class ConvertPlan:
         times = np.ones(len(self.source.checkpoint.tensors), dtype=np.int64)
         tally = Tally(self.sizes(), times)
         return look_ahead(
-            self.source, tally, self.memory, self.report, self.target, measures_disk=measures_disk
+            self.source,
+            tally,
+            self.memory,
+            self.report,
+            self.target,
+            encode=self.files.encode,
+            measures_disk=measures_disk,
         )
 
 

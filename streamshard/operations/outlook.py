@@ -4,14 +4,14 @@ This is what `--dry-run` tells, and what it prints with `--json` under the key `
 """
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from streamshard.engine.disk import Speed, measure_reading, measure_writing
+from streamshard.engine.disk import Speed, measure_encoding, measure_reading, measure_writing
 from streamshard.model import BLOB, FILE, MASTER, MODULE, SourceFile
 from streamshard.operations.report import Report
 from streamshard.operations.resizing import Change
@@ -19,6 +19,8 @@ from streamshard.operations.source import Source
 from streamshard.operations.tally import Tally, read_bytes
 from streamshard.operations.target import allocated_bytes, partial_of, place_of
 from streamshard.plan.memory import SCRATCH_BYTES, SLACK_BYTES, MemoryPlan
+
+Encode = Callable[[memoryview], bytes]
 
 _SHARE: Final = 10
 """No more than this part of the free space is written to measure the disk."""
@@ -57,13 +59,18 @@ class TimeEstimate:
     """How long a run may take: an estimate, and no more, from a second's look at the disk."""
 
     seconds: float | None
-    """Reading and writing one after the other; None where one of them could not be measured."""
+    """Reading, compressing and writing one after the other, where in a run they overlap, and
+    compressed stores are smaller; what it takes to decompress is not counted. None where one of
+    them could not be measured."""
     read_bytes_per_second: int
     """Of pieces from all over the source, from wherever they were, disk or page cache."""
     read_sample_bytes: int
     write_bytes_per_second: int
     """Of a file beside the target that was written and synced; 0 where that could not be done."""
     write_sample_bytes: int
+    encode_bytes_per_second: int
+    """Of pieces of the source that were compressed by all workers; 0 where nothing is."""
+    encode_sample_bytes: int
     problem: str | None
     """Why something could not be measured."""
 
@@ -76,7 +83,7 @@ class Space:
     """Where the target would lie, or what there is of it."""
     free_bytes: int
     free_after_bytes: int
-    """At most as compressed stores take less; with what the target replaces given back."""
+    """With what the target replaces given back; more where it is compressed."""
     begun_bytes: int
     """What an earlier run has left beside the target's place, and which is used or removed."""
 
@@ -100,8 +107,10 @@ class Outlook:
     """Every file of the source, with the bytes of content that are read of it."""
     read_bytes: int
     writes: tuple[FileBytes, ...]
-    """Every file of the target; sizes are exact but for compressed ones, which are at most that."""
+    """Every file of the target."""
     written_bytes: int
+    is_upper_bound: bool
+    """Whether files are compressed, and no larger than is said here; else sizes are exact."""
     reread_bytes: int
     """Read besides to verify: what was written twice, and the source once; else 0."""
     memory: MemoryParts
@@ -124,6 +133,7 @@ def look_ahead(
     *,
     changes: tuple[Change, ...] = (),
     new_files: int = 0,
+    encode: Encode | None = None,
     measures_disk: bool = True,
 ) -> Outlook:
     """Find out what a run would do; nothing is left of what is written to measure the disk.
@@ -132,6 +142,8 @@ def look_ahead(
     ----------
     new_files
         Count of files that are made for new ranks.
+    encode
+        Compresses what is written, if it is compressed.
     """
     read = read_bytes(source, tally.times)
     read_sum, written = int(read.sum()), report.bytes_written
@@ -146,9 +158,10 @@ def look_ahead(
         read_bytes=read_sum,
         writes=tuple(FileBytes(path, nbytes) for path, nbytes in tally.sizes.items()),
         written_bytes=written,
+        is_upper_bound=encode is not None,
         reread_bytes=reread,
         memory=_memory(memory_plan, report),
-        time=_time(used, memory_plan.workers, space, read_sum + reread, written)
+        time=_time(used, memory_plan.workers, space, (read_sum + reread, written), encode)
         if measures_disk
         else None,
         space=space,
@@ -180,26 +193,44 @@ def _space(target: Path, written: int) -> Space:
 
 
 def _time(
-    files: list[SourceFile], workers: int, space: Space, read: int, written: int
+    files: list[SourceFile],
+    workers: int,
+    space: Space,
+    nbytes: tuple[int, int],
+    encode: Encode | None,
 ) -> TimeEstimate:
-    reading = writing = Speed(0, 0)
+    """Measure the disk.
+
+    Parameters
+    ----------
+    nbytes
+        To be read, and to be written.
+    """
+    read, written = nbytes
+    reading = encoding = writing = Speed(0, 0)
     problem = None
     try:
         reading = measure_reading(files, workers=workers)
+        if encode is not None:
+            encoding = measure_encoding(files, encode, workers=workers)
         writing = measure_writing(Path(space.directory), most_bytes=space.free_bytes // _SHARE)
     except OSError as error:
         place = error.filename or space.directory
         verb = "written" if reading.nbytes else "read"
         problem = f"{place}: cannot be {verb} ({error.strerror})"
-    both = (read, reading.bytes_per_second), (written, writing.bytes_per_second)
-    is_known = all(rate or not nbytes for nbytes, rate in both)
-    seconds = sum(nbytes / rate for nbytes, rate in both if rate) if is_known else None
+    steps = [(read, reading.bytes_per_second), (written, writing.bytes_per_second)]
+    if encode is not None:
+        steps.append((written, encoding.bytes_per_second))
+    is_known = all(rate or not amount for amount, rate in steps)
+    seconds = sum(amount / rate for amount, rate in steps if rate) if is_known else None
     return TimeEstimate(
         seconds=None if seconds is None else round(seconds, 1),
         read_bytes_per_second=reading.bytes_per_second,
         read_sample_bytes=reading.nbytes,
         write_bytes_per_second=writing.bytes_per_second,
         write_sample_bytes=writing.nbytes,
+        encode_bytes_per_second=encoding.bytes_per_second,
+        encode_sample_bytes=encoding.nbytes,
         problem=problem,
     )
 

@@ -1,7 +1,7 @@
 """Turns a checkpoint into the files of a store: every chunk becomes a region with its copies."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +51,11 @@ class StoreTargets:
         """What was written so far."""
         self._digests: dict[tuple[int, int], Digest] = {}
         """(tensor, first element) → digest of a chunk's content that was written so far."""
+
+    @property
+    def encode(self) -> Callable[[memoryview], bytes] | None:
+        """How a chunk of four-byte elements, as most are, is compressed; None if none is."""
+        return None if self._codec == "none" else BloscChunk(self._codec, 4).encode
 
     def content(self) -> Iterator[TargetFile]:
         """Turn everything but the manifest into work."""
