@@ -21,8 +21,8 @@ from tests.test_momentum import MUON
 
 Plan = RepartitionPlan | ConvertPlan | ExportPlan
 KEYS = {
-    "Outlook": "reads read_bytes writes written_bytes is_upper_bound reread_bytes memory time space changes "
-    "left_out made",
+    "Outlook": "reads read_bytes writes written_bytes is_upper_bound reread_bytes memory "
+    "time space changes left_out made",
     "FileBytes": "path nbytes",
     "MemoryParts": "projected_bytes floor_bytes metadata_bytes workers window_bytes scratch_bytes "
     "codec_bytes slack_bytes limit_bytes",
