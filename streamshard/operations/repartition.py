@@ -4,22 +4,19 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
 
 from streamshard.engine import memory
 from streamshard.engine.watch import COMMITTING, VERIFYING
 from streamshard.engine.work import TargetFile
 from streamshard.errors import UsageError
-from streamshard.formats import deepspeed_names as names
 from streamshard.formats import ds_config, dump_names, frameworks
 from streamshard.formats.dump_names import Template
-from streamshard.formats.zero_target import ZeroTarget
-from streamshard.formats.zero_writer import DumpImages, Images, NativeImages, StepImages
-from streamshard.model import FILE
+from streamshard.formats.zero_writer import Images
 from streamshard.operations import advice, muon, plan_file, rereading, resizing, running
 from streamshard.operations.checking import Request
 from streamshard.operations.compare import EXTRA_BYTES
-from streamshard.operations.native_files import NativeFiles, cut_family
+from streamshard.operations.native_files import NativeFiles
+from streamshard.operations.native_spelling import copies_bytes, spell, tally_of
 from streamshard.operations.outlook import Outlook, look_ahead
 from streamshard.operations.partial_target import PartialTarget
 from streamshard.operations.plan_file import Asked
@@ -28,7 +25,7 @@ from streamshard.operations.report import Progress, Report, Silent
 from streamshard.operations.resizing import Change
 from streamshard.operations.settings import TargetSettings, require_allowed, target_settings
 from streamshard.operations.source import Source, open_source
-from streamshard.operations.tally import NativeTally, Tally
+from streamshard.operations.tally import Tally
 from streamshard.operations.target import (
     require_free,
     require_separate,
@@ -37,12 +34,6 @@ from streamshard.operations.target import (
 from streamshard.plan.memory import MemoryPlan
 
 Path_ = str | os.PathLike[str]
-
-
-_COPY_BYTES: Final = 4 * 8 * 8
-"""Four integers a copy, in each of the few files that are in flight at once."""
-_LOCATE_BYTES: Final = 16 * 8
-"""Arrays that finding a copy takes for a moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +214,8 @@ def plan_repartition(
         source_world_size=opened.checkpoint.ranks,
         world_size=world_size,
     )
-    files, images = _spell(opened, settings, template, resized)
-    tally = _tally(opened, files, images, resized, has_latest=template is None)
+    files, images = spell(opened, settings, template, resized)
+    tally = tally_of(opened, files, images, resized, has_latest=template is None)
     bytes_written = sum(tally.sizes.values())
     options = _options(opened, world_size, settings, template)
     purpose = Purpose.of(opened, options, replaces=overwrite)
@@ -235,7 +226,7 @@ def plan_repartition(
         codec_bytes=opened.codec_bytes + (EXTRA_BYTES if verify else 0),
         workers=workers,
         limit_bytes=limit_bytes,
-        copies_bytes=_copies_bytes(opened, dp_world_size),
+        copies_bytes=copies_bytes(opened, dp_world_size),
         reopened=-(-dp_world_size // opened.checkpoint.layout.world_size) if verify else 0,
     )
     require_space(directory, bytes_written)
@@ -342,38 +333,6 @@ def _options(
     return options if template is None else {**options, "OUT": template.name}
 
 
-def _tally(
-    source: Source,
-    files: NativeFiles,
-    images: Sequence[Images],
-    resized: frameworks.Resized,
-    *,
-    has_latest: bool,
-) -> Tally:
-    """Count what will be made of the source's files."""
-    tally, checkpoint = NativeTally(source, files), source.checkpoint
-    for spelled in images:
-        tally.add(spelled.sizes())
-    numbered = ((n, t.name) for n, t in enumerate(checkpoint.tensors) if t.state == FILE)
-    tally.add_files({n: resized.paths[name] for n, name in numbered if name in resized.paths})
-    if has_latest:
-        tally.add_bytes(names.LATEST, len(checkpoint.tag.encode()))
-    return tally.done()
-
-
-def _copies_bytes(source: Source, world_size: int) -> int:
-    """Bound what the copies of a target file take, and the work of finding one storage's copies.
-
-    A rank's share of a parameter lies with at most N / M + 2 ranks of the source.
-    """
-    checkpoint = source.checkpoint
-    spread = checkpoint.layout.world_size // world_size + 2
-    families = [family.groups for family in checkpoint.families]
-    params = max(sum(len(group.params) for group in groups) for groups in families)
-    states = 1 + max((len(g.flat_states()) for groups in families for g in groups), default=0)
-    return params * spread * (states * _COPY_BYTES + _LOCATE_BYTES)
-
-
 def _require_same_kind(source: Source, template: Template | None, target: str) -> None:
     """Refuse to make a checkpoint of dumps, which lack the model, or dumps of a checkpoint."""
     if source.checkpoint.is_dumps and template is None:
@@ -382,35 +341,3 @@ def _require_same_kind(source: Source, template: Template | None, target: str) -
     if template is not None and not source.checkpoint.is_dumps:
         message = f"{target}: a template, but the source is no set of raw dumps; give a directory"
         raise UsageError(message)
-
-
-def _spell(
-    source: Source,
-    settings: TargetSettings,
-    template: Template | None,
-    resized: frameworks.Resized,
-) -> tuple[NativeFiles, Sequence[Images]]:
-    checkpoint, layout = source.checkpoint, settings.layout
-    dtype = settings.module_dtype
-    cuts = [cut_family(checkpoint, family, layout, dtype) for family in checkpoint.families]
-    targets = [
-        ZeroTarget(
-            checkpoint=checkpoint,
-            family=family,
-            mp_rank=mp_rank,
-            layout=layout,
-            config=settings.config,
-            module_dtype=settings.module_dtype,
-            is_bf16=settings.is_bf16,
-            flat_cuts=[group.spell() for group in cut.flat_groups],
-            sub_groups=cut.sub_groups,
-        )
-        for mp_rank, (family, cut) in enumerate(zip(checkpoint.families, cuts, strict=True))
-    ]
-    files = NativeFiles(source, layout.world_size, cuts)
-    if template is not None:
-        return files, [DumpImages(targets[0], template.file_name)]
-    images: list[Images] = [NativeImages(target) for target in targets]
-    if checkpoint.accelerate_step is not None:
-        images.append(StepImages(checkpoint.accelerate_step, resized.new_steps))
-    return files, images
