@@ -106,7 +106,13 @@ def _space(outlook: Outlook) -> str:
 
 def _parts(head: str, parts: Sequence[Part]) -> str:
     rows: list[Sequence[object]] = [(head, "count", "bytes", "why")]
-    rows += [(p.what, f"{p.count:,}" if p.count else "", f"{p.nbytes:,}", p.why) for p in parts]
+    kinds: dict[tuple[str, str], list[Part]] = {}
+    for part in parts:
+        kinds.setdefault((_NUMBER.sub("0", part.what), part.why), []).append(part)
+    for (_, why), kind in kinds.items():
+        count, nbytes = sum(part.count for part in kind), sum(part.nbytes for part in kind)
+        what = _together([part.what for part in kind])
+        rows.append((what, f"{count:,}" if count else "", f"{nbytes:,}", why))
     return table(rows)
 
 

@@ -130,6 +130,19 @@ def test_a_plan_to_export_with_all_files_where_nothing_can_be_measured() -> None
     assert text.startswith(EXPORT)
 
 
+def test_files_of_ranks_that_are_gone_take_a_line() -> None:
+    write(Job(stage=2, world_size=4), Path("run"))
+    Path("run/trainer_state.json").write_text("{}")
+    for rank in range(4):
+        Path(f"run/rng_state_{rank}.pth").write_bytes(bytes(500 + rank))
+    plan = streamshard.plan_repartition("run", "out", world_size=2)
+    lines = plan_text(plan.report, filled(plan.outlook(measures_disk=False)), verbose=False)
+    assert (
+        "rng_state_{2..3}.pth       2       1,005  of a rank that the target does not have"
+        in lines.split("\n")
+    )
+
+
 def test_thousands_of_files_take_a_few_lines() -> None:
     write(Job(stage=2), Path("run"))
     plan = streamshard.plan_convert("run", "a.zarr")

@@ -34,14 +34,16 @@ def changes(
     if world_size == checkpoint.ranks:
         return ()
     return (
-        Change("random generators", _generators(resized)),
+        Change("random generators", _generators(checkpoint, resized)),
         Change("global batch", "\n".join(batch)),
         Change("data position", " ".join(_position(checkpoint))),
         Change("learning rate", " ".join(_schedule(checkpoint, resized))),
     )
 
 
-def _generators(resized: frameworks.Resized) -> str:
+def _generators(checkpoint: Checkpoint, resized: frameworks.Resized) -> str:
+    if checkpoint.is_dumps:
+        return "Raw dumps hold none."
     told = [note for note in resized.notes if note != resized.schedule]
     if told:
         return " ".join(told)
@@ -55,7 +57,7 @@ def _position(checkpoint: Checkpoint) -> Iterator[str]:
     state = checkpoint.families[0].model_state
     steps, samples = state.get("global_steps"), state.get("global_samples")
     if not isinstance(steps, int):
-        yield "Not told by the source."
+        yield "Raw dumps do not tell it." if checkpoint.is_dumps else "The source does not tell it."
         return
     seen = f" and {samples:,} samples" if isinstance(samples, int) else ""
     yield f"The engine counts on from step {steps:,}{seen}."
@@ -75,6 +77,7 @@ def _schedule(checkpoint: Checkpoint, resized: frameworks.Resized) -> Iterator[s
         yield f"The scheduler's state{where} and the rates of the param groups come along."
         yield "It counts steps: while the global batch stays, the schedule does."
     else:
-        yield "The rates of the param groups come along; the engine kept no scheduler."
+        who = "raw dumps hold" if checkpoint.is_dumps else "the engine kept"
+        yield f"The rates of the param groups come along; {who} no scheduler."
     if resized.schedule:
         yield resized.schedule
