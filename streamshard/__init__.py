@@ -1,6 +1,7 @@
 """Reshard DeepSpeed ZeRO checkpoints to another number of GPUs, in bounded memory."""
 
 from streamshard.errors import StreamshardError
+from streamshard.operations.applying import load_plan
 from streamshard.operations.compact import compact
 from streamshard.operations.compaction import CompactedTag, Compaction
 from streamshard.operations.convert import convert, plan_convert
@@ -11,6 +12,7 @@ from streamshard.operations.inspect import inspect
 from streamshard.operations.inspection import Inspection
 from streamshard.operations.lazy import LazyTensor
 from streamshard.operations.opening import OpenCheckpoint, Parameter, open
+from streamshard.operations.outlook import Outlook
 from streamshard.operations.pickles import NamedGlobal, PickledFile, PickleListing, list_pickles
 from streamshard.operations.repartition import plan_repartition, repartition
 from streamshard.operations.report import Report
@@ -27,6 +29,7 @@ __all__ = [
     "LazyTensor",
     "NamedGlobal",
     "OpenCheckpoint",
+    "Outlook",
     "Parameter",
     "PickleListing",
     "PickledFile",
@@ -42,6 +45,7 @@ __all__ = [
     "export",
     "inspect",
     "list_pickles",
+    "load_plan",
     "open",
     "plan_convert",
     "plan_export",

@@ -3,16 +3,15 @@
 import argparse
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from types import FrameType
-from typing import Any, Final, NoReturn
-
-from tqdm import tqdm
+from typing import Final, NoReturn, Protocol
 
 from streamshard.command_line import (
     arguments_of,
@@ -20,6 +19,7 @@ from streamshard.command_line import (
     inspecting_options,
     moving_options,
     reading_options,
+    resource_options,
 )
 from streamshard.completion import completion_script
 from streamshard.diff_text import diff_text, difference_text
@@ -32,6 +32,7 @@ from streamshard.errors import (
     UsageError,
 )
 from streamshard.operations import (
+    applying,
     compact,
     convert,
     diff,
@@ -41,7 +42,10 @@ from streamshard.operations import (
     repartition,
     verify,
 )
-from streamshard.operations.report import Progress, Report, Silent
+from streamshard.operations.outlook import Outlook
+from streamshard.operations.report import Progress, Report
+from streamshard.outlook_text import plan_text
+from streamshard.progress import display
 from streamshard.tables import (
     compaction_text,
     findings_text,
@@ -131,59 +135,67 @@ def _parser() -> argparse.ArgumentParser:
         diff=_diff,
         inspect=_inspect,
         compact=_compact,
+        apply=_apply,
         completion=_completion,
     )
 
 
 def _repartition(arguments: argparse.Namespace) -> None:
-    plan = repartition.plan_repartition(
-        arguments.source,
-        arguments.target,
-        world_size=arguments.world_size,
-        zero_stage=arguments.zero_stage,
-        ds_config_file=arguments.ds_config,
-        **moving_options(arguments),
-    )
-    _show(plan.report if arguments.dry_run else plan.run(_progress(arguments)), arguments)
+    with _progress(arguments) as progress:
+        plan = repartition.plan_repartition(
+            arguments.source,
+            arguments.target,
+            world_size=arguments.world_size,
+            zero_stage=arguments.zero_stage,
+            ds_config_file=arguments.ds_config,
+            **moving_options(arguments),
+        )
+        done = _carry_out(plan, arguments, progress)
+    _show(*done, arguments)
 
 
 def _convert(arguments: argparse.Namespace) -> None:
-    plan = convert.plan_convert(
-        arguments.source,
-        arguments.target,
-        codec=arguments.codec,
-        chunk_size=arguments.chunk_size,
-        **moving_options(arguments),
-    )
-    _show(plan.report if arguments.dry_run else plan.run(_progress(arguments)), arguments)
+    with _progress(arguments) as progress:
+        plan = convert.plan_convert(
+            arguments.source,
+            arguments.target,
+            codec=arguments.codec,
+            chunk_size=arguments.chunk_size,
+            **moving_options(arguments),
+        )
+        done = _carry_out(plan, arguments, progress)
+    _show(*done, arguments)
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    plan = export.plan_export(
-        arguments.source,
-        arguments.target,
-        dtype=arguments.dtype,
-        format=arguments.format,
-        max_shard_size=arguments.max_shard_size,
-        include=arguments.include,
-        exclude=arguments.exclude,
-        keep_dtype=arguments.keep_dtype,
-        strip_prefix=arguments.strip_prefix,
-        frozen=not arguments.no_frozen,
-        **moving_options(arguments),
-    )
-    _show(plan.report if arguments.dry_run else plan.run(_progress(arguments)), arguments)
+    with _progress(arguments) as progress:
+        plan = export.plan_export(
+            arguments.source,
+            arguments.target,
+            dtype=arguments.dtype,
+            format=arguments.format,
+            max_shard_size=arguments.max_shard_size,
+            include=arguments.include,
+            exclude=arguments.exclude,
+            keep_dtype=arguments.keep_dtype,
+            strip_prefix=arguments.strip_prefix,
+            frozen=not arguments.no_frozen,
+            **moving_options(arguments),
+        )
+        done = _carry_out(plan, arguments, progress)
+    _show(*done, arguments)
 
 
 def _verify(arguments: argparse.Namespace) -> None:
-    found = verify.verify(
-        arguments.source,
-        against=arguments.against,
-        sample=arguments.sample,
-        digests=arguments.digests,
-        progress=_progress(arguments),
-        **reading_options(arguments),
-    )
+    with _progress(arguments) as progress:
+        found = verify.verify(
+            arguments.source,
+            against=arguments.against,
+            sample=arguments.sample,
+            digests=arguments.digests,
+            progress=progress,
+            **reading_options(arguments),
+        )
     if arguments.json:
         print(json.dumps(asdict(found), indent=2))
     elif not arguments.quiet:
@@ -196,14 +208,15 @@ def _verify(arguments: argparse.Namespace) -> None:
 
 
 def _diff(arguments: argparse.Namespace) -> None:
-    found = diff.diff(
-        arguments.source,
-        arguments.other,
-        params=arguments.param,
-        against_tag=arguments.against_tag,
-        progress=_progress(arguments),
-        **reading_options(arguments),
-    )
+    with _progress(arguments) as progress:
+        found = diff.diff(
+            arguments.source,
+            arguments.other,
+            params=arguments.param,
+            against_tag=arguments.against_tag,
+            progress=progress,
+            **reading_options(arguments),
+        )
     if arguments.json:
         print(json.dumps(asdict(found), indent=2))
     elif not arguments.quiet:
@@ -253,13 +266,21 @@ def _inspect_pickles(arguments: argparse.Namespace) -> None:
         raise SourceError(f"{message}, so there may be more names; {first.path}: {first.problem}")
 
 
+def _apply(arguments: argparse.Namespace) -> None:
+    with _progress(arguments) as progress:
+        plan = applying.load_plan(arguments.plan, **resource_options(arguments))
+        done = _carry_out(plan, arguments, progress)
+    _show(*done, arguments)
+
+
 def _compact(arguments: argparse.Namespace) -> None:
     yield_to_others()
     options = compacting_options(arguments)
     try:
-        found = compact.compact(
-            arguments.source, arguments.target, progress=_progress(arguments), **options
-        )
+        with _progress(arguments) as progress:
+            found = compact.compact(
+                arguments.source, arguments.target, progress=progress, **options
+            )
     except TargetLockedError as error:
         if arguments.quiet:
             raise SystemExit(error.exit_code) from error
@@ -279,36 +300,50 @@ def _completion(arguments: argparse.Namespace) -> None:
     print(completion_script(_parser(), arguments.shell))
 
 
-def _show(report: Report, arguments: argparse.Namespace) -> None:
+class _Plan(Protocol):
+    """What the verbs that write have planned."""
+
+    @property
+    def report(self) -> Report:
+        """What running it will do."""
+
+    def outlook(self) -> Outlook:
+        """Tell more of that."""
+
+    def save(self, path: str) -> None:
+        """Write it down."""
+
+    def run(self, progress: Progress) -> Report:
+        """Do it."""
+
+
+def _carry_out(
+    plan: _Plan, arguments: argparse.Namespace, progress: Progress
+) -> tuple[Report, Outlook | None]:
+    """Do what was planned, or only look what that would be."""
+    if arguments.dry_run:
+        if arguments.plan_out is not None:
+            plan.save(arguments.plan_out)
+        return plan.report, plan.outlook()
+    return plan.run(progress), None
+
+
+def _show(report: Report, outlook: Outlook | None, arguments: argparse.Namespace) -> None:
     if arguments.json:
-        print(json.dumps(asdict(report), indent=2))
-    elif not arguments.quiet:
+        more = {} if outlook is None else {"outlook": asdict(outlook)}
+        print(json.dumps({**asdict(report), **more}, indent=2))
+    elif arguments.quiet:
+        return
+    elif outlook is not None:
+        print(printable(plan_text(report, outlook, verbose=arguments.verbose)))
+        if arguments.plan_out is not None:
+            print(printable(f"\nTo do this: streamshard apply {shlex.quote(arguments.plan_out)}"))
+    else:
         print(printable(report_text(report, verbose=arguments.verbose)))
 
 
-def _progress(arguments: argparse.Namespace) -> Progress:
-    """Show a bar to a person at a terminal, and to nobody else."""
-    if arguments.quiet or not sys.stderr.isatty():
-        return Silent()
-    return _Bar()
-
-
-class _Bar:
-    """Progress as a bar with bytes and rate."""
-
-    def __init__(self) -> None:
-        self._bar: tqdm[Any] | None = None
-
-    def start(self, total_bytes: int) -> None:
-        self._bar = tqdm(total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024)
-
-    def advance(self, nbytes: int) -> None:
-        if self._bar is not None:
-            self._bar.update(nbytes)
-
-    def stop(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+def _progress(arguments: argparse.Namespace) -> AbstractContextManager[Progress]:
+    return display(arguments.progress, is_quiet=arguments.quiet)
 
 
 if __name__ == "__main__":

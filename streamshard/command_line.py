@@ -15,6 +15,7 @@ from streamshard.operations.compact import DEFAULT_GRACE, DEFAULT_MIN_AGE
 from streamshard.operations.convert import DEFAULT_CHUNK_BYTES
 from streamshard.operations.export import DEFAULT_SHARD_BYTES, FORMATS
 from streamshard.operations.weights import DTYPES
+from streamshard.progress import MODES
 
 Verb: TypeAlias = Callable[[argparse.Namespace], None]
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -34,6 +35,7 @@ def arguments_of(
     diff: Verb,
     inspect: Verb,
     compact: Verb,
+    apply: Verb,
     completion: Verb,
 ) -> argparse.ArgumentParser:
     """Make the parser of the whole command line; `verb` of what it parses is what to run."""
@@ -53,6 +55,7 @@ def arguments_of(
     _add_diff(verbs, diff)
     _add_inspect(verbs, inspect)
     _add_compact(verbs, compact)
+    _add_apply(verbs, apply)
     _add_completion(verbs, completion)
     return parser
 
@@ -286,6 +289,22 @@ def _add_compact(verbs: Verbs, run: Verb) -> None:
     )
 
 
+def _add_apply(verbs: Verbs, run: Verb) -> None:
+    verb = _add(
+        verbs,
+        "apply",
+        run,
+        "run a plan that --dry-run --plan-out has saved, unless something has changed since",
+        "streamshard apply plan.json",
+    )
+    verb.add_argument("plan", metavar="PLAN", help="file that --plan-out made")
+    _add_resource_options(verb)
+    verb.add_argument(
+        "-n", "--dry-run", action="store_true", help="show what would be done, and write nothing"
+    )
+    verb.set_defaults(plan_out=None)
+
+
 def _add_completion(verbs: Verbs, run: Verb) -> None:
     summary = "print what teaches a shell to complete this command line"
     example = "streamshard completion bash > ~/.local/share/bash-completion/completions/streamshard"
@@ -359,6 +378,13 @@ def _add_resource_options(verb: argparse.ArgumentParser) -> None:
         metavar="N",
         help="threads [one per core, at most 4, fewer where memory is tight]",
     )
+    verb.add_argument(
+        "--progress",
+        choices=MODES,
+        default=MODES[0],
+        help="how far it is, on standard error: a bar, a line per tenth, or JSON objects, one a "
+        "second [a bar on a terminal, else lines once it has taken 5 seconds]",
+    )
 
 
 def _add_moving_options(verb: argparse.ArgumentParser) -> None:
@@ -366,6 +392,9 @@ def _add_moving_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--overwrite", action="store_true", help="replace the target if it exists")
     verb.add_argument(
         "-n", "--dry-run", action="store_true", help="show what would be done, and write nothing"
+    )
+    verb.add_argument(
+        "--plan-out", metavar="FILE", help="with --dry-run: save the plan, for `streamshard apply`"
     )
     verb.add_argument(
         "--verify",
@@ -423,10 +452,11 @@ def reading_options(arguments: argparse.Namespace) -> dict[str, Any]:
     UsageError
         One of them asks for what cannot be.
     """
-    return {**source_options(arguments), **_resource_options(arguments)}
+    return {**source_options(arguments), **resource_options(arguments)}
 
 
-def _resource_options(arguments: argparse.Namespace) -> dict[str, Any]:
+def resource_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that say what a run may use; see `reading_options` for errors."""
     if arguments.workers is not None and arguments.workers < 1:
         raise UsageError(f"--workers {arguments.workers}: at least one is needed")
     return {"memory_limit": arguments.memory_limit, "workers": arguments.workers}
@@ -439,11 +469,13 @@ def compacting_options(arguments: argparse.Namespace) -> dict[str, Any]:
         **{name: getattr(arguments, name) for name in same.split()},
         "keep_tags": arguments.keep_tag,
         "bytes_per_second": arguments.bwlimit,
-        **_resource_options(arguments),
+        **resource_options(arguments),
     }
 
 
 def moving_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of verbs that write; see `reading_options` for errors."""
+    if arguments.plan_out is not None and not arguments.dry_run:
+        raise UsageError(f"--plan-out {arguments.plan_out}: saves a plan; give --dry-run with it")
     writing = {"overwrite": arguments.overwrite, "verify": arguments.verify}
     return {**reading_options(arguments), **writing}

@@ -99,3 +99,18 @@ def show(nbytes: int) -> str:
             return f"{int(value)} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def show_time(seconds: float) -> str:
+    """Write a length of time for a person.
+
+    >>> show_time(0.25), show_time(9.6), show_time(200), show_time(7500)
+    ('0.2 s', '10 s', '3 min 20 s', '2 h 5 min')
+    """
+    if seconds < 5:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

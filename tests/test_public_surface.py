@@ -31,6 +31,7 @@ SURFACE = [
     "LazyTensor",
     "NamedGlobal",
     "OpenCheckpoint",
+    "Outlook",
     "Parameter",
     "PickleListing",
     "PickledFile",
@@ -46,6 +47,7 @@ SURFACE = [
     "export",
     "inspect",
     "list_pickles",
+    "load_plan",
     "open",
     "plan_convert",
     "plan_export",
@@ -53,7 +55,7 @@ SURFACE = [
     "repartition",
     "verify",
 ]
-ONE_SOURCE = ("inspect", "list_pickles", "open", "verify")
+ONE_SOURCE = ("inspect", "list_pickles", "load_plan", "open", "verify")
 """Functions that take nothing else by position; others take a target, or a second source."""
 
 

@@ -3,7 +3,7 @@
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +20,10 @@ from streamshard.engine.files import (
     write_all,
 )
 from streamshard.engine.partial import Partial
+from streamshard.engine.watch import SYNCING, WRITING, Watcher
 from streamshard.engine.window import Window, unwritten_bytes
 from streamshard.engine.work import Span, TargetFile
 from streamshard.model import SourceFile
-
-Progress = Callable[[int], None]
-"""Called from workers with the count of target bytes that were written since the last call."""
 
 _KEPT_FILES: Final = 8
 """So many that were written last are not yet on the disk, and cannot be forgotten."""
@@ -84,13 +82,13 @@ class Engine:
         sources: tuple[SourceFile, ...],
         decoders: Mapping[int, Decoder],
         resources: Resources,
-        progress: Progress,
+        watcher: Watcher,
         partial: Partial,
     ) -> None:
         self._sources = sources
         self._decoders = decoders
         self._resources = resources
-        self._progress = progress
+        self._watcher = watcher
         self._partial = partial
         self._local = threading.local()
         self._stop = threading.Event()
@@ -113,6 +111,7 @@ class Engine:
         """
         pool = ThreadPoolExecutor(self._resources.workers, thread_name_prefix="streamshard")
         pending: set[Future[None]] = set()
+        self._watcher.enter(WRITING)
         try:
             for opened, span in self._spans(files):
                 pending.add(pool.submit(self._write, opened, span))
@@ -122,6 +121,7 @@ class Engine:
                         future.result()
             for future in pending:
                 future.result()
+            self._watcher.enter(SYNCING)
             with target_errors(self._partial.path):
                 sync_tree(self._partial.path)
                 self._drop(keep=0)
@@ -146,25 +146,28 @@ class Engine:
 
     def _write(self, opened: _OpenFile, span: Span) -> None:
         with target_errors(opened.path):
-            self._progress(self._keep_or_write(opened, span))
+            self._keep_or_write(opened, span)
             if opened.span_done():
-                self._progress(opened.finish())
+                self._watcher.advance(opened.finish())
                 self._opened.discard(opened)
                 if self._resources.drops_behind:
                     self._finished.append(opened.path)
                     self._drop(keep=_KEPT_FILES)
 
-    def _keep_or_write(self, opened: _OpenFile, span: Span) -> int:
-        """Have a span as it is to be; returns its size."""
+    def _keep_or_write(self, opened: _OpenFile, span: Span) -> None:
+        """Have a span as it is to be."""
         window, partial, path = self._window(), self._partial, opened.file.path
         known = None if opened.is_new else partial.journal.find(path, span.offset)
         if known is not None and window.recall(span, opened.descriptor, known):
             partial.keep(known.nbytes)
-            return known.nbytes
+            self._watcher.keep(span.nbytes)
+            self._watcher.advance(span.nbytes)
+            return
         partial.make_room(span.nbytes)
         written = window.write(span, opened.descriptor, is_new=opened.is_new)
         partial.journal.note(path, span.offset, written)
-        return written.nbytes
+        # What is compressed was counted with its size before that.
+        self._watcher.advance(span.nbytes - written.nbytes)
 
     def _drop(self, *, keep: int) -> None:
         """Have the system forget files, but for the last, which are still on their way to disk."""
@@ -182,7 +185,13 @@ class Engine:
             scratch = memoryview(bytearray(self._resources.scratch_bytes))
             behind = unwritten_bytes(memory.available_bytes())
             self._local.window = Window(
-                buffer, scratch, reader, behind, drops_behind=drops, stop=self._stop
+                buffer,
+                scratch,
+                reader,
+                behind,
+                drops_behind=drops,
+                stop=self._stop,
+                told=self._watcher.advance,
             )
         window: Window = self._local.window
         return window

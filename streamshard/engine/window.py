@@ -1,7 +1,7 @@
 """Streams parts through one buffer into a file: large sequential writes whatever the fragments."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import numpy as np
@@ -46,7 +46,9 @@ class Window:
         *,
         drops_behind: bool = False,
         stop: threading.Event | None = None,
+        told: Callable[[int], None] | None = None,
     ) -> None:
+        self._told = told
         self._drops_behind = drops_behind
         self._stop = stop or threading.Event()
         self._unwritten_bytes = unwritten_bytes
@@ -158,6 +160,8 @@ class Window:
                 if self._drops_behind:
                     drop_behind(self._descriptor, behind + self._filled)
         self._offset += self._filled
+        if self._told is not None:
+            self._told(self._filled)
         self._filled = 0
 
     def _put(self, data: bytes) -> None:

@@ -34,6 +34,8 @@ class Resized:
     new_steps: tuple[str, ...]
     """Files to be made for new ranks that hold nothing but Accelerate's step."""
     notes: tuple[str, ...]
+    schedule: str = ""
+    """The one of the notes that is about the learning rate, if there is one."""
 
 
 def accelerate_file(rank: int) -> str:
@@ -98,14 +100,15 @@ def _accelerate(paths: Sequence[str], source_world_size: int, world_size: int) -
         for path, rank in ranks.items()
     }
     kept = {p: p for p, rank in ranks.items() if rank is None or rank in range(world_size)}
-    notes = list(_rank_notes(ACCELERATE, ranks, world_size))
+    notes, schedule = list(_rank_notes(ACCELERATE, ranks, world_size)), ""
     if any(_ACCELERATE_SCHEDULER.fullmatch(path) for path in paths):
-        notes.append(
+        schedule = (
             "Accelerate's scheduler advances once per process and step unless split_batches is "
             "set: its saved position is that of the old world size. Check the learning rate."
         )
+        notes.append(schedule)
     new = [rank for rank in range(world_size) if rank not in ranks.values()]
-    return Resized(ACCELERATE, kept, tuple(map(accelerate_file, new)), tuple(notes))
+    return Resized(ACCELERATE, kept, tuple(map(accelerate_file, new)), tuple(notes), schedule)
 
 
 def _rank_notes(

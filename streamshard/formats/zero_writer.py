@@ -50,23 +50,24 @@ class NativeImages:
         for holder in self._ranks if self._target.layout.stage == 3 else (None,):
             yield self._model_image(holder)
 
-    def sizes(self) -> Iterator[tuple[FileImage, int]]:
-        """Spell one of all files that are equally large, with their count.
+    def sizes(self) -> Iterator[tuple[FileImage, Sequence[str]]]:
+        """Spell one of all files that are equally large, with the paths of all of them.
 
         At stage 3 all ranks own alike; the first keeps the list of tied parameters besides, if
         there are any, and a file's name is part of what is in it.
         """
         if self._target.layout.stage < 3:
-            yield from ((image, 1) for image in self.all())
+            yield from ((image, [image.path]) for image in self.all())
             return
         listed = self._model.shared_params
-        for rank, count in _alike(self._ranks, lambda rank: (bool(listed(rank)), len(str(rank)))):
-            yield self._model_image(rank), count
-        for rank, count in _alike(self._ranks, lambda rank: len(str(rank))):
-            yield self._optimizer_image(rank), count
+        for ranks in _alike(self._ranks, lambda rank: (bool(listed(rank)), len(str(rank)))):
+            yield self._model_image(ranks[0]), [self._path(self._model_name(r)) for r in ranks]
+        for ranks in _alike(self._ranks, lambda rank: len(str(rank))):
+            paths = [self._path(self._optimizer_name(rank)) for rank in ranks]
+            yield self._optimizer_image(ranks[0]), paths
 
     def _model_image(self, rank: int | None) -> FileImage:
-        name = names.model_file(rank, self._target.mp_rank)
+        name = self._model_name(rank)
         if rank is None:
             return self._image(name, spell(self._model.file(None)))
         lists_tied = bool(self._model.shared_params(rank))
@@ -75,21 +76,28 @@ class NativeImages:
         return self._image(name, self._of_all[lists_tied], rank)
 
     def _optimizer_image(self, rank: int) -> FileImage:
+        return self._image(self._optimizer_name(rank), spell(self._optimizer.file(rank)))
+
+    def _model_name(self, rank: int | None) -> str:
+        return names.model_file(rank, self._target.mp_rank)
+
+    def _optimizer_name(self, rank: int) -> str:
         bf16, mp_rank = self._target.is_bf16, self._target.mp_rank
-        name = names.optimizer_file(rank, bf16=bf16, mp_rank=mp_rank)
-        return self._image(name, spell(self._optimizer.file(rank)))
+        return names.optimizer_file(rank, bf16=bf16, mp_rank=mp_rank)
+
+    def _path(self, name: str) -> str:
+        return f"{self._target.checkpoint.tag}/{name}"
 
     def _image(self, name: str, spelled: Spelled, rank: int | None = None) -> FileImage:
-        path = f"{self._target.checkpoint.tag}/{name}"
-        return FileImage(path, spelled, self._target.mp_rank, rank)
+        return FileImage(self._path(name), spelled, self._target.mp_rank, rank)
 
 
-def _alike(ranks: Iterable[int], key: Callable[[int], Hashable]) -> Iterator[tuple[int, int]]:
-    """Yield the first of all ranks that have a key in common, with their count."""
+def _alike(ranks: Iterable[int], key: Callable[[int], Hashable]) -> Iterator[list[int]]:
+    """Yield all ranks that have a key in common."""
     groups: dict[Hashable, list[int]] = {}
     for rank in ranks:
         groups.setdefault(key(rank), []).append(rank)
-    yield from ((alike[0], len(alike)) for alike in groups.values())
+    yield from groups.values()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +112,9 @@ class StepImages:
         for path in self.paths:
             yield FileImage(path, spell({"step": self.step}))
 
-    def sizes(self) -> Iterator[tuple[FileImage, int]]:
-        """Spell one of all files that are equally large, with their count."""
-        yield from ((image, 1) for image in self.all())
+    def sizes(self) -> Iterator[tuple[FileImage, Sequence[str]]]:
+        """Spell one of all files that are equally large, with the paths of all of them."""
+        yield from ((image, [image.path]) for image in self.all())
 
 
 class Images(Protocol):
@@ -115,8 +123,8 @@ class Images(Protocol):
     def all(self) -> Iterator[FileImage]:
         """Spell all files."""
 
-    def sizes(self) -> Iterator[tuple[FileImage, int]]:
-        """Spell one of all files that are equally large, with their count."""
+    def sizes(self) -> Iterator[tuple[FileImage, Sequence[str]]]:
+        """Spell one of all files that are equally large, with the paths of all of them."""
 
 
 class DumpImages:
@@ -132,6 +140,6 @@ class DumpImages:
         for rank in self._ranks:
             yield FileImage(self._name(rank), spell(self._optimizer.dump(rank)))
 
-    def sizes(self) -> Iterator[tuple[FileImage, int]]:
-        """Spell one of all files that are equally large, with their count."""
-        yield from ((image, 1) for image in self.all())
+    def sizes(self) -> Iterator[tuple[FileImage, Sequence[str]]]:
+        """Spell one of all files that are equally large, with the paths of all of them."""
+        yield from ((image, [image.path]) for image in self.all())

@@ -132,6 +132,7 @@ class _Told:
 
     def __init__(self, somebody: Progress, bytes_per_second: int | None) -> None:
         self.start, self.stop = somebody.start, somebody.stop
+        self.enter, self.keep = somebody.enter, somebody.keep
         self.advance = somebody.advance
         if bytes_per_second is not None:
             self.advance = Throttle(somebody.advance, bytes_per_second).advance

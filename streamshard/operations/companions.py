@@ -12,6 +12,7 @@ from streamshard.formats.checkpoint import OtherFile
 from streamshard.formats.links import is_inside
 from streamshard.model import FILE, LogicalTensor, SourceFile
 from streamshard.operations.source import Source
+from streamshard.operations.tally import Tally
 from streamshard.plan.cutting import whole_segment
 
 
@@ -44,9 +45,14 @@ class Companions:
             span = Span(0, [Region(numel, copies)])
             yield TargetFile(one.path, [span], mode=one.mode)
 
-    def sizes(self) -> list[int]:
-        """Return the size of every file."""
-        return [self.source.checkpoint.tensors[one.tensor].numel for one in self.found]
+    def added_to(self, tally: Tally) -> Tally:
+        """Count these files too."""
+        tensors = self.source.checkpoint.tensors
+        sizes, times = dict(tally.sizes), tally.times.copy()
+        for one in self.found:
+            sizes[one.path] = tensors[one.tensor].numel
+            times[one.tensor] += 1
+        return replace(tally, sizes=sizes, times=times)
 
 
 def find_companions(source: Source) -> Companions:

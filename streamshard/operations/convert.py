@@ -2,22 +2,29 @@
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from streamshard.engine import memory
+from streamshard.engine.watch import COMMITTING, VERIFYING
 from streamshard.errors import UsageError
 from streamshard.formats.zarr_documents import CODECS
 from streamshard.model import ITEMSIZE
-from streamshard.operations import rereading, running
+from streamshard.operations import plan_file, rereading, running
 from streamshard.operations.checking import Request
 from streamshard.operations.compare import EXTRA_BYTES
+from streamshard.operations.outlook import Outlook, look_ahead
 from streamshard.operations.partial_target import PartialTarget
+from streamshard.operations.plan_file import Asked
 from streamshard.operations.purpose import Purpose
 from streamshard.operations.report import Progress, Report, Silent
 from streamshard.operations.source import Source, open_source
 from streamshard.operations.store_targets import StoreTargets
+from streamshard.operations.tally import Tally
 from streamshard.operations.target import (
     require_free,
     require_separate,
@@ -58,6 +65,7 @@ class Limits:
 class ConvertPlan:
     """A conversion that fits memory and disk, ready to run."""
 
+    asked: Asked | None
     source: Source
     target: Path
     purpose: Purpose
@@ -81,18 +89,43 @@ class ConvertPlan:
         ) as partial_target:
             told = progress or Silent()
 
-            def work() -> int:
+            def work() -> None:
                 # The manifest last, because it lists the checksums of everything else.
                 for targets in (self.files.content, self.files.manifest):
                     running.run(self.source, targets(), partial_target, self.memory, told)
                 if self.report.is_verified and not partial_target.is_done:
+                    told.enter(VERIFYING)
                     place = partial_target.path
                     written = Request(place)
                     rereading.require_same(written, place, self.source, self.memory, told)
+                told.enter(COMMITTING)
                 partial_target.commit()
-                return partial_target.kept_bytes
 
-            return running.measured(self.report, told, work)
+            return running.measured(self.report, partial_target, told, work)
+
+    def sizes(self) -> Mapping[str, int]:
+        """Return the size of every file that will be written, by its path."""
+        return self.files.sizes()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan down, for `load_plan` or `streamshard apply`."""
+        if self.asked is None:
+            raise UsageError(f"{path}: a part of a larger plan, which cannot be saved by itself")
+        plan_file.write(Path(path), self.asked, self.purpose, self.sizes())
+
+    def outlook(self, *, measures_disk: bool = True) -> Outlook:
+        """Tell more of what running it will do, and how long it may take."""
+        times = np.ones(len(self.source.checkpoint.tensors), dtype=np.int64)
+        tally = Tally(self.sizes(), times)
+        return look_ahead(
+            self.source,
+            tally,
+            self.memory,
+            self.report,
+            self.target,
+            encode=self.files.encode,
+            measures_disk=measures_disk,
+        )
 
 
 def plan_convert(
@@ -134,6 +167,20 @@ def plan_convert(
     StreamshardError
         One of its subclasses, each with its own exit code; see `streamshard.errors`.
     """
+    asked = Asked.of(
+        "convert",
+        source,
+        target,
+        codec=codec,
+        chunk_size=chunk_size,
+        source_ds_config_file=source_ds_config_file,
+        like=like,
+        tag=tag,
+        memory_limit=memory_limit,
+        workers=workers,
+        overwrite=overwrite,
+        verify=verify,
+    )
     floor_bytes = memory.resident_bytes()
     memory.restart_peak()
     shape = StoreShape(codec, chunk_size)
@@ -143,7 +190,14 @@ def plan_convert(
     opened.require_use_of_like()
     limits = Limits(floor_bytes, memory_limit, workers)
     return plan_store(
-        opened, target, shape, limits, named=str(source), overwrite=overwrite, verify=verify
+        opened,
+        target,
+        shape,
+        limits,
+        named=str(source),
+        overwrite=overwrite,
+        verify=verify,
+        asked=asked,
     )
 
 
@@ -157,6 +211,7 @@ def plan_store(
     verb: str = "convert",
     overwrite: bool = False,
     verify: bool = False,
+    asked: Asked | None = None,
 ) -> ConvertPlan:
     """Plan to write what was opened into a store; see `plan_convert`.
 
@@ -166,6 +221,8 @@ def plan_store(
         How the user called the source.
     verb
         For whom the store is written.
+    asked
+        What the plan can be made from again; without it, it cannot be saved.
     """
     codec, floor_bytes = shape.codec, limits.floor_bytes
     require_separate(opened.path, opened.files, target)
@@ -173,6 +230,8 @@ def plan_store(
     shapes = [chunk_shape(t.shape, ITEMSIZE[t.dtype], shape.chunk_size) for t in tensors]
     files = StoreTargets(opened, shapes, codec)
     sizes = files.sizes()
+    count, bytes_written = len(sizes), sum(sizes.values())
+    del sizes  # of a large store it takes memory
     both = zip(shapes, tensors, strict=True)
     largest = max((math.prod(s) * ITEMSIZE[t.dtype] for s, t in both), default=0)
     options = {
@@ -194,7 +253,7 @@ def plan_store(
         limit_bytes=limit_bytes,
         reopened=int(verify),
     )
-    require_space(target, sum(sizes))
+    require_space(target, bytes_written)
     report = Report(
         verb=verb,
         source=named,
@@ -203,15 +262,15 @@ def plan_store(
         zero_stage=opened.checkpoint.layout.stage,
         source_world_size=opened.checkpoint.layout.world_size,
         world_size=None,
-        files=len(sizes),
-        bytes_written=sum(sizes),
+        files=count,
+        bytes_written=bytes_written,
         floor_bytes=floor_bytes,
         limit_bytes=limit_bytes,
         projected_bytes=memory_plan.projected_bytes,
         is_verified=verify,
         notes=opened.checkpoint.notes,
     )
-    return ConvertPlan(opened, target, purpose, files, memory_plan, overwrite, report)
+    return ConvertPlan(asked, opened, target, purpose, files, memory_plan, overwrite, report)
 
 
 def convert(

@@ -1,22 +1,26 @@
 """`export`: the weights alone, as `from_pretrained` loads them; or DeepSpeed's universal form."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from streamshard.engine import memory
+from streamshard.engine.watch import COMMITTING, VERIFYING
 from streamshard.engine.work import TargetFile
 from streamshard.errors import UnsupportedError, UsageError
 from streamshard.formats import pretrained
-from streamshard.operations import export_check, running
+from streamshard.operations import export_check, plan_file, running
 from streamshard.operations.companions import Companions, find_companions
 from streamshard.operations.compare import EXTRA_BYTES
+from streamshard.operations.outlook import Outlook, look_ahead
 from streamshard.operations.partial_target import PartialTarget
+from streamshard.operations.plan_file import Asked
 from streamshard.operations.purpose import Purpose
 from streamshard.operations.report import Progress, Report, Silent
 from streamshard.operations.source import Source, open_source
+from streamshard.operations.tally import Tally
 from streamshard.operations.target import (
     require_free,
     require_separate,
@@ -39,11 +43,13 @@ _MOST_NAMED: Final = 4
 class ExportPlan:
     """An export that fits memory and disk, ready to run."""
 
+    asked: Asked
     target: Path
     purpose: Purpose
     companions: Companions
     """Files that come along, and the source to read from."""
     files: WeightFiles | UniversalFiles
+    tally: Tally
     memory: MemoryPlan
     overwrite: bool
     report: Report
@@ -66,16 +72,36 @@ class ExportPlan:
         ) as partial_target:
             told = progress or Silent()
 
-            def work() -> int:
+            def work() -> None:
                 running.run(source, self._targets(), partial_target, self.memory, told)
                 if self.report.is_verified and not partial_target.is_done:
+                    told.enter(VERIFYING)
                     export_check.require_exported(
                         partial_target.path, self.files, self.companions, self.memory, told
                     )
+                told.enter(COMMITTING)
                 partial_target.commit()
-                return partial_target.kept_bytes
 
-            return self._with_overflow(running.measured(self.report, told, work))
+            return self._with_overflow(running.measured(self.report, partial_target, told, work))
+
+    def sizes(self) -> Mapping[str, int]:
+        """Return the size of every file that will be written, by its path."""
+        return self.tally.sizes
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan down, for `load_plan` or `streamshard apply`."""
+        plan_file.write(Path(path), self.asked, self.purpose, self.sizes())
+
+    def outlook(self, *, measures_disk: bool = True) -> Outlook:
+        """Tell more of what running it will do, and how long it may take."""
+        return look_ahead(
+            self.companions.source,
+            self.tally,
+            self.memory,
+            self.report,
+            self.target,
+            measures_disk=measures_disk,
+        )
 
     def _targets(self) -> Iterator[TargetFile]:
         yield from self.companions.targets()
@@ -155,6 +181,26 @@ def plan_export(
     StreamshardError
         One of its subclasses, each with its own exit code; see `streamshard.errors`.
     """
+    asked = Asked.of(
+        "export",
+        source,
+        target,
+        dtype=dtype,
+        format=format,
+        max_shard_size=max_shard_size,
+        include=tuple(include),
+        exclude=tuple(exclude),
+        keep_dtype=tuple(keep_dtype),
+        strip_prefix=tuple(strip_prefix),
+        frozen=frozen,
+        source_ds_config_file=source_ds_config_file,
+        like=like,
+        tag=tag,
+        memory_limit=memory_limit,
+        workers=workers,
+        overwrite=overwrite,
+        verify=verify,
+    )
     floor_bytes = memory.resident_bytes()
     memory.restart_peak()
     target = Path(target)
@@ -180,7 +226,8 @@ def plan_export(
     except (UsageError, UnsupportedError) as error:
         raise type(error)(f"{opened.path}: {error}") from error
     files, companions = prepared.files, prepared.companions
-    sizes = [*files.sizes(), *companions.sizes()]
+    tally = companions.added_to(files.tally())
+    bytes_written = sum(tally.sizes.values())
     options = _options(opened, selection, format, max_shard_size)
     purpose = Purpose.of(companions.source, options, replaces=overwrite)
     limit_bytes = running.limit_or_default(memory_limit, floor_bytes)
@@ -192,7 +239,7 @@ def plan_export(
         copies_bytes=files.copies_bytes(workers or running.default_workers()),
         reopened=int(verify),
     )
-    require_space(target, sum(sizes))
+    require_space(target, bytes_written)
     report = Report(
         verb="export",
         source=str(source),
@@ -201,8 +248,8 @@ def plan_export(
         zero_stage=opened.checkpoint.layout.stage,
         source_world_size=opened.checkpoint.ranks,
         world_size=None,
-        files=len(sizes),
-        bytes_written=sum(sizes),
+        files=len(tally.sizes),
+        bytes_written=bytes_written,
         floor_bytes=floor_bytes,
         limit_bytes=limit_bytes,
         projected_bytes=memory_plan.projected_bytes,
@@ -211,7 +258,17 @@ def plan_export(
         dtype=dtype if format != UNIVERSAL else None,
         notes=(*prepared.notes, *companions.notes, *opened.checkpoint.notes),
     )
-    return ExportPlan(target, purpose, companions, files, memory_plan, overwrite, report)
+    return ExportPlan(
+        asked=asked,
+        target=target,
+        purpose=purpose,
+        companions=companions,
+        files=files,
+        tally=tally,
+        memory=memory_plan,
+        overwrite=overwrite,
+        report=report,
+    )
 
 
 def export(

@@ -117,6 +117,17 @@ class NativeFiles:
 
         return TargetFile(image.path, spans.all(), endings)
 
+    def fill(self, content: Content, image: FileImage) -> NDArray[np.int64]:
+        """List the tensors of which a storage that is cut holds parts, or its ranks together."""
+        if isinstance(content, PartitionOf):
+            return self._members[image.family, content.group, content.state]
+        if isinstance(content, ShardsOf):
+            unit = self._cuts[image.family].sub_groups[content.sub_group]
+            return self._members[image.family, unit.group, content.state][unit.first : unit.stop]
+        if isinstance(content, ShardOf):
+            return np.array([content.tensor])
+        return self._segments(content, image, itemsize=1).tensor
+
     def other_targets(self, paths: Mapping[str, str]) -> Iterator[TargetFile]:
         """Turn the files that come along into work; `paths` says what each is to be called."""
         modes = {file.path: file.mode for file in self._source.checkpoint.files}

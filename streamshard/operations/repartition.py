@@ -1,29 +1,31 @@
 """`repartition`: native files for another world size, from shards or from a store."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
 
 from streamshard.engine import memory
+from streamshard.engine.watch import COMMITTING, VERIFYING
 from streamshard.engine.work import TargetFile
 from streamshard.errors import UsageError
 from streamshard.formats import ds_config, dump_names, frameworks
-from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.dump_names import Template
-from streamshard.formats.zero_target import ZeroTarget
-from streamshard.formats.zero_writer import DumpImages, Images, NativeImages, StepImages
-from streamshard.model import FILE
-from streamshard.operations import advice, muon, rereading, running
+from streamshard.formats.zero_writer import Images
+from streamshard.operations import advice, muon, plan_file, rereading, resizing, running
 from streamshard.operations.checking import Request
 from streamshard.operations.compare import EXTRA_BYTES
-from streamshard.operations.native_files import NativeFiles, cut_family
+from streamshard.operations.native_files import NativeFiles
+from streamshard.operations.native_spelling import copies_bytes, spell, tally_of
+from streamshard.operations.outlook import Outlook, look_ahead
 from streamshard.operations.partial_target import PartialTarget
+from streamshard.operations.plan_file import Asked
 from streamshard.operations.purpose import Purpose, digest_of
 from streamshard.operations.report import Progress, Report, Silent
+from streamshard.operations.resizing import Change
 from streamshard.operations.settings import TargetSettings, require_allowed, target_settings
 from streamshard.operations.source import Source, open_source
+from streamshard.operations.tally import Tally
 from streamshard.operations.target import (
     require_free,
     require_separate,
@@ -34,16 +36,11 @@ from streamshard.plan.memory import MemoryPlan
 Path_ = str | os.PathLike[str]
 
 
-_COPY_BYTES: Final = 4 * 8 * 8
-"""Four integers a copy, in each of the few files that are in flight at once."""
-_LOCATE_BYTES: Final = 16 * 8
-"""Arrays that finding a copy takes for a moment."""
-
-
 @dataclass(frozen=True, slots=True)
 class RepartitionPlan:
     """A repartition that fits memory and disk, ready to run."""
 
+    asked: Asked
     source: Source
     target: Path
     purpose: Purpose
@@ -54,6 +51,8 @@ class RepartitionPlan:
     files: NativeFiles
     resized: frameworks.Resized
     """What becomes of the files that come along."""
+    tally: Tally
+    changes: tuple[Change, ...]
     written: Request | None
     """How to open what was written, where it is to be verified; the path is still to be put in."""
     memory: MemoryPlan
@@ -78,20 +77,44 @@ class RepartitionPlan:
             template=self.template,
         ) as partial_target:
 
-            def work() -> int:
+            def work() -> None:
                 running.run(self.source, self._targets(), partial_target, self.memory, told)
                 if not partial_target.is_done:
                     self._verify(partial_target.path, told)
-                tag = self.source.checkpoint.tag
-                partial_target.commit(latest=tag if self.template is None else None)
-                return partial_target.kept_bytes
+                told.enter(COMMITTING)
+                latest = self.source.checkpoint.tag if self.template is None else None
+                partial_target.commit(latest=latest)
+                if latest is not None and not partial_target.is_written:
+                    told.advance(len(latest.encode()))
 
             told = progress or Silent()
-            return running.measured(self.report, told, work)
+            return running.measured(self.report, partial_target, told, work)
+
+    def sizes(self) -> Mapping[str, int]:
+        """Return the size of every file that will be written, by its path."""
+        return self.tally.sizes
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan down, for `load_plan` or `streamshard apply`."""
+        plan_file.write(Path(path), self.asked, self.purpose, self.sizes())
+
+    def outlook(self, *, measures_disk: bool = True) -> Outlook:
+        """Tell more of what running it will do, and how long it may take."""
+        return look_ahead(
+            self.source,
+            self.tally,
+            self.memory,
+            self.report,
+            self.target,
+            changes=self.changes,
+            new_files=len(self.resized.new_steps),
+            measures_disk=measures_disk,
+        )
 
     def _verify(self, place: Path, told: Progress) -> None:
         """Compare what was written with the source, if that was asked for."""
         if self.written is not None:
+            told.enter(VERIFYING)
             path = place / self.template.name if self.template else place
             written = replace(self.written, path=path)
             rereading.require_same(written, place, self.source, self.memory, told)
@@ -153,6 +176,21 @@ def plan_repartition(
     StreamshardError
         One of its subclasses, each with its own exit code; see `streamshard.errors`.
     """
+    asked = Asked.of(
+        "repartition",
+        source,
+        target,
+        world_size=world_size,
+        zero_stage=zero_stage,
+        ds_config_file=ds_config_file,
+        source_ds_config_file=source_ds_config_file,
+        like=like,
+        tag=tag,
+        memory_limit=memory_limit,
+        workers=workers,
+        overwrite=overwrite,
+        verify=verify,
+    )
     floor_bytes = memory.resident_bytes()
     memory.restart_peak()
     template = dump_names.parse(str(target)) if dump_names.is_template(str(target)) else None
@@ -176,20 +214,19 @@ def plan_repartition(
         source_world_size=opened.checkpoint.ranks,
         world_size=world_size,
     )
-    files, images = _spell(opened, settings, template, resized)
-    sizes = _sizes(opened.checkpoint, files, images, resized)
-    if template is None:
-        sizes.append((len(opened.checkpoint.tag.encode()), 1))  # `latest`
-    bytes_written = sum(nbytes * count for nbytes, count in sizes)
+    files, images = spell(opened, settings, template, resized)
+    tally = tally_of(opened, files, images, resized, has_latest=template is None)
+    bytes_written = sum(tally.sizes.values())
     options = _options(opened, world_size, settings, template)
     purpose = Purpose.of(opened, options, replaces=overwrite)
+    batch = advice.for_world_size(opened.checkpoint, settings.config, dp_world_size)
     limit_bytes = running.limit_or_default(memory_limit, floor_bytes)
     memory_plan = running.fit_memory(
         floor_bytes=floor_bytes,
         codec_bytes=opened.codec_bytes + (EXTRA_BYTES if verify else 0),
         workers=workers,
         limit_bytes=limit_bytes,
-        copies_bytes=_copies_bytes(opened, dp_world_size),
+        copies_bytes=copies_bytes(opened, dp_world_size),
         reopened=-(-dp_world_size // opened.checkpoint.layout.world_size) if verify else 0,
     )
     require_space(directory, bytes_written)
@@ -201,7 +238,7 @@ def plan_repartition(
         zero_stage=stage,
         source_world_size=opened.checkpoint.ranks,
         world_size=world_size,
-        files=sum(count for _, count in sizes),
+        files=len(tally.sizes),
         bytes_written=bytes_written,
         floor_bytes=floor_bytes,
         limit_bytes=limit_bytes,
@@ -211,11 +248,12 @@ def plan_repartition(
             *settings.notes,
             *opened.checkpoint.notes,
             *resized.notes,
-            *advice.for_world_size(opened.checkpoint, settings.config, dp_world_size),
+            *batch,
         ),
     )
     written = Request("", opened.checkpoint.tag, config=settings.config, like=opened.like)
     return RepartitionPlan(
+        asked=asked,
         source=opened,
         target=directory,
         purpose=purpose,
@@ -223,6 +261,8 @@ def plan_repartition(
         images=images,
         files=files,
         resized=resized,
+        tally=tally,
+        changes=resizing.changes(opened.checkpoint, world_size, resized, batch),
         written=written if verify else None,
         memory=memory_plan,
         overwrite=overwrite,
@@ -293,31 +333,6 @@ def _options(
     return options if template is None else {**options, "OUT": template.name}
 
 
-def _sizes(
-    checkpoint: Checkpoint,
-    files: NativeFiles,
-    images: Sequence[Images],
-    resized: frameworks.Resized,
-) -> list[tuple[int, int]]:
-    """List (bytes, count of files of that size) of what will be made of the source's files."""
-    sizes = [(files.lay_out(image).nbytes, n) for spelled in images for image, n in spelled.sizes()]
-    come_along = (t for t in checkpoint.tensors if t.state == FILE and t.name in resized.paths)
-    return sizes + [(tensor.nbytes, 1) for tensor in come_along]
-
-
-def _copies_bytes(source: Source, world_size: int) -> int:
-    """Bound what the copies of a target file take, and the work of finding one storage's copies.
-
-    A rank's share of a parameter lies with at most N / M + 2 ranks of the source.
-    """
-    checkpoint = source.checkpoint
-    spread = checkpoint.layout.world_size // world_size + 2
-    families = [family.groups for family in checkpoint.families]
-    params = max(sum(len(group.params) for group in groups) for groups in families)
-    states = 1 + max((len(g.flat_states()) for groups in families for g in groups), default=0)
-    return params * spread * (states * _COPY_BYTES + _LOCATE_BYTES)
-
-
 def _require_same_kind(source: Source, template: Template | None, target: str) -> None:
     """Refuse to make a checkpoint of dumps, which lack the model, or dumps of a checkpoint."""
     if source.checkpoint.is_dumps and template is None:
@@ -326,35 +341,3 @@ def _require_same_kind(source: Source, template: Template | None, target: str) -
     if template is not None and not source.checkpoint.is_dumps:
         message = f"{target}: a template, but the source is no set of raw dumps; give a directory"
         raise UsageError(message)
-
-
-def _spell(
-    source: Source,
-    settings: TargetSettings,
-    template: Template | None,
-    resized: frameworks.Resized,
-) -> tuple[NativeFiles, Sequence[Images]]:
-    checkpoint, layout = source.checkpoint, settings.layout
-    dtype = settings.module_dtype
-    cuts = [cut_family(checkpoint, family, layout, dtype) for family in checkpoint.families]
-    targets = [
-        ZeroTarget(
-            checkpoint=checkpoint,
-            family=family,
-            mp_rank=mp_rank,
-            layout=layout,
-            config=settings.config,
-            module_dtype=settings.module_dtype,
-            is_bf16=settings.is_bf16,
-            flat_cuts=[group.spell() for group in cut.flat_groups],
-            sub_groups=cut.sub_groups,
-        )
-        for mp_rank, (family, cut) in enumerate(zip(checkpoint.families, cuts, strict=True))
-    ]
-    files = NativeFiles(source, layout.world_size, cuts)
-    if template is not None:
-        return files, [DumpImages(targets[0], template.file_name)]
-    images: list[Images] = [NativeImages(target) for target in targets]
-    if checkpoint.accelerate_step is not None:
-        images.append(StepImages(checkpoint.accelerate_step, resized.new_steps))
-    return files, images

@@ -3,15 +3,14 @@
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from streamshard.engine.watch import READING, Watcher
 
-class Progress(Protocol):
+
+class Progress(Watcher, Protocol):
     """Someone who wants to know how far a run is; called from several threads."""
 
-    def start(self, total_bytes: int) -> None:
-        """Take note of how much there is to write."""
-
-    def advance(self, nbytes: int) -> None:
-        """Take note of bytes that were written since the last call."""
+    def start(self, total_bytes: int, phase: str = READING) -> None:
+        """Take note of how much there is to deal with, and of what is done first."""
 
     def stop(self) -> None:
         """Take note of the end, whether good or bad."""
@@ -20,10 +19,16 @@ class Progress(Protocol):
 class Silent:
     """Progress that nobody wants to know."""
 
-    def start(self, total_bytes: int) -> None:
+    def start(self, total_bytes: int, phase: str = READING) -> None:
         """Do nothing."""
 
     def advance(self, nbytes: int) -> None:
+        """Do nothing."""
+
+    def keep(self, nbytes: int) -> None:
+        """Do nothing."""
+
+    def enter(self, phase: str) -> None:
         """Do nothing."""
 
     def stop(self) -> None:

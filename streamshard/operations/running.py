@@ -10,6 +10,7 @@ from typing import Final
 from streamshard.engine import memory
 from streamshard.engine.files import require_unchanged
 from streamshard.engine.run import Engine, Resources
+from streamshard.engine.watch import WRITING
 from streamshard.engine.work import TargetFile
 from streamshard.errors import MemoryLimitError, UsageError
 from streamshard.operations.partial_target import PartialTarget
@@ -93,7 +94,7 @@ def run(
         memory_plan.workers, memory_plan.window_bytes, SCRATCH_BYTES // 2, _is_large(source)
     )
     decoders, partial = source.decoders, target.partial
-    Engine(source.files, decoders, resources, progress.advance, partial).run(files)
+    Engine(source.files, decoders, resources, progress, partial).run(files)
     # Bytes that were read before a file changed do not belong to those that were read after it.
     for file in source.files:
         require_unchanged(file)
@@ -105,21 +106,23 @@ def _is_large(source: Source) -> bool:
     return 2 * read_bytes > memory.available_bytes() // 2
 
 
-def measured(report: Report, progress: Progress, work: Callable[[], int]) -> Report:
-    """Do the work, and add to the report how long it took and how much memory at most.
-
-    Parameters
-    ----------
-    work
-        Returns how many bytes an earlier run had written.
-    """
+def measured(
+    report: Report, target: PartialTarget, progress: Progress, work: Callable[[], None]
+) -> Report:
+    """Do the work, and add to the report how long it took and how much memory at most."""
     # To verify is to read it once for the checksums, and once more beside the source.
-    progress.start(report.bytes_written * (4 if report.is_verified else 1))
+    progress.start(report.bytes_written * (4 if report.is_verified else 1), WRITING)
     began = time.monotonic()
     try:
-        kept_bytes = work()
+        if target.is_written:
+            progress.keep(target.kept_bytes)
+            progress.advance(target.kept_bytes)
+        work()
     finally:
         progress.stop()
-    seconds = time.monotonic() - began
-    peak_bytes = memory.peak_bytes()
-    return replace(report, kept_bytes=kept_bytes, peak_bytes=peak_bytes, seconds=seconds)
+    return replace(
+        report,
+        kept_bytes=target.kept_bytes,
+        peak_bytes=memory.peak_bytes(),
+        seconds=time.monotonic() - began,
+    )

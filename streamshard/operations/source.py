@@ -107,7 +107,8 @@ def open_source(
     config, known = read_hints([path], ds_config_file, like)
     opened = open_with(path, tag, config=config, like=known)
     if opened.is_elastic and known is not None:
-        note = _ELASTIC.format(like=like, tag=known.tag)
+        # Absolute, so that the bytes of a store do not depend on where somebody stood.
+        note = _ELASTIC.format(like=Path(str(like)).absolute(), tag=known.tag)
         checkpoint = opened.checkpoint
         opened = replace(opened, checkpoint=replace(checkpoint, notes=(note, *checkpoint.notes)))
     return opened

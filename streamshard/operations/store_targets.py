@@ -1,7 +1,7 @@
 """Turns a checkpoint into the files of a store: every chunk becomes a region with its copies."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +52,11 @@ class StoreTargets:
         self._digests: dict[tuple[int, int], Digest] = {}
         """(tensor, first element) → digest of a chunk's content that was written so far."""
 
+    @property
+    def encode(self) -> Callable[[memoryview], bytes] | None:
+        """How a chunk of four-byte elements, as most are, is compressed; None if none is."""
+        return None if self._codec == "none" else BloscChunk(self._codec, 4).encode
+
     def content(self) -> Iterator[TargetFile]:
         """Turn everything but the manifest into work."""
         documents = self._documents()
@@ -60,8 +65,8 @@ class StoreTargets:
         for chunk in self._chunks():
             yield self._chunk_target(chunk)
 
-    def sizes(self) -> list[int]:
-        """Work out the size of every file; exact without compression, else an upper bound."""
+    def sizes(self) -> dict[str, int]:
+        """Work out the size of every file by its path; at most, where there is compression."""
         records = {path: _record_of(data) for path, data in self._documents().items()}
         for chunk in self._chunks():
             blocks = -(-chunk.nbytes // BLOCK_BYTES) if self._codec == "none" else 1
@@ -73,7 +78,8 @@ class StoreTargets:
         held = {array_path(tensor): digests.EMPTY.text for tensor in tensors}
         manifest = store_manifest.spell(records, self._codec, held)
         small = _small_array(MANIFEST_PATH, manifest)
-        return [*(record.nbytes for record in records.values()), *map(len, small.values())]
+        sizes = {path: record.nbytes for path, record in records.items()}
+        return sizes | {path: len(data) for path, data in small.items()}
 
     def manifest(self) -> Iterator[TargetFile]:
         """Turn the manifest into work, once everything else is written."""

@@ -126,13 +126,18 @@ def require_space(target: Path, nbytes: int) -> None:
     What an earlier run has left is counted: either it is kept, or it is removed first.
     """
     with target_errors(target):
-        place = target.absolute().parent
-        while not place.exists():
-            place = place.parent
-        free = shutil.disk_usage(place).free + allocated_bytes(partial_of(target))
+        free = shutil.disk_usage(place_of(target)).free + allocated_bytes(partial_of(target))
     if nbytes > free:
         message = f"{target}: needs {nbytes:,} bytes, {free:,} are free on its file system"
         raise NoSpaceError(f"{message}. Nothing was written; free some, or choose another place")
+
+
+def place_of(target: Path) -> Path:
+    """Return the directory that a target is to be made in, or the nearest around it that exists."""
+    place = target.absolute().parent
+    while not place.exists():
+        place = place.parent
+    return place
 
 
 def allocated_bytes(root: Path) -> int:

@@ -10,6 +10,7 @@ from streamshard.formats.zero_target import ZeroTarget
 from streamshard.model import LogicalTensor, Whole
 from streamshard.operations.native_files import NativeFiles, cut_family
 from streamshard.operations.source import Source
+from streamshard.operations.tally import NativeTally, Tally
 from streamshard.operations.weights import only_family
 
 _LOAD: Final = (
@@ -43,6 +44,7 @@ class UniversalFiles:
 
     def __init__(self, source: Source) -> None:
         checkpoint = source.checkpoint
+        self._source = source
         self._tensors = checkpoint.tensors
         self._piece_numels = source.cutting.piece_numel
         self._layout = checkpoint.layout
@@ -91,10 +93,13 @@ class UniversalFiles:
         """Return one of the source's tensors."""
         return self._tensors[number]
 
-    def sizes(self) -> list[int]:
-        """Work out the size of every file."""
-        spelled = [self.native.lay_out(image).nbytes for image in self.images.all()]
-        return [*spelled, *map(len, self._latest.values())]
+    def tally(self) -> Tally:
+        """Count what is written, and what is read for that."""
+        tally = NativeTally(self._source, self.native)
+        tally.add((image, [image.path]) for image in self.images.all())
+        for path, data in self._latest.items():
+            tally.add_bytes(path, len(data))
+        return tally.done()
 
     def copies_bytes(self, workers: int) -> int:
         """Bound what the copies take of the files that are in flight."""

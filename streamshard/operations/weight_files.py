@@ -18,6 +18,7 @@ from streamshard.formats.torch_file import Record, TorchLayout
 from streamshard.formats.torch_tensor import Storage, make_tensor
 from streamshard.model import ITEMSIZE, Literal, Whole
 from streamshard.operations.source import Source
+from streamshard.operations.tally import Tally
 from streamshard.operations.weights import Weight
 from streamshard.plan.cutting import Segments, coalesce
 from streamshard.plan.memory import MIB
@@ -109,10 +110,20 @@ class WeightFiles:
         """Return the names under which a weight is stored: torch's files share tied weights."""
         return weight.names if self.form == pretrained.TORCH else weight.names[:1]
 
-    def sizes(self) -> list[int]:
-        """Work out the size of every file."""
-        documents = [len(data) for data in self.documents().values()]
-        return [*(self._lay_out(path).nbytes for path in self._held), *documents]
+    def sizes(self) -> dict[str, int]:
+        """Work out the size of every file by its path."""
+        documents = {path: len(data) for path, data in self.documents().items()}
+        return {path: self._lay_out(path).nbytes for path in self._held} | documents
+
+    def tally(self) -> Tally:
+        """Count what is written, and what is read for that."""
+        tensors = self._source.checkpoint.tensors
+        times, cast_bytes = np.zeros(len(tensors), dtype=np.int64), 0
+        for weight in (weight for weights in self._held.values() for weight in weights):
+            times[weight.tensor] += 1
+            if weight.dtype != tensors[weight.tensor].dtype:
+                cast_bytes += weight.nbytes
+        return Tally(self.sizes(), times, cast_bytes)
 
     def copies_bytes(self, workers: int) -> int:
         """Bound what the spans take that are in flight, and the work of finding their copies."""

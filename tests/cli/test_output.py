@@ -1,13 +1,6 @@
 """What is printed, where, and by which flag."""
 
-import fcntl
 import json
-import os
-import pty
-import struct
-import subprocess
-import sys
-import termios
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,23 +58,6 @@ def test_the_note_keeps_the_global_batch(stage_2: Path, tmp_path: Path) -> None:
     done = streamshard("repartition", stage_2, tmp_path / "out", "--world-size", 2)
     assert "round_robin_gradients off" in done.out
     assert "global batch" in done.out
-
-
-def test_a_bar_on_a_terminal_and_none_off_it(saved: Callable[[int], Path], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "streamshard.cli", "repartition", str(saved(2))]
-    off = streamshard("repartition", saved(2), tmp_path / "off", "--world-size", 2)
-    assert off.err == ""
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-    done = subprocess.run(
-        [*command, str(tmp_path / "on"), "--world-size", "2"], stdout=subprocess.PIPE, stderr=slave
-    )
-    os.close(slave)
-    shown = os.read(master, 100_000).decode()
-    os.close(master)
-    assert done.returncode == 0
-    assert "100%" in shown
-    assert "B/s" in shown
 
 
 def test_help_teaches_by_example() -> None:

@@ -41,6 +41,27 @@ class FakeReader(SourceReader):
         view[:] = piece
 
 
+class Told:
+    """A watcher that remembers."""
+
+    def __init__(self) -> None:
+        self.bytes: list[int] = []
+        self.kept = 0
+        self.phases: list[str] = []
+
+    def advance(self, nbytes: int) -> None:
+        """Remember bytes."""
+        self.bytes.append(nbytes)
+
+    def keep(self, nbytes: int) -> None:
+        """Add to what was there."""
+        self.kept += nbytes
+
+    def enter(self, phase: str) -> None:
+        """Remember a phase."""
+        self.phases.append(phase)
+
+
 def on_disk(directory: Path, contents: Sequence[bytes]) -> tuple[SourceFile, ...]:
     """Write source files and describe them as a plan would."""
     found = []

@@ -9,7 +9,7 @@ import pytest
 from streamshard.engine.cache import drop_cached
 from streamshard.engine.run import Engine, Resources
 from streamshard.engine.work import Region, Span, TargetFile
-from tests.engine.fakes import copies_of, on_disk, opened
+from tests.engine.fakes import Told, copies_of, on_disk, opened
 
 MIB = 1 << 20
 NBYTES = 40 * MIB
@@ -54,7 +54,7 @@ def test_a_run_leaves_behind_what_it_is_told_to(tmp_path: Path, drops_behind: bo
     resources = Resources(1, MIB, MIB, drops_behind)
     region = Region(NBYTES, copies_of([(0, 0, 0, NBYTES)]))
     with opened(tmp_path / "out") as partial:
-        engine = Engine(sources, {}, resources, lambda nbytes: None, partial)
+        engine = Engine(sources, {}, resources, Told(), partial)
         engine.run([TargetFile("file", [Span(0, [region])])])
     assert [is_cached(path), is_cached(tmp_path / "out" / "file")] == [not drops_behind] * 2
     assert (tmp_path / "out" / "file").read_bytes() == data

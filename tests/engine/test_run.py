@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from streamshard.engine import durability
+from streamshard.engine import durability, watch
 from streamshard.engine.cast import cast_between
 from streamshard.engine.digests import JoinedCrc32
 from streamshard.engine.files import SourceReader
@@ -23,6 +23,7 @@ from streamshard.model import BlockDigests
 from tests.engine.fakes import (
     JOURNAL,
     Row,
+    Told,
     copies_of,
     expected,
     on_disk,
@@ -52,7 +53,7 @@ class Run:
     def __init__(self, directory: Path, workers: int = 2, window: int = 16) -> None:
         self.sources = on_disk(directory, [DATA])
         self.root = directory / "out"
-        self.progress: list[int] = []
+        self.told = Told()
         self.resources = Resources(workers, window, 8)
         self.decoders: dict[int, BlockDigests] = {}
 
@@ -62,8 +63,7 @@ class Run:
     def over(self, files: Iterable[TargetFile]) -> int:
         """Run, or go on; returns the bytes that were there already."""
         with opened(self.root) as partial:
-            progress = self.progress.append
-            Engine(self.sources, self.decoders, self.resources, progress, partial).run(files)
+            Engine(self.sources, self.decoders, self.resources, self.told, partial).run(files)
             return partial.kept_bytes
 
     def fails(self, kind: type[Exception], match: str, *files: TargetFile) -> None:
@@ -104,7 +104,8 @@ def test_any_files_by_any_number_of_workers(
     del found[JOURNAL]
     assert {path: place.read_bytes() for path, place in found.items()} == wanted
     assert all(place.stat().st_mode & 0o777 == 0o640 for place in found.values())
-    assert sum(run.progress) == sum(map(len, wanted.values()))
+    assert sum(run.told.bytes) == sum(map(len, wanted.values()))
+    assert (run.told.kept, run.told.phases) == (0, [watch.WRITING, watch.SYNCING])
 
 
 def test_a_cast_of_a_real_file(tmp_path: Path) -> None:
@@ -275,7 +276,7 @@ def test_files_are_planned_only_a_few_ahead(tmp_path: Path) -> None:
     def files() -> Iterator[TargetFile]:
         for number in range(60):
             made.append(number)
-            ahead.append(len(made) - sum(part == 3 for part in run.progress))
+            ahead.append(len(made) - sum(part == 3 for part in run.told.bytes))
             yield simple(f"{number}")
 
     run.over(files())

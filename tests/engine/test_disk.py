@@ -1,0 +1,87 @@
+"""A second's look at a disk: how much is read and written for it, and that nothing is left."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from streamshard.engine import disk
+from streamshard.engine.cache import drop_file
+from tests.engine.fakes import on_disk, open_descriptors
+from tests.engine.test_cache import is_cached
+
+MIB = 1 << 20
+
+
+class Clock:
+    """A clock that goes on by so much whenever somebody looks."""
+
+    def __init__(self, step: float) -> None:
+        self.now, self.step = 0.0, step
+
+    def __call__(self) -> float:
+        self.now += self.step
+        return self.now
+
+
+def test_all_of_a_little_is_read_and_pieces_of_much(tmp_path: Path) -> None:
+    little = on_disk(tmp_path, [bytes(10), b"", bytes(3 * MIB + 7)])
+    assert disk.measure_reading(little, workers=2, clock=Clock(0)).nbytes == 10 + 3 * MIB + 7
+    sparse = tmp_path / "much"
+    with sparse.open("wb") as stream:
+        stream.truncate(1000 * MIB)
+    much = (*on_disk(tmp_path, [bytes(5)]), type(little[0]).of(sparse, sparse.stat()))
+    pieces = [(path.name, offset) for path, offset, _ in disk._pieces(much)]
+    assert len(pieces) == disk.MOST_BYTES // disk.PIECE_BYTES + 1
+    assert {path for path, _ in pieces} == {"source-0", "much"}
+    assert max(offset for _, offset in pieces) > 980 * MIB
+
+
+def test_it_ends_in_time(tmp_path: Path) -> None:
+    files = on_disk(tmp_path, [bytes(40 * MIB)])
+    before = open_descriptors()
+    slow = disk.measure_reading(files, workers=1, clock=Clock(disk.SECONDS / 3))
+    assert 0 < slow.nbytes <= 4 * MIB
+    written = disk.measure_writing(tmp_path, most_bytes=1 << 40, clock=Clock(disk.SECONDS))
+    assert written.nbytes == 8 * MIB
+    assert written.bytes_per_second > 0
+    assert open_descriptors() == before
+
+
+def test_nothing_is_left_and_nothing_can_be_seen_of_what_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+    real = os.fsync
+
+    def look(descriptor: int) -> None:
+        seen.append(os.listdir(tmp_path))  # noqa: PTH208
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", look)
+    assert disk.measure_writing(tmp_path, most_bytes=1).nbytes == 8 * MIB
+    monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    assert disk.measure_writing(tmp_path, most_bytes=9 * MIB).nbytes == 16 * MIB
+    assert seen == [[]] * 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    with pytest.raises(FileNotFoundError, match="gone"):
+        disk.measure_writing(gone, most_bytes=1)
+
+
+def test_what_was_not_in_memory_is_not_there_afterwards(tmp_path: Path) -> None:
+    (file,) = on_disk(tmp_path, [bytes(range(256)) * 8192])
+    with file.path.open("rb") as stream:
+        os.fsync(stream.fileno())
+    drop_file(file.path)
+    if is_cached(file.path):
+        pytest.skip("what was forgotten is still in memory on this file system")
+    disk.measure_reading([file], workers=1)
+    assert not is_cached(file.path)
+    file.path.read_bytes()
+    assert is_cached(file.path)
+    disk.measure_reading([file], workers=1)
+    assert is_cached(file.path)
