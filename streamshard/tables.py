@@ -93,7 +93,7 @@ def _summary(found: Inspection) -> str:
         ("dtype", found.module_dtype or "not recorded"),
         ("steps", steps),
         ("optimizer", found.optimizer or "type not recorded"),
-        ("states", ", ".join(states) or "none yet"),
+        ("states", ", ".join(states) or ("dropped" if found.weights_only else "none yet")),
         ("parameters", f"{len(found.parameters):,} trained, {numel:,} elements"),
         ("also", f"{found.frozen} frozen, {found.buffers} buffers, {len(found.tied)} tied names"),
         ("data files", f"{found.files:,}, {show(found.file_bytes)}"),

@@ -204,6 +204,7 @@ class Sharing:
             with suppress(SourceError):  # what it would have had is stored once more
                 held = other.read_receipt()
                 if held is not None and held.state != BEGUN:
+                    other = other.held(held)
                     for path, digest in other.read_sums().items():
                         found.setdefault(digest, other.store / path)
         return found

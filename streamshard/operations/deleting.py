@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from streamshard.engine import memory
@@ -19,10 +19,13 @@ from streamshard.operations.proof import (
 )
 from streamshard.operations.receipts import (
     ARCHIVED,
+    DROPPING,
     PURGED,
     TRASHED,
+    WEIGHTS_ONLY,
     Place,
     Receipt,
+    age_at,
     spell_time,
 )
 from streamshard.operations.run_directory import Identity
@@ -125,11 +128,10 @@ class Remover:
         """
         receipt = self._receipt(tag)
         try:
-            since = datetime.fromisoformat(receipt.trashed)
+            return age_at(self.now, receipt.trashed) > grace
         except ValueError as error:
             message = f"{self.place(tag).receipt}: does not tell since when {tag} is in the trash"
             raise CorruptFileError(message) from error
-        return self.now.astimezone(UTC) - since > grace
 
     def purge(self, tag: str) -> None:
         """Remove a tag in the trash for good, if its archive is still as it was.
@@ -168,5 +170,6 @@ class Remover:
         """
         self.trash.bring_back(tag)
         receipt = self.place(tag).read_receipt()
-        if receipt is not None and receipt.tag == tag:
+        gone = (DROPPING, WEIGHTS_ONLY)  # of another save of that name
+        if receipt is not None and receipt.tag == tag and receipt.state not in gone:
             self.place(tag).write_receipt(replace(receipt, state=ARCHIVED, trashed=""))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from streamshard.formats import deepspeed_names as names
-from streamshard.formats.checkpoint import Checkpoint, FlatState, ParamGroup, ScalarState
+from streamshard.formats.checkpoint import Checkpoint, Dropped, FlatState, ParamGroup, ScalarState
 from streamshard.formats.inert import Call, Global, Node, show
 from streamshard.model import MASTER
 from streamshard.operations.source import Source, open_source
@@ -82,6 +82,8 @@ class Inspection:
     """Files that hold them."""
     file_bytes: int
     notes: tuple[str, ...]
+    weights_only: Dropped | None = None
+    """What was dropped, when and why, of a store from which no job can resume; None of others."""
 
 
 def inspect(
@@ -141,7 +143,8 @@ def summarize(source: Source) -> Inspection:
         state_bytes=sizes,
         files=len(source.files),
         file_bytes=sum(file.nbytes for file in source.files),
-        notes=checkpoint.notes,
+        notes=checkpoint.remarks,
+        weights_only=checkpoint.dropped,
     )
 
 

@@ -55,14 +55,14 @@ class StoreTargets:
     def content(self) -> Iterator[TargetFile]:
         """Turn everything but the manifest into work."""
         documents = self._documents()
-        self._records.update({path: _record_of(data) for path, data in documents.items()})
+        self._records.update({path: record_of(data) for path, data in documents.items()})
         yield from _fixed(documents)
         for chunk in self._chunks():
             yield self._chunk_target(chunk)
 
     def sizes(self) -> list[int]:
         """Work out the size of every file; exact without compression, else an upper bound."""
-        records = {path: _record_of(data) for path, data in self._documents().items()}
+        records = {path: record_of(data) for path, data in self._documents().items()}
         for chunk in self._chunks():
             blocks = -(-chunk.nbytes // BLOCK_BYTES) if self._codec == "none" else 1
             # Blosc stores what does not shrink, with a header.
@@ -72,7 +72,7 @@ class StoreTargets:
         tensors = self._source.checkpoint.tensors
         held = {array_path(tensor): digests.EMPTY.text for tensor in tensors}
         manifest = store_manifest.spell(records, self._codec, held)
-        small = _small_array(MANIFEST_PATH, manifest)
+        small = small_array(MANIFEST_PATH, manifest)
         return [*(record.nbytes for record in records.values()), *map(len, small.values())]
 
     def manifest(self) -> Iterator[TargetFile]:
@@ -86,14 +86,14 @@ class StoreTargets:
         }
         # Sorted, because workers and runs that go on note them in any order.
         manifest = store_manifest.spell(dict(sorted(self._records.items())), self._codec, held)
-        return _fixed(_small_array(MANIFEST_PATH, manifest))
+        return _fixed(small_array(MANIFEST_PATH, manifest))
 
     def _documents(self) -> dict[str, bytes]:
         """Spell all files of a store that are not a tensor's chunks, but for the manifest."""
         checkpoint = self._source.checkpoint
         state = store_state.dump(checkpoint, self._chunk_shapes)
         documents = zarr_writer.documents(checkpoint, self._chunk_shapes, self._codec)
-        return {**documents, **_small_array(STATE_PATH, state)}
+        return {**documents, **small_array(STATE_PATH, state)}
 
     def _chunks(self) -> Iterator[Chunk]:
         """Yield the chunks of all tensors, in the order of their elements."""
@@ -146,7 +146,7 @@ class StoreTargets:
             note(stored)
 
         def note(stored: bytes) -> None:
-            self._records[chunk.path] = _record_of(stored)
+            self._records[chunk.path] = record_of(stored)
             self._note(chunk, content_digest.value, itemsize)
 
         return Region(chunk.nbytes, copies, content_digest, encode=encode, recall=recall)
@@ -157,7 +157,7 @@ class StoreTargets:
         self._digests[chunk.tensor, chunk.start] = digests.without_zeros(whole, past_end)
 
 
-def _small_array(path: str, data: bytes) -> dict[str, bytes]:
+def small_array(path: str, data: bytes) -> dict[str, bytes]:
     """Spell an array of raw bytes: its document and its only chunk, by path."""
     return {
         f"{path}/zarr.json": zarr_writer.small_array_document(len(data)),
@@ -165,7 +165,7 @@ def _small_array(path: str, data: bytes) -> dict[str, bytes]:
     }
 
 
-def _record_of(data: bytes) -> FileRecord:
+def record_of(data: bytes) -> FileRecord:
     """Record a file whose bytes are at hand."""
     return FileRecord(len(data), np.array([crc32(data)], dtype=np.uint32))
 
