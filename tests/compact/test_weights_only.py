@@ -90,11 +90,10 @@ def test_it_says_of_itself_what_it_lacks(purged: tuple[Path, Path], tmp_path: Pa
     api.convert(weights, tmp_path / "again.zarr", codec="none")
     for store in (weights, tmp_path / "again.zarr"):
         inspected = api.inspect(store)
-        assert inspected.weights_only is not None
-        assert inspected.weights_only.states == (*STATES, "step")
-        assert (
-            inspected.weights_only.at == later(39).isoformat()[:10] + inspected.weights_only.at[10:]
-        )
+        mark = inspected.weights_only
+        assert mark is not None
+        assert mark.states == (*STATES, "step")
+        assert mark.at[:10] == later(39).isoformat()[:10]
         assert "no job can resume" in inspected.notes[0].lower()
         told = json.loads((store / "zarr.json").read_text())["attributes"]["streamshard"]
         # Any other version is refused by a streamshard that knows nothing of such stores.
@@ -106,7 +105,7 @@ def test_it_says_of_itself_what_it_lacks(purged: tuple[Path, Path], tmp_path: Pa
     assert (same.is_good, len([n for n in same.notes if "Weights only" in n])) == (True, 2)
     receipt = receipt_of(archive, FIRST)
     assert (receipt["state"], receipt["dropped_states"]) == ("weights only", [*STATES, "step"])
-    assert receipt["dropped"] == inspected.weights_only.at
+    assert receipt["dropped"] == mark.at
     held = sum(len(content) for content in bits(weights).values())
     assert (receipt["full_bytes"], receipt["archive_bytes"]) == (full_bytes, held)
     assert found.dropped_bytes == full_bytes - held > 0

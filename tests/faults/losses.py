@@ -112,9 +112,9 @@ def _unsynced_names(calls: Sequence[Call], known: set[str]) -> list[tuple[str, s
             else:
                 found.append((call.path, call.other))
             known = (known - {call.path}) | ({call.other} if call.other else set())
-        elif call.kind & Kind.MAKE and call.path not in known:
-            found.append(("", call.path))
-            known = known | {call.path}
+        elif call.kind & Kind.MAKE and (call.other or call.path) not in known:
+            found.append(("", call.other or call.path))
+            known = known | {call.other or call.path}
     return found
 
 
