@@ -141,14 +141,16 @@ class Archiver:
         place.write_sums(sums)
         prove(small, place, self.means, checks, tag_only=False)
         checks.hold("source_unchanged", lambda: self._require_unchanged(small, receipt.source))
+        with source_errors(place.store):
+            sizes = {path: (place.store / path).stat().st_size for path in sums}
         sealed = replace(
             receipt,
             state=ARCHIVED,
             archived=spell_time(datetime.now(UTC)),
             source=source,
-            archive_bytes=sum((place.store / path).stat().st_size for path in sums),
+            archive_bytes=sum(sizes.values()),
             shared_files=len(shared),
-            shared_bytes=sum((place.store / path).stat().st_size for path in shared),
+            shared_bytes=sum(sizes[path] for path in shared),
             checks=tuple(checks.done),
         )
         place.write_receipt(sealed)

@@ -154,6 +154,8 @@ class Compacting:
                 found = replace(found, action=compaction.ARCHIVED)
                 if not self._settings.dry_run:
                     receipt = self._archiver.archive(tag)
+            elif self._remover.is_back(receipt) and not self._settings.dry_run:
+                receipt = self._remover.note_back(receipt)  # a run was cut off at that
             if receipt is not None:
                 found = replace(
                     found,

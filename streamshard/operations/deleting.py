@@ -6,7 +6,9 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from streamshard.engine import memory
+from streamshard.engine.files import target_errors
 from streamshard.errors import CorruptFileError, SourceError, StreamshardError
+from streamshard.formats import deepspeed_names as names
 from streamshard.operations import narrowing
 from streamshard.operations.proof import (
     Checks,
@@ -30,6 +32,7 @@ from streamshard.operations.receipts import (
 )
 from streamshard.operations.run_directory import Identity
 from streamshard.operations.source import open_source
+from streamshard.operations.target import exists
 from streamshard.operations.trash import Trash
 
 
@@ -161,15 +164,36 @@ class Remover:
         self.trash.empty(tag)
 
     def bring_back(self, tag: str) -> None:
-        """Move a tag out of the trash, to where it was.
+        """Move a tag out of the trash, to where it was; goes on where a run was cut off at that.
 
         Raises
         ------
         StreamshardError
             It is not in the trash, or something is in its place.
         """
-        self.trash.bring_back(tag)
         receipt = self.place(tag).read_receipt()
+        is_ours = receipt is not None and receipt.tag == tag
+        if not is_ours or receipt is None or not self.is_back(receipt):
+            self.trash.bring_back(tag)
         gone = (DROPPING, WEIGHTS_ONLY)  # of another save of that name
-        if receipt is not None and receipt.tag == tag and receipt.state not in gone:
-            self.place(tag).write_receipt(replace(receipt, state=ARCHIVED, trashed=""))
+        if is_ours and receipt is not None and receipt.state not in gone:
+            self.note_back(receipt)
+
+    def is_back(self, receipt: Receipt) -> bool:
+        """Tell whether a tag is where it was, though its receipt says that it is in the trash.
+
+        Raises
+        ------
+        TargetError
+            The trash cannot be looked at.
+        """
+        tag = receipt.tag
+        with target_errors(self.run_dir / tag):
+            is_here = names.is_tag(tag) and exists(self.run_dir / tag)
+        return receipt.state == TRASHED and is_here and tag not in self.trash.tags()
+
+    def note_back(self, receipt: Receipt) -> Receipt:
+        """Write down that a tag is where it was; returns the receipt."""
+        back = replace(receipt, state=ARCHIVED, trashed="")
+        self.place(receipt.tag).write_receipt(back)
+        return back
