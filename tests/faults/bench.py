@@ -111,8 +111,10 @@ class Bench:
             has_begun=has_begun,
         )
 
-    def try_loss(self, scenario: Scenario, loss: Loss) -> list[str]:
+    def try_loss(self, scenario: Scenario | Night, loss: Loss) -> list[str]:
         """Cut the power after a run has said that it is done; returns what is not as it was."""
+        if isinstance(scenario, Night):
+            return self._yard.try_loss(scenario, loss)
         whole = self.undisturbed(scenario).tree
         self._prepare(scenario)
         before = [self._target, *self._target.rglob("*")]

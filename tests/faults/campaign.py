@@ -89,7 +89,7 @@ class Benches:
         """Run a scenario to its end; nothing else may be tried meanwhile."""
         return self._first.undisturbed(scenario)
 
-    def lost_when_done(self, scenario: Scenario, loss: Loss) -> list[str]:
+    def lost_when_done(self, scenario: Scenario | Night, loss: Loss) -> list[str]:
         """List what is lost if the power is cut after a run has ended."""
         return self._first.try_loss(scenario, loss)
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from tests.compact.runs import TRASH
 from tests.faults.judge import in_short
-from tests.faults.losses import lose
+from tests.faults.losses import Loss, lose
 from tests.faults.nights import ARCHIVE, RUN, Night, prepare
 from tests.faults.scenarios import Tree, tree
 from tests.faults.server import Ended, Server
@@ -75,6 +75,16 @@ class Yard:
             written_again=again.written,
             problems=tuple(problems),
         )
+
+    def try_loss(self, night: Night, loss: Loss) -> list[str]:
+        """Cut the power after a run has said that it is done; returns what is not as it was."""
+        whole = self.undisturbed(night).tree
+        prepare(self._setups / night.setup, self._place)
+        before = [self._place, *self._place.rglob("*")]
+        ended = self._run(night, with_calls=True)
+        lost = lose(loss, ended.calls, self._place, before)
+        wrong = [f"lost {path}" for path in lost if _LOCK not in path]
+        return [*wrong, *self._differing(whole), *self._unsafe(night)]
 
     def _run(
         self,
