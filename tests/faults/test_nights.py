@@ -1,7 +1,8 @@
 """Whatever happens to a run of `compact`, the source is intact, or its archive is and was proved.
 
 Here the process is killed before every change of a name that tells where a tag or an archive is,
-every rename among them fails once, and something happens to a few other calls; `python -m tests.faults --scenario compact` tries more.
+every rename among them fails once, and something happens to a few other calls; all of them are for
+`python -m tests.faults --scenario compact`.
 """
 
 from pathlib import Path
