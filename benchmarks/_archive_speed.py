@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from benchmarks._measure import STREAMSHARD, files_in, succeed, warm
 
-A, B = TypeVar("A"), TypeVar("B")
+A = TypeVar("A")
+B = TypeVar("B")
 HEAD = ("what", "MB/s", "of the codec's")
 _CHECKSUM_BYTES = 4
 

@@ -5,8 +5,8 @@
 Trains the demo's model with DeepSpeed at stage 2 on one CPU rank, once with all of its weights and
 once with half of them frozen, saves both twice, and lets `compact` archive each first save, then
 each second one beside it. Then trains a wider model of the same kind, of which a checkpoint takes
-half a gigabyte, for fewer steps, and measures how fast its states are encoded and decoded beside the
-codec by itself on as many threads.
+half a gigabyte, for fewer steps, and measures how fast its states are encoded and decoded, beside
+the codec by itself on as many threads.
 """
 
 import argparse
