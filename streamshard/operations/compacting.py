@@ -28,7 +28,7 @@ from streamshard.operations.proof import Means, unchanged
 from streamshard.operations.receipts import BEGUN, Place, Receipt, remove_unfinished
 from streamshard.operations.report import Progress
 from streamshard.operations.run_directory import Identity, look_at
-from streamshard.operations.target import exists
+from streamshard.operations.target import is_there
 
 _LOCK: Final = f"{names.OWN_PREFIX}.lock"
 
@@ -180,7 +180,7 @@ class Compacting:
         if receipt is None or receipt.state == BEGUN:
             return None
         place = place.held(receipt)
-        if not exists(place.store):
+        if not is_there(place.store):
             message = f"{place.store}: gone, and {place.receipt} says that it was made"
             raise CorruptFileError(f"{message}; remove that to archive {tag} again")
         try:

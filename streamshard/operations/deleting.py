@@ -6,7 +6,6 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from streamshard.engine import memory
-from streamshard.engine.files import target_errors
 from streamshard.errors import CorruptFileError, SourceError, StreamshardError
 from streamshard.formats import deepspeed_names as names
 from streamshard.operations import narrowing
@@ -32,7 +31,7 @@ from streamshard.operations.receipts import (
 )
 from streamshard.operations.run_directory import Identity
 from streamshard.operations.source import open_source
-from streamshard.operations.target import exists
+from streamshard.operations.target import is_there
 from streamshard.operations.trash import Trash
 
 
@@ -188,8 +187,7 @@ class Remover:
             The trash cannot be looked at.
         """
         tag = receipt.tag
-        with target_errors(self.run_dir / tag):
-            is_here = names.is_tag(tag) and exists(self.run_dir / tag)
+        is_here = names.is_tag(tag) and is_there(self.run_dir / tag)
         return receipt.state == TRASHED and is_here and tag not in self.trash.tags()
 
     def note_back(self, receipt: Receipt) -> Receipt:

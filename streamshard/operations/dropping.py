@@ -36,7 +36,7 @@ from streamshard.operations.receipts import (
     spell_time,
 )
 from streamshard.operations.run_directory import Identity
-from streamshard.operations.target import exists, partial_of, remove
+from streamshard.operations.target import exists, is_there, partial_of, remove
 from streamshard.operations.trash import Trash
 from streamshard.operations.weights_only import Remainder, states_of
 
@@ -85,7 +85,7 @@ class Dropper:
         if receipt.tag != tag:
             raise CorruptFileError(f"{place.receipt}: is the receipt of {receipt.tag}")
         if receipt.state == WEIGHTS_ONLY:
-            return any(map(exists, self._remains(place)))
+            return any(map(is_there, self._remains(place)))
         try:
             is_old = age_at(self.now, receipt.purged) > least_age
         except ValueError as error:
@@ -139,10 +139,11 @@ class Dropper:
             checks.hold("full_archive_bytes", lambda: intact(full, self.means))
             receipt = self._begin(receipt, full, left)
             weights = replace(full, of_weights=True)
-            if exists(weights.store):
+            if is_there(weights.store):
                 # An earlier run had come that far; if it is not as it should be, it is made anew.
                 with suppress(StreamshardError):
                     return self._seal(receipt, full, left, Checks(), (*before, *checks.done))
+                full.write_receipt(receipt)  # which is not to name what goes now
                 with target_errors(weights.store):
                     remove(weights.store)
             left.write(weights.store)
@@ -157,7 +158,7 @@ class Dropper:
             return receipt
         weights = replace(full, of_weights=True)
         for path in (weights.store, partial_of(weights.store), weights.sums):
-            if exists(path):
+            if is_there(path):
                 message = f"{path}: is there, and no receipt says that compact made it"
                 raise TargetExistsError(f"{message}; move it away")
         dropped = left.source.checkpoint.dropped
@@ -230,7 +231,7 @@ class Dropper:
     def _originals(self, tag: str) -> Iterator[Path]:
         """Yield where the original, or some of it, still is."""
         trash = Trash(self.run_dir)
-        if exists(self.run_dir / tag):
+        if is_there(self.run_dir / tag):
             yield self.run_dir / tag
         if tag in (*trash.tags(), *trash.going()):
             yield trash.place_of(tag)

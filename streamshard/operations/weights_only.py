@@ -117,14 +117,21 @@ class Remainder:
         partial = partial_of(target)
         with target_errors(partial):
             remove(partial)
-            for path in self.kept():
-                _take(self.full.path / path, partial / path)
-            for path, data in self._documents().items():
-                (partial / path).parent.mkdir(parents=True, exist_ok=True)
-                (partial / path).write_bytes(data)
-            sync_tree(partial)
+            try:
+                self._fill(partial)
+            except OSError:
+                shutil.rmtree(partial, ignore_errors=True)  # on a full disk it is in the way
+                raise
             partial.rename(target)
             sync_path(target.parent)
+
+    def _fill(self, partial: Path) -> None:
+        for path in self.kept():
+            _take(self.full.path / path, partial / path)
+        for path, data in self._documents().items():
+            (partial / path).parent.mkdir(parents=True, exist_ok=True)
+            (partial / path).write_bytes(data)
+        sync_tree(partial)
 
     def _documents(self) -> Mapping[str, bytes]:
         """Spell what is not a tensor's, by path."""
