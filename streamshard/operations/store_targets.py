@@ -136,20 +136,27 @@ class StoreTargets:
     def _encoded_region(self, chunk: Chunk, copies: Copies, itemsize: int) -> Region:
         codec, content_digest = BloscChunk(self._codec, itemsize), digests.RunningDigest()
 
+        end = b""
+
         def encode(content: memoryview) -> bytes:
+            nonlocal end
             stored = codec.encode(content)
-            note(stored)
+            # Apart, as putting both together would copy what may be large.
+            end = spell_checksum(google_crc32c.value(stored))
+            note(stored, end)
             return stored
 
         def recall(stored: bytes) -> None:
             content_digest.update(codec.decode(stored, Path(chunk.path), chunk.nbytes))
             note(stored)
 
-        def note(stored: bytes) -> None:
-            self._records[chunk.path] = record_of(stored)
+        def note(*stored: bytes) -> None:
+            self._records[chunk.path] = record_of(*stored)
             self._note(chunk, content_digest.value, itemsize)
 
-        return Region(chunk.nbytes, copies, content_digest, encode=encode, recall=recall)
+        return Region(
+            chunk.nbytes, copies, content_digest, lambda: end, encode=encode, recall=recall
+        )
 
     def _note(self, chunk: Chunk, whole: Digest, itemsize: int) -> None:
         """Keep the digest of a chunk's elements, without the zeros past the tensor's end."""
@@ -165,9 +172,12 @@ def small_array(path: str, data: bytes) -> dict[str, bytes]:
     }
 
 
-def record_of(data: bytes) -> FileRecord:
+def record_of(*parts: bytes) -> FileRecord:
     """Record a file whose bytes are at hand."""
-    return FileRecord(len(data), np.array([crc32(data)], dtype=np.uint32))
+    found = 0
+    for part in parts:
+        found = crc32(part, found)
+    return FileRecord(sum(map(len, parts)), np.array([found], dtype=np.uint32))
 
 
 def _fixed(files: Mapping[str, bytes]) -> Iterator[TargetFile]:
