@@ -18,9 +18,12 @@ def main() -> NoReturn:
     parser.add_argument("--save-to", type=Path, required=True)
     parser.add_argument("--save-at", type=int, nargs="+", required=True)
     parser.add_argument("--freeze", action="store_true", help="train the later layers only")
+    parser.add_argument("--hidden", type=int, default=demo.HIDDEN, help="width of its layers")
+    parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
     demo._join_ranks()
-    engine = _engine(freeze=given.freeze)
+    torch.set_num_threads(given.threads)
+    engine = _engine(given.hidden, freeze=given.freeze)
     for step in range(1, max(given.save_at) + 1):
         demo._train_step(engine, step)
         if step in given.save_at:
@@ -28,9 +31,9 @@ def main() -> NoReturn:
     os._exit(0)  # past the interpreter's teardown, where gloo's threads now and then abort
 
 
-def _engine(*, freeze: bool) -> deepspeed.DeepSpeedEngine:
+def _engine(hidden: int, *, freeze: bool) -> deepspeed.DeepSpeedEngine:
     torch.manual_seed(0)
-    width, hidden = demo.CONTEXT * demo.WIDTH, demo.HIDDEN
+    width = demo.CONTEXT * demo.WIDTH
     model = nn.Sequential(
         nn.Embedding(demo.BYTES, demo.WIDTH),
         nn.Flatten(),

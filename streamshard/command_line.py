@@ -271,7 +271,19 @@ def _add_compact(verbs: Verbs, run: Verb) -> None:
     verb.add_argument(
         "--grace", type=_time, default=DEFAULT_GRACE, metavar="TIME", help="time in the trash [7d]"
     )
-    verb.add_argument("--max-delete", type=int, metavar="N", help="move N tags at most [all]")
+    verb.add_argument(
+        "--max-delete",
+        type=int,
+        metavar="N",
+        help="move N tags at most, or drop the states of [all]",
+    )
+    verb.add_argument(
+        "--weights-only-older-than",
+        type=_time,
+        metavar="TIME",
+        help="drop the optimizer states of archives whose originals were removed for good longer "
+        "ago than this; no job can resume from them then [never]",
+    )
     by_hand = verb.add_mutually_exclusive_group()
     by_hand.add_argument(
         "--undelete", nargs="+", default=[], metavar="TAG", help="bring tags back from the trash"
@@ -465,6 +477,7 @@ def resource_options(arguments: argparse.Namespace) -> dict[str, Any]:
 def compacting_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of `compact`; see `reading_options` for errors."""
     same = "keep_last keep_every min_age codec delete grace max_delete undelete purge dry_run"
+    same += " weights_only_older_than"
     return {
         **{name: getattr(arguments, name) for name in same.split()},
         "keep_tags": arguments.keep_tag,

@@ -213,7 +213,7 @@ def _summary(found: Inspection, *, brief: bool) -> str:
             ("dtypes", _dtypes(found)),
             ("steps", _steps(found)),
             ("optimizer", found.optimizer or "type not recorded"),
-            ("states", ", ".join(states) or "none yet"),
+            ("states", ", ".join(states) or ("dropped" if found.weights_only else "none yet")),
             ("parameters", f"{len(found.parameters):,} trained, {numel:,} elements"),
             ("also", also),
             ("on disk", f"{found.files:,} files, {show(found.file_bytes)}"),

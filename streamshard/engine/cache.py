@@ -1,6 +1,7 @@
 """Tells the system what of files to read soon, and what to forget: hints, where it takes them."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -46,4 +47,5 @@ def drop_cached(root: Path) -> None:
 
 def _drop(descriptor: int, start: int, end: int) -> None:
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
+        with suppress(OSError):  # some file systems have nothing to forget
+            os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_DONTNEED)

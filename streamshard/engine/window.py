@@ -63,6 +63,8 @@ class Window:
         self._crc32 = 0
         """Of what of it was written."""
         self._makes_holes = True
+        self._content = bytearray()
+        """Content to be encoded, of the largest chunk so far."""
 
     def write(self, span: Span, descriptor: int, *, is_new: bool = True) -> Written:
         """Write a span of a file; returns what it holds then.
@@ -191,7 +193,11 @@ class Window:
         self._put(region.trailer())
 
     def _put_encoded(self, region: Region) -> None:
-        content = memoryview(bytearray(region.content_bytes))
+        # Memory that is new for each chunk costs more than reading into it.
+        if len(self._content) < region.content_bytes:
+            self._content = bytearray()
+            self._content = bytearray(region.content_bytes)
+        content = memoryview(self._content)[: region.content_bytes]
         RegionFiller(region, self._reader, self._scratch).fill(content)
         region.checksum.update(content)
         self._put(region.encode(content) if region.encode else b"")

@@ -136,6 +136,26 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True)
+class Dropped:
+    """Optimizer states that somebody wanted left out, so that no job can resume from the rest."""
+
+    at: str
+    """When, in UTC, as ISO 8601 has it."""
+    why: str
+    states: tuple[str, ...]
+    """Their names."""
+
+    def __str__(self) -> str:
+        """Say what is not there, when it was dropped and why.
+
+        >>> str(Dropped("2026-12-24T04:00:00+00:00", "by hand", ("exp_avg", "step")))
+        'its optimizer states (exp_avg, step) were dropped on 2026-12-24 by hand'
+        """
+        states = ", ".join(self.states)
+        return f"its optimizer states ({states}) were dropped on {self.at[:10]} {self.why}"
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """One saved step of a training run, as logical tensors and inert training state."""
 
@@ -152,6 +172,15 @@ class Checkpoint:
     """Whether the engine had bf16 switched on, which the files' names tell."""
     accelerate_step: int | None = None
     """`Accelerator.step`, which Accelerate keeps with each rank's random generators."""
+    dropped: Dropped | None = None
+    """What was left out on purpose; None where all is there that was saved."""
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Return the notes, and before them that this is no whole checkpoint if it is none."""
+        if self.dropped is None:
+            return self.notes
+        return (f"Weights only: {self.dropped}. No job can resume from it.", *self.notes)
 
     @property
     def is_dumps(self) -> bool:

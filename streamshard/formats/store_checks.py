@@ -11,7 +11,7 @@ from streamshard.errors import CorruptFileError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats.checkpoint import Checkpoint, Family
 from streamshard.formats.inert import show
-from streamshard.model import MASTER, MODULE
+from streamshard.model import BLOB, FILE, MASTER, MODULE
 
 
 def require_consistent(checkpoint: Checkpoint) -> None:
@@ -27,10 +27,22 @@ def require_consistent(checkpoint: Checkpoint) -> None:
         raise CorruptFileError("two tensors have one name")
     if not checkpoint.families:
         raise CorruptFileError("holds no part of a model")
+    if checkpoint.dropped is not None:
+        _require_no_states(checkpoint)
     for family in checkpoint.families:
         _require_whole_optimizer(family)
         _require_tensors(family, index)
         _require_shapes(family, checkpoint)
+
+
+def _require_no_states(checkpoint: Checkpoint) -> None:
+    """Refuse what is said to be without optimizer states and has some."""
+    left = {tensor.state for tensor in checkpoint.tensors} - {MASTER, MODULE, BLOB, FILE}
+    for family in checkpoint.families:
+        for group in family.groups:
+            left |= {*(group.states or ())}
+    if left:
+        raise CorruptFileError(f"is said to hold weights only, and holds {show(min(left))}")
 
 
 def _require_tensors(family: Family, index: Mapping[tuple[str, str, str], int]) -> None:

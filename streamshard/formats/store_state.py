@@ -10,6 +10,7 @@ from streamshard.formats import deepspeed_names as names
 from streamshard.formats import inert_dump, inert_load
 from streamshard.formats.checkpoint import (
     Checkpoint,
+    Dropped,
     Family,
     FlatState,
     ModuleEntry,
@@ -26,6 +27,11 @@ from streamshard.model import FILE, ITEMSIZE, LogicalTensor, Whole, ZeroLayout
 
 VERSION: Final = 1
 """Version of a store's format."""
+WEIGHTS_ONLY_VERSION: Final = 2
+"""Version of a store without optimizer states, which older readers would take for a checkpoint
+from before the first step."""
+VERSIONS: Final = (VERSION, WEIGHTS_ONLY_VERSION)
+"""Versions that are read."""
 
 _FLAT: Final = "flat"
 _SCALAR: Final = "scalar"
@@ -35,6 +41,11 @@ _LIMIT_COUNT: Final = 1 << 53
 
 ChunkShapes = Sequence[tuple[int, ...]]
 """Shape of the chunks of each logical tensor."""
+
+
+def version_of(checkpoint: Checkpoint) -> int:
+    """Tell of which version a checkpoint's store is."""
+    return VERSION if checkpoint.dropped is None else WEIGHTS_ONLY_VERSION
 
 
 def dump(
@@ -58,6 +69,8 @@ def dump(
         tensor = node.content.tensor
         return ("blob", node.dtype, node.numel, tensor if numbers is None else numbers[tensor])
 
+    # Only where there is some, so that all other stores are as they always were.
+    dropped = {} if checkpoint.dropped is None else {"dropped": _values(checkpoint.dropped)}
     return inert_dump.dump(
         {
             "tag": checkpoint.tag,
@@ -70,6 +83,7 @@ def dump(
             "notes": checkpoint.notes,
             "is_bf16": checkpoint.is_bf16,
             "accelerate_step": checkpoint.accelerate_step,
+            **dropped,
         },
         persistent_id,
     )
@@ -107,6 +121,7 @@ def load(data: bytes) -> tuple[Checkpoint, ChunkShapes]:
             notes=tuple(map(_text, root["notes"])),
             is_bf16=root["is_bf16"] is True,
             accelerate_step=_optional_count(root["accelerate_step"]),
+            dropped=_dropped(*root["dropped"]) if "dropped" in root else None,
         )
         require_consistent(checkpoint)
         for dtype, numel, tensor in blobs:
@@ -116,6 +131,19 @@ def load(data: bytes) -> tuple[Checkpoint, ChunkShapes]:
         message = f"training state is not as streamshard writes it: {type(error).__name__}"
         raise CorruptFileError(f"{message}: {error}") from error
     return checkpoint, shapes
+
+
+def blobs_in(checkpoint: Checkpoint) -> set[int]:
+    """List the tensors that hold storages of the training state."""
+    found: set[int] = set()
+
+    class Noting(dict[int, int]):
+        def __missing__(self, tensor: int) -> int:
+            found.add(tensor)
+            return tensor
+
+    dump(checkpoint, (), Noting())
+    return found
 
 
 def without(checkpoint: Checkpoint, left_out: Collection[int]) -> Checkpoint:
@@ -245,6 +273,10 @@ def _entry(name: Node, kind: Node, dtype: Node, shape: Node, alias_of: Node) -> 
     # What is kept as it is, such as `get_extra_state`, has neither dtype nor shape.
     dtype = dtype if dtype == "" else _dtype(dtype)
     return ModuleEntry(name_of(name), _text(kind), dtype, shape_of(shape), name_of(alias_of))
+
+
+def _dropped(at: Node, why: Node, states: Node) -> Dropped:
+    return Dropped(_text(at), _text(why), tuple(map(name_of, states)))
 
 
 def _file(path: Node, mode: Node) -> OtherFile:

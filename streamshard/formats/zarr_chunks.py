@@ -35,10 +35,9 @@ class BloscChunk:
         self._itemsize = itemsize
 
     def encode(self, content: memoryview) -> bytes:
-        """Return what is stored for a chunk's content."""
+        """Return what is stored for a chunk's content, before its checksum."""
         # Blosc shuffles by the item size of the array that it is handed.
-        data = self._blosc.encode(np.frombuffer(content, dtype=f"V{self._itemsize}"))
-        return bytes(data) + spell_checksum(google_crc32c.value(data))
+        return bytes(self._blosc.encode(np.frombuffer(content, dtype=f"V{self._itemsize}")))
 
     def decode(self, stored: bytes | bytearray, path: Path, content_bytes: int) -> memoryview:
         """Return a chunk's content.

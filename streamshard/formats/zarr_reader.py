@@ -64,6 +64,9 @@ def read(root: Path) -> Store:
         checkpoint, chunk_shapes = store_state.load(read_checked(root / STATE_PATH / "c/0"))
     except (CorruptFileError, UnsupportedError) as error:
         raise type(error)(f"{root}: {error}") from error
+    if _version(root) != store_state.version_of(checkpoint):
+        message = f"{root / ROOT_DOCUMENT}: says format {show(_version(root))}, and the training"
+        raise CorruptFileError(f"{message} state is of {store_state.version_of(checkpoint)}")
     if manifest.codec not in CODECS:
         raise UnsupportedError(
             f"{root}: compressed with {show(manifest.codec)}, which is not known"
@@ -78,7 +81,7 @@ def is_store(root: Path) -> bool:
 
 def is_of_known_version(root: Path) -> bool:
     """Tell whether a store says of itself that it is of a version that is read here."""
-    return _version(root) == store_state.VERSION
+    return _version(root) in store_state.VERSIONS
 
 
 def _version(root: Path) -> object:
@@ -95,10 +98,9 @@ def _require_version(root: Path) -> None:
     if found is None:
         message = f"{root}: a Zarr hierarchy, but not one that streamshard wrote"
         raise SourceNotFoundError(message)
-    if found != store_state.VERSION:
-        message = (
-            f"{root}: store format {show(found)}; this streamshard reads {store_state.VERSION}"
-        )
+    if found not in store_state.VERSIONS:
+        known = " and ".join(map(str, store_state.VERSIONS))
+        message = f"{root}: store format {show(found)}; this streamshard reads {known}"
         raise UnsupportedError(f"{message}: use a newer one")
 
 

@@ -1,6 +1,6 @@
 """Spells the documents of a store."""
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from streamshard.formats import store_state
@@ -38,10 +38,12 @@ def small_array_document(nbytes: int) -> bytes:
 
 def _attributes(checkpoint: Checkpoint) -> dict[str, Any]:
     layout = checkpoint.layout
+    dropped = {} if checkpoint.dropped is None else {"weights_only": asdict(checkpoint.dropped)}
     provenance = {field.name: getattr(layout, field.name) for field in fields(layout)}
     return {
-        "format_version": store_state.VERSION,
+        "format_version": store_state.version_of(checkpoint),
         "tag": checkpoint.tag,
+        **dropped,
         "saved_by": {
             **provenance,
             "model_parallel": len(checkpoint.families),

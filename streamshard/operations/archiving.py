@@ -30,7 +30,7 @@ from streamshard.operations.receipts import (
 )
 from streamshard.operations.run_directory import Identity
 from streamshard.operations.source import Source, open_source
-from streamshard.operations.target import JOURNAL, exists
+from streamshard.operations.target import JOURNAL, is_there
 from streamshard.reading import entries_below
 
 _LINK: Final = f"{names.OWN_PREFIX}.link"
@@ -59,7 +59,7 @@ class Archiver:
             The tag cannot be read, or the archive not written, or is not as it should be.
         """
         place = Place(self.directory, tag)
-        if exists(place.store) and place.read_receipt() is None:
+        if is_there(place.store) and place.read_receipt() is None:
             message = f"{place.store}: is there, and no receipt says that compact made it"
             raise TargetExistsError(f"{message}; move it away")
         memory.restart_peak()
@@ -83,7 +83,7 @@ class Archiver:
             left_out=left_out,
             derived=tuple(array_path(tensors[number]) for number in sorted(derived)),
         )
-        if exists(place.store) and not exists(place.store / JOURNAL):
+        if is_there(place.store) and not is_there(place.store / JOURNAL):
             # An earlier run had come that far; if it is not this source's, it is made anew.
             with suppress(StreamshardError):
                 return self._seal(receipt, small, place, Checks(), checks)
@@ -92,7 +92,7 @@ class Archiver:
             try:
                 self._write(small, place)
             except TargetExistsError:
-                if exists(place.store):
+                if is_there(place.store):
                     raise
                 self._write(small, place, overwrite=True)  # begun with another source
         return self._seal(receipt, small, place, Checks(), checks)
@@ -141,14 +141,16 @@ class Archiver:
         place.write_sums(sums)
         prove(small, place, self.means, checks, tag_only=False)
         checks.hold("source_unchanged", lambda: self._require_unchanged(small, receipt.source))
+        with source_errors(place.store):
+            sizes = {path: (place.store / path).stat().st_size for path in sums}
         sealed = replace(
             receipt,
             state=ARCHIVED,
             archived=spell_time(datetime.now(UTC)),
             source=source,
-            archive_bytes=sum((place.store / path).stat().st_size for path in sums),
+            archive_bytes=sum(sizes.values()),
             shared_files=len(shared),
-            shared_bytes=sum((place.store / path).stat().st_size for path in shared),
+            shared_bytes=sum(sizes[path] for path in shared),
             checks=tuple(checks.done),
         )
         place.write_receipt(sealed)
@@ -204,6 +206,7 @@ class Sharing:
             with suppress(SourceError):  # what it would have had is stored once more
                 held = other.read_receipt()
                 if held is not None and held.state != BEGUN:
+                    other = other.held(held)
                     for path, digest in other.read_sums().items():
                         found.setdefault(digest, other.store / path)
         return found

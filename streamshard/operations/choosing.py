@@ -98,6 +98,12 @@ def choose(run: Run, rules: Rules, now_ns: int) -> list[Choice]:
     return [_decide(tag, run, rules, newest, now_ns) for tag in ordered]
 
 
+def protection(name: str, run: Run, rules: Rules) -> str | None:
+    """Say which rule or name protects a tag that is archived and gone; None if none does."""
+    gone = Tag(name, changed_ns=0)
+    return next(_protected(gone, run, rules, step_of(name), set()), None)
+
+
 def _newest(run: Run, rules: Rules) -> set[int]:
     """Return the newest steps that are complete, and not newer than the one that is needed."""
     last = step_of(run.latest or "")

@@ -36,6 +36,7 @@ def compact(
     delete: bool = False,
     grace: timedelta = DEFAULT_GRACE,
     max_delete: int | None = None,
+    weights_only_older_than: timedelta | None = None,
     undelete: Sequence[str] = (),
     purge: Sequence[str] = (),
     dry_run: bool = False,
@@ -68,7 +69,10 @@ def compact(
         Move what is archived, and proved to be, into a trash in the run directory; and remove for
         good what has been there for longer than `grace`, if its archive is still as it was.
     max_delete
-        So many tags at most are moved.
+        So many tags at most are moved, or lose their optimizer states.
+    weights_only_older_than
+        Drop the optimizer states of archives whose originals were removed for good longer ago than
+        this. No job can resume from what is left; `export` still writes its weights.
     undelete, purge
         Tags to bring back from the trash, or to remove for good now. Nothing else is done then.
     dry_run
@@ -112,6 +116,7 @@ def compact(
         dry_run=dry_run,
         undelete=tuple(undelete),
         purge=tuple(purge),
+        weights_only_older_than=weights_only_older_than,
     )
     _require_apart(settings.run_dir, settings.archive_dir)
     told = _Told(progress or Silent(), bytes_per_second)

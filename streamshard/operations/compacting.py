@@ -23,11 +23,12 @@ from streamshard.operations.choosing import Choice, Rules, Run, choose, refusal,
 from streamshard.operations.compaction import CompactedTag
 from streamshard.operations.convert import Limits, StoreShape
 from streamshard.operations.deleting import Remover
+from streamshard.operations.dropping import Dropper
 from streamshard.operations.proof import Means, unchanged
 from streamshard.operations.receipts import BEGUN, Place, Receipt, remove_unfinished
 from streamshard.operations.report import Progress
 from streamshard.operations.run_directory import Identity, look_at
-from streamshard.operations.target import exists
+from streamshard.operations.target import is_there
 
 _LOCK: Final = f"{names.OWN_PREFIX}.lock"
 
@@ -47,6 +48,7 @@ class Settings:
     dry_run: bool
     undelete: tuple[str, ...]
     purge: tuple[str, ...]
+    weights_only_older_than: timedelta | None = None
 
     @property
     def changes_run_dir(self) -> bool:
@@ -69,6 +71,7 @@ class Compacting:
         run_dir, directory = settings.run_dir, settings.archive_dir
         self._archiver = Archiver(run_dir, directory, settings.shape, self._means, rest_ns)
         self._remover = Remover(run_dir, self._here, directory, self._means, now)
+        self._dropper = Dropper(run_dir, self._here, directory, self._means, now)
 
     @property
     def _now_ns(self) -> int:
@@ -138,6 +141,8 @@ class Compacting:
             else:
                 yield self._compact(choice)
         yield from self._empty_trash()
+        if self._settings.weights_only_older_than is not None:
+            yield from self._drop_states(run, self._settings.weights_only_older_than)
 
     def _compact(self, choice: Choice) -> CompactedTag:
         """Archive a tag, and remove it if that was asked for."""
@@ -149,6 +154,8 @@ class Compacting:
                 found = replace(found, action=compaction.ARCHIVED)
                 if not self._settings.dry_run:
                     receipt = self._archiver.archive(tag)
+            elif self._remover.is_back(receipt) and not self._settings.dry_run:
+                receipt = self._remover.note_back(receipt)  # a run was cut off at that
             if receipt is not None:
                 found = replace(
                     found,
@@ -172,7 +179,8 @@ class Compacting:
         receipt = place.read_receipt()
         if receipt is None or receipt.state == BEGUN:
             return None
-        if not exists(place.store):
+        place = place.held(receipt)
+        if not is_there(place.store):
             message = f"{place.store}: gone, and {place.receipt} says that it was made"
             raise CorruptFileError(f"{message}; remove that to archive {tag} again")
         try:
@@ -239,6 +247,30 @@ class Compacting:
             else:
                 reason = f"for less than {self._settings.grace}"
                 yield CompactedTag(tag, step_of(tag), compaction.IN_TRASH, reason)
+
+    def _drop_states(self, run: Run, least_age: timedelta) -> Iterator[CompactedTag]:
+        """Drop the optimizer states of archives whose originals have been gone for long enough."""
+        most, count = self._settings.max_delete, len(self._deleted)
+        try:
+            tags = self._dropper.archives()
+        except StreamshardError as error:
+            yield _failed("the archives", error)
+            return
+        for tag in sorted(tags, key=lambda t: (step_of(t) or -1, t)):
+            try:
+                if not self._dropper.is_due(tag, least_age):
+                    continue
+                reason = choosing.protection(tag, run, self._settings.rules)
+                if reason is None and most is not None and count >= most:
+                    reason = f"--max-delete {most:,} is reached"
+                if reason is not None:
+                    yield CompactedTag(tag, step_of(tag), compaction.KEPT, reason)
+                    continue
+                done = self._dropper.drop(tag, is_dry_run=self._settings.dry_run)
+                count += done.action == compaction.WEIGHTS_ONLY
+                yield done
+            except StreamshardError as error:
+                yield _failed(tag, error)
 
 
 def _failed(tag: str, error: StreamshardError) -> CompactedTag:

@@ -10,6 +10,7 @@ DELETED: Final = "deleted"
 IN_TRASH: Final = "in the trash"
 PURGED: Final = "purged"
 BROUGHT_BACK: Final = "brought back"
+WEIGHTS_ONLY: Final = "weights only"
 AMBIGUOUS: Final = "ambiguous"
 FAILED: Final = "failed"
 
@@ -25,13 +26,16 @@ class CompactedTag:
     """The number at the end of its name."""
     action: str
     """`kept`, `archived`, `archived before`, `deleted` (which is moved into the trash), `in the
-    trash`, `purged`, `brought back`; `ambiguous` or `failed` where somebody has to look."""
+    trash`, `purged`, `brought back`, `weights only`; `ambiguous` or `failed` where somebody has to
+    look."""
     reason: str
     """Why, or what went wrong."""
     source_bytes: int = 0
     archive_bytes: int = 0
     """Of its archive, with what it shares with earlier ones."""
     shared_bytes: int = 0
+    dropped_bytes: int = 0
+    """Of its archive that were optimizer states, and are gone."""
     exit_code: int = 0
     """Of what went wrong."""
 

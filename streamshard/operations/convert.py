@@ -268,7 +268,7 @@ def plan_store(
         limit_bytes=limit_bytes,
         projected_bytes=memory_plan.projected_bytes,
         is_verified=verify,
-        notes=opened.checkpoint.notes,
+        notes=opened.checkpoint.remarks,
     )
     return ConvertPlan(asked, opened, target, purpose, files, memory_plan, overwrite, report)
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from streamshard.engine import memory
 from streamshard.errors import CorruptFileError, SourceError, StreamshardError
+from streamshard.formats import deepspeed_names as names
 from streamshard.operations import narrowing
 from streamshard.operations.proof import (
     Checks,
@@ -19,14 +20,18 @@ from streamshard.operations.proof import (
 )
 from streamshard.operations.receipts import (
     ARCHIVED,
+    DROPPING,
     PURGED,
     TRASHED,
+    WEIGHTS_ONLY,
     Place,
     Receipt,
+    age_at,
     spell_time,
 )
 from streamshard.operations.run_directory import Identity
 from streamshard.operations.source import open_source
+from streamshard.operations.target import is_there
 from streamshard.operations.trash import Trash
 
 
@@ -125,11 +130,10 @@ class Remover:
         """
         receipt = self._receipt(tag)
         try:
-            since = datetime.fromisoformat(receipt.trashed)
+            return age_at(self.now, receipt.trashed) > grace
         except ValueError as error:
             message = f"{self.place(tag).receipt}: does not tell since when {tag} is in the trash"
             raise CorruptFileError(message) from error
-        return self.now.astimezone(UTC) - since > grace
 
     def purge(self, tag: str) -> None:
         """Remove a tag in the trash for good, if its archive is still as it was.
@@ -159,14 +163,35 @@ class Remover:
         self.trash.empty(tag)
 
     def bring_back(self, tag: str) -> None:
-        """Move a tag out of the trash, to where it was.
+        """Move a tag out of the trash, to where it was; goes on where a run was cut off at that.
 
         Raises
         ------
         StreamshardError
             It is not in the trash, or something is in its place.
         """
-        self.trash.bring_back(tag)
         receipt = self.place(tag).read_receipt()
-        if receipt is not None and receipt.tag == tag:
-            self.place(tag).write_receipt(replace(receipt, state=ARCHIVED, trashed=""))
+        is_ours = receipt is not None and receipt.tag == tag
+        if not is_ours or receipt is None or not self.is_back(receipt):
+            self.trash.bring_back(tag)
+        gone = (DROPPING, WEIGHTS_ONLY)  # of another save of that name
+        if is_ours and receipt is not None and receipt.state not in gone:
+            self.note_back(receipt)
+
+    def is_back(self, receipt: Receipt) -> bool:
+        """Tell whether a tag is where it was, though its receipt says that it is in the trash.
+
+        Raises
+        ------
+        TargetError
+            The trash cannot be looked at.
+        """
+        tag = receipt.tag
+        is_here = names.is_tag(tag) and is_there(self.run_dir / tag)
+        return receipt.state == TRASHED and is_here and tag not in self.trash.tags()
+
+    def note_back(self, receipt: Receipt) -> Receipt:
+        """Write down that a tag is where it was; returns the receipt."""
+        back = replace(receipt, state=ARCHIVED, trashed="")
+        self.place(receipt.tag).write_receipt(back)
+        return back

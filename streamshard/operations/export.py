@@ -207,6 +207,8 @@ def plan_export(
     _require_known(dtype, format, max_shard_size, target)
     require_free(target, overwrite=overwrite)
     opened = open_source(source, tag, ds_config_file=source_ds_config_file, like=like)
+    if format == UNIVERSAL:
+        opened.require_states()
     require_separate(opened.path, opened.files, target)
     opened.require_use_of_like()
     selection = Selection(
@@ -256,7 +258,7 @@ def plan_export(
         is_verified=verify,
         tensors=prepared.tensors,
         dtype=dtype if format != UNIVERSAL else None,
-        notes=(*prepared.notes, *companions.notes, *opened.checkpoint.notes),
+        notes=(*prepared.notes, *companions.notes, *opened.checkpoint.remarks),
     )
     return ExportPlan(
         asked=asked,

@@ -129,7 +129,8 @@ def summarize(source: Source) -> Inspection:
         tensors=len(checkpoint.tensors),
         codec=_codec(source),
         problems=problems_of(source),
-        notes=checkpoint.notes,
+        notes=checkpoint.remarks,
+        weights_only=checkpoint.dropped,
     )
 
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from streamshard.formats.checkpoint import Dropped
+
 
 @dataclass(frozen=True, slots=True)
 class GroupSummary:
@@ -191,6 +193,8 @@ class Inspection:
     """What does not keep it from being read, and somebody should look at."""
     notes: tuple[str, ...]
     """What a user should know about the reading of it."""
+    weights_only: Dropped | None = None
+    """What was dropped, when and why, of a store from which no job can resume; None of others."""
     details: tuple[ParameterDetail, ...] = ()
     """Tensors that were asked for by name (`--param`)."""
     rank: RankDetail | None = None

@@ -131,6 +131,9 @@ def pair_up(
     if not (one.is_dumps or other.is_dumps):
         _pair_files(one, other, found)
     _note_settings(one, other, found)
+    for side in (left, right):
+        if side.checkpoint.dropped is not None:
+            found.notes.append(f"{side.path}: {side.checkpoint.remarks[0]}")
     return found
 
 

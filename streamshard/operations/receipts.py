@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -25,6 +25,10 @@ TRASHED: Final = "trashed"
 """The tag is in the trash, or on its way there."""
 PURGED: Final = "purged"
 """The tag is gone, or about to be."""
+DROPPING: Final = "dropping"
+"""As purged, and an archive of the weights alone is being made beside the full one."""
+WEIGHTS_ONLY: Final = "weights only"
+"""The archive is the one of the weights alone; the full one is gone, or about to be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,11 @@ class Receipt:
     shared_files: int = 0
     """Files of the archive that are links to the same in earlier ones."""
     shared_bytes: int = 0
+    dropped: str = ""
+    """When it was decided that optimizer states go, as the archive says it too."""
+    dropped_states: tuple[str, ...] = ()
+    full_bytes: int = 0
+    """What the archive took before they went; 0 while they are there."""
     checks: tuple[Check, ...] = ()
 
     def below_tag(self) -> dict[str, SourceRecord]:
@@ -93,21 +102,27 @@ class Place:
 
     directory: Path
     tag: str
+    of_weights: bool = False
+    """Whether it is the one without optimizer states, which has a name of its own."""
 
     @property
     def store(self) -> Path:
         """The archive itself."""
-        return self.directory / f"{self.tag}.zarr"
+        return self.directory / f"{self.tag}{'.weights' if self.of_weights else ''}.zarr"
 
     @property
     def sums(self) -> Path:
         """The SHA-256 of all its files, for sha256sum."""
-        return self.directory / f"{self.tag}.zarr.sha256"
+        return self.store.with_name(f"{self.store.name}.sha256")
 
     @property
     def receipt(self) -> Path:
         """What was checked."""
         return self.directory / f"{self.tag}.receipt.json"
+
+    def held(self, receipt: Receipt) -> "Place":
+        """Return where the archive is of which a receipt says that it is whole."""
+        return replace(self, of_weights=receipt.state == WEIGHTS_ONLY)
 
     def write_receipt(self, receipt: Receipt) -> None:
         """Write the receipt durably."""
@@ -181,8 +196,11 @@ def _read(data: bytes) -> Receipt:
         raise ValueError("of another version")
     source = [_noun(SourceRecord, item) for item in document.pop("source")]
     checks = [_noun(Check, item) for item in document.pop("checks")]
-    derived, left_out = (tuple(map(str, document.pop(key))) for key in ("derived", "left_out"))
+    # The last of them no receipt had before there were archives without states.
+    named = ("derived", "left_out", "dropped_states")
+    derived, left_out, dropped = (tuple(map(str, document.pop(key, ()))) for key in named)
     receipt = replace(_noun(Receipt, document), derived=derived, left_out=left_out)
+    receipt = replace(receipt, dropped_states=dropped)
     return replace(receipt, source=tuple(source), checks=tuple(checks))
 
 
@@ -219,6 +237,23 @@ def _parse(line: str) -> tuple[str, str]:
     if is_escaped:
         path = path.replace("\\\\", "\\")
     return path, digest
+
+
+def age_at(now: datetime, since: str) -> timedelta:
+    """Tell how long ago a time in a receipt was.
+
+    Raises
+    ------
+    ValueError
+        It is none.
+
+    >>> str(age_at(datetime(2026, 11, 21, tzinfo=UTC), "2026-11-20T22:00:00+00:00"))
+    '2:00:00'
+    """
+    then = datetime.fromisoformat(since)
+    if then.tzinfo is None:
+        raise ValueError("without a time zone")
+    return now.astimezone(UTC) - then
 
 
 def spell_time(at: datetime) -> str:

@@ -198,6 +198,7 @@ def plan_repartition(
     require_free(directory, overwrite=overwrite, template=template)
     wanted = ds_config.read_file(Path(ds_config_file)) if ds_config_file else None
     opened = open_source(source, tag, ds_config_file=source_ds_config_file, like=like)
+    opened.require_states()
     require_separate(opened.path, opened.files, directory)
     _require_same_kind(opened, template, str(target))
     if world_size is None:

@@ -69,6 +69,19 @@ class Source:
         """Whether it could not be read without another checkpoint."""
         return self.is_elastic or (self.kind == "dumps" and self.checkpoint.layout.stage == 3)
 
+    def require_states(self) -> None:
+        """Refuse a store whose optimizer states were dropped.
+
+        Raises
+        ------
+        UnsupportedError
+            They were; the message says when and why.
+        """
+        dropped = self.checkpoint.dropped
+        if dropped is not None:
+            message = f"{self.path}: holds weights only: {dropped}, so no job can resume from it"
+            raise UnsupportedError(f"{message}. 'streamshard export' writes its weights")
+
     def require_use_of_like(self, *, needed: bool = False) -> None:
         """Refuse a checkpoint that is given for nothing.
 

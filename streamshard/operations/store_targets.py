@@ -60,14 +60,14 @@ class StoreTargets:
     def content(self) -> Iterator[TargetFile]:
         """Turn everything but the manifest into work."""
         documents = self._documents()
-        self._records.update({path: _record_of(data) for path, data in documents.items()})
+        self._records.update({path: record_of(data) for path, data in documents.items()})
         yield from _fixed(documents)
         for chunk in self._chunks():
             yield self._chunk_target(chunk)
 
     def sizes(self) -> dict[str, int]:
         """Work out the size of every file by its path; at most, where there is compression."""
-        records = {path: _record_of(data) for path, data in self._documents().items()}
+        records = {path: record_of(data) for path, data in self._documents().items()}
         for chunk in self._chunks():
             blocks = -(-chunk.nbytes // BLOCK_BYTES) if self._codec == "none" else 1
             # Blosc stores what does not shrink, with a header.
@@ -77,7 +77,7 @@ class StoreTargets:
         tensors = self._source.checkpoint.tensors
         held = {array_path(tensor): digests.EMPTY.text for tensor in tensors}
         manifest = store_manifest.spell(records, self._codec, held)
-        small = _small_array(MANIFEST_PATH, manifest)
+        small = small_array(MANIFEST_PATH, manifest)
         sizes = {path: record.nbytes for path, record in records.items()}
         return sizes | {path: len(data) for path, data in small.items()}
 
@@ -92,14 +92,14 @@ class StoreTargets:
         }
         # Sorted, because workers and runs that go on note them in any order.
         manifest = store_manifest.spell(dict(sorted(self._records.items())), self._codec, held)
-        return _fixed(_small_array(MANIFEST_PATH, manifest))
+        return _fixed(small_array(MANIFEST_PATH, manifest))
 
     def _documents(self) -> dict[str, bytes]:
         """Spell all files of a store that are not a tensor's chunks, but for the manifest."""
         checkpoint = self._source.checkpoint
         state = store_state.dump(checkpoint, self._chunk_shapes)
         documents = zarr_writer.documents(checkpoint, self._chunk_shapes, self._codec)
-        return {**documents, **_small_array(STATE_PATH, state)}
+        return {**documents, **small_array(STATE_PATH, state)}
 
     def _chunks(self) -> Iterator[Chunk]:
         """Yield the chunks of all tensors, in the order of their elements."""
@@ -142,20 +142,27 @@ class StoreTargets:
     def _encoded_region(self, chunk: Chunk, copies: Copies, itemsize: int) -> Region:
         codec, content_digest = BloscChunk(self._codec, itemsize), digests.RunningDigest()
 
+        end = b""
+
         def encode(content: memoryview) -> bytes:
+            nonlocal end
             stored = codec.encode(content)
-            note(stored)
+            # Apart, as putting both together would copy what may be large.
+            end = spell_checksum(google_crc32c.value(stored))
+            note(stored, end)
             return stored
 
         def recall(stored: bytes) -> None:
             content_digest.update(codec.decode(stored, Path(chunk.path), chunk.nbytes))
             note(stored)
 
-        def note(stored: bytes) -> None:
-            self._records[chunk.path] = _record_of(stored)
+        def note(*stored: bytes) -> None:
+            self._records[chunk.path] = record_of(*stored)
             self._note(chunk, content_digest.value, itemsize)
 
-        return Region(chunk.nbytes, copies, content_digest, encode=encode, recall=recall)
+        return Region(
+            chunk.nbytes, copies, content_digest, lambda: end, encode=encode, recall=recall
+        )
 
     def _note(self, chunk: Chunk, whole: Digest, itemsize: int) -> None:
         """Keep the digest of a chunk's elements, without the zeros past the tensor's end."""
@@ -163,7 +170,7 @@ class StoreTargets:
         self._digests[chunk.tensor, chunk.start] = digests.without_zeros(whole, past_end)
 
 
-def _small_array(path: str, data: bytes) -> dict[str, bytes]:
+def small_array(path: str, data: bytes) -> dict[str, bytes]:
     """Spell an array of raw bytes: its document and its only chunk, by path."""
     return {
         f"{path}/zarr.json": zarr_writer.small_array_document(len(data)),
@@ -171,9 +178,12 @@ def _small_array(path: str, data: bytes) -> dict[str, bytes]:
     }
 
 
-def _record_of(data: bytes) -> FileRecord:
+def record_of(*parts: bytes) -> FileRecord:
     """Record a file whose bytes are at hand."""
-    return FileRecord(len(data), np.array([crc32(data)], dtype=np.uint32))
+    found = 0
+    for part in parts:
+        found = crc32(part, found)
+    return FileRecord(sum(map(len, parts)), np.array([found], dtype=np.uint32))
 
 
 def _fixed(files: Mapping[str, bytes]) -> Iterator[TargetFile]:

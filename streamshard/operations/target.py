@@ -86,6 +86,18 @@ def exists(path: Path) -> bool:
     return path.exists() or path.is_symlink()
 
 
+def is_there(path: Path) -> bool:
+    """Tell whether there is anything, where nobody catches what the system says.
+
+    Raises
+    ------
+    TargetError
+        That cannot be found out.
+    """
+    with target_errors(path):
+        return exists(path)
+
+
 def _may_be_cleared(partial: Path) -> bool:
     """Tell whether a directory is one that a run had only begun to make."""
     if partial.is_symlink() or not partial.is_dir():

@@ -4,7 +4,6 @@ A tag is at any moment in one place: beside the others, in the trash, or, once i
 in the part of the trash that is being emptied. Each move is one rename in one file system.
 """
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -13,7 +12,7 @@ from streamshard.engine.durability import sync_path
 from streamshard.engine.files import target_errors
 from streamshard.errors import TargetError, TargetExistsError, UsageError
 from streamshard.formats import deepspeed_names as names
-from streamshard.operations.target import exists
+from streamshard.operations.target import exists, remove
 
 _TRASH: Final = f"{names.OWN_PREFIX}.trash"
 _GOING: Final = f"{names.OWN_PREFIX}.going"
@@ -105,7 +104,7 @@ class Trash:
             Something of it cannot be removed.
         """
         with target_errors(self._going / tag):
-            shutil.rmtree(self._going / tag)
+            remove(self._going / tag)
             sync_path(self._going)
 
     def require(self, tag: str) -> None:

@@ -157,6 +157,8 @@ class StoreCheck:
             self._findings.add(UNSUPPORTED, place, message)
             return
         self.tag = checkpoint.tag
+        if checkpoint.dropped is not None:
+            self._findings.notes.append(checkpoint.remarks[0])
         self._documents = store_files.documents(checkpoint, shapes, manifest.codec)
         self._arrays = list(store_files.places(checkpoint, shapes))
         itemsizes = {array_path(t): ITEMSIZE[t.dtype] for t in checkpoint.tensors}

@@ -47,6 +47,28 @@ def test_a_night_says_a_line_or_nothing_or_a_table(run: Path, tmp_path: Path) ->
     assert [(tag["tag"], tag["action"]) for tag in found["tags"]] == [(FIRST, "brought back")]
 
 
+def test_states_are_dropped_only_when_asked_to(run: Path, tmp_path: Path) -> None:
+    archive = tmp_path / "archive"
+    command = ("compact", run, archive)
+    api.compact(run, archive, delete=True)
+    api.compact(run, archive, purge=[FIRST])
+    asked = ("--weights-only-older-than", "0s")
+    done = streamshard(*command, *asked, "-n")
+    assert "3 kept, 1 weights only" in done.out
+    assert re.search(rf"{FIRST} +weights only .* no job can resume from it", done.out)
+    assert (archive / f"{FIRST}.zarr").is_dir()
+    (told,) = [
+        tag
+        for tag in json.loads(streamshard(*command, *asked, "--json").out)["tags"]
+        if tag["action"] == "weights only"
+    ]
+    assert (told["tag"], told["dropped_bytes"] > 0, told["exit_code"]) == (FIRST, True, 0)
+    store = archive / f"{FIRST}.weights.zarr"
+    assert re.search(r"Weights only: .*exp_avg", streamshard("inspect", store).out)
+    done = streamshard("repartition", store, tmp_path / "out")
+    assert (done.code, "'streamshard export' writes its weights" in done.err) == (3, True)
+
+
 def test_what_needs_somebody_is_told_though_quiet(run: Path, tmp_path: Path) -> None:
     save(run, 2000)
     (run / "latest").write_text(tag_of(1000))
@@ -92,6 +114,7 @@ def test_a_run_directory_that_may_only_be_read_is_archived(run: Path, tmp_path: 
         ("--min-age", "5"),
         ("--workers", 0),
         ("--bwlimit", 0),
+        ("--weights-only-older-than", "old"),
         ("--undelete", "a", "--purge", "b"),
     ],
 )

@@ -1,7 +1,8 @@
 """Any order of saves, archives, deletions and mishaps, against a few lines that say what must be.
 
 Every step that a job saved is at any moment whole beside the others, whole in the trash, or in an
-archive that gives it back; unless somebody damaged that archive after the trash was emptied.
+archive that gives it back; unless somebody damaged that archive after the trash was emptied, or
+wanted nothing but the weights of what is long gone.
 """
 
 import os
@@ -25,6 +26,8 @@ from hypothesis.stateful import (
 
 import streamshard as api
 from streamshard.engine.journal import Journal, Written
+from streamshard.operations import weights_only
+from streamshard.operations.receipts import WEIGHTS_ONLY, Place
 from tests.compact.runs import bits, save, tag_of
 from tests.job import Job
 
@@ -73,40 +76,65 @@ class Nights(RuleBasedStateMachine):
         """Let some days pass."""
         self.now += timedelta(days=days)
 
-    @rule(delete=st.booleans(), most=st.none() | st.integers(0, 2))
-    def night(self, delete: bool, most: int | None) -> None:
+    @rule(
+        delete=st.booleans(),
+        most=st.none() | st.integers(0, 2),
+        days=st.none() | st.integers(0, 5),
+    )
+    def night(self, delete: bool, most: int | None, days: int | None) -> None:
         """Run as every night."""
         before = self._trash()
         found = api.compact(
-            self.run, self.archive, keep_last=KEPT, delete=delete, max_delete=most, now=self.now
+            self.run,
+            self.archive,
+            keep_last=KEPT,
+            delete=delete,
+            max_delete=most,
+            weights_only_older_than=None if days is None else timedelta(days=days),
+            now=self.now,
         )
         self._take_note(before)
         told = {tag.tag: tag for tag in found.tags}
         assert bool(found.problems) <= bool(self.damaged)
         for tag in self._live()[-KEPT:]:
             assert told[tag].action == "kept"
-        assert len([t for t in found.tags if t.action == "deleted"]) <= (
-            9 if most is None else most
-        )
+        removed = [t for t in found.tags if t.action in ("deleted", "weights only")]
+        assert most is None or len(removed) <= most
+        if days is None:
+            assert "weights only" not in {tag.action for tag in found.tags}
 
     @rule(delete=st.booleans(), spans=st.integers(0, 9))
     def night_that_is_cut_off(self, delete: bool, spans: int) -> None:
-        """Run, and be cut off after some spans of the archives."""
-        left, note = spans, Journal.note
+        """Run, and be cut off after some spans of the archives, or some of their files."""
+        left, note, take = spans, Journal.note, weights_only._take
 
-        def cut_off(self: Journal, path: str, offset: int, written: Written) -> None:
+        def count() -> None:
             nonlocal left
             if left == 0:
                 raise CutOffError
             left -= 1
+
+        def note_or_not(self: Journal, path: str, offset: int, written: Written) -> None:
+            count()
             note(self, path, offset, written)
+
+        def take_or_not(known: Path, path: Path) -> None:
+            count()
+            take(known, path)
 
         before = self._trash()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Journal, "note", cut_off)
+            patch.setattr(Journal, "note", note_or_not)
+            patch.setattr(weights_only, "_take", take_or_not)
             with suppress(CutOffError):
                 api.compact(
-                    self.run, self.archive, keep_last=KEPT, delete=delete, now=self.now, workers=1
+                    self.run,
+                    self.archive,
+                    keep_last=KEPT,
+                    delete=delete,
+                    weights_only_older_than=timedelta(days=3),
+                    now=self.now,
+                    workers=1,
                 )
         self._take_note(before)
 
@@ -134,16 +162,15 @@ class Nights(RuleBasedStateMachine):
     def damage(self, data: st.DataObject) -> None:
         """Flip a bit of an archive, and of those that share the file."""
         tag = data.draw(st.sampled_from(sorted(self._archives())))
-        store = self.archive / f"{tag}.zarr"
+        store = self._archives()[tag]
         victim = data.draw(st.sampled_from(sorted(p for p in store.rglob("*") if p.is_file())))
         content = victim.read_bytes()
         inode = victim.stat().st_ino
         victim.write_bytes(bytes([content[0] ^ 1]) + content[1:])
-        for other in self._archives():
-            paths = (self.archive / f"{other}.zarr").rglob("*")
-            if any(path.stat().st_ino == inode for path in paths):
+        for other, place in self._archives().items():
+            if any(path.stat().st_ino == inode for path in place.rglob("*")):
                 # A bit that is flipped twice is as it was.
-                good = api.verify(self.archive / f"{other}.zarr").is_good
+                good = api.verify(place).is_good
                 self.damaged = self.damaged - {other} if good else self.damaged | {other}
 
     @precondition(lambda self: self._archives())
@@ -166,8 +193,17 @@ class Nights(RuleBasedStateMachine):
         place = self.run / ".streamshard.trash"
         return {p.name for p in place.glob("global_step*")} if place.exists() else set()
 
-    def _archives(self) -> set[str]:
-        return {path.name.removesuffix(".zarr") for path in self.archive.glob("global_step*.zarr")}
+    def _archives(self) -> dict[str, Path]:
+        """Tag → its archive, full or of the weights alone, as the receipt says."""
+        found = {}
+        for path in self.archive.glob("*.receipt.json"):
+            place = Place(self.archive, path.name.removesuffix(".receipt.json"))
+            receipt = place.read_receipt()
+            assert receipt is not None
+            assert receipt.state != WEIGHTS_ONLY or place.tag in self.purged
+            if place.held(receipt).store.is_dir():
+                found[place.tag] = place.held(receipt).store
+        return found
 
     def _take_note(self, trash: set[str]) -> None:
         """Note what was removed for good, which only what was in the trash may be."""
@@ -180,8 +216,7 @@ class Nights(RuleBasedStateMachine):
         """Look at every step that was ever saved."""
         for tag, content in self.saved.items():
             if tag in self.purged:
-                store = self.archive / f"{tag}.zarr"
-                assert tag in self.damaged or api.verify(store).is_good
+                assert tag in self.damaged or api.verify(self._archives()[tag]).is_good
                 continue
             places = [self.run / tag, self.run / ".streamshard.trash" / tag]
             (place,) = [place for place in places if place.is_dir()]

@@ -110,6 +110,23 @@ def test_an_encoded_region_is_handed_over_whole(drawn: Drawn, window: int) -> No
     assert checksum.value == zlib.crc32(content)
 
 
+def test_of_what_was_encoded_before_nothing_is_left() -> None:
+    """Neither where a later region is shorter nor where no copy writes."""
+    seen = []
+
+    def encode(content: memoryview) -> bytes:
+        seen.append(bytes(content))
+        return b"*"
+
+    reader = FakeReader([b"abcdefgh"])
+    window = Window(buffer(4), buffer(8), reader)
+    for nbytes, rows in ((8, [(0, 0, 0, 8)]), (6, [(0, 1, 2, 2)]), (9, [(0, 0, 0, 3)])):
+        region = Region(nbytes, copies_of(rows), Crc32(), lambda: b"!", encode=encode)
+        with tempfile.TemporaryFile() as stream:
+            assert window.write(Span(0, [region]), stream.fileno()).nbytes == 2
+    assert seen == [b"abcdefgh", b"\0\0bc\0\0", b"abc" + bytes(6)]
+
+
 @given(regions(4), st.integers(2, 40), st.integers(4, 40))
 def test_a_cast_goes_through_any_window_and_scratch(
     drawn: Drawn, window: int, scratch: int

@@ -1,6 +1,6 @@
 """Try every fault at every call of every scenario: `python -m tests.faults`.
 
-    python -m tests.faults                         all of it; an hour or so
+    python -m tests.faults                         all of it; some hours
     python -m tests.faults --scenario overwriting  scenarios with that in their names
     python -m tests.faults --fault "target eio"    faults with that in their names
     python -m tests.faults --step 7                every seventh case
@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Final
 
 from tests.faults.campaign import Benches, Try, benches, chosen_kills, every, quick_place
-from tests.faults.scenarios import SCENARIOS
+from tests.faults.nights import NIGHTS, Night
+from tests.faults.scenarios import SCENARIOS, Scenario
 from tests.faults.shim import compile_shim
 from tests.faults.table import FAULTS
 
@@ -31,23 +32,25 @@ _TOLD_EVERY: Final = 500
 def main() -> int:
     """Do what the command line asks for; returns the exit code."""
     arguments = _arguments()
-    scenarios = [s for s in SCENARIOS if arguments.scenario in s.name]
+    known: list[Scenario | Night] = [*SCENARIOS, *NIGHTS]
+    scenarios = [s for s in known if arguments.scenario in s.name]
     wrong = 0
     with tempfile.TemporaryDirectory() as directory, quick_place() as place:
         library = compile_shim(Path(directory))
         with benches(library, place, arguments.benches) as tried:
             undisturbed = {scenario.name: tried.undisturbed(scenario) for scenario in scenarios}
             if arguments.kills:
-                cases = list(chosen_kills(scenarios, undisturbed, arguments.kills))
+                some = [s for s in SCENARIOS if s in scenarios]
+                cases = list(chosen_kills(some, undisturbed, arguments.kills))
                 return int(_judge("signals", tried, cases) > 0)
             for scenario in scenarios:
                 cases_ = every(scenario, undisturbed[scenario.name])
-                some = [c for c in cases_ if arguments.fault in c.fault.name][:: arguments.step]
+                tries = [c for c in cases_ if arguments.fault in c.fault.name][:: arguments.step]
                 calls = len(undisturbed[scenario.name].calls)
                 if arguments.list:
-                    _say(f"{scenario.name}: {calls} calls, {len(some)} cases")
+                    _say(f"{scenario.name}: {calls} calls, {len(tries)} cases")
                 else:
-                    wrong += _judge(f"{scenario.name}: {calls} calls", tried, some)
+                    wrong += _judge(f"{scenario.name}: {calls} calls", tried, tries)
     if arguments.list:
         _say("\n".join(fault.name for fault in FAULTS))
     return int(wrong > 0)

@@ -1,63 +1,25 @@
 """Tries cases: runs a scenario, lets something happen to it, has the rest judged, runs again."""
 
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from tests.faults.judge import EXISTS, Judge
 from tests.faults.losses import Loss, lose
-from tests.faults.scenarios import OUT, Scenario, Tree, empty, make_old_target, tree
+from tests.faults.nights import Night
+from tests.faults.scenarios import OUT, Scenario, empty, make_old_target, tree
 from tests.faults.server import Ended, Kill, Second, Server
-from tests.faults.shim import NO_KIND, NO_OPTION, NOTHING, Action, Arming, Call, Kind, Option, Side
+from tests.faults.shim import NO_KIND, NO_OPTION, NOTHING, Action, Arming, Option, Side
 from tests.faults.table import Fault
-
-_ORDER_DIFFERS: Final = 25
-"""Calls of two threads may change places by so many."""
-
-
-@dataclass(frozen=True, slots=True)
-class Undisturbed:
-    """A scenario's run to which nothing happened."""
-
-    calls: tuple[Call, ...]
-    tree: Tree
-    seconds: float
-    written: int
-    """Bytes that went into files."""
-
-    @property
-    def has_begun(self) -> int:
-        """Count of the calls after which some of the target is written, whatever the threads do."""
-        own = f"{OUT}.partial/.streamshard."
-        writes = [c for c in self.calls if c.kind & Kind.WRITE and f"{OUT}.partial/" in c.path]
-        first = next(call for call in writes if own not in call.path)
-        return first.number + _ORDER_DIFFERS
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What came of a case."""
-
-    told: str
-    """The case, and the call at which it happened."""
-    code: int
-    has_fired: bool
-    was_whole: bool
-    """Whether the target was there after the fault."""
-    written_again: int
-    """Bytes that running again wrote into files."""
-    problems: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return "\n    ".join((self.told, *self.problems))
+from tests.faults.verdict import Undisturbed, Verdict
+from tests.faults.yard import Yard
 
 
 class Bench:
     """A server and a directory of its own for targets; what is read is shared."""
 
-    def __init__(self, server: Server, sources: Path, place: Path) -> None:
+    def __init__(self, server: Server, sources: Path, setups: Path, place: Path) -> None:
         self._server = server
+        self._yard = Yard(server, setups, place / "yard")
         self._sources = sources
         self._target = place / "target"
         self._target.mkdir(parents=True)
@@ -66,8 +28,10 @@ class Bench:
         self._judge = Judge(sources, self._target, tree(self._old))
         self._undisturbed: dict[str, Undisturbed] = {}
 
-    def undisturbed(self, scenario: Scenario) -> Undisturbed:
+    def undisturbed(self, scenario: Scenario | Night) -> Undisturbed:
         """Run a scenario to its end, once."""
+        if isinstance(scenario, Night):
+            return self._yard.undisturbed(scenario)
         if scenario.name not in self._undisturbed:
             self._prepare(scenario)
             self._server.warm_up(*scenario.arguments(self._sources, self._target))
@@ -80,7 +44,7 @@ class Bench:
             self._undisturbed[scenario.name] = found
         return self._undisturbed[scenario.name]
 
-    def try_fault(self, scenario: Scenario, fault: Fault, at: int) -> Verdict:
+    def try_fault(self, scenario: Scenario | Night, fault: Fault, at: int) -> Verdict:
         """Have a fault happen, and look at what is left and at what running again makes of it.
 
         Parameters
@@ -88,6 +52,8 @@ class Bench:
         at
             Number of the call; or of one before it, if that one is not of the fault's kinds.
         """
+        if isinstance(scenario, Night):
+            return self._yard.try_fault(scenario, fault, at)
         undisturbed = self.undisturbed(scenario)
         self._prepare(scenario)
         before = [self._target, *self._target.rglob("*")] if fault.loss else []
@@ -145,8 +111,10 @@ class Bench:
             has_begun=has_begun,
         )
 
-    def try_loss(self, scenario: Scenario, loss: Loss) -> list[str]:
+    def try_loss(self, scenario: Scenario | Night, loss: Loss) -> list[str]:
         """Cut the power after a run has said that it is done; returns what is not as it was."""
+        if isinstance(scenario, Night):
+            return self._yard.try_loss(scenario, loss)
         whole = self.undisturbed(scenario).tree
         self._prepare(scenario)
         before = [self._target, *self._target.rglob("*")]

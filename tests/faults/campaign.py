@@ -13,12 +13,14 @@ from pathlib import Path
 from random import Random
 from typing import Final, Protocol
 
-from tests.faults.bench import Bench, Undisturbed, Verdict
+from tests.faults.bench import Bench
 from tests.faults.losses import Loss
+from tests.faults.nights import Night, make_setups
 from tests.faults.scenarios import Scenario, make_sources
 from tests.faults.server import Kill, Server
 from tests.faults.shim import Side
 from tests.faults.table import FAULTS, Fault
+from tests.faults.verdict import Undisturbed, Verdict
 
 SIGNALS: Final = {signal.SIGKILL: -9, signal.SIGINT: 130, signal.SIGTERM: 143}
 """Signal → how a run ends then."""
@@ -35,7 +37,7 @@ class Try(Protocol):
 class Case:
     """A fault at a call of a scenario."""
 
-    scenario: Scenario
+    scenario: Scenario | Night
     fault: Fault
     at: int
     """Number of the call; or of one before it, if that one is not of the fault's kinds."""
@@ -83,11 +85,11 @@ class Benches:
         for bench in benches:
             self._free.put(bench)
 
-    def undisturbed(self, scenario: Scenario) -> Undisturbed:
+    def undisturbed(self, scenario: Scenario | Night) -> Undisturbed:
         """Run a scenario to its end; nothing else may be tried meanwhile."""
         return self._first.undisturbed(scenario)
 
-    def lost_when_done(self, scenario: Scenario, loss: Loss) -> list[str]:
+    def lost_when_done(self, scenario: Scenario | Night, loss: Loss) -> list[str]:
         """List what is lost if the power is cut after a run has ended."""
         return self._first.try_loss(scenario, loss)
 
@@ -119,17 +121,17 @@ def quick_place() -> Iterator[Path]:
 def benches(library: Path, place: Path, count: int | None = None) -> Iterator[Benches]:
     """Make the sources and some benches; by default one more than processors, to keep them busy."""
     count = count or min(4, len(os.sched_getaffinity(0)) + 1)
-    sources = make_sources(place / "sources")
+    sources, setups = make_sources(place / "sources"), make_setups(place / "setups")
     with ExitStack() as stack:
         yield Benches(
             [
-                Bench(stack.enter_context(Server(library)), sources, place / str(number))
+                Bench(stack.enter_context(Server(library)), sources, setups, place / str(number))
                 for number in range(count)
             ]
         )
 
 
-def rotated(scenario: Scenario, undisturbed: Undisturbed) -> list[Case]:
+def rotated(scenario: Scenario | Night, undisturbed: Undisturbed) -> list[Case]:
     """Choose one fault for each of its own calls: in turn, of those that fit calls of its kind."""
     turns: Counter[tuple[int, int]] = Counter()
     cases = []
@@ -143,7 +145,7 @@ def rotated(scenario: Scenario, undisturbed: Undisturbed) -> list[Case]:
     return cases
 
 
-def every(scenario: Scenario, undisturbed: Undisturbed) -> list[Case]:
+def every(scenario: Scenario | Night, undisturbed: Undisturbed) -> list[Case]:
     """List every fault at every call that it may happen at."""
     calls = undisturbed.calls
     return [Case(scenario, f, call.number) for call in calls for f in FAULTS if f.fits(call)]

@@ -65,9 +65,9 @@ class Judge:
             right.add(0)
         if ended.code not in right:
             told = f"exit code {ended.code}, not of {sorted(right)}"
-            problems.append(f"{told}: {_in_short(ended.err)}")
+            problems.append(f"{told}: {in_short(ended.err)}")
         if "Traceback" in ended.err:
-            problems.append(f"a traceback: {_in_short(ended.err)}")
+            problems.append(f"a traceback: {in_short(ended.err)}")
         elif ended.code > 0 and not fault.is_death and not self._is_located(ended.err):
             problems.append(f"no path in the message: {ended.err!r}")
         if ended.code == 0 and self.names() != {OUT}:
@@ -86,7 +86,7 @@ class Judge:
             return []
         # At its very end it may be done.
         if ended.code not in ({0, code} if ended.was_killed else {0}):
-            return [f"exit code {ended.code}, not {code}: {_in_short(ended.err)}"]
+            return [f"exit code {ended.code}, not {code}: {in_short(ended.err)}"]
         told = sum("to go on" in line for line in ended.err.splitlines())
         is_kept = self._partial.is_dir()
         if ended.code > 0 and (told > is_kept or (has_begun and told != is_kept)):
@@ -95,7 +95,7 @@ class Judge:
 
     def done(self, ended: Ended, whole: Tree) -> list[str]:
         """Judge a run to which nothing has happened."""
-        problems = [] if ended.code == 0 else [f"exit code {ended.code}: {_in_short(ended.err)}"]
+        problems = [] if ended.code == 0 else [f"exit code {ended.code}: {in_short(ended.err)}"]
         if not self.is_whole(whole):
             problems.append(f"the target is not whole: {self._differing(whole)}")
         return problems
@@ -129,7 +129,7 @@ class Judge:
         if was_whole and again.code == EXISTS and not scenario.replaces:
             return [] if self.is_whole(whole) else ["run again, it changed a whole target"]
         if again.code != 0:
-            return [f"run again, it ended with {again.code}: {_in_short(again.err)}"]
+            return [f"run again, it ended with {again.code}: {in_short(again.err)}"]
         problems = self._source(scenario, "run again, it changed the source")
         if not self.is_whole(whole):
             problems.append(f"run again, it made something else: {self._differing(whole)}")
@@ -150,7 +150,7 @@ class Judge:
         return sorted(n for n in found.keys() | whole.keys() if found.get(n) != whole.get(n))
 
 
-def _in_short(text: str) -> str:
+def in_short(text: str) -> str:
     """Leave of a traceback where in the package it ended, and with what."""
     lines = text.strip().splitlines()
     if not any(line.startswith("Traceback") for line in lines):

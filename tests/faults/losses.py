@@ -9,7 +9,9 @@ import enum
 import os
 import shutil
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from tests.faults.shim import Call, Kind, Side
 
@@ -84,22 +86,38 @@ def _unsynced(calls: Sequence[Call]) -> dict[int, list[tuple[int, int]]]:
 
 def _lose_names(calls: Sequence[Call], known: set[str]) -> list[str]:
     lost = []
-    for before, after in reversed(_unsynced_names(calls, known)):
-        if not os.path.lexists(after):
+    for change in reversed(_unsynced_names(calls, known)):
+        if not os.path.lexists(change.after):
             continue
-        lost.append(after)
-        if before:
-            Path(after).rename(before)
-        elif Path(after).is_dir():
-            shutil.rmtree(after)
+        lost.append(change.after)
+        if change.before:
+            Path(change.after).rename(change.before)
+        elif Path(change.after).is_dir():
+            shutil.rmtree(change.after)
         else:
-            Path(after).unlink()
+            Path(change.after).unlink()
     return lost
 
 
-def _unsynced_names(calls: Sequence[Call], known: set[str]) -> list[tuple[str, str]]:
-    """Find the changes of names that were not made durable: (path before, if any; path after)."""
-    found: list[tuple[str, str]] = []
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A change of names that was not made durable."""
+
+    before: str
+    """Path that it had, if any."""
+    after: str
+    directories: frozenset[str]
+    """Those that are still to be synced: both, where something moved from one to another."""
+
+    @classmethod
+    def of(cls, before: str, after: str) -> Self:
+        """Describe a change that was just made."""
+        return cls(before, after, frozenset(str(Path(p).parent) for p in (before, after) if p))
+
+
+def _unsynced_names(calls: Sequence[Call], known: set[str]) -> list[_Change]:
+    """Find the changes of names that were not made durable."""
+    found: list[_Change] = []
     for call in calls:
         if call.name == "syncfs":
             found.clear()
@@ -108,31 +126,34 @@ def _unsynced_names(calls: Sequence[Call], known: set[str]) -> list[tuple[str, s
         elif call.kind & Kind.DROP:
             # What is gone cannot be brought back, so let that be durable.
             if call.kind & Kind.EXCHANGE or call.other in known or not call.other:
-                found = [pair for pair in found if pair[1] != call.path]
+                found = [change for change in found if change.after != call.path]
             else:
-                found.append((call.path, call.other))
+                found.append(_Change.of(call.path, call.other))
             known = (known - {call.path}) | ({call.other} if call.other else set())
-        elif call.kind & Kind.MAKE and call.path not in known:
-            found.append(("", call.path))
-            known = known | {call.path}
+        elif call.kind & Kind.MAKE and (call.other or call.path) not in known:
+            found.append(_Change.of("", call.other or call.path))
+            known = known | {call.other or call.path}
     return found
 
 
-def _without(undone: list[tuple[str, str]], directory: str) -> list[tuple[str, str]]:
+def _without(undone: Sequence[_Change], directory: str) -> list[_Change]:
     """Take out what is durable once a directory is; what was in one that moved is elsewhere now."""
-    left: list[tuple[str, str]] = []
-    for before, after in undone:
-        if not _is_in((before, after), directory):
-            left.append((before, after))
-        elif before:
-            left = [(_moved(a, before, after), _moved(b, before, after)) for a, b in left]
+    left: list[_Change] = []
+    for change in undone:
+        still = replace(change, directories=change.directories - {directory})
+        if still.directories:
+            left.append(still)
+        elif change.before:
+            left = [_moved(other, change) for other in left]
     return left
 
 
-def _moved(path: str, before: str, after: str) -> str:
-    return after + path.removeprefix(before) if path.startswith(f"{before}/") else path
+def _moved(change: _Change, by: _Change) -> _Change:
+    """Return a change as it is once a directory around it has another name for good."""
 
+    def moved(path: str) -> str:
+        is_inside = path.startswith(f"{by.before}/")
+        return by.after + path.removeprefix(by.before) if is_inside else path
 
-def _is_in(pair: tuple[str, str], directory: str) -> bool:
-    """Tell whether a change of names is one of a directory's own."""
-    return all(str(Path(path).parent) == directory for path in pair if path)
+    places = (by.after if place == by.before else moved(place) for place in change.directories)
+    return _Change(moved(change.before), moved(change.after), frozenset(places))

@@ -191,3 +191,30 @@ def test_names_are_lost_that_were_not_synced(
     before = [tmp_path, tmp_path / "old", tmp_path / "partial"]
     lose(Loss.NAMES, [made, *inner, moved, *outer], tmp_path, before)
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == left
+
+
+@pytest.mark.parametrize("synced", [(), ("from",), ("to",), ("from", "to")])
+def test_a_move_from_one_directory_to_another_needs_both_synced(
+    synced: Sequence[str], tmp_path: Path
+) -> None:
+    (tmp_path / "from").mkdir()
+    (tmp_path / "to").mkdir()
+    (tmp_path / "to" / "file").touch()
+    paths = [str(tmp_path / name / "file") for name in ("from", "to")]
+    kind = Kind.MAKE | Kind.DROP
+    moved = replace(WRITTEN, name="rename", kind=kind, path=paths[0], other=paths[1])
+    sync = replace(WRITTEN, name="fsync", kind=Kind.SYNC)
+    syncs = [replace(sync, path=str(tmp_path / name)) for name in synced]
+    before = [tmp_path, tmp_path / "from", tmp_path / "to", tmp_path / "from" / "file"]
+    lose(Loss.NAMES, [moved, *syncs], tmp_path, before)
+    where = "to" if len(synced) == 2 else "from"
+    assert [path.parent.name for path in tmp_path.rglob("file")] == [where]
+
+
+def test_a_further_name_of_a_file_is_lost_like_a_new_one(tmp_path: Path) -> None:
+    (tmp_path / "old").touch()
+    (tmp_path / "new").hardlink_to(tmp_path / "old")
+    paths = [str(tmp_path / name) for name in ("old", "new")]
+    linked = replace(WRITTEN, name="link", kind=Kind.MAKE, path=paths[0], other=paths[1])
+    lose(Loss.NAMES, [linked], tmp_path, [tmp_path, tmp_path / "old"])
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]

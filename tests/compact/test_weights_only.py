@@ -1,0 +1,339 @@
+"""Archives that lose their optimizer states, and those that keep them."""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+import streamshard as api
+from streamshard.operations.weights_only import Remainder
+from tests.compact.runs import (
+    FIRST,
+    STEPS,
+    TRASH,
+    actions,
+    bits,
+    later,
+    make_run,
+    receipt_of,
+    save,
+    tag_of,
+)
+from tests.compact.test_archive import JOBS
+from tests.job import STATES, Job
+
+MONTH = timedelta(days=30)
+JOB = Job(groups=((("embed.weight", (11, 4)),),), frozen=(("old", (3,)),), tied={})
+
+
+def night(run: Path, archive: Path, days: float, **options: object) -> api.Compaction:
+    """Run as every night, so many days from now."""
+    asked = {"delete": True, "weights_only_older_than": MONTH, "now": later(days), **options}
+    return api.compact(run, archive, **asked)  # type: ignore[arg-type]
+
+
+def purge(run: Path, archive: Path, **options: object) -> None:
+    """Have the first tag archived and removed for good, eight days from now."""
+    night(run, archive, 0, **options)
+    night(run, archive, 8, **options)
+    assert receipt_of(archive, FIRST)["state"] == "purged"
+
+
+@pytest.fixture
+def purged(tmp_path: Path) -> tuple[Path, Path]:
+    """A run directory, and an archive whose original is gone for good."""
+    run, archive = make_run(tmp_path / "run", JOB), tmp_path / "archive"
+    purge(run, archive)
+    return run, archive
+
+
+@pytest.mark.parametrize("name", ["stage 3", "experts", "muon"])
+def test_all_but_the_states_is_left_as_it_was(name: str, tmp_path: Path) -> None:
+    run, archive = make_run(tmp_path / "run", JOBS[name]), tmp_path / "archive"
+    (run / FIRST / "tokenizer.json").write_bytes(bytes(range(256)))
+    purge(run, archive, min_age=timedelta(0))
+    full, weights = archive / f"{FIRST}.zarr", archive / f"{FIRST}.weights.zarr"
+    before = bits(full)
+    api.convert(full, tmp_path / "kept.zarr")
+    found = night(run, archive, 39)
+    assert (actions(found)[FIRST], found.exit_code) == ("weights only", 0)
+    assert not full.exists()
+    now = bits(weights)
+    dropped = ("exp_avg", "momentum_buffer")
+    assert [path for path in before if any(state in path for state in dropped)]
+    assert not [path for path in now if any(state in path for state in dropped)]
+    own = {path for path in now if path.startswith("meta/") or path == "zarr.json"}
+    assert {path: now[path] for path in now.keys() - own} == {
+        path: content for path, content in before.items() if path in now and path not in own
+    }
+    assert {p for p in before if p.startswith(("state/fp32", "file/", "module/"))} <= now.keys()
+    compared = api.verify(weights, against=tmp_path / "kept.zarr")
+    assert compared.problems == ()
+    assert {d.kind for d in compared.differences} == {"missing", "value"}
+    for difference in compared.differences:
+        if difference.kind == "missing":
+            assert difference.name.split("state/")[1].split("/")[0] in (*STATES, "momentum_buffer")
+        else:
+            assert difference.name.endswith(".step")
+
+
+def test_it_says_of_itself_what_it_lacks(purged: tuple[Path, Path], tmp_path: Path) -> None:
+    run, archive = purged
+    full_bytes = receipt_of(archive, FIRST)["archive_bytes"]
+    found = {tag.tag: tag for tag in night(run, archive, 39).tags}[FIRST]
+    weights = archive / f"{FIRST}.weights.zarr"
+    api.convert(weights, tmp_path / "again.zarr", codec="none")
+    for store in (weights, tmp_path / "again.zarr"):
+        inspected = api.inspect(store)
+        mark = inspected.weights_only
+        assert mark is not None
+        assert mark.states == (*STATES, "step")
+        assert later(38).isoformat() < mark.at < later(39).isoformat()
+        assert "no job can resume" in inspected.notes[0].lower()
+        told = json.loads((store / "zarr.json").read_text())["attributes"]["streamshard"]
+        # Any other version is refused by a streamshard that knows nothing of such stores.
+        assert (told["format_version"], told["weights_only"]["states"]) == (2, [*STATES, "step"])
+        checked = api.verify(store)
+        assert checked.is_good
+        assert "Weights only" in checked.notes[0]
+    same = api.verify(weights, against=tmp_path / "again.zarr")
+    assert (same.is_good, len([n for n in same.notes if "Weights only" in n])) == (True, 2)
+    receipt = receipt_of(archive, FIRST)
+    assert receipt["dropped"] == told["weights_only"]["at"]
+    assert (receipt["state"], receipt["dropped_states"]) == ("weights only", [*STATES, "step"])
+    held = sum(len(content) for content in bits(weights).values())
+    assert (receipt["full_bytes"], receipt["archive_bytes"]) == (full_bytes, held)
+    assert found.dropped_bytes == full_bytes - held > 0
+    assert all(check["holds"] for check in receipt["checks"])
+    assert {"full_archive_bytes", "kept_files_same"} <= {c["name"] for c in receipt["checks"]}
+    command = ["sha256sum", "--check", "--strict", "--quiet", f"{weights.name}.sha256"]
+    assert subprocess.run(command, cwd=archive).returncode == 0
+    assert not [path for path in archive.iterdir() if path.name.startswith(f"{FIRST}.zarr")]
+
+
+def test_its_weights_are_exported_and_nothing_resumes(
+    purged: tuple[Path, Path], tmp_path: Path
+) -> None:
+    run, archive = purged
+    store = archive / f"{FIRST}.zarr"
+    for form in ("safetensors", "torch"):
+        api.export(store, tmp_path / form, format=form)
+    night(run, archive, 39)
+    weights = archive / f"{FIRST}.weights.zarr"
+    for form in ("safetensors", "torch"):
+        api.export(weights, tmp_path / f"{form} again", format=form)
+        assert bits(tmp_path / f"{form} again") == bits(tmp_path / form)
+    refused: list[Callable[[], object]] = [
+        lambda: api.repartition(weights, tmp_path / "out"),
+        lambda: api.repartition(weights, tmp_path / "out", world_size=3, zero_stage=3),
+        lambda: api.export(weights, tmp_path / "out", format="universal"),
+    ]
+    for attempt in refused:
+        with pytest.raises(api.StreamshardError, match=r"exp_avg.*were dropped on 20.*export") as e:
+            attempt()
+        assert e.value.exit_code == 3
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_store_whose_mark_was_taken_off_is_refused(purged: tuple[Path, Path]) -> None:
+    run, archive = purged
+    night(run, archive, 39)
+    document = archive / f"{FIRST}.weights.zarr" / "zarr.json"
+    document.write_text(document.read_text().replace('"format_version": 2', '"format_version": 1'))
+    with pytest.raises(api.StreamshardError, match="says format 1") as caught:
+        api.inspect(document.parent)
+    assert caught.value.exit_code == 3
+    assert not api.verify(document.parent).is_good
+
+
+def test_what_is_not_long_gone_keeps_its_states(tmp_path: Path) -> None:
+    run, archive = make_run(tmp_path / "run", JOB), tmp_path / "archive"
+    for days, state in ((0, "trashed"), (6.9, "trashed"), (8, "purged"), (37.9, "purged")):
+        found = night(run, archive, days, weights_only_older_than=MONTH)
+        assert (receipt_of(archive, FIRST)["state"], found.exit_code) == (state, 0)
+    full = bits(archive)
+    night(run, archive, 90, weights_only_older_than=None)
+    night(run, archive, 90, dry_run=True)
+    found = night(run, archive, 90, keep_every=80)
+    assert (found.tags[-1].tag, found.tags[-1].reason) == (FIRST, "a multiple of 80")
+    assert night(run, archive, 90, keep_tags=["*8?"]).tags[-1].action == "kept"
+    assert night(run, archive, 90, max_delete=0).tags[-1].reason == "--max-delete 0 is reached"
+    assert bits(archive) == full
+    night(run, archive, 90)
+    assert receipt_of(archive, FIRST)["state"] == "weights only"
+
+
+def test_while_the_original_is_anywhere_nothing_is_dropped(
+    purged: tuple[Path, Path], tmp_path: Path
+) -> None:
+    run, archive = purged
+    full = bits(archive)
+    for place in (run / FIRST, run / TRASH / FIRST, run / TRASH / ".streamshard.going" / FIRST):
+        place.mkdir()
+        api.compact(run, archive, now=later(90), weights_only_older_than=MONTH)
+        assert bits(archive) == full
+        place.rmdir()
+    run.rename(tmp_path / "elsewhere")
+    make_run(run, JOB, STEPS[1:])
+    found = night(run, archive, 90, delete=False)
+    assert (actions(found)[FIRST], found.exit_code) == ("ambiguous", 3)
+    assert "elsewhere" in found.problems[0].reason
+    assert api.verify(archive / f"{FIRST}.zarr").is_good
+
+
+@pytest.mark.parametrize("purged_at", ["", "2020-01-01T00:00:00"])
+def test_a_receipt_that_does_not_tell_since_when_is_ambiguous(
+    purged: tuple[Path, Path], purged_at: str
+) -> None:
+    run, archive = purged
+    receipt = receipt_of(archive, FIRST)
+    (archive / f"{FIRST}.receipt.json").write_text(json.dumps({**receipt, "purged": purged_at}))
+    full = bits(archive)
+    found = night(run, archive, 90)
+    assert (actions(found)[FIRST], found.exit_code) == ("ambiguous", 3)
+    assert bits(archive) == full
+
+
+@pytest.mark.parametrize(
+    "victim", ["state/exp_avg/embed.weight/c/0/0", "state/fp32/embed.weight/c/0/0"]
+)
+def test_an_archive_that_is_damaged_is_kept_and_told(
+    purged: tuple[Path, Path], victim: str
+) -> None:
+    run, archive = purged
+    path = archive / f"{FIRST}.zarr" / victim
+    good = path.read_bytes()
+    path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    full = bits(archive / f"{FIRST}.zarr")
+    for _ in range(2):
+        found = night(run, archive, 39)
+        assert (actions(found)[FIRST], found.exit_code) == ("failed", 6)
+        assert str(path) in found.problems[0].reason
+        assert bits(archive / f"{FIRST}.zarr") == full
+        receipt = receipt_of(archive, FIRST)
+        failed = [check["name"] for check in receipt["checks"] if not check["holds"]]
+        assert (receipt["state"], failed) == ("purged", ["full_archive_bytes"])
+    path.write_bytes(good)
+    assert actions(night(run, archive, 39))[FIRST] == "weights only"
+
+
+def test_what_was_not_written_as_it_should_be_takes_nothing_away(
+    purged: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, archive = purged
+    full, write = bits(archive / f"{FIRST}.zarr"), Remainder.write
+
+    def spoil(self: Remainder, target: Path) -> None:
+        write(self, target)
+        path = target / "state/fp32/embed.weight/c/0/0"
+        content = path.read_bytes()
+        path.unlink()  # the full archive has it too
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+    monkeypatch.setattr(Remainder, "write", spoil)
+    found = night(run, archive, 39)
+    assert (actions(found)[FIRST], found.exit_code) == ("failed", 6)
+    assert bits(archive / f"{FIRST}.zarr") == full
+    monkeypatch.undo()
+    assert actions(night(run, archive, 39))[FIRST] == "weights only"
+
+
+def test_what_is_left_is_looked_at_again_before_the_rest_goes(
+    purged: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, archive = purged
+    full, rename = archive / f"{FIRST}.zarr", Path.rename
+
+    def refuse(self: Path, target: Path) -> Path:
+        if self == full:
+            raise PermissionError(1, "Operation not permitted", str(self))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    assert night(run, archive, 39).exit_code == 4
+    assert receipt_of(archive, FIRST)["state"] == "weights only"
+    monkeypatch.undo()
+    victim = archive / f"{FIRST}.weights.zarr" / "meta/state/c/0"
+    good = victim.read_bytes()
+    victim.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    found = night(run, archive, 39)
+    assert (actions(found)[FIRST], found.exit_code, full.is_dir()) == ("failed", 6, True)
+    victim.write_bytes(good)
+    assert actions(night(run, archive, 39))[FIRST] == "weights only"
+    assert not full.exists()
+
+
+def test_what_somebody_else_made_is_not_touched(purged: tuple[Path, Path]) -> None:
+    run, archive = purged
+    for name in (f"{FIRST}.weights.zarr", f"{FIRST}.weights.zarr.partial"):
+        (archive / name).mkdir()
+        full = bits(archive / f"{FIRST}.zarr")
+        found = night(run, archive, 39)
+        assert (actions(found)[FIRST], found.exit_code) == ("failed", 4)
+        assert bits(archive / f"{FIRST}.zarr") == full
+        (archive / name).rmdir()
+
+
+def test_without_hard_links_files_are_copied(
+    purged: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, archive = purged
+    wanted = bits(archive / f"{FIRST}.zarr")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(95, os.strerror(95))
+
+    monkeypatch.setattr(os, "link", refuse)
+    # What takes the lock does without links too.
+    assert actions(night(run, archive, 39))[FIRST] == "weights only"
+    store = archive / f"{FIRST}.weights.zarr"
+    path = "state/fp32/embed.weight/c/0/0"
+    assert bits(store)[path] == wanted[path]
+
+
+def test_what_archives_share_stays_whole(tmp_path: Path) -> None:
+    run, archive = make_run(tmp_path / "run", JOB, (1, 2, 3, 4)), tmp_path / "archive"
+    night(run, archive, 0, keep_last=2)
+    night(run, archive, 8, keep_last=2)
+    found = night(run, archive, 39, keep_last=2, max_delete=1)
+    assert [t.action for t in found.tags[-2:]] == ["weights only", "kept"]
+    first, second = archive / f"{tag_of(1)}.weights.zarr", archive / f"{tag_of(2)}.zarr"
+    assert (first / "module/old/c/0").samefile(second / "module/old/c/0")
+    assert api.verify(second).is_good
+    save(run, 5, JOB)
+    night(run, archive, 39, keep_last=2, weights_only_older_than=None)
+    third = archive / f"{tag_of(3)}.zarr"
+    assert (first / "module/old/c/0").samefile(third / "module/old/c/0")
+    assert receipt_of(archive, tag_of(3))["shared_bytes"] > 0
+
+
+def test_what_has_no_states_keeps_what_it_has(tmp_path: Path) -> None:
+    run, archive = make_run(tmp_path / "run", JOB), tmp_path / "archive"
+    purge(run, archive)
+    night(run, archive, 39)
+    receipt = receipt_of(archive, FIRST)
+    # As if an archive of the weights alone had been archived as a full one.
+    (archive / f"{FIRST}.weights.zarr").rename(archive / f"{FIRST}.zarr")
+    (archive / f"{FIRST}.receipt.json").write_text(json.dumps({**receipt, "state": "purged"}))
+    before = bits(archive)
+    found = night(run, archive, 90).tags[-1]
+    assert (found.action, found.reason) == ("kept", "its archive holds no optimizer states")
+    assert bits(archive) == before
+
+
+def test_a_tag_of_that_name_that_is_saved_again_is_ambiguous(purged: tuple[Path, Path]) -> None:
+    run, archive = purged
+    night(run, archive, 39)
+    save(run, 80, replace(JOB, changed=None))
+    (run / "latest").write_text(tag_of(1000))
+    held = bits(archive)
+    for options in ({}, {"undelete": [FIRST]}):
+        found = night(run, archive, 39, **options)
+        assert found.exit_code != 0
+        assert bits(run / FIRST)
+        assert bits(archive) == held

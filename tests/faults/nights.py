@@ -1,0 +1,117 @@
+"""Runs of `compact`: what was done before, the command, and what has to hold whatever happens."""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import streamshard
+from tests.compact.runs import TRASH, make_run, tag_of
+from tests.faults.shim import Side
+from tests.job import Job
+
+JOB: Final = Job(groups=((("weight", (7, 3)),),), frozen=(("old", (3,)),), tied={})
+TAG: Final = tag_of(1)
+"""The tag that all is about, but where one is to be archived beside it."""
+RUN: Final = "run"
+ARCHIVE: Final = "archive"
+
+
+@dataclass(frozen=True, slots=True)
+class Night:
+    """A command line of `compact`."""
+
+    name: str
+    setup: str
+    """What was done before; one of `SETUPS`."""
+    options: tuple[str, ...]
+    tag: str = TAG
+    """The tag to which something is done."""
+    ends_as: str = "archived"
+    """State that the receipt has in the end."""
+    by_hand: bool = False
+    """Whether doing it again is an error: it is done."""
+    original_goes: bool = False
+    """Whether the original is removed for good, or is gone already."""
+
+    @property
+    def own(self) -> Side:
+        """What of its calls no other has."""
+        return Side.TARGET
+
+    def arguments(self, place: Path) -> list[str]:
+        """Spell the command line for a directory that holds run and archives."""
+        fixed = ("--keep-last", "2", "--workers", "1")
+        return ["compact", str(place / RUN), str(place / ARCHIVE), *fixed, *self.options]
+
+
+NIGHTS: Final[Sequence[Night]] = (
+    Night("compact: archive", "one archived of four", (), tag=tag_of(2)),
+    Night("compact: delete", "archived", ("--delete",), ends_as="trashed"),
+    Night("compact: undelete", "deleted", ("--undelete", TAG), by_hand=True),
+    Night(
+        "compact: purge",
+        "deleted",
+        ("--purge", TAG),
+        ends_as="purged",
+        by_hand=True,
+        original_goes=True,
+    ),
+    Night(
+        "compact: empty the trash",
+        "deleted",
+        ("--delete", "--grace", "0s"),
+        ends_as="purged",
+        original_goes=True,
+    ),
+    Night(
+        "compact: drop states",
+        "purged",
+        ("--weights-only-older-than", "0s"),
+        ends_as="weights only",
+        original_goes=True,
+    ),
+)
+
+_KEPT: Final[Mapping[str, Any]] = {"keep_last": 2}
+SETUPS: Final[Mapping[str, tuple[Sequence[int], Sequence[Mapping[str, Any]]]]] = {
+    # What was saved, and what `compact` was asked for in turn.
+    "one archived of four": ((1, 2, 3, 4), ({"keep_tags": [tag_of(2)]},)),
+    "archived": ((1, 2, 3), ({},)),
+    "deleted": ((1, 2, 3), ({"delete": True},)),
+    "purged": ((1, 2, 3), ({"delete": True}, {"purge": [TAG]})),
+}
+
+
+def make_setups(root: Path) -> Path:
+    """Make all that nights begin with; returns the directory."""
+    yesterday = datetime.now(UTC) - timedelta(days=1)
+    for name, (steps, asked) in SETUPS.items():
+        (root / name).mkdir(parents=True)
+        make_run(root / name / RUN, JOB, steps)
+        for options in asked:
+            streamshard.compact(
+                root / name / RUN, root / name / ARCHIVE, now=yesterday, **{**_KEPT, **options}
+            )
+    return root
+
+
+def prepare(setup: Path, place: Path) -> None:
+    """Make a place as it would be if all before had been done there: receipts know their inodes."""
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(setup, place, copy_function=shutil.copy2)
+    for path in (place / ARCHIVE).glob("*.receipt.json"):
+        receipt = json.loads(path.read_text())
+        here = (place / RUN).stat()
+        receipt["device"], receipt["inode"] = here.st_dev, here.st_ino
+        for record in receipt["source"]:
+            places = [place / RUN / record["path"], place / RUN / TRASH / record["path"]]
+            for stat in (file.stat() for file in places if file.exists()):
+                record["device"], record["inode"] = stat.st_dev, stat.st_ino
+        times = path.stat()
+        path.write_text(json.dumps(receipt))
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))

@@ -1,0 +1,55 @@
+"""Whatever happens to a run of `compact`, the source is intact, or its archive is and was proved.
+
+Here the process is killed before every change of a name that tells where a tag or an archive is,
+every rename among them fails once, and something happens to a few other calls; all of them are for
+`python -m tests.faults --scenario compact`.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.compact.runs import TRASH
+from tests.faults.campaign import Benches, Case, rotated
+from tests.faults.losses import Loss
+from tests.faults.nights import ARCHIVE, NIGHTS, RUN, Night
+from tests.faults.shim import Action, Call, Kind
+from tests.faults.table import FAULTS
+
+KILLED = next(fault for fault in FAULTS if fault.action == Action.KILL_BEFORE)
+FAILS = next(fault for fault in FAULTS if fault.name == "target eio once")
+STEP = 499
+MOST_TOLD = 10
+PLACES = {RUN, ARCHIVE, TRASH, ".streamshard.going"}
+
+
+def moves_something(call: Call) -> bool:
+    """Tell whether a call changes the name of a tag, an archive, a receipt or a list."""
+    names = {Path(path).parent.name for path in (call.path, call.other) if path}
+    return bool(call.kind & (Kind.MAKE | Kind.DROP)) and bool(names & PLACES)
+
+
+def cases_of(night: Night, tried: Benches) -> list[Case]:
+    """Choose what is tried."""
+    undisturbed = tried.undisturbed(night)
+    moves = [call for call in undisturbed.calls if moves_something(call)]
+    killed = [Case(night, KILLED, call.number) for call in moves]
+    failing = [Case(night, FAILS, call.number) for call in moves if call.name == "rename"]
+    return [*killed, *failing, *rotated(night, undisturbed)[::STEP]]
+
+
+@pytest.mark.parametrize("night", NIGHTS, ids=lambda night: night.name)
+def test_nothing_is_lost_and_the_next_night_finishes(night: Night, tried: Benches) -> None:
+    cases = cases_of(night, tried)
+    verdicts = list(tried.judge(cases))
+    wrong = [str(verdict) for verdict in verdicts if verdict.problems]
+    assert not wrong, f"{len(wrong)} of {len(cases)}:\n" + "\n".join(wrong[:MOST_TOLD])
+    assert sum(verdict.has_fired for verdict in verdicts) > len(cases) // 2
+    assert {verdict.was_whole for verdict in verdicts} == {True, False}
+
+
+@pytest.mark.parametrize("loss", Loss, ids=lambda loss: loss.name.lower())
+@pytest.mark.parametrize("night", NIGHTS, ids=lambda night: night.name)
+def test_what_is_done_stays_done(night: Night, loss: Loss, tried: Benches) -> None:
+    """A machine whose power is cut has all that a run said it has done."""
+    assert tried.lost_when_done(night, loss) == []
