@@ -34,9 +34,9 @@ EXPERTS: Shapes = tuple(
 class ZeroStageEnum(int, enum.Enum):
     """Stands in for DeepSpeed's."""
 
-    one = 1
-    two = 2
-    three = 3
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
 
 
 @dataclass

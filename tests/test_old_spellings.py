@@ -23,7 +23,7 @@ from streamshard.errors import (
     UnsupportedError,
 )
 from tests.fabricated import load, write
-from tests.job import TAG, Job, old_fragment_address, stand_ins
+from tests.job import TAG, Job, ZeroStageEnum, old_fragment_address, stand_ins
 from tests.oracle.values import value_differences
 
 Content = dict[str, Any]
@@ -268,3 +268,39 @@ def test_stage_0_without_any_optimizer_state_is_refused(tmp_path: Path) -> None:
 def differences(found: Path, wanted: Path) -> list[str]:
     """List where two files differ in content."""
     return list(value_differences(load(found), load(wanted), found.name))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_stage_as_an_attribute_of_its_enum(
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first releases of Python 3.11 pickled members of enums so, and others by their value."""
+    for reduce, run in ((by_name, "by name"), (by_value, "by value")):
+        with monkeypatch.context() as patched:
+            patched.setattr(ZeroStageEnum, "__reduce_ex__", reduce)
+            write(Job(stage=stage), tmp_path / run)
+            out = tmp_path / f"{run}, resharded"
+            streamshard.repartition(tmp_path / run, out, world_size=3)
+    assert streamshard.inspect(tmp_path / "by name").zero_stage == stage
+    assert streamshard.diff(tmp_path / "by name, resharded", tmp_path / "by value").is_equal
+    assert streamshard.diff(tmp_path / "by name", tmp_path / "by value, resharded").is_equal
+
+
+def by_name(member: ZeroStageEnum, protocol: object) -> tuple[object, ...]:
+    return getattr, (ZeroStageEnum, member.name)
+
+
+def by_value(member: ZeroStageEnum, protocol: object) -> tuple[object, ...]:
+    return ZeroStageEnum, (int(member),)
+
+
+def test_a_stage_that_the_enum_has_not_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unheard_of(member: ZeroStageEnum, protocol: object) -> tuple[object, ...]:
+        return getattr, (ZeroStageEnum, "activations")
+
+    monkeypatch.setattr(ZeroStageEnum, "__reduce_ex__", unheard_of)
+    write(Job(stage=2), tmp_path / "run")
+    with pytest.raises(UnsupportedError, match=r"ZeRO stage <.*getattr> is not known"):
+        streamshard.inspect(tmp_path / "run")

@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Any, Final
+
+from streamshard.formats.inert import Global
 
 LATEST: Final = "latest"
 LATEST_UNIVERSAL: Final = "latest_universal"
@@ -37,6 +39,11 @@ GROUP_PADDINGS: Final = "group_paddings"
 ALIGNMENT_PADDINGS: Final = "param_alignment_paddings"
 SLICE_MAPPINGS: Final = "param_slice_mappings"
 ZERO_STAGE: Final = "zero_stage"
+STAGE_ENUM: Final = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
+STAGES: Final[Mapping[Any, int]] = {
+    "disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3
+}  # fmt: skip
+"""Members of the enum, which `ZERO_STAGE` is of since 0.7.0."""
 IS_EXPERTS: Final = "moe"
 """In a param group of the wrapped optimizer, where it holds experts."""
 IS_MUON: Final = "use_muon"

@@ -33,6 +33,10 @@ UNSET: Final = Global("streamshard", "UNSET")
 """Marks a call without a BUILD state: None is a state that a pickle can ask for."""
 
 
+GETATTR: Final = (Global("__builtin__", "getattr"), Global("builtins", "getattr"))
+"""What looks up an attribute; pickles of protocol 2 call it by its name in Python 2."""
+
+
 @dataclass(eq=False, slots=True, repr=False)
 class Call:
     """An object that a pickle builds by calling something; nothing has been called.

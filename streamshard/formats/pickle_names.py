@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Final
 
-from streamshard.formats.inert import Call, Global, Node
+from streamshard.formats.deepspeed_names import STAGE_ENUM, STAGES
+from streamshard.formats.inert import GETATTR, Call, Global, Node
 from streamshard.formats.pickle_machine import PickleMachine
 from streamshard.model import ITEMSIZE
 
@@ -24,7 +25,7 @@ _WRITTEN: Final[Mapping[str, str]] = {
     "copyreg": "__newobj_ex__ _reconstructor",
     "deepspeed.runtime.bf16_optimizer": "fragment_address",
     "deepspeed.runtime.fp16.loss_scaler": "DynamicLossScaler LossScaler",
-    "deepspeed.runtime.zero.config": "ZeroStageEnum",
+    STAGE_ENUM.module: " ".join([STAGE_ENUM.name, *(f"{STAGE_ENUM.name}.{s}" for s in STAGES)]),
     "deepspeed.utils.tensor_fragment": "fragment_address",
     "numpy": "dtype ndarray",
     "numpy._core.multiarray": "_reconstruct scalar",
@@ -55,7 +56,6 @@ KNOWN: Final = frozenset(
 
 None of it does more than to make a value of what it is given.
 """
-_GETATTR: Final = (Global("__builtin__", "getattr"), Global("builtins", "getattr"))
 
 
 class NameCounter(PickleMachine):
@@ -88,13 +88,19 @@ class NameCounter(PickleMachine):
     def _resolve(self) -> None:
         """Replace the call that looks up an attribute of a name by the attribute's name."""
         made = self.stack[-1]
-        if type(made) is Call and made.function in _GETATTR and len(made.args) == 2:
+        if type(made) is Call and made.function in GETATTR and len(made.args) == 2:
             owner, attribute = made.args
             if type(owner) is Global and type(attribute) is str:
                 self.stack.pop()
+                self._uncount(made.function)  # the attribute stands for it
                 self.name(owner.module, f"{owner.name}.{attribute}")
 
     def _count(self) -> None:
         top = self.stack[-1]
         if type(top) is Global:
             self.names[top] = self.names.get(top, 0) + 1
+
+    def _uncount(self, name: Global) -> None:
+        left = self.names.pop(name, 0) - 1
+        if left > 0:
+            self.names[name] = left

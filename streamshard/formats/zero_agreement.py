@@ -6,7 +6,7 @@ from typing import Final
 
 from streamshard.errors import DisagreementError, UnsupportedError
 from streamshard.formats import deepspeed_names as names
-from streamshard.formats.inert import Call, Node, show
+from streamshard.formats.inert import GETATTR, Call, Node, show
 from streamshard.formats.node_walk import spell_few
 from streamshard.formats.zero_files import FamilyFiles, fingerprints, require
 
@@ -48,9 +48,16 @@ def stage_of(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> int
 
 
 def _enum_value(node: Node) -> Node:
-    """Read an int or an enum of ints, which pickles as a call of its class with the value."""
-    if isinstance(node, Call) and len(node.args) == 1:
+    """Read an int or an enum of ints, which pickles as a call of its class with the value.
+
+    Python 3.11 pickled it as an attribute of its class at first; Debian 12 has such a version.
+    """
+    if not isinstance(node, Call):
+        return node
+    if len(node.args) == 1:
         return node.args[0]
+    if node.function in GETATTR and len(node.args) == 2 and node.args[0] == names.STAGE_ENUM:
+        return names.STAGES.get(node.args[1], node)
     return node
 
 

@@ -23,7 +23,6 @@ from streamshard.model import (
     ZeroLayout,
 )
 
-_STAGE_ENUM: Final = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
 _LOSS_SCALER: Final = Global("deepspeed.runtime.fp16.loss_scaler", "LossScaler")
 _FRAGMENT_ADDRESS: Final = Global("deepspeed.utils.tensor_fragment", "fragment_address")
 
@@ -130,7 +129,7 @@ class OptimizerWriter:
         stage = self._layout.stage
         held = self._family.optimizer_file[names.OPTIMIZER].get(names.ZERO_STAGE)
         # A plain int until 0.7.0.
-        return stage if isinstance(held, int) else Call(_STAGE_ENUM, (stage,))
+        return stage if isinstance(held, int) else Call(names.STAGE_ENUM, (stage,))
 
     def _stage_12(self, rank: int) -> dict[str, Node]:
         masters, mappings, cuts = [], [], []
