@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import streamshard as api
-from streamshard import cli
 from streamshard.engine.lock import Lock
 from tests.cli.conftest import streamshard
 from tests.compact.runs import STEPS, bits, make_run, save, tag_of
@@ -134,19 +133,6 @@ def test_an_archive_in_or_around_the_run_is_refused(run: Path, tmp_path: Path, p
 def test_a_native_source_needs_a_world_size(run: Path, tmp_path: Path) -> None:
     done = streamshard("repartition", run, tmp_path / "out")
     assert (done.code, "--world-size" in done.err) == (2, True)
-
-
-def commands() -> list[str]:
-    """List the commands of the README's section."""
-    section = README.partition("## Archive old checkpoints")[2].partition("\n## ")[0]
-    return re.findall(r"(?:^|\s|/)(streamshard (?:compact|repartition) [^#\n]+)", section)
-
-
-def test_the_commands_of_the_readme_are_understood() -> None:
-    found = [cli._parser().parse_args(shlex.split(line)[1:]) for line in commands()]
-    assert len(found) == 6
-    nightly = [arguments for arguments in found if getattr(arguments, "quiet", False)]
-    assert len(nightly) == 2  # cron's and systemd's
 
 
 def test_the_line_for_cron_does_what_it_says(run: Path, tmp_path: Path) -> None:
