@@ -8,7 +8,7 @@ spelling of names and keys in ``formats``.
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Self
@@ -236,6 +236,10 @@ class Copies:
     def __len__(self) -> int:
         """Count the runs."""
         return len(self.file)
+
+
+Memory = Callable[[int], memoryview]
+"""Gives so many bytes of memory, whose content is lost when it is asked again."""
 
 
 @dataclass(frozen=True, slots=True)

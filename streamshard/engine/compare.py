@@ -1,6 +1,6 @@
 """Compares two regions bit by bit, through a buffer for each."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamshard.engine.cast import find_nans
-from streamshard.engine.files import SourceReader
-from streamshard.engine.region import RegionFiller
+from streamshard.engine.pair import PairReader
 from streamshard.engine.work import Region
 
 Ints = NDArray[np.int64]
@@ -43,42 +42,17 @@ class Mismatch:
     count: int
 
 
-class Comparator:
-    """A worker's readers and buffers."""
-
-    def __init__(
-        self,
-        left: SourceReader,
-        right: SourceReader,
-        *,
-        window_bytes: int,
-        scratch_bytes: int,
-        progress: Callable[[int], None],
-    ) -> None:
-        self._readers = left, right
-        self._windows = [memoryview(bytearray(window_bytes)) for _ in self._readers]
-        self._scratch = memoryview(bytearray(scratch_bytes))
-        self._progress = progress
-
-    def close(self) -> None:
-        """Close all files."""
-        for reader in self._readers:
-            reader.close()
+class Comparator(PairReader):
+    """Compares what a worker reads."""
 
     def compare(self, comparison: Comparison) -> list[Mismatch]:
         """Read both regions, and say which parts differ."""
-        regions = comparison.left, comparison.right
-        both = zip(regions, self._readers, strict=True)
-        left, right = (RegionFiller(region, reader, self._scratch) for region, reader in both)
+        read = self.begin(comparison.left, comparison.right)
         itemsize = comparison.right.target_itemsize
-        step = len(self._windows[0]) // itemsize * itemsize
+        step = self.window_bytes // itemsize * itemsize
         found: dict[int, Mismatch] = {}
         for at in range(0, comparison.right.content_bytes, step):
-            count = min(step, comparison.right.content_bytes - at)
-            one, other = (window[:count] for window in self._windows)
-            left.fill(one)
-            right.fill(other)
-            self._progress(2 * count)
+            one, other = read(min(step, comparison.right.content_bytes - at))
             if not _same(one, other):
                 for elements in _differing(one, other, comparison):
                     _add(found, elements + at // itemsize, comparison.starts)

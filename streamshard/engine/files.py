@@ -11,6 +11,7 @@ from typing import Protocol
 
 from streamshard.engine import cache
 from streamshard.engine.checksums import crc32
+from streamshard.engine.kept import KeptMemory
 from streamshard.engine.patience import try_again
 from streamshard.errors import (
     CorruptFileError,
@@ -19,7 +20,7 @@ from streamshard.errors import (
     SourceError,
     TargetError,
 )
-from streamshard.model import BlockDigests, SourceFile
+from streamshard.model import BlockDigests, Memory, SourceFile
 from streamshard.reading import open_to_read, read_into
 
 _OPEN_FILES = 64
@@ -29,8 +30,14 @@ _OPEN_FILES = 64
 class Encoded(Protocol):
     """A file that holds its content in another form, all of it or nothing."""
 
-    def decode(self, descriptor: int) -> memoryview:
-        """Return the content, checked against what was recorded of it."""
+    def decode(self, descriptor: int, stored: Memory, content: Memory) -> memoryview:
+        """Return the content, checked against what was recorded of it.
+
+        Parameters
+        ----------
+        stored, content
+            Give memory for what is in the file, and for what it holds.
+        """
 
 
 Decoder = BlockDigests | Encoded
@@ -62,6 +69,7 @@ class SourceReader:
         self._open: OrderedDict[int, int] = OrderedDict()
         self._decoded: tuple[int, memoryview] = (-1, memoryview(b""))
         """File that was decoded last, and its content: the next read likely wants more of it."""
+        self._stored, self._content = KeptMemory(), KeptMemory()
         self._kept: tuple[int, int, memoryview] = (-1, -1, memoryview(b""))
         """File and number of the block that was checked last without being wanted whole."""
 
@@ -106,14 +114,17 @@ class SourceReader:
                 self._read_checked(file, decoder, offset, view)
             else:
                 if self._decoded[0] != file:
-                    self._decoded = (-1, memoryview(b""))  # let go of it before decoding the next
-                    self._decoded = (file, decoder.decode(self._descriptor(file)))
+                    self._decoded = (-1, memoryview(b""))  # if decoding fails it is lost
+                    self._decoded = (file, self._decode(file, decoder))
                 view[:] = self._decoded[1][offset : offset + len(view)]
         except OSError:
             # What is open may be so for good at a server that does not know of it any more.
             if file in self._open:
                 os.close(self._open.pop(file))
             raise
+
+    def _decode(self, file: int, decoder: Encoded) -> memoryview:
+        return decoder.decode(self._descriptor(file), self._stored, self._content)
 
     def _read(self, file: int, offset: int, view: memoryview) -> None:
         descriptor = self._descriptor(file)

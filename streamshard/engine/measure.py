@@ -4,15 +4,14 @@ What comes of a block depends on its elements alone: how regions are cut into wi
 reads them, changes nothing.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streamshard.engine.files import SourceReader
-from streamshard.engine.region import RegionFiller
+from streamshard.engine.pair import PairReader
 from streamshard.engine.work import Region
 from streamshard.model import ITEMSIZE
 
@@ -55,36 +54,17 @@ class Measured:
     """Absolute difference, among elements that are finite on both sides."""
 
 
-class Measurer:
-    """A worker's readers and buffers."""
-
-    def __init__(
-        self,
-        left: SourceReader,
-        right: SourceReader,
-        *,
-        window_bytes: int,
-        scratch_bytes: int,
-        progress: Callable[[int], None],
-    ) -> None:
-        self._readers = left, right
-        self._windows = [memoryview(bytearray(window_bytes)) for _ in self._readers]
-        self._scratch = memoryview(bytearray(scratch_bytes))
-        self._progress = progress
-        self._meter = _Meter()
-
-    def close(self) -> None:
-        """Close all files."""
-        for reader in self._readers:
-            reader.close()
+class Measurer(PairReader):
+    """Measures what a worker reads."""
 
     def measure(self, wanted: Measurement) -> list[Measured]:
         """Read both regions, and measure each part."""
+        meter = _Meter()
         counts = np.zeros((len(wanted.numels), len(COUNTS)), dtype=np.int64)
         sums: list[list[Floats]] = [[] for _ in wanted.numels]
         largest = [0.0] * len(wanted.numels)
         for part, left, right in self._blocks(wanted):
-            found = self._meter.measure(left, right, wanted)
+            found = meter.measure(left, right, wanted)
             counts[part] += found.counts
             sums[part].append(found.sums)
             largest[part] = max(largest[part], found.largest)
@@ -96,15 +76,10 @@ class Measurer:
 
     def _blocks(self, wanted: Measurement) -> Iterator[tuple[int, memoryview, memoryview]]:
         """Yield the number of a part and one of its blocks, a window of them at a time."""
-        both = zip((wanted.left, wanted.right), self._readers, strict=True)
-        left, right = (RegionFiller(region, reader, self._scratch) for region, reader in both)
+        read = self.begin(wanted.left, wanted.right)
         itemsize = wanted.left.target_itemsize
         for held in self._in_windows(wanted.numels, itemsize):
-            nbytes = sum(size for _, size in held)
-            one, other = (window[:nbytes] for window in self._windows)
-            left.fill(one)
-            right.fill(other)
-            self._progress(2 * nbytes)
+            one, other = read(sum(size for _, size in held))
             at = 0
             for part, size in held:
                 yield part, one[at : at + size], other[at : at + size]
@@ -113,7 +88,7 @@ class Measurer:
     def _in_windows(self, numels: Sequence[int], itemsize: int) -> Iterator[list[tuple[int, int]]]:
         """Yield as many blocks as fit a window: (part, bytes)."""
         held: list[tuple[int, int]] = []
-        room = len(self._windows[0])
+        room = self.window_bytes
         # Of what is too long for the smallest windows nothing is summed.
         block = min(BLOCK_NUMEL, room // itemsize)
         for part, numel in enumerate(numels):
@@ -121,7 +96,7 @@ class Measurer:
                 size = min(block, numel - start) * itemsize
                 if size > room:
                     yield held
-                    held, room = [], len(self._windows[0])
+                    held, room = [], self.window_bytes
                 held.append((part, size))
                 room -= size
         if held:

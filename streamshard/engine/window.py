@@ -11,6 +11,7 @@ from streamshard.engine.checksums import crc32
 from streamshard.engine.durability import finish_writeback, start_writeback
 from streamshard.engine.files import SourceReader, write_all
 from streamshard.engine.journal import Written
+from streamshard.engine.kept import KeptMemory
 from streamshard.engine.patience import StoppedError, try_again
 from streamshard.engine.region import RegionFiller
 from streamshard.engine.work import Fixed, Region, Span
@@ -63,8 +64,8 @@ class Window:
         self._crc32 = 0
         """Of what of it was written."""
         self._makes_holes = True
-        self._content = bytearray()
-        """Content to be encoded, of the largest chunk so far."""
+        self._content = KeptMemory()
+        """For content that is to be encoded."""
 
     def write(self, span: Span, descriptor: int, *, is_new: bool = True) -> Written:
         """Write a span of a file; returns what it holds then.
@@ -193,11 +194,7 @@ class Window:
         self._put(region.trailer())
 
     def _put_encoded(self, region: Region) -> None:
-        # Memory that is new for each chunk costs more than reading into it.
-        if len(self._content) < region.content_bytes:
-            self._content = bytearray()
-            self._content = bytearray(region.content_bytes)
-        content = memoryview(self._content)[: region.content_bytes]
+        content = self._content(region.content_bytes)
         RegionFiller(region, self._reader, self._scratch).fill(content)
         region.checksum.update(content)
         self._put(region.encode(content) if region.encode else b"")

@@ -10,7 +10,10 @@ from isal import isal_zlib
 from numcodecs.blosc import Blosc
 
 from streamshard.errors import IntegrityError
+from streamshard.model import Memory
 from streamshard.reading import read_into
+
+Stored = bytes | bytearray | memoryview
 
 LIMIT_BYTES: Final = (1 << 31) - 1
 """More than Blosc compresses in one piece."""
@@ -39,8 +42,8 @@ class BloscChunk:
         # Blosc shuffles by the item size of the array that it is handed.
         return bytes(self._blosc.encode(np.frombuffer(content, dtype=f"V{self._itemsize}")))
 
-    def decode(self, stored: bytes | bytearray, path: Path, content_bytes: int) -> memoryview:
-        """Return a chunk's content.
+    def decode(self, stored: Stored, path: Path, content: memoryview) -> None:
+        """Fill a view of a chunk's size with its content.
 
         Raises
         ------
@@ -49,14 +52,10 @@ class BloscChunk:
         """
         data = require_checksum(stored, path)
         said = int.from_bytes(data[_BLOSC_SIZE], "little")
-        if len(data) < _BLOSC_HEADER_BYTES or said != content_bytes:
-            message = f"{path}: says it decodes to {said} bytes where {content_bytes} belong"
+        if len(data) < _BLOSC_HEADER_BYTES or said != len(content):
+            message = f"{path}: says it decodes to {said} bytes where {len(content)} belong"
             raise IntegrityError(message)
-        content = memoryview(self._blosc.decode(data)).cast("B")
-        if len(content) != content_bytes:
-            message = f"{path}: decodes to {len(content)} bytes where {content_bytes} belong"
-            raise IntegrityError(message)
-        return content
+        self._blosc.decode(data, content)
 
 
 class EncodedChunk:
@@ -82,21 +81,23 @@ class EncodedChunk:
         """How it is compressed: `lz4`, `zstd`."""
         return self._codec.name
 
-    def decode(self, descriptor: int) -> memoryview:
-        """Read and decompress the chunk."""
-        stored = bytearray(self._stored_bytes + 1)
-        found = read_into(descriptor, memoryview(stored), 0)
+    def decode(self, descriptor: int, stored: Memory, content: Memory) -> memoryview:
+        """Read and decompress the chunk, into memory of the caller's."""
+        data = stored(self._stored_bytes + 1)
+        found = read_into(descriptor, data, 0)
         if found != self._stored_bytes:
             message = f"{self._path}: {found} bytes where {self._stored_bytes} were written"
             raise IntegrityError(message)
-        stored.pop()
+        data = data[:-1]
         # A chunk that is whole in itself may still be another one.
-        if isal_zlib.crc32(stored) != self._stored_crc32:
+        if isal_zlib.crc32(data) != self._stored_crc32:
             raise IntegrityError(f"{self._path}: damaged: its bytes are not those in the manifest")
-        return self._codec.decode(stored, self._path, self._content_bytes)
+        view = content(self._content_bytes)
+        self._codec.decode(data, self._path, view)
+        return view
 
 
-def require_checksum(stored: bytes | bytearray, path: Path) -> memoryview:
+def require_checksum(stored: Stored, path: Path) -> memoryview:
     """Return stored bytes without the CRC-32C at their end, after checking it; copies nothing."""
     data, end = memoryview(stored)[:-CHECKSUM_BYTES], stored[-CHECKSUM_BYTES:]
     found = google_crc32c.value(np.frombuffer(data, dtype=np.uint8)) if len(data) else 0

@@ -153,7 +153,9 @@ class StoreTargets:
             return stored
 
         def recall(stored: bytes) -> None:
-            content_digest.update(codec.decode(stored, Path(chunk.path), chunk.nbytes))
+            content = memoryview(bytearray(chunk.nbytes))
+            codec.decode(stored, Path(chunk.path), content)
+            content_digest.update(content)
             note(stored)
 
         def note(*stored: bytes) -> None:

@@ -24,7 +24,7 @@ from streamshard.errors import (
     SourceError,
     TargetError,
 )
-from streamshard.model import BlockDigests, SourceFile
+from streamshard.model import BlockDigests, Memory, SourceFile
 from tests.engine.fakes import on_disk, open_descriptors
 
 DATA = bytes(1 + i * 37 % 255 for i in range(1000))
@@ -182,7 +182,7 @@ class Reversed:
         self.name = name
         self.log = log
 
-    def decode(self, descriptor: int) -> memoryview:
+    def decode(self, descriptor: int, stored: Memory, content: Memory) -> memoryview:
         """Return the content, noting that it was asked for."""
         self.log.append(self.name)
         return memoryview(os.pread(descriptor, 10_000, 0)[::-1])

@@ -218,7 +218,7 @@ def test_a_compressed_chunk_that_says_it_is_larger(tmp_path: Path, said: int) ->
     stored[4:8] = said.to_bytes(4, "little")
     lying = bytes(stored) + spell_checksum(google_crc32c.value(bytes(stored)))
     with pytest.raises(IntegrityError, match=rf"says it decodes to {said} bytes where 80 belong"):
-        codec.decode(lying, tmp_path, 80)
+        codec.decode(lying, tmp_path, memoryview(bytearray(80)))
 
 
 @pytest.mark.parametrize("name", ["\ud800", "x" * 5000], ids=["half a letter", "long"])
