@@ -1,13 +1,9 @@
 """Settings that all tests share."""
 
 import os
-from typing import Final
 
 import pytest
 from hypothesis import settings
-
-SHARED: Final = frozenset({"light", "topologies"})
-"""Fixtures that train for minutes: whoever asks for one of them runs in the same process."""
 
 # A busy machine is no failure, so nothing has a deadline. In CI the same examples every time: what
 # is found by chance is for a developer's machine.
@@ -17,8 +13,12 @@ settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Say which tests stay together when several processes share them: those of a file."""
+    """Say which tests stay together when several processes share them: those of a file.
+
+    Those with engines all do. Ranks of two world sizes at a time would wait for each other's turns
+    on the cores, and what one file's tests train another's look at.
+    """
     for item in items:
-        shares = SHARED & set(getattr(item, "fixturenames", ()))
-        group = "engines" if shares else item.nodeid.partition("::")[0]
+        has_engines = item.get_closest_marker("engine") is not None
+        group = "engines" if has_engines else item.nodeid.partition("::")[0]
         item.add_marker(pytest.mark.xdist_group(group))
