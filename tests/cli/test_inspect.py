@@ -227,7 +227,7 @@ def test_no_terminal_is_so_narrow_that_numbers_lose_digits(width: int, tmp_path:
     run = write(Job(stage=2), tmp_path / "run")
     found = streamshard.inspect(run, params=["embed.weight"])
     found = replace(
-        found, groups=[replace(g, hyper_parameters={"eps": 1e-8}) for g in found.groups]
+        found, groups=tuple(replace(g, hyper_parameters={"eps": 1e-8}) for g in found.groups)
     )
     offsets = {f"{piece.offset:,}" for piece in found.details[0].pieces}
     assert offsets

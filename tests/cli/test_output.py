@@ -1,6 +1,9 @@
 """What is printed, where, and by which flag."""
 
 import json
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,3 +69,22 @@ def test_help_teaches_by_example() -> None:
         assert done.code == 0
         assert f"Example: streamshard {verb}" in done.out
     assert "Exit codes" in streamshard("--help").out
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_run_needs_no_open_streams(closed: str, run: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "streamshard.cli"]
+    for arguments in (["repartition", run, tmp_path / "out", "--world-size", 2], ["inspect", run]):
+        line = shlex.join(map(str, [*command, *arguments]))
+        done = subprocess.run(["sh", "-c", f"{line} {closed}"], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+    assert streamshard("verify", tmp_path / "out", "--against", run).code == 0
+
+
+def test_a_full_standard_output_is_an_error_without_a_traceback(run: Path) -> None:
+    command = [sys.executable, "-m", "streamshard.cli", "inspect", str(run)]
+    for flag in ("--json", "-v"):
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run([*command, flag], stdout=full, stderr=subprocess.PIPE, text=True)
+        message = "streamshard: standard output: cannot be written (No space left on device)\n"
+        assert (done.returncode, done.stderr) == (4, message)
