@@ -227,7 +227,8 @@ def _summary(found: Inspection, *, brief: bool) -> str:
     if not brief:
         numel = sum(group.numel for group in found.groups)
         states = dict.fromkeys(key for group in found.groups for key in group.states)
-        also = f"{found.frozen} frozen, {found.buffers} buffers, {len(found.tied)} tied names"
+        counts = {"buffer": found.buffers, "tied name": len(found.tied)}
+        also = [f"{count:,} {what}{'s' * (count != 1)}" for what, count in counts.items()]
         facts += [
             ("DeepSpeed", found.deepspeed_version or "version not recorded"),
             ("dtypes", _dtypes(found)),
@@ -235,7 +236,7 @@ def _summary(found: Inspection, *, brief: bool) -> str:
             ("optimizer", found.optimizer or "type not recorded"),
             ("states", ", ".join(states) or ("dropped" if found.weights_only else "none yet")),
             ("parameters", f"{len(found.parameters):,} trained, {numel:,} elements"),
-            ("also", also),
+            ("also", ", ".join([f"{found.frozen:,} frozen", *also])),
             ("on disk", f"{found.files:,} files, {show(found.file_bytes)}"),
         ]
     width = max(len(name) for name, _ in facts)

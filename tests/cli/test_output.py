@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import RANKS, streamshard
+from streamshard.command_line import arguments_of
+from tests.cli.conftest import RANKS, Finished, streamshard
 
 
 def test_inspect_tells_what_is_there(saved: Callable[[int], Path]) -> None:
@@ -63,12 +64,34 @@ def test_the_note_keeps_the_global_batch(stage_2: Path, tmp_path: Path) -> None:
     assert "global batch" in done.out
 
 
-def test_help_teaches_by_example() -> None:
-    for verb in ("repartition", "convert", "verify", "diff", "inspect"):
-        done = streamshard(verb, "--help")
+def test_help_teaches_by_example_in_one_line(
+    in_process: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    verbs = "repartition convert export verify diff inspect compact apply completion"
+    for verb in verbs.split():
+        done = in_process(verb, "--help")
         assert done.code == 0
-        assert f"Example: streamshard {verb}" in done.out
-    assert "Exit codes" in streamshard("--help").out
+        example = done.out.splitlines()[-1].removeprefix("Example: streamshard ")
+        words = [word for word in shlex.split(example) if word != ">"]
+        arguments_of(**dict.fromkeys(verbs.split(), print)).parse_args(
+            words[: 2 if verb == "completion" else None]
+        )
+    assert "Exit codes" in in_process("--help").out
+
+
+def test_the_version_is_that_of_the_package(
+    in_process: Callable[..., Finished], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "streamshard-9.9.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: streamshard\nVersion: 9.9\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    done = in_process("--version")
+    assert (done.code, done.out) == (0, "streamshard 9.9\n")
+    monkeypatch.setattr(sys, "path", [])
+    done = in_process("--version")
+    assert (done.code, "not installed" in done.out) == (0, True)
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
