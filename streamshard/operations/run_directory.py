@@ -123,7 +123,7 @@ def _tag(entry: Path, run_dir: Path, links: Sequence[Path], known: Mapping[str, 
 
 
 def _looks(directory: Path) -> tuple[int, int, str]:
-    """Return when anything in it changed last, its size, and what stands for how all of it looks."""
+    """Return when anything in it changed last, its size, and what stands for how it looks."""
     changed, nbytes, digest = 0, 0, sha256()
     for path in sorted([directory, *entries_below(directory)]):
         stat = path.lstat()

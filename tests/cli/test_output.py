@@ -5,11 +5,14 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import streamshard as api
 from streamshard.command_line import arguments_of
+from streamshard.diff_text import diff_text
 from tests.cli.conftest import RANKS, Finished, streamshard
 
 
@@ -111,3 +114,20 @@ def test_a_full_standard_output_is_an_error_without_a_traceback(run: Path) -> No
             done = subprocess.run([*command, flag], stdout=full, stderr=subprocess.PIPE, text=True)
         message = "streamshard: standard output: cannot be written (No space left on device)\n"
         assert (done.returncode, done.stderr) == (4, message)
+
+
+def test_a_directory_of_archives_tells_what_is_in_it(
+    in_process: Callable[..., Finished], run: Path, tmp_path: Path
+) -> None:
+    archive = tmp_path / "archive"
+    assert in_process("convert", run, archive / "one.zarr", "-q").code == 0
+    done = in_process("inspect", archive)
+    assert done.code == 3
+    assert done.err.endswith(". Give one of the checkpoints in it: one.zarr\n")
+
+
+def test_checkpoints_without_a_common_tensor_give_no_table(run: Path) -> None:
+    found = replace(api.diff(run, run), states=(), tensors=())
+    shown = diff_text(found, sort="relative", verbose=False)
+    assert "relative L2" not in shown
+    assert "No tensor is in both with the same shape." in shown
