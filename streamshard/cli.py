@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from types import FrameType
 from typing import Final, NoReturn, Protocol
 
@@ -28,6 +29,7 @@ from streamshard.errors import (
     IntegrityError,
     SourceError,
     StreamshardError,
+    TargetError,
     TargetLockedError,
     UsageError,
 )
@@ -57,6 +59,8 @@ from streamshard.tables import (
 
 SIGNALS: Final = {signal.SIGINT: 130, signal.SIGTERM: 143}
 """Exit code after each signal that ends a run in good order."""
+_STDERR: Final = 2
+"""The number of standard error."""
 _PATIENCE_SECONDS: Final = 5
 """How long a run may take to end in good order."""
 
@@ -71,6 +75,7 @@ class _StoppedBySignal(KeyboardInterrupt):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
+    _open_what_was_closed()
     with _signals_taken():
         try:
             arguments = _parser().parse_args(argv)
@@ -84,9 +89,41 @@ def main(argv: Sequence[str] | None = None) -> int:
             _tell(f"streamshard: interrupted by {number.name}", error)
             return SIGNALS[number]
         except BrokenPipeError:
-            # The reader has gone; keep the interpreter from complaining about it at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _give_up_output()  # the reader has gone
     return 0
+
+
+def _open_what_was_closed() -> None:
+    """Begin with three open streams, so that no file of ours gets the number of one of them."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        pass
+    os.close(descriptor)
+    # Python has None in place of a stream that was closed when it started.
+    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
+    sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
+
+
+def _give_up_output() -> None:
+    """Keep the interpreter from complaining at exit of what cannot be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _print(text: str) -> None:
+    """Write to standard output, all of it before anything else happens.
+
+    Raises
+    ------
+    TargetError
+        It cannot be written.
+    """
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _give_up_output()
+        message = f"standard output: cannot be written ({error.strerror})"
+        raise TargetError(message) from error
 
 
 def _tell(message: str, error: BaseException) -> None:
@@ -197,13 +234,12 @@ def _verify(arguments: argparse.Namespace) -> None:
             **reading_options(arguments),
         )
     if arguments.json:
-        print(json.dumps(asdict(found), indent=2))
+        _print(json.dumps(asdict(found), indent=2))
     elif not arguments.quiet:
         with_digests = arguments.digests
         text = verification_text(found, verbose=arguments.verbose, with_digests=with_digests)
-        print(printable(text))
+        _print(printable(text))
     if not found.is_good:
-        sys.stdout.flush()
         raise IntegrityError(findings_text(found, verbose=arguments.quiet))
 
 
@@ -218,11 +254,10 @@ def _diff(arguments: argparse.Namespace) -> None:
             **reading_options(arguments),
         )
     if arguments.json:
-        print(json.dumps(asdict(found), indent=2))
+        _print(json.dumps(asdict(found), indent=2))
     elif not arguments.quiet:
-        print(printable(diff_text(found, sort=arguments.sort, verbose=arguments.verbose)))
+        _print(printable(diff_text(found, sort=arguments.sort, verbose=arguments.verbose)))
     if not found.is_equal:
-        sys.stdout.flush()
         raise IntegrityError(difference_text(found))
 
 
@@ -232,12 +267,12 @@ def _inspect(arguments: argparse.Namespace) -> None:
         return
     found = inspect.inspect(arguments.source, **inspecting_options(arguments))
     if arguments.json:
-        print(json.dumps(asdict(found), indent=2))
+        _print(json.dumps(asdict(found), indent=2))
     elif not arguments.quiet:
         # Not at the top: only what draws tables pays for the library that does.
         from streamshard.inspection_tables import inspection_text
 
-        print(inspection_text(found, verbose=arguments.verbose, width=_terminal_width()))
+        _print(inspection_text(found, verbose=arguments.verbose, width=_terminal_width()))
 
 
 def _terminal_width() -> int | None:
@@ -256,11 +291,10 @@ def _inspect_pickles(arguments: argparse.Namespace) -> None:
         raise UsageError("--pickles lists names and nothing else: of the other options only --tag")
     found = pickles.list_pickles(arguments.source, tag=tag)
     if arguments.json:
-        print(json.dumps(asdict(found), indent=2))
+        _print(json.dumps(asdict(found), indent=2))
     elif not arguments.quiet:
-        print(printable(pickles_text(found, verbose=arguments.verbose)))
+        _print(printable(pickles_text(found, verbose=arguments.verbose)))
     if found.problems:
-        sys.stdout.flush()
         count, first = len(found.problems), found.problems[0]
         message = f"{found.path}: {count} of {len(found.files)} files not looked through to the end"
         raise SourceError(f"{message}, so there may be more names; {first.path}: {first.problem}")
@@ -286,18 +320,17 @@ def _compact(arguments: argparse.Namespace) -> None:
             raise SystemExit(error.exit_code) from error
         raise
     if arguments.json:
-        print(json.dumps(asdict(found), indent=2))
+        _print(json.dumps(asdict(found), indent=2))
     elif not arguments.quiet:
-        print(printable(compaction_text(found, verbose=arguments.verbose)))
+        _print(printable(compaction_text(found, verbose=arguments.verbose)))
     if found.problems:
-        sys.stdout.flush()
         for tag in found.problems:
             print(printable(f"streamshard: {tag.tag}: {tag.action}: {tag.reason}"), file=sys.stderr)
         raise SystemExit(found.exit_code)
 
 
 def _completion(arguments: argparse.Namespace) -> None:
-    print(completion_script(_parser(), arguments.shell))
+    _print(completion_script(_parser(), arguments.shell))
 
 
 class _Plan(Protocol):
@@ -331,15 +364,15 @@ def _carry_out(
 def _show(report: Report, outlook: Outlook | None, arguments: argparse.Namespace) -> None:
     if arguments.json:
         more = {} if outlook is None else {"outlook": asdict(outlook)}
-        print(json.dumps({**asdict(report), **more}, indent=2))
+        _print(json.dumps({**asdict(report), **more}, indent=2))
     elif arguments.quiet:
         return
     elif outlook is not None:
-        print(printable(plan_text(report, outlook, verbose=arguments.verbose)))
+        _print(printable(plan_text(report, outlook, verbose=arguments.verbose)))
         if arguments.plan_out is not None:
-            print(printable(f"\nTo do this: streamshard apply {shlex.quote(arguments.plan_out)}"))
+            _print(printable(f"\nTo do this: streamshard apply {shlex.quote(arguments.plan_out)}"))
     else:
-        print(printable(report_text(report, verbose=arguments.verbose)))
+        _print(printable(report_text(report, verbose=arguments.verbose)))
 
 
 def _progress(arguments: argparse.Namespace) -> AbstractContextManager[Progress]:

@@ -1,9 +1,10 @@
 """What can be said on the command line: verbs, their options and their help."""
 
 import argparse
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias
 
 from streamshard import sizes
 from streamshard.completion import SHELLS
@@ -20,6 +21,7 @@ from streamshard.progress import MODES
 Verb: TypeAlias = Callable[[argparse.Namespace], None]
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
+_EXAMPLE: Final = "Example: "
 _SOURCE_HELP: Final = (
     "run directory with 'latest', tag directory, .zarr store, or template of raw per-rank dumps "
     "such as 'ckpt/optimizer.{rank:02d}.pt'"
@@ -47,6 +49,7 @@ def arguments_of(
         "diff differences, "
         "130 interrupted, 143 terminated.",
     )
+    parser.add_argument("--version", action=_Version, help="show the version and exit")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     _add_repartition(verbs, repartition)
     _add_convert(verbs, convert)
@@ -58,6 +61,30 @@ def arguments_of(
     _add_apply(verbs, apply)
     _add_completion(verbs, completion)
     return parser
+
+
+class _Version(argparse.Action):
+    """Prints the version, which is looked up only then."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            found = version("streamshard")
+        except PackageNotFoundError:
+            found = "(not installed, so its version is not known)"
+        parser._print_message(f"{parser.prog} {found}\n", sys.stdout)
+        parser.exit()
+
+
+class _Help(argparse.HelpFormatter):
+    """Leaves the example in one line, from which it can be copied."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith(_EXAMPLE) else super()._fill_text(text, width, indent)
 
 
 def _add_repartition(verbs: Verbs, run: Verb) -> None:
@@ -136,9 +163,12 @@ def _add_export(verbs: Verbs, run: Verb) -> None:
         help="bytes per file at most, but for a tensor that is larger [5GB]",
     )
     for option, what in (
-        ("--include", "take nothing but tensors of such names [all]"),
-        ("--exclude", "leave out tensors of such names"),
-        ("--keep-dtype", "do not cast tensors of such names: '*norm*'"),
+        (
+            "--include",
+            "take nothing but tensors of such names, as often as needed: 'layers.*' [all]",
+        ),
+        ("--exclude", "leave out tensors of such names, as often as needed [none]"),
+        ("--keep-dtype", "do not cast tensors of such names, as often as needed: '*norm*' [none]"),
     ):
         verb.add_argument(option, action="append", default=[], metavar="PATTERN", help=what)
     verb.add_argument(
@@ -146,7 +176,7 @@ def _add_export(verbs: Verbs, run: Verb) -> None:
         action="append",
         default=[],
         metavar="TEXT",
-        help="take it from the front of names: module.",
+        help="take it from the front of names: module. [nothing]",
     )
     verb.add_argument(
         "--no-frozen", action="store_true", help="leave out weights that were not trained"
@@ -209,7 +239,7 @@ def _add_diff(verbs: Verbs, run: Verb) -> None:
     verb.add_argument(
         "--against-tag", metavar="TAG", help="tag to read of B [the one that 'latest' names]"
     )
-    _add_reading_options(verb)
+    _add_reading_options(verb, of=" of A")
 
 
 def _add_inspect(verbs: Verbs, run: Verb) -> None:
@@ -269,7 +299,11 @@ def _add_compact(verbs: Verbs, run: Verb) -> None:
         help="move what is archived and proved into a trash in RUN_DIR, and empty it in time",
     )
     verb.add_argument(
-        "--grace", type=_time, default=DEFAULT_GRACE, metavar="TIME", help="time in the trash [7d]"
+        "--grace",
+        type=_time,
+        default=DEFAULT_GRACE,
+        metavar="TIME",
+        help="time that tags stay in the trash [7d]",
     )
     verb.add_argument(
         "--max-delete",
@@ -293,7 +327,10 @@ def _add_compact(verbs: Verbs, run: Verb) -> None:
     )
     verb.add_argument("--codec", choices=CODECS, default="zstd", help="compression [zstd]")
     verb.add_argument(
-        "--bwlimit", type=_size, metavar="SIZE", help="read and write no more than this a second"
+        "--bwlimit",
+        type=_size,
+        metavar="SIZE",
+        help="read and write no more than this a second: 200MB [no limit]",
     )
     _add_resource_options(verb)
     verb.add_argument(
@@ -324,7 +361,8 @@ def _add_completion(verbs: Verbs, run: Verb) -> None:
         "completion",
         help=summary,
         description=summary.capitalize() + ".",
-        epilog=f"Example: {example}",
+        epilog=_EXAMPLE + example,
+        formatter_class=_Help,
     )
     verb.set_defaults(verb=run)
     verb.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
@@ -334,22 +372,35 @@ def _add_keeping_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--keep-last", type=int, default=3, metavar="K", help="newest complete steps to leave [3]"
     )
-    verb.add_argument("--keep-every", type=int, metavar="N", help="leave every step of N too")
     verb.add_argument(
-        "--keep-tag", action="append", default=[], metavar="PATTERN", help="leave such tags too"
+        "--keep-every",
+        type=int,
+        metavar="N",
+        help="leave every step that is a multiple of N too [none]",
+    )
+    verb.add_argument(
+        "--keep-tag",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="leave tags of such names too, as often as needed: 'release-*' [none]",
     )
     verb.add_argument(
         "--min-age",
         type=_time,
         default=DEFAULT_MIN_AGE,
         metavar="TIME",
-        help="leave tags that changed since [2h]",
+        help="leave tags that changed within this time [2h]",
     )
 
 
 def _add(verbs: Verbs, name: str, run: Verb, summary: str, example: str) -> argparse.ArgumentParser:
     verb = verbs.add_parser(
-        name, help=summary, description=summary.capitalize() + ".", epilog=f"Example: {example}"
+        name,
+        help=summary,
+        description=summary.capitalize() + ".",
+        epilog=_EXAMPLE + example,
+        formatter_class=_Help,
     )
     verb.set_defaults(verb=run)
     verb.add_argument("--json", action="store_true", help="print one JSON document")
@@ -359,7 +410,7 @@ def _add(verbs: Verbs, name: str, run: Verb, summary: str, example: str) -> argp
     return verb
 
 
-def _add_source_options(verb: argparse.ArgumentParser) -> None:
+def _add_source_options(verb: argparse.ArgumentParser, of: str = "") -> None:
     verb.add_argument(
         "--source-ds-config", metavar="FILE", help="DeepSpeed config of the job that left raw dumps"
     )
@@ -368,11 +419,11 @@ def _add_source_options(verb: argparse.ArgumentParser) -> None:
         metavar="SRC",
         help="another checkpoint of the same job, for what SRC does not tell: see the README",
     )
-    verb.add_argument("--tag", help="tag to read [the one that 'latest' names]")
+    verb.add_argument("--tag", help=f"tag to read{of} [the one that 'latest' names]")
 
 
-def _add_reading_options(verb: argparse.ArgumentParser) -> None:
-    _add_source_options(verb)
+def _add_reading_options(verb: argparse.ArgumentParser, of: str = "") -> None:
+    _add_source_options(verb, of)
     _add_resource_options(verb)
 
 

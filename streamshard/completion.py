@@ -9,7 +9,9 @@ from streamshard.errors import UsageError
 SHELLS: Final = ("bash", "zsh", "fish", "tcsh")
 """Shells that there is a script for."""
 
-_PATHS: Final = frozenset({"SRC", "OUT", "PATH", "STORE.zarr", "RUN_DIR", "ARCHIVE_DIR", "FILE"})
+_PATHS: Final = frozenset(
+    {"SRC", "OUT", "PATH", "STORE.zarr", "RUN_DIR", "ARCHIVE_DIR", "FILE", "PLAN", "A", "B"}
+)
 """Metavars of what names a file or a directory."""
 
 
@@ -24,7 +26,7 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
     try:
         import shtab
     except ModuleNotFoundError as error:
-        message = "completion needs the package shtab: pip install 'streamshard[completion]'"
+        message = "completion needs the package shtab; install it with pip install shtab"
         raise UsageError(message) from error
     for action in _actions(parser):
         if action.metavar in _PATHS:

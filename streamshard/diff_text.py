@@ -40,7 +40,8 @@ def _turned(distance: Distance) -> float | None:
 
 def diff_text(found: DiffReport, *, sort: str, verbose: bool) -> str:
     """Lay out what `diff` found."""
-    blocks = [_summary(found, verbose=verbose), *map(paragraph, found.notes), _states(found)]
+    blocks = [_summary(found, verbose=verbose), *map(paragraph, found.notes)]
+    blocks += [_states(found)] if found.states else ["No tensor is in both with the same shape."]
     blocks += _tensors(found, sort=sort, verbose=verbose)
     blocks += _not_finite(found, verbose=verbose)
     if found.differences:

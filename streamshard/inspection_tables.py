@@ -4,10 +4,12 @@ Only whoever shows an inspection imports this: rich takes memory that moving byt
 """
 
 import io
+import re
 from collections.abc import Iterable, Sequence
 from typing import Final
 
 from rich.box import SIMPLE_HEAD, Box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -38,6 +40,12 @@ _PLAIN: Final = Box("    \n    \n -  \n    \n    \n    \n    \n    \n", ascii=Tr
 """Nothing but a line of dashes below each head: for files, pipes and programs."""
 _NO_LIMIT: Final = 1 << 20
 """Columns of what is no terminal: nothing is ever wrapped or cut there."""
+
+_NUMBER: Final = re.compile(r"-?[0-9][0-9,.]*(e[+-]?[0-9]+)?")
+_LEAST_TEXT: Final = 4
+"""Columns that a cell of text is folded to at least."""
+_GAP: Final = 3
+"""Columns between the cells of a table."""
 
 Cell = object
 Columns = Sequence[str]
@@ -146,9 +154,11 @@ class _Page:
             if isinstance(what, Table):
                 what.box = _PLAIN
         else:
+            # rich cuts what does not fit, and a number that lost digits is another number.
+            least = _least_width(what) if isinstance(what, Table) else 0
             console = Console(
                 file=io.StringIO(),
-                width=self._width,
+                width=max(self._width, least),
                 force_terminal=True,
                 color_system="standard",
                 legacy_windows=False,
@@ -172,6 +182,17 @@ def _table(head: Columns, rows: Sequence[Sequence[str]]) -> Table:
     return table
 
 
+def _least_width(table: Table) -> int:
+    """Tell how many columns of a terminal show a table with all digits of its numbers."""
+    widths = [
+        max(cell_len(str(cell)) for cell in (column.header, *column.cells))
+        if column.no_wrap
+        else _LEAST_TEXT
+        for column in table.columns
+    ]
+    return sum(widths) + _GAP * (len(widths) - 1)
+
+
 def _elements(numel: int) -> str:
     return f"{numel:,} element{'s' * (numel != 1)}"
 
@@ -180,8 +201,7 @@ def _is_number(text: str) -> bool:
     if text == "-":
         return True
     number, _, unit = text.partition(" ")
-    digits = number.replace(",", "").replace(".", "").removeprefix("-")
-    return digits.isdecimal() and unit in ("", "B", "KiB", "MiB", "GiB", "TiB")
+    return bool(_NUMBER.fullmatch(number)) and unit in ("", "B", "KiB", "MiB", "GiB", "TiB")
 
 
 def _more(count: int, hint: str) -> str:
@@ -207,7 +227,8 @@ def _summary(found: Inspection, *, brief: bool) -> str:
     if not brief:
         numel = sum(group.numel for group in found.groups)
         states = dict.fromkeys(key for group in found.groups for key in group.states)
-        also = f"{found.frozen} frozen, {found.buffers} buffers, {len(found.tied)} tied names"
+        counts = {"buffer": found.buffers, "tied name": len(found.tied)}
+        also = [f"{count:,} {what}{'s' * (count != 1)}" for what, count in counts.items()]
         facts += [
             ("DeepSpeed", found.deepspeed_version or "version not recorded"),
             ("dtypes", _dtypes(found)),
@@ -215,7 +236,7 @@ def _summary(found: Inspection, *, brief: bool) -> str:
             ("optimizer", found.optimizer or "type not recorded"),
             ("states", ", ".join(states) or ("dropped" if found.weights_only else "none yet")),
             ("parameters", f"{len(found.parameters):,} trained, {numel:,} elements"),
-            ("also", also),
+            ("also", ", ".join([f"{found.frozen:,} frozen", *also])),
             ("on disk", f"{found.files:,} files, {show(found.file_bytes)}"),
         ]
     width = max(len(name) for name, _ in facts)

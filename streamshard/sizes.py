@@ -87,6 +87,21 @@ def parse_time(text: str) -> timedelta:
     return timedelta(seconds=int(match[1]) * _SECONDS[match[2]])
 
 
+def show_duration(time: timedelta) -> str:
+    """Write a length of time as it is asked for, in the largest unit that leaves no rest.
+
+    >>> show_duration(timedelta(days=7)), show_duration(timedelta(minutes=90))
+    ('7d', '90m')
+    >>> show_duration(timedelta(hours=2)), show_duration(timedelta(0))
+    ('2h', '0s')
+    """
+    seconds = int(time.total_seconds())
+    for unit in ("d", "h", "m"):
+        if seconds and seconds % _SECONDS[unit] == 0:
+            return f"{seconds // _SECONDS[unit]}{unit}"
+    return f"{seconds}s"
+
+
 def show(nbytes: int) -> str:
     """Write a size for a person.
 

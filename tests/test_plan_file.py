@@ -1,5 +1,6 @@
 """Plans that are saved and run later, or refused."""
 
+import errno
 import inspect
 import json
 import os
@@ -11,7 +12,13 @@ import pytest
 
 import streamshard
 from streamshard.engine import watch
-from streamshard.errors import SourceError, StreamshardError, TargetError, UsageError
+from streamshard.errors import (
+    SourceError,
+    StreamshardError,
+    TargetError,
+    TargetExistsError,
+    UsageError,
+)
 from streamshard.operations import plan_file
 from streamshard.operations.applying import PLANNERS
 from streamshard.operations.report import Silent
@@ -171,8 +178,45 @@ def test_a_plan_does_not_change_what_it_is_about(place: str) -> None:
 
 
 def test_a_place_that_cannot_be_written_is_named() -> None:
-    with pytest.raises(TargetError, match=r"nowhere/.*cannot be written"):
+    with pytest.raises(TargetError, match=r"^nowhere/plan\.json: there is no directory nowhere"):
         plan_repartition().save("nowhere/plan.json")
+
+
+@pytest.mark.parametrize("content", [b"what somebody wrote", b"{}", None])
+def test_nothing_but_a_plan_is_replaced(content: bytes | None, tmp_path: Path) -> None:
+    place = Path("notes.txt")
+    place.mkdir() if content is None else place.write_bytes(content)
+    before = tree(tmp_path)
+    with pytest.raises(TargetExistsError, match=r"^notes\.txt: exists, and is no plan"):
+        plan_repartition().save("notes.txt")
+    assert tree(tmp_path) == before
+    plan_repartition().save("plan.json")
+    plan_repartition(world_size=2).save("plan.json")
+    assert json.loads(Path("plan.json").read_text())["options"]["world_size"] == 2
+
+
+def test_a_plan_that_cannot_be_written_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_repartition()
+    before = set(Path.cwd().iterdir())
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", _refuse)
+        with pytest.raises(TargetError, match="cannot be written"):
+            plan.save("plan.json")
+    assert set(Path.cwd().iterdir()) == before
+
+
+def _refuse(*_: object) -> None:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_plan_says_how_to_replace_what_is_there() -> None:
+    plan = plan_repartition()
+    plan.save("plan.json")
+    plan.run()
+    with pytest.raises(TargetExistsError) as caught:
+        streamshard.load_plan("plan.json")
+    (note,) = caught.value.__notes__
+    assert "Plan anew with --dry-run --plan-out, and with --overwrite" in note
 
 
 def _without(key: str) -> Callable[[Content], None]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from streamshard.errors import SourceError, UsageError
+from streamshard.errors import SourceError, TargetExistsError, UsageError
 from streamshard.operations import plan_file
 from streamshard.operations.convert import ConvertPlan, plan_convert
 from streamshard.operations.export import ExportPlan, plan_export
@@ -54,7 +54,12 @@ def load_plan(
         options["memory_limit"] = memory_limit
     if workers is not None:
         options["workers"] = workers
-    plan = PLANNERS[asked.verb](asked.source, asked.target, **options)
+    try:
+        plan = PLANNERS[asked.verb](asked.source, asked.target, **options)
+    except TargetExistsError as error:
+        if not options["overwrite"]:
+            error.add_note(f"{place}: was made without --overwrite. {_ANEW}, and with --overwrite")
+        raise
     difference = plan.purpose.difference(saved.purpose)
     if difference is not None:
         own = plan.purpose.header

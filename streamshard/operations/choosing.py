@@ -3,8 +3,11 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from fnmatch import fnmatchcase
 from typing import Final
+
+from streamshard.sizes import show_duration, show_time
 
 KEPT: Final = "kept"
 """A rule or a name protects it."""
@@ -27,6 +30,8 @@ class Tag:
     """Why it cannot be opened; None for one that is complete."""
     is_linked: bool = False
     """Whether a symbolic link in the run directory leads into it."""
+    nbytes: int = 0
+    """Size of the files in it."""
     looks: str = ""
     """Changes with the name, size or time of change of anything in it."""
 
@@ -127,8 +132,8 @@ def _decide(tag: Tag, run: Run, rules: Rules, newest: set[int], now_ns: int) -> 
 def _young(tag: Tag, rules: Rules, now_ns: int) -> Iterator[str]:
     age = now_ns - tag.changed_ns
     if age < rules.min_age_ns:
-        seconds, least = max(0, age) // 10**9, rules.min_age_ns // 10**9
-        yield f"changed {seconds:,} s ago, --min-age is {least:,} s"
+        least = show_duration(timedelta(seconds=rules.min_age_ns // 10**9))
+        yield f"changed {show_time(max(0, age) // 10**9)} ago, --min-age is {least}"
 
 
 def _unclear(tag: Tag, run: Run, step: int | None) -> Iterator[str]:

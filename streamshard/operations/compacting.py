@@ -29,6 +29,7 @@ from streamshard.operations.receipts import BEGUN, Place, Receipt, remove_unfini
 from streamshard.operations.report import Progress
 from streamshard.operations.run_directory import Identity, look_at
 from streamshard.operations.target import is_there
+from streamshard.sizes import show_duration
 
 _LOCK: Final = f"{names.OWN_PREFIX}.lock"
 
@@ -147,7 +148,9 @@ class Compacting:
     def _compact(self, choice: Choice) -> CompactedTag:
         """Archive a tag, and remove it if that was asked for."""
         tag = choice.tag.name
-        found = CompactedTag(tag, choice.step, compaction.READY, choice.reason)
+        found = CompactedTag(
+            tag, choice.step, compaction.READY, choice.reason, source_bytes=choice.tag.nbytes
+        )
         try:
             receipt = self._archived(tag)
             if receipt is None:
@@ -226,7 +229,7 @@ class Compacting:
 
     def _empty_trash(self) -> Iterator[CompactedTag]:
         """Remove for good what has been in the trash for long enough."""
-        trash = self._remover.trash
+        trash, grace = self._remover.trash, show_duration(self._settings.grace)
         try:
             held = {*trash.tags(), *trash.going()} - self._deleted
         except StreamshardError as error:
@@ -242,10 +245,10 @@ class Compacting:
                 yield _failed(tag, error)
                 continue
             if is_over:
-                reason = f"for more than {self._settings.grace} in the trash"
+                reason = f"in the trash for longer than --grace {grace}"
                 yield self._attempt(tag, compaction.PURGED, reason, self._remover.purge)
             else:
-                reason = f"for less than {self._settings.grace}"
+                reason = f"not yet for --grace {grace}"
                 yield CompactedTag(tag, step_of(tag), compaction.IN_TRASH, reason)
 
     def _drop_states(self, run: Run, least_age: timedelta) -> Iterator[CompactedTag]:

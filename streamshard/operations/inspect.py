@@ -74,7 +74,8 @@ def inspect(
     files.require_free()
     is_resized = world_size is not None or zero_stage is not None
     if is_resized and not files.paths:
-        raise UsageError("--world-size and --zero-stage shape a picture: say where with --svg FILE")
+        message = "--world-size and --zero-stage shape a picture: say where with --svg FILE"
+        raise UsageError(f"{message} or --html FILE")
     opened = open_source(source, tag, ds_config_file=source_ds_config_file, like=like)
     stage = zero_stage or opened.checkpoint.layout.stage
     opened.require_use_of_like(needed=is_resized and muon.needs_order(opened.checkpoint, stage))

@@ -7,7 +7,7 @@ from streamshard.drawing.page import page
 from streamshard.drawing.svg import svg
 from streamshard.engine.durability import write_durably
 from streamshard.engine.files import target_errors
-from streamshard.errors import TargetExistsError, UsageError
+from streamshard.errors import TargetError, TargetExistsError, UsageError
 from streamshard.operations.inspection import FileSummary
 from streamshard.operations.picturing import picture_of
 from streamshard.operations.source import Source
@@ -41,6 +41,9 @@ class PictureFiles:
             raise UsageError(f"{self.svg}: cannot be --svg and --html at once")
         for path in self.paths:
             with target_errors(path):
+                if not path.parent.is_dir():
+                    message = f"{path}: there is no directory {path.parent}; make it first"
+                    raise TargetError(message)
                 if exists(path) and not self.overwrite:
                     raise TargetExistsError(f"{path}: exists; use --overwrite to replace it")
                 if exists(path) and not path.is_file():

@@ -15,11 +15,11 @@ from typing import Any, Final, Self
 
 from streamshard.engine.durability import write_durably
 from streamshard.engine.files import target_errors
-from streamshard.errors import UsageError
+from streamshard.errors import TargetError, TargetExistsError, UsageError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats import strict_json
 from streamshard.operations.purpose import Purpose
-from streamshard.operations.target import partial_of
+from streamshard.operations.target import exists, partial_of
 from streamshard.reading import stream_of
 
 _KIND: Final = "streamshard plan"
@@ -135,7 +135,7 @@ def write(path: Path, asked: Asked, purpose: Purpose, sizes: Mapping[str, int]) 
     UsageError
         The place is in the source or the target, neither of which may change.
     TargetError
-        The file cannot be written.
+        Something else than a plan is there, or the file cannot be written.
     """
     source = purpose.source
     here = path.absolute().parent.resolve()
@@ -144,6 +144,8 @@ def write(path: Path, asked: Asked, purpose: Purpose, sizes: Mapping[str, int]) 
         if place == here or place in here.parents:
             message = f"{path}: lies in {place}, and would change what the plan is about"
             raise UsageError(f"{message}; choose another place")
+    with target_errors(path):
+        _require_replaceable(path)
     options = dict(asked.options)
     if source.kind == "native" and options["tag"] is None:
         tag = source.checkpoint.tag
@@ -164,7 +166,24 @@ def write(path: Path, asked: Asked, purpose: Purpose, sizes: Mapping[str, int]) 
     data = json.dumps(document, indent=1).encode() + b"\n"
     with target_errors(path):
         temporary = path.with_name(f"{names.OWN_PREFIX}.{path.name}")
-        write_durably(path, data, temporary)
+        try:
+            write_durably(path, data, temporary)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def _require_replaceable(path: Path) -> None:
+    """Refuse a place in no directory, and one that has anything but an earlier plan."""
+    if not path.parent.is_dir():
+        raise TargetError(f"{path}: there is no directory {path.parent}; make it first")
+    if not exists(path):
+        return
+    try:
+        read(path)
+    except UsageError as error:
+        message = f"{path}: exists, and is no plan; remove it, or choose another name"
+        raise TargetExistsError(message) from error
 
 
 def digest_of(sizes: Mapping[str, int]) -> str:

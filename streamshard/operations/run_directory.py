@@ -111,7 +111,7 @@ def _tag(entry: Path, run_dir: Path, links: Sequence[Path], known: Mapping[str, 
     try:
         if not has_shards(entry):
             return None
-        changed_ns, looks = _looks(entry)
+        changed_ns, nbytes, looks = _looks(entry)
     except OSError as error:
         if step_of(entry.name) is None:
             return None
@@ -119,18 +119,19 @@ def _tag(entry: Path, run_dir: Path, links: Sequence[Path], known: Mapping[str, 
     here = place_of(entry)
     is_linked = any(link == here or here in link.parents for link in links)
     problem = known[looks].problem if looks in known else _problem(run_dir, entry.name)
-    return Tag(entry.name, changed_ns, problem, is_linked, looks)
+    return Tag(entry.name, changed_ns, problem, is_linked, nbytes, looks)
 
 
-def _looks(directory: Path) -> tuple[int, str]:
-    """Return when anything in a directory changed last, and what stands for how all of it looks."""
-    changed, digest = 0, sha256()
+def _looks(directory: Path) -> tuple[int, int, str]:
+    """Return when anything in it changed last, its size, and what stands for how it looks."""
+    changed, nbytes, digest = 0, 0, sha256()
     for path in sorted([directory, *entries_below(directory)]):
         stat = path.lstat()
         changed = max(changed, stat.st_mtime_ns)
+        nbytes += stat.st_size if S_ISREG(stat.st_mode) else 0
         looks = f"{path}\0{stat.st_mode}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ino}\0"
         digest.update(os.fsencode(looks))
-    return changed, digest.hexdigest()
+    return changed, nbytes, digest.hexdigest()
 
 
 def _problem(run_dir: Path, tag: str) -> str | None:

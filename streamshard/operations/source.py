@@ -238,7 +238,9 @@ def _has_checkpoints(root: Path) -> bool:
 def _hint_of_tags(root: Path) -> str:
     directories = [p for p in root.iterdir() if p.is_dir()]
     tags = sorted(p.name for p in directories if has_shards(p))
-    nested = sorted(p.name for p in directories if (p / names.LATEST).is_file())
+    nested = sorted(
+        p.name for p in directories if (p / names.LATEST).is_file() or (p / "zarr.json").is_file()
+    )
     if nested and not tags:
         return f". Give one of the checkpoints in it: {', '.join(nested[:8])}"
     if not tags:

@@ -1,6 +1,7 @@
 """`compact` as cron meets it: what is printed, exit codes, overlapping runs."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -28,10 +29,23 @@ def test_a_dry_run_tells_of_each_tag_and_does_nothing(run: Path, tmp_path: Path)
     before = bits(tmp_path)
     done = streamshard("compact", run, tmp_path / "archive", "--delete", "-n")
     assert (done.code, done.err) == (0, "")
-    assert re.search(rf"{FIRST} +deleted .* no rule keeps it", done.out)
+    nbytes = sum(path.stat().st_size for path in (run / FIRST).iterdir())
+    assert re.search(rf"{FIRST} +deleted +{nbytes:,} .* no rule keeps it", done.out)
     assert re.search(rf"{tag_of(1000)} +kept .* 'latest' names it", done.out)
     assert bits(tmp_path) == before
     assert not (tmp_path / "archive").exists()
+
+
+def test_lengths_of_time_are_said_as_they_are_asked_for(run: Path, tmp_path: Path) -> None:
+    command = ("compact", run, tmp_path / "archive")
+    tag = run / FIRST
+    for path in (*tag.iterdir(), tag):
+        os.utime(path)
+    done = streamshard(*command, "-n")
+    assert re.search(rf"{FIRST} +kept .* changed [0-9.]+ s ago, --min-age is 2h\n", done.out)
+    assert streamshard(*command, "--min-age", "0s", "--delete", "-q").code == 0
+    done = streamshard(*command, "--delete", "--min-age", "0s", "--grace", "90m", "-n")
+    assert re.search(rf"{FIRST} +in the trash .* not yet for --grace 90m\n", done.out)
 
 
 def test_a_night_says_a_line_or_nothing_or_a_table(run: Path, tmp_path: Path) -> None:

@@ -44,6 +44,16 @@ def test_bash_offers_verbs_options_and_values(script: Path) -> None:
     assert offered(script, "export", "--dtype", "") == {"fp32", "bf16", "fp16"}
 
 
+def test_bash_offers_files_wherever_a_path_is_meant(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.json").touch()
+    (tmp_path / "run").mkdir()
+    for words in (["apply"], ["diff"], ["diff", "run"], ["inspect"], ["compact", "run"]):
+        assert {"plan.json", "run"} <= offered(script, *words, ""), words
+
+
 @pytest.mark.parametrize("shell", SHELLS)
 def test_there_is_a_script_for_every_shell_that_is_named(shell: str) -> None:
     done = streamshard("completion", shell)
@@ -58,4 +68,4 @@ def test_without_the_package_it_is_said_what_to_install() -> None:
     run = "from streamshard.cli import main; sys.exit(main(['completion', 'bash']))"
     done = subprocess.run([sys.executable, "-c", f"{hide}; {run}"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "pip install 'streamshard[completion]'" in done.stderr
+    assert "pip install shtab" in done.stderr

@@ -20,6 +20,7 @@ import torch
 
 import streamshard
 from streamshard.errors import UsageError
+from streamshard.inspection_tables import inspection_text
 from streamshard.operations.inspection import ParameterDetail
 from tests.cli.conftest import Finished
 from tests.cli.conftest import streamshard as command
@@ -219,6 +220,21 @@ def test_a_pipe_gets_whole_lines_and_a_terminal_folds_them(tmp_path: Path) -> No
         if colour:
             assert max(len(re.sub("\x1b\\[[0-9;]*m", "", ln)) for ln in table.splitlines()) <= 90
             assert "very_very_" in table
+
+
+@pytest.mark.parametrize("width", [1, 30, 60])
+def test_no_terminal_is_so_narrow_that_numbers_lose_digits(width: int, tmp_path: Path) -> None:
+    run = write(Job(stage=2), tmp_path / "run")
+    found = streamshard.inspect(run, params=["embed.weight"])
+    found = replace(
+        found, groups=tuple(replace(g, hyper_parameters={"eps": 1e-8}) for g in found.groups)
+    )
+    offsets = {f"{piece.offset:,}" for piece in found.details[0].pieces}
+    assert offsets
+    for part in (found, replace(found, details=())):
+        shown = inspection_text(part, verbose=False, width=width)
+        wanted = offsets if part.details else {f"{sum(part.state_bytes.values()):,}", "98", "1e-08"}
+        assert wanted <= set(re.sub("\x1b\\[[0-9;]*m", " ", shown).split())
 
 
 def on_terminal(arguments: list[str], environment: dict[str, str]) -> str:

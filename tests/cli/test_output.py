@@ -1,12 +1,19 @@
 """What is printed, where, and by which flag."""
 
 import json
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import RANKS, streamshard
+import streamshard as api
+from streamshard.command_line import arguments_of
+from streamshard.diff_text import diff_text
+from tests.cli.conftest import RANKS, Finished, streamshard
 
 
 def test_inspect_tells_what_is_there(saved: Callable[[int], Path]) -> None:
@@ -60,9 +67,67 @@ def test_the_note_keeps_the_global_batch(stage_2: Path, tmp_path: Path) -> None:
     assert "global batch" in done.out
 
 
-def test_help_teaches_by_example() -> None:
-    for verb in ("repartition", "convert", "verify", "diff", "inspect"):
-        done = streamshard(verb, "--help")
+def test_help_teaches_by_example_in_one_line(
+    in_process: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    verbs = "repartition convert export verify diff inspect compact apply completion"
+    for verb in verbs.split():
+        done = in_process(verb, "--help")
         assert done.code == 0
-        assert f"Example: streamshard {verb}" in done.out
-    assert "Exit codes" in streamshard("--help").out
+        example = done.out.splitlines()[-1].removeprefix("Example: streamshard ")
+        words = [word for word in shlex.split(example) if word != ">"]
+        arguments_of(**dict.fromkeys(verbs.split(), print)).parse_args(
+            words[: 2 if verb == "completion" else None]
+        )
+    assert "Exit codes" in in_process("--help").out
+
+
+def test_the_version_is_that_of_the_package(
+    in_process: Callable[..., Finished], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "streamshard-9.9.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: streamshard\nVersion: 9.9\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    done = in_process("--version")
+    assert (done.code, done.out) == (0, "streamshard 9.9\n")
+    monkeypatch.setattr(sys, "path", [])
+    done = in_process("--version")
+    assert (done.code, "not installed" in done.out) == (0, True)
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_run_needs_no_open_streams(closed: str, run: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "streamshard.cli"]
+    for arguments in (["repartition", run, tmp_path / "out", "--world-size", 2], ["inspect", run]):
+        line = shlex.join(map(str, [*command, *arguments]))
+        done = subprocess.run(["sh", "-c", f"{line} {closed}"], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+    assert streamshard("verify", tmp_path / "out", "--against", run).code == 0
+
+
+def test_a_full_standard_output_is_an_error_without_a_traceback(run: Path) -> None:
+    command = [sys.executable, "-m", "streamshard.cli", "inspect", str(run)]
+    for flag in ("--json", "-v"):
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run([*command, flag], stdout=full, stderr=subprocess.PIPE, text=True)
+        message = "streamshard: standard output: cannot be written (No space left on device)\n"
+        assert (done.returncode, done.stderr) == (4, message)
+
+
+def test_a_directory_of_archives_tells_what_is_in_it(
+    in_process: Callable[..., Finished], run: Path, tmp_path: Path
+) -> None:
+    archive = tmp_path / "archive"
+    assert in_process("convert", run, archive / "one.zarr", "-q").code == 0
+    done = in_process("inspect", archive)
+    assert done.code == 3
+    assert done.err.endswith(". Give one of the checkpoints in it: one.zarr\n")
+
+
+def test_checkpoints_without_a_common_tensor_give_no_table(run: Path) -> None:
+    found = replace(api.diff(run, run), states=(), tensors=())
+    shown = diff_text(found, sort="relative", verbose=False)
+    assert "relative L2" not in shown
+    assert "No tensor is in both with the same shape." in shown
