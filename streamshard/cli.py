@@ -14,14 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, NoReturn, Protocol
 
-from streamshard.command_line import (
-    arguments_of,
-    compacting_options,
-    inspecting_options,
-    moving_options,
-    reading_options,
-    resource_options,
-)
+from streamshard.command_line import arguments_of
 from streamshard.completion import completion_script
 from streamshard.diff_text import diff_text, difference_text
 from streamshard.engine.throttle import yield_to_others
@@ -46,6 +39,13 @@ from streamshard.operations import (
 )
 from streamshard.operations.outlook import Outlook
 from streamshard.operations.report import Progress, Report
+from streamshard.options import (
+    compacting_options,
+    inspecting_options,
+    moving_options,
+    reading_options,
+    resource_options,
+)
 from streamshard.outlook_text import plan_text
 from streamshard.progress import display
 from streamshard.tables import (

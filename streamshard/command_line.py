@@ -3,20 +3,24 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Final, NoReturn, TypeAlias
 
-from streamshard import sizes
 from streamshard.completion import SHELLS
 from streamshard.diff_text import ORDERS
-from streamshard.engine import memory
-from streamshard.errors import UsageError
 from streamshard.formats.zarr_documents import CODECS
-from streamshard.operations.compact import DEFAULT_GRACE, DEFAULT_MIN_AGE
+from streamshard.operations.compact import DEFAULT_GRACE
 from streamshard.operations.convert import DEFAULT_CHUNK_BYTES
 from streamshard.operations.export import DEFAULT_SHARD_BYTES, FORMATS
 from streamshard.operations.weights import DTYPES
-from streamshard.progress import MODES
+from streamshard.options import (
+    add_keeping_options,
+    add_moving_options,
+    add_reading_options,
+    add_resource_options,
+    add_source_options,
+    duration,
+    size,
+)
 
 Verb: TypeAlias = Callable[[argparse.Namespace], None]
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -111,7 +115,7 @@ def _add_repartition(verbs: Verbs, run: Verb) -> None:
         metavar="FILE",
         help="whole DeepSpeed config of the job that will resume [the one kept in the checkpoint]",
     )
-    _add_moving_options(verb)
+    add_moving_options(verb)
 
 
 def _add_convert(verbs: Verbs, run: Verb) -> None:
@@ -127,12 +131,12 @@ def _add_convert(verbs: Verbs, run: Verb) -> None:
     verb.add_argument("--codec", choices=CODECS, default="none", help="compression [none]")
     verb.add_argument(
         "--chunk-size",
-        type=_size,
+        type=size,
         default=DEFAULT_CHUNK_BYTES,
         metavar="SIZE",
         help="bytes per chunk at most, before compression [64MiB]",
     )
-    _add_moving_options(verb)
+    add_moving_options(verb)
 
 
 def _add_export(verbs: Verbs, run: Verb) -> None:
@@ -157,7 +161,7 @@ def _add_export(verbs: Verbs, run: Verb) -> None:
     )
     verb.add_argument(
         "--max-shard-size",
-        type=_size,
+        type=size,
         default=DEFAULT_SHARD_BYTES,
         metavar="SIZE",
         help="bytes per file at most, but for a tensor that is larger [5GB]",
@@ -181,7 +185,7 @@ def _add_export(verbs: Verbs, run: Verb) -> None:
     verb.add_argument(
         "--no-frozen", action="store_true", help="leave out weights that were not trained"
     )
-    _add_moving_options(verb)
+    add_moving_options(verb)
 
 
 def _add_verify(verbs: Verbs, run: Verb) -> None:
@@ -209,7 +213,7 @@ def _add_verify(verbs: Verbs, run: Verb) -> None:
         action="store_true",
         help="list the digest of every tensor, which does not depend on how it is cut",
     )
-    _add_reading_options(verb)
+    add_reading_options(verb)
 
 
 def _add_diff(verbs: Verbs, run: Verb) -> None:
@@ -239,7 +243,7 @@ def _add_diff(verbs: Verbs, run: Verb) -> None:
     verb.add_argument(
         "--against-tag", metavar="TAG", help="tag to read of B [the one that 'latest' names]"
     )
-    _add_reading_options(verb, of=" of A")
+    add_reading_options(verb, of=" of A")
 
 
 def _add_inspect(verbs: Verbs, run: Verb) -> None:
@@ -279,7 +283,7 @@ def _add_inspect(verbs: Verbs, run: Verb) -> None:
         "--zero-stage", type=int, choices=(1, 2, 3), help="draw too how it would be cut at a stage"
     )
     verb.add_argument("--overwrite", action="store_true", help="replace pictures that exist")
-    _add_source_options(verb)
+    add_source_options(verb)
 
 
 def _add_compact(verbs: Verbs, run: Verb) -> None:
@@ -292,7 +296,7 @@ def _add_compact(verbs: Verbs, run: Verb) -> None:
     )
     verb.add_argument("source", metavar="RUN_DIR", help="directory that holds 'latest' and tags")
     verb.add_argument("target", metavar="ARCHIVE_DIR", help="where TAG.zarr and its receipt go")
-    _add_keeping_options(verb)
+    add_keeping_options(verb)
     verb.add_argument(
         "--delete",
         action="store_true",
@@ -300,7 +304,7 @@ def _add_compact(verbs: Verbs, run: Verb) -> None:
     )
     verb.add_argument(
         "--grace",
-        type=_time,
+        type=duration,
         default=DEFAULT_GRACE,
         metavar="TIME",
         help="time that tags stay in the trash [7d]",
@@ -313,7 +317,7 @@ def _add_compact(verbs: Verbs, run: Verb) -> None:
     )
     verb.add_argument(
         "--weights-only-older-than",
-        type=_time,
+        type=duration,
         metavar="TIME",
         help="drop the optimizer states of archives whose originals were removed for good longer "
         "ago than this; no job can resume from them then [never]",
@@ -328,11 +332,11 @@ def _add_compact(verbs: Verbs, run: Verb) -> None:
     verb.add_argument("--codec", choices=CODECS, default="zstd", help="compression [zstd]")
     verb.add_argument(
         "--bwlimit",
-        type=_size,
+        type=size,
         metavar="SIZE",
         help="read and write no more than this a second: 200MB [no limit]",
     )
-    _add_resource_options(verb)
+    add_resource_options(verb)
     verb.add_argument(
         "-n", "--dry-run", action="store_true", help="say what would be done, and do nothing"
     )
@@ -347,7 +351,7 @@ def _add_apply(verbs: Verbs, run: Verb) -> None:
         "streamshard apply plan.json",
     )
     verb.add_argument("plan", metavar="PLAN", help="file that --plan-out made")
-    _add_resource_options(verb)
+    add_resource_options(verb)
     verb.add_argument(
         "-n", "--dry-run", action="store_true", help="show what would be done, and write nothing"
     )
@@ -368,32 +372,6 @@ def _add_completion(verbs: Verbs, run: Verb) -> None:
     verb.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
 
 
-def _add_keeping_options(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument(
-        "--keep-last", type=int, default=3, metavar="K", help="newest complete steps to leave [3]"
-    )
-    verb.add_argument(
-        "--keep-every",
-        type=int,
-        metavar="N",
-        help="leave every step that is a multiple of N too [none]",
-    )
-    verb.add_argument(
-        "--keep-tag",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="leave tags of such names too, as often as needed: 'release-*' [none]",
-    )
-    verb.add_argument(
-        "--min-age",
-        type=_time,
-        default=DEFAULT_MIN_AGE,
-        metavar="TIME",
-        help="leave tags that changed within this time [2h]",
-    )
-
-
 def _add(verbs: Verbs, name: str, run: Verb, summary: str, example: str) -> argparse.ArgumentParser:
     verb = verbs.add_parser(
         name,
@@ -408,138 +386,3 @@ def _add(verbs: Verbs, name: str, run: Verb, summary: str, example: str) -> argp
     volume.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
     volume.add_argument("-v", "--verbose", action="store_true", help="print more")
     return verb
-
-
-def _add_source_options(verb: argparse.ArgumentParser, of: str = "") -> None:
-    verb.add_argument(
-        "--source-ds-config", metavar="FILE", help="DeepSpeed config of the job that left raw dumps"
-    )
-    verb.add_argument(
-        "--like",
-        metavar="SRC",
-        help="another checkpoint of the same job, for what SRC does not tell: see the README",
-    )
-    verb.add_argument("--tag", help=f"tag to read{of} [the one that 'latest' names]")
-
-
-def _add_reading_options(verb: argparse.ArgumentParser, of: str = "") -> None:
-    _add_source_options(verb, of)
-    _add_resource_options(verb)
-
-
-def _add_resource_options(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument(
-        "--memory-limit",
-        type=_memory,
-        metavar="SIZE",
-        help="memory above the program's own: 512MiB, 2GB, or 50%% of the machine's [1GiB, at most "
-        "half of what there is]",
-    )
-    verb.add_argument(
-        "--workers",
-        type=int,
-        metavar="N",
-        help="threads [one per core, at most 4, fewer where memory is tight]",
-    )
-    verb.add_argument(
-        "--progress",
-        choices=MODES,
-        default=MODES[0],
-        help="how far it is, on standard error: a bar, a line per tenth, or JSON objects, one a "
-        "second [a bar on a terminal, else lines once it has taken 5 seconds]",
-    )
-
-
-def _add_moving_options(verb: argparse.ArgumentParser) -> None:
-    _add_reading_options(verb)
-    verb.add_argument("--overwrite", action="store_true", help="replace the target if it exists")
-    verb.add_argument(
-        "-n", "--dry-run", action="store_true", help="show what would be done, and write nothing"
-    )
-    verb.add_argument(
-        "--plan-out", metavar="FILE", help="with --dry-run: save the plan, for `streamshard apply`"
-    )
-    verb.add_argument(
-        "--verify",
-        action="store_true",
-        help="read back from disk what was written, and compare it with SRC before it takes its "
-        "place",
-    )
-
-
-def _size(text: str) -> int:
-    try:
-        return sizes.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _time(text: str) -> timedelta:
-    try:
-        return sizes.parse_time(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _memory(text: str) -> int:
-    try:
-        return sizes.parse(text, whole=memory.available_bytes())
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def source_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of every verb, by the names that they have in Python."""
-    return {
-        "source_ds_config_file": arguments.source_ds_config,
-        "like": arguments.like,
-        "tag": arguments.tag,
-    }
-
-
-def inspecting_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of `inspect`."""
-    same = "rank svg html world_size zero_stage overwrite"
-    return {
-        **{name: getattr(arguments, name) for name in same.split()},
-        "params": arguments.param,
-        **source_options(arguments),
-    }
-
-
-def reading_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of verbs that read tensors.
-
-    Raises
-    ------
-    UsageError
-        One of them asks for what cannot be.
-    """
-    return {**source_options(arguments), **resource_options(arguments)}
-
-
-def resource_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that say what a run may use; see `reading_options` for errors."""
-    if arguments.workers is not None and arguments.workers < 1:
-        raise UsageError(f"--workers {arguments.workers}: at least one is needed")
-    return {"memory_limit": arguments.memory_limit, "workers": arguments.workers}
-
-
-def compacting_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of `compact`; see `reading_options` for errors."""
-    same = "keep_last keep_every min_age codec delete grace max_delete undelete purge dry_run"
-    same += " weights_only_older_than"
-    return {
-        **{name: getattr(arguments, name) for name in same.split()},
-        "keep_tags": arguments.keep_tag,
-        "bytes_per_second": arguments.bwlimit,
-        **resource_options(arguments),
-    }
-
-
-def moving_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of verbs that write; see `reading_options` for errors."""
-    if arguments.plan_out is not None and not arguments.dry_run:
-        raise UsageError(f"--plan-out {arguments.plan_out}: saves a plan; give --dry-run with it")
-    writing = {"overwrite": arguments.overwrite, "verify": arguments.verify}
-    return {**reading_options(arguments), **writing}

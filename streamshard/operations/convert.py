@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -101,7 +101,8 @@ class ConvertPlan:
                 told.enter(COMMITTING)
                 partial_target.commit()
 
-            return running.measured(self.report, partial_target, told, work)
+            done = running.measured(self.report, partial_target, told, work)
+            return replace(done, bytes_written=self.files.nbytes or done.bytes_written)
 
     def sizes(self) -> Mapping[str, int]:
         """Return the size of every file that will be written, by its path."""

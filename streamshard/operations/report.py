@@ -50,7 +50,7 @@ class Report:
     files: int
     """Files written."""
     bytes_written: int
-    """Exact for native checkpoints and uncompressed stores; else an upper bound before the run."""
+    """Exact, but for a compressed store before the run: an upper bound."""
     floor_bytes: int
     """Resident memory before anything was opened."""
     limit_bytes: int

@@ -51,6 +51,8 @@ class StoreTargets:
         """What was written so far."""
         self._digests: dict[tuple[int, int], Digest] = {}
         """(tensor, first element) → digest of a chunk's content that was written so far."""
+        self.nbytes: int | None = None
+        """Size of all files once they are written; None before, and if an earlier run did it."""
 
     @property
     def encode(self) -> Callable[[memoryview], bytes] | None:
@@ -92,7 +94,11 @@ class StoreTargets:
         }
         # Sorted, because workers and runs that go on note them in any order.
         manifest = store_manifest.spell(dict(sorted(self._records.items())), self._codec, held)
-        return _fixed(small_array(MANIFEST_PATH, manifest))
+        small = small_array(MANIFEST_PATH, manifest)
+        if self._records:
+            written = (record.nbytes for record in self._records.values())
+            self.nbytes = sum(written) + sum(map(len, small.values()))
+        return _fixed(small)
 
     def _documents(self) -> dict[str, bytes]:
         """Spell all files of a store that are not a tensor's chunks, but for the manifest."""

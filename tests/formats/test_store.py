@@ -115,6 +115,15 @@ def test_chunks_are_no_larger_than_asked_for(tmp_path: Path, chunk_size: int) ->
             assert nbytes <= max(chunk_size, itemsize) or not array.size
 
 
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_report_has_the_size_of_the_store(tmp_path: Path, codec: str) -> None:
+    write(Job(), tmp_path / "run")
+    plan = streamshard.plan_convert(tmp_path / "run", tmp_path / "x.zarr", codec=codec)
+    done = plan.run()
+    found = sum(p.stat().st_size for p in (tmp_path / "x.zarr").rglob("*") if p.is_file())
+    assert done.bytes_written == found <= plan.report.bytes_written
+
+
 NAMES = ["a/b", "100%", "%41", ".", "..", ".hidden", "_x", "__x", "__zarr", "zarr.json", "c", "c/0",
          "größe", "層.重み", "a b", "a'b\"c", "a:b", "a\\b", "*?", "état", "x" * 200]  # fmt: skip
 
