@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from streamshard.operations.compaction import Compaction
+from streamshard.operations.compaction import ARCHIVED, Compaction
 from streamshard.operations.pickles import PickleListing
 from streamshard.operations.report import Report
 from streamshard.operations.verification import Difference, Problem, Verification
@@ -107,7 +107,12 @@ def compaction_text(found: Compaction, *, verbose: bool) -> str:
     """Sum up in a line what `compact` did, or would do; with all tags below."""
     counts = Counter(tag.action for tag in found.tags)
     done = ", ".join(f"{count:,} {action}" for action, count in counts.items()) or "no tags"
-    line = f"{found.run_dir}: {'would be ' if found.is_dry_run else ''}{done}"
+    line = f"{found.run_dir}: {'dry run: ' if found.is_dry_run else ''}{done}"
+    archived = [tag for tag in found.tags if tag.action == ARCHIVED]
+    if archived and not found.is_dry_run:
+        own = sum(tag.archive_bytes - tag.shared_bytes for tag in archived)
+        line += f"; {show(sum(tag.source_bytes for tag in archived))} archived in {show(own)}"
+    line = "\n".join([line, *found.notes])
     if not (verbose or found.is_dry_run):
         return line
     rows: list[Sequence[object]] = [("tag", "what", "bytes", "archive", "shared", "why")]

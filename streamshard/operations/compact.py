@@ -2,8 +2,9 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
 
@@ -12,7 +13,7 @@ from streamshard.engine.throttle import Throttle
 from streamshard.errors import UsageError
 from streamshard.operations.choosing import Rules
 from streamshard.operations.compacting import Compacting, Settings
-from streamshard.operations.compaction import Compaction
+from streamshard.operations.compaction import CompactedTag, Compaction
 from streamshard.operations.convert import DEFAULT_CHUNK_BYTES, Limits, StoreShape
 from streamshard.operations.report import Progress, Silent
 
@@ -122,7 +123,15 @@ def compact(
     told = _Told(progress or Silent(), bytes_per_second)
     tags = tuple(Compacting(settings, now or datetime.now(UTC), told).run())
     seconds = time.monotonic() - began
-    return Compaction(str(run_dir), str(archive_dir), dry_run, tags, seconds)
+    notes = () if undelete or purge else tuple(_unmatched(keep_tags, tags))
+    return Compaction(str(run_dir), str(archive_dir), dry_run, tags, seconds, notes)
+
+
+def _unmatched(patterns: Sequence[str], tags: Sequence[CompactedTag]) -> Iterator[str]:
+    """Tell of patterns that keep nothing: one may be mistyped, and the tag it is for not kept."""
+    for pattern in patterns:
+        if not any(fnmatchcase(tag.tag, pattern) for tag in tags):
+            yield f"--keep-tag {pattern}: no tag has such a name"
 
 
 def _require_apart(run_dir: Path, archive_dir: Path) -> None:

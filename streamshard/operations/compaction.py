@@ -55,6 +55,8 @@ class Compaction:
     tags: tuple[CompactedTag, ...]
     """In the order in which they were looked at, by step."""
     seconds: float
+    notes: tuple[str, ...] = ()
+    """What the user should know: patterns of tags to keep that fit none, for instance."""
 
     @property
     def problems(self) -> tuple[CompactedTag, ...]:

@@ -12,6 +12,7 @@ import pytest
 
 import streamshard as api
 from streamshard.engine.lock import Lock
+from streamshard.sizes import show
 from tests.cli.conftest import streamshard
 from tests.compact.runs import STEPS, bits, make_run, save, tag_of
 
@@ -51,13 +52,26 @@ def test_lengths_of_time_are_said_as_they_are_asked_for(run: Path, tmp_path: Pat
 def test_a_night_says_a_line_or_nothing_or_a_table(run: Path, tmp_path: Path) -> None:
     command = ("compact", run, tmp_path / "archive")
     done = streamshard(*command)
-    assert (done.code, done.out, done.err) == (0, f"{run}: 1 archived, 3 kept\n", "")
+    assert (done.code, done.err) == (0, "")
+    (told,) = api.compact(run, tmp_path / "again").tags[:1]
+    into = f"{show(told.source_bytes)} archived in {show(told.archive_bytes)}"
+    assert done.out == f"{run}: 1 archived, 3 kept; {into}\n"
     done = streamshard(*command, "-q", "--delete")
     assert (done.code, done.out, done.err) == (0, "", "")
     done = streamshard(*command, "-v")
     assert (done.code, FIRST in done.out, "in the trash" in done.out) == (0, True, True)
     found = json.loads(streamshard(*command, "--undelete", FIRST, "--json").out)
     assert [(tag["tag"], tag["action"]) for tag in found["tags"]] == [(FIRST, "brought back")]
+
+
+def test_a_name_to_keep_that_is_mistyped_is_told(run: Path, tmp_path: Path) -> None:
+    command = ("compact", run, tmp_path / "archive", "--keep-tag", f"{FIRST}O", "--keep-tag", "*5*")
+    for more in (["-n"], []):
+        done = streamshard(*command, *more)
+        assert (done.code, done.err) == (0, "")
+        assert f"--keep-tag {FIRST}O: no tag has such a name" in done.out
+    assert streamshard(*command, "-q").out == ""
+    assert "--keep-tag" not in streamshard(*command, "--undelete", FIRST).out
 
 
 def test_states_are_dropped_only_when_asked_to(run: Path, tmp_path: Path) -> None:
