@@ -26,7 +26,7 @@ def demo(session: nox.Session) -> None:
 @nox.session(python=False)
 def tests(session: nox.Session) -> None:
     """Run the test suite; arguments after `--` go to pytest."""
-    pytest = ("-m", "pytest", "-n", "auto", "--maxprocesses", "4", "--dist", "loadgroup")
+    pytest = ("-m", "pytest", "-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
     run_shared(session, *pytest, *session.posargs, groups=["tests"], old_engines=True)
 
 
