@@ -31,6 +31,8 @@ def cut_off(self, *rest, **options):
     if where == "before":
         return real(self, *rest, **options)
 setattr(owner, what, cut_off)
+# Whoever runs the tests in the background may have it ignored, which is inherited.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.exit(cli.main(sys.argv[5:]))
 """
 SIZE = 200_000
