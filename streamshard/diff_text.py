@@ -6,9 +6,8 @@ from typing import Final
 
 from streamshard.operations.distances import DiffReport, Distance, TensorDiff
 from streamshard.sizes import show
-from streamshard.tables import paragraph, table
+from streamshard.tables import KINDS, paragraph, table
 
-_KINDS: Final = {"native": "DeepSpeed shards", "store": "Zarr store", "dumps": "raw per-rank dumps"}
 _MOST_SHOWN: Final = 20
 """Tensors, and other differences, that are shown without being asked for all."""
 _HEAD: Final = ("elements", "changed", "relative L2", "max abs", "mean abs", "cosine")
@@ -67,7 +66,7 @@ def _summary(found: DiffReport, *, verbose: bool) -> str:
     rate = found.bytes_read / max(found.seconds, 1e-9)
     changed = len(found.changed)
     sides = [
-        f"{path} ({_KINDS[kind]}), {tag}"
+        f"{path} ({KINDS[kind]}), {tag}"
         for path, kind, tag in zip((found.left, found.right), found.kinds, found.tags, strict=True)
     ]
     lines = [

@@ -24,13 +24,8 @@ from streamshard.operations.inspection import (
     RankPartition,
 )
 from streamshard.sizes import show
-from streamshard.tables import paragraph, printable
+from streamshard.tables import KINDS, paragraph, printable
 
-_KINDS: Final = {
-    "native": "DeepSpeed shards",
-    "store": "Zarr store",
-    "dumps": "raw per-rank dumps",
-}
 _PARAMETERS_SHOWN: Final = 20
 """Parameters, and what was asked for by name, that are listed without being asked for all."""
 _ROWS_SHOWN: Final = 40
@@ -244,7 +239,7 @@ def _summary(found: Inspection, *, brief: bool) -> str:
 
 
 def _format(found: Inspection) -> str:
-    return _KINDS[found.kind] + (f", {found.codec}" if found.codec else "")
+    return KINDS[found.kind] + (f", {found.codec}" if found.codec else "")
 
 
 def _dtypes(found: Inspection) -> str:

@@ -12,11 +12,12 @@ from streamshard.operations.report import Report
 from streamshard.operations.verification import Difference, Problem, Verification
 from streamshard.sizes import show
 
-_KINDS: Final = {
+KINDS: Final = {
     "native": "DeepSpeed shards",
     "store": "Zarr store",
     "dumps": "raw per-rank dumps",
 }
+"""What each kind of source is called."""
 _MOST_SHOWN: Final = 20
 """Problems that are shown without being asked for all."""
 
@@ -131,7 +132,7 @@ def verification_text(found: Verification, *, verbose: bool, with_digests: bool)
     """Lay out what `verify` looked at and found."""
     facts: list[tuple[str, object]] = [("checkpoint", found.path)]
     if found.kind:
-        facts[0] = ("checkpoint", f"{found.path} ({_KINDS[found.kind]})")
+        facts[0] = ("checkpoint", f"{found.path} ({KINDS[found.kind]})")
     if found.against is not None:
         facts.append(("against", found.against))
     facts.append(("tag", found.tag or "not known"))

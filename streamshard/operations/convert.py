@@ -27,6 +27,7 @@ from streamshard.operations.store_targets import StoreTargets
 from streamshard.operations.tally import Tally
 from streamshard.operations.target import (
     require_free,
+    require_other,
     require_separate,
     require_space,
 )
@@ -186,6 +187,7 @@ def plan_convert(
     memory.restart_peak()
     shape = StoreShape(codec, chunk_size)
     target = Path(target)
+    require_other(source, target)
     require_free(target, overwrite=overwrite)
     opened = open_source(source, tag, ds_config_file=source_ds_config_file, like=like)
     opened.require_use_of_like()

@@ -23,6 +23,7 @@ from streamshard.operations.source import Source, open_source
 from streamshard.operations.tally import Tally
 from streamshard.operations.target import (
     require_free,
+    require_other,
     require_separate,
     require_space,
 )
@@ -205,6 +206,7 @@ def plan_export(
     memory.restart_peak()
     target = Path(target)
     _require_known(dtype, format, max_shard_size, target)
+    require_other(source, target)
     require_free(target, overwrite=overwrite)
     opened = open_source(source, tag, ds_config_file=source_ds_config_file, like=like)
     if format == UNIVERSAL:

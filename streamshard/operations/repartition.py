@@ -28,6 +28,7 @@ from streamshard.operations.source import Source, open_source
 from streamshard.operations.tally import Tally
 from streamshard.operations.target import (
     require_free,
+    require_other,
     require_separate,
     require_space,
 )
@@ -195,6 +196,7 @@ def plan_repartition(
     memory.restart_peak()
     template = dump_names.parse(str(target)) if dump_names.is_template(str(target)) else None
     directory = template.directory if template else Path(target)
+    require_other(source, directory)
     require_free(directory, overwrite=overwrite, template=template)
     wanted = ds_config.read_file(Path(ds_config_file)) if ds_config_file else None
     opened = open_source(source, tag, ds_config_file=source_ds_config_file, like=like)

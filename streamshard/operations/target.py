@@ -1,5 +1,6 @@
 """Which places may become a target: free ones, and what is ours and may be replaced."""
 
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,6 +43,12 @@ def require_separate(source: Path, files: Sequence[SourceFile], target: Path) ->
             if place != target:
                 message = f"{place}: is needed to make {target}, and holds the source"
             raise UsageError(f"{message}; choose another place")
+
+
+def require_other(source: str | os.PathLike[str], target: Path) -> None:
+    """Refuse a target that is the source, before anyone is told how to overwrite it."""
+    if target.resolve() == Path(source).resolve():
+        raise UsageError(f"{target}: is the source itself; choose another place")
 
 
 def require_free(target: Path, *, overwrite: bool, template: Template | None = None) -> None:

@@ -49,6 +49,17 @@ def test_a_target_in_its_own_source_is_refused(stage_2: Path, inside: str) -> No
     assert tree(stage_2) == before
 
 
+@pytest.mark.parametrize("verb", ["repartition", "convert", "export"])
+def test_the_source_as_its_own_target_is_not_told_to_be_overwritten(
+    stage_2: Path, verb: str
+) -> None:
+    before = tree(stage_2)
+    for more in ([], ["--overwrite"]):
+        done = streamshard(verb, stage_2, stage_2, *more)
+        assert (done.code, "is the source itself; choose another place" in done.err) == (2, True)
+    assert tree(stage_2) == before
+
+
 def test_a_second_run_on_a_target_is_refused(saved: Callable[[int], Path], tmp_path: Path) -> None:
     lock = Lock(tmp_path / ".streamshard.lock.out", tmp_path / "out")
     lock.take()
