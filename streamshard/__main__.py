@@ -1,8 +1,6 @@
 """`python -m streamshard`: the command line, where its script is not on the path."""
 
-import sys
-
-from streamshard.cli import main
+from streamshard.cli import program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

@@ -7,11 +7,10 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import Final, NoReturn, Protocol
 
 from streamshard.command_line import arguments_of
@@ -48,6 +47,7 @@ from streamshard.options import (
 )
 from streamshard.outlook_text import plan_text
 from streamshard.progress import display
+from streamshard.stopping import SIGNALS, Signals, StoppedBySignal
 from streamshard.tables import (
     compaction_text,
     findings_text,
@@ -57,39 +57,50 @@ from streamshard.tables import (
     verification_text,
 )
 
-SIGNALS: Final = {signal.SIGINT: 130, signal.SIGTERM: 143}
-"""Exit code after each signal that ends a run in good order."""
 _STDERR: Final = 2
 """The number of standard error."""
-_PATIENCE_SECONDS: Final = 5
-"""How long a run may take to end in good order."""
 
 
-class _StoppedBySignal(KeyboardInterrupt):
-    """Raised where the program is when a signal asks it to stop."""
-
-    def __init__(self, number: signal.Signals) -> None:
-        super().__init__()
-        self.number = number
+def program() -> NoReturn:
+    """Be the process of `streamshard`, which ends with its verb."""
+    # The signals are not given back: until the interpreter has gone they end it, without a word.
+    sys.exit(_stoppable(sys.argv[1:], Signals()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
+    signals = Signals()
+    try:
+        return _stoppable(argv, signals)
+    finally:
+        signals.give_back()
+
+
+def _stoppable(argv: Sequence[str] | None, signals: Signals) -> int:
+    """Run one verb to its end, or until a signal asks it to stop; returns the exit code."""
+    try:
+        signals.take()
+        code = _run(argv)
+        signals.over(code)
+    except KeyboardInterrupt as error:
+        number = error.number if isinstance(error, StoppedBySignal) else signal.SIGINT
+        _tell(f"streamshard: interrupted by {number.name}", error)
+        return SIGNALS[number]
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    """Run one verb to its end; returns the exit code."""
     _open_what_was_closed()
-    with _signals_taken():
-        try:
-            arguments = _parser().parse_args(argv)
-            arguments.verb(arguments)
-            sys.stdout.flush()
-        except StreamshardError as error:
-            _tell(f"streamshard: {error}", error)
-            return error.exit_code
-        except KeyboardInterrupt as error:
-            number = error.number if isinstance(error, _StoppedBySignal) else signal.SIGINT
-            _tell(f"streamshard: interrupted by {number.name}", error)
-            return SIGNALS[number]
-        except BrokenPipeError:
-            _give_up_output()  # the reader has gone
+    try:
+        arguments = _parser().parse_args(argv)
+        arguments.verb(arguments)
+        sys.stdout.flush()
+    except StreamshardError as error:
+        _tell(f"streamshard: {error}", error)
+        return error.exit_code
+    except BrokenPipeError:
+        _give_up_output()  # the reader has gone
     return 0
 
 
@@ -130,37 +141,6 @@ def _tell(message: str, error: BaseException) -> None:
     """Say what went wrong, and what to do about it."""
     for line in (message, *getattr(error, "__notes__", ())):
         print(printable(line), file=sys.stderr)
-
-
-@contextmanager
-def _signals_taken() -> Iterator[None]:
-    """Stop in good order when asked to; at once when asked again, or if that takes too long."""
-    before = {
-        number: signal.getsignal(number)
-        for number in SIGNALS
-        if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL)
-    }
-    for number in before:
-        signal.signal(number, _stop)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if signal.getsignal(number) is _stop:
-                signal.signal(number, handler)
-
-
-def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    """Raise what stops the run, from here on wherever the program is."""
-
-    def end(again: int, frame: FrameType | None) -> NoReturn:
-        # What is on the disk may be left as it is at any moment.
-        os._exit(SIGNALS[signal.Signals(number)])
-
-    for other in (*SIGNALS, signal.SIGALRM):
-        signal.signal(other, end)
-    signal.alarm(_PATIENCE_SECONDS)
-    raise _StoppedBySignal(signal.Signals(number))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -16,6 +16,7 @@ FLOORS: dict[str, int] = {
     "operations": 2,
     "": 3, "__main__": 3, "cli": 3, "command_line": 3, "options": 3, "completion": 3,
     "progress": 3, "tables": 3, "diff_text": 3, "inspection_tables": 3, "outlook_text": 3,
+    "stopping": 3,
 }  # fmt: skip
 """Floor of every room and of every module beside them; the package itself has the empty name."""
 DEMO = "demo"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import streamshard
-from streamshard import cli, errors
+from streamshard import cli, errors, stopping
 from streamshard.formats import torch_file
 from streamshard.formats.inert_dump import dump
 from streamshard.formats.torch_tensor import Storage
@@ -106,7 +106,7 @@ def test_every_branch_of_errors_has_an_exit_code_of_its_own() -> None:
     branches = {kind for kind in all_errors() if kind.__base__ is errors.StreamshardError}
     assert {kind: kind.exit_code for kind in branches} == CODES
     assert len(set(CODES.values())) == len(CODES)
-    assert not set(CODES.values()) & {0, 1, *cli.SIGNALS.values()}
+    assert not set(CODES.values()) & {0, 1, *stopping.SIGNALS.values()}
     for kind in all_errors() - branches - {errors.StreamshardError}:
         (branch,) = [b for b in branches if issubclass(kind, b)]
         assert kind.exit_code == branch.exit_code
@@ -122,7 +122,7 @@ def test_the_tree_in_the_docstring_is_the_tree_of_classes() -> None:
 
 
 def test_exit_codes_are_those_in_the_help_and_the_readme() -> None:
-    known = {0, *CODES.values(), *cli.SIGNALS.values()}
+    known = {0, *CODES.values(), *stopping.SIGNALS.values()}
     parser = cli._parser()
     assert isinstance(parser, argparse.ArgumentParser)
     said = (parser.epilog or "").partition("Exit codes:")[2]
