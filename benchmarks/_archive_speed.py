@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,11 +16,14 @@ from numcodecs.blosc import Blosc
 from numpy.typing import NDArray
 
 from benchmarks._measure import STREAMSHARD, files_in, succeed, warm
+from streamshard.engine.durability import sync_tree
 
 A = TypeVar("A")
 B = TypeVar("B")
 HEAD = ("what", "MB/s", "of the codec's")
+ZSTD = ("--codec", "zstd")
 _CHECKSUM_BYTES = 4
+CODEC = Blosc(cname="zstd", clevel=5, shuffle=Blosc.BITSHUFFLE)
 
 
 Chunk = NDArray[Any]
@@ -27,7 +31,10 @@ Chunk = NDArray[Any]
 
 
 def speeds(run: Path, tag: str, runs: int) -> tuple[int, list[list[str]]]:
-    """Convert a checkpoint to a compressed store and back, and its chunks with the codec alone.
+    """Convert a checkpoint to a compressed store and back, and its chunks by as little as it takes.
+
+    That is the codec by itself, over chunks that are in memory, and a bare loop that reads them
+    from files, encodes and writes them, and syncs at the end.
 
     Returns
     -------
@@ -36,39 +43,62 @@ def speeds(run: Path, tag: str, runs: int) -> tuple[int, list[list[str]]]:
         everything runs once.
     """
     workers = len(os.sched_getaffinity(0))
-    raw, packed, back = (run.with_name(name) for name in ("raw.zarr", "packed.zarr", "back"))
-    warm(run / tag)
-    source, fixed = str(run / tag), ("--workers", str(workers), "--json")
-    succeed(*STREAMSHARD, "convert", source, raw, "--codec", "none", *fixed)
-    chunks = _chunks(raw)
+    made = run.with_name("made")
+    made.mkdir()
+    raw = made / "raw.zarr"
+    succeed(*STREAMSHARD, "convert", run / tag, raw, "--codec", "none")
+    paths = _chunk_files(raw)
+    chunks = [_content(path, itemsize) for path, itemsize in paths]
     nbytes = sum(chunk.nbytes for chunk in chunks)
-    convert = ("convert", source, str(packed), "--codec", "zstd", *fixed)
-    repartition = ("repartition", str(packed), str(back), *fixed)
-    verify = ("verify", str(packed), *fixed)
     seconds: dict[str, list[float]] = {}
-    for _ in range(runs):
+    for number in range(runs):
+        # Nothing is removed before the end: the file system looks long for room where files were.
+        packed, back, bare = (made / f"{name}-{number}" for name in ("packed", "back", "bare"))
+        bare.mkdir()
         with ThreadPoolExecutor(workers) as pool:
-            codec = Blosc(cname="zstd", clevel=5, shuffle=Blosc.BITSHUFFLE)
-            encoded, took = _timed(pool, codec.encode, chunks)
+            encoded, took = _timed(pool, CODEC.encode, chunks)
             seconds.setdefault("encode, the codec alone", []).append(took)
-            _, took = _timed(pool, codec.decode, encoded)
+            _, took = _timed(pool, CODEC.decode, encoded)
             seconds.setdefault("decode, the codec alone", []).append(took)
-        warm(run / tag)
-        for name, command in (
-            ("encode, convert --codec zstd", convert),
-            ("decode, verify", verify),
-            ("decode, repartition", repartition),
+            del encoded
+            seconds.setdefault("encode, a bare loop", []).append(_bare(pool, paths, bare))
+        for name, reads, command in (
+            ("encode, convert --codec zstd", run / tag, ("convert", run / tag, packed, *ZSTD)),
+            ("decode, verify", packed, ("verify", packed)),
+            ("decode, repartition", packed, ("repartition", packed, back)),
         ):
-            report = succeed(*STREAMSHARD, *command).report
+            warm(reads)
+            report = succeed(*STREAMSHARD, *command, "--json").report
             seconds.setdefault(name, []).append(report["seconds"])
-        shutil.rmtree(packed)
-        shutil.rmtree(back)
-    shutil.rmtree(raw)
+    shutil.rmtree(made)
     rows = [
         [name, f"{nbytes / median(took) / 1e6:.0f}", f"{_share(seconds, name):.2f}"]
         for name, took in sorted(seconds.items(), key=lambda item: item[0].startswith("decode"))
     ]
     return nbytes, rows
+
+
+def _bare(pool: ThreadPoolExecutor, paths: Sequence[tuple[Path, int]], target: Path) -> float:
+    """Read, encode and write all chunks, and sync; returns the seconds that it took."""
+    local = threading.local()
+
+    def do(job: tuple[int, tuple[Path, int]]) -> None:
+        number, (path, itemsize) = job
+        size = path.stat().st_size
+        if len(getattr(local, "buffer", b"")) < size:
+            local.buffer = bytearray(size)
+        with path.open("rb", buffering=0) as stream:
+            stream.readinto(memoryview(local.buffer)[:size])
+        content = np.frombuffer(
+            local.buffer, dtype=f"V{itemsize}", count=(size - _CHECKSUM_BYTES) // itemsize
+        )
+        with (target / str(number)).open("wb", buffering=0) as stream:
+            stream.write(CODEC.encode(content))
+
+    began = time.perf_counter()
+    list(pool.map(do, enumerate(paths)))
+    sync_tree(target)
+    return time.perf_counter() - began
 
 
 def _share(seconds: dict[str, list[float]], name: str) -> float:
@@ -84,16 +114,17 @@ def _timed(
     return list(pool.map(do, what)), time.perf_counter() - began
 
 
-def _chunks(store: Path) -> list[Chunk]:
-    """Read all chunks of tensors of a store that is not compressed."""
+def _chunk_files(store: Path) -> list[tuple[Path, int]]:
+    """List all chunks of tensors of a store, each with the bytes of an element."""
     group = zarr.open_group(str(store), mode="r")
     found = []
     for path in files_in(store):
-        name = path.relative_to(store).as_posix()
-        array, inside, _ = name.partition("/c/")
-        if not inside or array.startswith("meta/"):
-            continue
-        itemsize = group[array].dtype.itemsize  # type: ignore[union-attr]
-        content = path.read_bytes()[:-_CHECKSUM_BYTES]
-        found.append(np.frombuffer(content, dtype=f"V{itemsize}"))
+        array, inside, _ = path.relative_to(store).as_posix().partition("/c/")
+        if inside and not array.startswith("meta/"):
+            found.append((path, int(group[array].dtype.itemsize)))  # type: ignore[union-attr]
     return found
+
+
+def _content(path: Path, itemsize: int) -> Chunk:
+    """Read what a chunk holds that is not compressed."""
+    return np.frombuffer(path.read_bytes()[:-_CHECKSUM_BYTES], dtype=f"V{itemsize}")

@@ -34,7 +34,7 @@ def add_keeping_options(verb: argparse.ArgumentParser) -> None:
         type=duration,
         default=DEFAULT_MIN_AGE,
         metavar="TIME",
-        help="leave tags that changed within this time [2h]",
+        help="leave tags that changed within this time: 90m, 2h, 7d, 4w [2h]",
     )
 
 
@@ -70,7 +70,8 @@ def add_resource_options(verb: argparse.ArgumentParser) -> None:
         "--workers",
         type=int,
         metavar="N",
-        help="threads [one per core, at most 4, fewer where memory is tight]",
+        help="threads [one per core, at most 4; to compress, one more than there are cores, at "
+        "most 16; fewer where memory is tight]",
     )
     verb.add_argument(
         "--progress",

@@ -20,13 +20,18 @@ def read_ahead(descriptor: int, offset: int, nbytes: int) -> None:
         os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
 
-def drop_behind(descriptor: int, end: int) -> None:
+def drop_behind(descriptor: int, begin: int, end: int) -> None:
     """Forget what lies before an offset, as far as it may not have been forgotten already.
 
     What is not yet on the disk stays.
+
+    Parameters
+    ----------
+    begin
+        Where the caller began; what is before that others may be about to read.
     """
     start = max(0, end - 1) // _BLOCK_BYTES * _BLOCK_BYTES
-    _drop(descriptor, max(0, start - _BLOCK_BYTES), end)
+    _drop(descriptor, max(begin, start - _BLOCK_BYTES), end)
 
 
 def drop_file(path: Path) -> None:

@@ -8,13 +8,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Final
 
 from streamshard.engine.cache import drop_file
+from streamshard.engine.direct import aligned, open_direct
+from streamshard.engine.files import write_blocks
 from streamshard.model import SourceFile
 from streamshard.reading import open_to_read, stream_of
 
@@ -139,7 +141,7 @@ def measure_encoding(
 
 
 def measure_writing(directory: Path, *, most_bytes: int, clock: Clock = time.monotonic) -> Speed:
-    """Write and sync a file without a name in a directory, of which nothing is left.
+    """Write as a run would, and sync, a file without a name in a directory; nothing is left of it.
 
     Raises
     ------
@@ -147,17 +149,21 @@ def measure_writing(directory: Path, *, most_bytes: int, clock: Clock = time.mon
         The directory cannot be written.
     """
     # What can be compressed would be, by some file systems.
-    block = os.urandom(PIECE_BYTES)
-    descriptor = _nameless(directory)
-    try:
+    piece = aligned(PIECE_BYTES)
+    piece[:] = os.urandom(PIECE_BYTES)
+    with ExitStack() as stack:
+        descriptor = _nameless(directory)
+        stack.callback(os.close, descriptor)
+        direct = open_direct(Path(f"/proc/self/fd/{descriptor}"), descriptor)
+        if direct >= 0:
+            stack.callback(os.close, direct)
         began, written = clock(), 0
         while written < min(most_bytes, MOST_BYTES) and clock() - began <= SECONDS:
             for _ in range(_SYNCED_BYTES // PIECE_BYTES):
-                written += os.write(descriptor, block)
+                write_blocks(descriptor, direct, piece, written)
+                written += PIECE_BYTES
             os.fsync(descriptor)
         return Speed(written, clock() - began)
-    finally:
-        os.close(descriptor)
 
 
 def _nameless(directory: Path) -> int:

@@ -7,10 +7,11 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from streamshard.engine import cache
 from streamshard.engine.checksums import crc32
+from streamshard.engine.direct import BLOCK_BYTES, LEAST_BYTES
 from streamshard.engine.kept import KeptMemory
 from streamshard.engine.patience import try_again
 from streamshard.errors import (
@@ -23,8 +24,10 @@ from streamshard.errors import (
 from streamshard.model import BlockDigests, Memory, SourceFile
 from streamshard.reading import open_to_read, read_into
 
-_OPEN_FILES = 64
+_OPEN_FILES: Final = 64
 """Sources that one worker keeps open. A run has more sources than a process may have files."""
+_OPEN_TOGETHER: Final = 512
+"""Sources that all workers keep open: half of the files that a process mostly may have."""
 
 
 class Encoded(Protocol):
@@ -50,6 +53,8 @@ class SourceReader:
     ----------
     drops_behind
         Whether the system is to forget what was read, rather than what others have read.
+    workers
+        How many there are; the more, the fewer files each keeps open.
     stop
         Tells that there is no use in trying again.
     """
@@ -60,8 +65,10 @@ class SourceReader:
         decoders: Mapping[int, Decoder],
         *,
         drops_behind: bool = False,
+        workers: int = 1,
         stop: threading.Event | None = None,
     ) -> None:
+        self._keeps_open = min(_OPEN_FILES, max(1, _OPEN_TOGETHER // workers))
         self._stop = stop
         self._drops_behind = drops_behind
         self._files = files
@@ -70,6 +77,8 @@ class SourceReader:
         self._decoded: tuple[int, memoryview] = (-1, memoryview(b""))
         """File that was decoded last, and its content: the next read likely wants more of it."""
         self._stored, self._content = KeptMemory(), KeptMemory()
+        self._run = (-1, 0, 0)
+        """File and range of the last reads that followed each other."""
         self._kept: tuple[int, int, memoryview] = (-1, -1, memoryview(b""))
         """File and number of the block that was checked last without being wanted whole."""
 
@@ -137,7 +146,15 @@ class SourceReader:
             )
             raise CorruptFileError(message)
         if self._drops_behind and len(view) >= cache.LEAST_BYTES:
-            cache.drop_behind(descriptor, offset + len(view))
+            self._drop_read(file, descriptor, offset, offset + len(view))
+
+    def _drop_read(self, file: int, descriptor: int, offset: int, end: int) -> None:
+        """Forget what was read, as far as this reader read it: others may want what lies before."""
+        last, begin, stop = self._run
+        if (last, stop) != (file, offset):
+            begin = offset
+        self._run = (file, begin, end)
+        cache.drop_behind(descriptor, begin, end)
 
     def _read_checked(
         self, file: int, digests: BlockDigests, offset: int, view: memoryview
@@ -180,7 +197,7 @@ class SourceReader:
         if file in self._open:
             self._open.move_to_end(file)
             return self._open[file]
-        while len(self._open) >= _OPEN_FILES:
+        while len(self._open) >= self._keeps_open:
             os.close(self._open.popitem(last=False)[1])
         source = self._files[file]
         descriptor = open_to_read(source.path)
@@ -254,3 +271,29 @@ def write_all(descriptor: int, view: memoryview, offset: int) -> None:
     while len(view):
         count = os.pwrite(descriptor, view, offset)
         view, offset = view[count:], offset + count
+
+
+def write_blocks(descriptor: int, direct: int, view: memoryview, offset: int) -> None:
+    """Write all of a view at a byte offset, whole blocks past the page cache if there are enough.
+
+    Parameters
+    ----------
+    direct
+        The file as `open_direct` has it; -1 if it has not.
+    view
+        Begins in memory as far behind a block's beginning as the offset is in the file.
+    """
+    start = -offset % BLOCK_BYTES
+    stop = max(start, len(view) - (offset + len(view)) % BLOCK_BYTES)
+    if direct < 0 or stop - start < LEAST_BYTES:
+        write_all(descriptor, view, offset)
+        return
+    write_all(descriptor, view[:start], offset)
+    try:
+        write_all(direct, view[start:stop], offset + start)
+    except OSError as error:
+        # A disk may take larger blocks only; so may the rest of what was cut short.
+        if error.errno != errno.EINVAL:
+            raise
+        write_all(descriptor, view[start:stop], offset + start)
+    write_all(descriptor, view[stop:], offset + stop)

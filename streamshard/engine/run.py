@@ -11,6 +11,7 @@ from typing import Final
 
 from streamshard.engine import memory
 from streamshard.engine.cache import drop_file
+from streamshard.engine.direct import LEAST_BYTES, aligned, open_direct
 from streamshard.engine.durability import sync_tree
 from streamshard.engine.files import (
     Decoder,
@@ -48,6 +49,9 @@ class _OpenFile:
         self.path = path
         self.is_new = is_new
         self.descriptor = open_target(path, is_new=is_new)
+        # Of what was there before, the cache may hold more than was written through it.
+        goes_past = is_new and sum(span.nbytes for span in file.spans) >= LEAST_BYTES
+        self.direct = open_direct(path, self.descriptor) if goes_past else -1
         self._left = len(file.spans)
         self._lock = threading.Lock()
 
@@ -69,9 +73,10 @@ class _OpenFile:
 
     def close(self) -> None:
         """Close the file unless that is done."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
+        for descriptor in (self.descriptor, self.direct):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self.descriptor = self.direct = -1
 
 
 class Engine:
@@ -164,7 +169,7 @@ class Engine:
             self._watcher.advance(span.nbytes)
             return
         partial.make_room(span.nbytes)
-        written = window.write(span, opened.descriptor, is_new=opened.is_new)
+        written = window.write(span, opened.descriptor, opened.direct, is_new=opened.is_new)
         partial.journal.note(path, span.offset, written)
         # What is compressed was counted with its size before that.
         self._watcher.advance(span.nbytes - written.nbytes)
@@ -178,10 +183,14 @@ class Engine:
         if not hasattr(self._local, "window"):
             drops = self._resources.drops_behind
             reader = SourceReader(
-                self._sources, self._decoders, drops_behind=drops, stop=self._stop
+                self._sources,
+                self._decoders,
+                drops_behind=drops,
+                workers=self._resources.workers,
+                stop=self._stop,
             )
             self._readers.append(reader)
-            buffer = memoryview(bytearray(self._resources.window_bytes))
+            buffer = aligned(self._resources.window_bytes)
             scratch = memoryview(bytearray(self._resources.scratch_bytes))
             behind = unwritten_bytes(memory.available_bytes())
             self._local.window = Window(

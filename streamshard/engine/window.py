@@ -8,13 +8,14 @@ import numpy as np
 
 from streamshard.engine.cache import drop_behind
 from streamshard.engine.checksums import crc32
+from streamshard.engine.direct import BLOCK_BYTES
 from streamshard.engine.durability import finish_writeback, start_writeback
-from streamshard.engine.files import SourceReader, write_all
+from streamshard.engine.files import SourceReader, write_blocks
 from streamshard.engine.journal import Written
 from streamshard.engine.kept import KeptMemory
 from streamshard.engine.patience import StoppedError, try_again
 from streamshard.engine.region import RegionFiller
-from streamshard.engine.work import Fixed, Region, Span
+from streamshard.engine.work import Encoding, Fixed, Region, Span
 from streamshard.reading import read_into
 
 _UNWRITTEN_BYTES: Final = (16 << 20, 256 << 20)
@@ -56,9 +57,10 @@ class Window:
         self._buffer = buffer
         self._scratch = scratch
         self._reader = reader
-        self._descriptor = -1
+        self._descriptor = self._direct = -1
         self._offset = 0
-        self._filled = 0
+        self._begun = self._filled = 0
+        """Part of the buffer that is yet to be written."""
         self._start = 0
         """Byte offset at which the span that is being written begins."""
         self._crc32 = 0
@@ -67,21 +69,26 @@ class Window:
         self._content = KeptMemory()
         """For content that is to be encoded."""
 
-    def write(self, span: Span, descriptor: int, *, is_new: bool = True) -> Written:
+    def write(
+        self, span: Span, descriptor: int, direct: int = -1, *, is_new: bool = True
+    ) -> Written:
         """Write a span of a file; returns what it holds then.
 
         Parameters
         ----------
+        direct
+            The file as `open_direct` has it; -1 if it has not.
         is_new
             Whether there is nothing in the file at that place, so that zeros need not be written.
         """
-        self._descriptor, self._offset, self._filled = descriptor, span.offset, 0
+        self._descriptor, self._direct, self._offset = descriptor, direct, span.offset
+        self._begin()
         self._start, self._crc32, self._makes_holes = span.offset, 0, is_new
         for part in span.parts:
             if isinstance(part, Fixed):
                 self._put(part.data)
-            elif part.encode is not None:
-                self._put_encoded(part)
+            elif part.encoding is not None:
+                self._put_encoded(part, part.encoding)
             else:
                 self._stream(part)
         self._flush(last=True)
@@ -122,9 +129,9 @@ class Window:
         return True
 
     def _recall(self, region: Region, descriptor: int, offset: int, written: Written) -> None:
-        if region.recall is not None:
+        if region.encoding is not None:
             stored = self._read_back(descriptor, offset, written.nbytes)
-            region.recall(b"".join(map(bytes, stored)))
+            region.encoding.recall(b"".join(map(bytes, stored)))
         else:
             for view in self._read_back(descriptor, offset, region.content_bytes):
                 region.checksum.update(view)
@@ -151,23 +158,28 @@ class Window:
     def _flush(self, *, last: bool = False) -> None:
         """Write what there is; zeros are left out, which makes a hole, but not at the end."""
         self._require_going_on()
-        view = self._buffer[: self._filled]
+        view = self._buffer[self._begun : self._filled]
         self._crc32 = crc32(view, self._crc32)
         if last or not (self._makes_holes and _is_hole(view)):
-            try_again(lambda: write_all(self._descriptor, view, self._offset), self._stop)
-        if self._filled > len(self._buffer) // 2:
-            start_writeback(self._descriptor, self._offset, self._filled)
+            place = self._descriptor, self._direct
+            try_again(lambda: write_blocks(*place, view, self._offset), self._stop)
+        if len(view) > len(self._buffer) // 2:
+            start_writeback(self._descriptor, self._offset, len(view))
             behind = self._offset - self._unwritten_bytes
             if behind >= self._start:
-                finish_writeback(self._descriptor, behind, self._filled)
+                finish_writeback(self._descriptor, behind, len(view))
                 if self._drops_behind:
-                    drop_behind(self._descriptor, behind + self._filled)
-        self._offset += self._filled
+                    drop_behind(self._descriptor, self._start, behind + len(view))
+        self._offset += len(view)
         if self._told is not None:
-            self._told(self._filled)
-        self._filled = 0
+            self._told(len(view))
+        self._begin()
 
-    def _put(self, data: bytes) -> None:
+    def _begin(self) -> None:
+        """Begin to fill the buffer as far behind a block's beginning as the file is."""
+        self._begun = self._filled = self._offset % BLOCK_BYTES if self._direct >= 0 else 0
+
+    def _put(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
         while len(view):
             if self._filled == len(self._buffer):
@@ -193,12 +205,27 @@ class Window:
             left -= count
         self._put(region.trailer())
 
-    def _put_encoded(self, region: Region) -> None:
+    def _put_encoded(self, region: Region, encoding: Encoding) -> None:
+        """Write what a region's content is turned into, neither of which the buffer holds.
+
+        All that is to be done with bytes is done a piece at a time, while they are in the cache.
+        """
         content = self._content(region.content_bytes)
-        RegionFiller(region, self._reader, self._scratch).fill(content)
-        region.checksum.update(content)
-        self._put(region.encode(content) if region.encode else b"")
+        filler = RegionFiller(region, self._reader, self._scratch)
+        for piece in self._pieces(content, region.target_itemsize):
+            self._require_going_on()
+            filler.fill(piece)
+            region.checksum.update(piece)
+        for piece in self._pieces(memoryview(encoding.encode(content))):
+            encoding.checksum.update(piece)
+            self._put(piece)
         self._put(region.trailer())
+
+    def _pieces(self, view: memoryview, itemsize: int = 1) -> Iterator[memoryview]:
+        """Yield a view in pieces of whole elements that are no longer than the buffer."""
+        step = len(self._buffer) // itemsize * itemsize
+        for at in range(0, len(view), step):
+            yield view[at : at + step]
 
 
 def _is_hole(view: memoryview) -> bool:

@@ -11,6 +11,17 @@ Cast = Callable[[memoryview, memoryview], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Encoding:
+    """How what is stored comes from all of the content at once."""
+
+    encode: Callable[[memoryview], bytes]
+    recall: Callable[[bytes], None]
+    """Takes in what an earlier run stored, the trailer included, in place of the content."""
+    checksum: Checksum
+    """Sees what `encode` returned before the trailer is spelled."""
+
+
+@dataclass(frozen=True, slots=True)
 class Fixed:
     """Bytes that are at hand."""
 
@@ -38,10 +49,8 @@ class Region:
     keeps: Callable[[memoryview], bool] | None = None
     """Tells of whole elements that an earlier run wrote whether all is known of them that is to be;
     if not, they are made anew."""
-    encode: Callable[[memoryview], bytes] | None = None
-    """Turns the whole content into what is stored; such a region is alone in its file."""
-    recall: Callable[[bytes], None] | None = None
-    """Takes in what `encode` returned in an earlier run, in place of the content."""
+    encoding: Encoding | None = None
+    """Where not the content is stored; such a region is alone in its file."""
 
     @property
     def nbytes(self) -> int:

@@ -247,14 +247,14 @@ def plan_store(
     limit_bytes = running.limit_or_default(limits.memory_limit, floor_bytes)
     memory_plan = running.fit_memory(
         floor_bytes=floor_bytes,
-        # While a chunk is compressed: its content, the result, that with its checksum behind, and
-        # what the allocator keeps of the chunk before.
+        # While a chunk is compressed: its content, what Blosc writes into, and what it returns.
         codec_bytes=opened.codec_bytes
-        + (0 if codec == "none" else 4 * largest + MIB)
+        + (0 if codec == "none" else 3 * largest + MIB)
         + (EXTRA_BYTES if verify else 0),
         workers=limits.workers,
         limit_bytes=limit_bytes,
         reopened=int(verify),
+        encodes=codec != "none",
     )
     require_space(target, bytes_written)
     report = Report(

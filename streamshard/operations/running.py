@@ -25,9 +25,13 @@ _STEP_BYTES: Final = 4 * MIB
 """What planning takes differs a little from run to run: rounded up, the projection does not."""
 
 
-def default_workers() -> int:
-    """Count of workers that keep a disk busy without crowding a login node."""
-    return min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
+def default_workers(*, encodes: bool = False) -> int:
+    """Count of workers that keep a disk busy without crowding a login node.
+
+    Encoding is slower than a disk: one per core then, and one that writes meanwhile.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+    return min(16, cores + 1) if encodes else min(4, cores)
 
 
 def limit_or_default(asked: int | None, floor_bytes: int) -> int:
@@ -45,6 +49,7 @@ def fit_memory(
     limit_bytes: int,
     copies_bytes: int = 0,
     reopened: int = 0,
+    encodes: bool = False,
 ) -> MemoryPlan:
     """Fit a run into the limit, once everything is planned.
 
@@ -53,11 +58,13 @@ def fit_memory(
     Parameters
     ----------
     workers
-        How many; by default one per core, and fewer where memory is tight.
+        How many; by default see `default_workers`, and fewer where memory is tight.
     copies_bytes
         What the copies of the files in flight take, which are found only during the run.
     reopened
         How many times as much as the source's headers those take that are read back after the run.
+    encodes
+        Whether what is written is compressed.
     """
     if workers is not None and workers < 1:
         raise UsageError(f"--workers {workers}: at least one is needed")
@@ -74,7 +81,7 @@ def fit_memory(
 
     if workers is not None:
         return fit(workers)
-    for count in range(default_workers(), 1, -1):
+    for count in range(default_workers(encodes=encodes), 1, -1):
         with suppress(MemoryLimitError):
             return fit(count)
     return fit(1)

@@ -10,7 +10,7 @@ import numpy as np
 
 from streamshard.engine import digests
 from streamshard.engine.checksums import ChunkChecksums, crc32
-from streamshard.engine.work import Fixed, Region, Span, TargetFile
+from streamshard.engine.work import Encoding, Fixed, Region, Span, TargetFile
 from streamshard.formats import store_manifest, store_state, zarr_writer
 from streamshard.formats.store_manifest import BLOCK_BYTES, FileRecord
 from streamshard.formats.zarr_chunks import CHECKSUM_BYTES, BloscChunk, spell_checksum
@@ -147,30 +147,30 @@ class StoreTargets:
 
     def _encoded_region(self, chunk: Chunk, copies: Copies, itemsize: int) -> Region:
         codec, content_digest = BloscChunk(self._codec, itemsize), digests.RunningDigest()
+        stored_digest = digests.RunningDigest()
 
-        end = b""
-
-        def encode(content: memoryview) -> bytes:
-            nonlocal end
-            stored = codec.encode(content)
-            # Apart, as putting both together would copy what may be large.
-            end = spell_checksum(google_crc32c.value(stored))
-            note(stored, end)
-            return stored
+        def trailer() -> bytes:
+            end = spell_checksum(stored_digest.value.crc32c)
+            stored_digest.update(memoryview(end))
+            note()
+            return end
 
         def recall(stored: bytes) -> None:
             content = memoryview(bytearray(chunk.nbytes))
             codec.decode(stored, Path(chunk.path), content)
             content_digest.update(content)
-            note(stored)
+            stored_digest.update(memoryview(stored))
+            note()
 
-        def note(*stored: bytes) -> None:
-            self._records[chunk.path] = record_of(*stored)
+        def note() -> None:
+            found = stored_digest.value
+            self._records[chunk.path] = FileRecord(
+                found.nbytes, np.array([found.crc32], dtype=np.uint32)
+            )
             self._note(chunk, content_digest.value, itemsize)
 
-        return Region(
-            chunk.nbytes, copies, content_digest, lambda: end, encode=encode, recall=recall
-        )
+        encoding = Encoding(codec.encode, recall, stored_digest)
+        return Region(chunk.nbytes, copies, content_digest, trailer, encoding=encoding)
 
     def _note(self, chunk: Chunk, whole: Digest, itemsize: int) -> None:
         """Keep the digest of a chunk's elements, without the zeros past the tensor's end."""
@@ -186,12 +186,9 @@ def small_array(path: str, data: bytes) -> dict[str, bytes]:
     }
 
 
-def record_of(*parts: bytes) -> FileRecord:
+def record_of(data: bytes) -> FileRecord:
     """Record a file whose bytes are at hand."""
-    found = 0
-    for part in parts:
-        found = crc32(part, found)
-    return FileRecord(sum(map(len, parts)), np.array([found], dtype=np.uint32))
+    return FileRecord(len(data), np.array([crc32(data)], dtype=np.uint32))
 
 
 def _fixed(files: Mapping[str, bytes]) -> Iterator[TargetFile]:

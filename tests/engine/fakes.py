@@ -1,11 +1,14 @@
 """Sources in memory and on disk, and the regions that are made of them."""
 
+import ctypes
+import mmap
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
 from streamshard.engine.files import SourceReader
@@ -105,6 +108,19 @@ def expected(contents: Sequence[bytes], rows: Sequence[Row], nbytes: int) -> byt
 def open_descriptors() -> int:
     """Count the files that this process has open."""
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
+def is_cached(path: Path, offset: int = 0) -> bool:
+    """Tell whether the page of a byte of a file is in memory; to try to read it would fetch it."""
+    page = offset // mmap.PAGESIZE
+    found = (ctypes.c_ubyte * (page + 1))()
+    nbytes = ctypes.c_size_t(len(found) * mmap.PAGESIZE)
+    with path.open("r+b") as stream, mmap.mmap(stream.fileno(), 0) as mapped:
+        start = ctypes.byref(ctypes.c_char.from_buffer(mapped))
+        if ctypes.CDLL(None).mincore(start, nbytes, found) != 0:
+            pytest.skip("this system does not tell what it has in memory")
+        del start
+    return bool(found[page] & 1)
 
 
 def contents() -> st.SearchStrategy[list[bytes]]:

@@ -7,27 +7,14 @@ import numpy as np
 import pytest
 
 from streamshard.engine.cache import drop_cached
+from streamshard.engine.files import SourceReader
 from streamshard.engine.run import Engine, Resources
 from streamshard.engine.work import Region, Span, TargetFile
-from tests.engine.fakes import Told, copies_of, on_disk, opened
+from tests.engine.fakes import Told, copies_of, is_cached, on_disk, opened
 
 MIB = 1 << 20
 NBYTES = 40 * MIB
 """More than the disk may be behind a worker."""
-
-
-def is_cached(path: Path) -> bool:
-    """Tell whether the first bytes of a file are in memory: then they can be read at once."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.preadv(descriptor, [bytearray(16)], 0, os.RWF_NOWAIT)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        pytest.skip(f"this file system does not tell what it has in memory: {error}")
-    finally:
-        os.close(descriptor)
-    return True
 
 
 def test_what_was_written_is_dropped_from_memory(tmp_path: Path) -> None:
@@ -43,7 +30,10 @@ def test_what_was_written_is_dropped_from_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("drops_behind", [False, True])
-def test_a_run_leaves_behind_what_it_is_told_to(tmp_path: Path, drops_behind: bool) -> None:
+def test_a_run_leaves_behind_what_it_is_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drops_behind: bool
+) -> None:
+    monkeypatch.setattr("streamshard.engine.run.open_direct", lambda path, descriptor: -1)
     data = np.arange(NBYTES // 8, dtype=np.int64).tobytes()
     sources = on_disk(tmp_path, [data])
     path = sources[0].path
@@ -58,3 +48,18 @@ def test_a_run_leaves_behind_what_it_is_told_to(tmp_path: Path, drops_behind: bo
         engine.run([TargetFile("file", [Span(0, [region])])])
     assert [is_cached(path), is_cached(tmp_path / "out" / "file")] == [not drops_behind] * 2
     assert (tmp_path / "out" / "file").read_bytes() == data
+
+
+def test_what_another_worker_is_yet_to_read_stays(tmp_path: Path) -> None:
+    sources = on_disk(tmp_path, [os.urandom(NBYTES)])
+    path = sources[0].path
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+    reader = SourceReader(sources, {}, drops_behind=True)
+    for offset in range(16 * MIB, 24 * MIB, MIB):
+        reader.read_into(0, offset, memoryview(bytearray(MIB)))
+    reader.close()
+    if is_cached(path, 20 * MIB):
+        pytest.skip("what was forgotten is still in memory on this file system")
+    assert is_cached(path, 4 * MIB)
+    assert is_cached(path, 32 * MIB)

@@ -7,8 +7,7 @@ import pytest
 
 from streamshard.engine import disk
 from streamshard.engine.cache import drop_file
-from tests.engine.fakes import on_disk, open_descriptors
-from tests.engine.test_cache import is_cached
+from tests.engine.fakes import is_cached, on_disk, open_descriptors
 
 MIB = 1 << 20
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -170,8 +171,11 @@ def test_a_run_goes_on_from_any_spans_that_are_whole(
     kept = run.over(files())
     assert (run.root / "file").read_bytes() == whole
     bounds = [(span.offset, span.offset + span.nbytes) for span in spans]
-    intact = [(a, b) for a, b in bounds if b <= end and not any(a <= p < b for p in broken)]
-    assert kept == sum(b - a for a, b in intact)
+    intact = [(a, b) for a, b in bounds if not any(a <= p < b for p in broken)]
+    # A later span that is written first makes zeros of what was cut off, which may be what belongs.
+    restored = [(a, b) for a, b in intact if b > end and not any(whole[max(a, end) : b])]
+    least = sum(b - a for a, b in intact if b <= end)
+    assert least <= kept <= least + sum(b - a for a, b in restored)
 
 
 def test_a_file_that_is_gone_is_made_again(tmp_path: Path) -> None:
@@ -282,3 +286,18 @@ def test_files_are_planned_only_a_few_ahead(tmp_path: Path) -> None:
     run.over(files())
     assert len(made) == 60
     assert max(ahead) <= 2 * run.resources.workers + 2
+
+
+def test_many_workers_do_not_open_more_files_than_a_process_may(tmp_path: Path) -> None:
+    run = Run(tmp_path, workers=16)
+    run.sources = on_disk(tmp_path, [DATA] * 80)
+    rows = [(number, 0, number, 1) for number in range(80)]
+    region = Region(80, copies_of(rows))
+    files = [TargetFile(f"{number}", [Span(0, [region])]) for number in range(64)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_descriptors() + 700, hard))
+    try:
+        run(*files)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert {(run.root / file.path).read_bytes() for file in files} == {DATA[:1] * 80}

@@ -15,7 +15,7 @@ from streamshard.engine.checksums import Crc32
 from streamshard.engine.journal import Written
 from streamshard.engine.region import RegionFiller
 from streamshard.engine.window import Window, unwritten_bytes
-from streamshard.engine.work import Fixed, Region, Span
+from streamshard.engine.work import Encoding, Fixed, Region, Span
 from tests.engine.fakes import FakeReader, Row, copies_of, expected, regions
 
 Drawn = tuple[list[bytes], list[Row], int]
@@ -93,21 +93,28 @@ def test_parts_follow_each_other_at_the_offset(drawn: Sequence[bytes | Drawn], w
     assert sum(part.nbytes for part in parts) == len(wanted)
 
 
+def never(stored: bytes) -> None:
+    """Stand for what nothing may call."""
+    raise AssertionError(stored)
+
+
 @given(regions(), st.integers(1, 30))
 def test_an_encoded_region_is_handed_over_whole(drawn: Drawn, window: int) -> None:
     contents, rows, nbytes = drawn
-    checksum, seen = Crc32(), []
+    checksum, stored_checksum, seen = Crc32(), Crc32(), []
 
     def encode(content: memoryview) -> bytes:
         seen.append(bytes(content))
         return b"<" + bytes(content[::-1]) + b">"
 
-    region = Region(nbytes, copies_of(rows), checksum, encode=encode)
+    encoding = Encoding(encode, never, stored_checksum)
+    region = Region(nbytes, copies_of(rows), checksum, encoding=encoding)
     content = expected(contents, rows, nbytes)
     data = written(Span(0, [region]), FakeReader(contents), window)
     assert data == b"<" + content[::-1] + b">"
     assert seen == [content]
     assert checksum.value == zlib.crc32(content)
+    assert stored_checksum.value == zlib.crc32(data)
 
 
 def test_of_what_was_encoded_before_nothing_is_left() -> None:
@@ -121,7 +128,8 @@ def test_of_what_was_encoded_before_nothing_is_left() -> None:
     reader = FakeReader([b"abcdefgh"])
     window = Window(buffer(4), buffer(8), reader)
     for nbytes, rows in ((8, [(0, 0, 0, 8)]), (6, [(0, 1, 2, 2)]), (9, [(0, 0, 0, 3)])):
-        region = Region(nbytes, copies_of(rows), Crc32(), lambda: b"!", encode=encode)
+        encoding = Encoding(encode, never, Crc32())
+        region = Region(nbytes, copies_of(rows), Crc32(), lambda: b"!", encoding=encoding)
         with tempfile.TemporaryFile() as stream:
             assert window.write(Span(0, [region]), stream.fileno()).nbytes == 2
     assert seen == [b"abcdefgh", b"\0\0bc\0\0", b"abc" + bytes(6)]

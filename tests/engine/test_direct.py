@@ -1,0 +1,173 @@
+"""Writing past the page cache: the same bytes, whatever the file system and the disk make of it."""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from streamshard.engine import direct, files
+from streamshard.engine.direct import BLOCK_BYTES, LEAST_BYTES, aligned, open_direct
+from streamshard.engine.files import write_blocks
+from streamshard.engine.run import Engine, Resources
+from streamshard.engine.system import EXT4, TMPFS, XFS, file_system_of
+from streamshard.engine.work import Fixed, Region, Span, TargetFile
+from tests.engine.fakes import (
+    Told,
+    copies_of,
+    is_cached,
+    on_disk,
+    open_descriptors,
+    opened,
+)
+
+MIB = 1 << 20
+
+
+def kind_of(directory: Path) -> int:
+    """Tell what kind of file system a directory is on."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        return file_system_of(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """A place on a file system that is written past the cache."""
+    kind = kind_of(tmp_path)
+    if kind not in (EXT4, XFS):
+        pytest.skip(f"temporary files lie on a file system of kind {kind:#x}, not on ext4 or XFS")
+    return tmp_path / "file"
+
+
+@contextmanager
+def both(path: Path) -> Iterator[tuple[int, int]]:
+    """Open a new file twice, the second time to write it past the cache."""
+    with path.open("w+b") as stream:
+        past = open_direct(path, stream.fileno())
+        assert past >= 0
+        try:
+            yield stream.fileno(), past
+        finally:
+            os.close(past)
+
+
+def content(nbytes: int, offset: int = 0) -> memoryview:
+    """Bytes of which no block is like another, as far behind a block's beginning as an offset."""
+    lead = offset % BLOCK_BYTES
+    view = aligned(lead + nbytes)[lead:]
+    view[:] = np.arange(-(-nbytes // 4), dtype=np.uint32).tobytes()[:nbytes]
+    return view
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(offset=st.integers(0, 3 * BLOCK_BYTES), nbytes=st.integers(1, 5 * BLOCK_BYTES))
+def test_every_byte_is_written_where_it_belongs(target: Path, offset: int, nbytes: int) -> None:
+    wanted = content(nbytes, offset)
+    with pytest.MonkeyPatch.context() as patch, both(target) as place:
+        patch.setattr(files, "LEAST_BYTES", 1)
+        write_blocks(*place, wanted, offset)
+    assert target.read_bytes() == bytes(offset) + bytes(wanted)
+
+
+def test_whole_blocks_are_not_in_the_cache(target: Path) -> None:
+    wanted = content(MIB, 100)
+    with both(target) as place:
+        write_blocks(*place, wanted, 100)
+    assert [is_cached(target, at) for at in (0, 100 + MIB - 16, MIB // 2)] == [True, True, False]
+    assert target.read_bytes()[100:] == wanted
+
+
+def test_few_blocks_go_through_the_cache(target: Path) -> None:
+    with both(target) as place:
+        write_blocks(*place, content(LEAST_BYTES - 1), 0)
+    assert is_cached(target)
+
+
+@pytest.mark.parametrize("taken_at_first", [None, 5000], ids=["refused", "cut short"])
+def test_what_the_disk_does_not_take_goes_through_the_cache(
+    target: Path, monkeypatch: pytest.MonkeyPatch, taken_at_first: int | None
+) -> None:
+    """As where its blocks are larger, or space ran out for a moment."""
+    wanted, real, calls = content(MIB), os.pwrite, list[tuple[int, int]]()
+
+    def choosy(descriptor: int, view: memoryview, offset: int) -> int:
+        calls.append((descriptor, offset))
+        if descriptor == place[1] and taken_at_first is None:
+            raise OSError(errno.EINVAL, "larger blocks, please")
+        if len(calls) == 1 and taken_at_first is not None:
+            return real(place[0], view[:taken_at_first], offset)
+        return real(descriptor, view, offset)
+
+    monkeypatch.setattr("streamshard.engine.files.os.pwrite", choosy)
+    with both(target) as place:
+        write_blocks(*place, wanted, 0)
+    through, past = place
+    rest = [] if taken_at_first is None else [(past, taken_at_first)]
+    assert calls == [(past, 0), *rest, (through, 0)]
+    assert target.read_bytes() == wanted
+
+
+def test_other_errors_are_errors(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(descriptor: int, view: memoryview, offset: int) -> int:
+        raise OSError(errno.EIO, "the disk is gone")
+
+    monkeypatch.setattr("streamshard.engine.files.os.pwrite", fail)
+    with both(target) as place, pytest.raises(OSError, match="the disk is gone"):
+        write_blocks(*place, content(MIB), 0)
+
+
+def test_not_on_a_file_system_in_memory() -> None:
+    memory = Path("/dev/shm")
+    if not memory.is_dir() or kind_of(memory) != TMPFS:
+        pytest.skip("/dev/shm is no file system in memory here")
+    before = open_descriptors()
+    descriptor = os.open(memory, os.O_TMPFILE | os.O_RDWR)
+    try:
+        assert open_direct(memory / "none", descriptor) == -1
+    finally:
+        os.close(descriptor)
+    assert open_descriptors() == before
+
+
+def test_not_where_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "file_system_of", lambda descriptor: EXT4)
+    with (tmp_path / "file").open("wb") as stream:
+        assert open_direct(tmp_path / "another", stream.fileno()) == -1
+
+
+def file_of(lengths: list[int]) -> TargetFile:
+    """Cut the front of source 0 into spans at odd places, each behind a byte of its own."""
+    spans, source, at = [], 0, 0
+    for nbytes in lengths:
+        region = Region(nbytes, copies_of([(0, source, 0, nbytes)]))
+        spans.append(Span(at, [Fixed(b"#"), region]))
+        source, at = source + nbytes, at + 1 + nbytes
+    return TargetFile("file", spans, lambda: [(at, b"the end")])
+
+
+def test_workers_that_share_a_file_share_blocks_of_it(target: Path) -> None:
+    """What two spans meet in goes through the cache; a second run finds all of it as it was."""
+    lengths = [3 * MIB + 1, LEAST_BYTES + 77, 5, 2 * MIB + 4095, MIB]
+    data = bytes(content(sum(lengths)))
+    sources = on_disk(target.parent, [data])
+    wanted, source = b"", 0
+    for nbytes in lengths:
+        wanted, source = wanted + b"#" + data[source : source + nbytes], source + nbytes
+    found = target.parent / "out" / "file"
+    for run in range(2):
+        before = open_descriptors()
+        with opened(target.parent / "out") as partial:
+            told = Told()
+            Engine(sources, {}, Resources(3, MIB, MIB), told, partial).run([file_of(lengths)])
+        assert open_descriptors() == before
+        assert told.kept == run * len(wanted)
+        assert run or not is_cached(found, MIB // 2)
+        assert found.read_bytes() == wanted + b"the end"
