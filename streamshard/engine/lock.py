@@ -88,7 +88,11 @@ class Lock:
     def _make(self) -> bool:
         """Make the file, in which it says at any moment who holds it; False if there is one."""
         new = self._path.with_name(f"{self._path.name}.new.{os.getpid()}.{secrets.token_hex(4)}")
-        descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            # That a file of ours cannot be made tells nobody which of their directories it is.
+            raise OSError(error.errno, error.strerror, str(self._what)) from error
         try:
             _flock(descriptor)
             _spell(descriptor)

@@ -203,3 +203,10 @@ def test_the_system_s_refusal_is_not_taken_for_a_lock(
     monkeypatch.setattr("streamshard.engine.lock.fcntl.flock", refuse)
     with pytest.raises(OSError, match="Input/output error"):
         Lock(tmp_path / "lock", Path("out")).take()
+
+
+def test_a_lock_that_cannot_be_made_names_what_is_to_be_locked(tmp_path: Path) -> None:
+    target = tmp_path / "gone" / "target"
+    with pytest.raises(FileNotFoundError) as caught:
+        Lock(target / "lock", target).take()
+    assert caught.value.filename == str(target)
