@@ -6,7 +6,7 @@ none of the arithmetic under test is used.
 
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -71,6 +71,13 @@ def save(content: object, path: Path) -> None:
     """Save a file with torch, classes and all."""
     with stand_ins():
         torch.save(content, path)
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what a file holds, keeping what is shared in it shared."""
+    content = load(path)
+    change(content)
+    save(content, path)
 
 
 def optimizer_file(run_dir: Path, rank: int) -> Path:

@@ -12,8 +12,8 @@ from streamshard.formats import deepspeed_names as names
 from streamshard.formats.checkpoint import ModuleEntry, require_tied_to_weights
 from streamshard.formats.inert import Node
 from streamshard.formats.node_checks import name_of, of_file
-from streamshard.formats.node_walk import spell_few, spell_key
 from streamshard.formats.torch_tensor import Tensor, shape_of, tensor_of
+from streamshard.formats.zero_copies import ranks_differ
 from streamshard.formats.zero_files import SAVE_AGAIN, require
 from streamshard.formats.zero_rank_files import RankFile, differences
 from streamshard.model import MODULE, LogicalTensor, Slot
@@ -30,8 +30,6 @@ CUT_KEYS: Final = frozenset(
 )
 """Entries of a model file that depend on the cutting, or that the module's entries restate."""
 
-RANKS_DIFFER: Final = "The ranks' files differ in"
-"""Begins the note about what is not kept of every rank."""
 _EXTRA_STATE = "_extra_state"
 """Last part of the key under which `Module.get_extra_state` is saved; it may be a tensor."""
 
@@ -89,6 +87,10 @@ class ModuleReader:
             if tensor is None or not _is_dense(tensor) or name.split(".")[-1] == _EXTRA_STATE:
                 found.append(ModuleEntry(name, "extra", "", ()))
                 continue
+            if self._stage != 3 and frozen.get(name, tensor.shape) != tensor.shape:
+                message = f"{self._path}: '{name}' has shape {tensor.shape}, and among its"
+                message = f"{message} '{names.FROZEN_SHAPES}' {frozen[name]}"
+                raise DisagreementError(f"{message}: the file is damaged, take another copy")
             alias = self._alias_of(name, tensor, seen)
             kind = "alias" if alias else self._kind(name, buffers, trained)
             shape = shapes.get(alias or name, tensor.shape)
@@ -201,10 +203,7 @@ class ModuleReader:
 
         differing = {key for _, keys in differences(self._files, common) for key in keys}
         if differing:
-            self.notes.append(
-                f"{RANKS_DIFFER} {spell_few(sorted(differing, key=spell_key))}; "
-                "rank 0's are taken for all."
-            )
+            self.notes.append(ranks_differ(differing))
 
     def strip(self, entries: Sequence[ModuleEntry]) -> None:
         """Empty what depends on the cutting in rank 0's file, leaving every key where it stands."""

@@ -2,15 +2,11 @@
 
 import os
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks._measure import STREAMSHARD, Measured, measure
-from tests.fabricated import load
-from tests.job import TAG, stand_ins
+from tests.job import TAG
 
 MIB = 1 << 20
 MODEL = f"{TAG}/mp_rank_00_model_states.pt"
@@ -29,14 +25,6 @@ def streamshard(verb: str, *arguments: object) -> Measured:
 def optimizer_files(run: Path) -> list[Path]:
     """List the optimizer files of both ranks."""
     return [run / OPTIMIZER.replace("rank_1", f"rank_{rank}") for rank in (0, 1)]
-
-
-def edit(path: Path, change: Callable[[Content], object]) -> None:
-    """Change what a file holds, keeping what is shared in it shared."""
-    content = load(path)
-    change(content)
-    with stand_ins():
-        torch.save(content, path)
 
 
 class Payload:

@@ -4,12 +4,13 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
 from benchmarks._layout import TAG
 from tests.cli.conftest import RANKS, model_file, optimizer_file, streamshard, tree
+from tests.fabricated import edit
 
 
 @dataclass(frozen=True)
@@ -27,27 +28,20 @@ def _cut(path: Path, nbytes: int) -> None:
         stream.truncate(path.stat().st_size - nbytes)
 
 
-def _edit(path: Path, change: Callable[[dict[str, object]], object]) -> None:
-    """Change a torch file as its writer might have."""
-    content = torch.load(path, weights_only=False)
-    change(content)
-    torch.save(content, path)
-
-
 def _other_step(path: Path) -> None:
-    def change(content: dict[str, object]) -> None:
-        states = content["optimizer_state_dict"]["base_optimizer_state"]["state"]  # type: ignore[index]
+    def change(content: dict[str, Any]) -> None:
+        states = content["optimizer_state_dict"]["base_optimizer_state"]["state"]
         for state in states.values():
             state["step"] = state["step"] + 1
 
-    _edit(path, change)
+    edit(path, change)
 
 
 def _other_world(path: Path) -> None:
-    def change(content: dict[str, object]) -> None:
-        content["optimizer_state_dict"]["partition_count"] = [8, 8]  # type: ignore[index]
+    def change(content: dict[str, Any]) -> None:
+        content["optimizer_state_dict"]["partition_count"] = [8, 8]
 
-    _edit(path, change)
+    edit(path, change)
 
 
 DAMAGES = [
@@ -97,11 +91,11 @@ def test_nothing_at_the_path(tmp_path: Path) -> None:
 
 
 def test_a_config_that_does_not_describe_the_files(stage_2: Path) -> None:
-    def round_robin(content: dict[str, object]) -> None:
-        content["ds_config"]["zero_optimization"]["round_robin_gradients"] = True  # type: ignore[index]
+    def round_robin(content: dict[str, Any]) -> None:
+        content["ds_config"]["zero_optimization"]["round_robin_gradients"] = True
 
     for rank in range(RANKS):
-        _edit(optimizer_file(stage_2, rank), round_robin)
+        edit(optimizer_file(stage_2, rank), round_robin)
     done = streamshard("inspect", stage_2)
     assert done.code == 3
     assert "param_slice_mappings" in done.err

@@ -18,14 +18,13 @@ from tests.cli.hostile import (
     OPTIMIZER,
     Content,
     Payload,
-    edit,
     in_itself,
     laughs,
     optimizer_files,
     streamshard,
     with_pickle,
 )
-from tests.fabricated import load, write
+from tests.fabricated import edit, load, write
 from tests.job import EXPERTS, TAG, Job
 
 # Payloads -----------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.hostile import MODEL, OPTIMIZER, edit, elsewhere, optimizer_files, streamshard
-from tests.fabricated import write
+from tests.cli.hostile import MODEL, OPTIMIZER, elsewhere, optimizer_files, streamshard
+from tests.fabricated import edit, write
 from tests.job import EXPERTS, TAG, Job
 
 

@@ -23,13 +23,12 @@ from tests.cli.hostile import (
     MODEL,
     OPTIMIZER,
     Payload,
-    edit,
     elsewhere,
     optimizer_files,
     streamshard,
     with_pickle,
 )
-from tests.fabricated import client_state, load, write
+from tests.fabricated import client_state, edit, load, write
 from tests.job import TAG, Job, ZeroStageEnum
 
 SYSTEM = f"{os.system.__module__}.system"

@@ -21,13 +21,12 @@ from tests.cli.hostile import (
     OPTIMIZER,
     Content,
     Payload,
-    edit,
     in_itself,
     laughs,
     optimizer_files,
     streamshard,
 )
-from tests.fabricated import load, save, write
+from tests.fabricated import edit, load, save, write
 from tests.formats.test_store_hostile import other_family, put, restate
 from tests.job import TAG, Job
 
