@@ -1,9 +1,10 @@
 """Small checkpoints to try the command line on, and a way to run it."""
 
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +14,28 @@ from benchmarks._fabricate import fabricate
 from benchmarks._layout import TAG
 from benchmarks._model import transformer
 from streamshard.cli import main
+from streamshard.engine import watch
 from tests.fabricated import write
 from tests.job import Job
 
 RANKS = 4
+
+_PHASES = (
+    watch.READING_HEADERS,
+    watch.WRITING,
+    watch.SYNCING,
+    watch.VERIFYING,
+    watch.COMMITTING,
+    watch.READING,
+)
+_PROGRESS = re.compile(
+    rf"^streamshard: (?:\S+: )?(?:{'|'.join(_PHASES)})(?: \d+%, .*)?\n", re.MULTILINE
+)
+
+
+def without_progress(shown: str) -> str:
+    """Leave out the lines that a run writes if the machine is so busy that it takes seconds."""
+    return _PROGRESS.sub("", shown)
 
 
 @dataclass(frozen=True)
@@ -26,13 +45,14 @@ class Finished:
     code: int
     out: str
     err: str
+    """Without progress."""
 
 
 def streamshard(*arguments: object) -> Finished:
     """Run the command line in a process of its own."""
     command = [sys.executable, "-m", "streamshard.cli", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    return Finished(done.returncode, done.stdout, done.stderr)
+    return Finished(done.returncode, done.stdout, without_progress(done.stderr))
 
 
 @pytest.fixture
@@ -45,7 +65,7 @@ def in_process(capsys: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
         except SystemExit as exit:
             code = int(exit.code or 0)
         done = capsys.readouterr()
-        return Finished(code, done.out, done.err)
+        return Finished(code, done.out, without_progress(done.err))
 
     return run
 
@@ -77,6 +97,19 @@ def stage_2(saved: Callable[[int], Path], tmp_path: Path) -> Path:
 def stage_3(saved: Callable[[int], Path], tmp_path: Path) -> Path:
     """A run directory of stage 3 that a test may damage."""
     return Path(shutil.copytree(saved(3), tmp_path / "run"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB, if this process may mount one."""
+    where = tmp_path / "disk"
+    where.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(where)]
+    mounted = subprocess.run(command, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"needs the right to mount a tmpfs: {mounted.stderr.strip()}")
+    yield where
+    subprocess.run(["umount", str(where)], check=True)
 
 
 def optimizer_file(run_dir: Path, rank: int) -> Path:

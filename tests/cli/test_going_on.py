@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Finished, optimizer_file, streamshard, tree
+from streamshard.cli import main
+from tests.cli.conftest import Finished, optimizer_file, streamshard, tree, without_progress
 
 CUT_OFF = """
 import os, pathlib, signal, sys
@@ -53,7 +54,7 @@ def cut_off(
     done = subprocess.run(
         [sys.executable, "-c", CUT_OFF, *arguments], capture_output=True, text=True
     )
-    return Finished(done.returncode, done.stdout, done.stderr)
+    return Finished(done.returncode, done.stdout, without_progress(done.stderr))
 
 
 @pytest.fixture(scope="module")
@@ -130,9 +131,9 @@ def test_a_run_that_does_not_come_to_an_end_is_ended(
     """Threads that wait for each other, or for a server that is gone, wait for ever."""
     script = (
         "import signal, sys, threading\n"
-        "from streamshard import cli\n"
+        "from streamshard import cli, stopping\n"
         "from streamshard.operations.partial_target import PartialTarget\n"
-        "cli._PATIENCE_SECONDS = 1\n"
+        "stopping.PATIENCE_SECONDS = 1\n"
         "def stuck(self, *rest):\n"
         "    threading.Event().wait()\n"
         "def asked(self, **options):\n"
@@ -146,6 +147,35 @@ def test_a_run_that_does_not_come_to_an_end_is_ended(
     assert done.returncode == 143
     report = json.loads(streamshard(*command, "--json").out)
     assert 0 < report["kept_bytes"] < report["bytes_written"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("source", "code"), [(2, 0), (None, 3)])
+def test_a_run_that_is_over_is_not_stopped(
+    saved: Callable[[int], Path], tmp_path: Path, number: int, source: int | None, code: int
+) -> None:
+    """It has done all that it will; only the interpreter is still there."""
+    script = (
+        "import atexit, signal, sys\n"
+        "from streamshard import cli\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"atexit.register(signal.raise_signal, {number:d})\n"
+        "cli.program()\n"
+    )
+    path = tmp_path if source is None else saved(source)
+    command = [sys.executable, "-c", script, "verify", str(path), "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+    assert (done.stderr == "") == (code == 0)
+
+
+def test_signals_are_given_back(saved: Callable[[int], Path]) -> None:
+    """Who calls the command line as a function goes on after it."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+    before = [signal.getsignal(number) for number in numbers]
+    assert main(["verify", str(saved(2)), "--quiet"]) == 0
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
 def test_what_does_not_read_back_is_written_again(

@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -155,19 +155,6 @@ def test_targets_without_a_name_are_refused(
         done = streamshard("repartition", saved(2), target, "--world-size", 3, "--overwrite")
         assert done.code == 2
         assert "Traceback" not in done.err
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB, if this process may mount one."""
-    where = tmp_path / "disk"
-    where.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(where)]
-    mounted = subprocess.run(command, capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"needs the right to mount a tmpfs: {mounted.stderr.strip()}")
-    yield where
-    subprocess.run(["umount", str(where)], check=True)
 
 
 @pytest.mark.kernel
