@@ -42,7 +42,9 @@ class Measured:
 
     @property
     def report(self) -> dict[str, Any]:
-        """Read the JSON document on stdout."""
+        """Read the JSON document on stdout; a program without one says on stderr why."""
+        if not self.stdout:
+            raise RuntimeError(f"no report, exit code {self.exit_code}: {self.stderr}")
         document: dict[str, Any] = json.loads(self.stdout)
         return document
 
