@@ -307,13 +307,13 @@ def _add_compact(verbs: Verbs, run: Verb) -> None:
         type=duration,
         default=DEFAULT_GRACE,
         metavar="TIME",
-        help="time that tags stay in the trash [7d]",
+        help="time that tags stay in the trash, which takes space all the while [7d]",
     )
     verb.add_argument(
         "--max-delete",
         type=int,
         metavar="N",
-        help="move N tags at most, or drop the states of [all]",
+        help="move N tags at most in a run, those counted that lose their states [all]",
     )
     verb.add_argument(
         "--weights-only-older-than",
@@ -324,10 +324,19 @@ def _add_compact(verbs: Verbs, run: Verb) -> None:
     )
     by_hand = verb.add_mutually_exclusive_group()
     by_hand.add_argument(
-        "--undelete", nargs="+", default=[], metavar="TAG", help="bring tags back from the trash"
+        "--undelete",
+        nargs="+",
+        default=[],
+        metavar="TAG",
+        help="bring tags back from the trash; give it behind ARCHIVE_DIR",
     )
     by_hand.add_argument(
-        "--purge", nargs="+", default=[], metavar="TAG", help="empty the trash of tags now"
+        "--purge",
+        nargs="+",
+        default=[],
+        metavar="TAG",
+        help="remove tags in the trash for good once --grace is over, whatever rules say; give it "
+        "behind ARCHIVE_DIR",
     )
     verb.add_argument("--codec", choices=CODECS, default="zstd", help="compression [zstd]")
     verb.add_argument(

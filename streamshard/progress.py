@@ -37,7 +37,8 @@ class Moment:
 
     phase: str
     """What is being done: `reading headers`, `writing`, `syncing`, `verifying`, `committing`; and
-    `reading` where nothing is written."""
+    `reading` where nothing is written. `compact` has the tag before it: `global_step80: writing`.
+    """
     done_bytes: int
     """Dealt with so far, what an earlier run has left included."""
     total_bytes: int | None

@@ -19,6 +19,8 @@ _UNITS: Final = {
 }
 
 
+UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
+"""In which sizes are shown."""
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
@@ -109,11 +111,12 @@ def show(nbytes: int) -> str:
     ('0 B', '1.5 KiB', '5.0 GiB')
     """
     value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
+    *small, largest = UNITS
+    for unit in small:
         if value < 1024:
             return f"{int(value)} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
-    return f"{value:.1f} TiB"
+    return f"{value:.1f} {largest}"
 
 
 def show_time(seconds: float) -> str:

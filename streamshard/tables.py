@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from streamshard.operations.compaction import ARCHIVED, Compaction
+from streamshard.operations.compaction import ARCHIVED, DELETED, CompactedTag, Compaction
 from streamshard.operations.pickles import PickleListing
 from streamshard.operations.report import Report
 from streamshard.operations.verification import Difference, Problem, Verification
-from streamshard.sizes import show
+from streamshard.sizes import UNITS, show
 
 KINDS: Final = {
     "native": "DeepSpeed shards",
@@ -58,7 +58,10 @@ def table(rows: Sequence[Sequence[object]]) -> str:
 
 
 def _is_number(text: str) -> bool:
-    return text.replace(",", "").replace(".", "").isdecimal()
+    """Tell whether a cell is a number, a size, or the dash that stands for none."""
+    number, _, unit = text.partition(" ")
+    is_one = number.replace(",", "").replace(".", "").isdecimal()
+    return text == "-" or (is_one and unit in ("", *UNITS))
 
 
 def _facts(facts: Sequence[tuple[str, object]]) -> str:
@@ -106,26 +109,35 @@ def report_text(report: Report, *, verbose: bool) -> str:
 
 def compaction_text(found: Compaction, *, verbose: bool) -> str:
     """Sum up in a line what `compact` did, or would do; with all tags below."""
-    counts = Counter(tag.action for tag in found.tags)
+    counts = Counter(map(_action, found.tags))
     done = ", ".join(f"{count:,} {action}" for action, count in counts.items()) or "no tags"
     line = f"{found.run_dir}: {'dry run: ' if found.is_dry_run else ''}{done}"
-    archived = [tag for tag in found.tags if tag.action == ARCHIVED]
+    archived = [tag for tag in found.tags if tag.action in (ARCHIVED, DELETED)]
     if archived and not found.is_dry_run:
         own = sum(tag.archive_bytes - tag.shared_bytes for tag in archived)
         line += f"; {show(sum(tag.source_bytes for tag in archived))} archived in {show(own)}"
     line = "\n".join([line, *found.notes])
     if not (verbose or found.is_dry_run):
         return line
-    rows: list[Sequence[object]] = [("tag", "what", "bytes", "archive", "shared", "why")]
-    rows += [
-        (t.tag, t.action, *map(_bytes, (t.source_bytes, t.archive_bytes, t.shared_bytes)), t.reason)
-        for t in found.tags
-    ]
+    rows: list[Sequence[object]] = [("tag", "what", "size", "archive", "of it shared", "why")]
+    rows += map(_row, found.tags)
     return "\n\n".join([line, *([table(rows)] if found.tags else [])])
 
 
-def _bytes(nbytes: int) -> str:
-    return f"{nbytes:,}" if nbytes else "-"
+def _row(tag: CompactedTag) -> Sequence[object]:
+    sizes = map(_size, (tag.source_bytes, tag.archive_bytes, tag.shared_bytes))
+    # An error is a sentence or two with paths in it, and is told for itself anyway.
+    why = "told on standard error" if tag.needs_somebody else tag.reason
+    return tag.tag, _action(tag), *sizes, why
+
+
+def _action(tag: CompactedTag) -> str:
+    # Nothing is free before the trash is emptied, and nobody should think that it was too late.
+    return "moved to trash" if tag.action == DELETED else tag.action
+
+
+def _size(nbytes: int) -> str:
+    return show(nbytes) if nbytes else "-"
 
 
 def verification_text(found: Verification, *, verbose: bool, with_digests: bool) -> str:

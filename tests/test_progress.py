@@ -15,6 +15,7 @@ from streamshard import cli
 from streamshard.engine import watch
 from streamshard.operations.report import Progress, Silent
 from streamshard.progress import Bar, Display, display
+from tests.compact.runs import NO_GRACE, make_run
 from tests.fabricated import write
 from tests.job import Job
 
@@ -319,6 +320,20 @@ def test_a_run_that_goes_on_tells_what_was_kept(
     told = Told()
     done = streamshard.repartition(run, tmp_path / "out", world_size=3, progress=told)
     assert 0 < told.kept == done.kept_bytes < told.done == told.total == done.bytes_written
+
+
+def test_a_night_names_the_tag_that_it_deals_with(tmp_path: Path) -> None:
+    run, told = make_run(tmp_path / "run"), Told()
+    streamshard.compact(run, tmp_path / "archive", keep_last=2, delete=True, progress=told)
+    tags, phases = zip(*(phase.split(": ") for phase in told.phases), strict=True)
+    assert list(dict.fromkeys(tags)) == ["global_step80", "global_step90"]
+    assert {*phases} == {"reading", "writing", "syncing", "committing"}
+    told = Told()
+    streamshard.compact(run, tmp_path / "archive", undelete=["global_step90"], progress=told)
+    streamshard.compact(
+        run, tmp_path / "archive", purge=["global_step80"], grace=NO_GRACE, progress=told
+    )
+    assert {*told.phases} == {"global_step80: reading"}
 
 
 def test_verbs_that_only_read_tell_so(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from streamshard.formats import deepspeed_names as names
 from streamshard.formats.zarr_documents import array_path
 from streamshard.operations import narrowing
 from streamshard.operations.convert import StoreShape, plan_store
-from streamshard.operations.proof import Checks, Means, accounted_for, prove, records_of
+from streamshard.operations.originals import accounted_for, records_of
+from streamshard.operations.proof import Checks, Means, prove
 from streamshard.operations.receipts import (
     ARCHIVED,
     BEGUN,
@@ -151,6 +152,7 @@ class Archiver:
             archive_bytes=sum(sizes.values()),
             shared_files=len(shared),
             shared_bytes=sum(sizes[path] for path in shared),
+            sums_sha256=place.sums_sha256(),
             checks=tuple(checks.done),
         )
         place.write_receipt(sealed)

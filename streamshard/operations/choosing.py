@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from typing import Final
@@ -46,6 +46,8 @@ class Run:
     latest_universal: str | None = None
     problem: str | None = None
     """Why nothing can be said about what is needed."""
+    trashed: tuple[Tag, ...] = ()
+    """Those in the trash, of which no more is known than who leads to where they are or were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ def refusal(run: Run) -> str | None:
     if run.problem is not None:
         return run.problem
     if run.latest is None:
-        return "no 'latest' says which tag is needed"
+        return "no 'latest' says which tag is needed; give the directory that holds it"
     if run.latest not in {tag.name for tag in run.tags}:
         return f"'latest' names {run.latest}, which is no tag with shards here"
     if step_of(run.latest) is None:
@@ -107,6 +109,13 @@ def protection(name: str, run: Run, rules: Rules) -> str | None:
     """Say which rule or name protects a tag that is archived and gone; None if none does."""
     gone = Tag(name, changed_ns=0)
     return next(_protected(gone, run, rules, step_of(name), set()), None)
+
+
+def protection_in_trash(tag: Tag, run: Run, rules: Rules) -> str | None:
+    """Say what would keep a tag in the trash if it were brought back; None if nothing would."""
+    again = replace(run, tags=(*run.tags, *run.trashed))
+    newest = _newest(again, rules)
+    return next(_protected(tag, again, rules, step_of(tag.name), newest), None)
 
 
 def _newest(run: Run, rules: Rules) -> set[int]:

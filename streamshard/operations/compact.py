@@ -1,6 +1,7 @@
 """`compact`: archives old tags of a run directory, and removes them if it is asked to."""
 
 import os
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
@@ -9,13 +10,22 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.engine import memory
-from streamshard.engine.throttle import Throttle
+from streamshard.engine.files import target_errors
 from streamshard.errors import UsageError
 from streamshard.operations.choosing import Rules
 from streamshard.operations.compacting import Compacting, Settings
-from streamshard.operations.compaction import CompactedTag, Compaction
+from streamshard.operations.compaction import (
+    ARCHIVED,
+    BROUGHT_BACK,
+    DELETED,
+    CompactedTag,
+    Compaction,
+)
 from streamshard.operations.convert import DEFAULT_CHUNK_BYTES, Limits, StoreShape
 from streamshard.operations.report import Progress, Silent
+from streamshard.operations.tag_progress import TagProgress
+from streamshard.operations.target import place_of
+from streamshard.sizes import show, show_duration
 
 Path_ = str | os.PathLike[str]
 
@@ -75,7 +85,8 @@ def compact(
         Drop the optimizer states of archives whose originals were removed for good longer ago than
         this. No job can resume from what is left; `export` still writes its weights.
     undelete, purge
-        Tags to bring back from the trash, or to remove for good now. Nothing else is done then.
+        Tags to bring back from the trash, or to remove for good if they have been there for longer
+        than `grace`, whatever the rules say. Nothing else is done then.
     dry_run
         Say what would be done, and do nothing.
     bytes_per_second
@@ -120,11 +131,14 @@ def compact(
         weights_only_older_than=weights_only_older_than,
     )
     _require_apart(settings.run_dir, settings.archive_dir)
-    told = _Told(progress or Silent(), bytes_per_second)
+    told = TagProgress(progress or Silent(), bytes_per_second)
     tags = tuple(Compacting(settings, now or datetime.now(UTC), told).run())
     seconds = time.monotonic() - began
-    notes = () if undelete or purge else tuple(_unmatched(keep_tags, tags))
-    return Compaction(str(run_dir), str(archive_dir), dry_run, tags, seconds, notes)
+    patterns = () if undelete or purge else keep_tags
+    notes = [*_unmatched(patterns, tags), *_about_trash(tags, show_duration(grace))]
+    if dry_run:
+        notes += _about_space(settings.archive_dir, tags)
+    return Compaction(str(run_dir), str(archive_dir), dry_run, tags, seconds, tuple(notes))
 
 
 def _unmatched(patterns: Sequence[str], tags: Sequence[CompactedTag]) -> Iterator[str]:
@@ -134,19 +148,33 @@ def _unmatched(patterns: Sequence[str], tags: Sequence[CompactedTag]) -> Iterato
             yield f"--keep-tag {pattern}: no tag has such a name"
 
 
+def _about_trash(tags: Sequence[CompactedTag], grace: str) -> Iterator[str]:
+    """Tell what a later run will do with what is in the trash now, or is not any more."""
+    actions = {tag.action for tag in tags}
+    if DELETED in actions:
+        yield f"space in the trash is freed by the first run with --delete after --grace {grace}"
+    if BROUGHT_BACK in actions:
+        yield "a run with --delete moves it to the trash again, unless --keep-tag names it"
+
+
+def _about_space(archive_dir: Path, tags: Sequence[CompactedTag]) -> Iterator[str]:
+    """Tell what is free for archives that are still to be made, and for rebuilding from them."""
+    new = [t.source_bytes for t in tags if t.action in (ARCHIVED, DELETED) and not t.archive_bytes]
+    rebuilt = [t.source_bytes for t in tags if t.action == DELETED]
+    if new or rebuilt:
+        with target_errors(archive_dir):
+            free_bytes = shutil.disk_usage(place_of(archive_dir)).free
+        room = f"{archive_dir}: {show(free_bytes)} free there"
+    if new:
+        most = f"must fit without, and the largest has {show(max(new))}"
+        yield f"{room}, for {show(sum(new))} before compression; each tag {most}"
+    if rebuilt:
+        most = f"for a while, {show(max(rebuilt))} for the largest"
+        yield f"{room}; each tag is rebuilt there before it goes, which takes its size {most}"
+
+
 def _require_apart(run_dir: Path, archive_dir: Path) -> None:
     here, there = run_dir.resolve(), archive_dir.resolve()
     if here == there or here in there.parents or there in here.parents:
         message = f"{archive_dir}: lies in or around {run_dir}; choose another place, best on"
         raise UsageError(f"{message} another disk")
-
-
-class _Told:
-    """Progress that is told to somebody, no faster than is allowed."""
-
-    def __init__(self, somebody: Progress, bytes_per_second: int | None) -> None:
-        self.start, self.stop = somebody.start, somebody.stop
-        self.enter, self.keep = somebody.enter, somebody.keep
-        self.advance = somebody.advance
-        if bytes_per_second is not None:
-            self.advance = Throttle(somebody.advance, bytes_per_second).advance

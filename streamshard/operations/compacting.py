@@ -1,8 +1,7 @@
 """One run of `compact`: what is done tag by tag, at night or by hand."""
 
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -15,6 +14,8 @@ from streamshard.errors import (
     IncompleteError,
     SourceError,
     StreamshardError,
+    TargetError,
+    UsageError,
 )
 from streamshard.formats import deepspeed_names as names
 from streamshard.operations import choosing, compaction
@@ -24,10 +25,13 @@ from streamshard.operations.compaction import CompactedTag
 from streamshard.operations.convert import Limits, StoreShape
 from streamshard.operations.deleting import Remover
 from streamshard.operations.dropping import Dropper
-from streamshard.operations.proof import Means, unchanged
+from streamshard.operations.originals import unchanged
+from streamshard.operations.proof import Means
+from streamshard.operations.rebuilding import remove_rebuilt
 from streamshard.operations.receipts import BEGUN, Place, Receipt, remove_unfinished
-from streamshard.operations.report import Progress
+from streamshard.operations.rechoosing import Again
 from streamshard.operations.run_directory import Identity, look_at
+from streamshard.operations.tag_progress import TagProgress
 from streamshard.operations.target import is_there
 from streamshard.sizes import show_duration
 
@@ -60,14 +64,13 @@ class Settings:
 class Compacting:
     """One run of the verb."""
 
-    def __init__(self, settings: Settings, now: datetime, progress: Progress) -> None:
+    def __init__(self, settings: Settings, now: datetime, progress: TagProgress) -> None:
         self._settings = settings
         self._now = now
         self._here = Identity.of(settings.run_dir)
+        self._progress = progress
         self._means = Means(settings.limits, progress)
         self._deleted: set[str] = set()
-        self._run: Run | None = None
-        """The run directory as it was found at first."""
         rest_ns = self._now_ns - settings.rules.min_age_ns
         run_dir, directory = settings.run_dir, settings.archive_dir
         self._archiver = Archiver(run_dir, directory, settings.shape, self._means, rest_ns)
@@ -81,6 +84,8 @@ class Compacting:
     def run(self) -> Iterator[CompactedTag]:
         """Do what was asked for, tag by tag; what goes wrong with one is told of that one."""
         settings = self._settings
+        if settings.delete and not (settings.undelete or settings.purge):
+            self._require_archives()
         with ExitStack() as stack:
             if not settings.dry_run:
                 for place in self._locked():
@@ -90,6 +95,7 @@ class Compacting:
                         lock.take()
                     stack.callback(lock.release)
                 remove_unfinished(settings.archive_dir)
+                remove_rebuilt(settings.archive_dir)
             if settings.undelete or settings.purge:
                 yield from self._by_hand()
             else:
@@ -100,6 +106,19 @@ class Compacting:
         settings = self._settings
         return [settings.archive_dir, *([settings.run_dir] if settings.changes_run_dir else [])]
 
+    def _require_archives(self) -> None:
+        """Refuse an archive directory that knows nothing of what is in the trash.
+
+        What would be archived there now, and then removed, would lie where its disk is not.
+        """
+        directory, held = self._settings.archive_dir, set[str]()
+        with suppress(TargetError):  # which is told when it is to be emptied
+            held = {*self._remover.trash.tags(), *self._remover.trash.going()}
+        if held and not any(is_there(Place(directory, tag).receipt) for tag in held):
+            message = f"{directory}: has no receipt of any of the {len(held):,} tags in the trash"
+            message = f"{message} of {self._settings.run_dir}; is it mounted, and the one that they"
+            raise IncompleteError(f"{message} were archived in? Nothing was done")
+
     # By hand -------------------------------------------------------------------------------------
 
     def _by_hand(self) -> Iterator[CompactedTag]:
@@ -107,15 +126,36 @@ class Compacting:
             what = "its archive stays where it is"
             yield self._attempt(tag, compaction.BROUGHT_BACK, what, self._remover.bring_back)
         for tag in self._settings.purge:
-            yield self._attempt(tag, compaction.PURGED, "asked for", self._remover.purge)
+            look, purge = self._require_over, self._remover.purge
+            yield self._attempt(tag, compaction.PURGED, "asked for", purge, look)
+
+    def _require_over(self, tag: str) -> None:
+        """Refuse to remove for good what has not been in the trash for long enough."""
+        trash = self._remover.trash
+        if tag not in trash.going():
+            trash.require(tag)
+            waits = self._remover.waits(tag, self._settings.grace)
+            if waits:
+                message = f"in the trash {waits}; give '--grace 0s' too to remove it for good now"
+                raise UsageError(message)
 
     def _attempt(
-        self, tag: str, action: str, reason: str, do: Callable[[str], object]
+        self,
+        tag: str,
+        action: str,
+        reason: str,
+        do: Callable[[str], object],
+        look: Callable[[str], object] = lambda _: None,
     ) -> CompactedTag:
-        """Do something with a tag unless this is a dry run; tell what came of it."""
+        """Do something with a tag in the trash unless this is a dry run; tell what came of it."""
+        trash = self._remover.trash
+        self._progress.turn_to(tag)
         try:
+            look(tag)
             if not self._settings.dry_run:
                 do(tag)
+            elif action == compaction.BROUGHT_BACK or tag not in trash.going():
+                trash.require(tag)
         except StreamshardError as error:
             return _failed(tag, error)
         return CompactedTag(tag, step_of(tag), action, reason)
@@ -124,10 +164,11 @@ class Compacting:
 
     def _nightly(self) -> Iterator[CompactedTag]:
         run_dir = self._settings.run_dir
-        run = self._run = look_at(run_dir)
+        run = look_at(run_dir)
         reason = refusal(run)
         if reason is not None:
             raise IncompleteError(f"{run_dir}: {reason}. Nothing was done")
+        again = Again(run_dir, self._settings.rules, self._now_ns, run)
         for choice in choose(run, self._settings.rules, self._now_ns):
             if choice.verdict == choosing.KEPT:
                 yield CompactedTag(choice.tag.name, choice.step, compaction.KEPT, choice.reason)
@@ -140,14 +181,15 @@ class Compacting:
                     exit_code=SourceError.exit_code,
                 )
             else:
-                yield self._compact(choice)
-        yield from self._empty_trash()
+                yield self._compact(choice, again)
+        yield from self._empty_trash(again)
         if self._settings.weights_only_older_than is not None:
             yield from self._drop_states(run, self._settings.weights_only_older_than)
 
-    def _compact(self, choice: Choice) -> CompactedTag:
+    def _compact(self, choice: Choice, again: Again) -> CompactedTag:
         """Archive a tag, and remove it if that was asked for."""
         tag = choice.tag.name
+        self._progress.turn_to(tag)
         found = CompactedTag(
             tag, choice.step, compaction.READY, choice.reason, source_bytes=choice.tag.nbytes
         )
@@ -166,7 +208,7 @@ class Compacting:
                     archive_bytes=receipt.archive_bytes,
                     shared_bytes=receipt.shared_bytes,
                 )
-            return self._delete(choice, found)
+            return self._delete(choice, found, again)
         except StreamshardError as error:
             return replace(_failed(tag, error), source_bytes=found.source_bytes)
 
@@ -193,43 +235,24 @@ class Compacting:
             raise CorruptFileError(f"{message}; move one of them away") from error
         return receipt
 
-    def _delete(self, choice: Choice, found: CompactedTag) -> CompactedTag:
+    def _delete(self, choice: Choice, found: CompactedTag, again: Again) -> CompactedTag:
         most = self._settings.max_delete
         if not self._settings.delete:
             return found
         if most is not None and len(self._deleted) >= most:
             return replace(found, reason=f"--max-delete {most:,} is reached")
         if not self._settings.dry_run:
-            self._remover.remove(choice.tag.name, lambda: self._still_free(choice))
+            self._remover.remove(choice.tag.name, lambda: again.still_free(choice))
         self._deleted.add(choice.tag.name)
         return replace(found, action=compaction.DELETED)
 
-    def _still_free(self, choice: Choice) -> str:
-        """Choose again, now.
-
-        Raises
-        ------
-        SourceError
-            Something protects the tag now, or it has changed.
-        """
-        run = look_at(self._settings.run_dir, self._run)
-        reason = refusal(run)
-        if reason is None:
-            now_ns = max(self._now_ns, time.time_ns())
-            again = {c.tag.name: c for c in choose(run, self._settings.rules, now_ns)}
-            now = again.get(choice.tag.name)
-            if now is None or now.tag.looks != choice.tag.looks:
-                reason = "changed while it was watched"
-            elif now.verdict != choosing.CANDIDATE:
-                reason = now.reason
-        if reason is not None:
-            message = f"{self._settings.run_dir / choice.tag.name}: may not go any more: {reason}"
-            raise CorruptFileError(message)
-        return choice.reason
-
-    def _empty_trash(self) -> Iterator[CompactedTag]:
+    def _empty_trash(self, again: Again) -> Iterator[CompactedTag]:
         """Remove for good what has been in the trash for long enough."""
         trash, grace = self._remover.trash, show_duration(self._settings.grace)
+
+        def purge(tag: str) -> None:
+            self._remover.purge(tag, lambda: again.still_unwanted(tag))
+
         try:
             held = {*trash.tags(), *trash.going()} - self._deleted
         except StreamshardError as error:
@@ -240,16 +263,20 @@ class Compacting:
                 yield CompactedTag(tag, step_of(tag), compaction.IN_TRASH, "no --delete")
                 continue
             try:
-                is_over = tag in trash.going() or self._remover.is_over(tag, self._settings.grace)
+                is_going = tag in trash.going()
+                waits = "" if is_going else self._remover.waits(tag, self._settings.grace)
+                kept = None if is_going or waits else again.kept_in_trash(tag)
             except StreamshardError as error:
                 yield _failed(tag, error)
                 continue
-            if is_over:
-                reason = f"in the trash for longer than --grace {grace}"
-                yield self._attempt(tag, compaction.PURGED, reason, self._remover.purge)
-            else:
-                reason = f"not yet for --grace {grace}"
+            if waits:
+                yield CompactedTag(tag, step_of(tag), compaction.IN_TRASH, waits)
+            elif kept is not None:
+                reason = f"{kept}; --undelete brings it back"
                 yield CompactedTag(tag, step_of(tag), compaction.IN_TRASH, reason)
+            else:
+                reason = f"in the trash for longer than --grace {grace}"
+                yield self._attempt(tag, compaction.PURGED, reason, purge)
 
     def _drop_states(self, run: Run, least_age: timedelta) -> Iterator[CompactedTag]:
         """Drop the optimizer states of archives whose originals have been gone for long enough."""
@@ -269,6 +296,7 @@ class Compacting:
                 if reason is not None:
                     yield CompactedTag(tag, step_of(tag), compaction.KEPT, reason)
                     continue
+                self._progress.turn_to(tag)
                 done = self._dropper.drop(tag, is_dry_run=self._settings.dry_run)
                 count += done.action == compaction.WEIGHTS_ONLY
                 yield done

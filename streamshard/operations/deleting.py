@@ -2,22 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from streamshard.engine import memory
 from streamshard.errors import CorruptFileError, SourceError, StreamshardError
 from streamshard.formats import deepspeed_names as names
 from streamshard.operations import narrowing
-from streamshard.operations.proof import (
-    Checks,
-    Means,
-    accounted_for,
-    intact,
-    prove,
-    ranks_agree,
-    unchanged,
-)
+from streamshard.operations.originals import accounted_for, ranks_agree, unchanged
+from streamshard.operations.padding import padding_alike
+from streamshard.operations.proof import Checks, Means, intact, prove, same_archive
+from streamshard.operations.rebuilding import rebuilt_equal
 from streamshard.operations.receipts import (
     ARCHIVED,
     DROPPING,
@@ -33,6 +28,7 @@ from streamshard.operations.run_directory import Identity
 from streamshard.operations.source import open_source
 from streamshard.operations.target import is_there
 from streamshard.operations.trash import Trash
+from streamshard.sizes import show_duration
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +72,9 @@ class Remover:
         try:
             self._look(tag, receipt, checks, still_free)
             # That it is in the trash since then has to be known before it is there.
-            trashed = replace(receipt, checks=tuple(checks.done), trashed=spell_time(self.now))
+            receipt = replace(receipt, sums_sha256=place.sums_sha256())
+            at = spell_time(max(self.now, datetime.now(UTC)))  # the run may have begun long ago
+            trashed = replace(receipt, checks=tuple(checks.done), trashed=at)
             place.write_receipt(replace(trashed, state=TRASHED))
             self.trash.take(tag)
         except StreamshardError:
@@ -96,9 +94,12 @@ class Remover:
         opened = open_source(self.run_dir, tag)
         checks.hold("source_accounted_for", lambda: accounted_for(opened))
         checks.hold("ranks_agree", lambda: ranks_agree(opened))
+        checks.hold("padding_alike", lambda: padding_alike(opened))
         derived = narrowing.that_follow(opened, self.means.memory(), self.means.progress)
         small = narrowing.narrowed(opened, derived)
-        prove(small, self.place(tag), self.means, checks, tag_only=True)
+        place = self.place(tag)
+        prove(small, place, self.means, checks, tag_only=True)
+        checks.hold("rebuilt_equal", lambda: rebuilt_equal(opened, place, self.means))
         checks.hold("source_unchanged", lambda: unchanged(receipt, root, None))
         checks.hold("not_protected", still_free)
         checks.hold("still_same_run_directory", lambda: self._same_directory(receipt))
@@ -120,8 +121,8 @@ class Remover:
             raise CorruptFileError(f"{place.receipt}: is the receipt of {receipt.tag}")
         return receipt
 
-    def is_over(self, tag: str, grace: timedelta) -> bool:
-        """Tell whether a tag has been in the trash for longer than its grace time.
+    def waits(self, tag: str, grace: timedelta) -> str:
+        """Tell a person since when a tag waits in the trash; empty if its grace time is over.
 
         Raises
         ------
@@ -130,13 +131,22 @@ class Remover:
         """
         receipt = self._receipt(tag)
         try:
-            return age_at(self.now, receipt.trashed) > grace
+            if age_at(self.now, receipt.trashed) > grace:
+                return ""
         except ValueError as error:
             message = f"{self.place(tag).receipt}: does not tell since when {tag} is in the trash"
             raise CorruptFileError(message) from error
+        since = datetime.fromisoformat(receipt.trashed).astimezone(UTC)
+        return f"since {since:%Y-%m-%d %H:%M} UTC, --grace is {show_duration(grace)}"
 
-    def purge(self, tag: str) -> None:
+    def purge(self, tag: str, unwanted: Callable[[], str] | None = None) -> None:
         """Remove a tag in the trash for good, if its archive is still as it was.
+
+        Parameters
+        ----------
+        unwanted
+            Looks at the run directory again; raises an error if something would keep the tag now.
+            Not asked of what is partly gone, nor where a user has named the tag.
 
         Raises
         ------
@@ -152,8 +162,11 @@ class Remover:
         if not is_going:
             root = self.trash.place_of(tag)
             checks.hold("trash_as_recorded", lambda: unchanged(receipt, root, None))
+        checks.hold("same_archive", lambda: same_archive(receipt, place))
         checks.hold("archive_bytes", lambda: intact(place, self.means))
         checks.hold("archive_opens", lambda: open_source(place.store).checkpoint.tag)
+        if unwanted is not None and not is_going:
+            checks.hold("not_protected", unwanted)
         done = (*receipt.checks, *checks.done)
         # Before it is gone: nobody would come back to write it down.
         place.write_receipt(

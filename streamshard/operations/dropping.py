@@ -24,7 +24,7 @@ from streamshard.formats import deepspeed_names as names
 from streamshard.operations import compaction
 from streamshard.operations.choosing import step_of
 from streamshard.operations.compaction import CompactedTag
-from streamshard.operations.proof import Checks, Means, intact, prove
+from streamshard.operations.proof import Checks, Means, intact, prove, same_archive
 from streamshard.operations.receipts import (
     DROPPING,
     PURGED,
@@ -39,6 +39,7 @@ from streamshard.operations.run_directory import Identity
 from streamshard.operations.target import exists, is_there, partial_of, remove
 from streamshard.operations.trash import Trash
 from streamshard.operations.weights_only import Remainder, states_of
+from streamshard.sizes import show
 
 _WHY: Final = "by compact, as --weights-only-older-than asked for"
 _RECEIPT: Final = ".receipt.json"
@@ -123,7 +124,7 @@ class Dropper:
             nbytes = receipt.full_bytes - receipt.archive_bytes
         return replace(
             told,
-            reason=f"no job can resume from it; {nbytes:,} bytes of optimizer states dropped",
+            reason=f"no job can resume from it; {show(nbytes)} of optimizer states dropped",
             source_bytes=receipt.source_bytes,
             archive_bytes=receipt.archive_bytes - (0 if receipt.full_bytes else nbytes),
             shared_bytes=receipt.shared_bytes,
@@ -136,6 +137,8 @@ class Dropper:
         before = tuple(check for check in receipt.checks if check.holds)
         try:
             checks.hold("original_gone", lambda: self._original_gone(receipt))
+            if receipt.sums_sha256:
+                checks.hold("same_archive", lambda: same_archive(receipt, full))
             checks.hold("full_archive_bytes", lambda: intact(full, self.means))
             receipt = self._begin(receipt, full, left)
             weights = replace(full, of_weights=True)
@@ -197,6 +200,7 @@ class Dropper:
             archive_bytes=sum(stat.st_size for stat in stats),
             shared_files=len(shared),
             shared_bytes=sum(shared),
+            sums_sha256=weights.sums_sha256(),
             checks=(*before, *checks.done),
         )
         weights.write_receipt(sealed)

@@ -89,6 +89,11 @@ def beside(source: Source) -> set[int]:
     }
 
 
+def tag_only(source: Source) -> Source:
+    """Return a source without the files that lie beside the tag."""
+    return narrowed(source, beside(source))
+
+
 def narrowed(source: Source, left_out: Collection[int]) -> Source:
     """Return a source that lacks some tensors, and the files that held nothing else."""
     checkpoint, cutting = source.checkpoint, source.cutting

@@ -1,36 +1,26 @@
 """Proves that an archive is whole and holds what its source holds, and writes down each step."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from stat import S_ISREG
 
 from streamshard.engine import memory
 from streamshard.engine.durability import sync_path, sync_tree
 from streamshard.engine.files import source_errors, target_errors
 from streamshard.engine.hashing import sha256_of
-from streamshard.errors import (
-    CorruptFileError,
-    IncompleteError,
-    IntegrityError,
-    StreamshardError,
-    UnsupportedError,
-)
+from streamshard.errors import CorruptFileError, IntegrityError, StreamshardError
 from streamshard.formats import store_state
 from streamshard.formats.checkpoint import Checkpoint
-from streamshard.formats.zero_module import RANKS_DIFFER
 from streamshard.operations import narrowing, running, verify
 from streamshard.operations.compare import EXTRA_BYTES, Comparing
 from streamshard.operations.convert import Limits
 from streamshard.operations.pairing import pair_up
-from streamshard.operations.receipts import Check, Place, Receipt, SourceRecord, spell_time
+from streamshard.operations.receipts import Check, Place, Receipt, spell_time
 from streamshard.operations.report import Progress
 from streamshard.operations.source import Source, open_source
 from streamshard.operations.verification import Findings
 from streamshard.plan.memory import MemoryPlan
-from streamshard.reading import entries_below
 
 
 class Checks:
@@ -103,10 +93,9 @@ def prove(source: Source, place: Place, means: Means, checks: Checks, *, tag_onl
     with source_errors(place.store):
         archive = open_source(place.store)
     if tag_only:
-        archive = narrowing.narrowed(archive, narrowing.beside(archive))
-        source = narrowing.narrowed(source, narrowing.beside(source))
-    checks.hold("state_equal", lambda: _state_equal(archive, source))
-    checks.hold("content_equal", lambda: _content_equal(archive, source, means))
+        archive, source = narrowing.tag_only(archive), narrowing.tag_only(source)
+    checks.hold("state_equal", lambda: state_equal(archive, source))
+    checks.hold("content_equal", lambda: content_equal(archive, source, means))
 
 
 def _synced(place: Place) -> str:
@@ -139,6 +128,26 @@ def intact(place: Place, means: Means) -> str:
     return f"{len(found):,} files"
 
 
+def same_archive(receipt: Receipt, place: Place) -> str:
+    """Require of an archive to be the one that was held against its source, and no other.
+
+    Raises
+    ------
+    CorruptFileError
+        Its list is of other files.
+    SourceError
+        The list cannot be read.
+    """
+    if place.sums_sha256() != receipt.sums_sha256:
+        message = f"{place.sums}: not the list of the archive that was compared with {receipt.tag}"
+        if not receipt.sums_sha256:
+            message = (
+                f"{place.receipt}: does not tell which archive was compared with {receipt.tag}"
+            )
+        raise CorruptFileError(f"{message}; put that back, or --undelete it and run again")
+    return receipt.sums_sha256
+
+
 def _verified(place: Place, means: Means) -> str:
     found = verify.verify(
         place.store,
@@ -151,7 +160,14 @@ def _verified(place: Place, means: Means) -> str:
     return f"{found.checked:,} checksums, {found.tensors:,} tensors"
 
 
-def _state_equal(archive: Source, source: Source) -> str:
+def state_equal(archive: Source, source: Source) -> str:
+    """Require of two sides to be alike in all that is no tensor, and in what tensors there are.
+
+    Raises
+    ------
+    IntegrityError
+        They are not.
+    """
     mine, theirs = (_spelled(side.checkpoint) for side in (archive, source))
     if mine != theirs:
         message = f"{archive.path}: its training state is not that of {source.path}"
@@ -165,7 +181,16 @@ def _spelled(checkpoint: Checkpoint) -> bytes:
     return store_state.dump(store_state.without(replace(checkpoint, notes=()), ()), ())
 
 
-def _content_equal(archive: Source, source: Source, means: Means) -> str:
+def content_equal(archive: Source, source: Source, means: Means) -> str:
+    """Require of two sides to be alike in every bit of every tensor, and in all else.
+
+    Raises
+    ------
+    IntegrityError
+        They are not.
+    SourceError
+        Something cannot be read.
+    """
     pairing = pair_up(archive, source)
     findings = Findings()
     comparing = Comparing(archive, source, pairing.pairs)
@@ -180,104 +205,3 @@ def _content_equal(archive: Source, source: Source, means: Means) -> str:
     if wrong:
         raise IntegrityError(f"{archive.path}: not what {source.path} holds: {wrong[0]}")
     return f"{len(pairing.pairs):,} tensors, {comparing.nbytes:,} bytes"
-
-
-def accounted_for(source: Source) -> str:
-    """Require of everything in a tag directory to be in what was read of it.
-
-    Raises
-    ------
-    UnsupportedError
-        Something is not, so that an archive would lack it.
-    """
-    tag = source.checkpoint.tag
-    known = {file.path for file in source.files}
-    known |= {source.path / file.path for file in source.checkpoint.files}
-    count = 0
-    with source_errors(source.path / tag):
-        for path in entries_below(source.path / tag):
-            mode = path.lstat().st_mode
-            if path.is_dir() and not path.is_symlink():
-                continue
-            count += 1
-            if not S_ISREG(mode) or path not in known:
-                raise UnsupportedError(f"{path}: would not be in an archive; move it away")
-    return f"{count:,} files"
-
-
-def ranks_agree(source: Source) -> str:
-    """Require of a checkpoint that nothing is known to be left out of it.
-
-    Raises
-    ------
-    UnsupportedError
-        Something is: each rank keeps some of its own.
-    """
-    for note in source.checkpoint.notes:
-        if note.startswith(RANKS_DIFFER):
-            raise UnsupportedError(f"{source.path / source.checkpoint.tag}: {note}")
-    return ""
-
-
-def records_of(source: Source, run_dir: Path) -> tuple[SourceRecord, ...]:
-    """Record what the files of a source look like.
-
-    Raises
-    ------
-    SourceError
-        One cannot be looked at any more.
-    """
-    found = []
-    for file in source.files:
-        with source_errors(file.path):
-            stat = file.path.stat()
-        looks = stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_dev
-        found.append(SourceRecord(os.path.relpath(file.path, run_dir), *looks))
-    return tuple(found)
-
-
-def unchanged(receipt: Receipt, root: Path, means: Means | None) -> str:
-    """Require of a tag's files to be those that were archived.
-
-    Parameters
-    ----------
-    root
-        Where the tag directory is now.
-    means
-        To read them too; without, they are only looked at.
-
-    Raises
-    ------
-    CorruptFileError
-        One looks otherwise, or holds something else.
-    IncompleteError
-        There are others, or not all.
-    """
-    records = receipt.below_tag()
-    with source_errors(root):
-        paths = {
-            path.relative_to(root).as_posix(): path
-            for path in entries_below(root)
-            if path.is_symlink() or not path.is_dir()
-        }
-        for name in sorted(paths.keys() ^ records.keys()):
-            there = "was archived, and is not there" if name in records else "was not archived"
-            raise IncompleteError(f"{root / name}: {there}")
-        for name, path in paths.items():
-            _require_as_recorded(path, records[name])
-        digests = means.hash_all(list(paths.values())) if means else []
-    for name, digest in zip(paths, digests, strict=bool(means)):
-        if digest != records[name].sha256:
-            raise CorruptFileError(f"{paths[name]}: its bytes are not those that were archived")
-    return f"{len(paths):,} files"
-
-
-def _require_as_recorded(path: Path, record: SourceRecord) -> None:
-    stat = path.lstat()
-    found = stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_dev
-    known = record.nbytes, record.mtime_ns, record.inode, record.device
-    words = "size", "time of change", "inode", "device"
-    for word, now, then in zip(words, found, known, strict=True):
-        if now != then:
-            message = f"{path}: has {word} {now}, and had {then} when it was archived"
-            raise CorruptFileError(f"{message}: is it of another save?")

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime, timedelta
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -84,6 +85,9 @@ class Receipt:
     dropped_states: tuple[str, ...] = ()
     full_bytes: int = 0
     """What the archive took before they went; 0 while they are there."""
+    sums_sha256: str = ""
+    """Of the list of the archive's files, when they were last held against what they are of; empty
+    in receipts of early versions."""
     checks: tuple[Check, ...] = ()
 
     def below_tag(self) -> dict[str, SourceRecord]:
@@ -164,6 +168,17 @@ class Place:
         if not found or not all(path.startswith(prefix) for path in found):
             raise CorruptFileError(f"{self.sums}: no list of the files of {self.store}")
         return {path.removeprefix(prefix): digest for path, digest in found.items()}
+
+    def sums_sha256(self) -> str:
+        """Take the SHA-256 of the list itself, which stands for the archive as a whole.
+
+        Raises
+        ------
+        SourceError
+            It cannot be read.
+        """
+        with source_errors(self.sums):
+            return sha256(read_all(self.sums)).hexdigest()
 
     def files(self) -> list[str]:
         """List the files of the archive as they are on the disk."""

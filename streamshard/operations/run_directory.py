@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -9,12 +10,13 @@ from stat import S_ISDIR, S_ISREG
 from typing import Final
 
 from streamshard.engine.files import source_errors
-from streamshard.errors import SourceNotFoundError, StreamshardError
+from streamshard.errors import SourceNotFoundError, StreamshardError, TargetError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats.links import place_of
 from streamshard.operations.beside import has_shards
 from streamshard.operations.choosing import Run, Tag, step_of
 from streamshard.operations.source import open_source
+from streamshard.operations.trash import Trash
 from streamshard.reading import entries_below, stream_of
 
 _NAME_BYTES: Final = 4096
@@ -73,7 +75,21 @@ def look_at(run_dir: Path, before: Run | None = None) -> Run:
             except (OSError, ValueError) as error:
                 named.append(None)
                 problems.append(f"{run_dir / name}: {getattr(error, 'strerror', None) or error}")
-    return Run(tuple(tags), named[0], named[1], problems[0] if problems else None)
+        trashed = _trashed(run_dir, links)
+    problem = problems[0] if problems else None
+    return Run(tuple(tags), named[0], named[1], problem, trashed)
+
+
+def _trashed(run_dir: Path, links: Sequence[Path]) -> tuple[Tag, ...]:
+    """Describe the tags in the trash, also to say whether a link leads to where one was."""
+    trash, held, found = Trash(run_dir), list[str](), []
+    with suppress(TargetError):  # who wants to empty it is told
+        held = trash.tags()
+    for name in held:
+        places = [place_of(trash.place_of(name)), place_of(run_dir / name)]
+        is_linked = any(place in (link, *link.parents) for link in links for place in places)
+        found.append(Tag(name, changed_ns=0, is_linked=is_linked))
+    return tuple(found)
 
 
 def _named(path: Path) -> str | None:
@@ -106,11 +122,14 @@ def _links(run_dir: Path) -> Iterator[Path]:
 def _tag(entry: Path, run_dir: Path, links: Sequence[Path], known: Mapping[str, Tag]) -> Tag | None:
     """Describe a directory with shards; None of anything else."""
     is_own = entry.name.startswith(names.OWN_PREFIX)
-    if is_own or not names.is_tag(entry.name) or entry.is_symlink() or not entry.is_dir():
+    if is_own or entry.is_symlink() or not entry.is_dir():
         return None
     try:
         if not has_shards(entry):
             return None
+        if not names.is_tag(entry.name):
+            told = f"{str(entry)!r}: holds shards, and its name is no text; rename it"
+            return Tag(entry.name, entry.lstat().st_mtime_ns, told)
         changed_ns, nbytes, looks = _looks(entry)
     except OSError as error:
         if step_of(entry.name) is None:

@@ -118,7 +118,8 @@ class Trash:
         if tag in self.going():
             raise UsageError(f"{self._going / tag}: was to be removed for good; some may be gone")
         if not names.is_tag(tag) or tag not in self.tags():
-            raise UsageError(f"{self.run_dir}: no tag {tag} in its trash")
+            held = ", ".join(self.tags()) or "nothing"
+            raise UsageError(f"{self.run_dir}: no tag {tag} in its trash, which holds {held}")
 
     def _make(self, place: Path) -> None:
         self._require_own(place)

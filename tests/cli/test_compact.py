@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import streamshard as api
 from streamshard.engine.lock import Lock
 from streamshard.sizes import show
 from tests.cli.conftest import streamshard
-from tests.compact.runs import STEPS, bits, make_run, save, tag_of
+from tests.compact.runs import NO_GRACE, STEPS, bits, make_run, save, tag_of
 
 README = (Path(api.__file__).parent.parent / "README.md").read_text()
 FIRST = tag_of(STEPS[0])
@@ -31,7 +32,10 @@ def test_a_dry_run_tells_of_each_tag_and_does_nothing(run: Path, tmp_path: Path)
     done = streamshard("compact", run, tmp_path / "archive", "--delete", "-n")
     assert (done.code, done.err) == (0, "")
     nbytes = sum(path.stat().st_size for path in (run / FIRST).iterdir())
-    assert re.search(rf"{FIRST} +deleted +{nbytes:,} .* no rule keeps it", done.out)
+    assert re.search(rf"{FIRST} +moved to trash +{show(nbytes)} .* no rule keeps it", done.out)
+    assert "after --grace 7d\n" in done.out
+    room = f" for {show(nbytes)} before compression; each tag must fit without, and the largest has"
+    assert f"{room} {show(nbytes)}\n" in done.out
     assert re.search(rf"{tag_of(1000)} +kept .* 'latest' names it", done.out)
     assert bits(tmp_path) == before
     assert not (tmp_path / "archive").exists()
@@ -46,7 +50,7 @@ def test_lengths_of_time_are_said_as_they_are_asked_for(run: Path, tmp_path: Pat
     assert re.search(rf"{FIRST} +kept .* changed [0-9.]+ s ago, --min-age is 2h\n", done.out)
     assert streamshard(*command, "--min-age", "0s", "--delete", "-q").code == 0
     done = streamshard(*command, "--delete", "--min-age", "0s", "--grace", "90m", "-n")
-    assert re.search(rf"{FIRST} +in the trash .* not yet for --grace 90m\n", done.out)
+    assert re.search(rf"{FIRST} +in the trash .* since 20[0-9: -]+ UTC, --grace is 90m\n", done.out)
 
 
 def test_a_night_says_a_line_or_nothing_or_a_table(run: Path, tmp_path: Path) -> None:
@@ -56,12 +60,16 @@ def test_a_night_says_a_line_or_nothing_or_a_table(run: Path, tmp_path: Path) ->
     (told,) = api.compact(run, tmp_path / "again").tags[:1]
     into = f"{show(told.source_bytes)} archived in {show(told.archive_bytes)}"
     assert done.out == f"{run}: 1 archived, 3 kept; {into}\n"
+    done = streamshard("compact", run, tmp_path / "again", "--delete")
+    assert done.out.startswith(f"{run}: 1 moved to trash, 3 kept; {into}\n")
+    api.compact(run, tmp_path / "again", undelete=[FIRST])
     done = streamshard(*command, "-q", "--delete")
     assert (done.code, done.out, done.err) == (0, "", "")
     done = streamshard(*command, "-v")
     assert (done.code, FIRST in done.out, "in the trash" in done.out) == (0, True, True)
     found = json.loads(streamshard(*command, "--undelete", FIRST, "--json").out)
     assert [(tag["tag"], tag["action"]) for tag in found["tags"]] == [(FIRST, "brought back")]
+    assert any("unless --keep-tag names it" in note for note in found["notes"])
 
 
 def test_a_name_to_keep_that_is_mistyped_is_told(run: Path, tmp_path: Path) -> None:
@@ -74,11 +82,43 @@ def test_a_name_to_keep_that_is_mistyped_is_told(run: Path, tmp_path: Path) -> N
     assert "--keep-tag" not in streamshard(*command, "--undelete", FIRST).out
 
 
+@pytest.mark.parametrize("option", ["--undelete", "--purge"])
+def test_a_dry_run_by_hand_finds_what_the_run_would_find(
+    run: Path, tmp_path: Path, option: str
+) -> None:
+    archive = tmp_path / "archive"
+    api.compact(run, archive, delete=True)
+    before = bits(tmp_path)
+    command = ("compact", run, archive, "--grace", "0s", option, FIRST, "nope", "-n")
+    done = streamshard(*command)
+    assert (done.code, "1 failed" in done.out) == (2, True)
+    assert f"no tag nope in its trash, which holds {FIRST}\n" in done.err
+    assert bits(tmp_path) == before
+    api.compact(run, archive, grace=NO_GRACE, purge=[FIRST])
+    done = streamshard("compact", run, archive, option, FIRST)
+    assert (done.code, done.err.endswith(", which holds nothing\n")) == (2, True)
+
+
+def test_the_trash_is_emptied_by_hand_after_the_grace_time(run: Path, tmp_path: Path) -> None:
+    archive = tmp_path / "archive"
+    api.compact(run, archive, delete=True)
+    before = bits(tmp_path)
+    for more in ("-n", "-q"):
+        done = streamshard("compact", run, archive, "--purge", FIRST, more)
+        since = rf"{FIRST}: failed: in the trash since 20[0-9: -]+ UTC, --grace is 7d; "
+        said = re.search(f"{since}give '--grace 0s' too to remove it for good now\n", done.err)
+        assert (done.code, said is not None) == (2, True)
+        assert bits(tmp_path) == before
+    done = streamshard("compact", run, archive, "--purge", FIRST, "--grace", "0s")
+    assert (done.code, "1 purged" in done.out) == (0, True)
+    assert not list((run / ".streamshard.trash").rglob("*.pt"))
+
+
 def test_states_are_dropped_only_when_asked_to(run: Path, tmp_path: Path) -> None:
     archive = tmp_path / "archive"
     command = ("compact", run, archive)
     api.compact(run, archive, delete=True)
-    api.compact(run, archive, purge=[FIRST])
+    api.compact(run, archive, grace=NO_GRACE, purge=[FIRST])
     asked = ("--weights-only-older-than", "0s")
     done = streamshard(*command, *asked, "-n")
     assert "3 kept, 1 weights only" in done.out
@@ -103,6 +143,9 @@ def test_what_needs_somebody_is_told_though_quiet(run: Path, tmp_path: Path) -> 
     assert (done.code, done.out) == (3, "")
     (line,) = done.err.splitlines()
     assert line.startswith(f"streamshard: {tag_of(2000)}: ambiguous: its step is above 1,000")
+    done = streamshard("compact", run, tmp_path / "archive", "-n")
+    assert done.err.splitlines() == [line]
+    assert re.search(rf"{tag_of(2000)} +ambiguous .* told on standard error\n", done.out)
     (run / "latest").unlink()
     done = streamshard("compact", run, tmp_path / "archive", "--delete", "-q")
     assert (done.code, "no 'latest'" in done.err, done.out) == (3, True, "")
@@ -164,18 +207,23 @@ def test_a_native_source_needs_a_world_size(run: Path, tmp_path: Path) -> None:
 
 
 def test_the_line_for_cron_does_what_it_says(run: Path, tmp_path: Path) -> None:
-    (line,) = re.findall(r"^30 3 \* \* \* streamshard (.*)$", README, re.MULTILINE)
+    (line,) = re.findall(r"^30 3 \* \* \* (.*)$", README, re.MULTILINE)
     assert "%" not in line  # which cron takes for the end of a line
-    words = [word.replace("/runs/7b", str(run)) for word in shlex.split(line)]
+    program, words = shlex.split(line)[0], shlex.split(line)[1:]
+    assert Path(program).is_absolute()  # cron would not find it otherwise
+    words = [word.replace("/runs/7b", str(run)) for word in words]
     words = [word.replace("/archive/7b", str(tmp_path / "archive")) for word in words]
-    done = streamshard(*words)
-    assert (done.code, done.out, done.err) == (0, "", "")
+    source = f"PYTHONPATH={Path(api.__file__).parent.parent}"
+    cron = ["env", "-i", "HOME=/", "SHELL=/bin/sh", "PATH=/usr/bin:/bin", source, "/bin/sh", "-c"]
+    command = shlex.join([sys.executable, "-m", "streamshard", *words])
+    done = subprocess.run([*cron, command], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert (run / ".streamshard.trash" / FIRST).is_dir()
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
 def test_systemd_understands_the_units(tmp_path: Path) -> None:
-    section = README.partition("or, with systemd")[2].partition("\n## ")[0]
+    section = README.partition("`streamshard-compact.service`")[2].partition("\n## ")[0]
     blocks = re.findall(r"```\n(.*?)```", section, re.DOTALL)
     names = ("streamshard-compact.service", "streamshard-compact.timer")
     for name, text in zip(names, blocks, strict=True):

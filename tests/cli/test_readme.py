@@ -8,7 +8,7 @@ import streamshard
 from streamshard import cli
 
 README = (Path(streamshard.__file__).parent.parent / "README.md").read_text()
-COMMAND = re.compile(r"(?:\$ |30 3 \* \* \* |ExecStart=\S*/)?(streamshard .*?)(?: +#.*)?")
+COMMAND = re.compile(r"(?:\$ |30 3 \* \* \* \S*/|ExecStart=\S*/)?(streamshard .*?)(?: +#.*)?")
 """As it is typed, shown, or told to cron and to systemd; what comes behind # is said of it."""
 
 

@@ -16,6 +16,7 @@ from tests.job import Job
 STEPS = (80, 90, 100, 1000)
 """By name the newest comes first."""
 DAY = 24 * 3600
+NO_GRACE = timedelta(0)
 TRASH = ".streamshard.trash"
 
 

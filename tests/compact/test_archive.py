@@ -237,6 +237,7 @@ def test_another_save_of_an_archived_tag_is_told(tmp_path: Path) -> None:
     found = api.compact(run, tmp_path / "archive", delete=True)
     assert (found.tags[0].action, found.exit_code) == ("ambiguous", 3)
     assert "another save" in found.tags[0].reason
+    assert "has time of change 1970-01-01 00:00:01.000000000 UTC" in found.tags[0].reason
     assert (run / FIRST).is_dir()
     assert bits(tmp_path / "archive") == before
 

@@ -1,12 +1,23 @@
 """How tags go: to the trash, for good, and back."""
 
 import shutil
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 import streamshard as api
-from tests.compact.runs import ALL, FIRST, TRASH, actions, bits, later, receipt_of, tags_in
+from tests.compact.runs import (
+    ALL,
+    FIRST,
+    NO_GRACE,
+    TRASH,
+    actions,
+    bits,
+    later,
+    receipt_of,
+    tags_in,
+)
 
 
 def test_without_being_asked_nothing_goes(run: Path, archive: Path) -> None:
@@ -55,20 +66,40 @@ def test_bringing_back(run: Path, archive: Path) -> None:
     assert actions(api.compact(run, archive, delete=True))[FIRST] == "deleted"
 
 
+@pytest.mark.parametrize("what", ["undelete", "purge"])
+def test_a_dry_run_by_hand_knows_what_is_in_the_trash(run: Path, archive: Path, what: str) -> None:
+    api.compact(run, archive, delete=True)
+    asked = [FIRST, "global_step90"]
+    undelete, purge = (asked, []) if what == "undelete" else ([], asked)
+    found = api.compact(run, archive, dry_run=True, grace=NO_GRACE, undelete=undelete, purge=purge)
+    assert [tag.needs_somebody for tag in found.tags] == [False, True]
+    assert found.exit_code == 2
+
+
 def test_purging_by_hand_looks_at_the_archive_too(run: Path, archive: Path) -> None:
     api.compact(run, archive, delete=True)
     victim = archive / f"{FIRST}.zarr" / "state/fp32/embed.weight/c/0/0"
     good = victim.read_bytes()
     victim.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    for asked in ({"purge": [FIRST]}, {"delete": True, "now": later(8)}):
-        found = api.compact(run, archive, **asked)
+    for found in (
+        api.compact(run, archive, grace=NO_GRACE, purge=[FIRST]),
+        api.compact(run, archive, delete=True, now=later(8)),
+    ):
         assert (actions(found)[FIRST], found.exit_code) == ("failed", 6)
         assert str(victim) in found.problems[0].reason
         assert (run / TRASH / FIRST).is_dir()
     victim.write_bytes(good)
-    assert actions(api.compact(run, archive, purge=[FIRST])) == {FIRST: "purged"}
-    found = api.compact(run, archive, purge=[FIRST])
+    assert actions(api.compact(run, archive, grace=NO_GRACE, purge=[FIRST])) == {FIRST: "purged"}
+    found = api.compact(run, archive, grace=NO_GRACE, purge=[FIRST])
     assert (actions(found)[FIRST], found.exit_code) == ("failed", 2)
+
+
+def test_grace_counts_from_the_move_however_long_the_run_took(run: Path, archive: Path) -> None:
+    grace = timedelta(minutes=30)
+    api.compact(run, archive, delete=True, now=later(-1 / 24))
+    assert actions(api.compact(run, archive, delete=True, grace=grace))[FIRST] == "in the trash"
+    found = api.compact(run, archive, delete=True, grace=grace, now=later(1 / 24))
+    assert actions(found)[FIRST] == "purged"
 
 
 def test_no_more_than_so_many_at_once(run: Path, archive: Path) -> None:
@@ -105,7 +136,7 @@ def test_of_what_is_going_the_rest_goes_later(
         raise PermissionError(1, "Operation not permitted", str(path))
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
-    found = api.compact(run, archive, purge=[FIRST])
+    found = api.compact(run, archive, grace=NO_GRACE, purge=[FIRST])
     assert (actions(found)[FIRST], found.exit_code) == ("failed", 4)
     monkeypatch.undo()
     found = api.compact(run, archive, undelete=[FIRST])

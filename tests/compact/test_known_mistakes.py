@@ -9,16 +9,19 @@ import streamshard as api
 from tests.compact.runs import (
     ALL,
     FIRST,
+    NO_GRACE,
     TRASH,
     actions,
     age,
     bits,
     later,
+    make_run,
     receipt_of,
     save,
     tag_of,
     tags_in,
 )
+from tests.job import Job
 
 
 def test_the_newest_by_number_stays_though_it_comes_first_by_name(run: Path, archive: Path) -> None:
@@ -53,6 +56,13 @@ def test_one_that_cannot_be_read_is_no_orphan(run: Path, archive: Path) -> None:
     assert tags_in(run) == {FIRST, tag_of(100), tag_of(1000)}
     assert (actions(found)[FIRST], found.exit_code) == ("ambiguous", 3)
     assert str(path) in found.problems[0].reason
+
+
+def test_a_name_that_is_no_text_is_told(run: Path, archive: Path) -> None:
+    (run / FIRST).rename(run / "global\nstep80")
+    found = api.compact(run, archive, delete=True, keep_last=2)
+    assert actions(found)["global\nstep80"] == "ambiguous"
+    assert (run / "global\nstep80").is_dir()
 
 
 def test_a_damaged_newest_does_not_count(run: Path, archive: Path) -> None:
@@ -94,9 +104,51 @@ def test_an_archive_that_is_gone_is_no_reason_to_empty_the_trash(
 ) -> None:
     api.compact(run, archive, delete=True)
     archive.rename(tmp_path / "elsewhere")
-    found = api.compact(run, archive, delete=True, now=later(30))
+    with pytest.raises(api.StreamshardError, match="is it mounted"):
+        api.compact(run, archive, delete=True, now=later(30))
+    found = api.compact(run, archive, grace=NO_GRACE, purge=[FIRST])
     problem = {tag.tag: tag for tag in found.problems}[FIRST]
     assert (problem.action, "mounted" in problem.reason) == ("ambiguous", True)
+    assert (run / TRASH / FIRST).is_dir()
+
+
+def test_into_the_place_where_archives_were_mounted_nothing_goes(
+    run: Path, archive: Path, tmp_path: Path
+) -> None:
+    """Its disk is away: what is archived there is soon under the disk, and its original gone."""
+    api.compact(run, archive, delete=True)
+    archive.rename(tmp_path / "elsewhere")
+    archive.mkdir()
+    for dry_run in (True, False):
+        with pytest.raises(api.StreamshardError, match="is it mounted") as caught:
+            api.compact(run, archive, delete=True, keep_last=2, dry_run=dry_run)
+        assert caught.value.exit_code == 3
+    assert tags_in(run) == ALL - {FIRST}
+    assert not list(archive.iterdir())
+
+
+@pytest.mark.parametrize("whose", ["another run's", "another tag's"])
+def test_an_archive_of_something_else_is_no_reason_to_empty_the_trash(
+    run: Path, archive: Path, tmp_path: Path, whose: str
+) -> None:
+    """Whole, with a list of checksums that fits it, and in the place of the one that was proved."""
+    api.compact(run, archive, delete=True)
+    if whose == "another run's":
+        api.compact(make_run(tmp_path / "other", Job(frozen=())), tmp_path / "another", keep_last=3)
+        other, name = tmp_path / "another", FIRST
+    else:
+        save(run, 1001)
+        api.compact(run, archive)
+        other, name = archive, tag_of(90)
+    shutil.rmtree(archive / f"{FIRST}.zarr")
+    shutil.copytree(other / f"{name}.zarr", archive / f"{FIRST}.zarr")
+    sums = (other / f"{name}.zarr.sha256").read_text().replace(name, FIRST)
+    (archive / f"{FIRST}.zarr.sha256").write_text(sums)
+    for found in (
+        api.compact(run, archive, grace=NO_GRACE, purge=[FIRST]),
+        api.compact(run, archive, delete=True, now=later(30)),
+    ):
+        assert (actions(found)[FIRST], found.exit_code) == ("ambiguous", 3)
     assert (run / TRASH / FIRST).is_dir()
 
 

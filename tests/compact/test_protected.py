@@ -1,15 +1,30 @@
 """What keeps a tag from being removed, also when it comes late."""
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import streamshard as api
 from streamshard.operations.choosing import Run
+from streamshard.operations.proof import Means, intact
+from streamshard.operations.receipts import Place
 from streamshard.operations.run_directory import look_at
-from tests.compact.runs import ALL, FIRST, actions, age, make_run, tag_of, tags_in
+from tests.compact.runs import (
+    ALL,
+    FIRST,
+    TRASH,
+    actions,
+    age,
+    later,
+    make_run,
+    tag_of,
+    tags_in,
+)
 from tests.fabricated import load
 from tests.fabricated import save as save_file
 from tests.job import Job
@@ -78,17 +93,110 @@ def test_what_is_protected_while_it_is_looked_at_stays(
     def late(run_dir: Path, *before: Run) -> object:
         nonlocal times
         times += 1
-        if times == 2:
+        if times == 1:
             CHANGES[what][0](run)
         return look_at(run_dir, *before)
 
-    monkeypatch.setattr("streamshard.operations.compacting.look_at", late)
+    monkeypatch.setattr("streamshard.operations.rechoosing.look_at", late)
     found = api.compact(run, archive, delete=True)
     assert (found.tags[0].action, "may not go any more" in found.tags[0].reason) == (
         "ambiguous", True
     )  # fmt: skip
-    assert times == 2
+    assert times == 1
     assert (run / FIRST).is_dir()
+
+
+def link_to_where_it_was(run: Path) -> None:
+    (run / "best").symlink_to(FIRST)
+
+
+def link_into_the_trash(run: Path) -> None:
+    (run / "best").symlink_to(run / TRASH / FIRST)
+
+
+def lose_newer_ones(run: Path) -> None:
+    for step in (90, 100):
+        shutil.rmtree(run / tag_of(step))
+
+
+def leave(run: Path) -> None:
+    """Change nothing."""
+
+
+LATER: dict[str, tuple[Callable[[Path], None], dict[str, object], str]] = {
+    "--keep-tag": (leave, {"keep_tags": ["*80"]}, "matches"),
+    "--keep-every": (leave, {"keep_every": 80}, "a multiple"),
+    "--keep-last": (leave, {"keep_last": 4}, "newest 4"),
+    "a link to where it was": (link_to_where_it_was, {}, "link"),
+    "a link into the trash": (link_into_the_trash, {}, "link"),
+    "latest_universal": (name_universal, {}, "latest_universal"),
+    "newer ones are gone": (lose_newer_ones, {}, "newest 3"),
+}
+
+
+@pytest.mark.parametrize("what", LATER)
+def test_what_is_wanted_again_stays_in_the_trash(run: Path, archive: Path, what: str) -> None:
+    change, options, told = LATER[what]
+    api.compact(run, archive, delete=True)
+    change(run)
+    found = api.compact(run, archive, delete=True, now=later(30), **options)  # type: ignore[arg-type]
+    (tag,) = (tag for tag in found.tags if tag.tag == FIRST)
+    assert (tag.action, told in tag.reason) == ("in the trash", True)
+    assert (run / TRASH / FIRST).is_dir()
+
+
+def test_what_is_wanted_again_while_the_archive_is_read_stays(
+    run: Path, archive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api.compact(run, archive, delete=True)
+
+    def late(place: Place, means: Means) -> str:
+        add_link(run)
+        return intact(place, means)
+
+    monkeypatch.setattr("streamshard.operations.deleting.intact", late)
+    found = api.compact(run, archive, delete=True, now=later(30))
+    assert (actions(found)[FIRST], found.exit_code) == ("ambiguous", 3)
+    assert (run / TRASH / FIRST).is_dir()
+
+
+def tear(run: Path) -> None:
+    """Tear a newer tag."""
+    os.truncate(run / tag_of(100) / "mp_rank_00_model_states.pt", 100)
+
+
+def lose_latest(run: Path) -> None:
+    (run / "latest").unlink()
+
+
+def replace_trash(run: Path) -> None:
+    (run / TRASH).rename(run / f"{TRASH}.away")
+    (run / TRASH).symlink_to(f"{TRASH}.away")
+
+
+UNCLEAR: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a newer one is torn": (tear, "model_states.pt"),
+    "latest is gone": (lose_latest, "no 'latest'"),
+    "the trash is elsewhere": (replace_trash, "its trash cannot be looked into"),
+}
+
+
+@pytest.mark.parametrize("what", UNCLEAR)
+def test_what_is_not_clear_any_more_is_told_and_keeps_the_trash(
+    run: Path, archive: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    api.compact(run, archive, delete=True)
+    change, told = UNCLEAR[what]
+
+    def late(run_dir: Path, *before: Run) -> object:
+        change(run)
+        return look_at(run_dir, *before)
+
+    monkeypatch.setattr("streamshard.operations.rechoosing.look_at", late)
+    found = api.compact(run, archive, delete=True, now=later(30))
+    (tag,) = (tag for tag in found.tags if tag.tag == FIRST)
+    assert (tag.action, told in tag.reason, found.exit_code) == ("ambiguous", True, 3)
+    assert (run / TRASH / FIRST).is_dir()
 
 
 def test_what_ranks_keep_of_their_own_is_not_given_up(tmp_path: Path, archive: Path) -> None:
@@ -100,6 +208,82 @@ def test_what_ranks_keep_of_their_own_is_not_given_up(tmp_path: Path, archive: P
     assert (found.tags[0].action, "differ in" in found.tags[0].reason) == ("ambiguous", True)
     assert tags_in(run) == ALL
     assert (archive / f"{FIRST}.zarr").is_dir()
+
+
+Held = dict[str, Any]
+
+
+def other_config(held: Held) -> None:
+    held["ds_config"]["train_batch_size"] += 1
+
+
+def other_version(held: Held) -> None:
+    held["ds_version"] += "+own"
+
+
+def of_its_own(held: Held) -> None:
+    held["seed"] = torch.tensor([3.0, 4.0])
+
+
+def other_frozen(held: Held) -> None:
+    fragments = held["frozen_param_fragments"]
+    fragments["old.weight"] = fragments["old.weight"] + 1
+
+
+def other_shape(held: Held) -> None:
+    held["frozen_param_shapes"]["old.weight"] = torch.Size((6, 3))
+
+
+def frozen_elsewhere(held: Held) -> None:
+    held["frozen_param_fragments"]["base.weight"] = torch.ones(3)
+
+
+def tied_elsewhere(held: Held) -> None:
+    held["shared_params"]["tail.weight"] = "embed.weight"
+
+
+LAST, MODEL = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        (LAST, other_config, "ds_config"),
+        (LAST, other_version, "ds_version"),
+        (LAST, of_its_own, "seed"),
+        (MODEL, other_config, "ds_config"),
+        (MODEL, other_frozen, "old.weight"),
+        (MODEL, other_shape, "frozen_param_shapes"),
+        (MODEL, frozen_elsewhere, "base.weight"),
+        (MODEL, tied_elsewhere, "tail.weight"),
+    ],
+)
+def test_copies_that_are_none_are_not_given_up(
+    run: Path, archive: Path, name: str, change: Callable[[Held], None], told: str
+) -> None:
+    """An archive keeps one of them."""
+    held = load(run / FIRST / name)
+    change(held)
+    save_file(held, run / FIRST / name)
+    age(run / FIRST, 30)
+    found = api.compact(run, archive, delete=True)
+    assert (found.tags[0].action, told in found.tags[0].reason) == ("ambiguous", True)
+    assert tags_in(run) == ALL
+
+
+def test_shapes_that_ranks_do_not_agree_about_are_not_given_up(
+    tmp_path: Path, archive: Path
+) -> None:
+    run = make_run(tmp_path / "run", Job(stage=3))
+    path = run / FIRST / "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    held = load(path)
+    other_shape(held)
+    save_file(held, path)
+    age(run / FIRST, 30)
+    found = api.compact(run, archive, delete=True)
+    assert (found.tags[0].action, "frozen_param_shapes" in found.tags[0].reason) == (
+        "ambiguous", True
+    )  # fmt: skip
 
 
 def test_links_in_a_tag_are_not_given_up(run: Path, archive: Path) -> None:

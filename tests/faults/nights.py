@@ -56,7 +56,7 @@ NIGHTS: Final[Sequence[Night]] = (
     Night(
         "compact: purge",
         "deleted",
-        ("--purge", TAG),
+        ("--purge", TAG, "--grace", "0s"),
         ends_as="purged",
         by_hand=True,
         original_goes=True,
@@ -83,7 +83,10 @@ SETUPS: Final[Mapping[str, tuple[Sequence[int], Sequence[Mapping[str, Any]]]]] =
     "one archived of four": ((1, 2, 3, 4), ({"keep_tags": [tag_of(2)]},)),
     "archived": ((1, 2, 3), ({},)),
     "deleted": ((1, 2, 3), ({"delete": True},)),
-    "purged": ((1, 2, 3), ({"delete": True}, {"purge": [TAG]})),
+    "purged": (
+        (1, 2, 3),
+        ({"delete": True}, {"purge": [TAG], "grace": timedelta(0), "now": None}),
+    ),
 }
 
 
@@ -94,9 +97,8 @@ def make_setups(root: Path) -> Path:
         (root / name).mkdir(parents=True)
         make_run(root / name / RUN, JOB, steps)
         for options in asked:
-            streamshard.compact(
-                root / name / RUN, root / name / ARCHIVE, now=yesterday, **{**_KEPT, **options}
-            )
+            told = {**_KEPT, "now": yesterday, **options}
+            streamshard.compact(root / name / RUN, root / name / ARCHIVE, **told)
     return root
 
 

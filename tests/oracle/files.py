@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from streamshard.operations.padding import padding_alike
+from streamshard.operations.source import open_source
 from tests.oracle.values import value_differences
 
 Content: TypeAlias = Any
@@ -23,6 +25,12 @@ def digests(tree: Path) -> dict[str, str]:
         for path in sorted(tree.rglob("*"))
         if path.is_file()
     }
+
+
+def padding_found(run_dir: Path, *, like: Path | None = None) -> int:
+    """Hold an engine's padding below stage 3 to be one value; returns how many bytes it has."""
+    told = padding_alike(open_source(run_dir, like=like))
+    return int(told.removesuffix(" bytes").replace(",", ""))
 
 
 def file_differences(left: Path, right: Path) -> list[str]:

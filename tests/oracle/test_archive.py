@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import streamshard
-from tests.oracle.cases import BF16, BF16_OPTIMIZER, FP16, ROUND_ROBIN, SUB_GROUPS
+from tests.oracle.cases import ALIGNED, BF16, BF16_OPTIMIZER, FP16, ROUND_ROBIN, SUB_GROUPS
 from tests.oracle.compare import close, differences
 from tests.oracle.files import file_differences
 from tests.oracle.jobs import Resume, Train, after_path
@@ -17,7 +17,7 @@ from tests.oracle.truth import Truth
 
 pytestmark = pytest.mark.engine
 
-CASES = [BF16[1], BF16[2], FP16[1], ROUND_ROBIN, SUB_GROUPS, BF16_OPTIMIZER]
+CASES = [BF16[1], BF16[2], FP16[1], ROUND_ROBIN, ALIGNED, SUB_GROUPS, BF16_OPTIMIZER]
 RANKS = 3
 FURTHER_STEPS = 2
 NEWER = ("global_step8", "global_step9")
@@ -44,7 +44,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             run, archive, keep_last=2, min_age=timedelta(0), delete=True, grace=timedelta(0)
         )
         assert [(t.tag, t.action, t.reason) for t in found.problems] == []
-        found = streamshard.compact(run, archive, purge=[tag])
+        found = streamshard.compact(run, archive, purge=[tag], grace=timedelta(0))
         assert found.tags[0].action == "purged"
         streamshard.repartition(archive / f"{tag}.zarr", root / f"{case.name}-rebuilt")
     resume = [

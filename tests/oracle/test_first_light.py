@@ -9,7 +9,7 @@ import streamshard
 from tests.oracle.cases import FIRST_LIGHT, LEGACY, Resharding
 from tests.oracle.compare import close, differences
 from tests.oracle.conftest import FURTHER_STEPS, Places
-from tests.oracle.files import digests, file_differences
+from tests.oracle.files import digests, file_differences, padding_found
 from tests.oracle.jobs import after_path
 from tests.oracle.truth import Truth
 from tests.oracle.values import value_differences
@@ -43,6 +43,12 @@ def test_the_resumed_engine_holds_what_was_saved(one: Resharding, light: Places)
     if not one.keeps_scaler:
         saved, resumed = _without_scaler(saved), _without_scaler(resumed)
     assert differences(saved, resumed) == []
+
+
+def test_padding_below_stage_3_is_one_value(light: Places) -> None:
+    below = [one for one in FIRST_LIGHT if one.case.zero_stage < 3]
+    flat = {light.source(one.case, one.source) for one in below}
+    assert sum(map(padding_found, flat)) > 0
 
 
 def test_deepspeed_would_have_written_the_same_files(one: Resharding, light: Places) -> None:

@@ -11,7 +11,7 @@ import torch
 import streamshard
 from tests.oracle.cases import Resharding
 from tests.oracle.compare import close, differences
-from tests.oracle.files import file_differences
+from tests.oracle.files import file_differences, padding_found
 from tests.oracle.jobs import Job, Resume, Train, after_path
 from tests.oracle.models import Case
 from tests.oracle.optimizers import TRIALS, Trial
@@ -129,6 +129,15 @@ def test_deepspeed_would_have_written_the_same_files(trial: Trial, trained: Plac
     # The config that comes along is the one of the job that saved.
     known += ("['elastic_checkpoint']: missing on the right",) if trial.like else ()
     assert [line for line in found if not line.endswith(known)] == []
+
+
+def test_padding_below_stage_3_is_one_value(trained: Places) -> None:
+    flat = [t for t in TRIALS if t.case.zero_stage < 3 and not t.missing_extension]
+    found = [
+        padding_found(trained.source(t.case), like=trained.source(t.like) if t.like else None)
+        for t in flat
+    ]
+    assert any(found)
 
 
 def test_training_goes_on_as_if_uninterrupted(trial: Trial, trained: Places) -> None:

@@ -6,7 +6,7 @@ import torch
 from tests.oracle.cases import Resharding
 from tests.oracle.compare import close, differences
 from tests.oracle.conftest import FURTHER_STEPS, Places
-from tests.oracle.files import digests, file_differences
+from tests.oracle.files import digests, file_differences, padding_found
 from tests.oracle.jobs import after_path
 from tests.oracle.topology.cases import TOPOLOGIES
 from tests.oracle.truth import Truth
@@ -53,6 +53,13 @@ def test_the_resumed_engine_holds_what_was_saved(moved: Resharding, topologies: 
     saved = Truth.load(topologies.truth_path(source))
     resumed = Truth.load(topologies.truth_path(topologies.out(moved)))
     assert differences(saved, resumed) == []
+
+
+def test_padding_below_stage_3_is_one_value(topologies: Places) -> None:
+    flat = {
+        topologies.source(one.case, one.source) for one in TOPOLOGIES if one.case.zero_stage < 3
+    }
+    assert sum(map(padding_found, flat)) > 0
 
 
 def test_deepspeed_would_have_written_the_same_files(moved: Resharding, topologies: Places) -> None:

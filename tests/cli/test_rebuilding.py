@@ -1,0 +1,126 @@
+"""What an archive gives back is written, and held against the tag, before the tag may go."""
+
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import streamshard as api
+from streamshard.operations.repartition import RepartitionPlan
+from streamshard.operations.report import Progress, Report
+from tests.cli.conftest import streamshard
+from tests.cli.test_going_on import cut_off
+from tests.compact.runs import FIRST, actions, bits, make_run, receipt_of, tags_in
+from tests.fabricated import edit
+from tests.job import Job
+
+OPTIMIZER = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run directory of which the oldest tag may go."""
+    return make_run(tmp_path / "run", Job(stage=3))
+
+
+@pytest.fixture
+def archive(run: Path, tmp_path: Path) -> Path:
+    """Where that tag is archived already."""
+    api.compact(run, tmp_path / "archive")
+    return tmp_path / "archive"
+
+
+def own_files(archive: Path) -> list[str]:
+    """List what is in a directory of archives besides them."""
+    return [path.name for path in archive.iterdir() if path.name.startswith(".")]
+
+
+def failed_checks(archive: Path) -> list[str]:
+    """Name what was found wrong."""
+    return [check["name"] for check in receipt_of(archive, FIRST)["checks"] if not check["holds"]]
+
+
+def change_a_weight(rebuilt: Path) -> None:
+    """Change an element of a rank's master weights."""
+
+    def change(content: dict[str, Any]) -> None:
+        content["optimizer_state_dict"]["fp32_flat_groups"][0].data[0] += 1
+
+    edit(rebuilt / OPTIMIZER, change)
+
+
+def count_a_step_more(rebuilt: Path) -> None:
+    """Change what is no tensor."""
+    for path in rebuilt.glob("*model_states.pt"):
+        edit(path, lambda content: content.update(global_steps=content["global_steps"] + 1))
+
+
+def lose_a_file(rebuilt: Path) -> None:
+    """Lose what belongs to a rank."""
+    (rebuilt / OPTIMIZER).unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "action"),
+    [(change_a_weight, "failed"), (count_a_step_more, "failed"), (lose_a_file, "ambiguous")],
+)
+def test_a_tag_of_which_something_else_comes_back_stays(
+    run: Path,
+    archive: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    damage: Callable[[Path], None],
+    action: str,
+) -> None:
+    before, write = bits(run), RepartitionPlan.run
+
+    def write_wrongly(plan: RepartitionPlan, progress: Progress | None = None) -> Report:
+        report = write(plan, progress)
+        damage(plan.target / FIRST)
+        return report
+
+    monkeypatch.setattr(RepartitionPlan, "run", write_wrongly)
+    assert actions(api.compact(run, archive, delete=True))[FIRST] == action
+    assert bits(run) == before
+    assert (failed_checks(archive), own_files(archive)) == (["rebuilt_equal"], [])
+    monkeypatch.undo()
+    assert actions(api.compact(run, archive, delete=True))[FIRST] == "deleted"
+    assert (failed_checks(archive), own_files(archive)) == ([], [])
+    assert "rebuilt_equal" in {check["name"] for check in receipt_of(archive, FIRST)["checks"]}
+
+
+@pytest.mark.kernel
+def test_without_room_to_rebuild_it_a_tag_stays(run: Path, small_disk: Path) -> None:
+    archive, size = small_disk / "archive", sum(map(len, bits(run / FIRST).values()))
+    assert api.compact(run, archive).exit_code == 0
+    before = bits(run)
+    free = shutil.disk_usage(small_disk).free
+    (small_disk / "others").write_bytes(bytes(free - size // 2))
+    done = streamshard("compact", run, archive, "--delete", "-q")
+    assert (done.code, bits(run)) == (4, before)
+    message = f"{FIRST}: failed: is archived, and stays until there is room to rebuild it from that"
+    assert message in done.err
+    assert own_files(archive) == []
+    (small_disk / "others").unlink()
+    assert streamshard("compact", run, archive, "--delete", "-q").code == 0
+    assert FIRST not in tags_in(run)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_cut_off_while_it_rebuilds_the_next_run_begins_afresh(
+    run: Path, archive: Path, number: signal.Signals
+) -> None:
+    before = bits(run / FIRST)
+    done = cut_off("note", 1, ("compact", run, archive, "--delete"), signals=[number])
+    is_killed = number == signal.SIGKILL
+    assert done.code == (-number if is_killed else 128 + number)
+    assert bits(run / FIRST) == before
+    assert (".streamshard.rebuilt" in own_files(archive)) == is_killed
+    assert "go on" not in done.err  # from what was rebuilt, which is not kept
+    assert streamshard("compact", run, archive, "-q").code == 0
+    assert own_files(archive) == []
+    assert streamshard("compact", run, archive, "--delete", "-q").code == 0
+    assert own_files(archive) == []
+    assert FIRST not in tags_in(run)
