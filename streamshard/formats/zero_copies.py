@@ -49,9 +49,11 @@ def unlike_copies(
 
     To be asked before what depends on the cutting is taken out of them.
     """
-    found = [*_config(optimizer, models[0].root), *_tied(models[0].root, entries)]
+    found = [*_config(optimizer, models[0].root)]
     for file in models:
         if file.twin is None:
+            found += _tied(file.root, entries)
+            found += _module(file, entries, stage)
             found += _frozen(file, entries, stage)
             if _frozen_shapes(file) != _frozen_shapes(models[0]):
                 found.append(names.FROZEN_SHAPES)
@@ -70,6 +72,23 @@ def _tied(model: Mapping[str, Node], entries: Sequence[ModuleEntry]) -> Iterator
     for name, of in (model.get(names.SHARED_PARAMS) or {}).items():
         if alias_of.get(name) != of:
             yield f"{names.SHARED_PARAMS}.{name}"
+
+
+def _module(file: RankFile, entries: Sequence[ModuleEntry], stage: int) -> Iterator[str]:
+    module = file.root.get(names.MODULE_STATE) or {}
+    with of_file(file.path):
+        for entry in entries:
+            weight = tensor_of(module.get(entry.name))
+            if stage == 3:
+                # Of what is cut the fragments are kept, and all else is to be an empty placeholder.
+                is_cut = entry.kind in ("param", "frozen", "alias")
+                is_other = is_cut and weight is not None and weight.numel > 0
+            else:
+                is_other = bool(entry.alias_of) and not _alike(
+                    weight, tensor_of(module.get(entry.alias_of))
+                )
+            if is_other:
+                yield f"{names.MODULE_STATE}.{entry.name}"
 
 
 def _frozen(file: RankFile, entries: Sequence[ModuleEntry], stage: int) -> Iterator[str]:

@@ -118,13 +118,14 @@ def read_family(
     tensors += module.tensors
 
     param_ids = optimizer.param_ids([list(unit) for unit in shapes], entries)
+    where = family_map(optimizer, layout, shapes)  # also from what is stripped now
     strip_optimizer(states[0], stage)
     module.strip(entries)
     whole = dict(module_map.whole)
     adopt_blobs([models[0], optimizers[0]], tensors, whole, first=first, family=name)
     return Reading(
         family=Family(name, groups, entries, models[0], optimizers[0], param_ids),
-        family_map=family_map(optimizer, layout, shapes),
+        family_map=where,
         layout=layout,
         tensors=tensors,
         whole=whole,

@@ -87,10 +87,12 @@ class ModuleReader:
             if tensor is None or not _is_dense(tensor) or name.split(".")[-1] == _EXTRA_STATE:
                 found.append(ModuleEntry(name, "extra", "", ()))
                 continue
-            if self._stage != 3 and frozen.get(name, tensor.shape) != tensor.shape:
+            if self._stage != 3 and shapes.get(name, tensor.shape) != tensor.shape:
+                listed = names.FROZEN_SHAPES if name in frozen else names.PARAM_SHAPES
                 message = f"{self._path}: '{name}' has shape {tensor.shape}, and among its"
-                message = f"{message} '{names.FROZEN_SHAPES}' {frozen[name]}"
-                raise DisagreementError(f"{message}: the file is damaged, take another copy")
+                message = f"{message} '{listed}' {shapes[name]}"
+                why = "the module saves it otherwise than it trains it, or the file is damaged"
+                raise DisagreementError(f"{message}: {why}")
             alias = self._alias_of(name, tensor, seen)
             kind = "alias" if alias else self._kind(name, buffers, trained)
             shape = shapes.get(alias or name, tensor.shape)

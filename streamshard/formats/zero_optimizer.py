@@ -16,7 +16,7 @@ from streamshard.formats import deepspeed_names as names
 from streamshard.formats.checkpoint import FlatState, ModuleEntry, ParamGroup, ScalarState
 from streamshard.formats.inert import Node, show
 from streamshard.formats.node_checks import name_of, of_file
-from streamshard.formats.torch_tensor import Tensor, tensor_of
+from streamshard.formats.torch_tensor import Tensor, storages_in, tensor_of
 from streamshard.formats.zero_files import SAVE_AGAIN, SourceFiles, fingerprint, require
 from streamshard.formats.zero_recorded import recorded_cut
 from streamshard.formats.zero_states import HeldState
@@ -57,6 +57,7 @@ class OptimizerReader:
                 (p, require(s, masters, p)) for s, p in zip(states, paths, strict=True)
             )
         ]
+        self._require_known()
 
     def _require_paddings(self) -> None:
         """Refuse files that do not tell how much of the masters' padding they leave out."""
@@ -70,6 +71,22 @@ class OptimizerReader:
         if not isinstance(inner, dict) or not {"state", "param_groups"} <= inner.keys():
             raise CorruptFileError(f"{path}: '{key}' is not the state dict of an optimizer")
         return inner
+
+    def _require_known(self) -> None:
+        """Refuse an optimizer with tensors that are no group's state, or of which ranks differ."""
+        known = {"state", "param_groups"}
+        plain = [{key: n for key, n in inner.items() if key not in known} for inner in self._inner]
+        for rank, (inner, beside) in enumerate(zip(self._inner, plain, strict=True)):
+            units = range(len(self._masters[rank]))
+            with of_file(self._paths[rank]):
+                unknown = [unit for unit in inner["state"] if unit not in units]
+            unknown += [key for key, node in beside.items() if any(storages_in(node))]
+            if not unknown and fingerprint(beside) != fingerprint(plain[0]):
+                unknown = list({**plain[0], **beside})
+            if unknown:
+                message = f"{self._paths[rank]}: its optimizer keeps {show(unknown)} besides the"
+                message = f"{message} states of its groups, and nothing tells whether that is cut"
+                raise UnsupportedError(f"{message}; this optimizer is not supported")
 
     def _flat(self, node: Node, what: str, path: Path) -> Tensor:
         with of_file(path):

@@ -1,0 +1,156 @@
+"""No tag is given up for files that lack something of it: one value after the other is changed.
+
+What a tag holds is known in many places to be alike, or to follow from something else. If a value
+is another, or one is there that nobody knows, the tag is either refused by what `--delete` looks
+at, or it comes back as it was.
+"""
+
+import copy
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from streamshard.errors import StreamshardError
+from streamshard.operations.originals import accounted_for, ranks_agree
+from streamshard.operations.padding import padding_alike
+from streamshard.operations.repartition import repartition
+from streamshard.operations.source import open_source
+from tests.fabricated import client_state, load, save, write
+from tests.job import EXPERTS, TAG, Job
+from tests.test_repartition_fabricated import differences
+
+JOBS = {
+    "stage 1": Job(stage=1, world_size=3, client_state=client_state()),
+    "stage 2, round robin": Job(round_robin=True, alignment=True, client_state=client_state()),
+    "stage 3": Job(stage=3, garbage=False, client_state=client_state()),
+    "tensor parallel": Job(parts=2, frozen=()),
+    "experts": Job(world_size=4, experts=EXPERTS, expert_parallel=2),
+    "Muon": Job(world_size=3, muon=(0,), tied={}),
+}
+Step = tuple[str, Any]
+"""How to get a level deeper: by attribute, or by key or index."""
+Change = Callable[[Any], object]
+
+
+def increase(value: Any) -> object:  # noqa: ANN401
+    """Return another value of the kind."""
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().clone().reshape(-1)
+        flat[:1] = ~flat[:1] if flat.dtype == torch.bool else flat[:1] + 1
+        return like(value, flat.reshape(value.shape))
+    return value + "!" if isinstance(value, str) else value + 1
+
+
+def lengthen(value: Any) -> object:  # noqa: ANN401
+    """Return the value with something behind it, or beside it."""
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().reshape(-1)
+        return like(value, torch.cat([flat, torch.ones(1, dtype=flat.dtype)]))
+    return with_beside(value, 5) if isinstance(value, dict) else [*value, 5]
+
+
+def enrich(value: dict[Any, Any]) -> object:
+    """Return the values with a tensor that nobody knows beside them."""
+    return with_beside(value, torch.arange(2.0))
+
+
+def like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return other content as a tensor of the same kind."""
+    other.requires_grad_(tensor.requires_grad)
+    found = torch.nn.Parameter(other) if isinstance(tensor, torch.nn.Parameter) else other
+    vars(found).update(vars(tensor))
+    return found
+
+
+def with_beside(held: dict[Any, Any], value: object) -> dict[Any, Any]:
+    """Return a dict of the same kind with one more entry."""
+    found = copy.copy(held)
+    found["of its own"] = value
+    return found
+
+
+def places(value: Any, path: tuple[Step, ...] = ()) -> Iterator[tuple[tuple[Step, ...], Any]]:  # noqa: ANN401
+    """Yield everything in a file that is a value or holds some, and where it is."""
+    yield path, value
+    deeper: list[tuple[Step, Any]] = []
+    if isinstance(value, Mapping):
+        deeper = [(("key", key), held) for key, held in value.items()]
+    elif isinstance(value, list):
+        deeper = [(("key", index), held) for index, held in enumerate(value)]
+    elif type(value).__name__ in ("LossScaler", "fragment_address"):
+        deeper = [(("attribute", name), held) for name, held in vars(value).items()]
+    for step, held in deeper:
+        yield from places(held, (*path, step))
+
+
+def changes(path: tuple[Step, ...], value: Any, *, is_padded: bool) -> Iterator[Change]:  # noqa: ANN401
+    """Yield what is done to a value."""
+    if any(key == "num_experts" for _, key in path):
+        return  # of which not being empty says how DeepSpeed spells all else
+    is_tensor = isinstance(value, torch.Tensor)
+    if (is_tensor and value.numel() and not is_padded) or type(value) in (int, float, str):
+        yield increase
+    if is_tensor or isinstance(value, list | dict):
+        yield lengthen
+    if isinstance(value, dict):
+        yield enrich
+
+
+def changed(content: Any, path: tuple[Step, ...], change: Change) -> object:  # noqa: ANN401
+    """Change one value of what a file holds."""
+    if not path:
+        return change(content)
+    holder = content
+    for kind, key in path[:-1]:
+        holder = getattr(holder, key) if kind == "attribute" else holder[key]
+    kind, key = path[-1]
+    if kind == "attribute":
+        setattr(holder, key, change(getattr(holder, key)))
+    else:
+        holder[key] = change(holder[key])
+    return content
+
+
+def missing(run: Path, back: Path, world_size: int) -> list[str]:
+    """List what does not come back, if a tag might be given up."""
+    source = open_source(run)
+    accounted_for(source)
+    ranks_agree(source)
+    padding_alike(source)
+    shutil.rmtree(back, ignore_errors=True)
+    repartition(run, back, world_size=world_size)
+    return [
+        line
+        for path in sorted((run / TAG).iterdir())
+        for line in differences(load(back / TAG / path.name), load(path), path.name)
+    ]
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_value_comes_back_or_keeps_its_tag(name: str, tmp_path: Path) -> None:
+    job = JOBS[name]
+    run, ranks = write(job, tmp_path / "run"), job.world_size * job.parts
+    assert missing(run, tmp_path / "back", ranks) == []
+    lost, counts = [], {"refused": 0, "back": 0}
+    for path in sorted((run / TAG).iterdir()):
+        whole = path.read_bytes()
+        # Behind the last rank's parameters there is memory that nobody filled.
+        is_padded = job.stage == 3 and "rank_0_mp" not in path.name
+        for where, value in places(load(path)):
+            for change in changes(where, value, is_padded=is_padded):
+                save(changed(load(path), where, change), path)
+                try:
+                    found = missing(run, tmp_path / "back", ranks)
+                    counts["back"] += 1
+                except StreamshardError:
+                    found = []
+                    counts["refused"] += 1
+                what = "/".join(str(key) for _, key in where)
+                lost += [f"{path.name}: {what}, {change.__name__}: {line}" for line in found]
+                path.write_bytes(whole)
+    assert not lost, "\n".join(lost)
+    assert min(counts.values()) > 0
