@@ -174,4 +174,9 @@ def _protected(
 
 
 def _matching(name: str, patterns: Sequence[str]) -> Iterator[str]:
-    return (pattern for pattern in patterns if fnmatchcase(name, pattern))
+    return (pattern for pattern in patterns if matches(name, pattern))
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Tell whether a tag is one that `--keep-tag` asks for; a name may look like a pattern."""
+    return name == pattern or fnmatchcase(name, pattern)

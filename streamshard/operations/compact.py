@@ -5,14 +5,13 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
 
 from streamshard.engine import memory
 from streamshard.engine.files import target_errors
 from streamshard.errors import UsageError
-from streamshard.operations.choosing import Rules
+from streamshard.operations.choosing import Rules, matches
 from streamshard.operations.compacting import Compacting, Settings
 from streamshard.operations.compaction import (
     ARCHIVED,
@@ -104,6 +103,8 @@ def compact(
         Another run is at it.
     """
     began = time.monotonic()
+    _require_lists(keep_tags=keep_tags, undelete=undelete, purge=purge)
+    _require_times(now, min_age=min_age, grace=grace)
     if keep_last < _LEAST_KEPT:
         raise UsageError(f"--keep-last {keep_last}: at least {_LEAST_KEPT}; one may be damaged")
     if keep_every is not None and keep_every < 1:
@@ -144,7 +145,7 @@ def compact(
 def _unmatched(patterns: Sequence[str], tags: Sequence[CompactedTag]) -> Iterator[str]:
     """Tell of patterns that keep nothing: one may be mistyped, and the tag it is for not kept."""
     for pattern in patterns:
-        if not any(fnmatchcase(tag.tag, pattern) for tag in tags):
+        if not any(matches(tag.tag, pattern) for tag in tags):
             yield f"--keep-tag {pattern}: no tag has such a name"
 
 
@@ -171,6 +172,20 @@ def _about_space(archive_dir: Path, tags: Sequence[CompactedTag]) -> Iterator[st
     if rebuilt:
         most = f"for a while, {show(max(rebuilt))} for the largest"
         yield f"{room}; each tag is rebuilt there before it goes, which takes its size {most}"
+
+
+def _require_lists(**given: Sequence[str]) -> None:
+    for name, value in given.items():
+        if isinstance(value, str):
+            raise UsageError(f"{name}={value!r}: a list is needed, and this is one name")
+
+
+def _require_times(now: datetime | None, **given: timedelta) -> None:
+    if now is not None and now.tzinfo is None:
+        raise UsageError(f"now={now}: of which time zone?")
+    for name, value in given.items():
+        if value < timedelta(0):
+            raise UsageError(f"{name}={value}: is less than no time")
 
 
 def _require_apart(run_dir: Path, archive_dir: Path) -> None:

@@ -69,6 +69,9 @@ class Remover:
         receipt = self._receipt(tag)
         if receipt.state not in (ARCHIVED, TRASHED):
             raise SourceError(f"{place.receipt}: says '{receipt.state}' of a tag that is here")
+        if tag in self.trash.going():
+            message = "another save of that name is not wholly removed yet"
+            raise SourceError(f"{self.trash.rest_of(tag)}: {message}")
         try:
             self._look(tag, receipt, checks, still_free)
             # That it is in the trash since then has to be known before it is there.
@@ -133,10 +136,10 @@ class Remover:
         try:
             if age_at(self.now, receipt.trashed) > grace:
                 return ""
-        except ValueError as error:
+            since = datetime.fromisoformat(receipt.trashed).astimezone(UTC)
+        except (ValueError, OverflowError) as error:
             message = f"{self.place(tag).receipt}: does not tell since when {tag} is in the trash"
             raise CorruptFileError(message) from error
-        since = datetime.fromisoformat(receipt.trashed).astimezone(UTC)
         return f"since {since:%Y-%m-%d %H:%M} UTC, --grace is {show_duration(grace)}"
 
     def purge(self, tag: str, unwanted: Callable[[], str] | None = None) -> None:
@@ -162,6 +165,10 @@ class Remover:
         if not is_going:
             root = self.trash.place_of(tag)
             checks.hold("trash_as_recorded", lambda: unchanged(receipt, root, None))
+        elif receipt.state != PURGED:
+            message = f"{place.receipt}: is of another save than what is left of one in"
+            message = f"{message} {self.trash.rest_of(tag)}; put back the archive of that, or"
+            raise CorruptFileError(f"{message} remove it yourself")
         checks.hold("same_archive", lambda: same_archive(receipt, place))
         checks.hold("archive_bytes", lambda: intact(place, self.means))
         checks.hold("archive_opens", lambda: open_source(place.store).checkpoint.tag)
@@ -187,6 +194,8 @@ class Remover:
         is_ours = receipt is not None and receipt.tag == tag
         if not is_ours or receipt is None or not self.is_back(receipt):
             self.trash.bring_back(tag)
+        else:
+            unchanged(receipt, self.run_dir / tag, None)
         gone = (DROPPING, WEIGHTS_ONLY)  # of another save of that name
         if is_ours and receipt is not None and receipt.state not in gone:
             self.note_back(receipt)

@@ -114,7 +114,9 @@ class Dropper:
                 reason = "its archive holds no optimizer states"
                 return replace(told, action=compaction.KEPT, reason=reason)
             nbytes = left.dropped_bytes
-            if not is_dry_run:
+            if is_dry_run:
+                self._original_gone(receipt)
+            else:
                 receipt = self._make(receipt, full, left)
         else:
             nbytes = receipt.full_bytes - receipt.archive_bytes

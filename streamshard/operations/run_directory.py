@@ -108,15 +108,20 @@ def _named(path: Path) -> str | None:
 
 
 def _links(run_dir: Path) -> Iterator[Path]:
-    """Yield the symbolic links in a run directory, and in the directories in it."""
-    for entry in run_dir.iterdir():
-        if entry.is_symlink():
-            yield entry
-        elif entry.is_dir() and not entry.name.startswith(names.OWN_PREFIX):
-            try:
-                yield from (link for link in entry.iterdir() if link.is_symlink())
-            except PermissionError:
-                continue  # a tag that cannot be read says so itself
+    """Yield the symbolic links below a run directory."""
+
+    def refuse(error: OSError) -> None:
+        # A tag that cannot be read says so itself; what others remove meanwhile is no tag.
+        is_left_out = isinstance(error, PermissionError | FileNotFoundError)
+        if not is_left_out or error.filename == str(run_dir):
+            raise error
+
+    for place, directories, files in os.walk(run_dir, onerror=refuse):
+        directories[:] = [d for d in directories if not d.startswith(names.OWN_PREFIX)]
+        for name in (*directories, *files):
+            path = Path(place, name)
+            if path.is_symlink():
+                yield path
 
 
 def _tag(entry: Path, run_dir: Path, links: Sequence[Path], known: Mapping[str, Tag]) -> Tag | None:

@@ -50,6 +50,10 @@ class Trash:
         """Where a tag is, or would be, in the trash."""
         return self._place / tag
 
+    def rest_of(self, tag: str) -> Path:
+        """Where what is left of a tag is while it is removed for good."""
+        return self._going / tag
+
     def take(self, tag: str) -> None:
         """Move a tag into the trash, durably.
 
@@ -88,12 +92,12 @@ class Trash:
 
     def condemn(self, tag: str) -> Path:
         """Move a tag to where it can only be removed; returns where."""
-        with target_errors(self._going / tag):
+        with target_errors(self.rest_of(tag)):
             self._make(self._going)
             if tag not in self.going():
                 self.require(tag)
-                self._move(self._place / tag, self._going / tag)
-        return self._going / tag
+                self._move(self._place / tag, self.rest_of(tag))
+        return self.rest_of(tag)
 
     def empty(self, tag: str) -> None:
         """Remove a tag that is condemned.
@@ -103,8 +107,8 @@ class Trash:
         TargetError
             Something of it cannot be removed.
         """
-        with target_errors(self._going / tag):
-            remove(self._going / tag)
+        with target_errors(self.rest_of(tag)):
+            remove(self.rest_of(tag))
             sync_path(self._going)
 
     def require(self, tag: str) -> None:
@@ -116,7 +120,7 @@ class Trash:
             It is not.
         """
         if tag in self.going():
-            raise UsageError(f"{self._going / tag}: was to be removed for good; some may be gone")
+            raise UsageError(f"{self.rest_of(tag)}: was to be removed for good; some may be gone")
         if not names.is_tag(tag) or tag not in self.tags():
             held = ", ".join(self.tags()) or "nothing"
             raise UsageError(f"{self.run_dir}: no tag {tag} in its trash, which holds {held}")

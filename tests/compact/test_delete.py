@@ -1,12 +1,16 @@
 """How tags go: to the trash, for good, and back."""
 
+import json
 import shutil
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import streamshard as api
+from streamshard.errors import UsageError
+from streamshard.operations.trash import Trash
 from tests.compact.runs import (
     ALL,
     FIRST,
@@ -16,6 +20,7 @@ from tests.compact.runs import (
     bits,
     later,
     receipt_of,
+    save,
     tags_in,
 )
 
@@ -144,3 +149,87 @@ def test_of_what_is_going_the_rest_goes_later(
     found = api.compact(run, archive, delete=True)
     assert (actions(found)[FIRST], found.exit_code) == ("purged", 0)
     assert not [path for path in (run / TRASH).rglob("*") if path.is_file()]
+
+
+def save_again(run: Path) -> None:
+    """Save a tag anew that is in the trash, long ago by now."""
+    latest = (run / "latest").read_text()
+    save(run, 80)
+    (run / "latest").write_text(latest)
+
+
+def test_what_is_left_of_a_save_needs_the_archive_of_that_save(
+    run: Path, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be all of it: a run was killed before it had removed anything."""
+    api.compact(run, archive, delete=True)
+
+    def be_killed(trash: Trash, tag: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trash, "empty", be_killed)
+    with pytest.raises(KeyboardInterrupt):
+        api.compact(run, archive, grace=NO_GRACE, purge=[FIRST])
+    monkeypatch.undo()
+    left = bits(run / TRASH)
+    save_again(run)
+    (tmp_path / "moved").mkdir()
+    for path in archive.glob(f"{FIRST}.*"):
+        path.rename(tmp_path / "moved" / path.name)
+    api.compact(run, archive)
+    for _ in range(2):
+        found = api.compact(run, archive, delete=True)
+        assert {tag.action for tag in found.tags if tag.tag == FIRST} == {"ambiguous"}
+        assert (bits(run / TRASH), tags_in(run)) == (left, ALL)
+    assert receipt_of(archive, FIRST)["state"] == "archived"
+    for path in archive.glob(f"{FIRST}.*"):
+        path.rename(tmp_path / f"new.{path.name}")
+        (tmp_path / "moved" / path.name).rename(path)
+    found = api.compact(run, archive, delete=True)
+    assert [tag.action for tag in found.tags if tag.tag == FIRST] == ["ambiguous", "purged"]
+    assert (bits(run / TRASH), tags_in(run)) == ({}, ALL)
+
+
+def test_nothing_is_brought_back_that_is_another_save(run: Path, archive: Path) -> None:
+    api.compact(run, archive, delete=True)
+    shutil.rmtree(run / TRASH / FIRST)
+    save_again(run)
+    found = api.compact(run, archive, undelete=[FIRST])
+    assert (actions(found), found.exit_code) == ({FIRST: "ambiguous"}, 3)
+    assert receipt_of(archive, FIRST)["state"] == "trashed"
+
+
+def test_a_name_that_looks_like_a_pattern_is_kept_by_itself(run: Path, archive: Path) -> None:
+    (run / FIRST).rename(run / "best[1]-80")
+    found = api.compact(run, archive, delete=True, keep_tags=["best[1]-80"])
+    assert (actions(found)["best[1]-80"], found.notes) == ("kept", ())
+
+
+@pytest.mark.parametrize("since", ["9999-12-31T23:59:59-23:59", "yesterday", ""])
+def test_a_time_that_is_none_is_ambiguous(run: Path, archive: Path, since: str) -> None:
+    api.compact(run, archive, delete=True)
+    receipt = archive / f"{FIRST}.receipt.json"
+    receipt.write_text(json.dumps(receipt_of(archive, FIRST) | {"trashed": since}))
+    found = api.compact(run, archive, delete=True, now=later(30))
+    assert (actions(found)[FIRST], found.exit_code) == ("ambiguous", 3)
+    assert (run / TRASH / FIRST).is_dir()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"keep_tags": FIRST}, "one name"),
+        ({"undelete": FIRST}, "one name"),
+        ({"purge": FIRST}, "one name"),
+        ({"grace": timedelta(days=-1)}, "less than no time"),
+        ({"min_age": timedelta(seconds=-1)}, "less than no time"),
+        ({"now": datetime(2030, 1, 1)}, "time zone"),
+    ],
+)
+def test_arguments_that_mean_something_else_are_refused(
+    run: Path, archive: Path, options: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(UsageError, match=told):
+        api.compact(run, archive, delete=True, **options)
+    assert tags_in(run) == ALL
+    assert not archive.exists()

@@ -55,6 +55,13 @@ def add_inner_link(run: Path) -> None:
     age(run / tag_of(1000), 30)
 
 
+def add_link_far_below(run: Path) -> None:
+    place = run / tag_of(1000) / "eval" / "best"
+    place.mkdir(parents=True)
+    (place / "ckpt").symlink_to(run / FIRST)
+    age(run / tag_of(1000), 30)
+
+
 def name_universal(run: Path) -> None:
     (run / "latest_universal").write_text(FIRST)
 
@@ -68,6 +75,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a file": (add_file, "ambiguous"),
     "a link": (add_link, "kept"),
     "a link in a tag": (add_inner_link, "kept"),
+    "a link far below": (add_link_far_below, "kept"),
     "latest_universal": (name_universal, "kept"),
     "time": (touch, "kept"),
 }

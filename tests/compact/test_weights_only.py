@@ -186,6 +186,16 @@ def test_while_the_original_is_anywhere_nothing_is_dropped(
     assert api.verify(archive / f"{FIRST}.zarr").is_good
 
 
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_another_run_directory_takes_nothing_from_archives(
+    purged: tuple[Path, Path], tmp_path: Path, dry_run: bool
+) -> None:
+    archive = purged[1]
+    other = make_run(tmp_path / "other", JOB, steps=STEPS[1:])
+    found = night(other, archive, 90, dry_run=dry_run)
+    assert (actions(found)[FIRST], found.exit_code) == ("ambiguous", 3)
+
+
 @pytest.mark.parametrize("purged_at", ["", "2020-01-01T00:00:00"])
 def test_a_receipt_that_does_not_tell_since_when_is_ambiguous(
     purged: tuple[Path, Path], purged_at: str
