@@ -30,6 +30,10 @@ PICKLE: Final = "data.pkl"
 """Record that holds the object."""
 LOOKED_INTO: Final = frozenset({PICKLE, "byteorder"})
 """Records of which reading takes the content; of the others it takes the place and the size."""
+_KNOWN: Final = LOOKED_INTO | {
+    "version", ".format_version", ".storage_alignment", ".data/serialization_id"
+}  # fmt: skip
+"""Records of a file of torch, beside its storages."""
 _PIECE_BYTES: Final = 1 << 20
 _ALIGNMENT: Final = 64
 _LIMIT_32: Final = 0xFFFFFFFF
@@ -53,6 +57,8 @@ class TorchFile:
     """Whether it is of the format before the zip container."""
     records: tuple[ZipRecord, ...] = ()
     """Of a zip, in the order in which they lie in it."""
+    unknown: tuple[str, ...] = ()
+    """Names of those that torch does not write, or of storages that the object does not name."""
 
 
 def read(path: Path, file: int) -> TorchFile:
@@ -156,7 +162,9 @@ def _read_archive(source: Readable) -> TorchFile:
 
     pickled = _content(source, records[PICKLE], inert_load.LIMIT_BYTES)
     root_node = inert_load.load(pickled, persistent_load)
-    return TorchFile(root_node, storages, records=tuple(listed.values()))
+    known = _KNOWN | {f"data/{key}" for key in storages}
+    unknown = tuple(sorted(records.keys() - known))
+    return TorchFile(root_node, storages, records=tuple(listed.values()), unknown=unknown)
 
 
 def _content(source: Readable, record: ZipRecord, limit: int = 64) -> bytes:

@@ -11,12 +11,12 @@ from streamshard.formats.inert import Node
 from streamshard.formats.node_checks import of_file
 from streamshard.formats.node_walk import spell_few, spell_key
 from streamshard.formats.torch_tensor import Tensor, shape_of, tensor_of
-from streamshard.formats.zero_files import fingerprint, fingerprints
+from streamshard.formats.zero_files import UNREAD, fingerprint, fingerprints
 from streamshard.formats.zero_rank_files import RankFile
 
 RANKS_DIFFER: Final = "The ranks' files differ in"
 COPIES_DIFFER: Final = "Kept in two places, and not alike:"
-UNLIKE: Final = (RANKS_DIFFER, COPIES_DIFFER)
+UNLIKE: Final = (RANKS_DIFFER, COPIES_DIFFER, UNREAD)
 """Begin the notes about what is not kept of every file."""
 
 

@@ -13,6 +13,7 @@ from streamshard.formats.foreign import without_shards
 from streamshard.formats.inert import Node
 from streamshard.formats.inert_dump import dump
 from streamshard.formats.node_checks import of_file, require_unrolled
+from streamshard.formats.node_walk import spell_few
 from streamshard.formats.torch_file import TorchFile
 from streamshard.formats.torch_tensor import Storage
 from streamshard.formats.unsupported import refuse_files
@@ -25,6 +26,8 @@ _LIMIT_AGAIN: Final = 4
 """How often parts may be shared on average."""
 SAVE_AGAIN: Final = "Load it with a later version at its own world size, and save it again"
 """What to do about a checkpoint that a very old DeepSpeed saved."""
+UNREAD: Final = "Not read, as torch.save writes no such records:"
+"""Begins the note about what else a file holds."""
 _LEGACY = (
     'Saved in torch\'s legacy format ("checkpoint_serialization": false), which keeps no '
     "checksums. What is written from it is in the zip format, which loads with either setting."
@@ -167,8 +170,12 @@ class SourceFiles:
 
     def __init__(self) -> None:
         self.files: list[SourceFile] = []
-        self.notes: tuple[str, ...] = ()
+        self._notes: dict[str, None] = {}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
         """What a user should know about the files' containers."""
+        return tuple(self._notes)
 
     def add(self, path: Path) -> int:
         """Number a file and remember what it looks like now."""
@@ -186,7 +193,9 @@ class SourceFiles:
         found = torch_file.read(path, number)
         root = found.root
         if found.is_legacy:
-            self.notes = (_LEGACY,)
+            self._notes[_LEGACY] = None
+        if found.unknown:
+            self._notes[f"{UNREAD} {spell_few(found.unknown)} in {path.name}."] = None
         if not isinstance(root, dict):
             raise CorruptFileError(f"{path}: holds a {type(root).__name__} where a dict belongs")
         with of_file(path):

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -292,6 +293,19 @@ def test_shapes_that_ranks_do_not_agree_about_are_not_given_up(
     assert (found.tags[0].action, "frozen_param_shapes" in found.tags[0].reason) == (
         "ambiguous", True
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("record", ["notes.txt", "data/99"])
+def test_records_that_nothing_names_are_not_given_up(run: Path, archive: Path, record: str) -> None:
+    path = run / FIRST / MODEL
+    with zipfile.ZipFile(path, "a") as held:
+        root = held.namelist()[0].partition("/")[0]
+        held.writestr(f"{root}/{record}", "of somebody")
+    assert load(path)["global_steps"] > 0  # which torch does not mind
+    age(run / FIRST, 30)
+    found = api.compact(run, archive, delete=True)
+    assert (found.tags[0].action, record in found.tags[0].reason) == ("ambiguous", True)
+    assert tags_in(run) == ALL
 
 
 def test_links_in_a_tag_are_not_given_up(run: Path, archive: Path) -> None:
