@@ -16,7 +16,8 @@ CANDIDATE: Final = "candidate"
 AMBIGUOUS: Final = "ambiguous"
 """What it is is not clear, so it is kept, and somebody should look."""
 
-_NUMBER: Final = re.compile("[0-9]+$")
+_NUMBER: Final = re.compile(r"(?<![0-9])(?<![0-9][.,])[0-9]+$")
+"""What is behind a decimal point counts nothing: after `epoch3.75` comes `epoch4.0`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +77,10 @@ class Choice:
 
 
 def step_of(name: str) -> int | None:
-    """Read the step in a tag's name, which is the number at its end.
+    """Read the step in a tag's name, which is the whole number at its end.
 
-    >>> step_of("global_step1000"), step_of("checkpoint-7"), step_of("best")
-    (1000, 7, None)
+    >>> step_of("global_step1000"), step_of("checkpoint-7"), step_of("best"), step_of("epoch3.75")
+    (1000, 7, None, None)
     """
     match = _NUMBER.search(name)
     return int(match[0]) if match else None

@@ -73,6 +73,9 @@ CASES = {
     "names without numbers stay": (
         Run((*STEPS, *tags("best")), "s1000"), RULES, ["s9", "s10", "s11"]
     ),
+    "nor do those go that are counted in parts": (
+        Run((*STEPS, *tags("s3.25", "s10.5")), "s1000"), RULES, ["s9", "s10", "s11"]
+    ),
     "two names of a step count once": (
         Run((*STEPS, *tags("t1000")), "s1000"), RULES, ["s9", "s10", "s11"]
     ),
@@ -109,6 +112,7 @@ def test_a_save_under_way_is_nothing_unclear() -> None:
         (Run(STEPS, None), "no 'latest'"),
         (Run(STEPS, "s7"), "names s7"),
         (Run((*STEPS, *tags("best")), "best"), "no step"),
+        (Run(tags("s3.25", "s3.75", "s4.0"), "s4.0"), "no step"),
         (Run(STEPS, "s1000", problem="latest: Input/output error"), "Input/output"),
     ],
 )
