@@ -231,7 +231,7 @@ class Compacting:
         try:
             unchanged(receipt, self._settings.run_dir / tag, None)
         except SourceError as error:
-            message = f"{error}. {place.store} is of another save, so this one is kept"
+            message = f"{error}. {place.store} may be of another save, so this one is kept"
             raise CorruptFileError(f"{message}; move one of them away") from error
         return receipt
 
