@@ -91,8 +91,10 @@ class ModuleReader:
                 listed = names.FROZEN_SHAPES if name in frozen else names.PARAM_SHAPES
                 message = f"{self._path}: '{name}' has shape {tensor.shape}, and among its"
                 message = f"{message} '{listed}' {shapes[name]}"
-                why = "the module saves it otherwise than it trains it, or the file is damaged"
-                raise DisagreementError(f"{message}: {why}")
+                why = "damaged, or the module saves it otherwise than it trains it"
+                raise DisagreementError(
+                    f"{message}: {why}; take another copy, or save again without what reshapes it"
+                )
             alias = self._alias_of(name, tensor, seen)
             kind = "alias" if alias else self._kind(name, buffers, trained)
             shape = shapes.get(alias or name, tensor.shape)
