@@ -38,7 +38,8 @@ class Signals:
 
     def give_back(self) -> None:
         """Leave the signals to those who had them."""
-        signal.alarm(0)
+        if signal.SIGALRM in self._before:
+            signal.alarm(0)  # else it is the caller's
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
