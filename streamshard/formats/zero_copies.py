@@ -111,16 +111,17 @@ def _frozen_shapes(file: RankFile) -> dict[str, tuple[int, ...]]:
         return {name: shape_of(node) for name, node in held.items()}
 
 
-def _alike(fragment: Tensor | None, weight: Tensor | None) -> bool:
-    if fragment is None or weight is None:
+def _alike(one: Tensor | None, other: Tensor | None) -> bool:
+    """Tell whether two places hold the same tensor, by the CRC-32 of what it lies in."""
+    if one is None or other is None:
         return False
-    if (fragment.dtype, fragment.shape) != (weight.dtype, weight.shape):
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    if fragment.place == weight.place:
+    if one.place == other.place:
         return True
-    storages = fragment.storage, weight.storage
+    storages = one.storage, other.storage
     return (
-        fragment.start == weight.start
+        one.start == other.start
         and storages[0].numel == storages[1].numel
         and torch_file.checksum(storages[0]) == torch_file.checksum(storages[1])
     )
