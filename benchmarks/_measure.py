@@ -26,7 +26,7 @@ sys.exit(os.waitstatus_to_exitcode(status))
 """Starts one program from a small process: Linux counts what the parent held into the child's
 `ru_maxrss`, and the parent of this one has torch in memory."""
 
-STREAMSHARD: Final = (sys.executable, "-m", "streamshard.cli")
+STREAMSHARD: Final = (sys.executable, "-m", "streamshard")
 
 
 @dataclass(frozen=True, slots=True)

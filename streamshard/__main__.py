@@ -1,6 +1,30 @@
-"""`python -m streamshard`: the command line, where its script is not on the path."""
+"""The process of `streamshard` and `python -m streamshard`, from first line to exit code.
 
-from streamshard.cli import program
+Whatever takes time to load is loaded when the arguments are known to ask for it, and when a signal
+ends the process without a traceback.
+"""
+
+import sys
+from typing import NoReturn
+
+from streamshard.stopping import Signals
+
+
+def program() -> NoReturn:
+    """Be the process, which ends with its verb."""
+    # The signals are not given back: until the interpreter has gone they end it, without a word.
+    signals = Signals()
+    signals.take(while_loading=True)
+    from streamshard import streams
+    from streamshard.command_line import arguments_of
+
+    streams.open_what_was_closed()
+    streams.forgive_standard_error()
+    arguments = arguments_of().parse_args()
+    from streamshard import cli
+
+    sys.exit(cli.carry_out(arguments, signals))
+
 
 if __name__ == "__main__":
     program()

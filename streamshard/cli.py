@@ -1,4 +1,4 @@
-"""The command line: argv, one call, what is printed, the exit code; the only place that prints."""
+"""The command line: one call, what is printed, the exit code; the only place that prints."""
 
 import argparse
 import json
@@ -7,11 +7,10 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from pathlib import Path
-from typing import Final, NoReturn, Protocol
+from typing import Final, Protocol
 
 from streamshard.command_line import arguments_of
 from streamshard.completion import completion_script
@@ -21,7 +20,6 @@ from streamshard.errors import (
     IntegrityError,
     SourceError,
     StreamshardError,
-    TargetError,
     TargetLockedError,
     UsageError,
 )
@@ -48,6 +46,7 @@ from streamshard.options import (
 from streamshard.outlook_text import plan_text
 from streamshard.progress import display
 from streamshard.stopping import SIGNALS, Signals, StoppedBySignal
+from streamshard.streams import give_up, open_what_was_closed, write_out
 from streamshard.tables import (
     compaction_text,
     findings_text,
@@ -57,30 +56,22 @@ from streamshard.tables import (
     verification_text,
 )
 
-_STDERR: Final = 2
-"""The number of standard error."""
-
-
-def program() -> NoReturn:
-    """Be the process of `streamshard`, which ends with its verb."""
-    # The signals are not given back: until the interpreter has gone they end it, without a word.
-    sys.exit(_stoppable(sys.argv[1:], Signals()))
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit code."""
+    """Parse a command line and run its verb; returns the exit code."""
+    open_what_was_closed()
     signals = Signals()
     try:
-        return _stoppable(argv, signals)
+        return carry_out(arguments_of().parse_args(argv), signals)
     finally:
         signals.give_back()
 
 
-def _stoppable(argv: Sequence[str] | None, signals: Signals) -> int:
+def carry_out(arguments: argparse.Namespace, signals: Signals) -> int:
     """Run one verb to its end, or until a signal asks it to stop; returns the exit code."""
     try:
         signals.take()
-        code = _run(argv)
+        code = _run(arguments)
         signals.over(code)
     except KeyboardInterrupt as error:
         number = error.number if isinstance(error, StoppedBySignal) else signal.SIGINT
@@ -89,72 +80,28 @@ def _stoppable(argv: Sequence[str] | None, signals: Signals) -> int:
     return code
 
 
-def _run(argv: Sequence[str] | None) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     """Run one verb to its end; returns the exit code."""
-    _open_what_was_closed()
     try:
-        arguments = _parser().parse_args(argv)
-        arguments.verb(arguments)
+        _VERBS[arguments.verb](arguments)
         sys.stdout.flush()
     except StreamshardError as error:
         _tell(f"streamshard: {error}", error)
         return error.exit_code
     except BrokenPipeError:
-        _give_up_output()  # the reader has gone
+        give_up(sys.stdout)  # the reader has gone
     return 0
 
 
-def _open_what_was_closed() -> None:
-    """Begin with three open streams, so that no file of ours gets the number of one of them."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
-        pass
-    os.close(descriptor)
-    # Python has None in place of a stream that was closed when it started.
-    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
-    sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
-
-
-def _give_up_output() -> None:
-    """Keep the interpreter from complaining at exit of what cannot be written."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def _print(text: str) -> None:
-    """Write to standard output, all of it before anything else happens.
-
-    Raises
-    ------
-    TargetError
-        It cannot be written.
-    """
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        _give_up_output()
-        message = f"standard output: cannot be written ({error.strerror})"
-        raise TargetError(message) from error
+    """Write to standard output; see `write_out` for errors."""
+    write_out(text + "\n")
 
 
 def _tell(message: str, error: BaseException) -> None:
     """Say what went wrong, and what to do about it."""
     for line in (message, *getattr(error, "__notes__", ())):
         print(printable(line), file=sys.stderr)
-
-
-def _parser() -> argparse.ArgumentParser:
-    return arguments_of(
-        repartition=_repartition,
-        convert=_convert,
-        export=_export,
-        verify=_verify,
-        diff=_diff,
-        inspect=_inspect,
-        compact=_compact,
-        apply=_apply,
-        completion=_completion,
-    )
 
 
 def _repartition(arguments: argparse.Namespace) -> None:
@@ -310,7 +257,21 @@ def _compact(arguments: argparse.Namespace) -> None:
 
 
 def _completion(arguments: argparse.Namespace) -> None:
-    _print(completion_script(_parser(), arguments.shell))
+    _print(completion_script(arguments_of(), arguments.shell))
+
+
+_VERBS: Final[Mapping[str, Callable[[argparse.Namespace], None]]] = {
+    "repartition": _repartition,
+    "convert": _convert,
+    "export": _export,
+    "verify": _verify,
+    "diff": _diff,
+    "inspect": _inspect,
+    "compact": _compact,
+    "apply": _apply,
+    "completion": _completion,
+}
+"""What runs each verb of the command line."""
 
 
 class _Plan(Protocol):

@@ -2,16 +2,20 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
-from typing import Final, NoReturn, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, NoReturn, TypeAlias
 
 from streamshard.completion import SHELLS
-from streamshard.diff_text import ORDERS
-from streamshard.formats.zarr_documents import CODECS
-from streamshard.operations.compact import DEFAULT_GRACE
-from streamshard.operations.convert import DEFAULT_CHUNK_BYTES
-from streamshard.operations.export import DEFAULT_SHARD_BYTES, FORMATS
-from streamshard.operations.weights import DTYPES
+from streamshard.defaults import (
+    CODECS,
+    DEFAULT_CHUNK_BYTES,
+    DEFAULT_GRACE,
+    DEFAULT_SHARD_BYTES,
+    DTYPES,
+    FORMATS,
+    ORDERS,
+)
+from streamshard.errors import TargetError
 from streamshard.options import (
     add_keeping_options,
     add_moving_options,
@@ -21,9 +25,9 @@ from streamshard.options import (
     duration,
     size,
 )
+from streamshard.streams import give_up, write_out
 
-Verb: TypeAlias = Callable[[argparse.Namespace], None]
-Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Verbs: TypeAlias = "argparse._SubParsersAction[_Parser]"
 
 _EXAMPLE: Final = "Example: "
 _SOURCE_HELP: Final = (
@@ -32,20 +36,9 @@ _SOURCE_HELP: Final = (
 )
 
 
-def arguments_of(
-    *,
-    repartition: Verb,
-    convert: Verb,
-    export: Verb,
-    verify: Verb,
-    diff: Verb,
-    inspect: Verb,
-    compact: Verb,
-    apply: Verb,
-    completion: Verb,
-) -> argparse.ArgumentParser:
-    """Make the parser of the whole command line; `verb` of what it parses is what to run."""
-    parser = argparse.ArgumentParser(
+def arguments_of() -> argparse.ArgumentParser:
+    """Make the parser of the whole command line; `verb` of what it parses names what to run."""
+    parser = _Parser(
         prog="streamshard",
         description="Reshard DeepSpeed ZeRO checkpoints to another number of GPUs.",
         epilog="Exit codes: 0 done, 2 usage, 3 source unreadable or incomplete, 4 target, "
@@ -55,16 +48,63 @@ def arguments_of(
     )
     parser.add_argument("--version", action=_Version, help="show the version and exit")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
-    _add_repartition(verbs, repartition)
-    _add_convert(verbs, convert)
-    _add_export(verbs, export)
-    _add_verify(verbs, verify)
-    _add_diff(verbs, diff)
-    _add_inspect(verbs, inspect)
-    _add_compact(verbs, compact)
-    _add_apply(verbs, apply)
-    _add_completion(verbs, completion)
+    _add_repartition(verbs)
+    _add_convert(verbs)
+    _add_export(verbs)
+    _add_verify(verbs)
+    _add_diff(verbs)
+    _add_inspect(verbs)
+    _add_compact(verbs)
+    _add_apply(verbs)
+    _add_completion(verbs)
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Names what is near to a mistyped verb or option, and does not lose what it prints."""
+
+    def parse_known_args(  # type: ignore[override]
+        self,
+        args: Sequence[str] | None = None,
+        namespace: argparse.Namespace | None = None,
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse arguments, all of which have to be known: to a verb those behind it."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+            near = [_near(option, self._option_string_actions) for option in options]
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(near)}")
+        return parsed, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:  # noqa: ANN401
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            near = _near(str(value), map(str, action.choices or ()))
+            raise argparse.ArgumentError(action, f"{error.message}{_hint([near])}") from error
+
+    def _print_message(self, message: str, file: Any = None) -> None:  # noqa: ANN401
+        if file is not sys.stdout:
+            super()._print_message(message, file)
+            return
+        try:
+            write_out(message)
+        except BrokenPipeError:
+            give_up(sys.stdout)  # the reader has gone
+        except TargetError as error:
+            self.exit(error.exit_code, f"streamshard: {error}\n")
+
+
+def _near(word: str, known: Iterable[str]) -> str | None:
+    """Find the word that is meant, if one is near."""
+    from difflib import get_close_matches  # not at the top: most command lines are right
+
+    return next(iter(get_close_matches(word, known, n=1)), None)
+
+
+def _hint(near: Iterable[str | None]) -> str:
+    found = [word for word in near if word]
+    return f"; did you mean {' '.join(found)}?" if found else ""
 
 
 class _Version(argparse.Action):
@@ -91,11 +131,10 @@ class _Help(argparse.HelpFormatter):
         return text if text.startswith(_EXAMPLE) else super()._fill_text(text, width, indent)
 
 
-def _add_repartition(verbs: Verbs, run: Verb) -> None:
+def _add_repartition(verbs: Verbs) -> None:
     verb = _add(
         verbs,
         "repartition",
-        run,
         "write a checkpoint's files for another world size",
         "streamshard repartition runs/7b runs/7b-on-6 --world-size 6",
     )
@@ -118,11 +157,10 @@ def _add_repartition(verbs: Verbs, run: Verb) -> None:
     add_moving_options(verb)
 
 
-def _add_convert(verbs: Verbs, run: Verb) -> None:
+def _add_convert(verbs: Verbs) -> None:
     verb = _add(
         verbs,
         "convert",
-        run,
         "write a checkpoint into a Zarr store",
         "streamshard convert runs/7b archive/7b.zarr --codec zstd",
     )
@@ -139,11 +177,10 @@ def _add_convert(verbs: Verbs, run: Verb) -> None:
     add_moving_options(verb)
 
 
-def _add_export(verbs: Verbs, run: Verb) -> None:
+def _add_export(verbs: Verbs) -> None:
     verb = _add(
         verbs,
         "export",
-        run,
         "write a checkpoint's weights for from_pretrained",
         "streamshard export runs/7b models/7b --dtype bf16",
     )
@@ -188,11 +225,10 @@ def _add_export(verbs: Verbs, run: Verb) -> None:
     add_moving_options(verb)
 
 
-def _add_verify(verbs: Verbs, run: Verb) -> None:
+def _add_verify(verbs: Verbs) -> None:
     verb = _add(
         verbs,
         "verify",
-        run,
         "check that a checkpoint is whole and as it was written, or the same as another",
         "streamshard verify archive/7b.zarr --against runs/7b",
     )
@@ -216,11 +252,10 @@ def _add_verify(verbs: Verbs, run: Verb) -> None:
     add_reading_options(verb)
 
 
-def _add_diff(verbs: Verbs, run: Verb) -> None:
+def _add_diff(verbs: Verbs) -> None:
     verb = _add(
         verbs,
         "diff",
-        run,
         "say how different two checkpoints are, tensor by tensor",
         "streamshard diff runs/7b/global_step1000 runs/7b/global_step2000 --param 'layers.0.*'",
     )
@@ -246,11 +281,10 @@ def _add_diff(verbs: Verbs, run: Verb) -> None:
     add_reading_options(verb, of=" of A")
 
 
-def _add_inspect(verbs: Verbs, run: Verb) -> None:
+def _add_inspect(verbs: Verbs) -> None:
     verb = _add(
         verbs,
         "inspect",
-        run,
         "show what is in a checkpoint",
         "streamshard inspect runs/7b",
     )
@@ -286,11 +320,10 @@ def _add_inspect(verbs: Verbs, run: Verb) -> None:
     add_source_options(verb)
 
 
-def _add_compact(verbs: Verbs, run: Verb) -> None:
+def _add_compact(verbs: Verbs) -> None:
     verb = _add(
         verbs,
         "compact",
-        run,
         "archive old tags of a run directory, and remove them if asked to",
         "streamshard compact runs/7b archive/7b --keep-last 3 --delete --grace 7d",
     )
@@ -351,11 +384,10 @@ def _add_compact(verbs: Verbs, run: Verb) -> None:
     )
 
 
-def _add_apply(verbs: Verbs, run: Verb) -> None:
+def _add_apply(verbs: Verbs) -> None:
     verb = _add(
         verbs,
         "apply",
-        run,
         "run a plan that --dry-run --plan-out has saved, unless something has changed since",
         "streamshard apply plan.json",
     )
@@ -367,7 +399,7 @@ def _add_apply(verbs: Verbs, run: Verb) -> None:
     verb.set_defaults(plan_out=None)
 
 
-def _add_completion(verbs: Verbs, run: Verb) -> None:
+def _add_completion(verbs: Verbs) -> None:
     summary = "print what teaches a shell to complete this command line"
     example = "streamshard completion bash > ~/.local/share/bash-completion/completions/streamshard"
     verb = verbs.add_parser(
@@ -377,11 +409,11 @@ def _add_completion(verbs: Verbs, run: Verb) -> None:
         epilog=_EXAMPLE + example,
         formatter_class=_Help,
     )
-    verb.set_defaults(verb=run)
+    verb.set_defaults(verb="completion")
     verb.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
 
 
-def _add(verbs: Verbs, name: str, run: Verb, summary: str, example: str) -> argparse.ArgumentParser:
+def _add(verbs: Verbs, name: str, summary: str, example: str) -> argparse.ArgumentParser:
     verb = verbs.add_parser(
         name,
         help=summary,
@@ -389,7 +421,7 @@ def _add(verbs: Verbs, name: str, run: Verb, summary: str, example: str) -> argp
         epilog=_EXAMPLE + example,
         formatter_class=_Help,
     )
-    verb.set_defaults(verb=run)
+    verb.set_defaults(verb=name)
     verb.add_argument("--json", action="store_true", help="print one JSON document")
     volume = verb.add_mutually_exclusive_group()
     volume.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")

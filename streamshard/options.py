@@ -5,10 +5,8 @@ from datetime import timedelta
 from typing import Any
 
 from streamshard import sizes
-from streamshard.engine import memory
+from streamshard.defaults import DEFAULT_MIN_AGE, PROGRESS_MODES
 from streamshard.errors import UsageError
-from streamshard.operations.compact import DEFAULT_MIN_AGE
-from streamshard.progress import MODES
 
 
 def add_keeping_options(verb: argparse.ArgumentParser) -> None:
@@ -75,8 +73,8 @@ def add_resource_options(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument(
         "--progress",
-        choices=MODES,
-        default=MODES[0],
+        choices=PROGRESS_MODES,
+        default=PROGRESS_MODES[0],
         help="how far it is, on standard error: a bar, a line per tenth, or JSON objects, one a "
         "second [a bar on a terminal, else lines once it has taken 5 seconds]",
     )
@@ -118,6 +116,8 @@ def duration(text: str) -> timedelta:
 
 def memory_size(text: str) -> int:
     """Read a size, or a fraction of the machine's memory: 50%."""
+    from streamshard.engine import memory  # not at the top: `--help` needs none of it
+
     try:
         return sizes.parse(text, whole=memory.available_bytes())
     except ValueError as error:

@@ -18,8 +18,6 @@ from streamshard.engine.watch import READING, READING_HEADERS
 from streamshard.operations.report import Progress, Silent
 from streamshard.sizes import show, show_time
 
-MODES: Final = ("auto", "bar", "lines", "json", "none")
-
 _RATE_SECONDS: Final = 10
 """The rate is that of so long a time, as disks are faster at first."""
 _QUIET_SECONDS: Final = 5
@@ -90,7 +88,7 @@ def display(
     Parameters
     ----------
     mode
-        One of `MODES`. `auto` is a bar on a terminal that can erase a line, else lines.
+        One of `PROGRESS_MODES`. `auto` is a bar on a terminal that can erase a line, else lines.
     stream
         Where to; by default standard error.
     """

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import suppress
 from types import FrameType
 from typing import Any, Final
 
@@ -25,9 +26,18 @@ class Signals:
     def __init__(self) -> None:
         self._before: dict[signal.Signals, Any] = {}
         self._code: int | None = None
+        self._is_loading = False
 
-    def take(self) -> None:
-        """Raise `StoppedBySignal` at the first one from here on, wherever the program is."""
+    def take(self, *, while_loading: bool = False) -> None:
+        """Raise `StoppedBySignal` at the first one from here on, wherever the program is.
+
+        Parameters
+        ----------
+        while_loading
+            End the process instead: nothing has begun yet, and an error that is raised among
+            imports may be taken for one of theirs, or for none. A later call ends this.
+        """
+        self._is_loading = while_loading
         for number in SIGNALS:
             if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
                 self._before[number] = signal.signal(number, self._stop)
@@ -47,6 +57,10 @@ class Signals:
         if self._code is not None:
             os._exit(self._code)  # what is on the disk may be left as it is at any moment
         self._code = SIGNALS[signal.Signals(number)]
+        if self._is_loading:
+            with suppress(OSError):
+                os.write(2, f"streamshard: interrupted by {signal.Signals(number).name}\n".encode())
+            os._exit(self._code)
         self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._stop)
         signal.alarm(PATIENCE_SECONDS)
         raise StoppedBySignal(signal.Signals(number))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import streamshard
-from streamshard import cli
+from streamshard.command_line import arguments_of
 from streamshard.engine import watch
 from streamshard.operations.report import Progress, Silent
 from streamshard.progress import Bar, Display, display
@@ -345,5 +345,5 @@ def test_verbs_that_only_read_tell_so(tmp_path: Path) -> None:
 
 def test_the_flag_is_on_all_verbs_that_read_tensors() -> None:
     for verb in ("repartition", "convert", "export", "verify", "compact"):
-        arguments = cli._parser().parse_args([verb, "a", *(["b"] * (verb != "verify"))])
+        arguments = arguments_of().parse_args([verb, "a", *(["b"] * (verb != "verify"))])
         assert arguments.progress == "auto"

@@ -1,10 +1,12 @@
 """What users can see: names, exit codes, and what is not needed to use them."""
 
 import argparse
+import ast
 import inspect as inspection
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 
 import streamshard
 from streamshard import cli, errors, stopping
+from streamshard.command_line import arguments_of
 from streamshard.formats import torch_file
 from streamshard.formats.inert_dump import dump
 from streamshard.formats.torch_tensor import Storage
@@ -66,11 +69,37 @@ def test_the_surface_is_pinned() -> None:
 def test_the_surface_is_all_that_can_be_imported() -> None:
     public = {
         name
-        for name, value in vars(streamshard).items()
-        if not name.startswith("_") and not isinstance(value, ModuleType)
+        for name in dir(streamshard)
+        if not name.startswith("_") and not isinstance(getattr(streamshard, name), ModuleType)
     }
     assert public == set(SURFACE)
+    with pytest.raises(AttributeError, match="module 'streamshard' has no attribute 'reshard'"):
+        streamshard.reshard  # type: ignore[attr-defined]  # noqa: B018
     assert (ROOT / "streamshard" / "py.typed").exists()
+
+
+def test_what_is_imported_at_first_use_is_what_a_type_checker_sees() -> None:
+    seen = {
+        alias.name: getattr(import_module(node.module or ""), alias.name)
+        for node in ast.walk(ast.parse(Path(streamshard.__file__).read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module != "importlib"
+        for alias in node.names
+    }
+    assert {name: getattr(streamshard, name) for name in SURFACE} == seen
+
+
+@pytest.mark.parametrize("arguments", ["--help", "--version", "repartition --help", "repartion"])
+def test_nothing_heavy_is_loaded_to_show_help(arguments: str) -> None:
+    script = "import atexit, sys\natexit.register(lambda: print(*sys.modules, file=sys.stderr))\n"
+    script += f"sys.argv = ['streamshard', *{arguments.split()!r}]\n"
+    script += "from streamshard.__main__ import program\nprogram()\n"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == (2 if arguments == "repartion" else 0)
+    loaded = set(done.stderr.splitlines()[-1].split())
+    assert "streamshard.command_line" in loaded
+    heavy = {"numpy", "zarr", "rich", "tqdm", "numcodecs", "isal", "google_crc32c", "dataclasses"}
+    assert loaded & heavy == set()
+    assert not [name for name in loaded if name.startswith("streamshard.operations")]
 
 
 @pytest.mark.parametrize("name", SURFACE)
@@ -123,7 +152,7 @@ def test_the_tree_in_the_docstring_is_the_tree_of_classes() -> None:
 
 def test_exit_codes_are_those_in_the_help_and_the_readme() -> None:
     known = {0, *CODES.values(), *stopping.SIGNALS.values()}
-    parser = cli._parser()
+    parser = arguments_of()
     assert isinstance(parser, argparse.ArgumentParser)
     said = (parser.epilog or "").partition("Exit codes:")[2]
     assert {int(code) for code in re.findall(r"\b(\d+)\b", said)} == known

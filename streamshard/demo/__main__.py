@@ -125,7 +125,7 @@ def _command(work_dir: Path, *args: str) -> None:
     """Run one streamshard command, shown as a user would type it."""
     line = " ".join(["streamshard", *args])
     print(f"\n$ {line}", flush=True)
-    command = [sys.executable, "-m", "streamshard.cli", *args]
+    command = [sys.executable, "-m", "streamshard", *args]
     done = subprocess.run(command, cwd=work_dir, env=_environment(), check=False)
     if done.returncode != 0:
         raise DemoError(f"`{line}` ended with exit code {done.returncode}")

@@ -10,7 +10,6 @@ from typing import Final
 
 SAFETENSORS: Final = "safetensors"
 TORCH: Final = "torch"
-FORMATS: Final = (SAFETENSORS, TORCH)
 
 CONFIG: Final = "config.json"
 """Without it `from_pretrained` does not know what to make of the weights."""

@@ -13,9 +13,6 @@ from urllib.parse import quote
 
 from streamshard.model import BLOB, FILE, ITEMSIZE, MODULE, LogicalTensor
 
-CODECS: Final = ("none", "lz4", "zstd")
-"""Names by which a user chooses how chunks are compressed."""
-
 ROOT_DOCUMENT: Final = "zarr.json"
 """The root group's document; a node of that name would take the place of its parent's."""
 ROOT_KEY: Final = "streamshard"

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from streamshard.defaults import CODECS
 from streamshard.errors import (
     CorruptFileError,
     IntegrityError,
@@ -27,7 +28,6 @@ from streamshard.formats.zarr_chunks import (
     EncodedChunk,
 )
 from streamshard.formats.zarr_documents import (
-    CODECS,
     MANIFEST_PATH,
     ROOT_DOCUMENT,
     ROOT_KEY,

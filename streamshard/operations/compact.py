@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
 
+from streamshard.defaults import DEFAULT_CHUNK_BYTES, DEFAULT_GRACE, DEFAULT_MIN_AGE
 from streamshard.engine import memory
 from streamshard.engine.files import target_errors
 from streamshard.errors import UsageError
@@ -20,7 +21,7 @@ from streamshard.operations.compaction import (
     CompactedTag,
     Compaction,
 )
-from streamshard.operations.convert import DEFAULT_CHUNK_BYTES, Limits, StoreShape
+from streamshard.operations.convert import Limits, StoreShape
 from streamshard.operations.report import Progress, Silent
 from streamshard.operations.tag_progress import TagProgress
 from streamshard.operations.target import place_of
@@ -28,8 +29,6 @@ from streamshard.sizes import show, show_duration
 
 Path_ = str | os.PathLike[str]
 
-DEFAULT_GRACE: Final = timedelta(days=7)
-DEFAULT_MIN_AGE: Final = timedelta(hours=2)
 _LEAST_KEPT: Final = 2
 
 

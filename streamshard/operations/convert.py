@@ -5,14 +5,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 
+from streamshard.defaults import CODECS, DEFAULT_CHUNK_BYTES
 from streamshard.engine import memory
 from streamshard.engine.watch import COMMITTING, VERIFYING
 from streamshard.errors import UsageError
-from streamshard.formats.zarr_documents import CODECS
 from streamshard.model import ITEMSIZE
 from streamshard.operations import plan_file, rereading, running
 from streamshard.operations.checking import Request
@@ -33,8 +32,6 @@ from streamshard.operations.target import (
 )
 from streamshard.plan.grid import chunk_shape
 from streamshard.plan.memory import MIB, MemoryPlan
-
-DEFAULT_CHUNK_BYTES: Final = 64 * MIB
 
 
 @dataclass(frozen=True, slots=True)

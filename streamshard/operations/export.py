@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from streamshard.defaults import DEFAULT_SHARD_BYTES, DTYPES, FORMATS
 from streamshard.engine import memory
 from streamshard.engine.watch import COMMITTING, VERIFYING
 from streamshard.engine.work import TargetFile
@@ -29,14 +30,12 @@ from streamshard.operations.target import (
 )
 from streamshard.operations.universal import UniversalFiles
 from streamshard.operations.weight_files import WeightFiles
-from streamshard.operations.weights import DTYPES, Selection, Weights, choose_weights
+from streamshard.operations.weights import Selection, Weights, choose_weights
 from streamshard.plan.memory import MemoryPlan
 
 Path_ = str | os.PathLike[str]
 
 UNIVERSAL: Final = "universal"
-FORMATS: Final = (*pretrained.FORMATS, UNIVERSAL)
-DEFAULT_SHARD_BYTES: Final = 5 * 10**9
 _MOST_NAMED: Final = 4
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Final
 
+from streamshard.defaults import CODECS
 from streamshard.engine import digests
 from streamshard.engine.checksums import crc32
 from streamshard.engine.files import Encoded
@@ -18,7 +19,7 @@ from streamshard.formats.store_files import MANIFEST_FILES, ChunkPlace
 from streamshard.formats.store_manifest import FileRecord, Manifest
 from streamshard.formats.store_paths import require_inside
 from streamshard.formats.zarr_chunks import BloscChunk, EncodedChunk
-from streamshard.formats.zarr_documents import CODECS, array_path
+from streamshard.formats.zarr_documents import array_path
 from streamshard.model import ITEMSIZE, SourceFile
 from streamshard.operations import chunk_checks
 from streamshard.operations.scanning import Result, Unit

@@ -1,10 +1,9 @@
 """Chooses what an export writes: which tensors, under which names, and in which dtype."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Final
 
 from streamshard.engine.cast import cast_between
 from streamshard.errors import UnsupportedError, UsageError
@@ -13,9 +12,6 @@ from streamshard.formats.checkpoint import Checkpoint, Family, ModuleEntry
 from streamshard.formats.node_walk import spell_few
 from streamshard.formats.torch_tensor import tensor_of
 from streamshard.model import ITEMSIZE, MASTER, MODULE
-
-DTYPES: Final[Mapping[str, str]] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""What weights can be cast to, by the name that options have for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class Finished:
 
 def streamshard(*arguments: object) -> Finished:
     """Run the command line in a process of its own."""
-    command = [sys.executable, "-m", "streamshard.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "streamshard", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     return Finished(done.returncode, done.stdout, without_progress(done.stderr))
 

@@ -242,7 +242,7 @@ def on_terminal(arguments: list[str], environment: dict[str, str]) -> str:
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 90, 0, 0))
     variables = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS")}
-    call = [sys.executable, "-m", "streamshard.cli", *arguments]
+    call = [sys.executable, "-m", "streamshard", *arguments]
     with subprocess.Popen(call, stdout=slave, env={**variables, **environment}) as process:
         os.close(slave)
         shown = b""

@@ -33,7 +33,7 @@ def on_terminal(*command: str) -> tuple[int, str]:
 def test_a_terminal_has_a_bar_and_nothing_of_it_is_left(
     saved: Callable[[int], Path], tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "streamshard.cli", "repartition", str(saved(2))]
+    command = [sys.executable, "-m", "streamshard", "repartition", str(saved(2))]
     code, shown = on_terminal(*command, str(tmp_path / "on"), "--world-size", "2")
     assert code == 0
     for text in ("reading headers", "writing:   0%|", "syncing", "committing: 100%|", "B/s"):
@@ -47,7 +47,7 @@ def test_a_terminal_has_nothing_where_that_is_asked_for(
     saved: Callable[[int], Path], tmp_path: Path, mode: str
 ) -> None:
     master, slave = pty.openpty()
-    command = [sys.executable, "-m", "streamshard.cli", "convert", str(saved(2)), mode]
+    command = [sys.executable, "-m", "streamshard", "convert", str(saved(2)), mode]
     done = subprocess.run([*command, str(tmp_path / "on")], stdout=subprocess.PIPE, stderr=slave)
     os.write(slave, b"end")
     assert (done.returncode, os.read(master, 100)) == (0, b"end")

@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 
 import streamshard
-from streamshard import cli
+from streamshard.command_line import arguments_of
 
 README = (Path(streamshard.__file__).parent.parent / "README.md").read_text()
 COMMAND = re.compile(r"(?:\$ |30 3 \* \* \* \S*/|ExecStart=\S*/)?(streamshard .*?)(?: +#.*)?")
@@ -20,7 +20,7 @@ def test_every_command_is_understood() -> None:
     verbs = [shlex.split(command)[1] for command in commands]
     assert {"inspect", "repartition", "compact", "verify", "diff", "export", "apply"} <= set(verbs)
     for command in commands:
-        cli._parser().parse_args(shlex.split(command)[1:])
+        arguments_of().parse_args(shlex.split(command)[1:])
 
 
 def test_every_link_leads_somewhere() -> None:

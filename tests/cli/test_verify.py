@@ -147,7 +147,7 @@ def test_it_can_be_interrupted_in_the_middle_of_a_file_of_any_size(
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
     # `timeout` passes a signal on, and ends what does not end by itself.
-    command = ["timeout", "60", sys.executable, "-m", "streamshard.cli", "verify", str(store)]
+    command = ["timeout", "60", sys.executable, "-m", "streamshard", "verify", str(store)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=slave)
     os.close(slave)
     shown = os.read(master, 1000)  # the bar appears when reading begins

@@ -23,13 +23,13 @@ class _Parent:
     """What happens in the server's process."""
 
     def __init__(self) -> None:
-        from streamshard import cli
+        from streamshard import __main__, cli
 
-        self._cli = cli
+        self._main, self._program = cli.main, __main__.program
         self._shim = Shim()
 
     def warm_up(self, arguments: list[str]) -> dict[str, Any]:
-        assert self._cli.main(arguments) == 0
+        assert self._main(arguments) == 0
         gc.collect()
         gc.freeze()
         return {}
@@ -86,7 +86,7 @@ class _Parent:
                 _become(question["user"])
             os.close(starts)
             sys.argv[1:] = question["run"]
-            self._cli.program()
+            self._program()
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1
         except BaseException:
