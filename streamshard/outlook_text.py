@@ -10,7 +10,7 @@ from typing import Final
 from streamshard.operations.outlook import FileBytes, MemoryParts, Outlook, Part
 from streamshard.operations.report import Report
 from streamshard.sizes import show, show_time
-from streamshard.tables import paragraph, table
+from streamshard.tables import paragraph, table, target_text
 
 _MOST_ROWS: Final = 12
 """Kinds of files that are listed without being asked for all."""
@@ -36,7 +36,7 @@ def plan_text(report: Report, outlook: Outlook, *, verbose: bool) -> str:
 
 
 def _summary(report: Report, outlook: Outlook) -> Iterator[tuple[str, str]]:
-    yield "would write", report.target
+    yield "would write", target_text(report)
     yield "from", f"{report.source}, tag {report.tag}"
     if report.tensors is not None:
         yield "tensors", f"{report.tensors:,}" + (f", {report.dtype}" if report.dtype else "")

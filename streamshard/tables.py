@@ -93,7 +93,7 @@ def report_text(report: Report, *, verbose: bool) -> str:
     """Lay out what a run did, or would do."""
     done = report.seconds is not None
     facts: list[tuple[str, object]] = [
-        ("wrote" if done else "would write", report.target),
+        ("wrote" if done else "would write", target_text(report)),
         ("tag", report.tag),
         ("world size", _resize(report)) if report.tensors is None else ("tensors", _cast(report)),
         ("files", f"{report.files:,}, {show(report.bytes_written)}"),
@@ -105,6 +105,12 @@ def report_text(report: Report, *, verbose: bool) -> str:
         rate = report.bytes_written / max(report.seconds, 1e-9)
         facts.append(("took", f"{report.seconds:.1f} s, {show(int(rate))}/s"))
     return "\n\n".join([_facts(facts), *map(paragraph, report.notes)])
+
+
+def target_text(report: Report) -> str:
+    """Name what was written; a store as such, which its name need not tell."""
+    is_store = report.tensors is None and report.world_size is None
+    return f"{report.target} ({KINDS['store']})" if is_store else report.target
 
 
 def compaction_text(found: Compaction, *, verbose: bool) -> str:

@@ -2,20 +2,48 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
+from streamshard.engine.files import source_errors
+from streamshard.formats import deepspeed_names as names
 from streamshard.model import MODULE
 from streamshard.operations.inspection import FileGroup, FileSummary
 from streamshard.operations.source import Source
+from streamshard.reading import entries_below, read_all
 
 _NUMBERS: Final = re.compile(r"(\d+)")
 
 
 def list_files(source: Source) -> tuple[FileSummary, ...]:
-    """List the files of a source with paths relative to it, in their natural order."""
-    found = [FileSummary(relative(source, n), f.nbytes) for n, f in enumerate(source.files)]
-    return tuple(sorted(found, key=lambda file: _natural(file.path)))
+    """List the files of a source with paths relative to it, in their natural order.
+
+    These are all files that a verb counts when it writes such a checkpoint: those without tensors,
+    which are a store's documents and `latest` of a run directory, are among them.
+    """
+    found = {relative(source, n): f.nbytes for n, f in enumerate(source.files)}
+    with source_errors(source.path):
+        found |= {
+            path.relative_to(source.path).as_posix(): path.stat().st_size
+            for path in _without_tensors(source)
+        }
+    return tuple(
+        FileSummary(path, found[path]) for path in sorted(found, key=lambda path: _natural(path))
+    )
+
+
+def _without_tensors(source: Source) -> Iterator[Path]:
+    if source.kind == "store":
+        known = {file.path for file in source.files}
+        below = (path for path in entries_below(source.path) if path not in known)
+        yield from (path for path in below if path.is_file())
+    elif source.kind == "native":
+        latest = source.path / names.LATEST
+        with suppress(FileNotFoundError):
+            if read_all(latest).strip() == os.fsencode(source.checkpoint.tag):
+                yield latest
 
 
 def relative(source: Source, number: int) -> str:
@@ -27,11 +55,11 @@ def group_files(files: Sequence[FileSummary], *, is_store: bool) -> tuple[FileGr
     """Put together files that differ in numbers only; of a store, those of one state."""
     members: dict[str, list[FileSummary]] = {}
     for file in files:
-        key = _directory(file.path) if is_store else _NUMBERS.sub("*", file.path)
+        key = _place(file.path) if is_store else _NUMBERS.sub("*", file.path)
         members.setdefault(key, []).append(file)
     return tuple(
         FileGroup(
-            pattern=f"{key}/**" if is_store else _common([file.path for file in held]),
+            pattern=key if is_store else _common([file.path for file in held]),
             files=len(held),
             nbytes=sum(file.nbytes for file in held),
             smallest=min(file.nbytes for file in held),
@@ -41,15 +69,18 @@ def group_files(files: Sequence[FileSummary], *, is_store: bool) -> tuple[FileGr
     )
 
 
-def _directory(path: str) -> str:
-    """Name the directory of a store that holds all arrays of one state.
+def _place(path: str) -> str:
+    """Name the directory of a store that holds all arrays of one state, or the groups' documents.
 
-    >>> _directory("state/fp32/a.weight/c/0"), _directory("mp_rank_01/module/a.weight/c/0")
-    ('state/fp32', 'mp_rank_01/module')
+    >>> _place("state/fp32/a.weight/c/0"), _place("mp_rank_01/module/a.weight/c/0")
+    ('state/fp32/**', 'mp_rank_01/module/**')
+    >>> _place("zarr.json"), _place("state/zarr.json"), _place("state/fp32/a.weight/zarr.json")
+    ('**/zarr.json', '**/zarr.json', 'state/fp32/**')
     """
     parts = path.split("/")
     depth = 1 + parts[0].startswith("mp_rank_")
-    return "/".join(parts[: depth + (parts[depth - 1] not in (MODULE, "blob", "file", "meta"))])
+    depth += parts[min(depth, len(parts)) - 1] not in (MODULE, "blob", "file", "meta")
+    return "/".join([*parts[:depth], "**"]) if len(parts) > depth else f"**/{parts[-1]}"
 
 
 def _common(paths: Sequence[str]) -> str:

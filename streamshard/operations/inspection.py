@@ -56,7 +56,7 @@ class FileGroup:
 
 @dataclass(frozen=True, slots=True)
 class FileSummary:
-    """One file that holds tensors, or comes along with them."""
+    """One file of a checkpoint."""
 
     path: str
     """Relative to the source."""
@@ -181,7 +181,7 @@ class Inspection:
     state_bytes: Mapping[str, int]
     """Bytes of logical tensors by state, without padding and copies."""
     files: int
-    """Files that hold them."""
+    """Files that it consists of."""
     file_bytes: int
     file_groups: tuple[FileGroup, ...]
     file_list: tuple[FileSummary, ...]

@@ -10,6 +10,8 @@ from streamshard.formats import ds_config, resuming
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.model import ZeroLayout
 
+_MOST_RANKS: Final = 1 << 17
+"""More GPUs than any job has; a plan for them takes minutes, and what is larger is a mistake."""
 _STAGE_0: Final = (
     "The config says stage 0, at which DeepSpeed before 0.17.6 cut the states of bf16 training as "
     "at stage 1, and resumes from these files. Later versions do not: for them choose a stage "
@@ -162,6 +164,9 @@ def require_allowed(checkpoint: Checkpoint, world_size: int) -> int:
     parts, experts = len(checkpoint.families), checkpoint.expert_parallel
     replicas = checkpoint.replicas
     unit = parts * experts * replicas
+    if world_size > _MOST_RANKS:
+        message = f"--world-size {world_size}: above {_MOST_RANKS:,}, the most ranks that files"
+        raise UsageError(f"{message} are written for; give the count of GPUs that will resume")
     if world_size < 1 or world_size % unit:
         held = [f"is in {parts} tensor or pipeline parallel parts"] if parts > 1 else []
         held += [f"has its experts spread over {experts} ranks"] if experts > 1 else []

@@ -129,3 +129,26 @@ def test_checkpoints_without_a_common_tensor_give_no_table(run: Path) -> None:
     shown = diff_text(found, sort="relative", verbose=False)
     assert "relative L2" not in shown
     assert "No tensor is in both with the same shape." in shown
+
+
+def test_a_store_is_called_one_whatever_its_name(
+    in_process: Callable[..., Finished], run: Path, tmp_path: Path
+) -> None:
+    for flags in (["-n"], []):
+        done = in_process("convert", run, tmp_path / "name", *flags)
+        assert f"{tmp_path / 'name'} (Zarr store)\n" in done.out
+        done = in_process("repartition", run, tmp_path / "out", "--world-size", 1, *flags)
+        assert "(Zarr store)" not in done.out
+    assert in_process("verify", tmp_path / "name", "--against", run).code == 0
+
+
+@pytest.mark.parametrize("verb", ["repartition", "inspect"])
+def test_more_ranks_than_any_job_has_are_refused_at_once(
+    verb: str, in_process: Callable[..., Finished], run: Path, tmp_path: Path
+) -> None:
+    for size in ("1000000", "9" * 40):
+        more = [tmp_path / "out", "-n"] if verb == "repartition" else ["--svg", tmp_path / "x.svg"]
+        done = in_process(verb, run, *more, "--world-size", size)
+        assert done.code == 2
+        assert f"--world-size {size}: above 131,072, the most ranks" in done.err
+    assert not (tmp_path / "x.svg").exists()
