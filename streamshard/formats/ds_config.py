@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from streamshard.errors import UsageError
 from streamshard.formats import strict_json
+from streamshard.formats.ds_config_keys import mistyped
 from streamshard.formats.inert import show
 from streamshard.model import ZeroLayout
 
@@ -30,7 +31,7 @@ def read_file(path: Path) -> Config:
     Raises
     ------
     UsageError
-        There is no such file, or it is no JSON object.
+        There is no such file, it is no JSON object, or one of its keys looks mistyped.
     """
     try:
         config = strict_json.parse(path.read_bytes())
@@ -40,6 +41,10 @@ def read_file(path: Path) -> Config:
         raise UsageError(f"{path}: not a DeepSpeed config in JSON ({error})") from error
     if not isinstance(config, dict):
         raise UsageError(f"{path}: not a DeepSpeed config: the JSON in it is no object")
+    found = mistyped(config)
+    if found is not None:
+        message = f"{path}: {show(found[0])} is no known key; did you mean {found[1]!r}? Correct it"
+        raise UsageError(f"{message} there, as DeepSpeed would ignore or refuse it as well")
     return config
 
 
