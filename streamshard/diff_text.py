@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from streamshard.operations.distances import DiffReport, Distance, TensorDiff
+from streamshard.operations.inspection import KINDS
 from streamshard.sizes import show
-from streamshard.tables import KINDS, paragraph, table
+from streamshard.tables import paragraph, table
 
 _MOST_SHOWN: Final = 20
 """Tensors, and other differences, that are shown without being asked for all."""

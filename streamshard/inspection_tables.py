@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from streamshard.operations.inspection import (
+    KINDS,
     FileGroup,
     GroupSummary,
     Inspection,
@@ -24,7 +25,7 @@ from streamshard.operations.inspection import (
     RankPartition,
 )
 from streamshard.sizes import show
-from streamshard.tables import KINDS, paragraph, printable
+from streamshard.tables import paragraph, printable
 
 _PARAMETERS_SHOWN: Final = 20
 """Parameters, and what was asked for by name, that are listed without being asked for all."""

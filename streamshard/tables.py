@@ -7,17 +7,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from streamshard.operations.compaction import ARCHIVED, DELETED, CompactedTag, Compaction
+from streamshard.operations.inspection import KINDS
 from streamshard.operations.pickles import PickleListing
 from streamshard.operations.report import Report
 from streamshard.operations.verification import Difference, Problem, Verification
 from streamshard.sizes import UNITS, show
 
-KINDS: Final = {
-    "native": "DeepSpeed shards",
-    "store": "Zarr store",
-    "dumps": "raw per-rank dumps",
-}
-"""What each kind of source is called."""
 _MOST_SHOWN: Final = 20
 """Problems that are shown without being asked for all."""
 

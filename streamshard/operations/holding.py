@@ -48,6 +48,23 @@ def cut_of(source: Source, tensors: Ints) -> tuple[Ints, Ints]:
     return origin // piece, (origin + np.maximum(numels, 1) - 1) // piece
 
 
+def ranks_of(source: Source) -> dict[int, tuple[int, tuple[int, ...] | None]]:
+    """Tell of the master weights of every trained parameter, by their index among all tensors, the
+    index of the param group, and which data-parallel ranks hold some; None for a store.
+    """
+    checkpoint, index = source.checkpoint, source.checkpoint.tensor_index()
+    groups = [(family, group) for family in checkpoint.families for group in family.groups]
+    found: dict[int, tuple[int, tuple[int, ...] | None]] = {}
+    for number, (family, group) in enumerate(groups):
+        rows = np.array([index[family.name, MASTER, n] for n in group.params], dtype=np.int64)
+        ranks = sharing_ranks(group, checkpoint.layout)
+        columns = (column.tolist() for column in (rows, *cut_of(source, rows)))
+        for row, first, last in zip(*columns, strict=True):
+            held = None if source.kind == "store" else tuple(ranks[first : last + 1])
+            found[row] = number, held
+    return found
+
+
 def parameter_details(source: Source, patterns: Sequence[str]) -> tuple[ParameterDetail, ...]:
     """Describe all tensors of the model whose whole names match a pattern as the shell has them.
 

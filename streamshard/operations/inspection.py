@@ -2,9 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from streamshard.formats.checkpoint import Dropped
+from streamshard.operations import notebook
+from streamshard.sizes import show
+
+KINDS: Final = {
+    "native": "DeepSpeed shards",
+    "store": "Zarr store",
+    "dumps": "raw per-rank dumps",
+}
+"""What each kind of source is called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +155,7 @@ class RankDetail:
     partitions: tuple[RankPartition, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Inspection:
     """What a checkpoint holds."""
 
@@ -201,3 +210,37 @@ class Inspection:
     """The rank that was asked for (`--rank`)."""
     pictures: tuple[FileSummary, ...] = ()
     """Pictures that were asked for (`--svg`, `--html`), and how large they have become."""
+
+    def __repr__(self) -> str:
+        """Say what it is about, in a line; its attributes tell the rest."""
+        what = f"{self.tag}, ZeRO stage {self.zero_stage}, world size {self.world_size}"
+        held = f"{len(self.parameters):,} parameters, {self.files:,} files, {show(self.file_bytes)}"
+        wrong = f", {len(self.problems):,} problems" if self.problems else ""
+        return f"<Inspection {self.path!r}: {what}, {held}{wrong}>"
+
+    def _repr_html_(self) -> str:
+        """Show it in a notebook."""
+        facts: list[tuple[str, object]] = [
+            ("checkpoint", f"{self.path} ({KINDS[self.kind]})"),
+            ("tag", self.tag),
+            ("saved by", f"ZeRO stage {self.zero_stage}, world size {self.world_size}"),
+            ("DeepSpeed", self.deepspeed_version),
+            ("steps", self.global_steps),
+            ("optimizer", self.optimizer),
+            ("on disk", f"{self.files:,} files, {show(self.file_bytes)}"),
+            *(("problem", problem) for problem in self.problems),
+            *(("note", note) for note in self.notes),
+        ]
+        sizes = [(state, show(nbytes)) for state, nbytes in self.state_bytes.items()]
+        rows = [
+            (p.name, list(p.shape), p.numel, p.group, _between(p.first_rank, p.last_rank))
+            for p in self.parameters
+        ]
+        head = ("parameter", "shape", "elements", "group", "ranks")
+        parameters = notebook.table(head, rows, "the attribute parameters has all")
+        return notebook.page(facts, notebook.table(("tensors", "bytes"), sizes), parameters)
+
+
+def _between(first: int | None, last: int | None) -> str:
+    ranks = None if first is None or last is None else range(first, last + 1)
+    return notebook.ranks_text(ranks)

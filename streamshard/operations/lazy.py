@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import DTypeLike, NDArray
 
 from streamshard.engine.cast import cast_between
@@ -93,7 +94,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class LazyTensor:
+class LazyTensor(NDArrayOperatorsMixin):
     """A tensor of a checkpoint. Indexing reads it, from shards, stores and raw dumps alike.
 
     The index is made of integers, slices (of any step) and `...`, and means what it means to
@@ -101,6 +102,9 @@ class LazyTensor:
     asked for is read. But rows within 64 KiB of each other are read with what is between them, a
     MiB at a time; a store by the blocks of a MiB that have a checksum, a compressed one by whole
     chunks. Nothing is kept but the chunk that was read last.
+
+    NumPy's functions and operators take it for the whole array, and read it each time anew:
+    `np.linalg.norm(tensor)`, `tensor - other > 0`. Nothing can be written into it.
     """
 
     name: str
@@ -122,6 +126,11 @@ class LazyTensor:
     def numel(self) -> int:
         """Count of elements."""
         return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def size(self) -> int:
+        """Count of elements, by NumPy's name for it."""
+        return self.numel
 
     @property
     def nbytes(self) -> int:
@@ -212,6 +221,24 @@ class LazyTensor:
             raise ValueError(f"{self.name}: is not in memory; leave copy=False out to have it read")
         found = self.numpy()
         return found if dtype is None else found.astype(dtype, copy=False)
+
+    def __array_ufunc__(
+        self,
+        ufunc: np.ufunc,
+        method: str,
+        *inputs: Any,  # noqa: ANN401
+        **options: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        """Read all of it for NumPy's arithmetic, whatever side of an operator it is on."""
+        if any(isinstance(out, LazyTensor) for out in options.get("out", ())):
+            message = f"{self.name}: a checkpoint is only read; give the result a name of its own"
+            raise TypeError(message)
+        read = (part.numpy() if isinstance(part, LazyTensor) else part for part in inputs)
+        return getattr(ufunc, method)(*read, **options)
+
+    def __hash__(self) -> int:
+        """Tell it from others by what it is, as `==` compares elements."""
+        return id(self)
 
     def _read(self, key: Key, dtype: np.dtype[Any], cast: Cast | None) -> Array:
         axes = select(key, self.shape)

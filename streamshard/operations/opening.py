@@ -6,13 +6,16 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
 from types import MappingProxyType, TracebackType
-from typing import Final, Self
+from typing import Final, Self, TypedDict
 
 from streamshard.formats.checkpoint import Checkpoint, Family
 from streamshard.model import BLOB, FILE, MASTER, MODULE
+from streamshard.operations import notebook
+from streamshard.operations.holding import ranks_of
 from streamshard.operations.inspect import summarize
 from streamshard.operations.inspection import GroupSummary, Inspection
 from streamshard.operations.lazy import LazyTensor, Reading
+from streamshard.operations.notebook import ranks_text
 from streamshard.operations.source import Source, open_source
 
 _KINDS: Final = {"param": "trained", "frozen": "frozen", "buffer": "buffer"}
@@ -69,6 +72,22 @@ class _Held:
     numbers: dict[str, int] = field(default_factory=dict)
     """State → index."""
     tied_to: str | None = None
+
+
+class TableRow(TypedDict):
+    """A parameter or buffer, as a row of a table."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """Of the master weights; of what is not trained, of what the module held."""
+    group: int | None
+    """Index in `OpenCheckpoint.groups`; None for what is not trained."""
+    numel: int
+    states: tuple[str, ...]
+    """What the optimizer holds: `fp32` (the master weights), `exp_avg`, …; empty if nothing."""
+    ranks: tuple[int, ...] | None
+    """Data-parallel ranks whose files hold its states; None for a store, and for the rest."""
 
 
 class OpenCheckpoint(Mapping[str, Parameter]):
@@ -133,6 +152,46 @@ class OpenCheckpoint(Mapping[str, Parameter]):
         state = "" if self._reading.is_open else ", closed"
         what = f"{self.tag}, ZeRO stage {self.zero_stage}, world size {self.world_size}"
         return f"<OpenCheckpoint {str(self._source.path)!r}: {what}, {len(self):,} names{state}>"
+
+    def _repr_html_(self) -> str:
+        """Say what it is and what is in it, for notebooks, reading nothing."""
+        facts = [
+            ("checkpoint", self._source.path),
+            ("tag", self.tag),
+            ("saved by", f"ZeRO stage {self.zero_stage}, world size {self.world_size}"),
+            ("names", f"{len(self):,}" + ("" if self._reading.is_open else ", closed")),
+        ]
+        rows = [
+            (*{**row, "shape": list(row["shape"]), "ranks": ranks_text(row["ranks"])}.values(),)
+            for row in self.table()
+        ]
+        head = tuple(TableRow.__annotations__)
+        return notebook.page(facts, notebook.table(head, rows, "table() gives all"))
+
+    def table(self) -> list[TableRow]:
+        """Return a row for every name, which data frames take: `pandas.DataFrame(ckpt.table())`.
+
+        Reads nothing.
+        """
+        held = ranks_of(self._source)
+        rows: list[TableRow] = []
+        for name, parameter in self.items():
+            numbers = self._held[name].numbers
+            group, ranks = held.get(numbers.get(MASTER, -1), (None, None))
+            states = tuple(parameter.states)
+            tensor = parameter.tensors[MASTER if MASTER in numbers else next(iter(numbers))]
+            rows.append(
+                TableRow(
+                    name=name,
+                    shape=parameter.shape,
+                    dtype=tensor.dtype,
+                    group=group,
+                    numel=tensor.numel,
+                    states=states,
+                    ranks=ranks,
+                )
+            )
+        return rows
 
     def _ipython_key_completions_(self) -> list[str]:
         """List the names for notebooks to complete."""
