@@ -5,6 +5,7 @@ when it was tried; the engines that run on CPU are asked in `tests/oracle/test_r
 """
 
 import json
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -363,3 +364,24 @@ def test_whole_base_weights_of_a_low_rank_update_are_read(tmp_path: Path) -> Non
 
     edit_all(run, "mp_rank_00_model_states.pt", whole)
     streamshard.inspect(run)
+
+
+def test_names_of_the_fast_writer_are_explained_and_the_advice_works(tmp_path: Path) -> None:
+    run = write(Job(stage=2), tmp_path / "run")
+    files = sorted((run / TAG).glob("*.pt"))
+    for path in files:
+        path.rename(f"{path}-0.1")
+    with pytest.raises(UnsupportedError, match="fast checkpoint writer") as refusal:
+        streamshard.inspect(run)
+    _, _, advice = str(refusal.value).partition("in that directory: ")
+    subprocess.run(["bash", "-c", advice], cwd=run / TAG, check=True)
+    assert sorted((run / TAG).glob("*.pt")) == files
+    assert streamshard.inspect(run).world_size == Job(stage=2).world_size
+
+
+def test_a_part_that_the_fast_writer_wrote_is_refused(tmp_path: Path) -> None:
+    run = write(Job(stage=2), tmp_path / "run")
+    for path in (run / TAG).glob("*.pt"):
+        path.rename(f"{path}-1.4")
+    with pytest.raises(UnsupportedError, match=r'parts are not supported.*"type": "python"'):
+        streamshard.inspect(run)

@@ -21,6 +21,9 @@ _PART_FILE: Final = re.compile(
     r"\.pt"
 )
 
+_WRITER_PART: Final = re.compile(r".*_states\.pt-\d+\.(?P<count>\d+)")
+_DROPPING_LAYER: Final = ".random_ltd_layer"
+
 _EXPERT: Final = re.compile(r"(?P<layer>.*\bdeepspeed_experts\.)(?P<local>\d+)(?P<rest>\..*)")
 
 WHOLE_EXPERT_OPTIMIZER: Final = "expp_rank_"
@@ -72,6 +75,8 @@ AUTO_EXPERT_GROUPS: Final = "ds_zero_partition_groups"
 """The same of an optimizer's state, in stage 3."""
 WHOLE_OPTIMIZER: Final = "optimizer"
 """Entry of a model file for an optimizer that nothing cuts."""
+RANDOM_LTD: Final = "random_ltd"
+"""Entry of a model file for the state of random layer token dropping, where it is on."""
 SWAP_DIR: Final = "offloaded_tensors"
 """Directory beside the shards for what is swapped out to NVMe."""
 
@@ -121,6 +126,27 @@ def parse(name: str) -> RankFile | None:
     if _PART_FILE.fullmatch(name):
         return RankFile("part", "", None, 0)
     return None
+
+
+def writer_parts(name: str) -> int:
+    """Count the parts of a file that `deepspeed/io/fast_file_writer.py` names one of; else 0.
+
+    >>> [writer_parts(f"mp_rank_00_model_states.pt{end}") for end in ("-0.1", "-3.4", "")]
+    [1, 4, 0]
+    """
+    match = _WRITER_PART.fullmatch(name)
+    return int(match["count"]) if match else 0
+
+
+def without_dropping(name: str) -> str:
+    """Leave out of a name what `RandomLayerTokenDrop` adds to it around a layer.
+
+    DeepSpeed does so in the module's state dict alone (`remove_random_ltd_state_dict`).
+
+    >>> without_dropping("blocks.0.random_ltd_layer.up.weight")
+    'blocks.0.up.weight'
+    """
+    return name.replace(_DROPPING_LAYER, "")
 
 
 def count_local_experts(params: Iterable[str]) -> dict[str, int]:

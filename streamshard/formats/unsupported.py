@@ -60,14 +60,30 @@ def refuse_files(tag_dir: Path, others: Iterable[Path]) -> None:
     Raises
     ------
     UnsupportedError
-        Part of the optimizer's state is in swap files.
+        Part of the optimizer's state is in swap files, or files have the names of parts.
     """
+    for path in others:
+        if count := names.writer_parts(path.name):
+            raise UnsupportedError(f"{path}: {_ONE_PART if count == 1 else _PARTS}")
     # `DeepSpeedEngine.save_checkpoint` copies the swap folder; through 0.16 without a rank's name.
     for path in others:
         if path.relative_to(tag_dir).parts[0] == names.SWAP_DIR:
             raise UnsupportedError(f"{path}: {_SWAPPED}")
 
 
+# `CheckpointWriterFactory.create_writer`: below stage 3, whatever else the config says.
+_BY_WRITER: Final = (
+    'written by DeepSpeed\'s fast checkpoint writer ("checkpoint": {"writer": …}), which below '
+    "stage 3 gives files names that DeepSpeed itself does not look for."
+)
+_ONE_PART: Final = (
+    f"{_BY_WRITER} They are whole all the same. Take the end off, in that directory: "
+    'for f in *.pt-0.1; do mv "$f" "${f%-0.1}"; done'
+)
+_PARTS: Final = (
+    f"{_BY_WRITER} This one is a part of a file, and parts are not supported. Save without "
+    '"data_parallel" and "io_multiplier" in it, or with "type": "python"'
+)
 _SWAPPED: Final = (
     "optimizer state that offload_optimizer swapped out to NVMe is not in the ranks' files, and "
     "its swap files are not supported. Resume on the ranks that saved it, with the same offload; "
@@ -128,6 +144,36 @@ def _units_without_state(saved: Saved) -> list[int]:
 def _has_stepped(model: Mapping[str, Node]) -> bool:
     steps, skipped = model.get("global_steps"), model.get("skipped_steps", 0)
     return isinstance(steps, int) and isinstance(skipped, int) and steps > skipped
+
+
+def _late_groups(saved: Saved) -> str | None:
+    # No ZeRO optimizer has an `add_param_group`: whoever calls the wrapped optimizer's after
+    # `deepspeed.initialize()` adds what is not cut and, at stages 1 and 2, not trained.
+    key, flats = (
+        (names.OPTIMIZER, names.FLAT_GROUPS_3)
+        if saved.stage == 3
+        else (names.BASE_OPTIMIZER, names.FLAT_GROUPS)
+    )
+    wrapped, units = saved.states[0].get(key), saved.states[0].get(flats)
+    groups = wrapped.get("param_groups") if isinstance(wrapped, dict) else None
+    if not isinstance(units, list) or not isinstance(groups, list):
+        return None
+    late = [
+        number
+        for number, group in enumerate(groups)
+        if group.get("params") and all(index >= len(units) for index in group["params"])
+    ]
+    if not late:
+        return None
+    weights = "load_checkpoint(..., load_module_only=True) takes the weights from it, on any ranks"
+    if saved.stage == 3:
+        weights = "take the weights that engine.save_16bit_model() writes on the ranks that saved"
+    return (
+        f"{saved.optimizer_paths[0]}: param groups {show(late)} of {len(groups)} were added to the "
+        "wrapped optimizer after deepspeed.initialize(), so that ZeRO did not cut them, and no "
+        "master weights of them are saved. For a start without optimizer state, give the optimizer "
+        f"all its groups before deepspeed.initialize(), and {weights}"
+    )
 
 
 def _zenflow(saved: Saved) -> str | None:
@@ -247,6 +293,7 @@ def _second_optimizer(saved: Saved) -> str | None:
 
 _RULES: Final[tuple[Callable[[Saved], str | None], ...]] = (
     _second_optimizer,
+    _late_groups,
     _auto_experts,
     _unnumbered_experts,
     _zenflow,

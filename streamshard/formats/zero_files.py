@@ -94,10 +94,10 @@ def find(tag_dir: Path) -> ShardSet:
     if len(prefixes) > 1:
         both = " and ".join(str(path) for path in prefixes.values())
         raise IncompleteError(f"{both} are of different runs; move away the set that is older")
+    refuse_files(tag_dir, others)
     if not prefixes:
         models = [path for found in families.values() for path in found.model.values()]
         raise without_shards(tag_dir, models, parts)
-    refuse_files(tag_dir, others)
     prefix = next(iter(prefixes))
     return ShardSet(
         tag_dir=tag_dir,

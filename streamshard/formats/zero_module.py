@@ -63,7 +63,19 @@ class ModuleReader:
         if not isinstance(self._module, dict):
             raise CorruptFileError(f"{self._path}: its '{names.MODULE_STATE}' is no state dict")
         self._frozen_shapes: dict[str, Node] = self._first.get(names.FROZEN_SHAPES) or {}
-        self.tied: Mapping[str, str] = self._first.get(names.SHARED_PARAMS) or tied
+        self.tied: Mapping[str, str] = self._as_in_module(
+            self._first.get(names.SHARED_PARAMS) or tied
+        )
+
+    def _as_in_module(self, listed: Mapping[str, str]) -> Mapping[str, str]:
+        """Name what a model file lists as its module's state dict does.
+
+        Random layer token dropping wraps layers; the state dict alone is saved without that.
+        """
+        if self._first.get(names.RANDOM_LTD) is None:
+            return listed
+        plain = names.without_dropping
+        return {plain(name): plain(other) for name, other in listed.items()}
 
     def entries(self, trained: Mapping[str, tuple[int, ...]]) -> tuple[ModuleEntry, ...]:
         """Say what each entry of the module's state dict is.
@@ -79,7 +91,8 @@ class ModuleReader:
     def _entries(self, trained: Mapping[str, tuple[int, ...]]) -> tuple[ModuleEntry, ...]:
         frozen = {name: shape_of(node) for name, node in self._frozen_shapes.items()}
         shapes = {**trained, **frozen}
-        buffers = set(require(self._first, names.BUFFER_NAMES, self._path))
+        listed = require(self._first, names.BUFFER_NAMES, self._path)
+        buffers = set(self._as_in_module({name: name for name in listed}))
         seen: dict[tuple[object, ...], str] = {}
         found = []
         for name, node in self._module.items():
@@ -214,6 +227,10 @@ class ModuleReader:
         kept = {entry.name for entry in entries if entry.kind == "extra"}
         for name in [name for name in self._module if name not in kept]:
             del self._module[name]
+        if self._first.get(names.RANDOM_LTD) is not None:
+            # DeepSpeed's zero_to_fp32 looks for these names in the module's state dict.
+            listed = self._first[names.BUFFER_NAMES]
+            self._first[names.BUFFER_NAMES] = [names.without_dropping(name) for name in listed]
         for key in CUT_KEYS - {names.MODULE_STATE}:
             if self._first.get(key) is not None:
                 # An empty value, not None: that is what says that frozen weights were left out.

@@ -50,6 +50,8 @@ class Resume:
     tag: str | None = None
     seed: int = 77
     """Not the trained one: what was not loaded must differ."""
+    load_options: tuple[tuple[str, object], ...] = ()
+    """Further arguments of ``load_checkpoint()``."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,10 @@ def _resume(job: Resume) -> None:
     # Other hyper-parameters than were saved: whatever is right afterwards came from the file.
     engine = _start_engine(job.case, job.seed, scale=1.7)
     path, returned = engine.load_checkpoint(
-        str(job.load_dir), tag=job.tag, load_module_strict=not job.case.exclude_frozen
+        str(job.load_dir),
+        tag=job.tag,
+        load_module_strict=not job.case.exclude_frozen,
+        **dict(job.load_options),
     )
     assert path is not None, f"DeepSpeed found no checkpoint in {job.load_dir}"
     # DeepSpeed returns its own keys among the user's and refuses or obeys them when they come back.

@@ -38,6 +38,10 @@ class Odd:
     save_dir: Path
     model: Callable[[], nn.Module] = TinyLanguageModel
     stand_in: Callable[[], AbstractContextManager[None]] = field(default=nullcontext, hash=False)
+    saving: Callable[[Engine], AbstractContextManager[object]] = field(
+        default=nullcontext, hash=False
+    )
+    """What is done to the engine while it saves."""
     steps: int = 3
     load_dir: Path | None = None
     load_options: tuple[tuple[str, object], ...] = ()
@@ -63,7 +67,8 @@ def run(job: Odd) -> None:
             assert path is not None
         for step in range(job.steps if job.load_dir is None else 0):
             _step(engine, step)
-        engine.save_checkpoint(str(job.save_dir))
+        with job.saving(engine):
+            engine.save_checkpoint(str(job.save_dir))
         engine.destroy()
     distributed.barrier()
 
@@ -137,6 +142,46 @@ def a_device_beside_the_cpu() -> Iterator[None]:
     accelerator: Any = importlib.import_module("deepspeed.accelerator").get_accelerator()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(accelerator, "_name", "cpu:0")
+        yield
+
+
+@contextmanager
+def a_group_more(engine: Engine) -> Iterator[None]:
+    """Add a param group to the optimizer that ZeRO has wrapped, and for a time only.
+
+    Below stage 3 DeepSpeed cannot even destroy an engine that has one.
+    """
+    wrapped = engine.optimizer.optimizer
+    frozen = [param for param in engine.module.parameters() if not param.requires_grad]
+    wrapped.add_param_group({"params": frozen, "role": "late"})
+    yield
+    del wrapped.param_groups[-1]
+
+
+class _Gathered:
+    """A gather that is over."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+@contextmanager
+def gathers_without_coalescing() -> Iterator[None]:
+    """Gather one tensor after the other, as gloo cannot gather many at once for MiCS."""
+    comm: Any = importlib.import_module("deepspeed.comm")
+
+    def one_by_one(
+        outputs: list[Tensor],
+        inputs: list[Tensor],
+        group: Any = None,  # noqa: ANN401
+        **rest: object,
+    ) -> _Gathered:
+        for whole, part in zip(outputs, inputs, strict=True):
+            distributed.all_gather_into_tensor(whole, part, group=group)
+        return _Gathered()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm, "all_gather_coalesced", one_by_one)
         yield
 
 

@@ -22,7 +22,7 @@ def global_names(engine: Engine) -> Callable[[str], str]:
     """Return what makes of a local name, of a parameter say, the one it has in the whole job.
 
     What a model-parallel rank holds is its own, whatever it is called. Experts have numbers
-    that start at 0 on each rank that holds some.
+    that start at 0 on each rank that holds some. Random-LTD renames what it drops tokens of.
     """
     part = part_of_model(engine)
     own = "" if part is None else f"mp_rank_{part:02d}."
@@ -34,6 +34,7 @@ def global_names(engine: Engine) -> Callable[[str], str]:
     }
 
     def named(name: str) -> str:
+        name = name.replace(".random_ltd_layer", "")
         for prefix, first in first_expert.items():
             if name.startswith(prefix):
                 number, _, rest = name.removeprefix(prefix).partition(".")

@@ -17,6 +17,7 @@ from tests.oracle.odd_engines import (
     LowRank,
     Odd,
     a_device_beside_the_cpu,
+    a_group_more,
     experts,
     quantizer,
     run,
@@ -77,6 +78,13 @@ KINDS = [
     ),
     *(
         (
+            Odd(Case(f"z{stage}-late-group", stage, "bf16"), PLACE, saving=a_group_more),
+            rf"param groups \[3\] of 4 were added to the wrapped optimizer after .*{advice}",
+        )
+        for stage, advice in ((2, "load_module_only=True"), (3, "save_16bit_model"))
+    ),
+    *(
+        (
             Odd(Case(f"z{stage}-low-rank", stage, "bf16"), PLACE, model=LowRank),
             r"'q_proj\.weight' has 192 of 384 elements: OptimizedLinear's base_weight_sharding",
         )
@@ -134,6 +142,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     again.append(
         Odd(STAGE_0[1], root / "anew", load_dir=root / "no-optimizer", load_options=unopened)
     )
+    late, only = root / "z2-late-group", (("load_module_only", True),)
+    grouped = Case("z2-all-groups", 2, "bf16")
+    again.append(Odd(grouped, root / "z2-all-groups", load_dir=late, load_options=only))
     require_success(run_jobs(OTHER_RANKS, again, root / "ranks", run))
     return root
 
@@ -187,3 +198,12 @@ def test_without_its_optimizer_too(saved: Path) -> None:
         for name in ("no-optimizer", "anew")
     )
     assert list(value_differences(before, after, "module")) == []
+
+
+def test_weights_saved_with_a_late_param_group_load_as_the_message_says(saved: Path) -> None:
+    """On any ranks; this engine's own were others."""
+    before, after = (
+        torch.load(next((saved / name).glob("*/mp_rank_00_model_states.pt")), weights_only=False)
+        for name in ("z2-late-group", "z2-all-groups")
+    )
+    assert list(value_differences(before["module"], after["module"], "module")) == []

@@ -18,7 +18,7 @@ def initialize(
     deepspeed: Any = importlib.import_module("deepspeed")
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=torch.optim.AdamW(groups),
+        optimizer=(case.optimizer or torch.optim.AdamW)(list(groups)),
         config=case.ds_config(),
         lr_scheduler=lambda basic: torch.optim.lr_scheduler.LambdaLR(basic, warm_up),
         dist_init_required=False,
