@@ -160,3 +160,20 @@ def test_what_was_written_knows_its_replicas(tmp_path: Path) -> None:
     assert streamshard.inspect(tmp_path / "out").world_size == 4
     streamshard.repartition(tmp_path / "out", tmp_path / "back", world_size=8)
     assert len(list((tmp_path / "back" / TAG).glob("*_optim_states.pt"))) == 4
+
+
+@pytest.mark.parametrize("version", ["2.6.6", None])
+def test_lightning_s_trainer_and_fabric_have_other_words(
+    version: str | None, tmp_path: Path
+) -> None:
+    """Fabric keeps nothing of its own; it takes accumulation from the config, the Trainer never."""
+    run = write(Job(stage=2, world_size=4), tmp_path / "run")
+    (run / TAG).rename(run / "checkpoint")
+    (run / "latest").write_text("checkpoint")
+    if version is not None:
+        for path in (run / "checkpoint").glob("*model_states.pt"):
+            save(load(path) | {"pytorch-lightning_version": version}, path)
+    notes = streamshard.repartition(run, tmp_path / "out", world_size=2).notes
+    (text,) = [note for note in notes if "DataLoader(..., batch_size=2)" in note]
+    assert ("Trainer(accumulate_grad_batches=6)" in text) == (version is not None)
+    assert ('"gradient_accumulation_steps": 6' in text) == (version is None)
