@@ -119,6 +119,15 @@ def show(nbytes: int) -> str:
     return f"{value:.1f} {largest}"
 
 
+def counted(count: int, noun: str) -> str:
+    """Write a count before its noun.
+
+    >>> counted(1, "rank"), counted(1024, "data-parallel rank")
+    ('1 rank', '1,024 data-parallel ranks')
+    """
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def show_time(seconds: float) -> str:
     """Write a length of time for a person.
 

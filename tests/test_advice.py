@@ -17,7 +17,7 @@ from tests.job import TAG, Job
 
 Content = dict[str, Any]
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-NOT_TOLD = "of which the checkpoint's config says nothing"
+NOT_TOLD = "the checkpoint's config does not tell"
 
 
 def advice(
@@ -102,7 +102,7 @@ def test_sizes_that_tell_nothing_are_not_made_up(saved: Content, tmp_path: Path)
 
 def test_sizes_of_another_world_are_not_believed(tmp_path: Path) -> None:
     text = advice(tmp_path, sizes(72, 8, 3), world_size=2)
-    assert "does not fit 4 ranks" in text
+    assert "do not fit 4 ranks" in text
     assert settings(text) == []
 
 
@@ -122,7 +122,27 @@ def test_ranks_that_do_not_divide_among_sequences(tmp_path: Path) -> None:
 def test_a_batch_that_cannot_be_kept(tmp_path: Path) -> None:
     text = advice(tmp_path, sizes(64, 8, 4), world_size=6)
     assert "The global batch of 64 cannot be kept on 6 ranks, 2 for each sequence" in text
-    assert "next to it they divide 63 and 66" in text
+    assert "it is not a multiple of 3. The nearest global batches are 63 and 66" in text
+    assert settings(text) == [63, 7, 3]
+    assert settings(text.partition("For 66,")[2]) == [66, 2, 11]
+
+
+@pytest.mark.parametrize(
+    ("saved", "world_size", "others"),
+    [
+        (sizes(16, 4, 1), 3, "2 or 4 ranks would keep it. The nearest global batches are 15 and"),
+        (sizes(16, 4, 1), 17, "16 ranks would keep it. The nearest global batch is 17."),
+        (sizes(28, 7, 1), 3, "2 or 4 ranks would keep it"),
+    ],
+)
+def test_the_next_world_sizes_that_keep_the_batch_are_named(
+    saved: Content, world_size: int, others: str, tmp_path: Path
+) -> None:
+    assert others in advice(tmp_path, saved, world_size=world_size)
+
+
+def test_one_rank_is_no_ranks(tmp_path: Path) -> None:
+    assert "on 1 rank, set" in advice(tmp_path, sizes(64, 8, 2), world_size=1)
 
 
 def test_replicas_of_partitions_are_no_data_parallel_ranks(tmp_path: Path) -> None:
@@ -140,3 +160,20 @@ def test_what_was_written_knows_its_replicas(tmp_path: Path) -> None:
     assert streamshard.inspect(tmp_path / "out").world_size == 4
     streamshard.repartition(tmp_path / "out", tmp_path / "back", world_size=8)
     assert len(list((tmp_path / "back" / TAG).glob("*_optim_states.pt"))) == 4
+
+
+@pytest.mark.parametrize("version", ["2.6.6", None])
+def test_lightning_s_trainer_and_fabric_have_other_words(
+    version: str | None, tmp_path: Path
+) -> None:
+    """Fabric keeps nothing of its own; it takes accumulation from the config, the Trainer never."""
+    run = write(Job(stage=2, world_size=4), tmp_path / "run")
+    (run / TAG).rename(run / "checkpoint")
+    (run / "latest").write_text("checkpoint")
+    if version is not None:
+        for path in (run / "checkpoint").glob("*model_states.pt"):
+            save(load(path) | {"pytorch-lightning_version": version}, path)
+    notes = streamshard.repartition(run, tmp_path / "out", world_size=2).notes
+    (text,) = [note for note in notes if "DataLoader(..., batch_size=2)" in note]
+    assert ("Trainer(accumulate_grad_batches=6)" in text) == (version is not None)
+    assert ('"gradient_accumulation_steps": 6' in text) == (version is None)

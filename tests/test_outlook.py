@@ -164,10 +164,13 @@ def test_files_of_ranks_that_are_gone_are_named(tmp_path: Path) -> None:
     told = plan.outlook(measures_disk=False)
     assert parts(told)["rng_state_3.pth"] == (1, 4)
     subjects = {change.subject: change.text for change in told.changes}
-    assert "rank 3 is gone" in subjects["random generators"]
-    assert "step 7 and 168 samples" in subjects["data position"]
+    assert "the new job has no rank 3" in subjects["random generators"]
+    assert "trainer_state.json does not tell the step" in subjects["data position"]
     assert "last_epoch 7" in subjects["learning rate"]
     assert '"train_batch_size": 24' in subjects["global batch"]
+    assert {*subjects.values()} & {*plan.report.notes} == {
+        subjects[key] for key in ("random generators", "global batch", "data position")
+    }
     same = streamshard.plan_repartition(run, tmp_path / "out", world_size=4)
     assert same.outlook(measures_disk=False).changes == ()
 

@@ -62,18 +62,19 @@ zero_to_fp32.py                                                       1      22
 latest                                                                1      12
 
 For the job that resumes:
-random generators  None are kept for each rank. What the job keeps in its client state comes along.
+random generators  The checkpoint holds none for each rank. What is in the client state comes along.
 global batch       To keep the global batch of 24 on 3 ranks, set in the DeepSpeed config:
                      "train_batch_size": 24,
                      "train_micro_batch_size_per_gpu": 2,
                      "gradient_accumulation_steps": 4
-                   This takes it that no sequence is cut among several ranks, of which the
-                   checkpoint's config says nothing.
-data position      The engine counts on from step 7 and 168 samples. Samples are dealt out to
-                   another number of ranks: a job that skips what it has seen must count samples,
-                   not batches of a rank.
+                   This holds unless sequences are cut among several ranks: the checkpoint's config
+                   does not tell.
+data position      The engine counts on from step 7 and 168 samples. If the job skips the data that
+                   it has seen, let it count samples: the number of batches of each rank is another
+                   one now.
 learning rate      The scheduler's state (last_epoch 7) and the rates of the param groups come
-                   along. It counts steps: while the global batch stays, the schedule does.
+                   along. The scheduler counts steps: its schedule stays the same if the global
+                   batch does.
 
 left out                   count   bytes  why
 -------------------------  -----  ------  -------------------------------------------------------

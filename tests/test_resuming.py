@@ -15,10 +15,10 @@ OFFLOAD = {"device": "cpu"}
 OBJECTIONS = [
     ({"offload_optimizer": NVME}, "has offload_optimizer.device nvme", "set it to cpu or none"),
     ({"offload_optimizer": {**OFFLOAD, "ratio": 0.4}}, "ratio 0.4", "set it to 1"),
-    ({"offload_optimizer": {**OFFLOAD, "super_offload": True}}, "super_offload", "switch it off"),
+    ({"offload_optimizer": {**OFFLOAD, "super_offload": True}}, "super_offload", "set it to false"),
     ({"zenflow": {}}, "has zenflow", "leave it out"),
     ({"mics_shard_size": 2}, "has mics_shard_size 2", "leave it out"),
-    ({"zero_quantized_nontrainable_weights": True}, "zero_quantized", "switch it off"),
+    ({"zero_quantized_nontrainable_weights": True}, "zero_quantized", "set it to false"),
 ]
 
 

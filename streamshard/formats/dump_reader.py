@@ -28,14 +28,17 @@ from streamshard.formats.zero_optimizer import OptimizerReader
 from streamshard.model import SourceMap, ZeroLayout
 
 _ASSUMED = (
-    "The dumps do not tell whether round_robin_gradients was on; it was taken as off, DeepSpeed's "
-    "default. If it was on, give the config of the job that saved "
-    "them with --source-ds-config."
+    "The dumps do not tell whether round_robin_gradients was on. They were read as if it was off, "
+    "which is DeepSpeed's default. If it was on, what was written is wrong: repeat this with the "
+    "config of the job that saved them, --source-ds-config FILE."
 )
 _LOADING = (
-    "optimizer.load_state_dict wants the list of all ranks' dumps. At stages 1 and 2 it rebuilds "
-    "the master weights from the 16-bit weights of the model unless it is called with "
-    "load_from_fp32_weights=True."
+    "To resume, call optimizer.load_state_dict(dumps) on every rank, with the list of all ranks' "
+    "dumps in the order of the ranks."
+)
+_MASTER = (
+    "Pass load_from_fp32_weights=True to it: without that, DeepSpeed makes the master weights anew "
+    "from the 16-bit weights of the model."
 )
 
 
@@ -134,8 +137,9 @@ def _require_known_momentum(
 
 def _notes(stage: int, config: ds_config.Config | None) -> tuple[str, ...]:
     if stage == 3:
-        return ("optimizer.load_state_dict wants the list of all ranks' dumps.",)
-    return (_LOADING,) if config is not None else (_LOADING, _ASSUMED)
+        return (_LOADING,)
+    loading = f"{_LOADING} {_MASTER}"
+    return (loading,) if config is not None else (loading, _ASSUMED)
 
 
 def _check_world_size(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> None:

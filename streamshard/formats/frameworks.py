@@ -13,15 +13,33 @@ from typing import Final
 HF_TRAINER: Final = "HF Trainer"
 ACCELERATE: Final = "Accelerate"
 LIGHTNING: Final = "Lightning"
+FABRIC: Final = "Lightning Fabric"
+"""Saves under the same tag, but nothing of Lightning's own."""
+LIGHTNING_VERSION: Final = "pytorch-lightning_version"
+"""Key of the client state that Lightning's Trainer saves."""
+TRAINER_STATE: Final = "trainer_state.json"
 
 _HF_RANK: Final = re.compile(r"rng_state_(\d+)\.pth")
 _HF_ALONE: Final = "rng_state.pth"
 """HF Trainer's name where there is one rank only."""
-_HF_MARK: Final = "trainer_state.json"
+_HF_STEP: Final = re.compile(rb'^  "global_step": (\d{1,15}),?\r?$', re.MULTILINE)
+_HF_EPOCH: Final = re.compile(rb'^  "epoch": (\d{1,15}(?:\.\d*)?(?:e-?\d+)?),?\r?$', re.MULTILINE)
+"""Trainer writes one key a line, in their order, and what is nested further to the right."""
 _ACCELERATE_RANK: Final = re.compile(r"random_states_(\d+)\.pkl")
 _ACCELERATE_SCHEDULER: Final = re.compile(r"scheduler(_\d+)?\.bin")
+_ACCELERATE_SCHEDULE: Final = """\
+At every optimizer step, Accelerate advances the scheduler once for each process: {old} times in \
+the old job, {new} times in the new one. So the learning rate would leave the old schedule. To \
+stay on it, create the scheduler with the same numbers of steps as in the old job, and write in \
+the training script:
+  Accelerator(step_scheduler_with_optimizer=False)
+  if accelerator.sync_gradients:
+      for _ in range({old}):
+          scheduler.step()
+Change nothing if the old job had step_scheduler_with_optimizer=False or split_batches=True."""
 _LIGHTNING_TAG: Final = "checkpoint"
 _STALE: Final = -1
+_MOST_NAMED: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +52,18 @@ class Resized:
     new_steps: tuple[str, ...]
     """Files to be made for new ranks that hold nothing but Accelerate's step."""
     notes: tuple[str, ...]
+    """What becomes of the random state of ranks."""
     schedule: str = ""
-    """The one of the notes that is about the learning rate, if there is one."""
+    """What to do about the learning rate, if anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """How far HF Trainer was."""
+
+    step: int
+    epoch: float | None
+    """With a fraction."""
 
 
 def accelerate_file(rank: int) -> str:
@@ -49,10 +77,20 @@ def accelerate_rank(path: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def trainer_state(head: bytes) -> TrainerState | None:
+    r"""Read the beginning of `trainer_state.json`; None where it does not tell the step.
+
+    >>> trainer_state(b'{\n  "epoch": 0.5,\n  "global_step": 10,\n  "log_history": [')
+    TrainerState(step=10, epoch=0.5)
+    """
+    step, epoch = _HF_STEP.search(head), _HF_EPOCH.search(head)
+    return TrainerState(int(step[1]), float(epoch[1]) if epoch else None) if step else None
+
+
 def framework_of(tag: str, paths: Sequence[str]) -> str | None:
     """Tell which framework a run directory belongs to, by the names in it."""
     top = {path for path in paths if "/" not in path}
-    if _HF_MARK in top:
+    if TRAINER_STATE in top:
         return HF_TRAINER
     if any(_ACCELERATE_RANK.fullmatch(path) for path in top):
         return ACCELERATE
@@ -100,15 +138,13 @@ def _accelerate(paths: Sequence[str], source_world_size: int, world_size: int) -
         for path, rank in ranks.items()
     }
     kept = {p: p for p, rank in ranks.items() if rank is None or rank in range(world_size)}
-    notes, schedule = list(_rank_notes(ACCELERATE, ranks, world_size)), ""
-    if any(_ACCELERATE_SCHEDULER.fullmatch(path) for path in paths):
-        schedule = (
-            "Accelerate's scheduler advances once per process and step unless split_batches is "
-            "set: its saved position is that of the old world size. Check the learning rate."
-        )
-        notes.append(schedule)
+    schedule = ""
+    has_scheduler = any(_ACCELERATE_SCHEDULER.fullmatch(path) for path in paths)
+    if has_scheduler and world_size != source_world_size:
+        schedule = _ACCELERATE_SCHEDULE.format(old=source_world_size, new=world_size)
     new = [rank for rank in range(world_size) if rank not in ranks.values()]
-    return Resized(ACCELERATE, kept, tuple(map(accelerate_file, new)), tuple(notes), schedule)
+    notes = _rank_notes(ACCELERATE, ranks, world_size)
+    return Resized(ACCELERATE, kept, tuple(map(accelerate_file, new)), notes, schedule)
 
 
 def _rank_notes(
@@ -121,17 +157,38 @@ def _rank_notes(
     notes = []
     if held and new:
         notes.append(
-            f"{framework}: {_ranks(new)} new: the random generators are those that the job seeds, "
-            "as no rank is given another one's."
+            f"{framework}: the checkpoint has no random state for the new {_ranks(new)}. The job "
+            f"seeds {'it' if len(new) == 1 else 'them'} as at a fresh start, so dropout and other "
+            "random choices there are new. Nothing has to be done."
         )
     if gone:
-        notes.append(f"{framework}: {_ranks(gone)} gone, and so are the random generators.")
+        notes.append(
+            f"{framework}: the new job has no {_ranks(gone)}, so the random state of "
+            f"{'that rank' if len(gone) == 1 else 'these ranks'} is not copied. Nothing has to be "
+            "done."
+        )
     if stale:
-        notes.append(f"{framework}: left out, as of another world size: {', '.join(stale)}.")
+        more = f" and {len(stale) - _MOST_NAMED:,} more" if len(stale) > _MOST_NAMED else ""
+        notes.append(
+            f"{framework}: not copied, because a job of another world size left them there: "
+            f"{', '.join(stale[:_MOST_NAMED])}{more}."
+        )
     return tuple(notes)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} is"
-    return f"ranks {', '.join(map(str, ranks))} are"
+    """Name ranks, those that follow each other together.
+
+    >>> _ranks([3]), _ranks([4, 5, 6, 9])
+    ('rank 3', 'ranks 4 to 6 and 9')
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    named = [f"{run[0]} to {run[-1]}" if len(run) > 2 else " and ".join(map(str, run))
+             for run in runs]  # fmt: skip
+    listed = ", ".join(named[:-1]) + " and " * (len(named) > 1) + named[-1]
+    return f"rank{'s' * (len(ranks) > 1)} {listed}"

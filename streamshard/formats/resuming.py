@@ -39,8 +39,8 @@ def notes(config: ds_config.Config) -> tuple[str, ...]:
         return ()
     # `DeepSpeedEngine.load_checkpoint` looks for `latest_universal` then.
     text = (
-        "The config has checkpoint.load_universal on, with which DeepSpeed loads no native files: "
-        "switch it off in the job that resumes."
+        "The config has checkpoint.load_universal on, with which DeepSpeed does not load these "
+        "files: set it to false in the DeepSpeed config of the job that resumes."
     )
     return (text,)
 
@@ -74,7 +74,7 @@ def _super_offload(job: Resuming, features: Features) -> str | None:
         return None
     return (
         "has offload_optimizer.super_offload on, which begins with new optimizer states whatever "
-        "the files hold: switch it off"
+        "the files hold: set it to false"
     )
 
 
@@ -102,7 +102,7 @@ def _quantized_frozen(job: Resuming, features: Features) -> str | None:
         return None
     return (
         "has zero_quantized_nontrainable_weights on, with which DeepSpeed cannot load the frozen "
-        "weights of a checkpoint: switch it off"
+        "weights of a checkpoint: set it to false"
     )
 
 

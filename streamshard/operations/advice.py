@@ -1,30 +1,66 @@
-"""What a user has to change in a job when its world size changes."""
+"""The global batch of the job that saved, and the settings that keep it at another world size."""
 
+from dataclasses import dataclass
 from math import prod
 from typing import Final
 
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats import ds_config
 from streamshard.formats.checkpoint import Checkpoint
-from streamshard.plan.batch import BatchPlan, keep_global_batch, ranks_per_sample
+from streamshard.plan.batch import BatchPlan, keep_global_batch, nearest_plans, ranks_per_sample
+from streamshard.sizes import counted
 
 _UNKNOWN = (
-    "The checkpoint's config does not tell the global batch: keep micro batch x accumulation x "
-    "world size as it was."
-)
-_NOT_TOLD = (
-    "\nThis takes it that no sequence is cut among several ranks, of which the checkpoint's config "
-    "says nothing."
+    "The checkpoint's config does not tell the global batch. The job keeps it if micro batch x "
+    "accumulation x world size stays as it was."
 )
 
 _LIMIT_BATCH: Final = 1 << 24
 """Samples in a global batch that nobody has; up to there, all ways to share them can be tried."""
 
 
-def for_world_size(
+@dataclass(frozen=True, slots=True)
+class GlobalBatch:
+    """The global batch of a job that saved, and the settings that keep it in the job that resumes.
+
+    A rank counts once for each sample it gets: ranks that share a sequence count as one.
+    """
+
+    total: int
+    micro: int
+    """Samples that a rank of the old job took at once."""
+    accumulation: int
+    """Micro batches in a step of the old job."""
+    ranks: int
+    """Of the new job, as far as they get samples of their own."""
+    where: str
+    """The ranks of the new job in words: `6 ranks, 2 for each sequence`."""
+    data_parallel_size: int | None
+    """What the new job's config has to say about it; None where it says nothing."""
+    is_sure: bool
+    """Whether the checkpoint tells among how many ranks a sequence is cut."""
+
+    @property
+    def kept(self) -> BatchPlan | None:
+        """The settings that keep the global batch; None where the ranks do not divide it."""
+        return keep_global_batch(self.total, self.micro, self.ranks)
+
+    @property
+    def nearest(self) -> tuple[BatchPlan, ...]:
+        """The settings with the global batches next to it."""
+        return nearest_plans(self.total, self.micro, self.ranks)
+
+    @property
+    def unchanged(self) -> BatchPlan:
+        """What the new job has with the old one's settings for each rank."""
+        total = self.micro * self.accumulation * self.ranks
+        return BatchPlan(total, self.micro, self.accumulation)
+
+
+def global_batch(
     checkpoint: Checkpoint, config: ds_config.Config, world_size: int
-) -> tuple[str, ...]:
-    """Say how the new job keeps the global batch of the old one.
+) -> GlobalBatch | str:
+    """Work out the global batch; or say why that cannot be done.
 
     Parameters
     ----------
@@ -33,53 +69,38 @@ def for_world_size(
     world_size
         Count of its data-parallel ranks, those that sequence parallelism adds included.
     """
-    counted = _ranks_counted_per_rank(checkpoint)
-    saved_ranks, world_size = checkpoint.layout.world_size * counted, world_size * counted
+    each = _ranks_counted_per_rank(checkpoint)
+    saved_ranks, world_size = checkpoint.layout.world_size * each, world_size * each
     told = _ranks_per_sample(checkpoint, saved_ranks)
     before = 1 if told is None else told
     if not before or saved_ranks % before:
-        return (f"{_UNKNOWN} What it says does not fit {saved_ranks} ranks.",)
+        return f"{_UNKNOWN} The batch sizes in it do not fit {counted(saved_ranks, 'rank')}."
     known = _complete(*ds_config.batch_sizes(checkpoint.config), saved_ranks // before)
     if known is None:
-        return (_UNKNOWN,)
+        return _UNKNOWN
     now = _ranks_per_sample_now(checkpoint, config, before)
     if world_size % now:
-        text = f"Every sequence is cut among {now} ranks, which do not divide {world_size}: take"
-        return (f"{text} a multiple of {now}, or change the sequence parallelism.",)
-    total, micro = known
-    plan = keep_global_batch(total, micro, world_size // now)
-    where = _where(checkpoint, world_size, now)
-    if plan is None:
-        return (_next_to(total, world_size // now, where),)
-    text = f"To keep the global batch of {total} on {where}, set in the DeepSpeed config:\n"
-    return (text + _settings(checkpoint, plan, world_size) + ("" if told else _NOT_TOLD),)
+        return (
+            f"Every sequence is cut among {now} ranks, which do not divide {world_size}: take a "
+            f"world size that is a multiple of {now}, or set another sequence_parallel_size."
+        )
+    total, micro, accumulation = known
+    return GlobalBatch(
+        total=total,
+        micro=micro,
+        accumulation=accumulation,
+        ranks=world_size // now,
+        where=_where(checkpoint, world_size, now),
+        data_parallel_size=world_size if checkpoint.replicas > 1 else None,
+        is_sure=told is not None,
+    )
 
 
 def _where(checkpoint: Checkpoint, world_size: int, cut: int) -> str:
     parallel = len(checkpoint.families) > _ranks_counted_per_rank(checkpoint)
     parallel = parallel or checkpoint.replicas > 1
-    text = f"{world_size} {'data-parallel ' if parallel else ''}ranks"
+    text = counted(world_size, "data-parallel rank" if parallel else "rank")
     return f"{text}, {cut} for each sequence" if cut > 1 else text
-
-
-def _next_to(total: int, batch_ranks: int, where: str) -> str:
-    below = total // batch_ranks * batch_ranks
-    near = " and ".join(str(size) for size in (below, below + batch_ranks) if size)
-    return (
-        f"The global batch of {total} cannot be kept on {where}, which do not divide it; next to "
-        f"it they divide {near}. Mind the learning rate."
-    )
-
-
-def _settings(checkpoint: Checkpoint, plan: BatchPlan, world_size: int) -> str:
-    text = (
-        f'  "train_batch_size": {plan.train_batch_size},\n'
-        f'  "train_micro_batch_size_per_gpu": {plan.micro_batch},\n'
-        f'  "gradient_accumulation_steps": {plan.accumulation}'
-    )
-    if checkpoint.replicas > 1:
-        text += f',\n  "data_parallel_size": {world_size}'
-    return text
 
 
 def _ranks_counted_per_rank(checkpoint: Checkpoint) -> int:
@@ -121,12 +142,12 @@ def _ranks_per_sample_now(checkpoint: Checkpoint, config: ds_config.Config, befo
 
 def _complete(
     total: int | None, micro: int | None, accumulation: int | None, batch_ranks: int
-) -> tuple[int, int] | None:
-    """Work out (global batch, micro batch) as DeepSpeed does from the settings that are given."""
+) -> tuple[int, int, int] | None:
+    """Work out (global batch, micro batch, accumulation) as DeepSpeed does from what is given."""
     if total is None and micro is not None:
         total = micro * (accumulation or 1) * batch_ranks
     if total is not None and micro is None:
         micro = total // batch_ranks // (accumulation or 1)
     if not total or not micro or not 0 < micro <= total <= _LIMIT_BATCH:
         return None
-    return total, micro
+    return total, micro, accumulation or max(1, total // (micro * batch_ranks))

@@ -21,7 +21,7 @@ from streamshard.operations.native_files import cut_family
 from streamshard.operations.settings import require_allowed, target_settings
 from streamshard.operations.source import Source
 from streamshard.plan.bands import Band, Cut, flat_cut, shard_cut, tape_cut
-from streamshard.sizes import show
+from streamshard.sizes import counted, show
 
 _MOST_ROWS: Final = 32
 _MOST_PANELS: Final = 8
@@ -114,9 +114,8 @@ def _resized(source: Source, world_size: int | None, zero_stage: int | None) -> 
 
 
 def _ranks(checkpoint: Checkpoint, layout: ZeroLayout) -> str:
-    kind = "data-parallel ranks" if len(checkpoint.families) > 1 else "ranks"
-    count = layout.world_size
-    return f"{count:,} {kind}" if count != 1 else f"1 {kind[:-1]}"
+    kind = "data-parallel rank" if len(checkpoint.families) > 1 else "rank"
+    return counted(layout.world_size, kind)
 
 
 def _panel(ways: Sequence[_Way], number: int, place: int) -> Panel:

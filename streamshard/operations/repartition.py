@@ -12,7 +12,7 @@ from streamshard.errors import UsageError
 from streamshard.formats import ds_config, dump_names, frameworks
 from streamshard.formats.dump_names import Template
 from streamshard.formats.zero_writer import Images
-from streamshard.operations import advice, muon, plan_file, rereading, resizing, running
+from streamshard.operations import muon, plan_file, rereading, resizing, running
 from streamshard.operations.checking import Request
 from streamshard.operations.compare import EXTRA_BYTES
 from streamshard.operations.native_files import NativeFiles
@@ -33,6 +33,7 @@ from streamshard.operations.target import (
     require_space,
 )
 from streamshard.plan.memory import MemoryPlan
+from streamshard.sizes import counted
 
 Path_ = str | os.PathLike[str]
 
@@ -222,7 +223,9 @@ def plan_repartition(
     bytes_written = sum(tally.sizes.values())
     options = _options(opened, world_size, settings, template)
     purpose = Purpose.of(opened, options, replaces=overwrite)
-    batch = advice.for_world_size(opened.checkpoint, settings.config, dp_world_size)
+    resizes = resizing.explain(
+        opened, world_size, resized, dp_world_size=dp_world_size, config=settings.config
+    )
     limit_bytes = running.limit_or_default(memory_limit, floor_bytes)
     memory_plan = running.fit_memory(
         floor_bytes=floor_bytes,
@@ -250,8 +253,7 @@ def plan_repartition(
         notes=(
             *settings.notes,
             *opened.checkpoint.notes,
-            *resized.notes,
-            *batch,
+            *resizes.notes,
         ),
     )
     written = Request("", opened.checkpoint.tag, config=settings.config, like=opened.like)
@@ -265,7 +267,7 @@ def plan_repartition(
         files=files,
         resized=resized,
         tally=tally,
-        changes=resizing.changes(opened.checkpoint, world_size, resized, batch),
+        changes=resizes.changes,
         written=written if verify else None,
         memory=memory_plan,
         overwrite=overwrite,
@@ -316,7 +318,8 @@ def _own_world_size(source: Source) -> int:
         It is none: files of that world size are there already.
     """
     if source.kind != "store":
-        message = f"{source.path}: has files for {source.checkpoint.ranks} ranks already; say with"
+        ranks = counted(source.checkpoint.ranks, "rank")
+        message = f"{source.path}: has files for {ranks} already; say with"
         raise UsageError(f"{message} --world-size for how many they are to be written")
     return source.checkpoint.ranks
 

@@ -1,11 +1,13 @@
 """What another world size means for the job that resumes, subject by subject."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from streamshard.formats import frameworks
+from streamshard.formats import ds_config, frameworks
 from streamshard.formats.checkpoint import Checkpoint
+from streamshard.operations import advice, data_position, job_settings
+from streamshard.operations.source import Source
 
 _SCHEDULER: Final = "lr_scheduler"
 _COUNTERS: Final = ("last_epoch", "last_batch_iteration", "num_updates", "_step_count")
@@ -21,35 +23,68 @@ class Change:
     text: str
 
 
-def changes(
-    checkpoint: Checkpoint, world_size: int, resized: frameworks.Resized, batch: Sequence[str]
-) -> tuple[Change, ...]:
-    """Say what becomes of what depends on the count of ranks; nothing if that stays as it was.
+@dataclass(frozen=True, slots=True)
+class Resizing:
+    """What another world size means for a job."""
+
+    changes: tuple[Change, ...]
+    """Subject by subject; nothing if the world size stays as it was."""
+    notes: tuple[str, ...]
+    """What of it the user has to know or do, and is told by the run itself as well."""
+
+
+def explain(
+    source: Source,
+    world_size: int,
+    resized: frameworks.Resized,
+    *,
+    dp_world_size: int,
+    config: ds_config.Config,
+) -> Resizing:
+    """Say what becomes of what depends on the count of ranks.
 
     Parameters
     ----------
-    batch
-        What there is to say of the global batch.
+    world_size
+        Count of all ranks that resume, of which `dp_world_size` are data-parallel ones.
+    config
+        The DeepSpeed config of the job that resumes.
     """
+    checkpoint = source.checkpoint
+    framework = _framework(checkpoint, resized)
+    found = advice.global_batch(checkpoint, config, dp_world_size)
+    batch = found if isinstance(found, str) else job_settings.text(found, framework)
     if world_size == checkpoint.ranks:
-        return ()
-    return (
+        return Resizing((), (*resized.notes, batch))
+    position = data_position.text(source, framework, found)
+    schedule = (resized.schedule,) if resized.schedule else ()
+    changes = (
         Change("random generators", _generators(checkpoint, resized)),
-        Change("global batch", "\n".join(batch)),
-        Change("data position", " ".join(_position(checkpoint))),
-        Change("learning rate", " ".join(_schedule(checkpoint, resized))),
+        Change("global batch", batch),
+        Change("data position", position or " ".join(_position(checkpoint))),
+        Change("learning rate", " ".join((*_schedule(checkpoint), *schedule))),
     )
+    notes = [*resized.notes, batch, *([position] if position else []), *schedule]
+    return Resizing(changes, tuple(notes))
+
+
+def _framework(checkpoint: Checkpoint, resized: frameworks.Resized) -> str | None:
+    """Tell Lightning's Trainer from Fabric, which keeps nothing of its own."""
+    is_fabric = (
+        resized.framework == frameworks.LIGHTNING
+        and frameworks.LIGHTNING_VERSION not in checkpoint.families[0].model_state
+    )
+    return frameworks.FABRIC if is_fabric else resized.framework
 
 
 def _generators(checkpoint: Checkpoint, resized: frameworks.Resized) -> str:
     if checkpoint.is_dumps:
         return "Raw dumps hold none."
-    told = [note for note in resized.notes if note != resized.schedule]
-    if told:
-        return " ".join(told)
+    if resized.notes:
+        return " ".join(resized.notes)
     if resized.framework in (frameworks.HF_TRAINER, frameworks.ACCELERATE):
-        return f"{resized.framework}: every rank keeps its own."
-    return "None are kept for each rank. What the job keeps in its client state comes along."
+        return f"{resized.framework}: every rank keeps its own random state."
+    return "The checkpoint holds none for each rank. What is in the client state comes along."
 
 
 def _position(checkpoint: Checkpoint) -> Iterator[str]:
@@ -64,20 +99,18 @@ def _position(checkpoint: Checkpoint) -> Iterator[str]:
     if state.get("data_sampler") is not None:
         yield "The state of DeepSpeed's data sampler comes along."
     yield (
-        "Samples are dealt out to another number of ranks: a job that skips what it has seen must "
-        "count samples, not batches of a rank."
+        "If the job skips the data that it has seen, let it count samples: the number of batches "
+        "of each rank is another one now."
     )
 
 
-def _schedule(checkpoint: Checkpoint, resized: frameworks.Resized) -> Iterator[str]:
+def _schedule(checkpoint: Checkpoint) -> Iterator[str]:
     scheduler = checkpoint.families[0].model_state.get(_SCHEDULER)
     if isinstance(scheduler, dict):
         told = (f" ({k} {scheduler[k]:,})" for k in _COUNTERS if isinstance(scheduler.get(k), int))
         where = next(told, "")
         yield f"The scheduler's state{where} and the rates of the param groups come along."
-        yield "It counts steps: while the global batch stays, the schedule does."
+        yield "The scheduler counts steps: its schedule stays the same if the global batch does."
     else:
         who = "raw dumps hold" if checkpoint.is_dumps else "the engine kept"
         yield f"The rates of the param groups come along; {who} no scheduler."
-    if resized.schedule:
-        yield resized.schedule

@@ -13,9 +13,9 @@ from streamshard.model import ZeroLayout
 _MOST_RANKS: Final = 1 << 17
 """More GPUs than any job has; a plan for them takes minutes, and what is larger is a mistake."""
 _STAGE_0: Final = (
-    "The config says stage 0, at which DeepSpeed before 0.17.6 cut the states of bf16 training as "
-    "at stage 1, and resumes from these files. Later versions do not: for them choose a stage "
-    "with --zero-stage."
+    "The config says ZeRO stage 0. DeepSpeed before 0.17.6 resumes from these files with that "
+    "config, because it partitioned the states of bf16 training as at stage 1. Later versions do "
+    "not: for them give --zero-stage 1, 2 or 3, and set the same stage in the job's config."
 )
 
 
@@ -99,7 +99,7 @@ def _require_resumable(
     if given:
         raise UsageError(f"the given config {objection}")
     message = f"the config kept in the checkpoint {objection}"
-    raise UsageError(f"{message}, in the job's config, and give that with --ds-config")
+    raise UsageError(f"{message}. Do so in the job's config, and give the file with --ds-config")
 
 
 def _other_sequences(

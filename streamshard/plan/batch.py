@@ -31,6 +31,22 @@ def keep_global_batch(train_batch_size: int, micro_batch: int, world_size: int) 
     return BatchPlan(train_batch_size, micro, share // micro)
 
 
+def nearest_plans(
+    train_batch_size: int, micro_batch: int, world_size: int
+) -> tuple[BatchPlan, ...]:
+    """Find settings with the nearest smaller and the nearest larger global batch.
+
+    >>> [plan.train_batch_size for plan in nearest_plans(16, 8, 3)]
+    [15, 18]
+    >>> [plan.train_batch_size for plan in nearest_plans(2, 2, 3)]
+    [3]
+    """
+    below = train_batch_size // world_size * world_size
+    sizes = [size for size in (below, below + world_size) if size]
+    found = (keep_global_batch(size, micro_batch, world_size) for size in sizes)
+    return tuple(plan for plan in found if plan is not None)
+
+
 def ranks_per_sample(
     train_batch_size: int, micro_batch: int, accumulation: int, world_size: int
 ) -> int:

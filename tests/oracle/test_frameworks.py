@@ -126,9 +126,9 @@ def test_no_rank_gets_another_rank_s_generator(move: Move, journey: Journey) -> 
 @_each([*HF, *ACCELERATE])
 def test_the_note_says_what_became_of_the_ranks(move: Move, journey: Journey) -> None:
     notes = journey.notes[move.name]
-    assert ("new" in notes) == (move.target > move.source)
-    assert ("gone" in notes) == (move.target < move.source)
-    assert ("scheduler" in notes) == (move.framework == "accelerate")
+    assert ("no random state for the new rank" in notes) == (move.target > move.source)
+    assert ("so the random state of" in notes) == (move.target < move.source)
+    assert ("advances the scheduler" in notes) == (move.framework == "accelerate")
 
 
 @_each(HF)

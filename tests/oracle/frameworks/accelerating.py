@@ -1,7 +1,8 @@
 """A training loop of one's own with Accelerate, its `save_state` and `load_state`."""
 
 import importlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.oracle.frameworks.common import (
     zero_config,
 )
 
-ACCUMULATION = 2
+BATCH_SIZE, ACCUMULATION = 2, 2
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,12 @@ class AccelerateRun:
     optimizer_steps: int
     load_dir: Path | None = None
     loaded_truth: Path | None = None
+    batch_size: int = BATCH_SIZE
+    accumulation: int = ACCUMULATION
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Numbers in the DeepSpeed configuration in place of "auto"."""
+    scheduler_steps: int | None = None
+    """How often the script calls the scheduler after each optimizer step; else Accelerate does."""
 
     def run(self) -> None:
         """Do it, in every rank."""
@@ -73,13 +80,16 @@ def _run(job: AccelerateRun) -> None:
     accelerate.utils.set_seed(seed)
     accelerator = accelerate.Accelerator(
         mixed_precision="bf16",
-        gradient_accumulation_steps=ACCUMULATION,
-        deepspeed_plugin=accelerate.DeepSpeedPlugin(hf_ds_config=ds_config(job.stage)),
+        gradient_accumulation_steps=job.accumulation,
+        deepspeed_plugin=accelerate.DeepSpeedPlugin(
+            hf_ds_config=ds_config(job.stage) | dict(job.sizes)
+        ),
+        step_scheduler_with_optimizer=job.scheduler_steps is None,
     )
     model = language_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3 if job.load_dir is None else 1e-4)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    loader: Any = DataLoader(samples(), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    loader: Any = DataLoader(samples(), batch_size=job.batch_size, shuffle=True)  # type: ignore[arg-type]
     engine, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
@@ -96,18 +106,24 @@ def _run(job: AccelerateRun) -> None:
     }
     if job.loaded_truth is not None:
         write_truth(engine, job.loaded_truth)
-    seen["synced"], seen["losses"] = [], []
+    seen["global_batch"] = engine.train_batch_size()
+    seen["synced"], seen["losses"], seen["rates"] = [], [], []
     batches = iter(loader)
-    for _ in range(ACCUMULATION * job.optimizer_steps):
+    for _ in range(job.accumulation * job.optimizer_steps):
         with accelerator.accumulate(engine):
             loss = engine(**next(batches)).loss
             accelerator.backward(loss)
             optimizer.step()
-            scheduler.step()
+            if job.scheduler_steps is None:
+                scheduler.step()
+            elif accelerator.sync_gradients:
+                for _ in range(job.scheduler_steps):
+                    scheduler.step()
             optimizer.zero_grad()
         progress.batches += 1
         seen["synced"].append(accelerator.sync_gradients)
         seen["losses"].append(float(loss.detach()))
+        seen["rates"].append(engine.optimizer.param_groups[0]["lr"])
     accelerator.save_state(str(job.save_dir))
     write_truth(engine, job.saved_truth)
     seen["saved"] = {

@@ -76,6 +76,12 @@ def samples() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
+def sample_numbers(tokens: torch.Tensor) -> list[int]:
+    """Tell which samples of the data set a batch is made of."""
+    known = [row["input_ids"].tolist() for row in samples()]
+    return [known.index(row) for row in tokens.tolist()]
+
+
 def start_generators_apart(seed: int) -> None:
     """Give every rank random numbers of its own; the frameworks seed all ranks alike."""
     torch.manual_seed(1000 * seed + distributed.get_rank())

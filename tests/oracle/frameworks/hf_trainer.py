@@ -1,7 +1,9 @@
 """HF Trainer as users write it: a DeepSpeed configuration full of "auto", resuming by a path."""
 
 import importlib
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from tests.oracle.frameworks.common import (
     framework_process,
     generator_digest,
     language_model,
+    sample_numbers,
     samples,
     start_generators_apart,
     write_seen,
@@ -31,6 +34,16 @@ class HfTrain:
     """For what the engine holds before the first step."""
     saved_truth: Path | None = None
     """For what it holds when the checkpoint is saved."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Of `TrainingArguments`, beside or in place of those that all jobs have."""
+    flags: str = ""
+    """The same, as on the command line of a script that parses them."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Numbers in the DeepSpeed configuration in place of "auto"."""
+    to_epoch_end: bool = False
+    """Stop at the end of the epoch, rather than at `last_step`."""
+    seeds_alike: bool = False
+    """Leave all ranks with the Trainer's seed, by which they agree about the order of samples."""
 
     def run(self) -> None:
         """Do it, in every rank."""
@@ -60,42 +73,69 @@ def ds_config(stage: int) -> dict[str, Any]:
 
 def _train(job: HfTrain) -> None:
     transformers: Any = importlib.import_module("transformers")
-    args = transformers.TrainingArguments(
-        output_dir=str(job.output_dir),
-        deepspeed=ds_config(job.stage),
-        bf16=True,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        max_steps=PLANNED_STEPS,
-        # The callback saves: the steps at which a resumed Trainer does are those of its checkpoint.
-        save_strategy="no",
-        learning_rate=3e-3,
-        weight_decay=0.1,
-        warmup_steps=4,
-        # What is right after resuming came from the checkpoint, not from the seed.
-        seed=11 if job.resume_from is None else 77,
-        logging_steps=1,
-        report_to="none",
-        disable_tqdm=True,
-        # The process state is there already: made by the Trainer, it would know of no ranks.
-        use_cpu=True,
-        accelerator_config={"use_configured_state": True},
-    )
-    seen: dict[str, Any] = {}
+    given = _arguments(job)
+    if job.flags:
+        parser = transformers.HfArgumentParser(transformers.TrainingArguments)
+        (args,) = parser.parse_args_into_dataclasses([*_flags(given), *job.flags.split()])
+    else:
+        args = transformers.TrainingArguments(**given)
+    seen: dict[str, Any] = {"samples": []}
     watch = _watch(job, seen)
+    model = language_model()
+    model.register_forward_pre_hook(
+        lambda _module, _args, batch: seen["samples"].extend(sample_numbers(batch["input_ids"])),
+        with_kwargs=True,
+    )
     trainer = transformers.Trainer(
-        model=language_model(), args=args, train_dataset=samples(), callbacks=[watch]
+        model=model, args=args, train_dataset=samples(), callbacks=[watch]
     )
     watch.trainer = trainer
     # The seed is the same on all ranks, which would make all their generators one.
-    start_generators_apart(args.seed)
+    if not job.seeds_alike:
+        start_generators_apart(args.seed)
     resume = None if job.resume_from is None else str(job.resume_from)
     trainer.train(resume_from_checkpoint=resume)
     seen["last_step"] = trainer.state.global_step
+    seen["global_batch"] = trainer.model_wrapped.train_batch_size()
     seen["losses"] = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     write_seen(seen, job.seen_path)
     trainer.model_wrapped.destroy()
     importlib.import_module("transformers.integrations.deepspeed").unset_hf_deepspeed_config()
+
+
+def _arguments(job: HfTrain) -> dict[str, Any]:
+    """What the job gives to `TrainingArguments`."""
+    given: dict[str, Any] = {
+        "output_dir": str(job.output_dir),
+        "deepspeed": ds_config(job.stage) | dict(job.sizes),
+        "bf16": True,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": PLANNED_STEPS,
+        # The callback saves: the steps at which a resumed Trainer does are those of its checkpoint.
+        "save_strategy": "no",
+        "learning_rate": 3e-3,
+        "weight_decay": 0.1,
+        "warmup_steps": 4,
+        # What is right after resuming came from the checkpoint, not from the seed.
+        "seed": 11 if job.resume_from is None else 77,
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        # The process state is there already: made by the Trainer, it would know of no ranks.
+        "use_cpu": True,
+        "accelerator_config": {"use_configured_state": True},
+    }
+    return given | dict(job.arguments)
+
+
+def _flags(given: Mapping[str, Any]) -> list[str]:
+    """Write arguments as a command line has them."""
+    return [
+        part
+        for key, value in given.items()
+        for part in (f"--{key}", json.dumps(value) if isinstance(value, dict) else str(value))
+    ]
 
 
 def _watch(job: HfTrain, seen: dict[str, Any]) -> Any:  # noqa: ANN401
@@ -116,8 +156,11 @@ def _watch(job: HfTrain, seen: dict[str, Any]) -> Any:  # noqa: ANN401
             seen.setdefault("generator", generator_digest())
 
         def on_step_end(self, _args: object, state: Any, control: Any, **_: object) -> None:  # noqa: ANN401
-            if state.global_step == job.last_step:
+            if state.global_step == job.last_step and not job.to_epoch_end:
                 control.should_save = control.should_training_stop = True
+
+        def on_epoch_end(self, _args: object, _state: Any, control: Any, **_: object) -> None:  # noqa: ANN401
+            control.should_training_stop |= job.to_epoch_end
 
         def on_save(self, *_: object, **__: object) -> None:
             seen["saved_schedule"] = _schedule(self.trainer)
