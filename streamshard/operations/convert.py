@@ -12,6 +12,7 @@ import numpy as np
 from streamshard.engine import memory
 from streamshard.engine.watch import COMMITTING, VERIFYING
 from streamshard.errors import UsageError
+from streamshard.formats.node_checks import of_file
 from streamshard.formats.zarr_documents import CODECS
 from streamshard.model import ITEMSIZE
 from streamshard.operations import plan_file, rereading, running
@@ -232,7 +233,8 @@ def plan_store(
     tensors = opened.checkpoint.tensors
     shapes = [chunk_shape(t.shape, ITEMSIZE[t.dtype], shape.chunk_size) for t in tensors]
     files = StoreTargets(opened, shapes, codec)
-    sizes = files.sizes()
+    with of_file(opened.path):
+        sizes = files.sizes(reads_back=True)
     count, bytes_written = len(sizes), sum(sizes.values())
     del sizes  # of a large store it takes memory
     both = zip(shapes, tensors, strict=True)
