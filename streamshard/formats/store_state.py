@@ -279,7 +279,7 @@ def _tensor(state: Node, name: Node, dtype: Node, shape: Node, family: Node) -> 
 
 def _family_name(value: Node) -> str:
     """Read the name of a group around a family's arrays: the one name that no array escapes."""
-    if value != "" and not names.is_tag(_text(value)):
+    if value != "" and not names.is_name(_text(value)):
         raise CorruptFileError(f"{show(value)} is no name of a part of the model")
     return name_of(value)
 
@@ -302,7 +302,7 @@ def _file(path: Node, mode: Node) -> OtherFile:
 
 def _tag(value: Node) -> str:
     if not names.is_tag(_text(value)):
-        raise CorruptFileError(f"{show(value)} is no name of a tag")
+        raise CorruptFileError(f"{show(value)} is no tag")
     return str(value)
 
 
