@@ -255,17 +255,25 @@ def _has_checkpoints(root: Path) -> bool:
 
 def _hint_of_tags(root: Path) -> str:
     directories = [p for p in root.iterdir() if p.is_dir()]
-    below = [q for p in directories for q in p.iterdir() if q.is_dir()]
     tags = sorted(p.name for p in directories if has_shards(p))
     nested = sorted(
         p.name for p in directories if (p / names.LATEST).is_file() or (p / "zarr.json").is_file()
     )
     if nested and not tags:
         return f". Give one of the checkpoints in it: {', '.join(nested[:8])}"
-    tags = tags or sorted(f"{p.parent.name}/{p.name}" for p in below if has_shards(p))
+    tags = tags or sorted(
+        f"{p.parent.name}/{p.name}" for d in directories for p in d.iterdir() if _may_be_tag(p)
+    )
     if not tags:
         return ". Give the directory that holds 'latest', or a tag directory"
     return f". Choose one with --tag: {', '.join(tags[:8])}"
+
+
+def _may_be_tag(place: Path) -> bool:
+    try:
+        return place.is_dir() and has_shards(place)
+    except OSError:  # what cannot be looked into is no help
+        return False
 
 
 def _open_dumps(path: str, config: ds_config.Config | None, like: Checkpoint | None) -> Source:
