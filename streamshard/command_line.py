@@ -371,6 +371,14 @@ def _add_compact(verbs: Verbs) -> None:
         help="remove tags in the trash for good once --grace is over, whatever rules say; give it "
         "behind ARCHIVE_DIR",
     )
+    by_hand.add_argument(
+        "--acknowledge",
+        nargs="+",
+        default=[],
+        metavar="TAG",
+        help="leave ambiguous tags as they are, and tell of them again only when they change; give "
+        "it behind ARCHIVE_DIR",
+    )
     verb.add_argument("--codec", choices=CODECS, default="zstd", help="compression [zstd]")
     verb.add_argument(
         "--bwlimit",

@@ -164,7 +164,7 @@ def resource_options(arguments: argparse.Namespace) -> dict[str, Any]:
 def compacting_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of `compact`; see `reading_options` for errors."""
     same = "keep_last keep_every min_age codec delete grace max_delete undelete purge dry_run"
-    same += " weights_only_older_than"
+    same += " weights_only_older_than acknowledge"
     return {
         **{name: getattr(arguments, name) for name in same.split()},
         "keep_tags": arguments.keep_tag,

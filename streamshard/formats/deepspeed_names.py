@@ -8,6 +8,7 @@ from streamshard.formats.inert import Global
 
 LATEST: Final = "latest"
 LATEST_UNIVERSAL: Final = "latest_universal"
+_NO_DIRECTORY: Final = (LATEST, LATEST_UNIVERSAL)
 OWN_PREFIX: Final = ".streamshard"
 """Beginning of the names of files that streamshard needs while it works."""
 
@@ -23,6 +24,8 @@ _PART_FILE: Final = re.compile(
 
 _WRITER_PART: Final = re.compile(r".*_states\.pt-\d+\.(?P<count>\d+)")
 _DROPPING_LAYER: Final = ".random_ltd_layer"
+_ESCAPE: Final = re.compile(r"%(?=2F|25)")
+_ESCAPED: Final = re.compile(r"%2F|%25")
 
 _EXPERT: Final = re.compile(r"(?P<layer>.*\bdeepspeed_experts\.)(?P<local>\d+)(?P<rest>\..*)")
 
@@ -173,12 +176,43 @@ def of_expert_rank(name: str, expert_rank: int, counts: Mapping[str, int]) -> st
 
 
 def is_tag(text: str) -> bool:
-    """Tell whether a text can be a tag: the name of a directory in the run directory.
+    """Tell whether a text can be a tag: the path of a directory in the run directory.
 
-    >>> [is_tag(text) for text in ("global_step5", "..", "a/b", "a\\nb", "")]
-    [True, False, False, False, False]
+    >>> [is_tag(text) for text in ("global_step5", "epoch/1", "..", "a/../b", "a\\nb", "")]
+    [True, True, False, False, False, False]
     """
-    return is_inside(text) and "/" not in text and text.isprintable()
+    if not is_inside(text) or not text.isprintable():
+        return False
+    first, *deeper = text.split("/")
+    # Deeper than that is what is ours, and where the file `latest` is, there is no directory.
+    return not deeper or not (first in _NO_DIRECTORY or first.startswith(OWN_PREFIX))
+
+
+def is_name(text: str) -> bool:
+    """Tell whether a text can be the name of one directory.
+
+    >>> [is_name(text) for text in ("mp_rank_00", "..", "a/b", "")]
+    [True, False, False, False]
+    """
+    return is_tag(text) and "/" not in text
+
+
+def flat(tag: str) -> str:
+    """Make one file name of a tag, which may be a path; no two tags have the same.
+
+    >>> flat("global_step5"), flat("epoch/1"), flat("epoch%2F1")
+    ('global_step5', 'epoch%2F1', 'epoch%252F1')
+    """
+    return _ESCAPE.sub("%25", tag).replace("/", "%2F")
+
+
+def unflat(name: str) -> str:
+    """Return the tag of which `flat` made a name.
+
+    >>> [unflat(flat(tag)) == tag for tag in ("epoch/1", "epoch%2F1", "100%", "%/", "%%2F", "%25")]
+    [True, True, True, True, True, True]
+    """
+    return _ESCAPED.sub(lambda match: "/" if match[0] == "%2F" else "%", name)
 
 
 def is_inside(path: str) -> bool:

@@ -2,18 +2,27 @@
 
 import io
 import pickle
+import sys
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import RLock
+from typing import Any, ClassVar, Final
 
 from streamshard.errors import UnsupportedError
 from streamshard.formats.inert import ORDERED_DICT, UNSET, Call, Global, Node
+from streamshard.formats.inert_load import LIMIT_BYTES
 
 _PythonPickler: Any = pickle._Pickler
 """The standard library's pickler in Python: the C one insists on importing what it writes."""
 
 _GETATTR = Global("__builtin__", "getattr")
 _NEWOBJ_EX = Global("copyreg", "__newobj_ex__")
+
+_FRAMES: Final = 3000
+"""Of Python's stack, for the pickler: some three for a level of nesting."""
+_LIMIT_LOCK: Final = RLock()
+"""Python's recursion limit is one for all threads."""
 
 
 def dump(node: Node, persistent_id: Callable[[Node], Node | None]) -> bytes:
@@ -25,14 +34,38 @@ def dump(node: Node, persistent_id: Callable[[Node], Node | None]) -> bytes:
     Raises
     ------
     UnsupportedError
-        The nodes are nested more deeply than a pickler can follow.
+        The nodes are nested more deeply than a pickler can follow, or take more bytes than are
+        read.
     """
     buffer = io.BytesIO()
-    try:
-        _Pickler(buffer, persistent_id).dump(node)
-    except RecursionError as error:
-        raise UnsupportedError("training state is nested too deeply") from error
+    with _room_to_recurse():
+        try:
+            _Pickler(buffer, persistent_id).dump(node)
+        except RecursionError as error:
+            raise UnsupportedError("training state is nested too deeply") from error
+    if buffer.tell() > LIMIT_BYTES:
+        message = f"training state takes {buffer.tell():,} bytes as a pickle"
+        raise UnsupportedError(f"{message}, and {LIMIT_BYTES:,} is most that is read")
     return buffer.getvalue()
+
+
+@contextmanager
+def _room_to_recurse() -> Iterator[None]:
+    """Give the pickler the same stack wherever it is called from.
+
+    So what could be serialized when a run was planned can be when it is written, and torch, whose
+    pickler takes fewer frames for a level, saves nothing that is refused here.
+    """
+    depth, frame = 0, sys._getframe()
+    while frame.f_back is not None:
+        depth, frame = depth + 1, frame.f_back
+    with _LIMIT_LOCK:
+        before = sys.getrecursionlimit()
+        sys.setrecursionlimit(max(before, depth + _FRAMES))
+        try:
+            yield
+        finally:
+            sys.setrecursionlimit(before)
 
 
 class _Pickler(_PythonPickler):  # type: ignore[misc]

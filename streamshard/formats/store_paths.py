@@ -9,7 +9,7 @@ from streamshard.formats.links import is_inside, place_of
 from streamshard.formats.zarr_chunks import require_checksum
 from streamshard.reading import read_all
 
-_LIMIT_BYTES: Final = 1 << 30
+LIMIT_BYTES: Final = 1 << 30
 """Size of the largest document, manifest or training state: a hole in a file costs nothing."""
 
 
@@ -44,8 +44,8 @@ def read_small(path: Path) -> bytes:
         raise IncompleteError(f"{path}: missing; the store is not whole") from None
     if not S_ISREG(stat.st_mode):
         raise CorruptFileError(f"{path}: no regular file")
-    if stat.st_size > _LIMIT_BYTES:
-        raise CorruptFileError(f"{path}: {stat.st_size:,} bytes, where {_LIMIT_BYTES:,} is most")
+    if stat.st_size > LIMIT_BYTES:
+        raise CorruptFileError(f"{path}: {stat.st_size:,} bytes, where {LIMIT_BYTES:,} is most")
     return read_all(path)
 
 

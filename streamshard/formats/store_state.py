@@ -133,6 +133,21 @@ def load(data: bytes) -> tuple[Checkpoint, ChunkShapes]:
     return checkpoint, shapes
 
 
+def require_readable(data: bytes) -> None:
+    """Read back what is about to be written, so that no store is written that cannot be read.
+
+    Raises
+    ------
+    UnsupportedError
+        What `dump` has serialized is beyond what `load` takes.
+    """
+    try:
+        load(data)
+    except (CorruptFileError, UnsupportedError) as error:
+        message = f"a store of this checkpoint could not be read back: {error}"
+        raise UnsupportedError(f"{message}; 'streamshard repartition' needs no store") from error
+
+
 def blobs_in(checkpoint: Checkpoint) -> set[int]:
     """List the tensors that hold storages of the training state."""
     found: set[int] = set()
@@ -159,14 +174,14 @@ def without(checkpoint: Checkpoint, left_out: Collection[int]) -> Checkpoint:
 
 
 def _looked_into(root: Node) -> list[Node]:
-    """List what is not just carried."""
+    """List what is not just carried, of which readers of shards ask no more than `LOOKED_INTO`."""
     found = [value for key, value in root.items() if key != "families"]
     for family in root["families"]:
         for key, value in family.items():
             carried = value if key in ("model_state", "optimizer_file") else {}
             found += [carried[known] for known in names.LOOKED_INTO if known in carried]
             found += [] if carried else [value]
-    return [root["families"], *found]
+    return found
 
 
 def _values(noun: object) -> tuple[Any, ...]:
@@ -264,7 +279,7 @@ def _tensor(state: Node, name: Node, dtype: Node, shape: Node, family: Node) -> 
 
 def _family_name(value: Node) -> str:
     """Read the name of a group around a family's arrays: the one name that no array escapes."""
-    if value != "" and not names.is_tag(_text(value)):
+    if value != "" and not names.is_name(_text(value)):
         raise CorruptFileError(f"{show(value)} is no name of a part of the model")
     return name_of(value)
 
@@ -287,7 +302,7 @@ def _file(path: Node, mode: Node) -> OtherFile:
 
 def _tag(value: Node) -> str:
     if not names.is_tag(_text(value)):
-        raise CorruptFileError(f"{show(value)} is no name of a tag")
+        raise CorruptFileError(f"{show(value)} is no tag")
     return str(value)
 
 

@@ -7,7 +7,9 @@ is written with zarr-python and TensorStore.
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -19,6 +21,12 @@ ROOT_KEY: Final = "streamshard"
 """Attribute of the root group that makes a hierarchy a store."""
 STATE_PATH: Final = "meta/state"
 MANIFEST_PATH: Final = "meta/manifest"
+
+_LIMIT_NAME: Final = 255
+"""Bytes of the longest name of a directory, on nearly every file system."""
+_SHORTENED: Final = "%~"
+"""Stands for the rest of a name that is too long; the SHA-256 of the whole name follows."""
+_CUT_ESCAPE: Final = re.compile("%[0-9A-F]?$")
 
 _STORED_DTYPES: Final = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 """Dtypes that Zarr's core has no name for are stored as the integers that have their bits."""
@@ -32,10 +40,15 @@ def array_path(tensor: LogicalTensor) -> str:
 
 
 def _escape(name: str) -> str:
-    """Make a node name of any text: nothing that is reserved, nothing empty."""
+    """Make a node name of any text: nothing that is reserved, nothing empty, nothing too long."""
     escaped = quote(name, safe=" !#$&'()+,;=@[]{}~^")
     if not escaped.strip(".") or escaped.startswith("__") or escaped == ROOT_DOCUMENT:
         escaped = "".join(f"%{byte:02X}" for byte in name[:1].encode()) + escaped[1:]
+    if len(escaped) > _LIMIT_NAME:
+        digest = sha256(name.encode()).hexdigest()
+        # Not cut within an escape; no escape begins with what comes behind.
+        start = _CUT_ESCAPE.sub("", escaped[: _LIMIT_NAME - len(_SHORTENED) - len(digest)])
+        escaped = f"{start}{_SHORTENED}{digest}"
     return escaped or "%"
 
 
@@ -48,6 +61,9 @@ def array_document(tensor: LogicalTensor, chunk: tuple[int, ...], codec: str) ->
     """Spell the zarr.json of a tensor's array."""
     stored = _STORED_DTYPES.get(tensor.dtype, tensor.dtype)
     fill: Any = False if stored == "bool" else [0.0, 0.0] if stored.startswith("complex") else 0
+    attributes = {"dtype": tensor.dtype} if stored != tensor.dtype else {}
+    if _SHORTENED in array_path(tensor):
+        attributes["name"] = tensor.name
     codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
     if ITEMSIZE[tensor.dtype] == 1:
         codecs = [{"name": "bytes"}]
@@ -63,7 +79,7 @@ def array_document(tensor: LogicalTensor, chunk: tuple[int, ...], codec: str) ->
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
             "fill_value": fill,
             "codecs": [*codecs, {"name": "crc32c"}],
-            "attributes": {"dtype": tensor.dtype} if stored != tensor.dtype else {},
+            "attributes": attributes,
             "storage_transformers": [],
         }
     )

@@ -26,7 +26,11 @@ _SAME_IN_ALL: Final = (
 
 
 def read(
-    tag_dir: Path, run_files: Sequence[tuple[Path, str]], like: Checkpoint | None = None
+    tag_dir: Path,
+    run_files: Sequence[tuple[Path, str]],
+    like: Checkpoint | None = None,
+    *,
+    tag: str | None = None,
 ) -> tuple[Checkpoint, SourceMap]:
     """Open a tag directory.
 
@@ -39,19 +43,22 @@ def read(
         Other files that come along: where they are, and their path relative to the run directory.
     like
         Another checkpoint of the same job, for hyper-parameters that these files do not keep.
+    tag
+        Path of the tag directory in the run directory; by default its name.
 
     Raises
     ------
     SourceError
         Something is missing, damaged, contradictory or not supported; the message names the file.
     """
+    tag = tag or tag_dir.name
     with malformed(tag_dir):
         shards = find(tag_dir)
         inside = [
-            (path, f"{tag_dir.name}/{path.relative_to(tag_dir).as_posix()}")
+            (path, f"{tag}/{path.relative_to(tag_dir).as_posix()}")
             for path in (*shards.model_parts, *shards.others)
         ]
-        return _read_shards(shards, [*run_files, *inside], like)
+        return _read_shards(tag, shards, [*run_files, *inside], like)
 
 
 @contextmanager
@@ -68,7 +75,7 @@ def malformed(place: Path) -> Iterator[None]:
 
 
 def _read_shards(
-    shards: ShardSet, others: Sequence[tuple[Path, str]], like: Checkpoint | None
+    tag: str, shards: ShardSet, others: Sequence[tuple[Path, str]], like: Checkpoint | None
 ) -> tuple[Checkpoint, SourceMap]:
     sources = SourceFiles()
     readings: list[Reading] = []
@@ -88,7 +95,7 @@ def _read_shards(
     whole = {k: v for reading in readings for k, v in reading.whole.items()}
     files_ = _adopt_files(others, sources, tensors, whole)
     checkpoint = Checkpoint(
-        tag=shards.tag_dir.name,
+        tag=tag,
         layout=first.layout,
         tensors=tuple(tensors),
         families=tuple(reading.family for reading in readings),

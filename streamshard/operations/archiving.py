@@ -201,8 +201,7 @@ class Sharing:
     def _earlier(self) -> dict[str, Path]:
         """Return SHA-256 → a file that is said to have it."""
         found: dict[str, Path] = {}
-        for receipt in sorted(self.place.directory.glob("*.receipt.json")):
-            other = Place(self.place.directory, receipt.name.removesuffix(".receipt.json"))
+        for other in Place.all_in(self.place.directory):
             if other.tag == self.place.tag:
                 continue
             with suppress(SourceError):  # what it would have had is stored once more

@@ -35,8 +35,8 @@ def find_beside(run_dir: Path, tag: str) -> tuple[list[tuple[Path, str]], list[s
         return found, _notes(left, run_dir)
     # A framework's directory holds one checkpoint, so what lies deeper belongs to it as well.
     for directory in sorted(d for d in entries if d.is_dir() and not d.is_symlink()):
-        if has_shards(directory):
-            if framework == frameworks.ACCELERATE and directory.name != tag:
+        if has_shards(directory) or directory.name == tag.partition("/")[0]:
+            if framework == frameworks.ACCELERATE and directory.name != tag.partition("/")[0]:
                 message = f"{directory}: a second model of one Accelerate checkpoint, which is not"
                 raise UnsupportedError(f"{message} supported; save each model by itself")
             continue

@@ -162,7 +162,8 @@ def _look_at_native(request: Request, root: Path, findings: Findings, sample: Sa
         _explain(error, findings, tag_dir, zero_survey.survey(tag_dir, fit.others), fit)
         paths = fit.files
     torch = TorchFiles(_described(paths), deepspeed_owner, findings, sample)
-    return Looked("native", tag_dir.name, torch.files, torch.units, {}, source=opened)
+    tag = tag_dir.relative_to(run_dir).as_posix()
+    return Looked("native", tag, torch.files, torch.units, {}, source=opened)
 
 
 class _Fit:

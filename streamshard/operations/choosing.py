@@ -86,6 +86,15 @@ def step_of(name: str) -> int | None:
     return int(match[0]) if match else None
 
 
+def _step_in(run: Run, name: str) -> int | None:
+    """Read the step of a tag that can be held against that of `latest`.
+
+    Of `epoch_1/step_9` and `epoch_2/step_3` the numbers do not tell which one is newer.
+    """
+    is_beside = name.rpartition("/")[0] == (run.latest or "").rpartition("/")[0]
+    return step_of(name) if is_beside else None
+
+
 def refusal(run: Run) -> str | None:
     """Say why nothing of a run may go at all; None if something may."""
     if run.problem is not None:
@@ -109,26 +118,26 @@ def choose(run: Run, rules: Rules, now_ns: int) -> list[Choice]:
 def protection(name: str, run: Run, rules: Rules) -> str | None:
     """Say which rule or name protects a tag that is archived and gone; None if none does."""
     gone = Tag(name, changed_ns=0)
-    return next(_protected(gone, run, rules, step_of(name), set()), None)
+    return next(_protected(gone, run, rules, _step_in(run, name), set()), None)
 
 
 def protection_in_trash(tag: Tag, run: Run, rules: Rules) -> str | None:
     """Say what would keep a tag in the trash if it were brought back; None if nothing would."""
     again = replace(run, tags=(*run.tags, *run.trashed))
     newest = _newest(again, rules)
-    return next(_protected(tag, again, rules, step_of(tag.name), newest), None)
+    return next(_protected(tag, again, rules, _step_in(run, tag.name), newest), None)
 
 
 def _newest(run: Run, rules: Rules) -> set[int]:
     """Return the newest steps that are complete, and not newer than the one that is needed."""
     last = step_of(run.latest or "")
-    steps = {step_of(tag.name) for tag in run.tags if tag.problem is None}
+    steps = {_step_in(run, tag.name) for tag in run.tags if tag.problem is None}
     known = sorted(step for step in steps if step is not None and last is not None and step <= last)
     return {*known[-rules.keep_last :]}
 
 
 def _decide(tag: Tag, run: Run, rules: Rules, newest: set[int], now_ns: int) -> Choice:
-    step = step_of(tag.name)
+    step = _step_in(run, tag.name)
     for reason in _young(tag, rules, now_ns):
         return Choice(tag, step, KEPT, reason)
     if step is not None or tag.name == run.latest:
@@ -162,7 +171,9 @@ def _protected(
         yield "'latest' names it"
     if run.latest_universal in (tag.name, f"{tag.name}_universal"):
         yield "'latest_universal' names it"
-    if step is None:
+    if step is None and step_of(tag.name) is not None:
+        yield f"lies in another directory than {run.latest}, so their steps are not compared"
+    elif step is None:
         yield "tells no step"
     elif step in newest:
         yield f"among the newest {rules.keep_last}"

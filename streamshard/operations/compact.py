@@ -48,6 +48,7 @@ def compact(
     weights_only_older_than: timedelta | None = None,
     undelete: Sequence[str] = (),
     purge: Sequence[str] = (),
+    acknowledge: Sequence[str] = (),
     dry_run: bool = False,
     bytes_per_second: int | None = None,
     memory_limit: int | None = None,
@@ -85,6 +86,9 @@ def compact(
     undelete, purge
         Tags to bring back from the trash, or to remove for good if they have been there for longer
         than `grace`, whatever the rules say. Nothing else is done then.
+    acknowledge
+        Ambiguous tags to leave as they are: noted in `archive_dir`, so that they are told of again
+        only when they change, or cannot be opened for another reason. Nothing else is done then.
     dry_run
         Say what would be done, and do nothing.
     bytes_per_second
@@ -102,7 +106,7 @@ def compact(
         Another run is at it.
     """
     began = time.monotonic()
-    _require_lists(keep_tags=keep_tags, undelete=undelete, purge=purge)
+    _require_lists(keep_tags=keep_tags, undelete=undelete, purge=purge, acknowledge=acknowledge)
     _require_times(now, min_age=min_age, grace=grace)
     if keep_last < _LEAST_KEPT:
         raise UsageError(f"--keep-last {keep_last}: at least {_LEAST_KEPT}; one may be damaged")
@@ -128,13 +132,14 @@ def compact(
         dry_run=dry_run,
         undelete=tuple(undelete),
         purge=tuple(purge),
+        acknowledge=tuple(acknowledge),
         weights_only_older_than=weights_only_older_than,
     )
     _require_apart(settings.run_dir, settings.archive_dir)
     told = TagProgress(progress or Silent(), bytes_per_second)
     tags = tuple(Compacting(settings, now or datetime.now(UTC), told).run())
     seconds = time.monotonic() - began
-    patterns = () if undelete or purge else keep_tags
+    patterns = () if settings.is_by_hand else keep_tags
     notes = [*_unmatched(patterns, tags), *_about_trash(tags, show_duration(grace))]
     if dry_run:
         notes += _about_space(settings.archive_dir, tags)

@@ -19,6 +19,7 @@ from streamshard.errors import (
 )
 from streamshard.formats import deepspeed_names as names
 from streamshard.operations import choosing, compaction
+from streamshard.operations.acknowledging import Acknowledging
 from streamshard.operations.archiving import Archiver
 from streamshard.operations.choosing import Choice, Rules, Run, choose, refusal, step_of
 from streamshard.operations.compaction import CompactedTag
@@ -54,6 +55,12 @@ class Settings:
     undelete: tuple[str, ...]
     purge: tuple[str, ...]
     weights_only_older_than: timedelta | None = None
+    acknowledge: tuple[str, ...] = ()
+
+    @property
+    def is_by_hand(self) -> bool:
+        """Whether it is about tags that somebody names, and no others."""
+        return bool(self.undelete or self.purge or self.acknowledge)
 
     @property
     def changes_run_dir(self) -> bool:
@@ -71,6 +78,7 @@ class Compacting:
         self._progress = progress
         self._means = Means(settings.limits, progress)
         self._deleted: set[str] = set()
+        self._acknowledging = Acknowledging(settings.run_dir, settings.archive_dir)
         rest_ns = self._now_ns - settings.rules.min_age_ns
         run_dir, directory = settings.run_dir, settings.archive_dir
         self._archiver = Archiver(run_dir, directory, settings.shape, self._means, rest_ns)
@@ -84,7 +92,7 @@ class Compacting:
     def run(self) -> Iterator[CompactedTag]:
         """Do what was asked for, tag by tag; what goes wrong with one is told of that one."""
         settings = self._settings
-        if settings.delete and not (settings.undelete or settings.purge):
+        if settings.delete and not settings.is_by_hand:
             self._require_archives()
         with ExitStack() as stack:
             if not settings.dry_run:
@@ -96,7 +104,8 @@ class Compacting:
                     stack.callback(lock.release)
                 remove_unfinished(settings.archive_dir)
                 remove_rebuilt(settings.archive_dir)
-            if settings.undelete or settings.purge:
+                self._acknowledging.remove_unfinished()
+            if settings.is_by_hand:
                 yield from self._by_hand()
             else:
                 yield from self._nightly()
@@ -122,6 +131,8 @@ class Compacting:
     # By hand -------------------------------------------------------------------------------------
 
     def _by_hand(self) -> Iterator[CompactedTag]:
+        if self._settings.acknowledge:
+            yield from self._acknowledge()
         for tag in self._settings.undelete:
             what = "its archive stays where it is"
             yield self._attempt(tag, compaction.BROUGHT_BACK, what, self._remover.bring_back)
@@ -160,26 +171,42 @@ class Compacting:
             return _failed(tag, error)
         return CompactedTag(tag, step_of(tag), action, reason)
 
+    def _acknowledge(self) -> Iterator[CompactedTag]:
+        """Note of tags that they stay as they are."""
+        run, is_dry_run = self._look_at(), self._settings.dry_run
+        choices = {c.tag.name: c for c in choose(run, self._settings.rules, self._now_ns)}
+        for tag in self._settings.acknowledge:
+            try:
+                if tag not in choices:
+                    held = ", ".join(choices) or "none"
+                    message = f"{self._settings.run_dir}: no tag {tag} with shards; there are"
+                    raise UsageError(f"{message} {held}")
+                noting = self._acknowledging
+                yield noting.acknowledge(choices[tag], self._now, is_dry_run=is_dry_run)
+            except StreamshardError as error:
+                yield _failed(tag, error)
+
     # By night ------------------------------------------------------------------------------------
 
-    def _nightly(self) -> Iterator[CompactedTag]:
-        run_dir = self._settings.run_dir
-        run = look_at(run_dir)
+    def _look_at(self) -> Run:
+        """Describe the run directory, of which something can be said."""
+        run = look_at(self._settings.run_dir)
         reason = refusal(run)
         if reason is not None:
-            raise IncompleteError(f"{run_dir}: {reason}. Nothing was done")
-        again = Again(run_dir, self._settings.rules, self._now_ns, run)
+            raise IncompleteError(f"{self._settings.run_dir}: {reason}. Nothing was done")
+        return run
+
+    def _nightly(self) -> Iterator[CompactedTag]:
+        run = self._look_at()
+        again = Again(self._settings.run_dir, self._settings.rules, self._now_ns, run)
         for choice in choose(run, self._settings.rules, self._now_ns):
             if choice.verdict == choosing.KEPT:
                 yield CompactedTag(choice.tag.name, choice.step, compaction.KEPT, choice.reason)
             elif choice.verdict == choosing.AMBIGUOUS:
-                yield CompactedTag(
-                    choice.tag.name,
-                    choice.step,
-                    compaction.AMBIGUOUS,
-                    choice.reason,
-                    exit_code=SourceError.exit_code,
-                )
+                try:
+                    yield self._acknowledging.judge(choice)
+                except SourceError as error:
+                    yield _failed(choice.tag.name, error)
             else:
                 yield self._compact(choice, again)
         yield from self._empty_trash(again)

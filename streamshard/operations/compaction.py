@@ -9,6 +9,7 @@ READY: Final = "archived before"
 DELETED: Final = "deleted"
 IN_TRASH: Final = "in the trash"
 PURGED: Final = "purged"
+ACKNOWLEDGED: Final = "acknowledged"
 BROUGHT_BACK: Final = "brought back"
 WEIGHTS_ONLY: Final = "weights only"
 AMBIGUOUS: Final = "ambiguous"
@@ -26,8 +27,8 @@ class CompactedTag:
     """The number at the end of its name."""
     action: str
     """`kept`, `archived`, `archived before`, `deleted` (which is moved into the trash), `in the
-    trash`, `purged`, `brought back`, `weights only`; `ambiguous` or `failed` where somebody has to
-    look."""
+    trash`, `purged`, `brought back`, `acknowledged`, `weights only`; `ambiguous` or `failed` where
+    somebody has to look."""
     reason: str
     """Why, or what went wrong."""
     source_bytes: int = 0

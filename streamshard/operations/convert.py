@@ -12,6 +12,7 @@ from streamshard.defaults import CODECS, DEFAULT_CHUNK_BYTES
 from streamshard.engine import memory
 from streamshard.engine.watch import COMMITTING, VERIFYING
 from streamshard.errors import UsageError
+from streamshard.formats.node_checks import of_file
 from streamshard.model import ITEMSIZE
 from streamshard.operations import plan_file, rereading, running
 from streamshard.operations.checking import Request
@@ -229,7 +230,8 @@ def plan_store(
     tensors = opened.checkpoint.tensors
     shapes = [chunk_shape(t.shape, ITEMSIZE[t.dtype], shape.chunk_size) for t in tensors]
     files = StoreTargets(opened, shapes, codec)
-    sizes = files.sizes()
+    with of_file(opened.path):
+        sizes = files.sizes(reads_back=True)
     count, bytes_written = len(sizes), sum(sizes.values())
     del sizes  # of a large store it takes memory
     both = zip(shapes, tensors, strict=True)

@@ -42,7 +42,6 @@ from streamshard.operations.weights_only import Remainder, states_of
 from streamshard.sizes import show
 
 _WHY: Final = "by compact, as --weights-only-older-than asked for"
-_RECEIPT: Final = ".receipt.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +58,7 @@ class Dropper:
 
     def archives(self) -> list[str]:
         """List the tags of which there are receipts."""
-        with source_errors(self.directory):
-            found = self.directory.iterdir() if self.directory.exists() else iter(())
-            known = [entry.name for entry in found if entry.name.endswith(_RECEIPT)]
-        own = (name.removesuffix(_RECEIPT) for name in known if not self._is_own(name))
-        return list(own)
-
-    @staticmethod
-    def _is_own(name: str) -> bool:
-        return name.startswith(names.OWN_PREFIX)
+        return [place.tag for place in Place.all_in(self.directory)]
 
     def is_due(self, tag: str, least_age: timedelta) -> bool:
         """Tell whether the states of an archive are to go, or the rest of a full one.

@@ -38,14 +38,15 @@ def _problems(source: Source) -> Iterator[str]:
 def _newer_tags(run_dir: Path, tag: str) -> Iterator[str]:
     """Look for saves that came after this one: one that was cut off never became `latest`."""
     step = step_of(tag)
-    for entry in sorted(run_dir.iterdir()):
+    for entry in sorted((run_dir / tag).parent.iterdir()):
         other = step_of(entry.name)
         if step is None or other is None or other <= step or not entry.is_dir():
             continue
         try:
             if has_shards(entry):
                 find(entry)
-                yield f"{entry}: a later step than the one shown here; --tag {entry.name} shows it."
+                later = entry.relative_to(run_dir).as_posix()
+                yield f"{entry}: a later step than the one shown here; --tag {later} shows it."
         except SourceError as error:
             yield f"A later save is not whole: {error}."
         except OSError as error:

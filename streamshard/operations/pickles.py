@@ -128,13 +128,9 @@ def _files(root: Path, tag: str | None, notes: list[str]) -> list[Path]:
         return _below(root)
     if run_dir != root:
         return _below(tag_dir)
-    tags = [entry for entry in run_dir.iterdir() if entry.is_dir() and _is_tag(entry)]
-    beside = [p for p in _below(run_dir) if not any(p.is_relative_to(other) for other in tags)]
-    return [*_below(tag_dir), *(path for path in beside if path not in tags)]
-
-
-def _is_tag(directory: Path) -> bool:
-    return any(names.parse(entry.name) for entry in directory.iterdir())
+    found = _below(run_dir)
+    tags = {path.parent for path in found if names.parse(path.name)}
+    return [*_below(tag_dir), *(path for path in found if tags.isdisjoint(path.parents))]
 
 
 def _below(root: Path) -> list[Path]:

@@ -18,6 +18,9 @@ from streamshard.reading import entries_below, read_all
 _FORMAT: Final = 1
 _SUM_LETTERS: Final = 64
 
+RECEIPT: Final = ".receipt.json"
+"""End of the names of receipts."""
+
 BEGUN: Final = "begun"
 """The archive is being made, or somebody was cut off at it."""
 ARCHIVED: Final = "archived"
@@ -109,10 +112,30 @@ class Place:
     of_weights: bool = False
     """Whether it is the one without optimizer states, which has a name of its own."""
 
+    @classmethod
+    def all_in(cls, directory: Path) -> "list[Place]":
+        """List the places of which there are receipts.
+
+        Raises
+        ------
+        SourceError
+            The directory cannot be listed.
+        """
+        with source_errors(directory):
+            found = directory.iterdir() if directory.exists() else iter(())
+            known = sorted(entry.name for entry in found if entry.name.endswith(RECEIPT))
+        own = (name for name in known if not name.startswith(names.OWN_PREFIX))
+        return [cls(directory, names.unflat(name.removesuffix(RECEIPT))) for name in own]
+
+    @property
+    def _name(self) -> str:
+        """Name of a file for a tag, which may be a path."""
+        return names.flat(self.tag)
+
     @property
     def store(self) -> Path:
         """The archive itself."""
-        return self.directory / f"{self.tag}{'.weights' if self.of_weights else ''}.zarr"
+        return self.directory / f"{self._name}{'.weights' if self.of_weights else ''}.zarr"
 
     @property
     def sums(self) -> Path:
@@ -122,7 +145,7 @@ class Place:
     @property
     def receipt(self) -> Path:
         """What was checked."""
-        return self.directory / f"{self.tag}.receipt.json"
+        return self.directory / f"{self._name}{RECEIPT}"
 
     def held(self, receipt: Receipt) -> "Place":
         """Return where the archive is of which a receipt says that it is whole."""

@@ -66,8 +66,6 @@ def look_at(run_dir: Path, before: Run | None = None) -> Run:
     with source_errors(run_dir):
         links = [place_of(link) for link in _links(run_dir)]
         known = {tag.looks: tag for tag in (before.tags if before else ()) if tag.looks}
-        entries = sorted(run_dir.iterdir())
-        tags = [tag for entry in entries if (tag := _tag(entry, run_dir, links, known))]
         problems, named = [], []
         for name in (names.LATEST, names.LATEST_UNIVERSAL):
             try:
@@ -75,6 +73,8 @@ def look_at(run_dir: Path, before: Run | None = None) -> Run:
             except (OSError, ValueError) as error:
                 named.append(None)
                 problems.append(f"{run_dir / name}: {getattr(error, 'strerror', None) or error}")
+        entries = sorted(_candidates(run_dir, named[0]))
+        tags = [tag for entry in entries if (tag := _tag(entry, run_dir, links, known))]
         trashed = _trashed(run_dir, links)
     problem = problems[0] if problems else None
     return Run(tuple(tags), named[0], named[1], problem, trashed)
@@ -124,26 +124,51 @@ def _links(run_dir: Path) -> Iterator[Path]:
                 yield path
 
 
+def _candidates(run_dir: Path, latest: str | None) -> Iterator[Path]:
+    """Yield what may be a tag directory: what lies beside the tags, and beside such as are paths.
+
+    Where `latest` names `epoch/2`, tags are looked for two directories deep as well; a directory
+    with a `latest` of its own is another run's.
+    """
+    level = [*run_dir.iterdir()]
+    yield from level
+    for _ in range((latest or "").count("/")):
+        around = [d for d in level if _may_hold_tags(d)]
+        level = [entry for directory in around for entry in directory.iterdir()]
+        yield from level
+
+
+def _may_hold_tags(directory: Path) -> bool:
+    is_own = directory.name.startswith(names.OWN_PREFIX)
+    if is_own or directory.is_symlink() or not directory.is_dir():
+        return False
+    try:
+        return not (directory / names.LATEST).exists() and not has_shards(directory)
+    except OSError:  # what cannot be looked into holds nothing that may go
+        return False
+
+
 def _tag(entry: Path, run_dir: Path, links: Sequence[Path], known: Mapping[str, Tag]) -> Tag | None:
     """Describe a directory with shards; None of anything else."""
     is_own = entry.name.startswith(names.OWN_PREFIX)
     if is_own or entry.is_symlink() or not entry.is_dir():
         return None
+    name = entry.relative_to(run_dir).as_posix()
     try:
         if not has_shards(entry):
             return None
-        if not names.is_tag(entry.name):
+        if not names.is_tag(name):
             told = f"{str(entry)!r}: holds shards, and its name is no text; rename it"
-            return Tag(entry.name, entry.lstat().st_mtime_ns, told)
+            return Tag(name, entry.lstat().st_mtime_ns, told)
         changed_ns, nbytes, looks = _looks(entry)
     except OSError as error:
-        if step_of(entry.name) is None:
+        if step_of(name) is None:
             return None
-        return Tag(entry.name, entry.lstat().st_mtime_ns, f"{entry}: {error.strerror}")
+        return Tag(name, entry.lstat().st_mtime_ns, f"{entry}: {error.strerror}")
     here = place_of(entry)
     is_linked = any(link == here or here in link.parents for link in links)
-    problem = known[looks].problem if looks in known else _problem(run_dir, entry.name)
-    return Tag(entry.name, changed_ns, problem, is_linked, nbytes, looks)
+    problem = known[looks].problem if looks in known else _problem(run_dir, name)
+    return Tag(name, changed_ns, problem, is_linked, nbytes, looks)
 
 
 def _looks(directory: Path) -> tuple[int, int, str]:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -40,6 +41,8 @@ _ELASTIC: Final = (
     "the learning rates among them, are those of {like} at {tag}. What is written is not elastic."
 )
 
+_MOST_DEEP: Final = 4
+"""Directories that are looked into for the one in which a tag directory is, from its path alone."""
 _LATEST_BYTES: Final = 4096
 """More than any tag has."""
 
@@ -193,16 +196,31 @@ def find_tag(root: Path, tag: str | None) -> tuple[Path, Path]:
         message = f"{root}: a file; give the run directory, the tag directory or a .zarr store"
         raise SourceNotFoundError(message)
     if tag is None and has_shards(root):
-        return root.absolute().parent, root.absolute()
+        return _run_directory_of(root.absolute()), root.absolute()
     if tag is None:
         tag = _latest(root)
     elif not names.is_tag(tag):
-        raise SourceError(f"{root}: tag {show(tag)} is no name of a directory in it")
+        raise SourceError(f"{root}: tag {show(tag)} is no path of a directory in it")
     elif not (root / tag).is_dir():
         message = f"{root / tag}: no such tag directory{_hint_of_tags(root)}"
         raise SourceNotFoundError(message)
     require_inside(root / tag, root)
     return root, root / tag
+
+
+def _run_directory_of(tag_dir: Path) -> Path:
+    """Find the run directory of a tag directory: that around it, but for tags that are paths.
+
+    For `epoch/1` it is where a `latest` names another `epoch/2`, or the like.
+    """
+    for place in tag_dir.parents[:_MOST_DEEP]:
+        if (place / names.LATEST).is_file():
+            depth = len(tag_dir.relative_to(place).parts)
+            with suppress(SourceError):
+                if len(Path(_latest(place)).parts) == depth:
+                    return place
+            break
+    return tag_dir.parent
 
 
 def _latest(root: Path) -> str:
@@ -243,9 +261,19 @@ def _hint_of_tags(root: Path) -> str:
     )
     if nested and not tags:
         return f". Give one of the checkpoints in it: {', '.join(nested[:8])}"
+    tags = tags or sorted(
+        f"{p.parent.name}/{p.name}" for d in directories for p in d.iterdir() if _may_be_tag(p)
+    )
     if not tags:
         return ". Give the directory that holds 'latest', or a tag directory"
     return f". Choose one with --tag: {', '.join(tags[:8])}"
+
+
+def _may_be_tag(place: Path) -> bool:
+    try:
+        return place.is_dir() and has_shards(place)
+    except OSError:  # what cannot be looked into is no help
+        return False
 
 
 def _open_dumps(path: str, config: ds_config.Config | None, like: Checkpoint | None) -> Source:
@@ -266,9 +294,10 @@ def _open_dumps(path: str, config: ds_config.Config | None, like: Checkpoint | N
 def _open_native(run_dir: Path, tag_dir: Path, like: Checkpoint | None) -> Source:
     for path in entries_below(tag_dir):
         require_inside(path, run_dir, tag_dir)
-    files, notes = find_beside(run_dir, tag_dir.name)
+    tag = tag_dir.relative_to(run_dir).as_posix()
+    files, notes = find_beside(run_dir, tag)
     try:
-        checkpoint, source_map = zero_reader.read(tag_dir, files, like)
+        checkpoint, source_map = zero_reader.read(tag_dir, files, like, tag=tag)
     except UsageError as error:  # in the config that the checkpoint keeps
         raise CorruptFileError(f"{tag_dir}: {error}") from error
     checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *notes))

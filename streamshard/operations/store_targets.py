@@ -11,7 +11,9 @@ import numpy as np
 from streamshard.engine import digests
 from streamshard.engine.checksums import ChunkChecksums, crc32
 from streamshard.engine.work import Encoding, Fixed, Region, Span, TargetFile
-from streamshard.formats import store_manifest, store_state, zarr_writer
+from streamshard.errors import UnsupportedError
+from streamshard.formats import store_manifest, store_paths, store_state, zarr_writer
+from streamshard.formats.store_files import MANIFEST_FILES, STATE_FILES
 from streamshard.formats.store_manifest import BLOCK_BYTES, FileRecord
 from streamshard.formats.zarr_chunks import CHECKSUM_BYTES, BloscChunk, spell_checksum
 from streamshard.formats.zarr_documents import (
@@ -67,9 +69,23 @@ class StoreTargets:
         for chunk in self._chunks():
             yield self._chunk_target(chunk)
 
-    def sizes(self) -> dict[str, int]:
-        """Work out the size of every file by its path; at most, where there is compression."""
-        records = {path: record_of(data) for path, data in self._documents().items()}
+    def sizes(self, *, reads_back: bool = False) -> dict[str, int]:
+        """Work out the size of every file by its path; at most, where there is compression.
+
+        Parameters
+        ----------
+        reads_back
+            Require of what is about to be written that it can be read.
+
+        Raises
+        ------
+        UnsupportedError
+            It could not be.
+        """
+        documents = self._documents()
+        if reads_back:
+            store_state.require_readable(documents[STATE_FILES[1]][:-CHECKSUM_BYTES])
+        records = {path: record_of(data) for path, data in documents.items()}
         for chunk in self._chunks():
             blocks = -(-chunk.nbytes // BLOCK_BYTES) if self._codec == "none" else 1
             # Blosc stores what does not shrink, with a header.
@@ -81,7 +97,13 @@ class StoreTargets:
         manifest = store_manifest.spell(records, self._codec, held)
         small = small_array(MANIFEST_PATH, manifest)
         sizes = {path: record.nbytes for path, record in records.items()}
-        return sizes | {path: len(data) for path, data in small.items()}
+        sizes |= {path: len(data) for path, data in small.items()}
+        for path in (MANIFEST_FILES[1], STATE_FILES[1]):
+            if sizes[path] > store_paths.LIMIT_BYTES:
+                message = f"{path} of its store would have {sizes[path]:,} bytes, and"
+                message = f"{message} {store_paths.LIMIT_BYTES:,} is most that is read"
+                raise UnsupportedError(f"{message}; use a larger --chunk-size")
+        return sizes
 
     def manifest(self) -> Iterator[TargetFile]:
         """Turn the manifest into work, once everything else is written."""

@@ -126,12 +126,26 @@ def _is_ours(target: Path, template: Template | None) -> bool:
         return True
     found = {entry.name for entry in entries if entry.is_dir()}
     universal = _named(target / names.LATEST_UNIVERSAL)
-    if universal and {entry.name for entry in entries} == {names.LATEST_UNIVERSAL, universal}:
-        return True
+    if universal and {entry.name for entry in entries} == {
+        names.LATEST_UNIVERSAL, universal.partition("/")[0]
+    }:  # fmt: skip
+        return _is_alone(target, universal)
     tag = _named(target / names.LATEST)
     if framework_of(tag, [entry.name for entry in entries]) is not None:
-        return tag in found
-    return not entries or found == {tag}
+        return tag.partition("/")[0] in found and _is_alone(target, tag)
+    return not entries or (found == {tag.partition("/")[0]} and _is_alone(target, tag))
+
+
+def _is_alone(target: Path, tag: str) -> bool:
+    """Tell whether the directories that a tag lies in, if it is a path, hold nothing else."""
+    parts = Path(tag).parts
+    if not names.is_tag(tag) or not (target / tag).is_dir():
+        return False
+    levels = [target.joinpath(*parts[:depth]) for depth in range(1, len(parts))]
+    return all(
+        [entry.name for entry in level.iterdir()] == [parts[depth]]
+        for depth, level in enumerate(levels, start=1)
+    )
 
 
 def _named(file: Path) -> str:

@@ -44,15 +44,16 @@ class Trash:
         with target_errors(place):
             self._require_own(place)
             found = place.iterdir() if place.exists() else iter(())
-            return sorted(path.name for path in found if not path.name.startswith(names.OWN_PREFIX))
+            kept = (path.name for path in found if not path.name.startswith(names.OWN_PREFIX))
+            return sorted(map(names.unflat, kept))
 
     def place_of(self, tag: str) -> Path:
         """Where a tag is, or would be, in the trash."""
-        return self._place / tag
+        return self._place / names.flat(tag)
 
     def rest_of(self, tag: str) -> Path:
         """Where what is left of a tag is while it is removed for good."""
-        return self._going / tag
+        return self._going / names.flat(tag)
 
     def take(self, tag: str) -> None:
         """Move a tag into the trash, durably.
@@ -62,7 +63,7 @@ class Trash:
         TargetError
             It cannot be moved; then it is where it was.
         """
-        source, target = self.run_dir / tag, self._place / tag
+        source, target = self.run_dir / tag, self.place_of(tag)
         with target_errors(target):
             self._make(self._place)
             if exists(target):
@@ -84,10 +85,11 @@ class Trash:
             There is something of its name beside the tags.
         """
         self.require(tag)
-        source, target = self._place / tag, self.run_dir / tag
+        source, target = self.place_of(tag), self.run_dir / tag
         with target_errors(target):
             if exists(target):
                 raise TargetExistsError(f"{target}: exists; move it away to bring {tag} back")
+            target.parent.mkdir(parents=True, exist_ok=True)  # of a tag that is a path
             self._move(source, target)
 
     def condemn(self, tag: str) -> Path:
@@ -96,7 +98,7 @@ class Trash:
             self._make(self._going)
             if tag not in self.going():
                 self.require(tag)
-                self._move(self._place / tag, self.rest_of(tag))
+                self._move(self.place_of(tag), self.rest_of(tag))
         return self.rest_of(tag)
 
     def empty(self, tag: str) -> None:

@@ -1,5 +1,6 @@
 """Stores, read by zarr-python and TensorStore, against the values that were saved."""
 
+import hashlib
 import json
 import urllib.parse
 from pathlib import Path
@@ -113,6 +114,36 @@ def test_chunks_are_no_larger_than_asked_for(tmp_path: Path, chunk_size: int) ->
             itemsize = array.dtype.itemsize
             nbytes = int(np.prod(array.chunks)) * itemsize
             assert nbytes <= max(chunk_size, itemsize) or not array.size
+
+
+LONG = ["a." * 200 + "w", "a." * 200 + "v", "層" * 100, "%" * 100, "x" * 84 + "層" * 40, "y" * 4000]
+
+
+def test_a_long_name_is_shortened_and_kept_beside(tmp_path: Path) -> None:
+    """A directory's name ends at 255 bytes; `{name}` and SHA-256 tell what it is."""
+    job = Job(groups=(tuple((name, (2,)) for name in ["y" * 255, *LONG]),), tied={}, frozen=())
+    store = store_of(job, tmp_path)
+    group = zarr.open_group(store, mode="r")
+    wanted = expected(job)
+    assert path_in("fp32", "y" * 255) == "state/fp32/" + "y" * 255
+    for name in LONG:
+        path = path_in("fp32", name)
+        last = path.rpartition("/")[2]
+        start, _, digest = last.partition("%~")
+        assert len(last) <= 255
+        assert digest == hashlib.sha256(name.encode()).hexdigest()
+        assert name.encode().startswith(urllib.parse.unquote_to_bytes(start))
+        array = group[path]
+        assert isinstance(array, zarr.Array)
+        assert array.attrs["name"] == name
+        assert np.asarray(array[...]).tobytes() == bits(wanted["fp32", name]).tobytes()
+        assert with_tensorstore(store / path).tobytes() == bits(wanted["fp32", name]).tobytes()
+    found = streamshard.verify(store, against=tmp_path / "run")
+    assert not found.problems
+    streamshard.repartition(store, tmp_path / "back", world_size=1)
+    streamshard.repartition(tmp_path / "run", tmp_path / "direct", world_size=1)
+    for path_ in (tmp_path / "direct" / TAG).iterdir():
+        assert (tmp_path / "back" / TAG / path_.name).read_bytes() == path_.read_bytes()
 
 
 @pytest.mark.parametrize("codec", CODECS)

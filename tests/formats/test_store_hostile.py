@@ -70,7 +70,8 @@ def other_entries(entry: ModuleEntry) -> Callable[[Checkpoint], Checkpoint]:
 
 LIES: dict[str, Callable[[Checkpoint], Checkpoint]] = {
     "a tag above": lambda c: replace(c, tag=".."),
-    "a tag deeper": lambda c: replace(c, tag="a/b"),
+    "a tag above, by a detour": lambda c: replace(c, tag="a/../../b"),
+    "a tag in our trash": lambda c: replace(c, tag=".streamshard.trash/b"),
     "an absolute tag": lambda c: replace(c, tag="/tmp/a"),
     "a file above": renamed("../../evil"),
     "a file above, by a detour": renamed("a/../../evil"),

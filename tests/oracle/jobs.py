@@ -36,6 +36,8 @@ class Train:
     """Steps after the save; the truth at their end goes beside the first one."""
     check_accessors: bool = False
     """Fail when DeepSpeed's public accessors disagree with the gathered truth."""
+    tag: str | None = None
+    """Of the save; None for the one that DeepSpeed gives it."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def _train(job: Train) -> None:
     for step in range(job.steps):
         _step(engine, job.case, step)
     state = client_state(job.steps, part_of_model(engine) or 0)
-    _save(engine, job.case, job.save_dir, client_state=state)
+    _save(engine, job.case, job.save_dir, client_state=state, tag=job.tag)
     if job.truth_path is not None:
         truth = gather_truth(engine, state)
         _write(truth, job.truth_path)
