@@ -168,7 +168,8 @@ def without_shards(tag_dir: Path, models: Sequence[Path], parts: Sequence[Path])
     parts
         Files of pipeline layers and experts in it.
     """
-    text = directory(tag_dir)
+    # Weights that lie beside model files of DeepSpeed's are not all there was.
+    text = _universal(tag_dir) if models else directory(tag_dir)
     if text is not None:
         return UnsupportedError(f"{tag_dir}: {text}")
     if any(path.name.startswith(names.WHOLE_EXPERT_OPTIMIZER) for path in parts):
