@@ -44,6 +44,7 @@ from streamshard.options import (
     moving_options,
     reading_options,
     resource_options,
+    with_templates,
 )
 from streamshard.outlook_text import plan_text
 from streamshard.progress import display
@@ -93,7 +94,7 @@ def _run(argv: Sequence[str] | None) -> int:
     """Run one verb to its end; returns the exit code."""
     _open_what_was_closed()
     try:
-        arguments = _parser().parse_args(argv)
+        arguments = _parser().parse_args(with_templates(sys.argv[1:] if argv is None else argv))
         arguments.verb(arguments)
         sys.stdout.flush()
     except StreamshardError as error:

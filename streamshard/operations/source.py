@@ -142,7 +142,7 @@ def read_hints(
     SourceError
         The other checkpoint cannot be used.
     """
-    if ds_config_file is not None and not any(dump_names.is_template(str(p)) for p in paths):
+    if ds_config_file is not None and not any(dump_names.is_source_template(str(p)) for p in paths):
         message = f"{paths[0]}: is no set of raw dumps, so there is no use for --source-ds-config"
         raise UsageError(message)
     known = open_source(like).checkpoint if like is not None else None
@@ -168,7 +168,7 @@ def _open(
 ) -> Source:
     root = Path(path)
     with source_errors(root):
-        if dump_names.is_template(str(path)):
+        if dump_names.is_source_template(str(path)):
             opened = _open_dumps(str(path), config, like)
         elif (root / "zarr.json").is_file():
             opened = _open_store(root, tag)
@@ -233,7 +233,7 @@ def _latest(root: Path) -> str:
 
 
 def _open_dumps(path: str, config: ds_config.Config | None, like: Checkpoint | None) -> Source:
-    template = dump_names.parse(path)
+    template = dump_names.parse_source(path)
     files = template.find()
     for file in files:
         require_inside(file, template.directory)
