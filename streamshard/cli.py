@@ -33,9 +33,11 @@ from streamshard.operations import (
     export,
     inspect,
     pickles,
+    remains,
     repartition,
     verify,
 )
+from streamshard.operations.inspection import CheckpointList, IncompleteCheckpoint, Inspection
 from streamshard.operations.outlook import Outlook
 from streamshard.operations.report import Progress, Report
 from streamshard.options import (
@@ -44,6 +46,7 @@ from streamshard.options import (
     moving_options,
     reading_options,
     resource_options,
+    source_options,
     with_templates,
 )
 from streamshard.outlook_text import plan_text
@@ -246,7 +249,27 @@ def _inspect(arguments: argparse.Namespace) -> None:
     if arguments.pickles:
         _inspect_pickles(arguments)
         return
-    found = inspect.inspect(arguments.source, **inspecting_options(arguments))
+    options = inspecting_options(arguments)
+    found: Inspection | CheckpointList | IncompleteCheckpoint | None
+    try:
+        found = inspect.inspect(arguments.source, **options)
+    except SourceError as error:
+        own = source_options(arguments)
+        more = (value for name, value in options.items() if name not in own)
+        is_brief = not all(value is None or value is False or value == [] for value in more)
+        found = None if is_brief else remains.look_around(error, arguments.source, **own)
+        if found is None:
+            raise
+        _show_inspection(found, arguments)
+        if found.problems:
+            raise
+        return
+    _show_inspection(found, arguments)
+
+
+def _show_inspection(
+    found: Inspection | CheckpointList | IncompleteCheckpoint, arguments: argparse.Namespace
+) -> None:
     if arguments.json:
         _print(json.dumps(asdict(found), indent=2))
     elif not arguments.quiet:

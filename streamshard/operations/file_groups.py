@@ -15,7 +15,7 @@ _NUMBERS: Final = re.compile(r"(\d+)")
 def list_files(source: Source) -> tuple[FileSummary, ...]:
     """List the files of a source with paths relative to it, in their natural order."""
     found = [FileSummary(relative(source, n), f.nbytes) for n, f in enumerate(source.files)]
-    return tuple(sorted(found, key=lambda file: _natural(file.path)))
+    return tuple(sorted(found, key=lambda file: natural_order(file.path)))
 
 
 def relative(source: Source, number: int) -> str:
@@ -62,6 +62,6 @@ def _common(paths: Sequence[str]) -> str:
     return "".join(column[0] if len(set(column)) == 1 else "*" for column in columns)
 
 
-def _natural(path: str) -> list[tuple[int, str]]:
+def natural_order(path: str) -> list[tuple[int, str]]:
     """Order rank 10 after rank 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in _NUMBERS.split(path)]
