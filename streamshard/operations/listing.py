@@ -110,7 +110,7 @@ def recorded_in(place: Path, tag: str | None = None) -> Recorded | None:
     try:
         run_dir, tag_dir = find_tag(place, tag)
         return zero_survey.recorded(regular(sorted(tag_dir.iterdir()), run_dir, tag_dir))
-    except (SourceError, OSError):
+    except (StreamshardError, OSError):
         return None
 
 

@@ -10,6 +10,7 @@ from streamshard.errors import (
     IncompleteError,
     SourceError,
     SourceNotFoundError,
+    StreamshardError,
 )
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats import zero_survey
@@ -59,7 +60,7 @@ def look_around(
             return None
         config, known = read_hints([source], source_ds_config_file, like)
         return _incomplete(Request(source, tag, config, known))
-    except (SourceError, OSError):
+    except (StreamshardError, OSError):
         return None  # the first error tells more
 
 
