@@ -47,7 +47,7 @@ def _age(one: CheckpointSummary) -> tuple[int, int, str, str]:
 def _latest(root: Path) -> str | None:
     try:
         return find_tag(root, None)[1].relative_to(root).as_posix()
-    except (SourceError, ValueError):  # there is none; or the directory is a tag itself
+    except (SourceError, OSError, ValueError):  # there is none; or the directory is a tag itself
         return None
 
 

@@ -9,7 +9,6 @@ from streamshard.errors import (
     DisagreementError,
     IncompleteError,
     SourceError,
-    SourceNotFoundError,
     StreamshardError,
 )
 from streamshard.formats import deepspeed_names as names
@@ -49,14 +48,10 @@ def look_around(
         Why it could not be opened.
     """
     root = Path(source)
-    if not isinstance(
-        error, SourceNotFoundError | IncompleteError | CorruptFileError | DisagreementError
-    ):
-        return None
     try:
         if tag is None and root.is_dir() and _needs_choice(root):
             return _directory(root, error)
-        if isinstance(error, SourceNotFoundError):
+        if not isinstance(error, IncompleteError | CorruptFileError | DisagreementError):
             return None
         config, known = read_hints([source], source_ds_config_file, like)
         return _incomplete(Request(source, tag, config, known))
@@ -67,7 +62,7 @@ def look_around(
 def _needs_choice(root: Path) -> bool:
     try:
         find_tag(root, None)
-    except SourceError:
+    except (SourceError, OSError):
         return not (root / "zarr.json").is_file()
     return False
 
