@@ -16,11 +16,11 @@ def program() -> NoReturn:
     signals = Signals()
     signals.take(while_loading=True)
     from streamshard import streams
-    from streamshard.command_line import arguments_of
+    from streamshard.command_line import parse_command
 
     streams.open_what_was_closed()
     streams.forgive_standard_error()
-    arguments = arguments_of().parse_args()
+    arguments = parse_command(sys.argv[1:])
     from streamshard import cli
 
     sys.exit(cli.carry_out(arguments, signals))

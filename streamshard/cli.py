@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Final, Protocol
 
-from streamshard.command_line import arguments_of
+from streamshard.command_line import arguments_of, parse_command
 from streamshard.completion import completion_script
 from streamshard.diff_text import diff_text, difference_text
 from streamshard.engine.throttle import yield_to_others
@@ -31,9 +31,11 @@ from streamshard.operations import (
     export,
     inspect,
     pickles,
+    remains,
     repartition,
     verify,
 )
+from streamshard.operations.inspection import CheckpointList, IncompleteCheckpoint, Inspection
 from streamshard.operations.outlook import Outlook
 from streamshard.operations.report import Progress, Report
 from streamshard.options import (
@@ -42,6 +44,7 @@ from streamshard.options import (
     moving_options,
     reading_options,
     resource_options,
+    source_options,
 )
 from streamshard.outlook_text import plan_text
 from streamshard.progress import display
@@ -62,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     open_what_was_closed()
     signals = Signals()
     try:
-        return carry_out(arguments_of().parse_args(argv), signals)
+        return carry_out(parse_command(sys.argv[1:] if argv is None else argv), signals)
     finally:
         signals.give_back()
 
@@ -192,7 +195,27 @@ def _inspect(arguments: argparse.Namespace) -> None:
     if arguments.pickles:
         _inspect_pickles(arguments)
         return
-    found = inspect.inspect(arguments.source, **inspecting_options(arguments))
+    options = inspecting_options(arguments)
+    found: Inspection | CheckpointList | IncompleteCheckpoint | None
+    try:
+        found = inspect.inspect(arguments.source, **options)
+    except SourceError as error:
+        own = source_options(arguments)
+        more = (value for name, value in options.items() if name not in own)
+        is_brief = not all(value is None or value is False or value == [] for value in more)
+        found = None if is_brief else remains.look_around(error, arguments.source, **own)
+        if found is None:
+            raise
+        _show_inspection(found, arguments)
+        if found.problems:
+            raise
+        return
+    _show_inspection(found, arguments)
+
+
+def _show_inspection(
+    found: Inspection | CheckpointList | IncompleteCheckpoint, arguments: argparse.Namespace
+) -> None:
     if arguments.json:
         _print(json.dumps(asdict(found), indent=2))
     elif not arguments.quiet:

@@ -15,7 +15,7 @@ from streamshard.defaults import (
     FORMATS,
     ORDERS,
 )
-from streamshard.errors import TargetError
+from streamshard.errors import TargetError, UsageError
 from streamshard.options import (
     add_keeping_options,
     add_moving_options,
@@ -24,6 +24,7 @@ from streamshard.options import (
     add_source_options,
     duration,
     size,
+    with_templates,
 )
 from streamshard.streams import give_up, write_out
 
@@ -58,6 +59,16 @@ def arguments_of() -> argparse.ArgumentParser:
     _add_apply(verbs)
     _add_completion(verbs)
     return parser
+
+
+def parse_command(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line; ends the process if it cannot be understood."""
+    parser = arguments_of()
+    try:
+        words = with_templates(argv)
+    except UsageError as error:
+        parser.exit(error.exit_code, f"streamshard: {error}\n")
+    return parser.parse_args(words)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -6,6 +6,8 @@ Only whoever shows an inspection imports this: rich takes memory that moving byt
 import io
 import re
 from collections.abc import Iterable, Sequence
+from datetime import datetime
+from pathlib import Path
 from typing import Final
 
 from rich.box import SIMPLE_HEAD, Box
@@ -16,8 +18,11 @@ from rich.text import Text
 
 from streamshard.operations.inspection import (
     KINDS,
+    CheckpointList,
+    CheckpointSummary,
     FileGroup,
     GroupSummary,
+    IncompleteCheckpoint,
     Inspection,
     ParameterDetail,
     Piece,
@@ -47,7 +52,12 @@ Cell = object
 Columns = Sequence[str]
 
 
-def inspection_text(found: Inspection, *, verbose: bool, width: int | None = None) -> str:
+def inspection_text(
+    found: Inspection | CheckpointList | IncompleteCheckpoint,
+    *,
+    verbose: bool,
+    width: int | None = None,
+) -> str:
     """Lay out what `inspect` found.
 
     Parameters
@@ -56,6 +66,17 @@ def inspection_text(found: Inspection, *, verbose: bool, width: int | None = Non
         Columns of the terminal that it is for, which has colours; None for anything else.
     """
     page = _Page(width, verbose=verbose)
+    if isinstance(found, CheckpointList):
+        page.add(f"directory  {printable(found.path)}, {_checkpoints(found.checkpoints)}")
+        page.checkpoints(found, ())
+        return page.text()
+    if isinstance(found, IncompleteCheckpoint):
+        page.incomplete(found)
+        if len(found.checkpoints) > 1:
+            page.checkpoints(
+                found, [one.problem or "" for one in found.checkpoints if one.is_latest]
+            )
+        return page.text()
     is_brief = bool(found.details or found.rank or found.pictures)
     page.add(_summary(found, brief=is_brief))
     if found.details:
@@ -65,8 +86,9 @@ def inspection_text(found: Inspection, *, verbose: bool, width: int | None = Non
     if not is_brief:
         page.overview(found)
     page.add("\n".join(f"drew  {p.path}, {show(p.nbytes)}" for p in found.pictures))
-    for text in (*(f"PROBLEM  {problem}" for problem in found.problems), *found.notes):
-        page.add(printable(text) if width is None else paragraph(printable(text)))
+    if len(found.checkpoints) > 1:
+        page.checkpoints(found, found.problems)
+    page.texts([*(f"PROBLEM  {problem}" for problem in found.problems), *found.notes])
     return page.text()
 
 
@@ -84,6 +106,37 @@ class _Page:
     def add(self, block: str) -> None:
         if block:
             self._blocks.append(block)
+
+    def texts(self, texts: Sequence[str]) -> None:
+        """Add running text."""
+        for text in texts:
+            self.add(printable(text) if self._width is None else paragraph(printable(text)))
+
+    def checkpoints(
+        self, found: Inspection | CheckpointList | IncompleteCheckpoint, known: Sequence[str]
+    ) -> None:
+        """Add a table of the checkpoints of a directory, the newest at its end.
+
+        Parameters
+        ----------
+        known
+            Problems that are shown anyway.
+        """
+        all_of_them = found.checkpoints
+        head = ("checkpoint", "step", "ranks", "size", "saved", "whole")
+        self.table("", head, map(_checkpoint_row, all_of_them), "")
+        problems = [one.problem for one in all_of_them if one.problem is not None]
+        self.texts([f"PROBLEM  {p}" for p in problems if not any(p in other for other in known)])
+        if problems or isinstance(found, CheckpointList):
+            self.texts([_newest_whole(found.path, all_of_them)])
+
+    def incomplete(self, found: IncompleteCheckpoint) -> None:
+        """Add what is there of a checkpoint, and what is wrong with it."""
+        self.add(_incomplete_summary(found))
+        self._files(found)
+        shown = found.problems if self._verbose else found.problems[:_PARAMETERS_SHOWN]
+        self.texts([f"PROBLEM  {problem}" for problem in shown])
+        self.add(_more(len(found.problems) - len(shown), "-v shows all"))
 
     def table(self, title: str, head: Columns, rows: Iterable[Sequence[Cell]], more: str) -> None:
         """Add a table with a line above it, and one below that says what is not in it."""
@@ -103,7 +156,7 @@ class _Page:
         self._files(found)
         self._parameters(found)
 
-    def _files(self, found: Inspection) -> None:
+    def _files(self, found: Inspection | IncompleteCheckpoint) -> None:
         if self._verbose:
             rows = [(file.path, f"{file.nbytes:,}", show(file.nbytes)) for file in found.file_list]
             self.table("", ("file", "bytes", ""), rows, "")
@@ -214,6 +267,61 @@ def _spell(value: Cell) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def _checkpoint_row(one: CheckpointSummary) -> tuple[Cell, ...]:
+    saved = "-"
+    if one.changed is not None:  # as `ls -l` has it, in local time
+        saved = f"{datetime.fromisoformat(one.changed).astimezone():%b %d %H:%M}"
+    whole = {True: "yes", False: "NO", None: "-"}[one.is_whole]
+    marks = {whole: True, "newest": one.is_newest, "latest": one.is_latest}
+    return (
+        one.path,
+        _known(one.step),
+        _known(one.world_size),
+        show(one.nbytes),
+        saved,
+        ", ".join(mark for mark, is_set in marks.items() if is_set),
+    )
+
+
+def _known(number: int | None) -> str:
+    return "-" if number is None else str(number)
+
+
+def _checkpoints(found: Sequence[CheckpointSummary]) -> str:
+    whole = sum(one.is_whole is True for one in found)
+    return f"{len(found):,} checkpoint{'s' * (len(found) != 1)}, {whole:,} whole"
+
+
+def _newest_whole(path: str, found: Sequence[CheckpointSummary]) -> str:
+    """Say which checkpoint to go on from, as far as headers tell."""
+    whole = [one for one in found if one.is_whole]
+    if not whole:
+        return "None of them is whole."
+    text = f"The newest whole checkpoint: {Path(path) / whole[-1].path}."
+    return f"{text} Whole: all files are there, and their headers agree; verify reads all the rest."
+
+
+def _incomplete_summary(found: IncompleteCheckpoint) -> str:
+    stage = (
+        "ZeRO stage not recorded" if found.zero_stage is None else f"ZeRO stage {found.zero_stage}"
+    )
+    return _facts(
+        [
+            ("checkpoint", f"{found.path} ({KINDS[found.kind]}), NOT WHOLE"),
+            ("tag", found.tag or "not known"),
+            ("saved by", f"{stage}, world size {found.world_size or 'not recorded'}"),
+            ("DeepSpeed", found.deepspeed_version or "version not recorded"),
+            ("steps", "not recorded" if found.global_steps is None else f"{found.global_steps:,}"),
+            ("on disk", f"{found.files:,} files, {show(found.file_bytes)}"),
+        ]
+    )
+
+
+def _facts(facts: Sequence[tuple[str, object]]) -> str:
+    width = max(len(name) for name, _ in facts)
+    return "\n".join(printable(f"{name.ljust(width)}  {value}") for name, value in facts)
+
+
 def _summary(found: Inspection, *, brief: bool) -> str:
     facts: list[tuple[str, object]] = [
         ("checkpoint", f"{found.path} ({_format(found)})"),
@@ -235,8 +343,7 @@ def _summary(found: Inspection, *, brief: bool) -> str:
             ("also", ", ".join([f"{found.frozen:,} frozen", *also])),
             ("on disk", f"{found.files:,} files, {show(found.file_bytes)}"),
         ]
-    width = max(len(name) for name, _ in facts)
-    return "\n".join(printable(f"{name.ljust(width)}  {value}") for name, value in facts)
+    return _facts(facts)
 
 
 def _format(found: Inspection) -> str:

@@ -1,12 +1,19 @@
 """Options that several verbs have: what they are on the command line, and in Python."""
 
 import argparse
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final
 
 from streamshard import sizes
 from streamshard.defaults import DEFAULT_MIN_AGE, PROGRESS_MODES
 from streamshard.errors import UsageError
+from streamshard.formats import dump_names
+
+_MOST_SOURCES: Final = 2
+"""Sources that a verb takes at most, one behind the other."""
 
 
 def add_keeping_options(verb: argparse.ArgumentParser) -> None:
@@ -96,6 +103,34 @@ def add_moving_options(verb: argparse.ArgumentParser) -> None:
         help="read back from disk what was written, and compare it with SRC before it takes its "
         "place",
     )
+
+
+def with_templates(argv: Sequence[str]) -> list[str]:
+    """Put a template in place of the files of all ranks, into which a shell expands `raw/*.pt`.
+
+    Raises
+    ------
+    UsageError
+        There are more files in a row than any verb takes, and no template makes them.
+    """
+    found: list[str] = []
+    for (is_file, place), group in groupby(argv, _file_and_place):
+        words = [*group]
+        if is_file and len(words) > 1 and "{" not in str(place):
+            paths = [*map(Path, words)]
+            if len(words) > _MOST_SOURCES or dump_names.fitting([path.name for path in paths]):
+                words = [dump_names.template_for(paths)]
+        found += words
+    return found
+
+
+def _file_and_place(word: str) -> tuple[bool, Path]:
+    path = Path(word)
+    try:
+        is_file = path.is_file()
+    except (OSError, ValueError):  # such as a name that is too long
+        is_file = False
+    return is_file, path.parent
 
 
 def size(text: str) -> int:

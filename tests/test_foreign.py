@@ -1,7 +1,7 @@
 """A path without a ZeRO checkpoint: the message says what it is, and what can be done with it."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -213,8 +213,44 @@ def test_what_lies_beside_a_checkpoint_does_not_matter(tmp_path: Path) -> None:
     assert streamshard.inspect(run).tag == TAG
     # Not even where it is all that is left in view: the tag is to be named then.
     (run / "latest").unlink()
-    with pytest.raises(SourceNotFoundError, match=rf"--tag: {TAG}, universal"):
+    with pytest.raises(SourceNotFoundError, match=rf"Give the one in it: {run / TAG}$"):
         streamshard.inspect(run)
+    assert streamshard.inspect(run / TAG).tag == TAG
+    save_file(WEIGHTS, run / TAG / "model.safetensors")
+    for path in (run / TAG).glob("*_optim_states.pt"):
+        path.unlink()
+    with pytest.raises(IncompleteError, match=r"no \*_optim_states.pt file.*copy them"):
+        streamshard.inspect(run / TAG)
+
+
+def trainer_output(place: Path, steps: Iterable[int]) -> Path:
+    """Make what HF Trainer leaves, with weights beside each checkpoint and at the end."""
+    place.mkdir()
+    for step in steps:
+        checkpoint = write(Job(), place / f"checkpoint-{step}", tag=f"global_step{step}")
+        save_file(WEIGHTS, checkpoint / "model.safetensors")
+        (checkpoint / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
+    save_file(WEIGHTS, place / "model.safetensors")
+    return place
+
+
+def test_a_checkpoint_in_the_output_of_a_trainer_is_a_tag_of_it(tmp_path: Path) -> None:
+    out = trainer_output(tmp_path / "out", (10, 20))
+    found = streamshard.diff(out, out, tag="checkpoint-10", against_tag="checkpoint-20")
+    assert found.tags == ("global_step10", "global_step20")
+    (out / "checkpoint-10" / "latest").unlink()
+    shards = out / "checkpoint-10" / "global_step10"
+    with pytest.raises(SourceNotFoundError, match=rf"Give the one in it: {shards}$"):
+        streamshard.diff(out, out, tag="checkpoint-10", against_tag="checkpoint-20")
+    assert streamshard.inspect(shards).tag == "global_step10"
+
+
+def test_the_output_of_a_trainer_names_its_checkpoints_the_newest_first(tmp_path: Path) -> None:
+    out = trainer_output(tmp_path / "out", range(200, 2200, 200))
+    names = ", ".join(f"checkpoint-{step}" for step in range(2000, 400, -200))
+    message = f"Give one of the 10 checkpoints in it, such as {out}/checkpoint-2000: {names} and 2"
+    with pytest.raises(SourceNotFoundError, match=message):
+        streamshard.repartition(out, tmp_path / "made", world_size=3)
 
 
 def shard(place: Path) -> Path:

@@ -1,11 +1,19 @@
 """Names of raw per-rank dumps: a template in which `{rank}` stands for the rank."""
 
 import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from string import Formatter
+from typing import Final
 
 from streamshard.errors import IncompleteError, SourceNotFoundError, UsageError
+
+_WILDCARDS: Final = frozenset("*?[")
+_NUMBER: Final = re.compile(r"[0-9]+")
+_SUFFIXES: Final = (".pt", ".pth", ".bin")
+_MOST_SHOWN: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +56,8 @@ class Template:
             raise SourceNotFoundError(f"{self.directory}: no such directory")
         ranks = {self.rank_of(entry.name) for entry in self.directory.iterdir()} - {None}
         if not ranks:
-            raise SourceNotFoundError(f"{where}: no file of this name for any rank")
+            message = f"{where}: no file of this name for any rank{hint_of_templates(where)}"
+            raise SourceNotFoundError(message)
         for rank in range(len(ranks)):
             if rank not in ranks:
                 missing = self.directory / self.file_name(rank)
@@ -82,6 +91,133 @@ def parse(path: str) -> Template:
         message = f"{path}: a template names the rank once, in the file's name"
         raise UsageError(f"{message}, such as 'ckpt/optimizer.{{rank:02d}}.pt'")
     return template
+
+
+# Of files that are there --------------------------------------------------------------------------
+
+
+def is_source_template(path: str) -> bool:
+    """Tell whether a path stands for the files of all ranks: a template, or a pattern of names."""
+    whole = Path(path)
+    return is_template(path) or (bool(_WILDCARDS & {*whole.name}) and not whole.exists())
+
+
+def parse_source(path: str) -> Template:
+    """Read a template of files that are there, by their names: `raw/*.pt`, `{rank}` for `00`.
+
+    Raises
+    ------
+    UsageError
+        It is no template, or more than one template makes the files that a pattern stands for.
+    SourceNotFoundError
+        A pattern stands for no file.
+    """
+    whole = Path(path)
+    if is_template(path):
+        return _as_padded(parse(path))
+    files = [name for name in _files_in(whole.parent) if fnmatchcase(name, whole.name)]
+    if not files:
+        raise SourceNotFoundError(f"{path}: no such file{hint_of_templates(whole)}")
+    name = fitting(files)
+    if name is None:
+        more = ", …" if len(files) > _MOST_SHOWN else ""
+        message = f"{path}: {', '.join(files[:_MOST_SHOWN])}{more}: these names do not differ in"
+        raise UsageError(f"{message} the rank alone{hint_of_templates(whole)}")
+    return Template(whole.parent, name)
+
+
+def template_for(paths: Sequence[Path]) -> str:
+    """Return the template of files that were listed one by one, as a shell expands `raw/*.pt`.
+
+    Raises
+    ------
+    UsageError
+        No template makes these files and no others; the message shows those that there are.
+    """
+    name = fitting([path.name for path in paths])
+    where = paths[0].with_name(name or paths[0].name)
+    if name is None or {*Template(where.parent, name).find()} != {*paths}:
+        message = f"{paths[0]} and {len(paths) - 1:,} more files: are not the dumps of all ranks"
+        raise UsageError(f"{message}{hint_of_templates(where)}")
+    return str(where)
+
+
+def fitting(file_names: Sequence[str]) -> str | None:
+    """Find the one template that makes all of these names.
+
+    >>> fitting(["7b-00.pt", "7b-01.pt"]), fitting(["7b-0.pt", "7b-10.pt"]), fitting(["a", "b"])
+    ('7b-{rank:02d}.pt', '7b-{rank}.pt', None)
+    """
+    found = [name for name, made in _templates(file_names) if len(made) == len(file_names)]
+    if len(found) > 1:  # of a single file: its name may hold other numbers than the rank
+        found = [name for name in found if Template(Path(), name).rank_of(file_names[0]) == 0]
+    return found[0] if len(found) == 1 else None
+
+
+def template_of(file_name: str, beside: Iterable[str]) -> str | None:
+    """Find the template that makes a file's name and those of the other ranks' files beside it."""
+    made = {
+        name: m
+        for name, m in _templates(beside)
+        if Template(Path(), name).rank_of(file_name) is not None
+    }
+    whole = [name for name, m in made.items() if len(m) > 1 and {*m} == {*range(len(m))}]
+    found = whole or [*made]
+    return found[0] if len(found) == 1 else None
+
+
+def hint_of_templates(path: Path) -> str:
+    """Say which templates make the files that lie where a path leads to."""
+    made = {
+        name: ranks
+        for name, ranks in _templates(_files_in(path.parent))
+        if {*ranks} == {*range(len(ranks))} and name.endswith(_SUFFIXES)
+    }
+    most = sorted(made, key=lambda name: (-len(made[name]), name))
+    if len(most) > 1:  # of names such as `step0-rank3` every number might be a rank
+        most = [name for name in most if len(made[name]) > 1]
+    if not most:
+        return "; give a template such as 'ckpt/optimizer.{rank:02d}.pt'"
+    shown = " or ".join(f"'{path.parent / name}'" for name in most[:_MOST_SHOWN])
+    return f"; the files that are there have the template {shown}"
+
+
+def _as_padded(template: Template) -> Template:
+    """Give a template the padding that all of the files have, where its own leaves some out."""
+    before, after = _literals(template.name)
+    names = _files_in(template.directory)
+    alike = [n for n in names if re.fullmatch(f"{re.escape(before)}[0-9]+{re.escape(after)}", n)]
+    own = {template.rank_of(name) for name in alike} - {None}
+    if own and own == {*range(len(own))}:
+        return template
+    for name, ranks in _templates(alike):
+        if _literals(name) == (before, after) and len(ranks) == len(alike):
+            return Template(template.directory, name)
+    return template
+
+
+def _files_in(directory: Path) -> list[str]:
+    if not directory.is_dir():
+        raise SourceNotFoundError(f"{directory}: no such directory")
+    return sorted(entry.name for entry in directory.iterdir() if entry.is_file())
+
+
+def _templates(file_names: Iterable[str]) -> Iterator[tuple[str, list[int]]]:
+    """Yield every template that makes some of these names, each number in turn as the rank."""
+    numbers: dict[tuple[str, str], list[str]] = {}
+    for name in file_names:
+        for match in _NUMBER.finditer(name):
+            around = name[: match.start()], name[match.end() :]
+            numbers.setdefault(around, []).append(match[0])
+    for around, texts in numbers.items():
+        before, after = (text.replace("{", "{{").replace("}", "}}") for text in around)
+        width = min(map(len, texts))
+        is_padded = width > 1 and any(text.startswith("0") for text in texts)
+        template = Template(Path(), f"{before}{{rank{f':0{width}d' * is_padded}}}{after}")
+        ranks = [template.rank_of("".join((around[0], text, around[1]))) for text in texts]
+        known = [rank for rank in ranks if rank is not None]
+        if len(known) == len(texts):
+            yield template.name, known
 
 
 def _literals(name: str) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from streamshard.formats import ds_config, zero_elastic
 from streamshard.formats.checkpoint import Checkpoint, Family
 from streamshard.formats.inert import Node, show
 from streamshard.formats.unsupported import Saved, refuse
+from streamshard.formats.whole_dumps import refuse_whole
 from streamshard.formats.zero_agreement import check_agreement, rank_counts, stage_of
 from streamshard.formats.zero_family import (
     Shapes,
@@ -67,6 +68,7 @@ def read(
     """
     sources = SourceFiles()
     states = [sources.read_dict(path) for path in paths]
+    refuse_whole(states, paths)
     for state, path in zip(states, paths, strict=True):
         if names.OPTIMIZER in state and names.FLAT_GROUPS_3 not in state:
             message = f"{path}: a DeepSpeed checkpoint file, not a dump; give its directory instead"

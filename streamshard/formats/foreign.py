@@ -5,13 +5,14 @@ any other.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from streamshard.errors import IncompleteError, SourceError, UnsupportedError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats import ds_config, torch_file
+from streamshard.formats.dump_names import template_of
 from streamshard.formats.inert import Node
 
 _WEIGHTS: Final = re.compile(
@@ -31,6 +32,12 @@ _MEGATRON: Final = frozenset(
 _UNIVERSAL_PARAM: Final = "fp32.pt"
 """In a directory for each parameter (`deepspeed/checkpoint/ds_to_universal.py`, 0.19.8)."""
 _FIRST_WITHOUT_BF16_OPTIMIZER: Final = (0, 17, 6)
+
+_TORCH_OPTIMIZER: Final = frozenset({"state", "param_groups"})
+_WHOLE_MASTERS: Final = frozenset({"fp32_groups_flat", "fp32_groups"})
+"""Master weights in what DeepSpeed's optimizers without ZeRO save, fused and not fused."""
+_CUT: Final = frozenset({names.FLAT_GROUPS, names.FLAT_GROUPS_3, names.PARTITION_COUNT})
+"""In what ZeRO's optimizers save."""
 
 _NOTHING_CUT: Final = "nothing in it depends on the count of ranks, so it needs no resharding"
 
@@ -64,6 +71,13 @@ def _torch_file(path: Path) -> str | None:
         return None
     if names.FLAT_GROUPS in root or names.FLAT_GROUPS_3 in root:
         return f"a raw dump of one rank's optimizer; give all ranks' by a template{_template(path)}"
+    whole = kind_of_whole_dump(root)
+    if whole is not None:
+        return (
+            f"{whole}, in which ZeRO has cut nothing. If the files of all ranks hold the same, "
+            "any of them loads on any count of ranks; a template tells whether they do"
+            f"{_template(path)}"
+        )
     if names.OPTIMIZER in root:
         return f"one file of a DeepSpeed checkpoint; give its directory, {path.parent}"
     if "pytorch-lightning_version" in root:
@@ -71,13 +85,24 @@ def _torch_file(path: Path) -> str | None:
     return None
 
 
+def kind_of_whole_dump(root: Mapping[str, Node]) -> str | None:
+    """Say whose state dict a dump is that ZeRO has no part in; None of any other file.
+
+    Checked with DeepSpeed 0.19.8: without ZeRO (stage 0), `engine.optimizer` is torch's own in
+    fp32, an `FP16_Optimizer` or `FP16_UnfusedOptimizer` (`deepspeed/runtime/fp16`) in 16 bits.
+    """
+    if root.keys() >= _TORCH_OPTIMIZER and not _CUT & root.keys():
+        return "a plain torch optimizer's state dict"
+    if names.OPTIMIZER in root and _WHOLE_MASTERS & root.keys():
+        return "the state dict of DeepSpeed's optimizer without ZeRO (stage 0)"
+    return None
+
+
 def _template(path: Path) -> str:
-    """Suggest the template that a dump's name is made by, if there is one number in it."""
-    numbers = re.findall(r"\d+", path.name)
-    if len(numbers) != 1:
-        return " such as 'optimizer.{rank:02d}.pt'"
-    field = f"{{rank:0{len(numbers[0])}d}}" if len(numbers[0]) > 1 else "{rank}"
-    return f", '{path.with_name(path.name.replace(numbers[0], field))}'"
+    """Suggest the template that the dumps beside one are made by, if it is the only one."""
+    beside = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
+    name = template_of(path.name, beside)
+    return f", '{path.with_name(name)}'" if name else " such as 'optimizer.{rank:02d}.pt'"
 
 
 # Directories --------------------------------------------------------------------------------------
@@ -132,7 +157,7 @@ def _dumps(path: Path) -> str | None:
             text = _torch_file(entry)
         except (SourceError, OSError):
             continue
-        if text is not None and text.startswith("a raw dump"):
+        if text is not None and "a template" in text:
             return text.replace("a raw dump of one rank's optimizer", "raw dumps of the optimizer")
     return None
 
@@ -168,7 +193,8 @@ def without_shards(tag_dir: Path, models: Sequence[Path], parts: Sequence[Path])
     parts
         Files of pipeline layers and experts in it.
     """
-    text = directory(tag_dir)
+    # Weights that lie beside model files of DeepSpeed's are not all there was.
+    text = _universal(tag_dir) if models else directory(tag_dir)
     if text is not None:
         return UnsupportedError(f"{tag_dir}: {text}")
     if any(path.name.startswith(names.WHOLE_EXPERT_OPTIMIZER) for path in parts):

@@ -13,13 +13,13 @@ from typing import Final, TypeVar
 
 from streamshard.errors import CorruptFileError, DisagreementError, IncompleteError, SourceError
 from streamshard.formats import deepspeed_names as names
-from streamshard.formats import torch_file
+from streamshard.formats import ds_config, torch_file
 from streamshard.formats.dump_names import Template
 from streamshard.formats.inert import Node, show
 from streamshard.formats.node_checks import of_file, require_unrolled
 from streamshard.formats.node_walk import spell_few, spell_key
 from streamshard.formats.torch_tensor import tensor_of
-from streamshard.formats.zero_agreement import rank_counts
+from streamshard.formats.zero_agreement import rank_counts, stage_of
 from streamshard.formats.zero_files import fingerprint, fingerprints, require
 from streamshard.formats.zero_reader import malformed
 
@@ -55,6 +55,50 @@ class Survey:
     """What is wrong with single files, wherever they belong."""
     together: list[SourceError]
     """What is wrong with them as a set that ZeRO saved: missing ranks, contradictions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What most files of a set record of their save; None of what none of them records."""
+
+    zero_stage: int | None
+    world_size: int | None
+    global_steps: int | None
+    version: str | None
+
+
+def recorded(paths: Iterable[Path]) -> Recorded:
+    """Say what is recorded in shards or dumps that cannot be opened as a checkpoint."""
+    errors: list[SourceError] = []
+    roots = dict(_readable(paths, errors))
+    states = {path: _state(r) if names.OPTIMIZER in r else r for path, r in roots.items()}
+    cut = {
+        path: s for path, s in states.items() if names.FLAT_GROUPS_3 in s or names.FLAT_GROUPS in s
+    }
+    models = {path: root for path, root in roots.items() if names.DP_WORLD_SIZE in root}
+    stages = _of_each(cut, lambda state, path: stage_of([state], [path]), errors)
+    ranks = _of_each(models, _ranks_in_model, errors) or _of_each(cut, _count_in_rank, errors)
+    return Recorded(
+        zero_stage=_most_common(stages.values(), int),
+        world_size=_most_common(ranks.values(), int),
+        global_steps=_most_common((root.get("global_steps") for root in models.values()), int),
+        version=_most_common((root.get(names.DS_VERSION) for root in roots.values()), str),
+    )
+
+
+def _ranks_in_model(root: Mapping[str, Node], path: Path) -> Node:
+    """Count all ranks, those of tensor, pipeline and sequence parallelism among them."""
+    data_parallel, parts = _count_in_model(root, path), root.get(names.MP_WORLD_SIZE, 1)
+    config = root.get(names.DS_CONFIG)
+    if not isinstance(data_parallel, int) or not isinstance(parts, int):
+        return None
+    known = config if isinstance(config, dict) else {}
+    return data_parallel * parts * ds_config.sequence_replicas(known, data_parallel)
+
+
+def _most_common(values: Iterable[Node], kind: type[T]) -> T | None:
+    counts = Counter(value for value in values if isinstance(value, kind))
+    return counts.most_common(1)[0][0] if counts else None
 
 
 def survey(tag_dir: Path, aside: Set[Path]) -> Survey:

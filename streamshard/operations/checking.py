@@ -48,7 +48,7 @@ class Request:
     def template(self) -> Template | None:
         """How the files are named, where they are raw dumps."""
         path = str(self.path)
-        return dump_names.parse(path) if dump_names.is_template(path) else None
+        return dump_names.parse_source(path) if dump_names.is_source_template(path) else None
 
     def open(self) -> Source:
         """Open it."""
@@ -89,9 +89,9 @@ def look_at(request: Request, findings: Findings, sample: Sample) -> Looked:
     SourceError
         The place cannot be looked at.
     """
-    template = request.template
     root = Path(request.path)
     with source_errors(root):
+        template = request.template
         if template is not None:
             return _look_at_dumps(request, template, findings, sample)
         if (root / "zarr.json").is_file() or store_files.may_be_store(root):

@@ -30,7 +30,7 @@ def list_files(source: Source) -> tuple[FileSummary, ...]:
             for path in _without_tensors(source)
         }
     return tuple(
-        FileSummary(path, found[path]) for path in sorted(found, key=lambda path: _natural(path))
+        FileSummary(path, found[path]) for path in sorted(found, key=natural_order)
     )
 
 
@@ -93,6 +93,6 @@ def _common(paths: Sequence[str]) -> str:
     return "".join(column[0] if len(set(column)) == 1 else "*" for column in columns)
 
 
-def _natural(path: str) -> list[tuple[int, str]]:
+def natural_order(path: str) -> list[tuple[int, str]]:
     """Order rank 10 after rank 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in _NUMBERS.split(path)]

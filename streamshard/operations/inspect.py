@@ -18,6 +18,7 @@ from streamshard.operations import muon
 from streamshard.operations.file_groups import group_files, list_files
 from streamshard.operations.holding import cut_of, parameter_details, rank_detail, sharing_ranks
 from streamshard.operations.inspection import GroupSummary, Inspection, ParameterSummary
+from streamshard.operations.listing import summaries
 from streamshard.operations.noticing import problems_of
 from streamshard.operations.source import Source, open_source
 
@@ -79,9 +80,12 @@ def inspect(
     opened = open_source(source, tag, ds_config_file=source_ds_config_file, like=like)
     stage = zero_stage or opened.checkpoint.layout.stage
     opened.require_use_of_like(needed=is_resized and muon.needs_order(opened.checkpoint, stage))
+    is_brief = bool(params or rank is not None or files.paths)
+    is_run = opened.kind == "native" and opened.path == Path(source) and tag is None
     try:
         found = replace(
             summarize(opened),
+            checkpoints=summaries(opened.path, opened) if is_run and not is_brief else (),
             details=parameter_details(opened, params),
             rank=None if rank is None else rank_detail(opened, rank),
         )

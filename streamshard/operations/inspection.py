@@ -155,6 +155,73 @@ class RankDetail:
     partitions: tuple[RankPartition, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointSummary:
+    """One checkpoint of a directory that holds several."""
+
+    path: str
+    """Relative to the directory; with the directory before it a source by itself."""
+    kind: str
+    """`native` for shards, `store` for a Zarr store."""
+    step: int | None
+    """Recorded in it, or else the number at the end of its name."""
+    zero_stage: int | None
+    world_size: int | None
+    """Ranks that saved it."""
+    nbytes: int
+    """Size of all files below its path."""
+    changed: str | None
+    """When the newest of these files was written (ISO 8601, UTC)."""
+    is_whole: bool | None
+    """Whether every rank's file is there and what they record agrees; no tensor data is read. None
+    where that cannot be told, as it is of a kind that is not supported."""
+    is_newest: bool
+    """Whether it is of the last step; of one of them only."""
+    is_latest: bool
+    """Whether the directory's `latest` names it."""
+    problem: str | None
+    """Why it is not whole, or cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointList:
+    """What is in a directory that holds checkpoints and is none itself."""
+
+    path: str
+    kind: str
+    """`directory`."""
+    checkpoints: tuple[CheckpointSummary, ...]
+    """In order of their steps."""
+    problems: tuple[str, ...]
+    """What keeps DeepSpeed from finding the checkpoint to load."""
+
+
+@dataclass(frozen=True, slots=True)
+class IncompleteCheckpoint:
+    """What is there of a checkpoint that cannot be opened."""
+
+    path: str
+    kind: str
+    """`native` for shards, `store` for a Zarr store, `dumps` for raw per-rank dumps."""
+    is_whole: bool
+    """Always false."""
+    tag: str | None
+    zero_stage: int | None
+    """As most of the files record it that can be read; None where none does. So are all below."""
+    world_size: int | None
+    global_steps: int | None
+    deepspeed_version: str | None
+    files: int
+    """Files that are there."""
+    file_bytes: int
+    file_groups: tuple[FileGroup, ...]
+    file_list: tuple[FileSummary, ...]
+    problems: tuple[str, ...]
+    """Everything that is missing, or is not as it should be."""
+    checkpoints: tuple[CheckpointSummary, ...]
+    """All that are in the same run directory, where that was what was asked for."""
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Inspection:
     """What a checkpoint holds."""
@@ -210,6 +277,8 @@ class Inspection:
     """The rank that was asked for (`--rank`)."""
     pictures: tuple[FileSummary, ...] = ()
     """Pictures that were asked for (`--svg`, `--html`), and how large they have become."""
+    checkpoints: tuple[CheckpointSummary, ...] = ()
+    """All that are in the run directory, where a whole one was asked for, in order of steps."""
 
     def __repr__(self) -> str:
         """Say what it is about, in a line; its attributes tell the rest."""

@@ -108,14 +108,13 @@ def _list(root: Path, tag: str | None) -> PickleListing:
 
 def _files(root: Path, tag: str | None, notes: list[str]) -> list[Path]:
     """List the files that belong to a checkpoint, or all there are if that cannot be told."""
-    if dump_names.is_template(str(root)):
-        template = dump_names.parse(str(root))
-        if not template.directory.is_dir():
-            raise SourceNotFoundError(f"{template.directory}: no such directory")
+    if dump_names.is_source_template(str(root)):
+        template = dump_names.parse_source(str(root))
         entries = sorted(template.directory.iterdir())
         found = [path for path in entries if template.rank_of(path.name) is not None]
         if not found:
-            raise SourceNotFoundError(f"{root}: no file of this name for any rank")
+            message = f"{root}: no file of this name for any rank"
+            raise SourceNotFoundError(f"{message}{dump_names.hint_of_templates(root)}")
         return found
     if not root.exists():
         raise SourceNotFoundError(f"{root}: no such file or directory")

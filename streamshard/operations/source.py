@@ -31,6 +31,7 @@ from streamshard.formats.inert import show
 from streamshard.formats.links import require_inside
 from streamshard.model import SourceFile, SourceMap
 from streamshard.operations.beside import find_beside, has_shards
+from streamshard.operations.candidates import find_candidates, hint_of_candidates
 from streamshard.operations.cut import cut_source
 from streamshard.plan.cutting import Cutting
 from streamshard.plan.zero import round_robin_order
@@ -144,7 +145,7 @@ def read_hints(
     SourceError
         The other checkpoint cannot be used.
     """
-    if ds_config_file is not None and not any(dump_names.is_template(str(p)) for p in paths):
+    if ds_config_file is not None and not any(dump_names.is_source_template(str(p)) for p in paths):
         message = f"{paths[0]}: is no set of raw dumps, so there is no use for --source-ds-config"
         raise UsageError(message)
     known = open_source(like).checkpoint if like is not None else None
@@ -170,7 +171,7 @@ def _open(
 ) -> Source:
     root = Path(path)
     with source_errors(root):
-        if dump_names.is_template(str(path)):
+        if dump_names.is_source_template(str(path)):
             opened = _open_dumps(str(path), config, like)
         elif (root / "zarr.json").is_file():
             opened = _open_store(root, tag)
@@ -202,9 +203,12 @@ def find_tag(root: Path, tag: str | None) -> tuple[Path, Path]:
     elif not names.is_tag(tag):
         raise SourceError(f"{root}: tag {show(tag)} is no path of a directory in it")
     elif not (root / tag).is_dir():
-        message = f"{root / tag}: no such tag directory{_hint_of_tags(root)}"
+        message = f"{root / tag}: no such tag directory{hint_of_candidates(root)}"
         raise SourceNotFoundError(message)
     require_inside(root / tag, root)
+    if not has_shards(root / tag) and find_candidates(root / tag):
+        # A framework's directory around a checkpoint, such as HF Trainer's `checkpoint-500`.
+        return find_tag(root / tag, None)
     return root, root / tag
 
 
@@ -226,58 +230,28 @@ def _run_directory_of(tag_dir: Path) -> Path:
 def _latest(root: Path) -> str:
     latest = root / names.LATEST
     if not latest.is_file():
-        what = None if _has_checkpoints(root) else foreign.directory(root)
+        what = None if find_candidates(root) else foreign.directory(root)
         if what is not None:
             raise UnsupportedError(f"{root}: {what}")
-        message = f"{root}: no 'latest' file and no shards in it{_hint_of_tags(root)}"
+        message = f"{root}: no 'latest' file and no shards in it{hint_of_candidates(root)}"
         raise SourceNotFoundError(message)
     require_inside(latest, root)
     with stream_of(latest) as stream:
         tag = stream.read(_LATEST_BYTES).decode(errors="replace").strip()
     if not tag:
-        message = f"{latest}: empty, as a save that was killed leaves it{_hint_of_tags(root)}"
+        message = f"{latest}: empty, as a save that was killed leaves it{hint_of_candidates(root)}"
         raise IncompleteError(message)
     if not names.is_tag(tag):
         message = f"{latest}: names {show(tag)}, which leads out of the run directory or is no name"
-        raise SourceError(f"{message}{_hint_of_tags(root)}")
+        raise SourceError(f"{message}{hint_of_candidates(root)}")
     if not (root / tag).is_dir():
-        message = f"{latest}: names {show(tag)}, which is not there{_hint_of_tags(root)}"
+        message = f"{latest}: names {show(tag)}, which is not there{hint_of_candidates(root)}"
         raise IncompleteError(message)
     return tag
 
 
-def _has_checkpoints(root: Path) -> bool:
-    """Tell whether ZeRO's checkpoints lie somewhere in a directory."""
-    files = [entry.name for place in root.iterdir() if place.is_dir() for entry in place.iterdir()]
-    kinds = [parsed.kind for name in files if (parsed := names.parse(name))]
-    return "optim" in kinds or names.LATEST in files
-
-
-def _hint_of_tags(root: Path) -> str:
-    directories = [p for p in root.iterdir() if p.is_dir()]
-    tags = sorted(p.name for p in directories if has_shards(p))
-    nested = sorted(
-        p.name for p in directories if (p / names.LATEST).is_file() or (p / "zarr.json").is_file()
-    )
-    if nested and not tags:
-        return f". Give one of the checkpoints in it: {', '.join(nested[:8])}"
-    tags = tags or sorted(
-        f"{p.parent.name}/{p.name}" for d in directories for p in d.iterdir() if _may_be_tag(p)
-    )
-    if not tags:
-        return ". Give the directory that holds 'latest', or a tag directory"
-    return f". Choose one with --tag: {', '.join(tags[:8])}"
-
-
-def _may_be_tag(place: Path) -> bool:
-    try:
-        return place.is_dir() and has_shards(place)
-    except OSError:  # what cannot be looked into is no help
-        return False
-
-
 def _open_dumps(path: str, config: ds_config.Config | None, like: Checkpoint | None) -> Source:
-    template = dump_names.parse(path)
+    template = dump_names.parse_source(path)
     files = template.find()
     for file in files:
         require_inside(file, template.directory)

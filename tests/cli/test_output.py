@@ -119,9 +119,9 @@ def test_a_directory_of_archives_tells_what_is_in_it(
 ) -> None:
     archive = tmp_path / "archive"
     assert in_process("convert", run, archive / "one.zarr", "-q").code == 0
-    done = in_process("inspect", archive)
+    done = in_process("verify", archive)
     assert done.code == 3
-    assert done.err.endswith(". Give one of the checkpoints in it: one.zarr\n")
+    assert done.err.endswith(f". Give the one in it: {archive / 'one.zarr'}\n")
 
 
 def test_checkpoints_without_a_common_tensor_give_no_table(run: Path) -> None:

@@ -49,19 +49,9 @@ class Odd:
 
 def run(job: Odd) -> None:
     """Do a job in this rank."""
-    deepspeed: Any = importlib.import_module("deepspeed")
     torch.manual_seed(11 if job.load_dir is None else 77)
     with job.stand_in():
-        model = job.model()
-        groups = _groups(model)
-        optimizer = None if job.case.optimizer is None else job.case.optimizer(groups)
-        engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=optimizer,
-            model_parameters=groups if optimizer is None else None,
-            config=job.case.ds_config(),
-            dist_init_required=False,
-        )
+        engine = _start(job.case, job.model())
         if job.load_dir is not None:
             path, _ = engine.load_checkpoint(str(job.load_dir), **dict(job.load_options))
             assert path is not None
@@ -71,6 +61,46 @@ def run(job: Odd) -> None:
             engine.save_checkpoint(str(job.save_dir))
         engine.destroy()
     distributed.barrier()
+
+
+@dataclass(frozen=True)
+class WholeDump:
+    """Train without ZeRO, or load one rank's dump, and dump each rank's optimizer."""
+
+    case: Case
+    template: str
+    load: Path | None = None
+    """The one file that every rank loads."""
+
+
+def dump_whole(job: WholeDump) -> None:
+    """Do such a job in this rank."""
+    torch.manual_seed(11 if job.load is None else 77)
+    engine = _start(job.case, TinyLanguageModel())
+    if job.load is None:
+        for step in range(3):
+            _step(engine, step)
+    else:
+        engine.optimizer.load_state_dict(torch.load(job.load))
+    path = Path(job.template.format(rank=distributed.get_rank()))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(engine.optimizer.state_dict(), path)
+    engine.destroy()
+    distributed.barrier()
+
+
+def _start(case: Case, model: nn.Module) -> Engine:
+    deepspeed: Any = importlib.import_module("deepspeed")
+    groups = _groups(model)
+    optimizer = None if case.optimizer is None else case.optimizer(groups)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        model_parameters=groups if optimizer is None else None,
+        config=case.ds_config(),
+        dist_init_required=False,
+    )
+    return engine
 
 
 def _groups(model: nn.Module) -> Groups:

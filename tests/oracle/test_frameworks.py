@@ -4,6 +4,7 @@ The frameworks themselves save, resume from what was made of it, and train on.
 """
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import safetensors.torch
 import torch
 
 import streamshard
+from streamshard.errors import IncompleteError
+from tests.cli.conftest import streamshard as command
 from tests.oracle.compare import differences
-from tests.oracle.frameworks.common import Seen, generator_digest
+from tests.oracle.frameworks.common import Seen, generator_digest, run
+from tests.oracle.frameworks.hf_trainer import HfTrain
 from tests.oracle.frameworks.journey import (
     ACCELERATE,
     FURTHER_STEPS,
@@ -25,6 +29,7 @@ from tests.oracle.frameworks.journey import (
     Move,
 )
 from tests.oracle.frameworks.lightning_strategy import trainer_state
+from tests.oracle.ranks import require_success, run_jobs
 from tests.oracle.values import value_differences
 
 pytestmark = pytest.mark.engine
@@ -258,3 +263,42 @@ def _generator(path: Path) -> torch.Tensor:
 
 def _counters(seen: Seen) -> dict[str, int]:
     return {key: seen[key] for key in ("step", "engine_step", "batches", "scheduler")}
+
+
+@pytest.fixture(scope="module")
+def trainer_output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What HF Trainer leaves after two checkpoints, and of a third that was cut off."""
+    root = tmp_path_factory.mktemp("trainer")
+    out = root / "out"
+    first = HfTrain(2, out, root / "seen-2.json", last_step=2)
+    second = HfTrain(2, out, root / "seen-3.json", last_step=3, resume_from=out / "checkpoint-2")
+    third = HfTrain(2, out, root / "seen-4.json", last_step=4, resume_from=out / "checkpoint-3")
+    require_success(run_jobs(2, [first, second, third], root / "ranks", run))
+    (lost,) = (out / "checkpoint-4" / "global_step4").glob("*_pp_rank_0_*_optim_states.pt")
+    lost.unlink()
+    return out
+
+
+def test_the_output_of_a_trainer_is_listed_and_each_checkpoint_is_one_of_it(
+    trainer_output: Path,
+) -> None:
+    """Weights lie beside the shards of each of them, and do not make it a model."""
+    assert (trainer_output / "checkpoint-2" / "model.safetensors").is_file()
+    done = command("inspect", trainer_output, "--json")
+    assert (done.code, done.err) == (0, "")
+    found = [
+        (one["path"], one["step"], one["world_size"], one["is_whole"], one["is_newest"])
+        for one in json.loads(done.out)["checkpoints"]
+    ]
+    assert found == [
+        ("checkpoint-2", 2, 2, True, False),
+        ("checkpoint-3", 3, 2, True, False),
+        ("checkpoint-4", 4, 2, False, True),
+    ]
+    report = streamshard.diff(
+        trainer_output, trainer_output, tag="checkpoint-2", against_tag="checkpoint-3"
+    )
+    assert report.tags == ("global_step2", "global_step3")
+    assert any(tensor.distance.changed for tensor in report.tensors)
+    with pytest.raises(IncompleteError, match="rank 0 of at least 2 is missing"):
+        streamshard.inspect(trainer_output, tag="checkpoint-4")

@@ -22,8 +22,10 @@ from tests.oracle.compare import close, differences
 from tests.oracle.files import digests, file_differences
 from tests.oracle.jobs import Dump, Job, LoadDumps, Train, after_path
 from tests.oracle.models import Case
+from tests.oracle.odd_engines import WholeDump, dump_whole
 from tests.oracle.ranks import require_success, run_jobs
 from tests.oracle.truth import Truth
+from tests.oracle.values import value_differences
 
 pytestmark = pytest.mark.engine
 
@@ -213,6 +215,59 @@ def test_the_config_may_come_after_the_store(dumps: Dumps, tmp_path: Path) -> No
         tmp_path / "store.zarr", tmp_path / "out" / NAME, world_size=2, ds_config_file=config
     )
     assert digests(tmp_path / "out") == digests(dumps.out(one))
+
+
+WHOLE = [Case(f"whole-{dtype}", 0, dtype) for dtype in ("fp32", "bf16", "fp16")]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Engines without ZeRO dumped by two ranks; one rank's file loaded by three, dumped again."""
+    root = tmp_path_factory.mktemp("whole")
+    jobs = [WholeDump(case, str(root / case.name / NAME)) for case in WHOLE]
+    require_success(run_jobs(2, jobs, root / "ranks", dump_whole))
+    again = [
+        WholeDump(
+            case,
+            str(root / f"{case.name}-again" / NAME),
+            load=root / case.name / NAME.format(rank=1),
+        )
+        for case in WHOLE
+    ]
+    require_success(run_jobs(3, again, root / "ranks", dump_whole))
+    return root
+
+
+@pytest.mark.parametrize("case", WHOLE, ids=lambda case: case.name)
+def test_of_an_optimizer_without_zero_any_rank_s_dump_will_do(case: Case, whole: Path) -> None:
+    """The message says so, and what three ranks hold is what either of two has dumped."""
+    first = whole / case.name / NAME.format(rank=0)
+    message = (
+        rf"{first}: .* all 2 files hold the same: nothing in it is partitioned.* Any rank's file "
+        rf"will do, on any count of ranks: optimizer\.load_state_dict\(torch\.load\('{first}'\)\)"
+    )
+    with pytest.raises(UnsupportedError, match=message):
+        streamshard.inspect(whole / case.name / NAME)
+    for given in (first, first.parent):
+        with pytest.raises(UnsupportedError, match="in which ZeRO has cut nothing"):
+            streamshard.inspect(given)
+    held = [torch.load(path) for path in sorted(whole.glob(f"{case.name}*/*.pt"))]
+    assert len(held) == 5
+    for other in held[1:]:
+        assert list(value_differences(held[0], other, case.name)) == []
+
+
+def test_optimizers_without_zero_that_are_not_alike_are_not_taken_for_one(
+    whole: Path, tmp_path: Path
+) -> None:
+    """As of tensor parallelism, or of two steps: any rank's file would not do then."""
+    for rank in range(2):
+        dump = torch.load(whole / WHOLE[0].name / NAME.format(rank=rank))
+        if rank:
+            dump["state"][0]["exp_avg"].add_(1)
+        torch.save(dump, tmp_path / NAME.format(rank=rank))
+    with pytest.raises(UnsupportedError, match=r"01\.pt: .*00\.pt holds other values of state"):
+        streamshard.inspect(tmp_path / NAME)
 
 
 def _dress_up(directory: Path, ranks: int, shapes: object, to: Path) -> None:

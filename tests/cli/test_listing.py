@@ -1,0 +1,248 @@
+"""`inspect` of directories with several checkpoints, and of one that is not whole."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import streamshard
+from streamshard.inspection_tables import inspection_text
+from streamshard.operations.inspection import CheckpointList
+from streamshard.operations.listing import summaries
+from tests.cli.conftest import Finished
+from tests.cli.conftest import streamshard as command
+from tests.fabricated import edit, load, save, write
+from tests.job import Job
+
+JOB = Job(stage=2, world_size=3)
+ROW = re.compile(
+    r"(\S+) +(\d+|-) +(\d+|-) +([0-9.]+ \S+) +\w{3} \d\d \d\d:\d\d   "
+    r"((?:yes|NO|-)(?:, newest)?(?:, latest)?)"
+)
+
+
+def save_step(run: Path, step: int, job: Job = JOB) -> Path:
+    """Save a step into a run directory; returns the tag directory."""
+    tag = write(job, run, tag=f"global_step{step}") / f"global_step{step}"
+    for path in tag.glob("*_model_states.pt"):
+        edit(path, lambda model: model.update(global_steps=step))
+    return tag
+
+
+def lose_rank(tag: Path, rank: int) -> None:
+    """Remove a rank's optimizer file."""
+    (path,) = tag.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    path.unlink()
+
+
+@pytest.fixture
+def trainer_output(tmp_path: Path) -> Path:
+    """What HF Trainer leaves when it is killed while it saves for the fourth time."""
+    out = tmp_path / "out"
+    for step in (500, 1000, 1500, 2000):
+        tag = save_step(out / f"checkpoint-{step}", step)
+        (tag.parent / "model.safetensors").write_bytes(bytes(10_000))
+    lose_rank(out / "checkpoint-1500" / "global_step1500", 1)
+    (out / "checkpoint-2000" / "latest").unlink()
+    (out / "runs").mkdir()
+    (out / "model.safetensors").write_bytes(bytes(10))
+    return out
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run directory with three tags."""
+    for step in (90, 100, 110):
+        save_step(tmp_path / "run", step)
+    return tmp_path / "run"
+
+
+def rows(shown: str) -> list[tuple[str, ...]]:
+    """Return what is shown of each checkpoint, without when it was saved."""
+    table = shown[shown.index("checkpoint  ") :]
+    return [match.groups() for match in map(ROW.fullmatch, table.splitlines()) if match]
+
+
+def test_the_output_of_a_trainer_lists_its_checkpoints(trainer_output: Path) -> None:
+    done = command("inspect", trainer_output)
+    assert (done.code, done.err) == (0, "")
+    size = r"\d\d\.\d KiB"
+    expected = [
+        ("checkpoint-500", "500", "3", size, "yes"),
+        ("checkpoint-1000", "1000", "3", size, "yes"),
+        ("checkpoint-1500", "1500", "3", size, "NO"),
+        ("checkpoint-2000/global_step2000", "2000", "3", size, "NO, newest"),
+    ]
+    for row, wanted in zip(rows(done.out), expected, strict=True):
+        assert all(map(re.fullmatch, wanted, row)), row
+    assert "4 checkpoints, 2 whole" in done.out
+    assert re.search(r"PROBLEM  .*/checkpoint-1500/.*: rank 1 of at least 3 is missing", done.out)
+    assert f"PROBLEM  {trainer_output}/checkpoint-2000/latest: not there" in done.out
+    (newest,) = re.findall(r"The newest whole checkpoint: (\S+)\. ", done.out)
+    assert streamshard.inspect(newest).tag == "global_step1000"
+
+
+def test_programs_get_the_same_list(trainer_output: Path) -> None:
+    done = command("inspect", trainer_output, "--json")
+    assert (done.code, done.err) == (0, "")
+    found = json.loads(done.out)
+    assert list(found) == ["path", "kind", "checkpoints", "problems"]
+    assert (found["path"], found["kind"], found["problems"]) == (
+        str(trainer_output),
+        "directory",
+        [],
+    )
+    steps = [(one["step"], one["is_whole"]) for one in found["checkpoints"]]
+    whole, broken = ([(500, True), (1000, True)], [(1500, False), (2000, False)])
+    assert steps == [*whole, *broken]
+    assert [one["is_newest"] for one in found["checkpoints"]] == [False, False, False, True]
+    for one in found["checkpoints"]:
+        assert (one["zero_stage"], one["world_size"], one["is_latest"]) == (2, 3, False)
+        place = trainer_output / one["path"]
+        assert one["nbytes"] == sum(p.stat().st_size for p in place.rglob("*") if p.is_file())
+        # Each path is a source by itself, unless it is broken.
+        if one["is_whole"]:
+            assert streamshard.inspect(place).global_steps == one["step"]
+
+
+def test_other_verbs_name_the_newest_and_where_to_see_all(trainer_output: Path) -> None:
+    done = command("repartition", trainer_output, trainer_output.parent / "made", "-n")
+    assert (done.code, done.out) == (3, "")
+    assert "Give one of the 4 checkpoints in it, such as" in done.err
+    (advised,) = re.findall(r"'(streamshard inspect \S+)'", done.err)
+    assert command(*advised.split()[1:]).code == 0
+
+
+def test_a_run_directory_is_inspected_and_its_tags_listed(
+    run: Path, in_process: Callable[..., Finished]
+) -> None:
+    shutil.copytree(run / "global_step90", run / "best")
+    (run / "latest").write_text("global_step100")
+    done = in_process("inspect", run)
+    assert (done.code, done.err) == (0, "")
+    assert "tag         global_step100\n" in done.out
+    assert [(name, step, whole) for name, step, _, _, whole in rows(done.out[100:])] == [
+        ("best", "90", "yes"),
+        ("global_step90", "90", "yes"),
+        ("global_step100", "100", "yes, latest"),
+        ("global_step110", "110", "yes, newest"),
+    ]
+    found = streamshard.inspect(run).checkpoints
+    assert [one.path for one in found if one.is_latest] == ["global_step100"]
+    assert [one.path for one in found if one.is_newest] == ["global_step110"]
+    assert streamshard.inspect(run, tag="best").checkpoints == ()
+    assert streamshard.inspect(run / "best").checkpoints == ()
+
+
+def test_a_broken_newest_tag_is_told_once(run: Path, in_process: Callable[..., Finished]) -> None:
+    lose_rank(run / "global_step110", 0)
+    (run / "latest").write_text("global_step100")
+    done = in_process("inspect", run)
+    assert done.out.count("rank 0 of at least 3 is missing") == 1
+    assert f"The newest whole checkpoint: {run}/global_step100." in done.out
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_there_of_an_incomplete_checkpoint(stage: int, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (7, 8):
+        save_step(run, step, replace(JOB, stage=stage, world_size=4))
+    tag = run / "global_step8"
+    lose_rank(tag, 1)
+    lose_rank(tag, 3)
+    (torn,) = tag.glob("*zero_pp_rank_2_mp_rank_00_optim_states.pt")
+    torn.write_bytes(torn.read_bytes()[:1000])
+    done = command("inspect", run)
+    assert done.code == 3
+    assert f"saved by    ZeRO stage {stage}, world size 4\n" in done.out
+    assert "steps       8\n" in done.out
+    assert re.search(r"global_step8/.*rank_\*_mp_rank_00_optim_states.pt +2 +1000 B to ", done.out)
+    gone = [rf"rank_{rank}_\S*: rank {rank} is missing" for rank in (1, 3)]
+    for problem in (*gone, rf"{torn}: not a whole torch file"):
+        assert len(re.findall(rf"PROBLEM  .*{problem}", done.out)) == 1
+    assert [row[4] for row in rows(done.out[100:])] == ["yes", "NO, newest, latest"]
+    assert f"The newest whole checkpoint: {run}/global_step7." in done.out
+    assert done.err.startswith("streamshard: ")
+    found = json.loads(command("inspect", run, "--json").out)
+    assert (found["is_whole"], found["tag"], found["zero_stage"]) == (False, "global_step8", stage)
+    assert (found["world_size"], found["global_steps"]) == (4, 8)
+    held = {file["path"] for file in found["file_list"]}
+    assert held == {f"global_step8/{p.name}" for p in tag.iterdir()} | {"zero_to_fp32.py"}
+    assert len(found["problems"]) >= 3
+    assert command("inspect", run, "-q").out == ""
+    assert command("inspect", run, "--rank", 0).out == ""
+
+
+@pytest.mark.parametrize("content", [None, "", "global_step7"])
+def test_tags_without_a_latest_that_names_one_are_listed(content: str | None, run: Path) -> None:
+    (run / "latest").unlink()
+    if content is not None:
+        (run / "latest").write_text(content)
+    done = command("inspect", run)
+    assert done.code == 3
+    assert [row[0] for row in rows(done.out)] == [
+        "global_step90",
+        "global_step100",
+        "global_step110",
+    ]
+    assert f"{run}/latest: " in done.err or "no 'latest' file" in done.err
+    found = json.loads(command("inspect", run, "--json").out)
+    assert [f"streamshard: {problem}\n" for problem in found["problems"]] == [done.err]
+
+
+def test_what_was_saved_without_zero_is_not_called_broken(
+    run: Path, in_process: Callable[..., Finished]
+) -> None:
+    for path in (run / "global_step90").glob("*_optim_states.pt"):
+        path.unlink()
+    edit(run / "global_step90" / "mp_rank_00_model_states.pt", without_zero)
+    (row, *_) = rows(in_process("inspect", run).out[100:])
+    assert (row[0], row[4]) == ("global_step90", "-")
+    assert [one.is_whole for one in streamshard.inspect(run).checkpoints] == [None, True, True]
+
+
+def without_zero(model: dict[str, Any]) -> None:
+    """Make of a model file what DeepSpeed saves without ZeRO, where it holds the optimizer."""
+    model["ds_config"]["zero_optimization"]["stage"] = 0
+    model |= {"param_shapes": None, "shared_params": None, "optimizer": {"state": {}}}
+
+
+def test_archives_are_listed_too(run: Path, tmp_path: Path) -> None:
+    for tag in ("global_step90", "global_step100"):
+        streamshard.convert(run / tag, tmp_path / "archive" / f"{tag}.zarr")
+    done = command("inspect", tmp_path / "archive")
+    assert (done.code, done.err) == (0, "")
+    assert [(row[0], row[1], row[2], row[4]) for row in rows(done.out)] == [
+        ("global_step90.zarr", "90", "3", "yes"),
+        ("global_step100.zarr", "100", "3", "yes, newest"),
+    ]
+
+
+def test_what_is_there_of_dumps(tmp_path: Path) -> None:
+    tag = save_step(tmp_path / "run", 7)
+    for rank, path in enumerate(sorted(tag.glob("*_optim_states.pt"))):
+        save(load(path)["optimizer_state_dict"], tmp_path / f"{rank}.pt")
+    (tmp_path / "1.pt").unlink()
+    done = command("inspect", tmp_path / "{rank}.pt")
+    assert done.code == 3
+    assert "saved by    ZeRO stage 2, world size 3\n" in done.out
+    assert re.search(r"^\*\.pt +2 ", done.out, re.MULTILINE)
+    assert re.search(r"PROBLEM  .*/1\.pt: rank 1 is missing", done.out)
+
+
+def test_a_line_each_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:
+    for step in range(29_000, 30_000, 100):
+        save_step(tmp_path / f"checkpoint-{step}", step, Job(world_size=2))
+    found = CheckpointList(str(tmp_path), "directory", summaries(tmp_path), ())
+    marked = replace(found.checkpoints[-1], is_latest=True, nbytes=98 << 30, world_size=512)
+    found = replace(found, checkpoints=(*found.checkpoints[:-1], marked))
+    shown = re.sub("\x1b\\[[0-9;]*m", "", inspection_text(found, verbose=False, width=80))
+    lines = [line for line in shown.splitlines() if "checkpoint-2" in line and "yes" in line]
+    assert len(lines) == 10
+    assert lines[-1].endswith("yes, newest, latest")
+    assert max(map(len, shown.splitlines()[1:-3])) <= 80
