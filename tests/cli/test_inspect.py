@@ -33,7 +33,7 @@ KEYS = {
     "": "path kind tag zero_stage world_size data_parallel model_parallel expert_parallel "
     "module_dtype optimizer deepspeed_version global_steps skipped_steps global_samples groups "
     "parameters frozen buffers tied state_bytes files file_bytes file_groups file_list tensors "
-    "codec problems notes weights_only details rank pictures",
+    "codec problems notes weights_only details rank weights pictures",
     "groups": "family expert_rank parameters numel master_dtype states hyper_parameters",
     "parameters": "name shape numel group pieces first_rank last_rank",
     "file_groups": "pattern files nbytes smallest largest",
