@@ -180,6 +180,8 @@ class _Page:
             for p in shown
         ]
         hint = "-v lists all, --param PATTERN tells of some where every element lies"
+        if not found.zero_stage:
+            return  # nothing is known by name but the module's weights, which are not cut
         self.table("", head, rows, _more(len(found.parameters) - len(rows), hint))
 
     def details(self, details: Sequence[ParameterDetail]) -> None:
@@ -326,7 +328,7 @@ def _summary(found: Inspection, *, brief: bool) -> str:
     facts: list[tuple[str, object]] = [
         ("checkpoint", f"{found.path} ({_format(found)})"),
         ("tag", found.tag),
-        ("saved by", f"ZeRO stage {found.zero_stage}, world size {_ranks(found)}"),
+        ("saved by", f"{_stage(found)}, world size {_ranks(found)}"),
     ]
     if not brief:
         numel = sum(group.numel for group in found.groups)
@@ -341,9 +343,26 @@ def _summary(found: Inspection, *, brief: bool) -> str:
             ("states", ", ".join(states) or ("dropped" if found.weights_only else "none yet")),
             ("parameters", f"{len(found.parameters):,} trained, {numel:,} elements"),
             ("also", ", ".join([f"{found.frozen:,} frozen", *also])),
+        ]
+        if not found.zero_stage:
+            facts[-3:] = _uncut_facts(found, also)
+        facts += [
             ("on disk", f"{found.files:,} files, {show(found.file_bytes)}"),
         ]
     return _facts(facts)
+
+
+def _stage(found: Inspection) -> str:
+    return f"ZeRO stage {found.zero_stage}" if found.zero_stage else "DeepSpeed without ZeRO"
+
+
+def _uncut_facts(found: Inspection, also: Sequence[str]) -> list[tuple[str, object]]:
+    """Say what there is where nothing is cut, and what the files do not tell then (stage 0)."""
+    return [
+        ("states", "whole, in the model file, by number of the parameter"),
+        ("parameters", f"{found.weights:,}, not told which of them are trained"),
+        ("also", ", ".join(also)),
+    ]
 
 
 def _format(found: Inspection) -> str:
@@ -351,6 +370,8 @@ def _format(found: Inspection) -> str:
 
 
 def _dtypes(found: Inspection) -> str:
+    if not found.zero_stage:
+        return found.module_dtype or "not recorded"
     masters = ", ".join(sorted({group.master_dtype for group in found.groups})) or "none"
     return f"{found.module_dtype or 'not recorded'}, master weights {masters}"
 

@@ -91,6 +91,7 @@ class ZeroLayout:
     """What a ZeRO engine was told about cutting its optimizer state."""
 
     stage: int
+    """0 without ZeRO: then nothing is cut, and every rank has all."""
     world_size: int
     """Size of the (sequence-)data-parallel group, which is that of every family."""
     round_robin: bool = False

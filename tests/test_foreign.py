@@ -37,14 +37,23 @@ def stage_0(place: Path, **changes: object) -> Path:
 
 
 @pytest.mark.parametrize("give_tag", [False, True])
-def test_a_checkpoint_without_zero_needs_nothing(give_tag: bool, tmp_path: Path) -> None:
+def test_a_checkpoint_without_zero_is_none_of_the_others(give_tag: bool, tmp_path: Path) -> None:
+    """Weights for `from_pretrained`, which may lie beside its file, do not hide it."""
     run = stage_0(tmp_path / "run")
-    message = rf"mp_rank_00_model_states\.pt: saved without ZeRO \(stage 0\).*{ON_ANY} count"
-    with pytest.raises(UnsupportedError, match=message):
-        streamshard.inspect(run / TAG if give_tag else run)
+    save_file(WEIGHTS, run / TAG / "model.safetensors")
+    assert streamshard.inspect(run / TAG if give_tag else run).zero_stage == 0
 
 
-def test_neither_does_one_with_experts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_optimizer_of_the_user_s_does_not_make_it_stage_0(stage: int, tmp_path: Path) -> None:
+    run = write(Job(stage=stage, client_state={"optimizer": {"state": {}}}), tmp_path / "run")
+    for path in (run / TAG).glob("*_optim_states.pt"):
+        path.unlink()
+    with pytest.raises(IncompleteError, match=r"no \*_optim_states.pt file.*copy them"):
+        streamshard.inspect(run)
+
+
+def test_one_with_experts_needs_nothing(tmp_path: Path) -> None:
     run = stage_0(tmp_path / "run", optimizer=None)
     for rank in range(2):
         save({"optimizer": {}}, run / TAG / f"expp_rank_{rank}_mp_rank_00_optim_states.pt")

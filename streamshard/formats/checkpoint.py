@@ -54,7 +54,8 @@ class ModuleEntry:
 
     name: str
     kind: str
-    """`param` (trained), `frozen`, `buffer` or `alias` (another name of a tied parameter)."""
+    """`param` (trained), `frozen`, `weight` (stage 0 does not tell which of the two), `buffer` or
+    `alias` (another name of a tied parameter)."""
     dtype: str
     shape: tuple[int, ...]
     alias_of: str = ""
@@ -95,12 +96,14 @@ class Family:
     name: str
     """Empty where there is one family, else unique: `mp_rank_01`."""
     groups: tuple[ParamGroup, ...]
-    """In the optimizer's order, expert ranks of one group side by side."""
+    """In the optimizer's order, expert ranks of one group side by side. None at stage 0, which does
+    not tell which parameters the states are of."""
     module: tuple[ModuleEntry, ...]
     model_state: Mapping[str, Node]
     """The model file's dict. What depends on the cutting is emptied, storages name blobs."""
     optimizer_file: Mapping[str, Node]
-    """The optimizer file's dict, emptied likewise."""
+    """The optimizer file's dict, emptied likewise. Empty at stage 0, where the model file holds the
+    optimizer's state."""
     param_ids: Mapping[str, int]
     """ZeRO-3's `ds_id` of the parameters for which a file tells it."""
 
@@ -205,7 +208,8 @@ class Checkpoint:
     @property
     def config(self) -> Mapping[str, Any]:
         """The DeepSpeed config that the files keep; empty if they keep none."""
-        config = self.families[0].optimizer_file.get(names.DS_CONFIG)
+        first = self.families[0]
+        config = (first.optimizer_file or first.model_state).get(names.DS_CONFIG)
         return config if isinstance(config, dict) else {}
 
     def tensor_index(self) -> dict[tuple[str, str, str], int]:

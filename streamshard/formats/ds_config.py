@@ -108,7 +108,7 @@ def zero_layout(
     size = _number(zero, "sub_group_size")
     if bf16_optimizer is None:
         bf16_optimizer = stage == 1 and _uses_bf16_optimizer(config)
-    flat = stage < 3 and not bf16_optimizer
+    flat = 0 < stage < 3 and not bf16_optimizer
     return ZeroLayout(
         stage=stage,
         world_size=world_size,

@@ -183,6 +183,20 @@ _DIRECTORIES: Final[tuple[Callable[[Path], str | None], ...]] = (
 # Tag directories without optimizer files ----------------------------------------------------------
 
 
+def is_stage_0(model_file: Path) -> bool:
+    """Tell whether a model file holds the optimizer's state too, as it does without ZeRO.
+
+    By `DeepSpeedEngine._common_checkpoint_state` (0.19.8), which lists the shapes of what ZeRO cuts
+    in place of that state. An entry called `optimizer` alone may be the user's.
+    """
+    root = torch_file.read(model_file, -1).root
+    if not isinstance(root, dict) or root.get(names.WHOLE_OPTIMIZER) is None:
+        return False
+    kept = root.get(names.DS_CONFIG)
+    stage = ds_config.zero_stage(kept) if isinstance(kept, dict) else None
+    return not stage and root.get(names.PARAM_SHAPES) is None
+
+
 def without_shards(tag_dir: Path, models: Sequence[Path], parts: Sequence[Path]) -> SourceError:
     """Explain why there is no optimizer file in a tag directory.
 
@@ -204,8 +218,6 @@ def without_shards(tag_dir: Path, models: Sequence[Path], parts: Sequence[Path])
         return IncompleteError(f"{tag_dir}: no DeepSpeed checkpoint files in it")
     root = torch_file.read(models[0], -1).root
     model: dict[str, Node] = root if isinstance(root, dict) else {}
-    if model.get(names.WHOLE_OPTIMIZER) is not None:
-        return UnsupportedError(f"{models[0]}: {_STAGE_0}. {_AS_IT_IS} on any count of them")
     kept = model.get(names.DS_CONFIG)
     config = kept if isinstance(kept, dict) else {}
     if config and not ds_config.zero_stage(config) and not _had_bf16_optimizer(model, config):

@@ -30,7 +30,10 @@ def require_consistent(checkpoint: Checkpoint) -> None:
     if checkpoint.dropped is not None:
         _require_no_states(checkpoint)
     for family in checkpoint.families:
-        _require_whole_optimizer(family)
+        if checkpoint.layout.stage:
+            _require_whole_optimizer(family)
+        else:
+            _require_uncut(family)
         _require_tensors(family, index)
         _require_shapes(family, checkpoint)
 
@@ -76,6 +79,14 @@ def _require_shapes(family: Family, checkpoint: Checkpoint) -> None:
                 raise CorruptFileError(f"{message} {checkpoint.tensors[tensor].numel:,}")
         if entry.dtype == "":
             raise CorruptFileError(f"module's {show(entry.name)} has no dtype")
+
+
+def _require_uncut(family: Family) -> None:
+    """Require the entries that a model file has whose optimizer's state is not cut (stage 0)."""
+    if family.groups or family.optimizer_file:
+        raise CorruptFileError("is said to be of stage 0, and holds what a ZeRO stage has cut")
+    if not {names.MODULE_STATE, names.WHOLE_OPTIMIZER} <= {*family.model_state}:
+        raise CorruptFileError("holds no whole model file")
 
 
 def _require_whole_optimizer(family: Family) -> None:

@@ -264,7 +264,7 @@ def _read_state(spelled: Node) -> Node:
 
 
 def _layout(stage: Node, world_size: Node, *others: Node) -> ZeroLayout:
-    if stage not in (1, 2, 3) or not all(isinstance(other, int) for other in others):
+    if stage not in (0, 1, 2, 3) or not all(isinstance(other, int) for other in others):
         raise UnsupportedError(f"ZeRO stage {show(stage)} with {show(others)} is not known")
     return ZeroLayout(int(stage), _count(world_size, least=1), *others)
 

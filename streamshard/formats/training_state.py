@@ -70,6 +70,8 @@ def _kept(held: Mapping[str, Node], aside: frozenset[str] | set[str]) -> dict[st
 def _compare_optimizers(
     one: Family, other: Family, left: ZeroLayout, right: ZeroLayout, prefix: str
 ) -> Iterator[Found]:
+    if not one.optimizer_file or not other.optimizer_file:
+        return  # at stage 0 it is in the model file, and compared with that
     aside = _CUT_IN_OPTIMIZER | PROVENANCE
     held = [_kept(family.optimizer_file[names.OPTIMIZER], aside) for family in (one, other)]
     for mine, layout in ((held[0], right), (held[1], left)):

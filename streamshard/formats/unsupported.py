@@ -54,6 +54,19 @@ def refuse(saved: Saved) -> None:
             raise UnsupportedError(message)
 
 
+def refuse_uncut(saved: Saved) -> None:
+    """Refuse what a model file shows whose optimizer's state is not cut (stage 0).
+
+    Raises
+    ------
+    UnsupportedError
+        The message names the file, what it holds, and what the user can do.
+    """
+    message = _sharded_base_weights(saved)
+    if message is not None:
+        raise UnsupportedError(message)
+
+
 def refuse_files(tag_dir: Path, others: Iterable[Path]) -> None:
     """Refuse a tag directory for files in it that are not ZeRO's own.
 

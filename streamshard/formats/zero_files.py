@@ -9,7 +9,7 @@ from typing import Any, Final
 from streamshard.errors import CorruptFileError, IncompleteError, UnsupportedError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats import torch_file
-from streamshard.formats.foreign import without_shards
+from streamshard.formats.foreign import is_stage_0, without_shards
 from streamshard.formats.inert import Node
 from streamshard.formats.inert_dump import dump
 from streamshard.formats.node_checks import of_file, require_unrolled
@@ -42,7 +42,7 @@ class FamilyFiles:
     model_files: tuple[Path, ...]
     """One in stages 1 and 2, one per rank in stage 3."""
     optimizer_files: tuple[Path, ...]
-    """One per rank, in order of rank."""
+    """One per rank, in order of rank; none at stage 0, where the model file holds all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,9 @@ def find(tag_dir: Path) -> ShardSet:
     refuse_files(tag_dir, others)
     if not prefixes:
         models = [path for found in families.values() for path in found.model.values()]
-        raise without_shards(tag_dir, models, parts)
-    prefix = next(iter(prefixes))
+        if not models or not is_stage_0(models[0]):
+            raise without_shards(tag_dir, models, parts)
+    prefix = next(iter(prefixes), "")
     return ShardSet(
         tag_dir=tag_dir,
         families=_families(tag_dir, families, prefix),

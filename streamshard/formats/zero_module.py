@@ -118,7 +118,7 @@ class ModuleReader:
     def _alias_of(self, name: str, tensor: Tensor, seen: dict[tuple[object, ...], str]) -> str:
         """Find the entry that this one is another name of; empty if it is the first of its own.
 
-        Only stages 1 and 2 show it in memory: in stage 3 all that is left is the list that rank 0
+        Only stages 0 to 2 show it in memory: in stage 3 all that is left is the list that rank 0
         keeps.
         """
         if name in self.tied and self.tied[name] in self._module:
@@ -131,6 +131,8 @@ class ModuleReader:
     def _kind(self, name: str, buffers: set[str], trained: Mapping[str, object]) -> str:
         if name in buffers:
             return "buffer"
+        if self._stage == 0:
+            return "weight"
         if name in trained:
             return "param"
         # Without a list of frozen parameters, which stage 1 and DeepSpeed before 0.9.1 do not keep,
@@ -224,9 +226,7 @@ class ModuleReader:
 
     def strip(self, entries: Sequence[ModuleEntry]) -> None:
         """Empty what depends on the cutting in rank 0's file, leaving every key where it stands."""
-        kept = {entry.name for entry in entries if entry.kind == "extra"}
-        for name in [name for name in self._module if name not in kept]:
-            del self._module[name]
+        self.strip_module(entries)
         if self._first.get(names.RANDOM_LTD) is not None:
             # DeepSpeed's zero_to_fp32 looks for these names in the module's state dict.
             listed = self._first[names.BUFFER_NAMES]
@@ -235,6 +235,12 @@ class ModuleReader:
             if self._first.get(key) is not None:
                 # An empty value, not None: that is what says that frozen weights were left out.
                 self._first[key] = OrderedDict()
+
+    def strip_module(self, entries: Sequence[ModuleEntry]) -> None:
+        """Take the tensors that have become logical tensors out of the module's state dict."""
+        kept = {entry.name for entry in entries if entry.kind == "extra"}
+        for name in [name for name in self._module if name not in kept]:
+            del self._module[name]
 
 
 def _is_dense(tensor: Tensor) -> bool:

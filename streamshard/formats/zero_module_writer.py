@@ -39,6 +39,8 @@ class ModuleWriter:
         """Spell a model file; without a rank the one that stages 1 and 2 share."""
         source = self._family.model_state
         module = self._module(source[names.MODULE_STATE])
+        if self._layout.stage == 0:
+            return self._uncut(module)
         shapes, fragments = self._frozen(module, rank)
         given = {names.DS_CONFIG: self._config} if names.DS_CONFIG in source else {}
         state = {
@@ -54,6 +56,16 @@ class ModuleWriter:
         crosses = self._layout.stage != self._source.layout.stage
         known = {key: value for key, value in state.items() if crosses or key in source}
         return {**source, **known, **given}
+
+    def _uncut(self, module: Mapping[str, Node]) -> dict[str, Node]:
+        """Spell the model file of stage 0, which holds the optimizer's state as well."""
+        source = self._family.model_state
+        state: dict[str, Node] = {**source, names.DP_WORLD_SIZE: self._layout.world_size}
+        if source[names.MODULE_STATE] is not None:  # as with pipeline parallelism
+            state[names.MODULE_STATE] = module
+        if names.DS_CONFIG in source:
+            state[names.DS_CONFIG] = self._config
+        return state
 
     def _module(self, held: Node) -> OrderedDict[str, Node]:
         """Spell the module's state dict."""

@@ -7,7 +7,7 @@ from typing import Final
 
 from streamshard.errors import CorruptFileError, DisagreementError, IncompleteError
 from streamshard.formats import deepspeed_names as names
-from streamshard.formats import frameworks, torch_file
+from streamshard.formats import frameworks, stage_0, torch_file
 from streamshard.formats.checkpoint import Checkpoint, OtherFile
 from streamshard.formats.inert import Node, show
 from streamshard.formats.node_checks import of_file
@@ -87,23 +87,27 @@ def _read_shards(
         name = names.family(files.mp_rank) if len(shards.families) > 1 else ""
         tied = readings[0].tied if readings else {}
         known = like.families[number] if like is not None else None
-        reading = read_family(files, sources, name=name, first=len(tensors), tied=tied, like=known)
+        first = len(tensors)
+        if files.optimizer_files:
+            reading = read_family(files, sources, name=name, first=first, tied=tied, like=known)
+        else:
+            reading = stage_0.read_family(files, sources, name=name, first=first)
         readings.append(reading)
         tensors += readings[-1].tensors
-    first = readings[0]
+    layout = readings[0].layout
     _check_families(readings, shards)
     whole = {k: v for reading in readings for k, v in reading.whole.items()}
     files_ = _adopt_files(others, sources, tensors, whole)
     checkpoint = Checkpoint(
         tag=tag,
-        layout=first.layout,
+        layout=layout,
         tensors=tuple(tensors),
         families=tuple(reading.family for reading in readings),
-        module_dtype=first.module_dtype,
+        module_dtype=readings[0].module_dtype,
         files=files_,
         notes=(*sources.notes, *dict.fromkeys(note for r in readings for note in r.notes)),
         is_bf16=shards.prefix == "bf16_",
-        accelerate_step=_accelerate_step(others, first.layout.world_size * len(readings)),
+        accelerate_step=_accelerate_step(others, layout.world_size * len(readings)),
     )
     source_map = SourceMap(
         files=tuple(sources.files),

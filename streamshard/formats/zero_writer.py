@@ -28,6 +28,23 @@ class FileImage:
     """Whose file it is, where that matters."""
 
 
+class WholeImages:
+    """Spells the one file of a family that was trained without ZeRO (stage 0)."""
+
+    def __init__(self, target: ZeroTarget) -> None:
+        self._target = target
+
+    def all(self) -> Iterator[FileImage]:
+        """Spell all files."""
+        target = self._target
+        path = f"{target.checkpoint.tag}/{names.model_file(None, target.mp_rank)}"
+        yield FileImage(path, spell(ModuleWriter(target).file(None)), target.mp_rank)
+
+    def sizes(self) -> Iterator[tuple[FileImage, Sequence[str]]]:
+        """Spell one of all files that are equally large, with the paths of all of them."""
+        yield from ((image, [image.path]) for image in self.all())
+
+
 class NativeImages:
     """Spells the files of a family one after the other: model files, then optimizer files."""
 

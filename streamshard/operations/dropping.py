@@ -103,6 +103,8 @@ class Dropper:
             left = Remainder.of(full.store, at=receipt.dropped or spell_time(self.now), why=_WHY)
             if not states_of(left.full.checkpoint):
                 reason = "its archive holds no optimizer states"
+                if not left.full.checkpoint.layout.stage:
+                    reason = "saved without ZeRO (stage 0), whose states are not told apart"
                 return replace(told, action=compaction.KEPT, reason=reason)
             nbytes = left.dropped_bytes
             if is_dry_run:

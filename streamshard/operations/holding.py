@@ -185,6 +185,9 @@ def rank_detail(source: Source, rank: int) -> RankDetail:
     if source.kind == "store":
         message = f"--rank {rank}: a store is not cut among ranks, so there is none to look at"
         raise UsageError(f"{message}; --param shows the chunks")
+    if not layout.stage:
+        message = f"--rank {rank}: saved without ZeRO (stage 0), where every rank holds everything"
+        raise UsageError(f"{message}; --param shows where the tensors lie")
     if not 0 <= rank < layout.world_size:
         message = f"--rank {rank}: there are the data-parallel ranks 0 to {layout.world_size - 1}"
         raise UsageError(message)

@@ -100,7 +100,7 @@ def summarize(source: Source) -> Inspection:
     """Summarize an opened checkpoint."""
     checkpoint, files = source.checkpoint, list_files(source)
     first = checkpoint.families[0]
-    model, optimizer = first.model_state, first.optimizer_file
+    model, optimizer = first.model_state, first.optimizer_file or first.model_state
     entries = [entry for family in checkpoint.families for entry in family.module]
     kinds = [entry.kind for entry in entries]
     sizes: dict[str, int] = {}
@@ -124,6 +124,7 @@ def summarize(source: Source) -> Inspection:
         groups=_groups(checkpoint),
         parameters=tuple(_parameters(source)),
         frozen=kinds.count("frozen"),
+        weights=kinds.count("weight"),
         buffers=kinds.count("buffer"),
         tied={entry.name: entry.alias_of for entry in entries if entry.kind == "alias"},
         state_bytes=sizes,
@@ -142,6 +143,8 @@ def summarize(source: Source) -> Inspection:
 def _groups(checkpoint: Checkpoint) -> tuple[GroupSummary, ...]:
     found = []
     for family in checkpoint.families:
+        if not family.groups:
+            continue
         numels = checkpoint.master_numels(family)
         hyper = family.wrapped_optimizer["param_groups"]
         found += [

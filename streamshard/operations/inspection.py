@@ -275,6 +275,9 @@ class Inspection:
     """Tensors that were asked for by name (`--param`)."""
     rank: RankDetail | None = None
     """The rank that was asked for (`--rank`)."""
+    weights: int = 0
+    """Weights of which the files do not tell whether they are trained, as without ZeRO (stage 0);
+    they are not among `parameters`."""
     pictures: tuple[FileSummary, ...] = ()
     """Pictures that were asked for (`--svg`, `--html`), and how large they have become."""
     checkpoints: tuple[CheckpointSummary, ...] = ()

@@ -7,7 +7,13 @@ from streamshard.formats import deepspeed_names as names
 from streamshard.formats import frameworks
 from streamshard.formats.dump_names import Template
 from streamshard.formats.zero_target import ZeroTarget
-from streamshard.formats.zero_writer import DumpImages, Images, NativeImages, StepImages
+from streamshard.formats.zero_writer import (
+    DumpImages,
+    Images,
+    NativeImages,
+    StepImages,
+    WholeImages,
+)
 from streamshard.model import FILE
 from streamshard.operations.native_files import NativeFiles, cut_family
 from streamshard.operations.settings import TargetSettings
@@ -55,7 +61,8 @@ def spell(
     files = NativeFiles(source, layout.world_size, cuts)
     if template is not None:
         return files, [DumpImages(targets[0], template.file_name)]
-    images: list[Images] = [NativeImages(target) for target in targets]
+    kind = NativeImages if layout.stage else WholeImages
+    images: list[Images] = [kind(target) for target in targets]
     if checkpoint.accelerate_step is not None:
         images.append(StepImages(checkpoint.accelerate_step, resized.new_steps))
     return files, images

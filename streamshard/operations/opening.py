@@ -18,7 +18,7 @@ from streamshard.operations.lazy import LazyTensor, Reading
 from streamshard.operations.notebook import ranks_text
 from streamshard.operations.source import Source, open_source
 
-_KINDS: Final = {"param": "trained", "frozen": "frozen", "buffer": "buffer"}
+_KINDS: Final = {"param": "trained", "frozen": "frozen", "weight": "weight", "buffer": "buffer"}
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 
 from streamshard.drawing.picture import Half, Panel, Picture, PictureRow, Strip
+from streamshard.errors import UsageError
 from streamshard.formats.checkpoint import Checkpoint, Family, ParamGroup
 from streamshard.model import ITEMSIZE, MASTER, ZeroLayout
 from streamshard.operations import muon
@@ -58,6 +59,8 @@ def picture_of(
     ways = [_as_it_is(source)]
     if world_size is not None or zero_stage is not None:
         ways.append(_resized(source, world_size, zero_stage))
+    if not source.checkpoint.layout.stage:
+        raise UsageError("saved without ZeRO (stage 0), of which nothing is cut: nothing to draw")
     places = [
         (number, place)
         for number, family in enumerate(source.checkpoint.families)

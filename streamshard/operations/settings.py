@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from streamshard.errors import UsageError
+from streamshard.errors import UnsupportedError, UsageError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats import ds_config, resuming
 from streamshard.formats.checkpoint import Checkpoint
@@ -12,6 +12,15 @@ from streamshard.model import ZeroLayout
 
 _MOST_RANKS: Final = 1 << 17
 """More GPUs than any job has; a plan for them takes minutes, and what is larger is a mistake."""
+_NOT_CUT: Final = (
+    "Saved without ZeRO (stage 0), which cuts nothing: DeepSpeed loads the source itself on any "
+    "count of ranks. Of what it saved, dp_world_size alone is another in OUT."
+)
+_NAMELESS: Final = (
+    "saved without ZeRO (stage 0), whose optimizer numbers the parameters and does not name them, "
+    "so its states cannot be cut for another stage: resume at stage 0, or begin at another stage "
+    "from the weights that 'streamshard export' writes"
+)
 _STAGE_0: Final = (
     "The config says ZeRO stage 0. DeepSpeed before 0.17.6 resumes from these files with that "
     "config, because it partitioned the states of bf16 training as at stage 1. Later versions do "
@@ -51,6 +60,8 @@ def target_settings(
     saved_stage = _saved_stage(checkpoint)
     as_saved = wanted is None and zero_stage in (None, saved_stage)
     config, is_bf16 = dict(kept), checkpoint.is_bf16
+    if not checkpoint.layout.stage:
+        return _uncut_settings(checkpoint, dp_world_size, zero_stage, wanted)
     if checkpoint.replicas > 1:
         config = ds_config.with_data_parallel_size(config, dp_world_size)
     if wanted is not None:
@@ -79,6 +90,30 @@ def target_settings(
     if as_saved and saved_stage == 0 and not _is_pipeline(checkpoint):
         note = f"{note} {_STAGE_0}"
     return TargetSettings(layout, config, dtype, is_bf16, (note, *resuming.notes(config)))
+
+
+def _uncut_settings(
+    checkpoint: Checkpoint,
+    dp_world_size: int,
+    zero_stage: int | None,
+    wanted: ds_config.Config | None,
+) -> TargetSettings:
+    """Decide what shapes the target of what was saved without ZeRO, which stays without."""
+    kept, dtype = checkpoint.config, checkpoint.module_dtype
+    config = dict(kept) if wanted is None else ds_config.resolved(wanted, kept)
+    if zero_stage or (wanted is not None and ds_config.zero_stage(config)):
+        raise UnsupportedError(_NAMELESS)
+    if checkpoint.replicas > 1:
+        config = ds_config.with_data_parallel_size(config, dp_world_size)
+    if ds_config.module_dtype(config) != dtype:
+        message = f"the checkpoint was trained in {dtype} without ZeRO, the given config trains in"
+        message = f"{message} {ds_config.module_dtype(config)}: its optimizer's state is of another"
+        raise UsageError(f"{message} kind; keep the dtype")
+    layout = ds_config.zero_layout(config, stage=0, world_size=dp_world_size)
+    _require_resumable(checkpoint, config, layout, given=wanted is not None)
+    return TargetSettings(
+        layout, config, dtype, checkpoint.is_bf16, (_NOT_CUT, *resuming.notes(config))
+    )
 
 
 def _require_resumable(

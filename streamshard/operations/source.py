@@ -149,6 +149,9 @@ def read_hints(
         message = f"{paths[0]}: is no set of raw dumps, so there is no use for --source-ds-config"
         raise UsageError(message)
     known = open_source(like).checkpoint if like is not None else None
+    if known is not None and not known.layout.stage:
+        message = f"{like}: saved without ZeRO (stage 0), which does not name the parameters of its"
+        raise UsageError(f"{message} optimizer; give a checkpoint of stage 1, 2 or 3 with --like")
     return ds_config.read_file(Path(ds_config_file)) if ds_config_file else None, known
 
 

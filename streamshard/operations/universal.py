@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from streamshard.engine.work import Fixed, Span, TargetFile
+from streamshard.errors import UnsupportedError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats.universal import UniversalImages
 from streamshard.formats.zero_target import ZeroTarget
@@ -13,6 +14,10 @@ from streamshard.operations.source import Source
 from streamshard.operations.tally import NativeTally, Tally
 from streamshard.operations.weights import only_family
 
+_NAMELESS: Final = (
+    "saved without ZeRO (stage 0), whose optimizer does not name the parameters, and a universal "
+    "checkpoint holds their states by name. DeepSpeed loads it as it is on any count of ranks"
+)
 _LOAD: Final = (
     'To load it, set "checkpoint": {{"load_universal": true}} in the DeepSpeed config, at ZeRO '
     "stage {stages}. DeepSpeed then restores neither buffers nor frozen weights: load those from "
@@ -44,6 +49,8 @@ class UniversalFiles:
 
     def __init__(self, source: Source) -> None:
         checkpoint = source.checkpoint
+        if not checkpoint.layout.stage:
+            raise UnsupportedError(_NAMELESS)
         self._source = source
         self._tensors = checkpoint.tensors
         self._piece_numels = source.cutting.piece_numel

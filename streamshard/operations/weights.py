@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from streamshard.defaults import DTYPES
 from streamshard.engine.cast import cast_between
 from streamshard.errors import UnsupportedError, UsageError
 from streamshard.formats import deepspeed_names as names
@@ -84,6 +85,8 @@ def choose_weights(checkpoint: Checkpoint, selection: Selection) -> Weights:
     """
     family = only_family(checkpoint)
     found = list(_candidates(checkpoint, family))
+    if not checkpoint.layout.stage:
+        _require_told(found, checkpoint, selection)
     _require_sense([name for one in found for name in one.names], selection)
     taken = [
         (one, [name for name in one.names if _is_taken(name, selection)])
@@ -104,6 +107,30 @@ def choose_weights(checkpoint: Checkpoint, selection: Selection) -> Weights:
         raise UsageError("--include, --exclude and --no-frozen leave nothing of the model")
     _require_different([name for weight in chosen for name in weight.names])
     return Weights(tuple(chosen), tuple(_notes(family, checkpoint)))
+
+
+def _require_told(
+    found: Sequence[_Candidate], checkpoint: Checkpoint, selection: Selection
+) -> None:
+    """Refuse what the files of stage 0 do not tell: frozen weights, and masters by their names.
+
+    Raises
+    ------
+    UsageError
+        There is an option that asks for them; the message says what to choose in its place.
+    """
+    where = "saved without ZeRO (stage 0), which does not tell"
+    if not selection.frozen:
+        message = f"--no-frozen: {where} which weights are frozen; name them with --exclude"
+        raise UsageError(message)
+    for one in found:
+        dtype = checkpoint.tensors[one.tensor].dtype
+        is_narrow = one.kind == "weight" and dtype in ("bfloat16", "float16")
+        is_cast = _dtype(dtype, one.names, selection) != dtype
+        if is_narrow and is_cast and any(_is_taken(name, selection) for name in one.names):
+            wide = next(short for short, name in DTYPES.items() if name == dtype)
+            message = f"{where} which master weights are those of '{one.names[0]}', whose {dtype}"
+            raise UsageError(f"{message} weights would be cast: export them with --dtype {wide}")
 
 
 def only_family(checkpoint: Checkpoint) -> Family:

@@ -33,7 +33,7 @@ KEYS = {
     "": "path kind tag zero_stage world_size data_parallel model_parallel expert_parallel "
     "module_dtype optimizer deepspeed_version global_steps skipped_steps global_samples groups "
     "parameters frozen buffers tied state_bytes files file_bytes file_groups file_list tensors "
-    "codec problems notes weights_only details rank pictures checkpoints",
+    "codec problems notes weights_only details rank weights pictures checkpoints",
     "checkpoints": "path kind step zero_stage world_size nbytes changed is_whole is_newest "
     "is_latest problem",
     "groups": "family expert_rank parameters numel master_dtype states hyper_parameters",

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tests.oracle.models import Case
+from tests.oracle.models import Case, fused_adam_without_kernel
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Resharding:
     def consolidates(self) -> bool:
         """Whether DeepSpeed's `zero_to_fp32` can read both ends.
 
-        It refuses BF16_Optimizer's, maps files into memory, which takes the zip container, and
-        knows no parallelism but that of data.
+        It refuses BF16_Optimizer's and what was saved without ZeRO, maps files into memory, which
+        takes the zip container, and knows no parallelism but that of data.
         """
-        is_plain = self.case.topology is None and self.case not in LEGACY
+        is_plain = self.case.topology is None and self.case not in (*LEGACY, *STAGE_0)
         return is_plain and self.keeps_scaler
 
     @property
@@ -61,6 +61,12 @@ LEGACY = [
 """Saved in torch's format from before the zip container."""
 ZERO_INIT = Case("z3-zero-init", 3, "bf16", zero_init=True)
 
+STAGE_0 = [
+    *(_plain(0, dtype) for dtype in ("fp32", "bf16", "fp16")),
+    Case("z0-fused", 0, "bf16", optimizer=fused_adam_without_kernel),
+]
+"""Without ZeRO: torch's optimizer alone, with masters one by one, with flat masters."""
+
 BF16 = [_plain(stage, "bf16") for stage in (1, 2, 3)]
 FP16 = [_plain(stage, "fp16") for stage in (1, 2, 3)]
 FP32 = [_plain(stage, "fp32") for stage in (1, 2, 3)]
@@ -68,6 +74,8 @@ FP32 = [_plain(stage, "fp32") for stage in (1, 2, 3)]
 FIRST_LIGHT = [
     *(Resharding(case, n, m) for case in BF16 for n, m in ((4, 2), (2, 4), (3, 5), (1, 3), (4, 1))),
     *(Resharding(case, 2, 3) for case in FP16 + FP32),
+    *(Resharding(case, 2, 3) for case in STAGE_0),
+    *(Resharding(case, 4, 1) for case in STAGE_0[:2]),
     Resharding(BF16[1], 2, 2),
     Resharding(ROUND_ROBIN, 4, 3),
     Resharding(ALIGNED, 4, 3),

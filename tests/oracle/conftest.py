@@ -14,7 +14,7 @@ from typing import TypeVar
 import pytest
 
 import streamshard
-from tests.oracle.cases import BF16_OPTIMIZER, FIRST_LIGHT, LEGACY, Resharding
+from tests.oracle.cases import BF16_OPTIMIZER, FIRST_LIGHT, LEGACY, STAGE_0, Resharding
 from tests.oracle.jobs import Consolidate, Job, Resume, Train
 from tests.oracle.models import Case
 from tests.oracle.ranks import require_success, run_jobs
@@ -105,7 +105,7 @@ def _by(
 def _train_jobs(places: Places, case: Case, ranks: int) -> list[Job]:
     source = places.source(case, ranks)
     train = Train(case, source, places.truth_path(source), further_steps=FURTHER_STEPS)
-    if case in (BF16_OPTIMIZER, *LEGACY) or case.topology is not None:
+    if case in (BF16_OPTIMIZER, *LEGACY, *STAGE_0) or case.topology is not None:
         return [train]
     return [train, Consolidate(source, places.merged_path(source))]
 

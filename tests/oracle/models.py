@@ -1,6 +1,7 @@
 """The model, optimizer, data and client state that every case trains."""
 
 import argparse
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -186,6 +187,18 @@ def param_groups(model: nn.Module, scale: float = 1.0) -> list[dict[str, Any]]:
 def _group(role: str, params: list[nn.Parameter], **hyper_parameters: object) -> dict[str, Any]:
     # `role` is a key of our own: param groups carry whatever the user put there.
     return {"params": params, "role": role, **hyper_parameters}
+
+
+class KernellessAdam(torch.optim.AdamW):
+    """Stands in for DeepSpeed's FusedAdam, whose kernel would have to be built."""
+
+
+def fused_adam_without_kernel(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """An AdamW that DeepSpeed takes for its FusedAdam, for which it flattens the masters."""
+    # The class of the optimizer alone decides how an engine without ZeRO wraps it.
+    engine: Any = importlib.import_module("deepspeed.runtime.engine")
+    engine.FusedAdam = KernellessAdam
+    return KernellessAdam(groups)
 
 
 def warm_up(step: int) -> float:

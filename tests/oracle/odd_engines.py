@@ -32,7 +32,7 @@ Groups = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Odd:
-    """Train an engine and save, or load what another one saved and save that."""
+    """Train an engine and save, perhaps from what another one saved."""
 
     case: Case
     save_dir: Path
@@ -55,7 +55,7 @@ def run(job: Odd) -> None:
         if job.load_dir is not None:
             path, _ = engine.load_checkpoint(str(job.load_dir), **dict(job.load_options))
             assert path is not None
-        for step in range(job.steps if job.load_dir is None else 0):
+        for step in range(engine.global_steps, engine.global_steps + job.steps):
             _step(engine, step)
         with job.saving(engine):
             engine.save_checkpoint(str(job.save_dir))

@@ -83,7 +83,7 @@ def test_what_belongs_to_no_rank_comes_along(move: Move, journey: Journey) -> No
     assert str(KEEPSAKE) in out
     if move.framework == "hf":
         assert {"trainer_state.json", "training_args.bin", "model.safetensors"} <= out.keys()
-        assert ("scheduler.pt" in out) == (move.stage == 3)
+        assert ("scheduler.pt" in out) == (move.stage != 2)
     if move.framework == "accelerate":
         assert {"scheduler.bin", "custom_checkpoint_0.pkl"} <= out.keys()
 
@@ -193,10 +193,13 @@ def test_lightning_s_own_loader_finds_its_state(move: Move, journey: Journey) ->
 def test_exported_weights_are_what_the_engine_held(
     move: Move, journey: Journey, tmp_path: Path
 ) -> None:
-    streamshard.export(journey.source(move), tmp_path / "model")
+    # Without ZeRO it is not told which master weights are whose.
+    dtype = "fp32" if move.stage else "bf16"
+    streamshard.export(journey.source(move), tmp_path / "model", dtype=dtype)
     found = safetensors.torch.load_file(tmp_path / "model" / "model.safetensors")
     truth = journey.saved_truth(move)
-    wanted = {**truth.states["fp32"], **truth.frozen, **truth.buffers}
+    weights = truth.states["fp32"] if move.stage else truth.weights
+    wanted = {**weights, **truth.frozen, **truth.buffers}
     assert list(value_differences(wanted, found, "model")) == []
 
 
@@ -210,7 +213,7 @@ def test_exported_weights_are_those_that_the_trainer_saves_itself(
         safetensors.torch.load_file(place / "model.safetensors")
         for place in (source, tmp_path / "model")
     )
-    if move.stage == 2:  # the Trainer clones its weights then, and does not see what is tied
+    if move.stage < 3:  # the Trainer clones its weights then, and does not see what is tied
         assert torch.equal(saved.pop("lm_head.weight"), saved["transformer.wte.weight"])
     assert list(value_differences(saved, found, "model")) == []
     for name in ("config.json", "generation_config.json"):

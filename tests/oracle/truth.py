@@ -149,8 +149,10 @@ def _scheduler(engine: Engine) -> dict[str, Any] | None:
 
 def _scaler(optimizer: Optimizer) -> dict[str, Any]:
     """The loss scaler's fields, and what the optimizer keeps beside it."""
-    if not hasattr(optimizer, "loss_scaler"):  # BF16_Optimizer, which needs none
-        return {"clip_grad": float(optimizer.clip_grad)}
+    if not hasattr(optimizer, "loss_scaler"):  # stage 0, and BF16_Optimizer, which needs none
+        holder = getattr(optimizer, "loss_scale_config", optimizer)
+        kept = {key: getattr(holder, key) for key in _SCALER_OF_STAGE_0 if hasattr(holder, key)}
+        return {**kept, "clip_grad": float(getattr(optimizer, "clip_grad", 0))}
     scaler = optimizer.loss_scaler
     return {
         "class": type(scaler).__name__,
@@ -159,6 +161,17 @@ def _scaler(optimizer: Optimizer) -> dict[str, Any]:
         "dynamic_loss_scale": optimizer.dynamic_loss_scale,
         "clip_grad": float(optimizer.clip_grad),
     }
+
+
+_SCALER_OF_STAGE_0 = (
+    "dynamic_loss_scale",
+    "cur_scale",
+    "cur_iter",
+    "last_overflow_iter",
+    "scale_factor",
+    "scale_window",
+)
+"""Attributes of the optimizers in 16 bits, or since 0.18 of what they keep them in."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +193,8 @@ def _flats(optimizer: Optimizer) -> list[_Flat]:
             offsets = [optimizer.grad_position[optimizer.get_param_id(p)][1] for p in params]
             flats.append(_Flat(optimizer.sub_group_to_group_id[k], master, params, offsets))
         return flats
+    if not hasattr(optimizer, "dp_process_group"):
+        return list(_wholes(optimizer))
     if hasattr(optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer
         masters, groups = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups
     else:
@@ -192,6 +207,26 @@ def _flats(optimizer: Optimizer) -> list[_Flat]:
         _Flat(g, master, list(params), list(known[g]) if known else _starts(params))
         for g, (master, params) in enumerate(zip(masters, groups, strict=True))
     ]
+
+
+def _wholes(optimizer: Optimizer) -> Iterator[_Flat]:
+    """What every rank holds at stage 0: in 16 bits beside the weights, in fp32 the weights."""
+    if hasattr(optimizer, "fp32_groups_flat"):  # FP16_Optimizer
+        both = zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True)
+        for g, (master, params) in enumerate(both):
+            yield _Flat(g, master, list(params), _starts(params))
+        return
+    wrapped = _wrapped(optimizer)
+    masters = [group["params"] for group in wrapped.param_groups]
+    groups = masters if wrapped is optimizer else optimizer.fp16_groups
+    for g, (group, params) in enumerate(zip(masters, groups, strict=True)):
+        for master, param in zip(group, params, strict=True):
+            yield _Flat(g, master, [param], [0])
+
+
+def _wrapped(optimizer: Optimizer) -> Optimizer:
+    """torch's own optimizer, which at stage 0 in fp32 DeepSpeed does not wrap."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _starts(params: Sequence[Param]) -> list[int]:
@@ -207,14 +242,14 @@ def _states_and_groups(
     names = {id(param): named(name) for name, param in named_params(engine)}
     groups: list[dict[str, Any]] = [
         {"hyper_parameters": {k: v for k, v in group.items() if k != "params"}, "params": []}
-        for group in optimizer.optimizer.param_groups
+        for group in _wrapped(optimizer).param_groups
     ]
     pieces: dict[Partition, Mapping[str, torch.Tensor]] = {}
     for flat in _flats(optimizer):
-        mine = {"fp32": flat.master, **optimizer.optimizer.state.get(flat.master, {})}
+        mine = {"fp32": flat.master, **_wrapped(optimizer).state.get(flat.master, {})}
         mine |= momentum.partition(optimizer, flat.group, flat.master)
         # A partition-like state has an element for each of the master's; all else is per group.
-        tensors = {k: v.detach() for k, v in mine.items() if _same_length(v, flat.master)}
+        tensors = {k: v.detach().flatten() for k, v in mine.items() if _same_length(v, flat.master)}
         scalars = {k: _copied(v) for k, v in mine.items() if k not in tensors}
         group = groups[flat.group]
         group["params"] = sorted([*group["params"], *(names[id(p)] for p in flat.params)])
@@ -247,6 +282,8 @@ def _agree_with_sub_groups(group: dict[str, Any], scalars: dict[str, Any]) -> No
 
 def _partition_rank(optimizer: Optimizer, group: int) -> int:
     """Which of the partitions of a param group this rank holds; experts are shared by fewer."""
+    if not hasattr(optimizer, "dp_process_group"):
+        return 0  # all of it
     if hasattr(optimizer, "real_dp_process_group"):
         return distributed.get_rank(optimizer.real_dp_process_group[group])
     return distributed.get_rank(optimizer.dp_process_group)

@@ -129,12 +129,11 @@ def test_a_rank_of_another_world_size(fresh: Callable[[str], Path], tmp_path: Pa
     ]
 
 
-def test_of_a_checkpoint_without_zero_only_that_is_said(fresh: Callable[[str], Path]) -> None:
+def test_of_experts_without_zero_only_that_is_said(fresh: Callable[[str], Path]) -> None:
     run = fresh("native-2")
     for path in (run / TAG).glob("*_optim_states.pt"):
         path.unlink()
-    content = load(run / TAG / "mp_rank_00_model_states.pt")
-    save({**content, "optimizer": {"state": {}}}, run / TAG / "mp_rank_00_model_states.pt")
+    save({"optimizer": {}}, run / TAG / "expp_rank_0_mp_rank_00_optim_states.pt")
     (problem,) = streamshard.verify(run).problems
     assert problem.kind == "unsupported"
     assert "without ZeRO" in problem.message

@@ -53,7 +53,7 @@ def _moves(framework: Framework, *sizes: tuple[int, int]) -> list[Move]:
     ]
 
 
-HF = _moves("hf", (2, 3), (2, 1), (1, 2))
+HF = [*_moves("hf", (2, 3), (2, 1), (1, 2)), Move("hf", 0, 2, 3)]
 ACCELERATE = _moves("accelerate", (2, 3), (2, 1), (3, 2))
 LIGHTNING = _moves("lightning", (2, 3))
 MOVES = [*HF, *ACCELERATE, *LIGHTNING]

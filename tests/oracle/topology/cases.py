@@ -35,7 +35,14 @@ def _between(case: Case, *world_sizes: tuple[int, int]) -> list[Resharding]:
 TENSOR_Z2 = _fp32("tensor", 2, TENSOR)
 TENSOR_Z3 = _fp32("tensor", 3, TENSOR)
 
+STAGE_0 = [
+    _fp32("tensor", 0, TENSOR),
+    _fp32("pipeline", 0, PIPELINE),
+    _fp32("sequence", 0, SEQUENCE),
+]
+
 TOPOLOGIES = [
+    *(one for case in STAGE_0 for one in _between(case, (2, 4))),
     *_between(_bf16("tensor", 1, TENSOR), (2, 4)),
     *_between(TENSOR_Z2, (4, 2), (4, 6)),
     *_between(TENSOR_Z3, (2, 4), (4, 2)),
