@@ -26,6 +26,7 @@ from streamshard.operations.source import Source, open_source
 from streamshard.operations.store_targets import StoreTargets
 from streamshard.operations.tally import Tally
 from streamshard.operations.target import (
+    place_to_make,
     require_free,
     require_other,
     require_separate,
@@ -186,7 +187,7 @@ def plan_convert(
     floor_bytes = memory.resident_bytes()
     memory.restart_peak()
     shape = StoreShape(codec, chunk_size)
-    target = Path(target)
+    target = place_to_make(Path(target))
     require_other(source, target)
     require_free(target, overwrite=overwrite)
     opened = open_source(source, tag, ds_config_file=source_ds_config_file, like=like)

@@ -22,6 +22,7 @@ from streamshard.operations.report import Progress, Report, Silent
 from streamshard.operations.source import Source, open_source
 from streamshard.operations.tally import Tally
 from streamshard.operations.target import (
+    place_to_make,
     require_free,
     require_other,
     require_separate,
@@ -204,8 +205,8 @@ def plan_export(
     )
     floor_bytes = memory.resident_bytes()
     memory.restart_peak()
-    target = Path(target)
-    _require_known(dtype, format, max_shard_size, target)
+    _require_known(dtype, format, max_shard_size, Path(target))
+    target = place_to_make(Path(target))
     require_other(source, target)
     require_free(target, overwrite=overwrite)
     opened = open_source(source, tag, ds_config_file=source_ds_config_file, like=like)

@@ -27,6 +27,7 @@ from streamshard.operations.settings import TargetSettings, require_allowed, tar
 from streamshard.operations.source import Source, open_source
 from streamshard.operations.tally import Tally
 from streamshard.operations.target import (
+    place_to_make,
     require_free,
     require_other,
     require_separate,
@@ -195,7 +196,7 @@ def plan_repartition(
     floor_bytes = memory.resident_bytes()
     memory.restart_peak()
     template = dump_names.parse(str(target)) if dump_names.is_template(str(target)) else None
-    directory = template.directory if template else Path(target)
+    directory = place_to_make(template.directory if template else Path(target))
     require_other(source, directory)
     require_free(directory, overwrite=overwrite, template=template)
     wanted = ds_config.read_file(Path(ds_config_file)) if ds_config_file else None
