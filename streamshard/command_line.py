@@ -115,7 +115,7 @@ def _add_repartition(verbs: Verbs, run: Verb) -> None:
         metavar="FILE",
         help="whole DeepSpeed config of the job that will resume [the one kept in the checkpoint]",
     )
-    add_moving_options(verb)
+    add_moving_options(verb, resumes=True)
 
 
 def _add_convert(verbs: Verbs, run: Verb) -> None:
@@ -364,7 +364,7 @@ def _add_apply(verbs: Verbs, run: Verb) -> None:
     verb.add_argument(
         "-n", "--dry-run", action="store_true", help="show what would be done, and write nothing"
     )
-    verb.set_defaults(plan_out=None)
+    verb.set_defaults(plan_out=None, if_needed=False, print_path=False)
 
 
 def _add_completion(verbs: Verbs, run: Verb) -> None:

@@ -91,6 +91,8 @@ def pickles_text(found: PickleListing, *, verbose: bool) -> str:
 
 def report_text(report: Report, *, verbose: bool) -> str:
     """Lay out what a run did, or would do."""
+    if report.found is not None:
+        return _found(report)
     done = report.seconds is not None
     facts: list[tuple[str, object]] = [
         ("wrote" if done else "would write", report.target),
@@ -105,6 +107,13 @@ def report_text(report: Report, *, verbose: bool) -> str:
         rate = report.bytes_written / max(report.seconds, 1e-9)
         facts.append(("took", f"{report.seconds:.1f} s, {show(int(rate))}/s"))
     return "\n\n".join([_facts(facts), *map(paragraph, report.notes)])
+
+
+def _found(report: Report) -> str:
+    """Say that there is nothing to do, and why."""
+    if report.found == "source":
+        return f"Nothing to do: a job with {report.world_size} ranks resumes from {report.path}."
+    return f"Nothing to do: {report.path} is already what this would make, to the byte."
 
 
 def compaction_text(found: Compaction, *, verbose: bool) -> str:

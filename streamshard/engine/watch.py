@@ -7,6 +7,8 @@ WRITING: Final = "writing"
 SYNCING: Final = "syncing"
 VERIFYING: Final = "verifying"
 COMMITTING: Final = "committing"
+COMPARING: Final = "comparing"
+"""With a target that may be what a run would make."""
 READING: Final = "reading"
 """What verbs do that write nothing."""
 

@@ -36,8 +36,12 @@ def unwritten_bytes(available_bytes: int) -> int:
     return min(max(available_bytes // 32, least), most)
 
 
+class DifferentError(Exception):
+    """A file does not hold what it was compared with."""
+
+
 class Window:
-    """A worker's buffer in front of the file that it writes."""
+    """A worker's buffer in front of the file that it writes, or compares with what it would."""
 
     def __init__(
         self,
@@ -49,8 +53,10 @@ class Window:
         drops_behind: bool = False,
         stop: threading.Event | None = None,
         told: Callable[[int], None] | None = None,
+        compares: bool = False,
     ) -> None:
         self._told = told
+        self._compares = compares
         self._drops_behind = drops_behind
         self._stop = stop or threading.Event()
         self._unwritten_bytes = unwritten_bytes
@@ -160,10 +166,12 @@ class Window:
         self._require_going_on()
         view = self._buffer[self._begun : self._filled]
         self._crc32 = crc32(view, self._crc32)
-        if last or not (self._makes_holes and _is_hole(view)):
+        if self._compares:
+            self._require_same(view)
+        elif last or not (self._makes_holes and _is_hole(view)):
             place = self._descriptor, self._direct
             try_again(lambda: write_blocks(*place, view, self._offset), self._stop)
-        if len(view) > len(self._buffer) // 2:
+        if len(view) > len(self._buffer) // 2 and not self._compares:
             start_writeback(self._descriptor, self._offset, len(view))
             behind = self._offset - self._unwritten_bytes
             if behind >= self._start:
@@ -174,6 +182,15 @@ class Window:
         if self._told is not None:
             self._told(len(view))
         self._begin()
+
+    def _require_same(self, view: memoryview) -> None:
+        """Compare a view with what the file holds; between fills the scratch is free for that."""
+        for start in range(0, len(view), len(self._scratch)):
+            wanted = view[start : start + len(self._scratch)]
+            found = self._scratch[: len(wanted)]
+            count = read_into(self._descriptor, found, self._offset + start)
+            if count < len(wanted) or not np.array_equal(found, wanted):
+                raise DifferentError
 
     def _begin(self) -> None:
         """Begin to fill the buffer as far behind a block's beginning as the file is."""

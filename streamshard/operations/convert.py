@@ -14,7 +14,7 @@ from streamshard.engine.watch import COMMITTING, VERIFYING
 from streamshard.errors import UsageError
 from streamshard.formats.zarr_documents import CODECS
 from streamshard.model import ITEMSIZE
-from streamshard.operations import plan_file, rereading, running
+from streamshard.operations import needed, plan_file, rereading, running
 from streamshard.operations.checking import Request
 from streamshard.operations.compare import EXTRA_BYTES
 from streamshard.operations.outlook import Outlook, look_ahead
@@ -28,6 +28,7 @@ from streamshard.operations.tally import Tally
 from streamshard.operations.target import (
     place_to_make,
     require_free,
+    require_named,
     require_other,
     require_separate,
     require_space,
@@ -76,6 +77,26 @@ class ConvertPlan:
     overwrite: bool
     report: Report
     """What running it will do."""
+    if_needed: bool = False
+    """Whether nothing is to be written where it is there already."""
+
+    def found(self, progress: Progress | None = None) -> Report | None:
+        """Return what to report if there is nothing to do; else None.
+
+        Raises
+        ------
+        TargetExistsError
+            Something else than what this would make is there, and may not be replaced.
+        """
+        return needed.Wanted(
+            self.report,
+            self.target,
+            self.source,
+            self.memory,
+            self.sizes(),
+            [self.files.content, self.files.manifest],
+            self.overwrite,
+        ).found(progress)
 
     def run(self, progress: Progress | None = None) -> Report:
         """Write the store.
@@ -86,6 +107,8 @@ class ConvertPlan:
             The source changed or the target cannot be written. No store is left then, but what
             was written is kept beside its place, and the same plan goes on from there.
         """
+        if self.if_needed and (found := self.found(progress)) is not None:
+            return found
         with PartialTarget(
             self.target, self.purpose, nbytes=self.report.bytes_written, overwrite=self.overwrite
         ) as partial_target:
@@ -144,6 +167,7 @@ def plan_convert(
     workers: int | None = None,
     overwrite: bool = False,
     verify: bool = False,
+    if_needed: bool = False,
 ) -> ConvertPlan:
     """Read the source's headers and plan a conversion; writes nothing.
 
@@ -164,6 +188,8 @@ def plan_convert(
         half of what the machine, or the cgroup, leaves there.
     verify
         Read back from disk what was written, and compare it with the source before it is renamed.
+    if_needed
+        Write nothing if the target is to the byte what would be written; the report says so.
 
     Raises
     ------
@@ -189,7 +215,10 @@ def plan_convert(
     shape = StoreShape(codec, chunk_size)
     target = place_to_make(Path(target))
     require_other(source, target)
-    require_free(target, overwrite=overwrite)
+    if if_needed:
+        require_named(target)  # what is there is looked at when all is planned
+    else:
+        require_free(target, overwrite=overwrite)
     opened = open_source(source, tag, ds_config_file=source_ds_config_file, like=like)
     opened.require_use_of_like()
     limits = Limits(floor_bytes, memory_limit, workers)
@@ -201,6 +230,7 @@ def plan_convert(
         named=str(source),
         overwrite=overwrite,
         verify=verify,
+        if_needed=if_needed,
         asked=asked,
     )
 
@@ -215,6 +245,7 @@ def plan_store(
     verb: str = "convert",
     overwrite: bool = False,
     verify: bool = False,
+    if_needed: bool = False,
     asked: Asked | None = None,
 ) -> ConvertPlan:
     """Plan to write what was opened into a store; see `plan_convert`.
@@ -257,7 +288,8 @@ def plan_store(
         reopened=int(verify),
         encodes=codec != "none",
     )
-    require_space(target, bytes_written)
+    if not if_needed:
+        require_space(target, bytes_written)
     report = Report(
         verb=verb,
         source=named,
@@ -272,9 +304,12 @@ def plan_store(
         limit_bytes=limit_bytes,
         projected_bytes=memory_plan.projected_bytes,
         is_verified=verify,
+        path=str(target),
         notes=opened.checkpoint.remarks,
     )
-    return ConvertPlan(asked, opened, target, purpose, files, memory_plan, overwrite, report)
+    return ConvertPlan(
+        asked, opened, target, purpose, files, memory_plan, overwrite, report, if_needed
+    )
 
 
 def convert(
@@ -290,6 +325,7 @@ def convert(
     workers: int | None = None,
     overwrite: bool = False,
     verify: bool = False,
+    if_needed: bool = False,
     progress: Progress | None = None,
 ) -> Report:
     """Write a checkpoint's store; see `plan_convert`."""
@@ -305,5 +341,6 @@ def convert(
         workers=workers,
         overwrite=overwrite,
         verify=verify,
+        if_needed=if_needed,
     )
     return plan.run(progress)

@@ -66,14 +66,19 @@ def require_other(source: str | os.PathLike[str], target: Path) -> None:
         raise UsageError(f"{target}: is the source itself; choose another place")
 
 
+def require_named(target: Path) -> None:
+    """Refuse a target that has no name by which others can be put beside it."""
+    if target.name in ("", ".."):
+        raise UsageError(f"{target}: is no name for a new directory; write it out")
+
+
 def require_free(target: Path, *, overwrite: bool, template: Template | None = None) -> None:
     """Refuse a target that exists, unless it is empty, or is one of ours and may be replaced.
 
     A directory of dumps is ours if nothing else is in it. What an earlier run has left is in
     nobody's way: it may be gone on from, or is put in order first.
     """
-    if target.name in ("", ".."):
-        raise UsageError(f"{target}: is no name for a new directory; write it out")
+    require_named(target)
     with target_errors(target):
         _require_free(target, overwrite=overwrite, template=template)
 
