@@ -103,45 +103,46 @@ class Window:
     def recall(self, span: Span, descriptor: int, written: Written) -> bool:
         """Take in a span that an earlier run wrote, as if it had been written now.
 
-        Returns False, and has done nothing, if the file does not hold what that run noted.
+        It is read once. Returns False, and has done nothing, if the file does not hold what that
+        run noted, or what is known beforehand of the span.
         """
-        if not self._holds(span, descriptor, written):
-            return False
-        offset = span.offset
-        for part in span.parts:
-            if isinstance(part, Region):
-                self._recall(part, descriptor, offset, written)
-            offset += part.nbytes
-        return True
-
-    def _holds(self, span: Span, descriptor: int, written: Written) -> bool:
-        """Tell whether a file holds what was noted, and what is known beforehand of the span."""
-        found, left = 0, written.nbytes
-        for view in self._read_back(descriptor, span.offset, written.nbytes):
-            found, left = crc32(view, found), left - len(view)
-        if left or found != written.crc32:
-            return False
-        offset = span.offset
+        stored = bytearray()
+        holds = self._take_in(span, descriptor, written, stored)
         for part in span.parts:
             if isinstance(part, Fixed):
-                pieces = self._read_back(descriptor, offset, part.nbytes)
-                if b"".join(map(bytes, pieces)) != part.data:
-                    return False
-            elif part.keeps is not None:
-                pieces = self._read_back(descriptor, offset, part.content_bytes)
-                if not all(map(part.keeps, pieces)):
-                    return False
-            offset += part.nbytes
-        return True
+                continue
+            if not holds:
+                part.checksum.reset()
+            elif part.encoding is not None:
+                part.encoding.recall(bytes(stored))
+            else:
+                part.trailer()
+        return holds
 
-    def _recall(self, region: Region, descriptor: int, offset: int, written: Written) -> None:
-        if region.encoding is not None:
-            stored = self._read_back(descriptor, offset, written.nbytes)
-            region.encoding.recall(b"".join(map(bytes, stored)))
-        else:
-            for view in self._read_back(descriptor, offset, region.content_bytes):
-                region.checksum.update(view)
-            region.trailer()
+    def _take_in(self, span: Span, descriptor: int, written: Written, stored: bytearray) -> bool:
+        """Read a span back, and have checksums see the content; that of encoded is in `stored`."""
+        offset, left, found = span.offset, written.nbytes, 0
+
+        def pieces(nbytes: int) -> Iterator[memoryview]:
+            nonlocal offset, left, found
+            for view in self._read_back(descriptor, offset, min(nbytes, left)):
+                offset, left, found = offset + len(view), left - len(view), crc32(view, found)
+                yield view
+
+        for part in span.parts:
+            if isinstance(part, Fixed):
+                if b"".join(map(bytes, pieces(part.nbytes))) != part.data:
+                    return False
+            elif part.encoding is not None:
+                stored.extend(b"".join(map(bytes, pieces(left))))
+            else:
+                for view in pieces(part.content_bytes):
+                    if part.keeps is not None and not part.keeps(view):
+                        return False
+                    part.checksum.update(view)
+                for _ in pieces(part.trailer_bytes):
+                    pass
+        return left == 0 and found == written.crc32
 
     def _read_back(self, descriptor: int, offset: int, nbytes: int) -> Iterator[memoryview]:
         """Yield what a file holds, as far as it goes, through the buffer."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.engine import memory
-from streamshard.engine.watch import COMMITTING, VERIFYING
+from streamshard.engine.watch import COMMITTING
 from streamshard.engine.work import TargetFile
 from streamshard.errors import UnsupportedError, UsageError
 from streamshard.formats import pretrained
@@ -100,7 +100,6 @@ class ExportPlan:
             def work() -> None:
                 running.run(source, self._targets(), partial_target, self.memory, told)
                 if self.report.is_verified and not partial_target.is_done:
-                    told.enter(VERIFYING)
                     export_check.require_exported(
                         partial_target.path, self.files, self.companions, self.memory, told
                     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from streamshard.engine import memory
-from streamshard.engine.watch import COMMITTING, VERIFYING
+from streamshard.engine.watch import COMMITTING
 from streamshard.engine.work import TargetFile
 from streamshard.errors import UsageError
 from streamshard.formats import ds_config, dump_names, frameworks
@@ -112,13 +112,13 @@ class RepartitionPlan:
 
             def work() -> None:
                 running.run(self.source, self._targets(), partial_target, self.memory, told)
+                latest = self.source.checkpoint.tag if self.template is None else None
+                if latest is not None and not partial_target.is_written:
+                    told.advance(len(latest.encode()))  # the commit writes it
                 if not partial_target.is_done:
                     self._verify(partial_target.path, told)
                 told.enter(COMMITTING)
-                latest = self.source.checkpoint.tag if self.template is None else None
                 partial_target.commit(latest=latest)
-                if latest is not None and not partial_target.is_written:
-                    told.advance(len(latest.encode()))
 
             told = progress or Silent()
             return running.measured(self.report, partial_target, told, work)
@@ -147,7 +147,6 @@ class RepartitionPlan:
     def _verify(self, place: Path, told: Progress) -> None:
         """Compare what was written with the source, if that was asked for."""
         if self.written is not None:
-            told.enter(VERIFYING)
             path = place / self.template.name if self.template else place
             written = replace(self.written, path=path)
             rereading.require_same(written, place, self.source, self.memory, told)
