@@ -310,6 +310,9 @@ class _Plan(Protocol):
     def save(self, path: str) -> None:
         """Write it down."""
 
+    def found(self, progress: Progress) -> Report | None:
+        """Look whether it is done already."""
+
     def run(self, progress: Progress) -> Report:
         """Do it."""
 
@@ -319,6 +322,8 @@ def _carry_out(
 ) -> tuple[Report, Outlook | None]:
     """Do what was planned, or only look what that would be."""
     if arguments.dry_run:
+        if arguments.if_needed and (found := plan.found(progress)) is not None:
+            return found, None
         if arguments.plan_out is not None:
             plan.save(arguments.plan_out)
         return plan.report, plan.outlook()
@@ -329,6 +334,8 @@ def _show(report: Report, outlook: Outlook | None, arguments: argparse.Namespace
     if arguments.json:
         more = {} if outlook is None else {"outlook": asdict(outlook)}
         _print(json.dumps({**asdict(report), **more}, indent=2))
+    elif arguments.print_path:
+        _print(report.path)
     elif arguments.quiet:
         return
     elif outlook is not None:

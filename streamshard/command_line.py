@@ -165,7 +165,7 @@ def _add_repartition(verbs: Verbs) -> None:
         metavar="FILE",
         help="whole DeepSpeed config of the job that will resume [the one kept in the checkpoint]",
     )
-    add_moving_options(verb)
+    add_moving_options(verb, resumes=True)
 
 
 def _add_convert(verbs: Verbs) -> None:
@@ -415,7 +415,7 @@ def _add_apply(verbs: Verbs) -> None:
     verb.add_argument(
         "-n", "--dry-run", action="store_true", help="show what would be done, and write nothing"
     )
-    verb.set_defaults(plan_out=None)
+    verb.set_defaults(plan_out=None, if_needed=False, print_path=False)
 
 
 def _add_completion(verbs: Verbs) -> None:

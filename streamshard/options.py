@@ -87,10 +87,21 @@ def add_resource_options(verb: argparse.ArgumentParser) -> None:
     )
 
 
-def add_moving_options(verb: argparse.ArgumentParser) -> None:
-    """Take the options of verbs that write."""
+def add_moving_options(verb: argparse.ArgumentParser, *, resumes: bool = False) -> None:
+    """Take the options of verbs that write; of one from whose target jobs resume, if so."""
     add_reading_options(verb)
     verb.add_argument("--overwrite", action="store_true", help="replace the target if it exists")
+    verb.add_argument(
+        "--if-needed",
+        action="store_true",
+        help="do nothing, with exit code 0, if OUT is to the byte what this would make"
+        + (", or a job can resume from SRC as it is" if resumes else ""),
+    )
+    verb.add_argument(
+        "--print-path",
+        action="store_true",
+        help="print nothing on standard output but the path of what was asked for, for scripts",
+    )
     verb.add_argument(
         "-n", "--dry-run", action="store_true", help="show what would be done, and write nothing"
     )
@@ -212,5 +223,14 @@ def moving_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of verbs that write; see `reading_options` for errors."""
     if arguments.plan_out is not None and not arguments.dry_run:
         raise UsageError(f"--plan-out {arguments.plan_out}: saves a plan; give --dry-run with it")
-    writing = {"overwrite": arguments.overwrite, "verify": arguments.verify}
+    if arguments.plan_out is not None and arguments.if_needed:
+        message = f"--plan-out {arguments.plan_out}: saves what is to be written, whether it is"
+        raise UsageError(f"{message} needed or not; leave --if-needed out")
+    if arguments.print_path and arguments.json:
+        raise UsageError("--print-path: is the key 'path' of --json; leave one of them out")
+    writing = {
+        "overwrite": arguments.overwrite,
+        "verify": arguments.verify,
+        "if_needed": arguments.if_needed,
+    }
     return {**reading_options(arguments), **writing}

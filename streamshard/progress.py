@@ -34,15 +34,17 @@ class Moment:
     """How far a run is; what `--progress json` writes, one object on a line."""
 
     phase: str
-    """What is being done: `reading headers`, `writing`, `syncing`, `verifying`, `committing`; and
-    `reading` where nothing is written. `compact` has the tag before it: `global_step80: writing`.
+    """What is being done: `reading headers`, `writing`, `syncing`, `verifying` and `comparing` with
+    `--verify`, `committing`; `comparing` first with `--if-needed`; `reading` where nothing is
+    written. `compact` has the tag before it: `global_step80: writing`.
     """
     done_bytes: int
     """Dealt with so far, what an earlier run has left included."""
     total_bytes: int | None
-    """To be dealt with in all: bytes to be written, before any compression; with `--verify` four
-    times as many, as it reads them three times more. `verify` and `compact` go through several
-    stretches, each with its own. None before that is known."""
+    """To be dealt with in this phase: bytes to be written, before any compression; with `--verify`
+    then those of files whose checksums are verified, and those that are compared with the source.
+    `verify` and `compact` go through several stretches, each with its own. None before that is
+    known."""
     bytes_per_second: int | None
     """In the last seconds, without what an earlier run has left; None before anything was done."""
     eta_seconds: float | None
@@ -250,10 +252,7 @@ class Bar:
             ncols=self._width() - 1,  # the last column would break the line
             prefix=moment.phase,
             ascii=True,
-            unit="B",
-            unit_scale=True,
-            unit_divisor=1024,
-            rate=moment.bytes_per_second,
+            bar_format=f"{{l_bar}}{{bar}}| {', '.join(_facts(moment))}",
         )
         return f"\r{drawn}{_ERASE_REST}"
 

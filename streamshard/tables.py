@@ -86,6 +86,8 @@ def pickles_text(found: PickleListing, *, verbose: bool) -> str:
 
 def report_text(report: Report, *, verbose: bool) -> str:
     """Lay out what a run did, or would do."""
+    if report.found is not None:
+        return _found(report)
     done = report.seconds is not None
     facts: list[tuple[str, object]] = [
         ("wrote" if done else "would write", target_text(report)),
@@ -106,6 +108,13 @@ def target_text(report: Report) -> str:
     """Name what was written; a store as such, which its name need not tell."""
     is_store = report.tensors is None and report.world_size is None
     return f"{report.target} ({KINDS['store']})" if is_store else report.target
+
+
+def _found(report: Report) -> str:
+    """Say that there is nothing to do, and why."""
+    if report.found == "source":
+        return f"Nothing to do: a job with {report.world_size} ranks resumes from {report.path}."
+    return f"Nothing to do: {report.path} is already what this would make, to the byte."
 
 
 def compaction_text(found: Compaction, *, verbose: bool) -> str:

@@ -180,7 +180,7 @@ def test_the_bar_is_one_line_that_fits_and_is_erased() -> None:
         assert "\n" not in text
         assert set(re.findall(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", text)) == {"\x1b[K"}
         if width == 120:
-            shown = r"writing: 100%\|#+\| 100k/100k \[00:00<00:00, 164kB/s\]"
+            shown = r"writing: 100%\|#+\| 100\.0 KiB of 100\.0 KiB, 160\.0 KiB/s"
             assert re.fullmatch(shown, drawn[-2])
 
 
@@ -261,17 +261,22 @@ class Told(Silent):
     def __init__(self) -> None:
         self.total = self.done = self.kept = 0
         self.phases: list[str] = []
+        self.stretches: list[tuple[str, int, int]] = []
+        """Phase, bytes to be dealt with, and bytes that were, of everything that was begun."""
         self._lock = threading.Lock()
 
     def start(self, total_bytes: int, phase: str = watch.READING) -> None:
         """Take down how much there is to do."""
         self.total += total_bytes
         self.phases.append(phase)
+        self.stretches.append((phase, total_bytes, 0))
 
     def advance(self, nbytes: int) -> None:
         """Add what is done."""
         with self._lock:
             self.done += nbytes
+            phase, total, done = self.stretches[-1]
+            self.stretches[-1] = phase, total, done + nbytes
 
     def keep(self, nbytes: int) -> None:
         """Add what was there."""
@@ -298,8 +303,26 @@ def test_a_run_tells_of_all_its_bytes_and_phases(tmp_path: Path, codec: str) -> 
     resharded = streamshard.repartition(
         run, tmp_path / "out", world_size=3, verify=True, progress=told
     )
-    assert told.total == 4 * resharded.bytes_written
-    assert told.phases == ["writing", "syncing", "verifying", "committing"]
+    assert told.phases == ["writing", "syncing", "verifying", "comparing", "committing"]
+    size = resharded.bytes_written
+    (_, *written), (_, verified, seen), (_, total, compared) = told.stretches
+    assert written == [size, size]
+    assert 0 < seen <= verified <= size  # not all of a file has a checksum
+    assert 0 < compared == total <= size
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch", "universal"])
+def test_an_export_that_is_verified_tells_of_each_phase(tmp_path: Path, form: str) -> None:
+    run = write(Job(stage=2), tmp_path / "run")
+    told = Told()
+    done = streamshard.export(run, tmp_path / "out", format=form, verify=True, progress=told)
+    verifying = [] if form == "safetensors" else ["verifying"]  # which have no checksums
+    assert told.phases == ["writing", "syncing", *verifying, "comparing", "committing"]
+    size = done.bytes_written
+    assert told.stretches[0] == ("writing", size, size)
+    for _, total, seen in told.stretches[1:]:
+        assert 0 < seen <= total <= size
+    assert told.stretches[-1][1] == told.stretches[-1][2]
 
 
 def test_a_run_that_goes_on_tells_what_was_kept(

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 import streamshard as api
+from streamshard.engine import window
 from streamshard.engine.journal import Journal, Written
 from streamshard.errors import StreamshardError
 from streamshard.operations import native_files, weight_files
+from streamshard.reading import read_into
 from tests.cli.conftest import tree
 from tests.fabricated import write
 from tests.job import Job
@@ -94,7 +96,18 @@ def test_a_run_goes_on_after_any_span(
             break
         assert (tmp_path / "out.partial").exists() == bool(most)
         monkeypatch.setattr(Journal, "note", note)
+        counts: list[int] = []
+
+        def counted(
+            descriptor: int, view: memoryview, offset: int, counts: list[int] = counts
+        ) -> int:
+            count = read_into(descriptor, view, offset)
+            counts.append(count)
+            return count
+
+        monkeypatch.setattr(window, "read_into", counted)
         report = make(run, tmp_path / "out")
+        assert sum(counts) == report.kept_bytes  # each byte once
         assert tree(tmp_path / "out") == whole
         assert bool(report.kept_bytes) == bool(most)
         assert report.kept_bytes < report.bytes_written

@@ -14,6 +14,9 @@ class Checksum(Protocol):
     def update(self, view: memoryview) -> None:
         """Take in the next bytes."""
 
+    def reset(self) -> None:
+        """Begin again, as if nothing had been taken in."""
+
 
 class Crc32:
     """CRC-32 as zip files use it."""
@@ -24,6 +27,10 @@ class Crc32:
     def update(self, view: memoryview) -> None:
         """Take in the next bytes."""
         self.value = isal_zlib.crc32(view, self.value)
+
+    def reset(self) -> None:
+        """Begin again."""
+        self.value = 0
 
 
 class Crc32c:
@@ -37,6 +44,10 @@ class Crc32c:
         # The library wants an object that it can take for bytes; an array over the view copies
         # nothing.
         self.value = google_crc32c.extend(self.value, np.frombuffer(view, dtype=np.uint8))
+
+    def reset(self) -> None:
+        """Begin again."""
+        self.value = 0
 
 
 class BlockCrc32:
@@ -58,6 +69,11 @@ class BlockCrc32:
             self._open = (self._open + len(piece)) % self._block_bytes
             view = view[len(piece) :]
 
+    def reset(self) -> None:
+        """Begin again."""
+        self._values.clear()
+        self._open = 0
+
     def values(self) -> NDArray[np.uint32]:
         """Return one CRC per block, in order."""
         return np.array(self._values, dtype=np.uint32)
@@ -74,6 +90,11 @@ class ChunkChecksums:
         """Take in the next bytes."""
         self.crc32c.update(view)
         self.blocks.update(view)
+
+    def reset(self) -> None:
+        """Begin again."""
+        self.crc32c.reset()
+        self.blocks.reset()
 
 
 def crc32(view: memoryview | bytes, before: int = 0) -> int:

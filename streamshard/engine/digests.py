@@ -126,6 +126,12 @@ class RunningDigest:
         self._crc32c.update(view)
         self._nbytes += len(view)
 
+    def reset(self) -> None:
+        """Begin again."""
+        self._nbytes = 0
+        self._crc32.reset()
+        self._crc32c.reset()
+
     @property
     def value(self) -> Digest:
         """Digest of what was seen so far."""

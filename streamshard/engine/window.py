@@ -36,8 +36,12 @@ def unwritten_bytes(available_bytes: int) -> int:
     return min(max(available_bytes // 32, least), most)
 
 
+class DifferentError(Exception):
+    """A file does not hold what it was compared with."""
+
+
 class Window:
-    """A worker's buffer in front of the file that it writes."""
+    """A worker's buffer in front of the file that it writes, or compares with what it would."""
 
     def __init__(
         self,
@@ -49,8 +53,10 @@ class Window:
         drops_behind: bool = False,
         stop: threading.Event | None = None,
         told: Callable[[int], None] | None = None,
+        compares: bool = False,
     ) -> None:
         self._told = told
+        self._compares = compares
         self._drops_behind = drops_behind
         self._stop = stop or threading.Event()
         self._unwritten_bytes = unwritten_bytes
@@ -97,45 +103,46 @@ class Window:
     def recall(self, span: Span, descriptor: int, written: Written) -> bool:
         """Take in a span that an earlier run wrote, as if it had been written now.
 
-        Returns False, and has done nothing, if the file does not hold what that run noted.
+        It is read once. Returns False, and has done nothing, if the file does not hold what that
+        run noted, or what is known beforehand of the span.
         """
-        if not self._holds(span, descriptor, written):
-            return False
-        offset = span.offset
-        for part in span.parts:
-            if isinstance(part, Region):
-                self._recall(part, descriptor, offset, written)
-            offset += part.nbytes
-        return True
-
-    def _holds(self, span: Span, descriptor: int, written: Written) -> bool:
-        """Tell whether a file holds what was noted, and what is known beforehand of the span."""
-        found, left = 0, written.nbytes
-        for view in self._read_back(descriptor, span.offset, written.nbytes):
-            found, left = crc32(view, found), left - len(view)
-        if left or found != written.crc32:
-            return False
-        offset = span.offset
+        stored = bytearray()
+        holds = self._take_in(span, descriptor, written, stored)
         for part in span.parts:
             if isinstance(part, Fixed):
-                pieces = self._read_back(descriptor, offset, part.nbytes)
-                if b"".join(map(bytes, pieces)) != part.data:
-                    return False
-            elif part.keeps is not None:
-                pieces = self._read_back(descriptor, offset, part.content_bytes)
-                if not all(map(part.keeps, pieces)):
-                    return False
-            offset += part.nbytes
-        return True
+                continue
+            if not holds:
+                part.checksum.reset()
+            elif part.encoding is not None:
+                part.encoding.recall(bytes(stored))
+            else:
+                part.trailer()
+        return holds
 
-    def _recall(self, region: Region, descriptor: int, offset: int, written: Written) -> None:
-        if region.encoding is not None:
-            stored = self._read_back(descriptor, offset, written.nbytes)
-            region.encoding.recall(b"".join(map(bytes, stored)))
-        else:
-            for view in self._read_back(descriptor, offset, region.content_bytes):
-                region.checksum.update(view)
-            region.trailer()
+    def _take_in(self, span: Span, descriptor: int, written: Written, stored: bytearray) -> bool:
+        """Read a span back, and have checksums see the content; that of encoded is in `stored`."""
+        offset, left, found = span.offset, written.nbytes, 0
+
+        def pieces(nbytes: int) -> Iterator[memoryview]:
+            nonlocal offset, left, found
+            for view in self._read_back(descriptor, offset, min(nbytes, left)):
+                offset, left, found = offset + len(view), left - len(view), crc32(view, found)
+                yield view
+
+        for part in span.parts:
+            if isinstance(part, Fixed):
+                if b"".join(map(bytes, pieces(part.nbytes))) != part.data:
+                    return False
+            elif part.encoding is not None:
+                stored.extend(b"".join(map(bytes, pieces(left))))
+            else:
+                for view in pieces(part.content_bytes):
+                    if part.keeps is not None and not part.keeps(view):
+                        return False
+                    part.checksum.update(view)
+                for _ in pieces(part.trailer_bytes):
+                    pass
+        return left == 0 and found == written.crc32
 
     def _read_back(self, descriptor: int, offset: int, nbytes: int) -> Iterator[memoryview]:
         """Yield what a file holds, as far as it goes, through the buffer."""
@@ -160,10 +167,12 @@ class Window:
         self._require_going_on()
         view = self._buffer[self._begun : self._filled]
         self._crc32 = crc32(view, self._crc32)
-        if last or not (self._makes_holes and _is_hole(view)):
+        if self._compares:
+            self._require_same(view)
+        elif last or not (self._makes_holes and _is_hole(view)):
             place = self._descriptor, self._direct
             try_again(lambda: write_blocks(*place, view, self._offset), self._stop)
-        if len(view) > len(self._buffer) // 2:
+        if len(view) > len(self._buffer) // 2 and not self._compares:
             start_writeback(self._descriptor, self._offset, len(view))
             behind = self._offset - self._unwritten_bytes
             if behind >= self._start:
@@ -174,6 +183,15 @@ class Window:
         if self._told is not None:
             self._told(len(view))
         self._begin()
+
+    def _require_same(self, view: memoryview) -> None:
+        """Compare a view with what the file holds; between fills the scratch is free for that."""
+        for start in range(0, len(view), len(self._scratch)):
+            wanted = view[start : start + len(self._scratch)]
+            found = self._scratch[: len(wanted)]
+            count = read_into(self._descriptor, found, self._offset + start)
+            if count < len(wanted) or not np.array_equal(found, wanted):
+                raise DifferentError
 
     def _begin(self) -> None:
         """Begin to fill the buffer as far behind a block's beginning as the file is."""

@@ -10,11 +10,11 @@ import numpy as np
 
 from streamshard.defaults import CODECS, DEFAULT_CHUNK_BYTES
 from streamshard.engine import memory
-from streamshard.engine.watch import COMMITTING, VERIFYING
+from streamshard.engine.watch import COMMITTING
 from streamshard.errors import UsageError
 from streamshard.formats.node_checks import of_file
 from streamshard.model import ITEMSIZE
-from streamshard.operations import plan_file, rereading, running
+from streamshard.operations import needed, plan_file, rereading, running
 from streamshard.operations.checking import Request
 from streamshard.operations.compare import EXTRA_BYTES
 from streamshard.operations.outlook import Outlook, look_ahead
@@ -26,7 +26,9 @@ from streamshard.operations.source import Source, open_source
 from streamshard.operations.store_targets import StoreTargets
 from streamshard.operations.tally import Tally
 from streamshard.operations.target import (
+    place_to_make,
     require_free,
+    require_named,
     require_other,
     require_separate,
     require_space,
@@ -73,6 +75,26 @@ class ConvertPlan:
     overwrite: bool
     report: Report
     """What running it will do."""
+    if_needed: bool = False
+    """Whether nothing is to be written where it is there already."""
+
+    def found(self, progress: Progress | None = None) -> Report | None:
+        """Return what to report if there is nothing to do; else None.
+
+        Raises
+        ------
+        TargetExistsError
+            Something else than what this would make is there, and may not be replaced.
+        """
+        return needed.Wanted(
+            self.report,
+            self.target,
+            self.source,
+            self.memory,
+            self.sizes(),
+            [self.files.content, self.files.manifest],
+            self.overwrite,
+        ).found(progress)
 
     def run(self, progress: Progress | None = None) -> Report:
         """Write the store.
@@ -83,6 +105,8 @@ class ConvertPlan:
             The source changed or the target cannot be written. No store is left then, but what
             was written is kept beside its place, and the same plan goes on from there.
         """
+        if self.if_needed and (found := self.found(progress)) is not None:
+            return found
         with PartialTarget(
             self.target, self.purpose, nbytes=self.report.bytes_written, overwrite=self.overwrite
         ) as partial_target:
@@ -93,7 +117,6 @@ class ConvertPlan:
                 for targets in (self.files.content, self.files.manifest):
                     running.run(self.source, targets(), partial_target, self.memory, told)
                 if self.report.is_verified and not partial_target.is_done:
-                    told.enter(VERIFYING)
                     place = partial_target.path
                     written = Request(place)
                     rereading.require_same(written, place, self.source, self.memory, told)
@@ -141,6 +164,7 @@ def plan_convert(
     workers: int | None = None,
     overwrite: bool = False,
     verify: bool = False,
+    if_needed: bool = False,
 ) -> ConvertPlan:
     """Read the source's headers and plan a conversion; writes nothing.
 
@@ -161,6 +185,8 @@ def plan_convert(
         half of what the machine, or the cgroup, leaves there.
     verify
         Read back from disk what was written, and compare it with the source before it is renamed.
+    if_needed
+        Write nothing if the target is to the byte what would be written; the report says so.
 
     Raises
     ------
@@ -184,9 +210,12 @@ def plan_convert(
     floor_bytes = memory.resident_bytes()
     memory.restart_peak()
     shape = StoreShape(codec, chunk_size)
-    target = Path(target)
+    target = place_to_make(Path(target))
     require_other(source, target)
-    require_free(target, overwrite=overwrite)
+    if if_needed:
+        require_named(target)  # what is there is looked at when all is planned
+    else:
+        require_free(target, overwrite=overwrite)
     opened = open_source(source, tag, ds_config_file=source_ds_config_file, like=like)
     opened.require_use_of_like()
     limits = Limits(floor_bytes, memory_limit, workers)
@@ -198,6 +227,7 @@ def plan_convert(
         named=str(source),
         overwrite=overwrite,
         verify=verify,
+        if_needed=if_needed,
         asked=asked,
     )
 
@@ -212,6 +242,7 @@ def plan_store(
     verb: str = "convert",
     overwrite: bool = False,
     verify: bool = False,
+    if_needed: bool = False,
     asked: Asked | None = None,
 ) -> ConvertPlan:
     """Plan to write what was opened into a store; see `plan_convert`.
@@ -255,7 +286,8 @@ def plan_store(
         reopened=int(verify),
         encodes=codec != "none",
     )
-    require_space(target, bytes_written)
+    if not if_needed:
+        require_space(target, bytes_written)
     report = Report(
         verb=verb,
         source=named,
@@ -270,9 +302,12 @@ def plan_store(
         limit_bytes=limit_bytes,
         projected_bytes=memory_plan.projected_bytes,
         is_verified=verify,
+        path=str(target),
         notes=opened.checkpoint.remarks,
     )
-    return ConvertPlan(asked, opened, target, purpose, files, memory_plan, overwrite, report)
+    return ConvertPlan(
+        asked, opened, target, purpose, files, memory_plan, overwrite, report, if_needed
+    )
 
 
 def convert(
@@ -288,6 +323,7 @@ def convert(
     workers: int | None = None,
     overwrite: bool = False,
     verify: bool = False,
+    if_needed: bool = False,
     progress: Progress | None = None,
 ) -> Report:
     """Write a checkpoint's store; see `plan_convert`."""
@@ -303,5 +339,6 @@ def convert(
         workers=workers,
         overwrite=overwrite,
         verify=verify,
+        if_needed=if_needed,
     )
     return plan.run(progress)

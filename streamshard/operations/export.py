@@ -8,11 +8,11 @@ from typing import Final
 
 from streamshard.defaults import DEFAULT_SHARD_BYTES, DTYPES, FORMATS
 from streamshard.engine import memory
-from streamshard.engine.watch import COMMITTING, VERIFYING
+from streamshard.engine.watch import COMMITTING
 from streamshard.engine.work import TargetFile
 from streamshard.errors import UnsupportedError, UsageError
 from streamshard.formats import pretrained
-from streamshard.operations import export_check, plan_file, running
+from streamshard.operations import export_check, needed, plan_file, running
 from streamshard.operations.companions import Companions, find_companions
 from streamshard.operations.compare import EXTRA_BYTES
 from streamshard.operations.outlook import Outlook, look_ahead
@@ -23,7 +23,9 @@ from streamshard.operations.report import Progress, Report, Silent
 from streamshard.operations.source import Source, open_source
 from streamshard.operations.tally import Tally
 from streamshard.operations.target import (
+    place_to_make,
     require_free,
+    require_named,
     require_other,
     require_separate,
     require_space,
@@ -54,6 +56,26 @@ class ExportPlan:
     overwrite: bool
     report: Report
     """What running it will do."""
+    if_needed: bool = False
+    """Whether nothing is to be written where it is there already."""
+
+    def found(self, progress: Progress | None = None) -> Report | None:
+        """Return what to report if there is nothing to do; else None.
+
+        Raises
+        ------
+        TargetExistsError
+            Something else than what this would make is there, and may not be replaced.
+        """
+        return needed.Wanted(
+            self.report,
+            self.target,
+            self.companions.source,
+            self.memory,
+            self.sizes(),
+            [self._targets],
+            self.overwrite,
+        ).found(progress)
 
     def run(self, progress: Progress | None = None) -> Report:
         """Write the model's directory.
@@ -64,6 +86,8 @@ class ExportPlan:
             The source changed or the target cannot be written. No directory is left then, but what
             was written is kept beside its place, and the same plan goes on from there.
         """
+        if self.if_needed and (found := self.found(progress)) is not None:
+            return found
         if isinstance(self.files, WeightFiles):
             self.files.overflowed.clear()
         source = self.companions.source
@@ -75,7 +99,6 @@ class ExportPlan:
             def work() -> None:
                 running.run(source, self._targets(), partial_target, self.memory, told)
                 if self.report.is_verified and not partial_target.is_done:
-                    told.enter(VERIFYING)
                     export_check.require_exported(
                         partial_target.path, self.files, self.companions, self.memory, told
                     )
@@ -141,6 +164,7 @@ def plan_export(
     workers: int | None = None,
     overwrite: bool = False,
     verify: bool = False,
+    if_needed: bool = False,
 ) -> ExportPlan:
     """Read the source's headers and plan an export; writes nothing.
 
@@ -175,6 +199,8 @@ def plan_export(
         half of what the machine, or the cgroup, leaves there.
     verify
         Read back from disk what was written, and compare it with the source before it is renamed.
+    if_needed
+        Write nothing if the target is to the byte what would be written; the report says so.
 
     Raises
     ------
@@ -203,10 +229,13 @@ def plan_export(
     )
     floor_bytes = memory.resident_bytes()
     memory.restart_peak()
-    target = Path(target)
-    _require_known(dtype, format, max_shard_size, target)
+    _require_known(dtype, format, max_shard_size, Path(target))
+    target = place_to_make(Path(target))
     require_other(source, target)
-    require_free(target, overwrite=overwrite)
+    if if_needed:
+        require_named(target)  # what is there is looked at when all is planned
+    else:
+        require_free(target, overwrite=overwrite)
     opened = open_source(source, tag, ds_config_file=source_ds_config_file, like=like)
     if format == UNIVERSAL:
         opened.require_states()
@@ -242,7 +271,8 @@ def plan_export(
         copies_bytes=files.copies_bytes(workers or running.default_workers()),
         reopened=int(verify),
     )
-    require_space(target, bytes_written)
+    if not if_needed:
+        require_space(target, bytes_written)
     report = Report(
         verb="export",
         source=str(source),
@@ -257,6 +287,7 @@ def plan_export(
         limit_bytes=limit_bytes,
         projected_bytes=memory_plan.projected_bytes,
         is_verified=verify,
+        path=str(target),
         tensors=prepared.tensors,
         dtype=dtype if format != UNIVERSAL else None,
         notes=(*prepared.notes, *companions.notes, *opened.checkpoint.remarks),
@@ -271,6 +302,7 @@ def plan_export(
         memory=memory_plan,
         overwrite=overwrite,
         report=report,
+        if_needed=if_needed,
     )
 
 
@@ -293,6 +325,7 @@ def export(
     workers: int | None = None,
     overwrite: bool = False,
     verify: bool = False,
+    if_needed: bool = False,
     progress: Progress | None = None,
 ) -> Report:
     """Write a checkpoint's weights for `from_pretrained`; see `plan_export`."""
@@ -314,6 +347,7 @@ def export(
         workers=workers,
         overwrite=overwrite,
         verify=verify,
+        if_needed=if_needed,
     )
     return plan.run(progress)
 

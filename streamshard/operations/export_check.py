@@ -8,6 +8,7 @@ import numpy as np
 
 from streamshard.engine.cache import drop_cached
 from streamshard.engine.files import Decoder, target_errors
+from streamshard.engine.watch import COMPARING, VERIFYING
 from streamshard.errors import NotAsWrittenError, SourceError
 from streamshard.formats import pretrained, safetensors_file, torch_file
 from streamshard.formats.safetensors_file import Described, Stored
@@ -17,6 +18,7 @@ from streamshard.operations.companions import Companions
 from streamshard.operations.compare import Comparing
 from streamshard.operations.pairing import Half, Pair
 from streamshard.operations.report import Progress
+from streamshard.operations.rereading import BothSides
 from streamshard.operations.scanning import scan
 from streamshard.operations.source import Source
 from streamshard.operations.universal import UniversalFiles
@@ -109,12 +111,12 @@ class _ReadBack:
         """Read everything; returns what is wrong."""
         findings = Findings()
         checked = TorchFiles(self._torch_files, str, findings, EVERYTHING)
+        if self._torch_files:
+            progress.start(sum(file.nbytes for file in self._torch_files), VERIFYING)
         scan(checked.units(), self._torch_files, {}, memory, progress.advance)
         comparing = Comparing(self._written(), self._source, self._pairs)
-        # A run that verifies counts what it writes four times: once for the checksums, which not
-        # all have, and once for each side.
-        weight = 2 if self._torch_files else 3
-        differences = comparing.run(memory, findings, lambda n: progress.advance(weight * n // 2))
+        progress.start(comparing.nbytes, COMPARING)
+        differences = comparing.run(memory, findings, BothSides(progress.advance).add)
         return [*(p.message for p in findings.problems), *(d.message for d in differences)]
 
     def _written(self) -> _Written:

@@ -2,9 +2,11 @@
 
 What is on the disk is at any moment one of these, and the same command finishes each of them:
 
-- no OUT, or the old one, and no OUT.partial, or one whose journal tells what is written;
-- OUT.partial with a journal that says it is whole: it is to be renamed;
-- with `--overwrite`, OUT.replaced and no OUT: the old one, which goes back to its place;
+- no OUT, an empty one, or the old one, and no OUT.partial, or one whose journal tells what is
+  written;
+- OUT.partial with a journal that says it is whole: it is to be renamed, onto an empty OUT too;
+- with `--overwrite`, OUT.replaced and no OUT, or an empty one that somebody made since: what was
+  replaced goes back to its place;
 - OUT with that journal still in it: what it replaced is to be removed, then the journal.
 """
 
@@ -29,6 +31,7 @@ from streamshard.operations.target import (
     JOURNAL,
     allocated_bytes,
     exists,
+    is_vacant,
     partial_of,
     remove,
     replaced_of,
@@ -89,7 +92,7 @@ class PartialTarget:
         if done.is_whole and done.header is not None:
             self._tidy(done)
             self.is_done = self._purpose.difference(done.header) is None and not self._overwrite
-        elif replaces(self.journal) and exists(self._replaced) and not exists(self._target):
+        elif replaces(self.journal) and exists(self._replaced) and is_vacant(self._target):
             self._replaced.rename(self._target)
 
     def _prepare(self) -> None:
@@ -101,6 +104,7 @@ class PartialTarget:
         if self._overwrite or header is None:
             self._is_own = True
             self.path.mkdir(exist_ok=True)
+            self._become_like_empty()
             self.journal.begin(self._purpose.header)
         else:
             difference = self._purpose.difference(header)
@@ -108,12 +112,26 @@ class PartialTarget:
                 message = f"{self.path}: {difference}. Run that one again to finish it, or give"
                 raise TargetExistsError(f"{message} --overwrite to start afresh")
             self._is_own = True
+            self._become_like_empty()
             self.journal.proceed()
         if not self.journal.is_whole:
             self._remove_unknown()
             left = max(0, self._nbytes - allocated_bytes(self.path))
             self._reservation = Reservation(self.path / _RESERVED, left)
         self.partial = Partial(self.path, self.journal, self._reservation)
+
+    def _become_like_empty(self) -> None:
+        """Take over owner, mode and access list of the empty directory whose place is taken.
+
+        Before anything is written, so that it is as private as that one all the while, and its
+        files get the group that a set-group-ID bit gives them.
+        """
+        if not exists(self._target) or not is_vacant(self._target):
+            return
+        wanted, own = self._target.stat(), self.path.stat()
+        if (wanted.st_uid, wanted.st_gid) != (own.st_uid, own.st_gid):
+            os.chown(self.path, wanted.st_uid, wanted.st_gid)
+        shutil.copystat(self._target, self.path)
 
     def _remove_unknown(self) -> None:
         """Remove files of which nothing is noted, and which are not known to be ours therefore."""
@@ -185,7 +203,8 @@ class PartialTarget:
 
     def _swap_in(self) -> None:
         """Put the new directory into its place; what was there comes back if that fails."""
-        if not exists(self._target):
+        # Where somebody has put something meanwhile, the system refuses to rename.
+        if is_vacant(self._target) or not replaces(self.journal):
             self.path.rename(self._target)
             return
         self._target.rename(self._replaced)

@@ -19,7 +19,7 @@ from streamshard.errors import TargetError, TargetExistsError, UsageError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats import strict_json
 from streamshard.operations.purpose import Purpose
-from streamshard.operations.target import exists, partial_of
+from streamshard.operations.target import exists, partial_of, place_to_make
 from streamshard.reading import stream_of
 
 _KIND: Final = "streamshard plan"
@@ -139,7 +139,7 @@ def write(path: Path, asked: Asked, purpose: Purpose, sizes: Mapping[str, int]) 
     """
     source = purpose.source
     here = path.absolute().parent.resolve()
-    target = Path(asked.target)
+    target = place_to_make(Path(asked.target))
     for place in (source.path.resolve(), target.resolve(), partial_of(target).resolve()):
         if place == here or place in here.parents:
             message = f"{path}: lies in {place}, and would change what the plan is about"

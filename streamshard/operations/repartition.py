@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from streamshard.engine import memory
-from streamshard.engine.watch import COMMITTING, VERIFYING
+from streamshard.engine.watch import COMMITTING
 from streamshard.engine.work import TargetFile
 from streamshard.errors import UsageError
 from streamshard.formats import ds_config, dump_names, frameworks
 from streamshard.formats.dump_names import Template
 from streamshard.formats.zero_writer import Images
-from streamshard.operations import muon, plan_file, rereading, resizing, running
+from streamshard.operations import muon, needed, plan_file, rereading, resizing, running
 from streamshard.operations.checking import Request
 from streamshard.operations.compare import EXTRA_BYTES
 from streamshard.operations.native_files import NativeFiles
@@ -27,7 +27,9 @@ from streamshard.operations.settings import TargetSettings, require_allowed, tar
 from streamshard.operations.source import Source, open_source
 from streamshard.operations.tally import Tally
 from streamshard.operations.target import (
+    place_to_make,
     require_free,
+    require_named,
     require_other,
     require_separate,
     require_space,
@@ -61,6 +63,34 @@ class RepartitionPlan:
     overwrite: bool
     report: Report
     """What running it will do."""
+    if_needed: bool = False
+    """Whether nothing is to be written where that is not needed."""
+    may_resume: bool = False
+    """Whether the job that will resume can do so from the source as it is."""
+
+    def found(self, progress: Progress | None = None) -> Report | None:
+        """Return what to report if there is nothing to do; else None.
+
+        Raises
+        ------
+        TargetExistsError
+            Something else than what this would make is there, and may not be replaced.
+        """
+        if self.may_resume:
+            is_native = self.source.kind == "native"
+            place = str(self.source.path) if is_native else self.report.source
+            return needed.nothing_done(self.report, "source", place)
+        return needed.Wanted(
+            self.report,
+            self.target,
+            self.source,
+            self.memory,
+            self.sizes(),
+            [self._targets],
+            self.overwrite,
+            latest=self.source.checkpoint.tag if self.template is None else None,
+            template=self.template,
+        ).found(progress)
 
     def run(self, progress: Progress | None = None) -> Report:
         """Write the target.
@@ -71,6 +101,8 @@ class RepartitionPlan:
             The source changed or the target cannot be written. No target is left then, but what
             was written is kept beside its place, and the same plan goes on from there.
         """
+        if self.if_needed and (found := self.found(progress)) is not None:
+            return found
         with PartialTarget(
             self.target,
             self.purpose,
@@ -81,13 +113,13 @@ class RepartitionPlan:
 
             def work() -> None:
                 running.run(self.source, self._targets(), partial_target, self.memory, told)
+                latest = self.source.checkpoint.tag if self.template is None else None
+                if latest is not None and not partial_target.is_written:
+                    told.advance(len(latest.encode()))  # the commit writes it
                 if not partial_target.is_done:
                     self._verify(partial_target.path, told)
                 told.enter(COMMITTING)
-                latest = self.source.checkpoint.tag if self.template is None else None
                 partial_target.commit(latest=latest)
-                if latest is not None and not partial_target.is_written:
-                    told.advance(len(latest.encode()))
 
             told = progress or Silent()
             return running.measured(self.report, partial_target, told, work)
@@ -116,7 +148,6 @@ class RepartitionPlan:
     def _verify(self, place: Path, told: Progress) -> None:
         """Compare what was written with the source, if that was asked for."""
         if self.written is not None:
-            told.enter(VERIFYING)
             path = place / self.template.name if self.template else place
             written = replace(self.written, path=path)
             rereading.require_same(written, place, self.source, self.memory, told)
@@ -141,6 +172,7 @@ def plan_repartition(
     workers: int | None = None,
     overwrite: bool = False,
     verify: bool = False,
+    if_needed: bool = False,
 ) -> RepartitionPlan:
     """Read the source's headers and plan a repartition; writes nothing.
 
@@ -172,6 +204,9 @@ def plan_repartition(
         half of what the machine, or the cgroup, leaves there.
     verify
         Read back from disk what was written, and compare it with the source before it is renamed.
+    if_needed
+        Write nothing if the source's files are as the job that resumes would have them, or if the
+        target is to the byte what would be written; the report says so, and where to resume from.
 
     Raises
     ------
@@ -196,9 +231,12 @@ def plan_repartition(
     floor_bytes = memory.resident_bytes()
     memory.restart_peak()
     template = dump_names.parse(str(target)) if dump_names.is_template(str(target)) else None
-    directory = template.directory if template else Path(target)
+    directory = place_to_make(template.directory if template else Path(target))
     require_other(source, directory)
-    require_free(directory, overwrite=overwrite, template=template)
+    if if_needed:
+        require_named(directory)  # what is there is looked at when all is planned
+    else:
+        require_free(directory, overwrite=overwrite, template=template)
     wanted = ds_config.read_file(Path(ds_config_file)) if ds_config_file else None
     opened = open_source(source, tag, ds_config_file=source_ds_config_file, like=like)
     opened.require_states()
@@ -223,6 +261,7 @@ def plan_repartition(
     bytes_written = sum(tally.sizes.values())
     options = _options(opened, world_size, settings, template)
     purpose = Purpose.of(opened, options, replaces=overwrite)
+    may_resume = if_needed and needed.has_files_of(opened, world_size, settings)
     resizes = resizing.explain(
         opened, world_size, resized, dp_world_size=dp_world_size, config=settings.config
     )
@@ -235,7 +274,8 @@ def plan_repartition(
         copies_bytes=copies_bytes(opened, dp_world_size),
         reopened=-(-dp_world_size // opened.checkpoint.layout.world_size) if verify else 0,
     )
-    require_space(directory, bytes_written)
+    if not if_needed:
+        require_space(directory, bytes_written)
     report = Report(
         verb="repartition",
         source=str(source),
@@ -250,6 +290,7 @@ def plan_repartition(
         limit_bytes=limit_bytes,
         projected_bytes=memory_plan.projected_bytes,
         is_verified=verify,
+        path=str(target),
         notes=(
             *settings.notes,
             *opened.checkpoint.notes,
@@ -272,6 +313,8 @@ def plan_repartition(
         memory=memory_plan,
         overwrite=overwrite,
         report=report,
+        if_needed=if_needed,
+        may_resume=may_resume,
     )
 
 
@@ -289,6 +332,7 @@ def repartition(
     workers: int | None = None,
     overwrite: bool = False,
     verify: bool = False,
+    if_needed: bool = False,
     progress: Progress | None = None,
 ) -> Report:
     """Write a checkpoint's files for another world size; see `plan_repartition`."""
@@ -305,6 +349,7 @@ def repartition(
         workers=workers,
         overwrite=overwrite,
         verify=verify,
+        if_needed=if_needed,
     )
     return plan.run(progress)
 

@@ -37,7 +37,7 @@ class Silent:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a run did, or what it would do."""
+    """What a run did, or what it would do. Its names are the keys of `--json`."""
 
     verb: str
     source: str
@@ -71,5 +71,10 @@ class Report:
     """What they are cast to: `fp32`, `bf16` or `fp16`; None where nothing is cast."""
     overflowed: int | None = None
     """Finite elements that the dtype cannot hold, and that became infinite; None before a run."""
+    path: str = ""
+    """Where what was asked for is, and a job resumes from: the target; or with `if_needed` the
+    source, if a job can resume from that as it is."""
+    found: str | None = None
+    """With `if_needed`, what has it already, so that nothing was written: `source` or `target`."""
     notes: tuple[str, ...] = field(default=())
     """What the user should know or do next."""

@@ -1,9 +1,12 @@
 """Reads back what a run has written, and compares it with what it was made from."""
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from streamshard.engine.cache import drop_cached
 from streamshard.engine.files import target_errors
+from streamshard.engine.watch import COMPARING, VERIFYING
 from streamshard.errors import NotAsWrittenError, SourceError
 from streamshard.operations.checking import Request, look_at
 from streamshard.operations.compare import Comparing
@@ -13,6 +16,21 @@ from streamshard.operations.source import Source
 from streamshard.operations.verification import Findings
 from streamshard.plan.memory import MemoryPlan
 from streamshard.plan.sample import EVERYTHING
+
+
+class BothSides:
+    """Counts bytes that are read of either side of a comparison, and tells of each pair once."""
+
+    def __init__(self, progress: Callable[[int], None]) -> None:
+        self._progress = progress
+        self._read = 0
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes of one side."""
+        with self._lock:
+            before, self._read = self._read, self._read + nbytes
+        self._progress((before + nbytes) // 2 - before // 2)
 
 
 def require_same(
@@ -51,11 +69,14 @@ def _check(
     written: Request, source: Source, findings: Findings, memory: MemoryPlan, progress: Progress
 ) -> list[str]:
     looked = look_at(written, findings, EVERYTHING)
+    progress.start(looked.nbytes, VERIFYING)
     looked.read(memory, progress.advance)
     if findings.problems:
         return [problem.message for problem in findings.problems]
     opened = written.open()
     pairing = pair_up(opened, source, converted=True)
     comparing = Comparing(opened, source, pairing.pairs)
-    differences = [*pairing.differences, *comparing.run(memory, findings, progress.advance)]
+    progress.start(comparing.nbytes, COMPARING)
+    both = BothSides(progress.advance).add
+    differences = [*pairing.differences, *comparing.run(memory, findings, both)]
     return [*(p.message for p in findings.problems), *(d.message for d in differences)]

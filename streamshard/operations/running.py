@@ -117,8 +117,7 @@ def measured(
     report: Report, target: PartialTarget, progress: Progress, work: Callable[[], None]
 ) -> Report:
     """Do the work, and add to the report how long it took and how much memory at most."""
-    # To verify is to read it once for the checksums, and once more beside the source.
-    progress.start(report.bytes_written * (4 if report.is_verified else 1), WRITING)
+    progress.start(report.bytes_written, WRITING)
     began = time.monotonic()
     try:
         if target.is_written:

@@ -8,6 +8,7 @@ from typing import Final
 
 from streamshard.engine.files import target_errors
 from streamshard.engine.journal import Journal
+from streamshard.engine.mounts import is_mount_point
 from streamshard.errors import NoSpaceError, TargetExistsError, UsageError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats import pretrained
@@ -33,6 +34,20 @@ def replaced_of(target: Path) -> Path:
     return target.with_name(f"{target.name}.replaced")
 
 
+def place_to_make(target: Path) -> Path:
+    """Return where a target is made: where it leads, if it is a link to a directory that is free.
+
+    What is built beside the directory takes its place, and the link stays. It leads there still
+    when a run was killed that had made the target, and had not yet removed its journal.
+    """
+    with target_errors(target):
+        if target.is_symlink() and target.is_dir():
+            directory = target.resolve()
+            if is_vacant(directory) or Journal(directory / JOURNAL).is_whole:
+                return directory
+    return target
+
+
 def require_separate(source: Path, files: Sequence[SourceFile], target: Path) -> None:
     """Refuse a target that would be written into its own source, or the other way round."""
     here = {source.resolve(), *{file.path.parent.resolve() for file in files}}
@@ -51,14 +66,19 @@ def require_other(source: str | os.PathLike[str], target: Path) -> None:
         raise UsageError(f"{target}: is the source itself; choose another place")
 
 
+def require_named(target: Path) -> None:
+    """Refuse a target that has no name by which others can be put beside it."""
+    if target.name in ("", ".."):
+        raise UsageError(f"{target}: is no name for a new directory; write it out")
+
+
 def require_free(target: Path, *, overwrite: bool, template: Template | None = None) -> None:
-    """Refuse a target that exists, unless it is one of ours and may be replaced.
+    """Refuse a target that exists, unless it is empty, or is one of ours and may be replaced.
 
     A directory of dumps is ours if nothing else is in it. What an earlier run has left is in
     nobody's way: it may be gone on from, or is put in order first.
     """
-    if target.name in ("", ".."):
-        raise UsageError(f"{target}: is no name for a new directory; write it out")
+    require_named(target)
     with target_errors(target):
         _require_free(target, overwrite=overwrite, template=template)
 
@@ -68,19 +88,37 @@ def _require_free(target: Path, *, overwrite: bool, template: Template | None) -
         return
     partial, replaced = partial_of(target), replaced_of(target)
     begun = Journal(partial / JOURNAL)
-    if exists(replaced) and (exists(target) or not replaces(begun)):
+    if exists(replaced) and not (is_vacant(target) and replaces(begun)):
         message = f"{replaced}: is in the way, and was not left by an --overwrite that was cut off"
         raise TargetExistsError(f"{message}; move it, or choose another target")
     if exists(partial) and begun.header is None and not _may_be_cleared(partial):
         message = f"{partial}: is in the way, and was not left by a run that was cut off"
         raise TargetExistsError(f"{message}; move it, or choose another target")
-    if not exists(target):
+    if exists(target):
+        _require_place(target)
+    if is_vacant(target):
         return
     if not overwrite and not replaces(begun):
         raise TargetExistsError(f"{target}: exists; use --overwrite to replace it")
     if not _is_ours(target, template):
         message = f"{target}: holds more than one checkpoint or store of ours, so --overwrite will"
         raise TargetExistsError(f"{message} not replace it; remove it yourself")
+
+
+def _require_place(target: Path) -> None:
+    """Refuse a directory whose place another one cannot take, by a rename, as it is."""
+    if not target.is_dir() or target.is_symlink():
+        return
+    reason = None
+    if is_mount_point(target):
+        reason = "is a mount point, which no other directory can take the place of"
+    elif not os.access(target.absolute().parent, os.W_OK | os.X_OK):
+        reason = f"its place cannot be taken, as {target.absolute().parent} may not be written"
+    elif os.geteuid() not in (0, owner := target.stat().st_uid):
+        reason = f"belongs to user {owner}, and user {os.geteuid()} can make no directory for them"
+    if reason is not None:
+        message = f"{target}: {reason}; what is made is built beside its place and then renamed"
+        raise TargetExistsError(f"{message}. Give a new name in it: {target / 'NAME'}")
 
 
 def replaces(journal: Journal) -> bool:
@@ -91,6 +129,14 @@ def replaces(journal: Journal) -> bool:
 def exists(path: Path) -> bool:
     """Tell whether there is anything, if only a link that leads nowhere."""
     return path.exists() or path.is_symlink()
+
+
+def is_vacant(path: Path) -> bool:
+    """Tell whether a directory can be renamed to a path: nothing is there, or an empty one."""
+    if path.is_symlink() or not path.is_dir():
+        return not exists(path)
+    with os.scandir(path) as entries:
+        return next(entries, None) is None
 
 
 def is_there(path: Path) -> bool:

@@ -25,6 +25,7 @@ _PHASES = (
     watch.WRITING,
     watch.SYNCING,
     watch.VERIFYING,
+    watch.COMPARING,
     watch.COMMITTING,
     watch.READING,
 )

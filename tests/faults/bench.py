@@ -127,6 +127,8 @@ class Bench:
         empty(self._target)
         if scenario.replaces:
             shutil.copytree(self._old, self._target / OUT)
+        if scenario.is_empty:
+            (self._target / OUT).mkdir()
 
     def _run(
         self,

@@ -52,7 +52,8 @@ class Judge:
     def state(self, scenario: Scenario, whole: Tree) -> list[str]:
         """Judge the source and the target; the latter is whole, or not there, or as it was."""
         problems = self._source(scenario, "the source was changed")
-        right = [whole, self._old] if scenario.replaces else [whole]
+        right = [whole, *([self._old] if scenario.replaces else [])]
+        right += [{}] if scenario.is_empty else []
         if os.path.lexists(self._out) and self._found() not in right:
             problems.append(f"the target is neither whole nor absent: {self._differing(whole)}")
         return problems

@@ -32,6 +32,8 @@ class Scenario:
     options: tuple[str, ...]
     replaces: bool = False
     """Whether there is a target before."""
+    is_empty: bool = False
+    """Whether the target is an empty directory before."""
     system: Option = NO_OPTION
     own: Side = Side.SOURCE | Side.TARGET
     """What of its calls no other scenario has: all, or those on the target."""
@@ -60,6 +62,14 @@ SCENARIOS: Final[Sequence[Scenario]] = (
         "stage_2",
         _TO_3,
         replaces=True,
+        own=Side.TARGET,
+    ),
+    Scenario(
+        "repartition, to an empty directory",
+        "repartition",
+        "stage_2",
+        _TO_3,
+        is_empty=True,
         own=Side.TARGET,
     ),
     Scenario(

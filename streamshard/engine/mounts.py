@@ -1,0 +1,29 @@
+"""Tells where file systems are mounted."""
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+_MOUNTS: Final = Path("/proc/self/mountinfo")
+_PLACE: Final = 4
+"""Field of a line that says where something is mounted; see proc_pid_mountinfo(5)."""
+_ESCAPED: Final = re.compile(rb"\\([0-7]{3})")
+
+
+def is_mount_point(directory: Path) -> bool:
+    """Tell whether something is mounted at a directory.
+
+    A part of a file system that is mounted within the same one is told by the system's list only.
+    """
+    if directory.is_mount():
+        return True
+    with suppress(OSError):
+        place = os.fsencode(directory.resolve())
+        return any(_place(line) == place for line in _MOUNTS.read_bytes().splitlines())
+    return False
+
+
+def _place(line: bytes) -> bytes:
+    return _ESCAPED.sub(lambda match: bytes([int(match[1], 8)]), line.split(b" ")[_PLACE])

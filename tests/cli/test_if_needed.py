@@ -1,0 +1,186 @@
+"""`--if-needed` and `--print-path`: what job scripts run before every start of a job."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from streamshard.engine.lock import Lock
+from tests.cli.conftest import Finished, model_file, streamshard, tree
+from tests.cli.test_going_on import cut_off
+from tests.fabricated import load
+from tests.faults.scenarios import times
+from tests.job import TAG
+
+Saved = Callable[[int], Path]
+Run = Callable[..., Finished]
+IF_NEEDED = ("--if-needed", "--print-path")
+VERBS: dict[str, tuple[object, ...]] = {
+    "repartition": ("--world-size", 3),
+    "convert": ("--chunk-size", 200_000),
+    "convert, zstd": ("--codec", "zstd"),
+    "export": ("--dtype", "bf16"),
+    "export, torch": ("--format", "torch"),
+    "export, universal": ("--format", "universal"),
+}
+
+
+def test_a_job_script(stage_2: Path, tmp_path: Path) -> None:
+    """As the README has it: whatever the count of ranks, there is a directory to resume from."""
+    out = tmp_path / "job's out"
+    script = (
+        f'CKPT=$({sys.executable} -m streamshard repartition "$1" "$2" --world-size "$3" '
+        '--if-needed --print-path) || exit\nprintf "%s" "$CKPT"'
+    )
+    before = tree(stage_2), times(stage_2)
+    first = 0.0
+    for world_size, wanted in ((4, stage_2), (3, out), (3, out), (4, stage_2)):
+        command = ["bash", "-c", script, "job", str(stage_2), str(out), str(world_size)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert (done.returncode, done.stderr, done.stdout) == (0, "", str(wanted))
+        first = first or (out.stat().st_mtime_ns if out.exists() else 0)
+        assert not out.exists() or out.stat().st_mtime_ns == first
+    assert (tree(stage_2), times(stage_2)) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == [out.name, stage_2.name]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_what_is_there_already_is_proved_by_its_bytes(
+    saved: Saved, tmp_path: Path, in_process: Run, verb: str
+) -> None:
+    out = tmp_path / "out"
+    command = (verb.split(",")[0], saved(2), out, *VERBS[verb], *IF_NEEDED)
+    for _ in range(2):
+        done = in_process(*command)
+        assert (done.code, done.out, done.err) == (0, f"{out}\n", "")
+    whole, when = tree(out), times(out)
+    report = json.loads(in_process(*command[:-1], "--json").out)
+    assert (report["found"], report["path"], report["bytes_written"]) == ("target", str(out), 0)
+    assert (tree(out), times(out)) == (whole, when)
+    dry = in_process(*command, "--dry-run")
+    assert (dry.code, dry.out) == (0, f"{out}\n")
+    largest = max(whole, key=lambda name: len(whole[name]))
+    data = bytearray(whole[largest])
+    changes: dict[str, Callable[[], object]] = {
+        f"{largest} holds other bytes": lambda: _flipped(out / largest, bytes(data)),
+        f"{largest} holds other": lambda: (out / largest).write_bytes(data[:-1]),
+        f"{largest} holds": lambda: (out / largest).write_bytes(data + b"\0"),
+        f"{largest} is missing": (out / largest).unlink,
+        "stranger is not one of its files": lambda: (out / "stranger").write_text("?"),
+    }
+    for told, change in changes.items():
+        if "missing" in told and len(whole) == 1:
+            continue  # what would be left is free to take
+        change()
+        damaged = tree(out)
+        done = in_process(*command)
+        assert (done.code, done.out, tree(out)) == (4, "", damaged)
+        assert f"{out}: is not what this command makes: {told}" in done.err
+        assert in_process(*command, "--dry-run").code == 4
+        if "stranger" not in told:
+            done = in_process(*command, "--overwrite")
+            assert (done.code, done.out) == (0, f"{out}\n"), done.err
+            assert tree(out) == whole
+
+
+def _flipped(path: Path, data: bytes) -> None:
+    """Change one bit in the middle of a file."""
+    middle = len(data) // 2
+    path.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
+
+
+def test_of_the_source_all_that_shapes_files_has_to_fit(
+    saved: Saved, tmp_path: Path, in_process: Run
+) -> None:
+    given = tmp_path / "ds.json"
+
+    def found(stage: int, *options: object, **zero: object) -> str | None:
+        model = load(model_file(saved(stage), 0 if stage == 3 else None))
+        config = dict(model["ds_config"])
+        merged = {**config["zero_optimization"], "stage": stage, **zero}
+        given.write_text(json.dumps({**config, "zero_optimization": merged}))
+        command = ("repartition", saved(stage), tmp_path / "out", "--ds-config", given)
+        done = in_process(*command, "--world-size", 4, *options, "--if-needed", "--json")
+        assert done.code == 0, done.err
+        report = json.loads(done.out)
+        is_there = (tmp_path / "out").exists()
+        assert is_there == (report["found"] is None)
+        assert report["path"] == str(tmp_path / "out" if is_there else saved(stage))
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        answer: str | None = report["found"]
+        return answer
+
+    assert found(2) == "source"
+    assert found(3) == "source"
+    assert found(2, sub_group_size=1000) == "source"  # of stage 3 only
+    assert found(3, sub_group_size=1234) is None
+    assert found(2, round_robin_gradients=True) is None
+    assert found(3, round_robin_gradients=True) == "source"  # of stages 1 and 2 only
+    command = ("repartition", saved(2), tmp_path / "out", *IF_NEEDED)
+    for options in (("--world-size", 4, "--zero-stage", 1), ("--world-size", 2)):
+        done = in_process(*command, *options)
+        assert (done.code, done.out) == (0, f"{tmp_path / 'out'}\n")
+        shutil.rmtree(tmp_path / "out")
+
+
+def test_the_source_fits_only_if_that_tag_is_what_a_job_takes(
+    stage_2: Path, tmp_path: Path, in_process: Run
+) -> None:
+    """A plain `load_checkpoint` takes what `latest` names, whatever was asked for here."""
+    out = tmp_path / "out"
+    by_tag = ("repartition", stage_2 / TAG, out, "--world-size", 4, *IF_NEEDED)
+    assert in_process(*by_tag).out == f"{stage_2}\n"
+    (stage_2 / TAG).rename(stage_2 / "global_step9")
+    shutil.copytree(stage_2 / "global_step9", stage_2 / "global_step10")
+    (stage_2 / "latest").write_text("global_step10")
+    command = ("repartition", stage_2, out, "--world-size", 4, *IF_NEEDED)
+    assert in_process(*command).out == f"{stage_2}\n"
+    done = in_process(*command, "--tag", "global_step9")
+    assert (done.code, done.out) == (0, f"{out}\n")
+    assert (out / "latest").read_text() == "global_step9"
+    # A job has gone on from the target, and saved into it.
+    (out / "latest").write_text("global_step11")
+    done = in_process(*command, "--tag", "global_step9")
+    assert (done.code, done.out) == (4, "")
+    assert "its 'latest' names 'global_step11', not 'global_step9'" in done.err
+
+
+def test_what_is_done_needs_neither_lock_nor_space(saved: Saved, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = ("repartition", saved(2), out, "--world-size", 3, *IF_NEEDED)
+    assert streamshard(*command).code == 0
+    lock = Lock(tmp_path / ".streamshard.lock.out", out)
+    lock.take()
+    assert (streamshard(*command).code, streamshard(*command).out) == (0, f"{out}\n")
+    shutil.rmtree(out)
+    assert streamshard(*command).code == 4
+    fits = ("repartition", saved(2), out, "--world-size", 4, *IF_NEEDED)
+    assert (streamshard(*fits).code, streamshard(*fits).out) == (0, f"{saved(2)}\n")
+    lock.release()
+
+
+def test_killed_it_goes_on(saved: Saved, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = ("repartition", saved(2), out, "--world-size", 3, "--if-needed")
+    assert cut_off("note", 2, command).code == -signal.SIGKILL
+    assert cut_off("rename", 0, command).code == -signal.SIGKILL
+    report = json.loads(streamshard(*command, "--json").out)
+    assert (report["found"], report["path"]) == (None, str(out))
+    assert report["kept_bytes"] == report["bytes_written"] > 0
+    report = json.loads(streamshard(*command, "--json").out)
+    assert report["found"] == "target"
+
+
+def test_options_that_contradict_each_other(saved: Saved, tmp_path: Path, in_process: Run) -> None:
+    command = ("repartition", saved(2), tmp_path / "out", "--world-size", 3)
+    assert in_process(*command, "--print-path", "--json").code == 2
+    planning = ("--if-needed", "--dry-run", "--plan-out", tmp_path / "plan.json")
+    assert in_process(*command, *planning).code == 2
+    assert in_process("repartition", saved(2), ".", "--world-size", 3, "--if-needed").code == 2
+    done = in_process(*command, "--print-path")
+    assert (done.code, done.out) == (0, f"{tmp_path / 'out'}\n")
