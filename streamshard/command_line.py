@@ -15,7 +15,7 @@ from streamshard.defaults import (
     FORMATS,
     ORDERS,
 )
-from streamshard.errors import TargetError, UsageError
+from streamshard.errors import StreamshardError, TargetError
 from streamshard.options import (
     add_keeping_options,
     add_moving_options,
@@ -66,7 +66,7 @@ def parse_command(argv: Sequence[str]) -> argparse.Namespace:
     parser = arguments_of()
     try:
         words = with_templates(argv)
-    except UsageError as error:
+    except StreamshardError as error:
         parser.exit(error.exit_code, f"streamshard: {error}\n")
     return parser.parse_args(words)
 

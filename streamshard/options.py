@@ -10,7 +10,6 @@ from typing import Any, Final
 from streamshard import sizes
 from streamshard.defaults import DEFAULT_MIN_AGE, PROGRESS_MODES
 from streamshard.errors import UsageError
-from streamshard.formats import dump_names
 
 _MOST_SOURCES: Final = 2
 """Sources that a verb takes at most, one behind the other."""
@@ -123,11 +122,15 @@ def with_templates(argv: Sequence[str]) -> list[str]:
     ------
     UsageError
         There are more files in a row than any verb takes, and no template makes them.
+    IncompleteError
+        A rank's file is missing between others.
     """
     found: list[str] = []
     for (is_file, place), group in groupby(argv, _file_and_place):
         words = [*group]
         if is_file and len(words) > 1 and "{" not in str(place):
+            from streamshard.formats import dump_names  # not at the top: most words are no files
+
             paths = [*map(Path, words)]
             if len(words) > _MOST_SOURCES or dump_names.fitting([path.name for path in paths]):
                 words = [dump_names.template_for(paths)]

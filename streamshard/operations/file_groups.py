@@ -29,9 +29,7 @@ def list_files(source: Source) -> tuple[FileSummary, ...]:
             path.relative_to(source.path).as_posix(): path.stat().st_size
             for path in _without_tensors(source)
         }
-    return tuple(
-        FileSummary(path, found[path]) for path in sorted(found, key=natural_order)
-    )
+    return tuple(FileSummary(path, found[path]) for path in sorted(found, key=natural_order))
 
 
 def _without_tensors(source: Source) -> Iterator[Path]:
