@@ -15,7 +15,9 @@ from streamshard.operations.inspection import GroupSummary, Inspection
 from streamshard.operations.lazy import LazyTensor, Reading
 from streamshard.operations.source import Source, open_source
 
-_KINDS: Final = {"param": "trained", "frozen": "frozen", "buffer": "buffer"}
+_KINDS: Final = {"param": "trained", "buffer": "buffer"} | dict.fromkeys(
+    ("frozen", "loose", "excluded"), "frozen"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -254,7 +256,7 @@ def _of_family(
     kinds = {entry.name: entry.kind for entry in family.module}
     listed = set()
     for entry in family.module:
-        own = entry.alias_of or entry.name
+        own = entry.held_as
         listed.add(own)
         if own in numbers and entry.kind != "extra":
             tied_to = prefix + own if own != entry.name else None
