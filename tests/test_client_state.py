@@ -7,8 +7,10 @@ import pytest
 import torch
 
 import streamshard
+from streamshard.errors import IncompleteError, SourceError
 from tests.fabricated import edit, load, write
 from tests.job import TAG, Job
+from tests.oracle.values import value_differences
 
 # torch itself looks at the storage of what it rebuilds.
 pytestmark = [
@@ -65,3 +67,53 @@ def test_a_difference_in_a_quantised_tensor_is_found(tmp_path: Path) -> None:
     (found,) = streamshard.verify(one, against=other).differences
     assert found.name.startswith("model/table.quint8")
     assert (found.count, found.numel) == (11, 12)
+
+
+LOOKED_INTO = (
+    *("module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
+    *("shared_params", "dp_world_size", "mp_world_size", "num_experts"),
+)
+CARRIED = (
+    *("optimizer", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps"),
+    *("global_samples", "ds_config", "ds_version", "universal_checkpoint_info", "folding"),
+    *("sparse_tensor_module_names", "optimizer_state_dict", "zero_stage", "param_groups"),
+)
+"""Names that DeepSpeed (0.19.8) has at the top of a file, by whether the values matter to us."""
+VALUES: dict[str, Any] = {
+    "dict": {"mine": torch.arange(3.0), "more": [1, "x"]},
+    "list": [1.5, "x"],
+    "text": "mine",
+    "tensor": torch.arange(4.0),
+}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", CARRIED)
+def test_client_state_of_a_name_of_deepspeed_is_carried(
+    name: str, stage: int, tmp_path: Path
+) -> None:
+    for kind, value in VALUES.items():
+        run = write(Job(stage=stage, client_state={name: value}), tmp_path / kind / "run")
+        out = tmp_path / kind / "out"
+        streamshard.repartition(run, out, world_size=3, verify=True)
+        assert list(value_differences(value, load(model_file(out))[name], name)) == []
+        assert streamshard.verify(out, against=run).differences == ()
+
+
+@pytest.mark.parametrize("kind", VALUES)
+@pytest.mark.parametrize("name", LOOKED_INTO)
+def test_client_state_in_place_of_what_matters_is_refused(
+    name: str, kind: str, tmp_path: Path
+) -> None:
+    for stage in (2, 3):
+        run = write(Job(stage=stage, client_state={name: VALUES[kind]}), tmp_path / f"{stage}")
+        with pytest.raises(SourceError, match=f"{name}|is not a shape"):
+            streamshard.repartition(run, tmp_path / "out", world_size=3)
+
+
+def test_an_optimizer_beside_a_stage_is_no_pipeline_without_one(tmp_path: Path) -> None:
+    run = write(Job(client_state={"optimizer": {"state": {}}}), tmp_path / "run")
+    for path in (run / TAG).glob("*optim_states.pt"):
+        path.unlink()
+    with pytest.raises(IncompleteError, match=r"no \*_optim_states.pt file"):
+        streamshard.inspect(run / TAG)
