@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.oracle.frameworks.common import (
     framework_process,
     generator_digest,
@@ -31,6 +33,8 @@ class HfTrain:
     """For what the engine holds before the first step."""
     saved_truth: Path | None = None
     """For what it holds when the checkpoint is saved."""
+    lora: bool = False
+    """Train PEFT's LoRA, of which the Trainer saves what is trained alone."""
 
     def run(self) -> None:
         """Do it, in every rank."""
@@ -58,11 +62,24 @@ def ds_config(stage: int) -> dict[str, Any]:
     return config
 
 
+def _lora_model() -> Any:  # noqa: ANN401
+    """Add LoRA to a pretrained model, the same in all jobs, as no checkpoint has it."""
+    peft: Any = importlib.import_module("peft")
+    torch.manual_seed(7)
+    config = peft.LoraConfig(r=3, target_modules=["c_attn"], fan_in_fan_out=True)
+    return peft.get_peft_model(language_model(), config)
+
+
 def _train(job: HfTrain) -> None:
     transformers: Any = importlib.import_module("transformers")
+    config = ds_config(job.stage)
+    if job.lora:  # with one for all stages, that of the Trainer
+        config.pop("scheduler", None)
+    # Before the arguments, which make zero.Init draw other weights at stage 3.
+    lora_model = _lora_model() if job.lora else None
     args = transformers.TrainingArguments(
         output_dir=str(job.output_dir),
-        deepspeed=ds_config(job.stage),
+        deepspeed=config,
         bf16=True,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
@@ -84,7 +101,10 @@ def _train(job: HfTrain) -> None:
     seen: dict[str, Any] = {}
     watch = _watch(job, seen)
     trainer = transformers.Trainer(
-        model=language_model(), args=args, train_dataset=samples(), callbacks=[watch]
+        model=lora_model or language_model(),
+        args=args,
+        train_dataset=samples(),
+        callbacks=[watch],
     )
     watch.trainer = trainer
     # The seed is the same on all ranks, which would make all their generators one.
