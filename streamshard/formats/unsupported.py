@@ -283,8 +283,6 @@ _FORMS: Final[Mapping[str, Callable[[Node], bool]]] = {
         isinstance(node, dict)
         and all(isinstance(name, str) for pair in node.items() for name in pair)
     ),
-    names.DP_WORLD_SIZE: _is_number,
-    names.MP_WORLD_SIZE: _is_number,
     names.EXPERT_COUNTS: lambda node: isinstance(node, list) and all(map(_is_number, node)),
 }
 """What DeepSpeed saves under those of its names that are looked into, where it is not None."""

@@ -126,7 +126,8 @@ class ModuleReader:
         first = seen.setdefault((tensor.place, tensor.shape, tensor.dtype), name)
         if name in listed:
             return ""
-        if tied in self._module and alike(tensor, tensor_of(self._module[tied])):
+        other = tensor_of(self._module.get(tied))
+        if tied in self._module and (other is None or alike(tensor, other)):
             return tied
         return "" if first == name else first
 
@@ -239,13 +240,16 @@ class ModuleReader:
 
     def strip(self, entries: Sequence[ModuleEntry]) -> None:
         """Empty what depends on the cutting in rank 0's file, leaving every key where it stands."""
+        tied = self._first.get(names.SHARED_PARAMS) or {}
+        # Of no weight that is in the module: of a pipeline's layers, or left out as frozen.
+        elsewhere = OrderedDict(pair for pair in tied.items() if pair[0] not in self._module)
         kept = {entry.name for entry in entries if entry.kind == "extra"}
         for name in [name for name in self._module if name not in kept]:
             del self._module[name]
         for key in CUT_KEYS - {names.MODULE_STATE}:
-            if self._first.get(key) is not None and (key != names.SHARED_PARAMS or self._module):
+            if self._first.get(key) is not None:
                 # An empty value, not None: that is what says that frozen weights were left out.
-                self._first[key] = OrderedDict()
+                self._first[key] = elsewhere if key == names.SHARED_PARAMS else OrderedDict()
 
 
 def _is_dense(tensor: Tensor) -> bool:

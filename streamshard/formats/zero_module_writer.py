@@ -94,15 +94,13 @@ class ModuleWriter:
             return None
         if rank or self._mp_rank:
             return {}
-        held = self._family.model_state
-        if held[names.MODULE_STATE] is None:  # a pipeline's weights are not looked into
-            return held.get(names.SHARED_PARAMS) or {}
         buffers = {entry.name for entry in self._family.module if entry.kind == "buffer"}
-        return {
+        tied = {
             entry.name: entry.alias_of
             for entry in self._family.module
             if entry.alias_of and entry.alias_of not in buffers
         }
+        return {**(self._family.model_state.get(names.SHARED_PARAMS) or {}), **tied}
 
     def _module_entry(self, entry: ModuleEntry, made: Mapping[str, Node]) -> Node:
         if entry.kind == "extra":

@@ -90,3 +90,22 @@ def test_tied_weights_that_were_saved_twice_stay_tied(tmp_path: Path) -> None:
 
     edit(model_file(run), change)
     assert streamshard.inspect(run).tied == {"head.weight": "embed.weight"}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_is_kept_beside_the_weights_comes_along(stage: int, tmp_path: Path) -> None:
+    """A tie of what is not in the module, and a config that client state went over."""
+    run = write(Job(stage=stage), tmp_path / "run")
+
+    def change(model: Model) -> None:
+        model["shared_params"]["tail.weight"] = "embed.weight"
+        model["ds_config"] = {"mine": 1}
+
+    edit(model_file(run), change)
+    streamshard.convert(run, tmp_path / "run.zarr")
+    for source in ("run", "run.zarr"):
+        out = tmp_path / f"{source}-out"
+        streamshard.repartition(tmp_path / source, out, world_size=3, verify=True)
+        found = load(model_file(out))
+        tied = {"tail.weight": "embed.weight", "head.weight": "embed.weight"}
+        assert (found["shared_params"], found["ds_config"]) == (tied, {"mine": 1})
