@@ -43,8 +43,12 @@ ITEMSIZE: Final[Mapping[str, int]] = {
     "bool": 1,
     "complex64": 8,
     "complex128": 16,
+    "qint8": 1,
+    "quint8": 1,
+    "qint32": 4,
 }
-"""Bytes per element of every dtype that can be carried, by torch's name for it."""
+"""Bytes per element of every dtype that can be carried, by torch's name for it. The quantised ones
+are carried in training state alone, as bytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -251,6 +251,7 @@ def test_tensors_of_two_dtypes_are_compared_by_value(tmp_path: Path) -> None:
     def widen(content: dict[str, Any]) -> None:
         content["module"] |= {name: content["module"][name].float() for name in ("v", "f")}
         content["module"]["v"][3] += 0.25
+        content["frozen_param_fragments"]["f"] = content["module"]["f"]
 
     edit(other / TAG / "mp_rank_00_model_states.pt", widen)
     found = streamshard.diff(one, other)
@@ -276,7 +277,8 @@ def test_what_only_one_side_has_and_what_is_no_tensor(tmp_path: Path) -> None:
     other = Path(shutil.copytree(one, tmp_path / "other"))
 
     def change(content: dict[str, Any]) -> None:
-        del content["module"]["f"]
+        for key in ("module", "frozen_param_shapes", "frozen_param_fragments"):
+            del content[key]["f"]
         content.update(global_steps=8)
         content["rng"][7] ^= 1
 

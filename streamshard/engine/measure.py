@@ -24,7 +24,7 @@ SUMS: Final = ("difference", "squared_difference", "squared_left", "squared_righ
 COUNTS: Final = ("changed", "nan_left", "nan_right", "inf_left", "inf_right", "finite")
 """What is counted: elements of other bits; not finite ones; those that are finite on both sides."""
 
-NUMERIC: Final = frozenset(d for d in ITEMSIZE if not d.startswith(("complex", "float8")))
+NUMERIC: Final = frozenset(d for d in ITEMSIZE if not d.startswith(("complex", "float8", "q")))
 """Dtypes whose elements are numbers that NumPy has, but for complex ones."""
 
 

@@ -54,11 +54,20 @@ class ModuleEntry:
 
     name: str
     kind: str
-    """`param` (trained), `frozen`, `weight` (stage 0 does not tell which of the two), `buffer` or
-    `alias` (another name of a tied parameter)."""
+    """`param` (trained), `frozen`, `weight` (stage 0 does not tell which of the two), `buffer`,
+    `alias` (another name of a tied parameter), `loose` (no param group trains it), `extra` (no
+    dense tensor), or `excluded` (another name of a frozen weight that `exclude_frozen_parameters`
+    left out)."""
     dtype: str
     shape: tuple[int, ...]
+    """Of an excluded weight in stage 3, where its shape is in no file, that of its placeholder."""
     alias_of: str = ""
+    """The name that it is tied to, where it is `alias` or `excluded`."""
+
+    @property
+    def held_as(self) -> str:
+        """The name under which its values are kept."""
+        return self.alias_of if self.kind == "alias" else self.name
 
 
 def require_tied_to_weights(entries: Sequence[ModuleEntry]) -> None:

@@ -220,6 +220,9 @@ def without_shards(tag_dir: Path, models: Sequence[Path], parts: Sequence[Path])
     model: dict[str, Node] = root if isinstance(root, dict) else {}
     kept = model.get(names.DS_CONFIG)
     config = kept if isinstance(kept, dict) else {}
+    # With a stage it is client state of that name.
+    if model.get(names.WHOLE_OPTIMIZER) is not None and not ds_config.zero_stage(config):
+        return UnsupportedError(f"{models[0]}: {_STAGE_0}. {_AS_IT_IS} on any count of them")
     if config and not ds_config.zero_stage(config) and not _had_bf16_optimizer(model, config):
         return UnsupportedError(
             f"{models[0]}: {_STAGE_0}, and no optimizer's state is in it: in bf16, DeepSpeed "

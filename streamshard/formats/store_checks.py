@@ -60,7 +60,7 @@ def _require_tensors(family: Family, index: Mapping[tuple[str, str, str], int]) 
     for entry in family.module:
         own = {(family.name, state, entry.name) for state in (MODULE, MASTER)}
         found = entry.name in extra if entry.kind == "extra" else bool(own & index.keys())
-        if entry.kind != "alias" and not found:
+        if entry.kind not in ("alias", "excluded") and not found:
             raise CorruptFileError(f"module's {show(entry.name)} is not there")
 
 
@@ -70,7 +70,7 @@ def _require_shapes(family: Family, checkpoint: Checkpoint) -> None:
     for entry in family.module:
         if entry.kind == "extra":
             continue
-        name = entry.alias_of or entry.name
+        name = entry.held_as
         numel = math.prod(entry.shape)
         for state in (MODULE, MASTER):
             tensor = index.get((family.name, state, name))

@@ -29,6 +29,9 @@ _STORAGE_DTYPES: Final[Mapping[str, str]] = {
     "BoolStorage": "bool",
     "ComplexFloatStorage": "complex64",
     "ComplexDoubleStorage": "complex128",
+    "QInt8Storage": "qint8",
+    "QUInt8Storage": "quint8",
+    "QInt32Storage": "qint32",
 }
 """Legacy storage classes by which torch.save names a storage's dtype (`torch/__init__.py`)."""
 
@@ -167,6 +170,8 @@ def tensor_of(node: Node) -> Tensor | None:
     if not isinstance(storage, Storage):
         return None
     dtype = storage.dtype
+    if dtype.startswith("q"):
+        raise CorruptFileError(f"a tensor of dtype {dtype} without what it is quantised by")
     if function == _REBUILD_V3:
         named = args[6] if len(args) > 6 else None
         dtype = named.name if isinstance(named, Global) else ""

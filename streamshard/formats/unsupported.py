@@ -295,7 +295,11 @@ def _shapes(model: Mapping[str, Node]) -> dict[str, Shape]:
 def _second_optimizer(saved: Saved) -> str | None:
     # `DeepSpeedEngine._common_checkpoint_state` keeps the optimizer's state in the model file
     # where there is no ZeRO stage; in bf16 a pipeline then has a BF16_Optimizer all the same.
+    # Anywhere else the entry is None, or what a user gave as client state under its name.
     if not saved.models or saved.models[0].get(names.WHOLE_OPTIMIZER) is None:
+        return None
+    model, is_bf16_optimizer = saved.models[0], names.ZERO_STAGE not in saved.states[0]
+    if not is_bf16_optimizer or ds_config.zero_stage(saved.config) or model.get(names.MODULE_STATE):
         return None
     return (
         f"{saved.model_paths[0]}: holds an optimizer's state beside the ranks' own files, as a "
@@ -304,7 +308,46 @@ def _second_optimizer(saved: Saved) -> str | None:
     )
 
 
+def _replaced(saved: Saved) -> str | None:
+    # `DeepSpeedEngine._save_checkpoint` lays the client state over its own entries.
+    for model, path in zip(saved.models, saved.model_paths, strict=True):
+        for key, is_own in _FORMS.items():
+            held = model.get(key)
+            if held is not None and not is_own(held):
+                return (
+                    f"{path}: '{key}' holds {show(held)}, and not what DeepSpeed saves under that "
+                    "name: it is client state of that name, or damaged. Save again with a "
+                    "client_state that names it otherwise"
+                )
+    return None
+
+
+def _is_dict(node: Node) -> bool:
+    return isinstance(node, dict)
+
+
+def _is_number(node: Node) -> bool:
+    return isinstance(node, int)
+
+
+_FORMS: Final[Mapping[str, Callable[[Node], bool]]] = {
+    names.MODULE_STATE: _is_dict,
+    names.BUFFER_NAMES: lambda node: (
+        isinstance(node, list) and all(isinstance(name, str) for name in node)
+    ),
+    names.PARAM_SHAPES: lambda node: isinstance(node, list) and all(map(_is_dict, node)),
+    names.FROZEN_SHAPES: _is_dict,
+    names.FROZEN_FRAGMENTS: _is_dict,
+    names.SHARED_PARAMS: lambda node: (
+        isinstance(node, dict)
+        and all(isinstance(name, str) for pair in node.items() for name in pair)
+    ),
+    names.EXPERT_COUNTS: lambda node: isinstance(node, list) and all(map(_is_number, node)),
+}
+"""What DeepSpeed saves under those of its names that are looked into, where it is not None."""
+
 _RULES: Final[tuple[Callable[[Saved], str | None], ...]] = (
+    _replaced,
     _second_optimizer,
     _late_groups,
     _auto_experts,

@@ -1,23 +1,26 @@
-"""Tells of what the files of a family hold more than once and not alike, of which one is kept."""
+"""Compares what the files of a family hold more than once: on each rank, or in two places."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from streamshard.errors import DisagreementError, UnsupportedError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats import torch_file
 from streamshard.formats.checkpoint import ModuleEntry
-from streamshard.formats.inert import Node
+from streamshard.formats.inert import Node, show
 from streamshard.formats.node_checks import of_file
 from streamshard.formats.node_walk import spell_few, spell_key
 from streamshard.formats.torch_tensor import Tensor, shape_of, tensor_of
-from streamshard.formats.zero_files import UNREAD, fingerprint, fingerprints
+from streamshard.formats.zero_files import UNREAD, fingerprints
 from streamshard.formats.zero_rank_files import RankFile
 
 RANKS_DIFFER: Final = "The ranks' files differ in"
-COPIES_DIFFER: Final = "Kept in two places, and not alike:"
-UNLIKE: Final = (RANKS_DIFFER, COPIES_DIFFER, UNREAD)
+COPIES_DIFFERED: Final = "Kept in two places, and not alike:"
+"""Begins a note in stores from before such checkpoints were refused."""
+UNLIKE: Final = (RANKS_DIFFER, COPIES_DIFFERED, UNREAD)
 """Begin the notes about what is not kept of every file."""
+_OTHER_COPY: Final = "take another copy of the checkpoint, or an earlier tag"
 
 
 def ranks_differ(keys: set[Node]) -> str:
@@ -39,70 +42,64 @@ def unlike_optimizers(
         yield ranks_differ(differing)
 
 
-def unlike_copies(
-    optimizer: Mapping[str, Node],
-    models: Sequence[RankFile],
-    entries: Sequence[ModuleEntry],
-    stage: int,
-) -> Iterator[str]:
-    """Note what model files hold of which another place has something else, or nothing.
+def require_alike(models: Sequence[RankFile], entries: Sequence[ModuleEntry], stage: int) -> None:
+    """Refuse model files that hold a weight in two places, with other values in each.
 
     To be asked before what depends on the cutting is taken out of them.
+
+    Raises
+    ------
+    DisagreementError
+        Names the file and the weight.
     """
-    found = [*_config(optimizer, models[0].root)]
     for file in models:
-        if file.twin is None:
-            found += _tied(file.root, entries)
-            found += _module(file, entries, stage)
-            found += _frozen(file, entries, stage)
-            if _frozen_shapes(file) != _frozen_shapes(models[0]):
-                found.append(names.FROZEN_SHAPES)
-    if found:
-        yield f"{COPIES_DIFFER} {spell_few(list(dict.fromkeys(found)))}; one of them is kept."
+        if file.twin is not None:
+            continue
+        if _frozen_shapes(file) != _frozen_shapes(models[0]):
+            message = f"{file.path} and {models[0].path} disagree about '{names.FROZEN_SHAPES}'"
+            raise DisagreementError(f"{message}: they are not of one step of one run")
+        if stage == 3:
+            _require_placeholders(file, entries)
+        _require_same_frozen(file, entries, stage)
 
 
-def _config(optimizer: Mapping[str, Node], model: Mapping[str, Node]) -> Iterator[str]:
-    holders = [root[names.DS_CONFIG] for root in (optimizer, model) if names.DS_CONFIG in root]
-    if len({fingerprint(node) for node in holders}) > 1:
-        yield names.DS_CONFIG
-
-
-def _tied(model: Mapping[str, Node], entries: Sequence[ModuleEntry]) -> Iterator[str]:
-    alias_of = {entry.name: entry.alias_of for entry in entries}
-    for name, of in (model.get(names.SHARED_PARAMS) or {}).items():
-        if alias_of.get(name) != of:
-            yield f"{names.SHARED_PARAMS}.{name}"
-
-
-def _module(file: RankFile, entries: Sequence[ModuleEntry], stage: int) -> Iterator[str]:
+def _require_placeholders(file: RankFile, entries: Sequence[ModuleEntry]) -> None:
+    """Require of what is cut that the module has no values of it beside its fragments."""
     module = file.root.get(names.MODULE_STATE) or {}
-    with of_file(file.path):
-        for entry in entries:
+    for entry in entries:
+        with of_file(file.path):
             weight = tensor_of(module.get(entry.name))
-            if stage == 3:
-                # Of what is cut the fragments are kept, and all else is to be an empty placeholder.
-                is_cut = entry.kind in ("param", "frozen", "alias")
-                is_other = is_cut and weight is not None and weight.numel > 0
-            else:
-                is_other = bool(entry.alias_of) and not _alike(
-                    weight, tensor_of(module.get(entry.alias_of))
-                )
-            if is_other:
-                yield f"{names.MODULE_STATE}.{entry.name}"
+        is_cut = entry.kind in ("param", "frozen", "alias")
+        if is_cut and weight is not None and weight.numel > 0:
+            message = (
+                f"{file.path}: '{names.MODULE_STATE}' has {weight.numel:,} values of "
+                f"'{entry.name}', where stage 3 leaves 0 and keeps the weight in fragments"
+            )
+            raise DisagreementError(f"{message}; {_OTHER_COPY}")
 
 
-def _frozen(file: RankFile, entries: Sequence[ModuleEntry], stage: int) -> Iterator[str]:
+def _require_same_frozen(file: RankFile, entries: Sequence[ModuleEntry], stage: int) -> None:
+    """Require of all that is listed as frozen to be so in the module, with the same values."""
     module = file.root.get(names.MODULE_STATE) or {}
-    known = {entry.name for entry in entries if entry.kind in ("frozen", "alias")}
+    frozen = {entry.name for entry in entries if entry.kind == "frozen"}
+    extra = {entry.name for entry in entries if entry.kind == "extra"}
     for key in (names.FROZEN_SHAPES, names.FROZEN_FRAGMENTS):
-        yield from (f"{key}.{name}" for name in (file.root.get(key) or {}) if name not in known)
-    if stage == 3:
-        return  # which keeps the fragments alone
-    with of_file(file.path):
-        for name, node in (file.root.get(names.FROZEN_FRAGMENTS) or {}).items():
-            pair = tensor_of(node), tensor_of(module.get(name))
-            if name in known and not _alike(*pair):
-                yield f"{names.FROZEN_FRAGMENTS}.{name}"
+        for name, node in (file.root.get(key) or {}).items():
+            if name in extra:
+                message = f"{file.path}: the frozen weight '{name}' is not stored as its elements"
+                raise UnsupportedError(f"{message} in a row. Make it contiguous before saving")
+            message = f"{file.path}: '{key}' lists {show(name)}"
+            if name not in frozen:
+                found = "is a buffer or trained there" if name in module else "is not there"
+                message = f"{message}, which '{names.MODULE_STATE}' does not: it {found}"
+                raise DisagreementError(f"{message}; {_OTHER_COPY}")
+            if stage == 3 or key == names.FROZEN_SHAPES:
+                continue
+            with of_file(file.path):
+                is_same = alike(tensor_of(node), tensor_of(module[name]))
+            if not is_same:
+                message = f"{message} with other values than '{names.MODULE_STATE}' has of it"
+                raise DisagreementError(f"{message}; {_OTHER_COPY}")
 
 
 def _frozen_shapes(file: RankFile) -> dict[str, tuple[int, ...]]:
@@ -111,7 +108,7 @@ def _frozen_shapes(file: RankFile) -> dict[str, tuple[int, ...]]:
         return {name: shape_of(node) for name, node in held.items()}
 
 
-def _alike(one: Tensor | None, other: Tensor | None) -> bool:
+def alike(one: Tensor | None, other: Tensor | None) -> bool:
     """Tell whether two places hold the same tensor, by the CRC-32 of what it lies in."""
     if one is None or other is None:
         return False

@@ -19,7 +19,7 @@ from streamshard.formats.zero_agreement import (
     check_world_size,
     family_stage,
 )
-from streamshard.formats.zero_copies import unlike_copies, unlike_optimizers
+from streamshard.formats.zero_copies import require_alike, unlike_optimizers
 from streamshard.formats.zero_files import (
     SAVE_AGAIN,
     FamilyFiles,
@@ -110,10 +110,8 @@ def read_family(
     module = ModuleReader(model_files, stage, tied)
     entries = module.entries(shape_by_name)
     tensors = optimizer_tensors(groups, shape_by_name, name)
-    notes = [
-        *unlike_optimizers(optimizers, files.optimizer_files),
-        *unlike_copies(optimizers[0], model_files, entries, stage),
-    ]
+    notes = [*unlike_optimizers(optimizers, files.optimizer_files)]
+    require_alike(model_files, entries, stage)
     module_map = module.place(entries, first=first + len(tensors), family=name)
     tensors += module.tensors
 

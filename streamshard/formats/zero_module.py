@@ -13,7 +13,7 @@ from streamshard.formats.checkpoint import ModuleEntry, require_tied_to_weights
 from streamshard.formats.inert import Node
 from streamshard.formats.node_checks import name_of, of_file
 from streamshard.formats.torch_tensor import Tensor, shape_of, tensor_of
-from streamshard.formats.zero_copies import ranks_differ
+from streamshard.formats.zero_copies import alike, ranks_differ
 from streamshard.formats.zero_files import SAVE_AGAIN, require
 from streamshard.formats.zero_rank_files import RankFile, differences
 from streamshard.model import MODULE, LogicalTensor, Slot
@@ -101,31 +101,47 @@ class ModuleReader:
                 found.append(ModuleEntry(name, "extra", "", ()))
                 continue
             if self._stage != 3 and shapes.get(name, tensor.shape) != tensor.shape:
-                listed = names.FROZEN_SHAPES if name in frozen else names.PARAM_SHAPES
+                where = names.FROZEN_SHAPES if name in frozen else names.PARAM_SHAPES
                 message = f"{self._path}: '{name}' has shape {tensor.shape}, and among its"
-                message = f"{message} '{listed}' {shapes[name]}"
+                message = f"{message} '{where}' {shapes[name]}"
                 why = "damaged, or the module saves it otherwise than it trains it"
                 raise DisagreementError(
                     f"{message}: {why}; take another copy, or save again without what reshapes it"
                 )
-            alias = self._alias_of(name, tensor, seen)
+            alias = self._alias_of(name, tensor, seen, shapes)
             kind = "alias" if alias else self._kind(name, buffers, trained)
             shape = shapes.get(alias or name, tensor.shape)
+            if kind == "excluded":
+                alias = self.tied[name]
             found.append(ModuleEntry(name_of(name), kind, tensor.dtype, shape, alias))
         require_tied_to_weights(found)
         return tuple(found)
 
-    def _alias_of(self, name: str, tensor: Tensor, seen: dict[tuple[object, ...], str]) -> str:
+    def _alias_of(
+        self,
+        name: str,
+        tensor: Tensor,
+        seen: dict[tuple[object, ...], str],
+        listed: Mapping[str, object],
+    ) -> str:
         """Find the entry that this one is another name of; empty if it is the first of its own.
 
         Only stages 0 to 2 show it in memory: in stage 3 all that is left is the list that rank 0
-        keeps.
+        keeps. Below stage 3 that list names whatever begins at one address
+        (`DeepSpeedEngine._get_shared_params`, 0.19.8): slices, and all that has no elements. So
+        the values decide there, and in any stage what is listed as a parameter is one of its own.
         """
-        if name in self.tied and self.tied[name] in self._module:
-            return self.tied[name]
-        if self._stage == 3 or tensor.numel == 0:
+        tied = self.tied.get(name, "")
+        if self._stage == 3:
+            return tied if tied in self._module and name not in listed else ""
+        if tensor.numel == 0:
             return ""
         first = seen.setdefault((tensor.place, tensor.shape, tensor.dtype), name)
+        if name in listed:
+            return ""
+        other = tensor_of(self._module.get(tied))
+        if tied in self._module and (other is None or alike(tensor, other)):
+            return tied
         return "" if first == name else first
 
     def _kind(self, name: str, buffers: set[str], trained: Mapping[str, object]) -> str:
@@ -135,10 +151,22 @@ class ModuleReader:
             return "weight"
         if name in trained:
             return "param"
+        if self._is_excluded(name, trained):
+            return "excluded"
         # Without a list of frozen parameters, which stage 1 and DeepSpeed before 0.9.1 do not keep,
         # whatever is no buffer and not trained is one.
         listed = self._stage > 1 and names.FROZEN_SHAPES in self._first
         return "frozen" if name in self._frozen_shapes or not listed else "loose"
+
+    def _is_excluded(self, name: str, trained: Mapping[str, object]) -> bool:
+        """Tell whether a name is one of a frozen weight that was saved under none of the others.
+
+        `DeepSpeedEngine.module_state_dict` (0.19.8) takes frozen weights out under the first of
+        their names alone.
+        """
+        other = self.tied.get(name)
+        listed = self._first.get(names.FROZEN_SHAPES) is not None
+        return other not in (None, *self._module, *trained) and not listed
 
     def dtype(self, entries: Sequence[ModuleEntry]) -> str | None:
         """Tell the dtype of the trained weights as the module holds them."""
@@ -151,7 +179,8 @@ class ModuleReader:
         """
         found = ModuleMap()
         for entry in entries:
-            if entry.kind in ("alias", "extra") or (entry.kind == "param" and self._stage == 3):
+            is_elsewhere = self._stage == 3 and entry.kind in ("param", "excluded")
+            if entry.kind in ("alias", "extra") or is_elsewhere:
                 continue
             index = first + len(self.tensors)
             tensor = LogicalTensor(MODULE, entry.name, entry.dtype, entry.shape, family)
@@ -226,6 +255,9 @@ class ModuleReader:
 
     def strip(self, entries: Sequence[ModuleEntry]) -> None:
         """Empty what depends on the cutting in rank 0's file, leaving every key where it stands."""
+        tied = self._as_in_module(self._first.get(names.SHARED_PARAMS) or {})
+        # Of no weight that is in the module: of a pipeline's layers, or left out as frozen.
+        elsewhere = OrderedDict(pair for pair in tied.items() if pair[0] not in self._module)
         self.strip_module(entries)
         if self._first.get(names.RANDOM_LTD) is not None:
             # DeepSpeed's zero_to_fp32 looks for these names in the module's state dict.
@@ -234,7 +266,7 @@ class ModuleReader:
         for key in CUT_KEYS - {names.MODULE_STATE}:
             if self._first.get(key) is not None:
                 # An empty value, not None: that is what says that frozen weights were left out.
-                self._first[key] = OrderedDict()
+                self._first[key] = elsewhere if key == names.SHARED_PARAMS else OrderedDict()
 
     def strip_module(self, entries: Sequence[ModuleEntry]) -> None:
         """Take the tensors that have become logical tensors out of the module's state dict."""

@@ -7,6 +7,7 @@ from streamshard.errors import UnsupportedError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats.checkpoint import ModuleEntry
 from streamshard.formats.inert import Node
+from streamshard.formats.inert_dump import dump
 from streamshard.formats.torch_tensor import Storage, make_size, make_tensor
 from streamshard.formats.zero_target import ZeroTarget
 from streamshard.model import MASTER, MODULE, Content, Literal, ShardOf, Whole
@@ -42,7 +43,7 @@ class ModuleWriter:
         if self._layout.stage == 0:
             return self._uncut(module)
         shapes, fragments = self._frozen(module, rank)
-        given = {names.DS_CONFIG: self._config} if names.DS_CONFIG in source else {}
+        given = {names.DS_CONFIG: self._config} if self._is_config_of_engine() else {}
         state = {
             # With pipeline parallelism there is none here: each layer has a file of its own.
             names.MODULE_STATE: None if source[names.MODULE_STATE] is None else module,
@@ -67,16 +68,37 @@ class ModuleWriter:
             state[names.DS_CONFIG] = self._config
         return state
 
+    def _is_config_of_engine(self) -> bool:
+        """Tell whether the file's config is the engine's, and nothing of the user's in its place.
+
+        What is given to `save_checkpoint` as client state goes over DeepSpeed's own entries.
+        """
+        model, optimizer = self._family.model_state, self._family.optimizer_file
+        if names.DS_CONFIG not in model or names.DS_CONFIG not in optimizer:
+            return names.DS_CONFIG in model
+        both = model[names.DS_CONFIG], optimizer[names.DS_CONFIG]
+        return dump(both[0], _identity) == dump(both[1], _identity)
+
     def _module(self, held: Node) -> OrderedDict[str, Node]:
         """Spell the module's state dict."""
         # Made by the class itself: `OrderedDict[…]()` would leave a mark on it that is saved too.
         module: OrderedDict[str, Node] = OrderedDict()
         vars(module).update(getattr(held, "__dict__", {}))
-        kept = {e.name: self._module_entry(e, {}) for e in self._family.module if not e.alias_of}
-        for entry in self._family.module:
+        entries = [entry for entry in self._family.module if self._is_held(entry)]
+        kept = {e.name: self._module_entry(e, {}) for e in entries if e.kind != "alias"}
+        for entry in entries:
             own = kept.get(entry.name)
             module[entry.name] = self._module_entry(entry, kept) if own is None else own
         return module
+
+    def _is_held(self, entry: ModuleEntry) -> bool:
+        """Tell whether the target's module lists an entry.
+
+        Stage 3 left nothing of a name of an excluded weight but the name, and other stages do not
+        load a weight that has no values: there it is missing as the excluded weight itself is.
+        """
+        key = self._family.name, MODULE, entry.name
+        return entry.kind != "excluded" or self._layout.stage == 3 or key in self._index
 
     def shared_params(self, rank: int | None) -> dict[str, str] | None:
         """Spell the list of tied parameters, which the first of all ranks keeps for all."""
@@ -85,17 +107,18 @@ class ModuleWriter:
         if rank or self._mp_rank:
             return {}
         buffers = {entry.name for entry in self._family.module if entry.kind == "buffer"}
-        return {
+        tied = {
             entry.name: entry.alias_of
             for entry in self._family.module
-            if entry.kind == "alias" and entry.alias_of not in buffers
+            if entry.alias_of and entry.alias_of not in buffers
         }
+        return {**(self._family.model_state.get(names.SHARED_PARAMS) or {}), **tied}
 
     def _module_entry(self, entry: ModuleEntry, made: Mapping[str, Node]) -> Node:
         if entry.kind == "extra":
             return self._family.model_state[names.MODULE_STATE][entry.name]
         if entry.kind != "buffer" and self._layout.stage == 3:
-            if entry.kind == "loose":
+            if entry.kind == "loose" and 0 not in entry.shape:
                 message = (
                     f"parameter '{entry.name}' is trained by no param group; ZeRO-3 would not "
                     "save it"
@@ -144,12 +167,8 @@ class ModuleWriter:
         return [OrderedDict((n, self._shape(self._shapes[n])) for n in unit) for unit in units]
 
     def _frozen(self, module: Mapping[str, Node], rank: int | None) -> tuple[Node, Node]:
-        """Spell what a stage keeps of parameters that are not trained: stage 1 nothing."""
-        left_out = (
-            self._source.layout.stage > 1
-            and self._family.model_state.get(names.FROZEN_SHAPES, {}) is None
-        )
-        if self._layout.stage == 1 or left_out:
+        """Serialize what a stage keeps of parameters that are not trained: stage 1 nothing."""
+        if self._layout.stage == 1 or self._lacks_frozen():
             return None, None
         shapes: OrderedDict[str, Node] = OrderedDict()
         fragments: OrderedDict[str, Node] = OrderedDict()
@@ -158,6 +177,18 @@ class ModuleWriter:
                 shapes[entry.name] = self._shape(entry.shape)
                 fragments[entry.name] = self._frozen_fragment(entry, module, rank)
         return shapes, fragments
+
+    def _lacks_frozen(self) -> bool:
+        """Tell whether frozen weights were left out, by `exclude_frozen_parameters`.
+
+        Of all that is no dict, an engine that loads tells None alone from a list of all its frozen
+        parameters (`load_module_state_dict`). Stage 1 says None in any case. If frozen weights
+        were left out, none is there; if there never were any, None will do as well.
+        """
+        if self._source.layout.stage > 1:
+            return self._family.model_state.get(names.FROZEN_SHAPES, {}) is None
+        entries = self._family.module
+        return not any(entry.kind == "frozen" and 0 not in entry.shape for entry in entries)
 
     def _frozen_fragment(
         self, entry: ModuleEntry, module: Mapping[str, Node], rank: int | None
@@ -170,3 +201,7 @@ class ModuleWriter:
         numel = -(-self._source.tensors[tensor].numel // self._layout.world_size)
         storage = Storage(self._entry_dtype(entry), numel, ShardOf(tensor))
         return make_tensor(storage, (numel,))
+
+
+def _identity(node: Node) -> Node | None:
+    return id(node) if isinstance(node, Storage) else None

@@ -168,7 +168,7 @@ class _Names:
         for source in sources:
             for family in source.checkpoint.families:
                 for entry in family.module:
-                    if entry.alias_of:
+                    if entry.kind == "alias":
                         key = family.name, entry.alias_of
                         self._tied.setdefault(key, {})[entry.name] = None
 

@@ -139,7 +139,7 @@ def _detail(
         name=one.name,
         family=one.family.name,
         kind=entry.kind if entry and not one.held else "param",
-        alias_of=entry.alias_of or None if entry else None,
+        alias_of=entry.alias_of if entry and entry.kind == "alias" else None,
         shape=shape,
         numel=int(np.prod(shape, dtype=np.int64)),
         group=one.group,

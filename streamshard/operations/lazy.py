@@ -29,7 +29,7 @@ Array = NDArray[Any]
 _NEAR_BYTES: Final = 64 << 10
 """How far apart may lie what is read in one go: a read of its own takes longer than that."""
 
-_NUMPY: Final = {name: name for name in ITEMSIZE if not name.startswith(("bfloat", "float8"))}
+_NUMPY: Final = {name: name for name in ITEMSIZE if not name.startswith(("bfloat", "float8", "q"))}
 """Dtypes that NumPy has, by torch's name for them."""
 _EXACTLY: Final = {**_NUMPY, "bfloat16": "float32"}
 """What elements are delivered as: NumPy has no bfloat16, and float32 holds each of its values."""

@@ -18,7 +18,9 @@ from streamshard.operations.lazy import LazyTensor, Reading
 from streamshard.operations.notebook import ranks_text
 from streamshard.operations.source import Source, open_source
 
-_KINDS: Final = {"param": "trained", "frozen": "frozen", "weight": "weight", "buffer": "buffer"}
+_KINDS: Final = {"param": "trained", "weight": "weight", "buffer": "buffer"} | dict.fromkeys(
+    ("frozen", "loose", "excluded"), "frozen"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -313,7 +315,7 @@ def _of_family(
     kinds = {entry.name: entry.kind for entry in family.module}
     listed = set()
     for entry in family.module:
-        own = entry.alias_of or entry.name
+        own = entry.held_as
         listed.add(own)
         if own in numbers and entry.kind != "extra":
             tied_to = prefix + own if own != entry.name else None

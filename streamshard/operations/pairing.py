@@ -202,6 +202,7 @@ class _ModulePairing:
         found: Pairing,
         converted: bool,
     ) -> None:
+        self._excluded = _without_values(one, family) | _without_values(other, twin)
         self._mine = dict(_weights(one, family))
         self._theirs = dict(_weights(other, twin))
         self._family = family.name
@@ -215,7 +216,12 @@ class _ModulePairing:
             if weight is None:
                 continue
             tensor = LogicalTensor(MODULE, name, weight.dtype, weight.shape, self._family)
-            if mine is None or theirs is None:
+            if (mine is None or theirs is None) and name in self._excluded:
+                self._found.notes.append(
+                    f"'{name}' was compared with nothing: stage 3 keeps no values of a frozen "
+                    "weight that was saved with exclude_frozen_parameters."
+                )
+            elif mine is None or theirs is None:
                 _only(self._found, tensor, is_left=mine is not None)
             elif mine.shape != theirs.shape:
                 message = f"{mine.shape} here, {theirs.shape} there"
@@ -251,7 +257,7 @@ def _weights(checkpoint: Checkpoint, family: Family) -> Iterator[tuple[str, _Wei
     """Yield what a module's state dict holds, tied weights under each of their names."""
     index = checkpoint.tensor_index()
     for entry in family.module:
-        name = entry.alias_of or entry.name
+        name = entry.held_as
         kept, master = (
             Half(tensor, checkpoint.tensors[tensor].dtype) if tensor is not None else None
             for tensor in (index.get((family.name, state, name)) for state in (MODULE, MASTER))
@@ -259,6 +265,16 @@ def _weights(checkpoint: Checkpoint, family: Family) -> Iterator[tuple[str, _Wei
         half = kept or master
         if half is not None and entry.kind != "extra":
             yield entry.name, _Weight(half, entry.dtype, entry.shape, master, kept is None)
+
+
+def _without_values(checkpoint: Checkpoint, family: Family) -> set[str]:
+    """List the names of excluded weights of which stage 3 left nothing but a placeholder."""
+    index = checkpoint.tensor_index()
+    return {
+        entry.name
+        for entry in family.module
+        if entry.kind == "excluded" and (family.name, MODULE, entry.name) not in index
+    }
 
 
 def _blob_budget(checkpoint: Checkpoint) -> int:

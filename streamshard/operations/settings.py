@@ -1,6 +1,6 @@
 """What shapes the files of a target, and where that was found."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -8,7 +8,7 @@ from streamshard.errors import UnsupportedError, UsageError
 from streamshard.formats import deepspeed_names as names
 from streamshard.formats import ds_config, resuming
 from streamshard.formats.checkpoint import Checkpoint
-from streamshard.model import ZeroLayout
+from streamshard.model import MODULE, ZeroLayout
 
 _MOST_RANKS: Final = 1 << 17
 """More GPUs than any job has; a plan for them takes minutes, and what is larger is a mistake."""
@@ -89,7 +89,23 @@ def target_settings(
     note = _settings_note(checkpoint, layout, dtype, wanted)
     if as_saved and saved_stage == 0 and not _is_pipeline(checkpoint):
         note = f"{note} {_STAGE_0}"
-    return TargetSettings(layout, config, dtype, is_bf16, (note, *resuming.notes(config)))
+    notes = (note, *_left_out(checkpoint, stage), *resuming.notes(config))
+    return TargetSettings(layout, config, dtype, is_bf16, notes)
+
+
+def _left_out(checkpoint: Checkpoint, stage: int) -> Iterator[str]:
+    """Name the weights that stages 1 and 2 happen to save and stage 3 does not."""
+    if stage < 3:
+        return
+    index = checkpoint.tensor_index()
+    for family in checkpoint.families:
+        for entry in family.module:
+            if entry.kind == "excluded" and (family.name, MODULE, entry.name) in index:
+                yield (
+                    f"'{entry.name}' is tied to '{entry.alias_of}', a frozen weight that "
+                    "exclude_frozen_parameters left out: stage 3 saves neither, so the job takes "
+                    "both from the model it begins with, as it does with all frozen weights."
+                )
 
 
 def _uncut_settings(

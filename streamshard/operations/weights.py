@@ -91,7 +91,7 @@ def choose_weights(checkpoint: Checkpoint, selection: Selection) -> Weights:
     taken = [
         (one, [name for name in one.names if _is_taken(name, selection)])
         for one in found
-        if selection.frozen or one.kind not in ("frozen", "loose")
+        if selection.frozen or one.kind not in ("frozen", "loose", "excluded")
     ]
     chosen = [
         Weight(

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.oracle.frameworks.common import (
     framework_process,
     generator_digest,
@@ -44,6 +46,8 @@ class HfTrain:
     """Stop at the end of the epoch, rather than at `last_step`."""
     seeds_alike: bool = False
     """Leave all ranks with the Trainer's seed, by which they agree about the order of samples."""
+    lora: bool = False
+    """Train PEFT's LoRA, of which the Trainer saves what is trained alone."""
 
     def run(self) -> None:
         """Do it, in every rank."""
@@ -71,8 +75,18 @@ def ds_config(stage: int) -> dict[str, Any]:
     return config
 
 
+def _lora_model() -> Any:  # noqa: ANN401
+    """Add LoRA to a pretrained model, the same in all jobs, as no checkpoint has it."""
+    peft: Any = importlib.import_module("peft")
+    torch.manual_seed(7)
+    config = peft.LoraConfig(r=3, target_modules=["c_attn"], fan_in_fan_out=True)
+    return peft.get_peft_model(language_model(), config)
+
+
 def _train(job: HfTrain) -> None:
     transformers: Any = importlib.import_module("transformers")
+    # Before the arguments, which make zero.Init draw other weights at stage 3.
+    lora_model = _lora_model() if job.lora else None
     given = _arguments(job)
     if job.flags:
         parser = transformers.HfArgumentParser(transformers.TrainingArguments)
@@ -81,7 +95,7 @@ def _train(job: HfTrain) -> None:
         args = transformers.TrainingArguments(**given)
     seen: dict[str, Any] = {"samples": []}
     watch = _watch(job, seen)
-    model = language_model()
+    model = lora_model or language_model()
     model.register_forward_pre_hook(
         lambda _module, _args, batch: seen["samples"].extend(sample_numbers(batch["input_ids"])),
         with_kwargs=True,
@@ -105,9 +119,12 @@ def _train(job: HfTrain) -> None:
 
 def _arguments(job: HfTrain) -> dict[str, Any]:
     """What the job gives to `TrainingArguments`."""
+    config = ds_config(job.stage) | dict(job.sizes)
+    if job.lora:  # with one for all stages, that of the Trainer
+        config.pop("scheduler", None)
     given: dict[str, Any] = {
         "output_dir": str(job.output_dir),
-        "deepspeed": ds_config(job.stage) | dict(job.sizes),
+        "deepspeed": config,
         "bf16": True,
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
