@@ -285,7 +285,7 @@ def campaign(source: Path, directory: Path, seed: int, flips: int, others: int) 
             rows[-1][4] = rows[-1][4] if subject.is_store else ""
             escaped += [f"{name}, {what}: {place}" for place in tally.escaped]
     nbytes = sum(path.stat().st_size for path in files_in(native))
-    print(f"\n{sizes.show(nbytes)} in {len(files_in(native))} files, seed {seed}")
+    print(f"\n{sizes.show_bytes(nbytes)} in {len(files_in(native))} files, seed {seed}")
     print_table(HEAD, rows)
     print("\n".join(["", *(f"NOT NOTICED: {place}" for place in escaped)]).rstrip())
     return not escaped

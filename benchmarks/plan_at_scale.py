@@ -18,7 +18,7 @@ _MIB = 1 << 20
 _PLAN = """
 import json, sys
 from dataclasses import asdict
-import streamshard.cli
+import streamshard.cli.main
 source, target, world_size = sys.argv[1:]
 plan = streamshard.plan_repartition(
     source, target, world_size=int(world_size), memory_limit=16 << 30

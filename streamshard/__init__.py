@@ -4,23 +4,28 @@ import typing
 
 if typing.TYPE_CHECKING:
     from streamshard.errors import StreamshardError
-    from streamshard.operations.applying import load_plan
-    from streamshard.operations.compact import compact
-    from streamshard.operations.compaction import CompactedTag, Compaction
-    from streamshard.operations.convert import convert, plan_convert
-    from streamshard.operations.diff import diff
-    from streamshard.operations.distances import DiffReport, Distance, StateDiff, TensorDiff
-    from streamshard.operations.export import export, plan_export
-    from streamshard.operations.inspect import inspect
-    from streamshard.operations.inspection import Inspection
-    from streamshard.operations.lazy import LazyTensor
-    from streamshard.operations.opening import OpenCheckpoint, Parameter, open
-    from streamshard.operations.outlook import Outlook
-    from streamshard.operations.pickles import NamedGlobal, PickledFile, PickleListing, list_pickles
-    from streamshard.operations.repartition import plan_repartition, repartition
-    from streamshard.operations.report import Report
-    from streamshard.operations.verification import Difference, Problem, Verification
-    from streamshard.operations.verify import verify
+    from streamshard.operations.apply import load_plan
+    from streamshard.operations.checks.problems import Difference, Problem, Verification
+    from streamshard.operations.compact.compact import compact
+    from streamshard.operations.compact.compact_report import CompactedTag, Compaction
+    from streamshard.operations.convert.convert import convert, plan_convert
+    from streamshard.operations.diff.diff import diff
+    from streamshard.operations.diff.diff_report import DiffReport, Distance, StateDiff, TensorDiff
+    from streamshard.operations.export.export import export, plan_export
+    from streamshard.operations.inspect.inspect import inspect
+    from streamshard.operations.inspect.inspect_report import Inspection
+    from streamshard.operations.inspect.pickle_report import (
+        NamedGlobal,
+        PickledFile,
+        PickleListing,
+        list_pickles,
+    )
+    from streamshard.operations.read.open_checkpoint import OpenCheckpoint, Parameter, open
+    from streamshard.operations.repartition.repartition import plan_repartition, repartition
+    from streamshard.operations.source.lazy_tensor import LazyTensor
+    from streamshard.operations.transfer.estimate import Outlook
+    from streamshard.operations.transfer.report import Report
+    from streamshard.operations.verify.verify import verify
 
 __all__ = [
     "CompactedTag",
@@ -58,38 +63,38 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CompactedTag": "operations.compaction",
-    "Compaction": "operations.compaction",
-    "DiffReport": "operations.distances",
-    "Difference": "operations.verification",
-    "Distance": "operations.distances",
-    "Inspection": "operations.inspection",
-    "LazyTensor": "operations.lazy",
-    "NamedGlobal": "operations.pickles",
-    "OpenCheckpoint": "operations.opening",
-    "Outlook": "operations.outlook",
-    "Parameter": "operations.opening",
-    "PickleListing": "operations.pickles",
-    "PickledFile": "operations.pickles",
-    "Problem": "operations.verification",
-    "Report": "operations.report",
-    "StateDiff": "operations.distances",
+    "CompactedTag": "operations.compact.compact_report",
+    "Compaction": "operations.compact.compact_report",
+    "DiffReport": "operations.diff.diff_report",
+    "Difference": "operations.checks.problems",
+    "Distance": "operations.diff.diff_report",
+    "Inspection": "operations.inspect.inspect_report",
+    "LazyTensor": "operations.source.lazy_tensor",
+    "NamedGlobal": "operations.inspect.pickle_report",
+    "OpenCheckpoint": "operations.read.open_checkpoint",
+    "Outlook": "operations.transfer.estimate",
+    "Parameter": "operations.read.open_checkpoint",
+    "PickleListing": "operations.inspect.pickle_report",
+    "PickledFile": "operations.inspect.pickle_report",
+    "Problem": "operations.checks.problems",
+    "Report": "operations.transfer.report",
+    "StateDiff": "operations.diff.diff_report",
     "StreamshardError": "errors",
-    "TensorDiff": "operations.distances",
-    "Verification": "operations.verification",
-    "compact": "operations.compact",
-    "convert": "operations.convert",
-    "diff": "operations.diff",
-    "export": "operations.export",
-    "inspect": "operations.inspect",
-    "list_pickles": "operations.pickles",
-    "load_plan": "operations.applying",
-    "open": "operations.opening",
-    "plan_convert": "operations.convert",
-    "plan_export": "operations.export",
-    "plan_repartition": "operations.repartition",
-    "repartition": "operations.repartition",
-    "verify": "operations.verify",
+    "TensorDiff": "operations.diff.diff_report",
+    "Verification": "operations.checks.problems",
+    "compact": "operations.compact.compact",
+    "convert": "operations.convert.convert",
+    "diff": "operations.diff.diff",
+    "export": "operations.export.export",
+    "inspect": "operations.inspect.inspect",
+    "list_pickles": "operations.inspect.pickle_report",
+    "load_plan": "operations.apply",
+    "open": "operations.read.open_checkpoint",
+    "plan_convert": "operations.convert.convert",
+    "plan_export": "operations.export.export",
+    "plan_repartition": "operations.repartition.repartition",
+    "repartition": "operations.repartition.repartition",
+    "verify": "operations.verify.verify",
 }
 """The module of each name above, loaded at the first use of the name: `--help` needs none of them.
 The imports above are for type checkers; a test compares both."""

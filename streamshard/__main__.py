@@ -7,7 +7,7 @@ ends the process without a traceback.
 import sys
 from typing import NoReturn
 
-from streamshard.stopping import Signals
+from streamshard.cli.signals import Signals
 
 
 def program() -> NoReturn:
@@ -15,15 +15,15 @@ def program() -> NoReturn:
     # The signals are not given back: until the interpreter has gone they end it, without a word.
     signals = Signals()
     signals.take(while_loading=True)
-    from streamshard import streams
-    from streamshard.command_line import parse_command
+    from streamshard.cli import streams
+    from streamshard.cli.parser import parse_command
 
     streams.open_what_was_closed()
     streams.forgive_standard_error()
     arguments = parse_command(sys.argv[1:])
-    from streamshard import cli
+    from streamshard.cli import main
 
-    sys.exit(cli.carry_out(arguments, signals))
+    sys.exit(main.carry_out(arguments, signals))
 
 
 if __name__ == "__main__":

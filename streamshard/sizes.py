@@ -104,7 +104,7 @@ def show_duration(time: timedelta) -> str:
     return f"{seconds}s"
 
 
-def show(nbytes: int) -> str:
+def show_bytes(nbytes: int) -> str:
     """Write a size for a person.
 
     >>> show(0), show(1536), show(5 << 30)

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 import streamshard
 from streamshard import DiffReport, Distance, TensorDiff
-from streamshard.diff_text import diff_text
-from streamshard.engine.measure import BLOCK_NUMEL
+from streamshard.cli.text.diff_text import diff_text
+from streamshard.engine.scan.distance import BLOCK_NUMEL
 from streamshard.errors import IntegrityError, MemoryLimitError, UsageError
-from streamshard.operations import pair_runs
-from streamshard.operations.pairing import pair_up
-from streamshard.operations.source import open_source
+from streamshard.operations.compare import matched_runs
+from streamshard.operations.compare.matching import pair_up
+from streamshard.operations.source.source import open_source
 from tests.fabricated import edit, optimizer_file, write
 from tests.job import TAG, Job
 from tests.test_families import JOBS
@@ -144,18 +144,18 @@ def test_the_figures_do_not_depend_on_formats_workers_and_windows(
 def with_many_parts(monkeypatch: pytest.MonkeyPatch, left: Path, right: Path) -> DiffReport:
     """Share the tensors out in parts of about a block, as very large ones are in larger parts."""
     with monkeypatch.context() as smaller:
-        smaller.setattr(pair_runs, "_RUN_BYTES", 100_000)
+        smaller.setattr(matched_runs, "_RUN_BYTES", 100_000)
         return streamshard.diff(left, right, workers=2)
 
 
 def test_parts_begin_where_blocks_do(
     places: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pair_runs, "_RUN_BYTES", 100_000)
+    monkeypatch.setattr(matched_runs, "_RUN_BYTES", 100_000)
     for form in ("-3", "-none", "-zstd", "-lz4"):
         left, right = open_source(places["a" + form]), open_source(places["b"])
         pairs = pair_up(left, right).pairs
-        runs = pair_runs.Runs(left, right, pairs, block_numel=BLOCK_NUMEL)
+        runs = matched_runs.Runs(left, right, pairs, block_numel=BLOCK_NUMEL)
         parts = [part for run in runs for part in run]
         for number, pair in enumerate(runs.pairs):
             held = [(part.start, part.stop) for part in parts if part.number == number]

@@ -11,10 +11,10 @@ import safetensors.torch
 import torch
 
 import streamshard
-from streamshard.engine.journal import Journal, Written
+from streamshard.engine.run.journal import Journal, Written
 from streamshard.errors import IntegrityError, UnsupportedError
-from streamshard.operations import export_check
-from streamshard.operations.target import partial_of
+from streamshard.operations.export import export_read_back
+from streamshard.operations.transfer.target import partial_of
 from tests.cli.conftest import model_file
 from tests.fabricated import load, optimizer_file, save, write
 from tests.job import TAG, Job
@@ -174,7 +174,7 @@ def test_verify_lets_nothing_through(
     what: str, form: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (run / "config.json").write_text(json.dumps({"model_type": "mine"}))
-    check = export_check.require_exported
+    check = export_read_back.require_exported
 
     elements = Job(stage=2).values("fp32", "block.0.attn.weight").numpy().tobytes()
 
@@ -190,7 +190,7 @@ def test_verify_lets_nothing_through(
         path.write_bytes(data)
         check(place, *rest)
 
-    monkeypatch.setattr(export_check, "require_exported", damage_and_check)
+    monkeypatch.setattr(export_read_back, "require_exported", damage_and_check)
     with pytest.raises(IntegrityError, match="not put into its place"):
         streamshard.export(run, tmp_path / "out", format=form, max_shard_size=200, verify=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["training"]

@@ -10,7 +10,7 @@ import torch
 import zarr
 
 import streamshard
-from streamshard.cli import main
+from streamshard.cli.main import main
 from streamshard.errors import DisagreementError, IncompleteError, SourceError, UsageError
 from tests.fabricated import load, save, write
 from tests.job import EXPERTS, TAG, Job

@@ -19,9 +19,9 @@ from hypothesis.stateful import (
 )
 
 import streamshard as api
-from streamshard.engine.journal import Journal, Written
+from streamshard.engine.run.journal import Journal, Written
 from streamshard.errors import StreamshardError, TargetExistsError
-from streamshard.operations import native_files
+from streamshard.operations.native import storage_regions
 from tests.cli.conftest import tree
 from tests.fabricated import write
 from tests.job import Job
@@ -98,7 +98,7 @@ class Runs(RuleBasedStateMachine):
         ended: Any = None
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Journal, "note", cut_off)
-            patch.setattr(native_files, "_SPAN_BYTES", 2048)
+            patch.setattr(storage_regions, "_SPAN_BYTES", 2048)
             try:
                 report = api.repartition(
                     self.source, self.out, world_size=world, overwrite=overwrite, workers=1

@@ -17,12 +17,12 @@ import torch
 
 import streamshard
 from streamshard.errors import StreamshardError
-from streamshard.formats import torch_file
-from streamshard.formats.inert import Call, Global, Node
-from streamshard.formats.torch_tensor import Storage
-from streamshard.formats.zarr_chunks import spell_checksum
-from streamshard.operations.convert import plan_convert
-from streamshard.operations.repartition import plan_repartition
+from streamshard.formats.pickle.inert import Call, Global, Node
+from streamshard.formats.torch import torch_file
+from streamshard.formats.torch.torch_tensor import Storage
+from streamshard.formats.zarr.chunks import spell_checksum
+from streamshard.operations.convert.convert import plan_convert
+from streamshard.operations.repartition.repartition import plan_repartition
 from tests.fabricated import client_state, load, write
 from tests.formats.test_torch_file import put_together
 from tests.job import EXPERTS, Job, stand_ins

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 import streamshard
 from streamshard import LazyTensor, OpenCheckpoint
 from streamshard.errors import CorruptFileError, IntegrityError, SourceNotFoundError, UsageError
-from streamshard.plan.selection import select
+from streamshard.layout.selection import select
 from tests.fabricated import write
 from tests.job import EXPERTS, STATES, TAG, Job, expected, values
 from tests.verify.conftest import DUMPS, write_dumps

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import streamshard
-from streamshard.engine.work import Region, TargetFile
-from streamshard.operations import outlook
-from streamshard.operations.convert import ConvertPlan
-from streamshard.operations.export import ExportPlan
-from streamshard.operations.outlook import Outlook, look_ahead
-from streamshard.operations.repartition import RepartitionPlan
-from streamshard.operations.source import Source
+from streamshard.engine.run.work import Region, TargetFile
+from streamshard.operations.convert.convert import ConvertPlan
+from streamshard.operations.export.export import ExportPlan
+from streamshard.operations.repartition.repartition import RepartitionPlan
+from streamshard.operations.source.source import Source
+from streamshard.operations.transfer import estimate
+from streamshard.operations.transfer.estimate import Outlook, look_ahead
 from tests.fabricated import write
 from tests.job import Job
 from tests.test_momentum import MUON
@@ -35,7 +35,7 @@ KEYS = {
 
 
 def test_the_keys_are_pinned() -> None:
-    kinds = [getattr(outlook, name) for name in KEYS]
+    kinds = [getattr(estimate, name) for name in KEYS]
     assert [" ".join(field.name for field in fields(kind)) for kind in kinds] == [*KEYS.values()]
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 import streamshard
-from streamshard.operations.outlook import (
+from streamshard.cli.text.estimate_text import plan_text
+from streamshard.operations.transfer.estimate import (
     FileBytes,
     MemoryParts,
     Outlook,
     Space,
     TimeEstimate,
 )
-from streamshard.outlook_text import plan_text
 from tests.fabricated import write
 from tests.job import Job
 

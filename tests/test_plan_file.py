@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import streamshard
-from streamshard.engine import watch
+from streamshard.engine.run import phases
 from streamshard.errors import (
     SourceError,
     StreamshardError,
@@ -19,9 +19,9 @@ from streamshard.errors import (
     TargetExistsError,
     UsageError,
 )
-from streamshard.operations import plan_file
-from streamshard.operations.applying import PLANNERS
-from streamshard.operations.report import Silent
+from streamshard.operations.apply import PLANNERS
+from streamshard.operations.transfer import plan_file
+from streamshard.operations.transfer.report import Silent
 from tests.cli.conftest import tree
 from tests.fabricated import client_state, write
 from tests.job import TAG, Job
@@ -82,7 +82,7 @@ class Cut(Silent):
 
     def enter(self, phase: str) -> None:
         """Break off."""
-        if phase == watch.COMMITTING:
+        if phase == phases.COMMITTING:
             raise KeyboardInterrupt
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import streamshard
-from streamshard.command_line import arguments_of
-from streamshard.engine import watch
-from streamshard.operations.report import Progress, Silent
-from streamshard.progress import Bar, Display, display
+from streamshard.cli.parser import arguments_of
+from streamshard.cli.progress import Bar, Display, display
+from streamshard.engine.run import phases as watch
+from streamshard.operations.transfer.report import Progress, Silent
 from tests.compact.runs import NO_GRACE, make_run
 from tests.fabricated import write
 from tests.job import Job

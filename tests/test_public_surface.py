@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 import streamshard
-from streamshard import cli, errors, stopping
-from streamshard.command_line import arguments_of
-from streamshard.formats import torch_file
-from streamshard.formats.inert_dump import dump
-from streamshard.formats.torch_tensor import Storage
+from streamshard import errors
+from streamshard.cli import main, signals
+from streamshard.cli.parser import arguments_of
+from streamshard.formats.pickle.inert_dump import dump
+from streamshard.formats.torch import torch_file
+from streamshard.formats.torch.torch_tensor import Storage
 from tests.fabricated import client_state, load, write
 from tests.job import TAG, Job, Keepsake
 
@@ -96,7 +97,7 @@ def test_nothing_heavy_is_loaded_to_show_help(arguments: str) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == (2 if arguments == "repartion" else 0)
     loaded = set(done.stderr.splitlines()[-1].split())
-    assert "streamshard.command_line" in loaded
+    assert "streamshard.cli.parser" in loaded
     heavy = {"numpy", "zarr", "rich", "tqdm", "numcodecs", "isal", "google_crc32c", "dataclasses"}
     assert loaded & heavy == set()
     assert not [name for name in loaded if name.startswith("streamshard.operations")]
@@ -135,7 +136,7 @@ def test_every_branch_of_errors_has_an_exit_code_of_its_own() -> None:
     branches = {kind for kind in all_errors() if kind.__base__ is errors.StreamshardError}
     assert {kind: kind.exit_code for kind in branches} == CODES
     assert len(set(CODES.values())) == len(CODES)
-    assert not set(CODES.values()) & {0, 1, *stopping.SIGNALS.values()}
+    assert not set(CODES.values()) & {0, 1, *signals.SIGNALS.values()}
     for kind in all_errors() - branches - {errors.StreamshardError}:
         (branch,) = [b for b in branches if issubclass(kind, b)]
         assert kind.exit_code == branch.exit_code
@@ -151,7 +152,7 @@ def test_the_tree_in_the_docstring_is_the_tree_of_classes() -> None:
 
 
 def test_exit_codes_are_those_in_the_help_and_the_readme() -> None:
-    known = {0, *CODES.values(), *stopping.SIGNALS.values()}
+    known = {0, *CODES.values(), *signals.SIGNALS.values()}
     parser = arguments_of()
     assert isinstance(parser, argparse.ArgumentParser)
     said = (parser.epilog or "").partition("Exit codes:")[2]
@@ -169,8 +170,8 @@ def test_the_command_line_exits_with_the_code_on_the_class(
     def fail(*_: object, **__: object) -> None:
         raise kind("the file and both numbers")
 
-    monkeypatch.setattr("streamshard.operations.inspect.inspect", fail)
-    assert cli.main(["inspect", "somewhere"]) == kind.exit_code
+    monkeypatch.setattr("streamshard.operations.inspect.inspect.inspect", fail)
+    assert main.main(["inspect", "somewhere"]) == kind.exit_code
     assert capsys.readouterr().err == "streamshard: the file and both numbers\n"
 
 
@@ -184,7 +185,7 @@ class Refuse:
 
 sys.meta_path.insert(0, Refuse())
 import streamshard
-import streamshard.cli
+import streamshard.cli.main
 root = sys.argv[1]
 streamshard.convert(f"{root}/run", f"{root}/x.zarr", codec="zstd", chunk_size=100)
 for source in ("run", "x.zarr"):
@@ -197,7 +198,7 @@ for source in ("run", "x.zarr"):
     assert not streamshard.list_pickles(f"{root}/{source}").problems
     with streamshard.open(f"{root}/{source}") as ckpt:
         assert ckpt["embed.weight"].fp32[2:5].shape == (3, 4)
-assert streamshard.cli.main(["inspect", f"{root}/run", "--json"]) == 0
+assert streamshard.cli.main.main(["inspect", f"{root}/run", "--json"]) == 0
 """
 
 

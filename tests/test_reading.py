@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import streamshard as api
-from streamshard import reading
-from streamshard.formats.readable import FileBytes
-from streamshard.reading import entries_below, read_into
+from streamshard import posix
+from streamshard.formats.torch.readable import ReadableFile
+from streamshard.posix import entries_below, read_into
 from tests.cli.conftest import tree
 from tests.fabricated import write
 from tests.job import Job
@@ -37,13 +37,13 @@ def test_files_of_others_are_read_all_the_same(
     real = os.open
 
     def refuse(path: Path, flags: int) -> int:
-        if flags & reading._QUIET:
+        if flags & posix._QUIET:
             raise PermissionError(1, "Operation not permitted")
         return real(path, flags)
 
-    monkeypatch.setattr(reading, "_QUIET", os.O_APPEND)
+    monkeypatch.setattr(posix, "_QUIET", os.O_APPEND)
     monkeypatch.setattr(os, "open", refuse)
-    assert reading.read_all(tmp_path / "file") == b"content"
+    assert posix.read_all(tmp_path / "file") == b"content"
 
 
 @pytest.mark.parametrize("most", [1, 1000])
@@ -61,7 +61,7 @@ def test_short_reads_are_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         assert tree(out) == tree(tmp_path / "whole")
     descriptor = os.open(run / "latest", os.O_RDONLY)
     size = (run / "latest").stat().st_size
-    assert FileBytes(descriptor).read_at(1, 10**9) == (run / "latest").read_bytes()[1:]
+    assert ReadableFile(descriptor).read_at(1, 10**9) == (run / "latest").read_bytes()[1:]
     assert read_into(descriptor, memoryview(bytearray(100)), 0) == size
     os.close(descriptor)
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 import streamshard as api
-from streamshard.engine import window
-from streamshard.engine.journal import Journal, Written
+from streamshard.engine.run import window
+from streamshard.engine.run.journal import Journal, Written
 from streamshard.errors import StreamshardError
-from streamshard.operations import native_files, weight_files
-from streamshard.reading import read_into
+from streamshard.operations.export import weight_files
+from streamshard.operations.native import storage_regions
+from streamshard.posix import read_into
 from tests.cli.conftest import tree
 from tests.fabricated import write
 from tests.job import Job
@@ -38,7 +39,7 @@ def test_spans_of_any_size_make_the_same_files(
 ) -> None:
     api.repartition(run, tmp_path / "whole", world_size=3)
     for span_bytes in (64, SPAN_BYTES):
-        monkeypatch.setattr(native_files, "_SPAN_BYTES", span_bytes)
+        monkeypatch.setattr(storage_regions, "_SPAN_BYTES", span_bytes)
         out = tmp_path / f"{span_bytes}"
         report = api.repartition(run, out, world_size=3)
         assert tree(out) == tree(tmp_path / "whole")
@@ -72,7 +73,7 @@ def test_a_run_goes_on_after_any_span(
     monkeypatch: pytest.MonkeyPatch,
     make: Callable[[Path, Path], api.Report],
 ) -> None:
-    monkeypatch.setattr(native_files, "_SPAN_BYTES", SPAN_BYTES)
+    monkeypatch.setattr(storage_regions, "_SPAN_BYTES", SPAN_BYTES)
     monkeypatch.setattr(weight_files, "_SPAN_BYTES", SPAN_BYTES)
     undisturbed = make(run, tmp_path / "whole")
     whole, note = tree(tmp_path / "whole"), Journal.note

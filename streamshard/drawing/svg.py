@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from streamshard.drawing.picture import Half, Panel, Picture, PictureRow, Strip
-from streamshard.sizes import show
+from streamshard.sizes import show_bytes
 
 WIDTH: Final = 960
 LEFT: Final = 132
@@ -173,7 +173,7 @@ def _draw_axis(pen: _Pen, half: Half, itemsize: int, scale: float) -> None:
         at = LEFT + k * step * scale
         place = f'x="{_n(at)}" y="{_n(pen.y + 18)}"'
         said = f"{k * step:,}" if k else "0"
-        nbytes = show(k * step * itemsize) if k else ""
+        nbytes = show_bytes(k * step * itemsize) if k else ""
         pen.add(f'<text class="x" {place}>{said}</text>')
         if nbytes:
             pen.add(f'<text class="x" x="{_n(at)}" y="{_n(pen.y + 31)}">{nbytes}</text>')

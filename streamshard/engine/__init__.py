@@ -1,1 +1,1 @@
-"""Holds bytes and knows no format: windows, streaming, checksums, progress events."""
+"""Holds bytes and knows no format: files, windows, streaming, checksums, progress events."""

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamshard.errors import CorruptFileError
-from streamshard.formats import deepspeed_names as names
-from streamshard.formats import ds_config
-from streamshard.formats.inert import Node
+from streamshard.formats.deepspeed import ds_config, names
+from streamshard.formats.pickle.inert import Node
 from streamshard.model import MASTER, LogicalTensor, ZeroLayout
 
 

@@ -7,12 +7,13 @@ from pathlib import PurePosixPath
 from typing import Final
 
 from streamshard.errors import SourceError
-from streamshard.formats import inert_load, zip_directory
-from streamshard.formats.inert import Global, Node
-from streamshard.formats.legacy_file import MAGIC_NUMBER
-from streamshard.formats.pickle_bytes import EndedTooEarlyError
-from streamshard.formats.pickle_names import NameCounter
-from streamshard.formats.readable import Readable
+from streamshard.formats.global_names import NameCounter
+from streamshard.formats.pickle import inert_load
+from streamshard.formats.pickle.inert import Global, Node
+from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
+from streamshard.formats.torch import zip_directory
+from streamshard.formats.torch.legacy_file import MAGIC_NUMBER
+from streamshard.formats.torch.readable import Readable
 
 _SUFFIXES: Final = frozenset({".bin", ".ckpt", ".p", ".pickle", ".pkl", ".pt", ".pth"})
 """Files of these are unpickled by somebody, whatever they begin with."""

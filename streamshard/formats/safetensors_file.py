@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from streamshard.errors import CorruptFileError, UnsupportedError
 from streamshard.formats import strict_json
-from streamshard.formats.inert import show
+from streamshard.formats.pickle.inert import show
 from streamshard.model import ITEMSIZE
 
 _DTYPES: Final = {

@@ -1,1 +1,1 @@
-"""One file per verb: read headers, plan, check budget and disk, run, commit."""
+"""One folder per verb, and what verbs share."""

@@ -13,21 +13,21 @@ import pytest
 from benchmarks._fabricate import fabricate
 from benchmarks._layout import TAG
 from benchmarks._model import transformer
-from streamshard.cli import main
-from streamshard.engine import watch
+from streamshard.cli.main import main
+from streamshard.engine.run import phases
 from tests.fabricated import write
 from tests.job import Job
 
 RANKS = 4
 
 _PHASES = (
-    watch.READING_HEADERS,
-    watch.WRITING,
-    watch.SYNCING,
-    watch.VERIFYING,
-    watch.COMPARING,
-    watch.COMMITTING,
-    watch.READING,
+    phases.READING_HEADERS,
+    phases.WRITING,
+    phases.SYNCING,
+    phases.VERIFYING,
+    phases.COMPARING,
+    phases.COMMITTING,
+    phases.READING,
 )
 _PROGRESS = re.compile(
     rf"^streamshard: (?:\S+: )?(?:{'|'.join(_PHASES)})(?: \d+%, .*)?\n", re.MULTILINE

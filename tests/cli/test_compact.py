@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import streamshard as api
-from streamshard.engine.lock import Lock
-from streamshard.sizes import show
+from streamshard.engine.io.lock import Lock
+from streamshard.sizes import show_bytes
 from tests.cli.conftest import streamshard
 from tests.compact.runs import NO_GRACE, STEPS, bits, make_run, save, tag_of
 
@@ -32,10 +32,12 @@ def test_a_dry_run_tells_of_each_tag_and_does_nothing(run: Path, tmp_path: Path)
     done = streamshard("compact", run, tmp_path / "archive", "--delete", "-n")
     assert (done.code, done.err) == (0, "")
     nbytes = sum(path.stat().st_size for path in (run / FIRST).iterdir())
-    assert re.search(rf"{FIRST} +moved to trash +{show(nbytes)} .* no rule keeps it", done.out)
+    assert re.search(
+        rf"{FIRST} +moved to trash +{show_bytes(nbytes)} .* no rule keeps it", done.out
+    )
     assert "after --grace 7d\n" in done.out
-    room = f" for {show(nbytes)} before compression; each tag must fit without, and the largest has"
-    assert f"{room} {show(nbytes)}\n" in done.out
+    room = f" for {show_bytes(nbytes)} before compression; each tag must fit without"
+    assert f"{room}, and the largest has {show_bytes(nbytes)}\n" in done.out
     assert re.search(rf"{tag_of(1000)} +kept .* 'latest' names it", done.out)
     assert bits(tmp_path) == before
     assert not (tmp_path / "archive").exists()
@@ -58,7 +60,7 @@ def test_a_night_says_a_line_or_nothing_or_a_table(run: Path, tmp_path: Path) ->
     done = streamshard(*command)
     assert (done.code, done.err) == (0, "")
     (told,) = api.compact(run, tmp_path / "again").tags[:1]
-    into = f"{show(told.source_bytes)} archived in {show(told.archive_bytes)}"
+    into = f"{show_bytes(told.source_bytes)} archived in {show_bytes(told.archive_bytes)}"
     assert done.out == f"{run}: 1 archived, 3 kept; {into}\n"
     done = streamshard("compact", run, tmp_path / "again", "--delete")
     assert done.out.startswith(f"{run}: 1 moved to trash, 3 kept; {into}\n")

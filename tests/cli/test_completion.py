@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from streamshard.completion import SHELLS
+from streamshard.cli.completion import SHELLS
 from tests.cli.conftest import streamshard
 
 ASK = """
@@ -65,7 +65,7 @@ def test_there_is_a_script_for_every_shell_that_is_named(shell: str) -> None:
 
 def test_without_the_package_it_is_said_what_to_install() -> None:
     hide = "import sys; sys.modules['shtab'] = None"
-    run = "from streamshard.cli import main; sys.exit(main(['completion', 'bash']))"
+    run = "from streamshard.cli.main import main; sys.exit(main(['completion', 'bash']))"
     done = subprocess.run([sys.executable, "-c", f"{hide}; {run}"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert "pip install shtab" in done.stderr

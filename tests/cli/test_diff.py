@@ -10,8 +10,8 @@ import torch
 
 import streamshard
 from streamshard import Distance, TensorDiff
-from streamshard.cli import main
-from streamshard.diff_text import ORDERS, diff_text
+from streamshard.cli.main import main
+from streamshard.cli.text.diff_text import ORDERS, diff_text
 from tests.cli.conftest import without_progress
 from tests.fabricated import edit, optimizer_file, write
 from tests.job import TAG, Job

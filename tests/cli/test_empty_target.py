@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import streamshard as api
-from streamshard.engine import journal
+from streamshard.engine.run import journal
 from streamshard.errors import TargetError
 from tests.cli.conftest import optimizer_file, streamshard, tree
 from tests.cli.test_going_on import cut_off

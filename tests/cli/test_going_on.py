@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from streamshard.cli import main
+from streamshard.cli.main import main
 from tests.cli.conftest import Finished, optimizer_file, streamshard, tree, without_progress
 
 CUT_OFF = """
@@ -132,7 +132,7 @@ def test_a_run_that_does_not_come_to_an_end_is_ended(
     script = (
         "import signal, sys, threading\n"
         "from streamshard import cli, stopping\n"
-        "from streamshard.operations.partial_target import PartialTarget\n"
+        "from streamshard.operations.transfer.staging import PartialTarget\n"
         "stopping.PATIENCE_SECONDS = 1\n"
         "def stuck(self, *rest):\n"
         "    threading.Event().wait()\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from streamshard.formats.deepspeed_names import FLAT_GROUPS
+from streamshard.formats.deepspeed.names import FLAT_GROUPS
 from tests.cli.conftest import tree
 from tests.cli.hostile import (
     MIB,

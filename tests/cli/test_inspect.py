@@ -19,9 +19,9 @@ import pytest
 import torch
 
 import streamshard
+from streamshard.cli.text.inspect_text import inspection_text
 from streamshard.errors import UsageError
-from streamshard.inspection_tables import inspection_text
-from streamshard.operations.inspection import ParameterDetail
+from streamshard.operations.inspect.inspect_report import ParameterDetail
 from tests.cli.conftest import Finished
 from tests.cli.conftest import streamshard as command
 from tests.fabricated import write
@@ -297,7 +297,7 @@ def test_moving_bytes_does_not_load_the_library_that_draws_tables(tmp_path: Path
     run = write(SMALL, tmp_path / "run")
     script = f"""
 import sys
-from streamshard.cli import main
+from streamshard.cli.main import main
 assert main(["convert", {str(run)!r}, {str(tmp_path / "x.zarr")!r}]) == 0
 assert main(["inspect", {str(run)!r}, "--json"]) == 0
 assert "rich" not in sys.modules

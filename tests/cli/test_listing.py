@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import streamshard
-from streamshard.inspection_tables import inspection_text
-from streamshard.operations.inspection import CheckpointList
-from streamshard.operations.listing import summaries
+from streamshard.cli.text.inspect_text import inspection_text
+from streamshard.operations.inspect.checkpoint_list import summaries
+from streamshard.operations.inspect.inspect_report import CheckpointList
 from tests.cli.conftest import Finished
 from tests.cli.conftest import streamshard as command
 from tests.fabricated import edit, load, save, write

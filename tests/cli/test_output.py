@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import streamshard as api
-from streamshard.command_line import arguments_of
-from streamshard.diff_text import diff_text
+from streamshard.cli.parser import arguments_of
+from streamshard.cli.text.diff_text import diff_text
 from tests.cli.conftest import RANKS, Finished, streamshard, without_progress
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import streamshard as library
-from streamshard import cli
+from streamshard.cli import main
 from tests.cli.conftest import tree
 from tests.cli.hostile import (
     MIB,
@@ -53,7 +53,7 @@ if ZeroStageEnum.gradients.__reduce_ex__(2)[0] is getattr:  # in the first relea
 def listed(source: object, *options: object, code: int = 0) -> dict[str, Any]:
     """Run the verb, and return what it prints."""
     with redirect_stdout(StringIO()) as stdout, redirect_stderr(StringIO()) as stderr:
-        found = cli.main(["inspect", str(source), "--pickles", "--json", *map(str, options)])
+        found = main.main(["inspect", str(source), "--pickles", "--json", *map(str, options)])
     assert found == code, stderr.getvalue()
     document: dict[str, Any] = json.loads(stdout.getvalue())
     return document

@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 
 import streamshard
-from streamshard.command_line import arguments_of
+from streamshard.cli.parser import arguments_of
 
 README = (Path(streamshard.__file__).parent.parent / "README.md").read_text()
 COMMAND = re.compile(r"(?:\$ |30 3 \* \* \* \S*/|ExecStart=\S*/)?(streamshard .*?)(?: +#.*)?")

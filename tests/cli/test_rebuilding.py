@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import streamshard as api
-from streamshard.operations.repartition import RepartitionPlan
-from streamshard.operations.report import Progress, Report
+from streamshard.operations.repartition.repartition import RepartitionPlan
+from streamshard.operations.transfer.report import Progress, Report
 from tests.cli.conftest import streamshard
 from tests.cli.test_going_on import cut_off
 from tests.compact.runs import FIRST, actions, bits, make_run, receipt_of, tags_in

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import streamshard as api
-from streamshard.engine.lock import Lock
+from streamshard.engine.io.lock import Lock
 from streamshard.errors import TargetError
 from tests.cli.conftest import streamshard, tree
 
@@ -236,7 +236,7 @@ def test_permissions_and_links(stage_2: Path, tmp_path: Path) -> None:
 
 
 def test_sigpipe_is_no_error(saved: Callable[[int], Path]) -> None:
-    command = f"{sys.executable} -m streamshard.cli inspect {saved(2)} -v | head -n 1"
+    command = f"{sys.executable} -m streamshard.cli.main inspect {saved(2)} -v | head -n 1"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True)
     assert done.stderr == b""
     assert done.returncode in (0, 128 + signal.SIGPIPE)

@@ -12,7 +12,7 @@ import torch
 import zarr
 
 import streamshard as api
-from streamshard.operations.source import open_source
+from streamshard.operations.source.source import open_source
 from tests.compact.runs import STEPS, age, bits, make_run, save, tag_of
 from tests.fabricated import client_state, load
 from tests.fabricated import save as save_file

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamshard.operations.choosing import (
+from streamshard.formats.deepspeed.names import step_of
+from streamshard.operations.compact.tag_choice import (
     AMBIGUOUS,
     CANDIDATE,
     KEPT,
@@ -15,7 +16,6 @@ from streamshard.operations.choosing import (
     Tag,
     choose,
     refusal,
-    step_of,
 )
 
 HOUR = 3600 * 10**9

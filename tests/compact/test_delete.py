@@ -10,7 +10,7 @@ import pytest
 
 import streamshard as api
 from streamshard.errors import UsageError
-from streamshard.operations.trash import Trash
+from streamshard.operations.compact.removal.trash import Trash
 from tests.compact.runs import (
     ALL,
     FIRST,

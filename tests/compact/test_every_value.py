@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from streamshard.errors import StreamshardError
-from streamshard.operations.originals import accounted_for, ranks_agree
-from streamshard.operations.padding import padding_alike
-from streamshard.operations.repartition import repartition
-from streamshard.operations.source import open_source
+from streamshard.operations.compact.removal.originals import accounted_for, ranks_agree
+from streamshard.operations.compact.removal.padding import padding_alike
+from streamshard.operations.repartition.repartition import repartition
+from streamshard.operations.source.source import open_source
 from tests.fabricated import client_state, load, save, write
 from tests.job import EXPERTS, TAG, Job
 from tests.test_repartition_fabricated import differences

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import streamshard as api
-from streamshard.operations.receipts import ARCHIVED, Place
+from streamshard.operations.compact.archive.receipts import ARCHIVED, Place
 from tests.fabricated import load, write
 from tests.job import Job
 from tests.test_repartition_fabricated import bits, differences

@@ -25,9 +25,9 @@ from hypothesis.stateful import (
 )
 
 import streamshard as api
-from streamshard.engine.journal import Journal, Written
-from streamshard.operations import weights_only
-from streamshard.operations.receipts import WEIGHTS_ONLY, Place
+from streamshard.engine.run.journal import Journal, Written
+from streamshard.operations.compact.archive import weights_only
+from streamshard.operations.compact.archive.receipts import WEIGHTS_ONLY, Place
 from tests.compact.runs import bits, receipt_of, save, tag_of
 from tests.job import Job
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import streamshard as api
-from streamshard.operations.choosing import Run
-from streamshard.operations.proof import Means, intact
-from streamshard.operations.receipts import Place
-from streamshard.operations.run_directory import look_at
+from streamshard.operations.compact.archive.proof import Means, intact
+from streamshard.operations.compact.archive.receipts import Place
+from streamshard.operations.compact.run_directory import look_at
+from streamshard.operations.compact.tag_choice import Run
 from tests.compact.runs import (
     ALL,
     FIRST,
@@ -106,7 +106,7 @@ def test_what_is_protected_while_it_is_looked_at_stays(
             CHANGES[what][0](run)
         return look_at(run_dir, *before)
 
-    monkeypatch.setattr("streamshard.operations.rechoosing.look_at", late)
+    monkeypatch.setattr("streamshard.operations.compact.tag_choice_review.look_at", late)
     found = api.compact(run, archive, delete=True)
     assert (found.tags[0].action, "may not go any more" in found.tags[0].reason) == (
         "ambiguous", True
@@ -163,7 +163,7 @@ def test_what_is_wanted_again_while_the_archive_is_read_stays(
         add_link(run)
         return intact(place, means)
 
-    monkeypatch.setattr("streamshard.operations.deleting.intact", late)
+    monkeypatch.setattr("streamshard.operations.compact.removal.removal.intact", late)
     found = api.compact(run, archive, delete=True, now=later(30))
     assert (actions(found)[FIRST], found.exit_code) == ("ambiguous", 3)
     assert (run / TRASH / FIRST).is_dir()
@@ -201,7 +201,7 @@ def test_what_is_not_clear_any_more_is_told_and_keeps_the_trash(
         change(run)
         return look_at(run_dir, *before)
 
-    monkeypatch.setattr("streamshard.operations.rechoosing.look_at", late)
+    monkeypatch.setattr("streamshard.operations.compact.tag_choice_review.look_at", late)
     found = api.compact(run, archive, delete=True, now=later(30))
     (tag,) = (tag for tag in found.tags if tag.tag == FIRST)
     assert (tag.action, told in tag.reason, found.exit_code) == ("ambiguous", True, 3)

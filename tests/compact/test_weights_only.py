@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import streamshard as api
-from streamshard.operations.weights_only import Remainder
+from streamshard.operations.compact.archive.weights_only import Remainder
 from tests.compact.runs import (
     FIRST,
     STEPS,

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from streamshard.engine.files import SourceReader
-from streamshard.engine.journal import Journal
-from streamshard.engine.partial import Partial
+from streamshard.engine.io.files import SourceReader
+from streamshard.engine.run.journal import Journal
+from streamshard.engine.run.staged_files import Partial
 from streamshard.model import Copies, SourceFile
 
 JOURNAL = ".journal"

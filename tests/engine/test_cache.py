@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from streamshard.engine.cache import drop_cached
-from streamshard.engine.files import SourceReader
-from streamshard.engine.run import Engine, Resources
-from streamshard.engine.work import Region, Span, TargetFile
+from streamshard.engine.io.files import SourceReader
+from streamshard.engine.io.page_cache import drop_cached
+from streamshard.engine.run.runner import Engine, Resources
+from streamshard.engine.run.work import Region, Span, TargetFile
 from tests.engine.fakes import Told, copies_of, is_cached, on_disk, opened
 
 MIB = 1 << 20
@@ -33,7 +33,7 @@ def test_what_was_written_is_dropped_from_memory(tmp_path: Path) -> None:
 def test_a_run_leaves_behind_what_it_is_told_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drops_behind: bool
 ) -> None:
-    monkeypatch.setattr("streamshard.engine.run.open_direct", lambda path, descriptor: -1)
+    monkeypatch.setattr("streamshard.engine.run.runner.open_direct", lambda path, descriptor: -1)
     data = np.arange(NBYTES // 8, dtype=np.int64).tobytes()
     sources = on_disk(tmp_path, [data])
     path = sources[0].path

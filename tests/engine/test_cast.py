@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from streamshard.engine.cast import (
+from streamshard.engine.numeric.cast import (
     cast_between,
     comparing_cast,
     counting_overflow,

@@ -7,7 +7,7 @@ import google_crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamshard.engine.checksums import BlockCrc32, ChunkChecksums, Crc32, Crc32c, crc32
+from streamshard.engine.numeric.checksums import BlockCrc32, ChunkChecksums, Crc32, Crc32c, crc32
 
 DATA = st.binary(max_size=200)
 CUTS = st.lists(st.integers(0, 200), max_size=8).map(sorted)

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamshard.engine.cast import cast_between, find_nans
-from streamshard.engine.compare import Comparator, Comparison, Mismatch
-from streamshard.engine.work import Region
+from streamshard.engine.numeric.cast import cast_between, find_nans
+from streamshard.engine.run.work import Region
+from streamshard.engine.scan.equality import Comparator, Comparison, Mismatch
 from tests.engine.fakes import FakeReader, copies_of
 
 DTYPES = {1: "uint8", 2: "bfloat16", 4: "float32", 8: "float64", 16: "complex128"}

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamshard.engine import digests
-from streamshard.engine.checksums import ChunkChecksums
-from streamshard.engine.digests import CRC32, CRC32C, EMPTY, RunningDigest
+from streamshard.engine.numeric import digests
+from streamshard.engine.numeric.checksums import ChunkChecksums
+from streamshard.engine.numeric.digests import CRC32, CRC32C, EMPTY, RunningDigest
 from streamshard.model import Digest
 from tests.engine.test_checksums import CUTS, DATA, split
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from streamshard.engine import disk
-from streamshard.engine.cache import drop_file
+from streamshard.engine.io import disk_speed
+from streamshard.engine.io.page_cache import drop_file
 from tests.engine.fakes import is_cached, on_disk, open_descriptors
 
 MIB = 1 << 20
@@ -25,13 +25,13 @@ class Clock:
 
 def test_all_of_a_little_is_read_and_pieces_of_much(tmp_path: Path) -> None:
     little = on_disk(tmp_path, [bytes(10), b"", bytes(3 * MIB + 7)])
-    assert disk.measure_reading(little, workers=2, clock=Clock(0)).nbytes == 10 + 3 * MIB + 7
+    assert disk_speed.measure_reading(little, workers=2, clock=Clock(0)).nbytes == 10 + 3 * MIB + 7
     sparse = tmp_path / "much"
     with sparse.open("wb") as stream:
         stream.truncate(1000 * MIB)
     much = (*on_disk(tmp_path, [bytes(5)]), type(little[0]).of(sparse, sparse.stat()))
-    pieces = [(path.name, offset) for path, offset, _ in disk._pieces(much)]
-    assert len(pieces) == disk.MOST_BYTES // disk.PIECE_BYTES + 1
+    pieces = [(path.name, offset) for path, offset, _ in disk_speed._pieces(much)]
+    assert len(pieces) == disk_speed.MOST_BYTES // disk_speed.PIECE_BYTES + 1
     assert {path for path, _ in pieces} == {"source-0", "much"}
     assert max(offset for _, offset in pieces) > 980 * MIB
 
@@ -39,9 +39,11 @@ def test_all_of_a_little_is_read_and_pieces_of_much(tmp_path: Path) -> None:
 def test_it_ends_in_time(tmp_path: Path) -> None:
     files = on_disk(tmp_path, [bytes(40 * MIB)])
     before = open_descriptors()
-    slow = disk.measure_reading(files, workers=1, clock=Clock(disk.SECONDS / 3))
+    slow = disk_speed.measure_reading(files, workers=1, clock=Clock(disk_speed.SECONDS / 3))
     assert 0 < slow.nbytes <= 4 * MIB
-    written = disk.measure_writing(tmp_path, most_bytes=1 << 40, clock=Clock(disk.SECONDS))
+    written = disk_speed.measure_writing(
+        tmp_path, most_bytes=1 << 40, clock=Clock(disk_speed.SECONDS)
+    )
     assert written.nbytes == 8 * MIB
     assert written.bytes_per_second > 0
     assert open_descriptors() == before
@@ -58,9 +60,9 @@ def test_nothing_is_left_and_nothing_can_be_seen_of_what_is_written(
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", look)
-    assert disk.measure_writing(tmp_path, most_bytes=1).nbytes == 8 * MIB
+    assert disk_speed.measure_writing(tmp_path, most_bytes=1).nbytes == 8 * MIB
     monkeypatch.delattr(os, "O_TMPFILE", raising=False)
-    assert disk.measure_writing(tmp_path, most_bytes=9 * MIB).nbytes == 16 * MIB
+    assert disk_speed.measure_writing(tmp_path, most_bytes=9 * MIB).nbytes == 16 * MIB
     assert seen == [[]] * 3
     assert list(tmp_path.iterdir()) == []
 
@@ -68,7 +70,7 @@ def test_nothing_is_left_and_nothing_can_be_seen_of_what_is_written(
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     with pytest.raises(FileNotFoundError, match="gone"):
-        disk.measure_writing(gone, most_bytes=1)
+        disk_speed.measure_writing(gone, most_bytes=1)
 
 
 def test_what_was_not_in_memory_is_not_there_afterwards(tmp_path: Path) -> None:
@@ -78,9 +80,9 @@ def test_what_was_not_in_memory_is_not_there_afterwards(tmp_path: Path) -> None:
     drop_file(file.path)
     if is_cached(file.path):
         pytest.skip("what was forgotten is still in memory on this file system")
-    disk.measure_reading([file], workers=1)
+    disk_speed.measure_reading([file], workers=1)
     assert not is_cached(file.path)
     file.path.read_bytes()
     assert is_cached(file.path)
-    disk.measure_reading([file], workers=1)
+    disk_speed.measure_reading([file], workers=1)
     assert is_cached(file.path)

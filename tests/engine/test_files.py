@@ -10,13 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from streamshard.engine.files import (
-    Decoder,
-    SourceReader,
-    open_target,
-    target_errors,
-    write_all,
-)
+from streamshard.engine.io.files import Decoder, SourceReader, open_target, target_errors, write_all
 from streamshard.errors import (
     CorruptFileError,
     IntegrityError,
@@ -64,7 +58,7 @@ def test_short_reads_are_continued(
     def few(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         return real(descriptor, [buffers[0][:most]], offset)
 
-    monkeypatch.setattr("streamshard.engine.files.os.preadv", few)
+    monkeypatch.setattr("streamshard.engine.io.files.os.preadv", few)
     reader = reader_of(on_disk(tmp_path, [DATA, DATA[::-1]]))
     assert read(reader, 0, 17, 300) == DATA[17:300]
     assert read(reader, 1, 0, 1000) == DATA[::-1]
@@ -80,7 +74,7 @@ def test_short_writes_are_continued(
     def few(descriptor: int, view: memoryview, offset: int) -> int:
         return real(descriptor, view[:most], offset)
 
-    monkeypatch.setattr("streamshard.engine.files.os.pwrite", few)
+    monkeypatch.setattr("streamshard.engine.io.files.os.pwrite", few)
     descriptor = open_target(tmp_path / "deep" / "target", is_new=True)
     write_all(descriptor, memoryview(DATA), 5)
     os.close(descriptor)

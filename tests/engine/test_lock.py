@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from streamshard.engine import lock as module
-from streamshard.engine.lock import Holder, Lock
+from streamshard.engine.io import lock as module
+from streamshard.engine.io.lock import Holder, Lock
 from streamshard.errors import TargetLockedError
 from tests.engine.fakes import open_descriptors
 
@@ -29,7 +29,7 @@ def has_flock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
     known: bool = request.param == "flock"
     if not known:
-        monkeypatch.setattr("streamshard.engine.lock.fcntl.flock", refuse)
+        monkeypatch.setattr("streamshard.engine.io.lock.fcntl.flock", refuse)
     return known
 
 
@@ -200,7 +200,7 @@ def test_the_system_s_refusal_is_not_taken_for_a_lock(
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("streamshard.engine.lock.fcntl.flock", refuse)
+    monkeypatch.setattr("streamshard.engine.io.lock.fcntl.flock", refuse)
     with pytest.raises(OSError, match="Input/output error"):
         Lock(tmp_path / "lock", Path("out")).take()
 

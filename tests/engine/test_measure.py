@@ -10,11 +10,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from streamshard.engine.files import SourceReader
-from streamshard.engine.measure import BLOCK_NUMEL, COUNTS, SUMS, Measured, Measurement, Measurer
-from streamshard.engine.work import Region
+from streamshard.engine.io.files import SourceReader
+from streamshard.engine.run.work import Region
+from streamshard.engine.scan.distance import (
+    BLOCK_NUMEL,
+    COUNTS,
+    SUMS,
+    Measured,
+    Measurement,
+    Measurer,
+)
 from streamshard.model import Copies, SourceFile
-from streamshard.operations.distances import Totals
+from streamshard.operations.diff.diff_report import Totals
 
 Array = NDArray[Any]
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "uint8", "bool")

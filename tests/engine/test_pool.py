@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from streamshard.engine.pool import Count, run_ordered
+from streamshard.engine.scan.pool import Count, run_ordered
 
 
 class Bench:

@@ -5,7 +5,7 @@ from itertools import pairwise
 import hypothesis.strategies as st
 from hypothesis import given
 
-from streamshard.engine.region import ReadAhead
+from streamshard.engine.run.region import ReadAhead
 from tests.engine.fakes import FakeReader, Row, copies_of
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from streamshard.engine import reserve
-from streamshard.engine.reserve import Reservation
+from streamshard.engine.io import preallocation
+from streamshard.engine.io.preallocation import Reservation
 from tests.engine.fakes import open_descriptors
 
 MIB = 1 << 20
@@ -54,9 +54,9 @@ def test_only_lack_of_space_is_an_error(
         return -1
 
     error = OSError(getattr(errno, number), number)
-    monkeypatch.setattr(reserve, "_fallocate", refuse)
-    monkeypatch.setattr(reserve, "file_system_of", lambda descriptor: 0)
-    monkeypatch.setattr(reserve, "last_error", lambda path: error)
+    monkeypatch.setattr(preallocation, "_fallocate", refuse)
+    monkeypatch.setattr(preallocation, "file_system_of", lambda descriptor: 0)
+    monkeypatch.setattr(preallocation, "last_error", lambda path: error)
     before = open_descriptors()
     if number in ("ENOSPC", "EDQUOT"):
         with pytest.raises(OSError, match=number):

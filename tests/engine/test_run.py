@@ -13,12 +13,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from streamshard.engine import durability, watch
-from streamshard.engine.cast import cast_between
-from streamshard.engine.digests import JoinedCrc32
-from streamshard.engine.files import SourceReader
-from streamshard.engine.run import Engine, Resources
-from streamshard.engine.work import Fixed, Region, Span, TargetFile
+from streamshard.engine.io import durability
+from streamshard.engine.io.files import SourceReader
+from streamshard.engine.numeric.cast import cast_between
+from streamshard.engine.numeric.digests import JoinedCrc32
+from streamshard.engine.run import phases
+from streamshard.engine.run.runner import Engine, Resources
+from streamshard.engine.run.work import Fixed, Region, Span, TargetFile
 from streamshard.errors import CorruptFileError, IntegrityError, NoSpaceError, TargetError
 from streamshard.model import BlockDigests
 from tests.engine.fakes import (
@@ -106,7 +107,7 @@ def test_any_files_by_any_number_of_workers(
     assert {path: place.read_bytes() for path, place in found.items()} == wanted
     assert all(place.stat().st_mode & 0o777 == 0o640 for place in found.values())
     assert sum(run.told.bytes) == sum(map(len, wanted.values()))
-    assert (run.told.kept, run.told.phases) == (0, [watch.WRITING, watch.SYNCING])
+    assert (run.told.kept, run.told.phases) == (0, [phases.WRITING, phases.SYNCING])
 
 
 def test_a_cast_of_a_real_file(tmp_path: Path) -> None:
@@ -251,7 +252,7 @@ def test_an_interrupt_stops_work_that_has_begun(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(SourceReader, "read_into", read)
-    monkeypatch.setattr("streamshard.engine.run.ThreadPoolExecutor", Pool)
+    monkeypatch.setattr("streamshard.engine.run.runner.ThreadPoolExecutor", Pool)
     before = open_descriptors(), threading.active_count()
     with pytest.raises(KeyboardInterrupt):
         run.over(files())

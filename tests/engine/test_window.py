@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamshard.engine.cast import cast_between
-from streamshard.engine.checksums import Crc32
-from streamshard.engine.journal import Written
-from streamshard.engine.region import RegionFiller
-from streamshard.engine.window import Window, unwritten_bytes
-from streamshard.engine.work import Encoding, Fixed, Region, Span
+from streamshard.engine.numeric.cast import cast_between
+from streamshard.engine.numeric.checksums import Crc32
+from streamshard.engine.run.journal import Written
+from streamshard.engine.run.region import RegionFiller
+from streamshard.engine.run.window import Window, unwritten_bytes
+from streamshard.engine.run.work import Encoding, Fixed, Region, Span
 from tests.engine.fakes import FakeReader, Row, copies_of, expected, regions
 
 Drawn = tuple[list[bytes], list[Row], int]

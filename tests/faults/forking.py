@@ -23,9 +23,10 @@ class _Parent:
     """What happens in the server's process."""
 
     def __init__(self) -> None:
-        from streamshard import __main__, cli
+        from streamshard import __main__
+        from streamshard.cli import main
 
-        self._main, self._program = cli.main, __main__.program
+        self._main, self._program = main.main, __main__.program
         self._shim = Shim()
 
     def warm_up(self, arguments: list[str]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streamshard.errors import StreamshardError
-from streamshard.formats import inert_dump, inert_load
+from streamshard.formats.pickle import inert_dump, inert_load
 
 SECONDS = 60
 """Longer than any of this takes on a slow machine, and much shorter than for ever."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from streamshard.errors import UnsupportedError
-from streamshard.formats.hash_guard import HashGuard, HashProbes
+from streamshard.formats.pickle.hash_guard import HashGuard, HashProbes
 
 COUNT = 60_000
 MODULUS = (1 << 61) - 1

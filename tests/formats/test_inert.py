@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamshard.errors import UnsupportedError
-from streamshard.formats import inert, inert_dump, inert_load
-from streamshard.formats.inert import Call, Global
+from streamshard.formats.pickle import inert, inert_dump, inert_load
+from streamshard.formats.pickle.inert import Call, Global
 from tests.formats.graphs import PLAIN, Keyword, Outer, Point, Record, graphs, pickled, same
 
 PROTOCOLS = range(6)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from streamshard.errors import UnsupportedError
-from streamshard.formats import inert_load
+from streamshard.formats.pickle import inert_load
 from tests.formats import bounded
 
 MIB = 1 << 20

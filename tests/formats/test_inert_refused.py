@@ -8,8 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from streamshard.errors import CorruptFileError, UnsupportedError
-from streamshard.formats import inert_dump, inert_load
-from streamshard.formats.pickle_bytes import EndedTooEarlyError
+from streamshard.formats.pickle import inert_dump, inert_load
+from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
 from tests.formats.graphs import graphs, pickled
 
 HUGE = b"\xff" * 8

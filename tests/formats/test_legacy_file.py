@@ -12,9 +12,9 @@ import torch
 
 import streamshard
 from streamshard.errors import CorruptFileError, StreamshardError, UnsupportedError
-from streamshard.formats import torch_file
-from streamshard.formats.legacy_file import MAGIC_NUMBER
-from streamshard.formats.torch_tensor import tensor_of
+from streamshard.formats.torch import torch_file
+from streamshard.formats.torch.legacy_file import MAGIC_NUMBER
+from streamshard.formats.torch.torch_tensor import tensor_of
 from tests.fabricated import client_state, load, write
 from tests.formats.test_torch_file import OBJECTS, put_together, same_records, shared
 from tests.job import TAG, Job, stand_ins

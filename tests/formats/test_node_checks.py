@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from streamshard.errors import CorruptFileError, UnsupportedError
-from streamshard.formats.node_checks import name_of, require_unrolled
+from streamshard.formats.pickle.node_checks import name_of, require_unrolled
 
 
 def doubled(times: int) -> list[Any]:

@@ -12,10 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamshard.formats import inert, inert_dump, torch_file
-from streamshard.formats.inert import Node
-from streamshard.formats.node_walk import Disparity, SamePlace, compare_nodes
-from streamshard.formats.torch_tensor import Storage, storages_in
+from streamshard.formats.pickle import inert, inert_dump
+from streamshard.formats.pickle.inert import Node
+from streamshard.formats.torch import torch_file
+from streamshard.formats.torch.torch_tensor import Storage, storages_in
+from streamshard.formats.torch.tree_comparison import Disparity, SamePlace, compare_nodes
 from streamshard.model import Whole
 from tests.formats.graphs import Bag, Colour, Outer, Point, Record, graphs, pickled
 from tests.formats.test_inert import dump, load

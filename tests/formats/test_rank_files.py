@@ -12,13 +12,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from streamshard.errors import DisagreementError, StreamshardError
-from streamshard.formats import zero_reader
-from streamshard.formats.inert import Call
-from streamshard.formats.inert_dump import dump
-from streamshard.formats.torch_tensor import Storage
-from streamshard.formats.twins import Twins
-from streamshard.formats.zero_files import SourceFiles
-from streamshard.formats.zero_rank_files import RankFile, read_models
+from streamshard.formats.deepspeed.read import zero_reader
+from streamshard.formats.deepspeed.read.model_files import ModelFile, read_models
+from streamshard.formats.deepspeed.read.rank_files import SourceFiles
+from streamshard.formats.pickle.inert import Call
+from streamshard.formats.pickle.inert_dump import dump
+from streamshard.formats.torch.parse_cache import Twins
+from streamshard.formats.torch.torch_tensor import Storage
 from streamshard.model import Slot
 from tests.fabricated import client_state, load, save, write
 from tests.formats.conftest import Device
@@ -36,11 +36,11 @@ def model_files(run: Path, ranks: int) -> list[Path]:
     return [model_file(run, rank) for rank in range(ranks)]
 
 
-def read_twins(run: Path, ranks: int) -> list[RankFile]:
+def read_twins(run: Path, ranks: int) -> list[ModelFile]:
     return read_models(SourceFiles(), model_files(run, ranks))
 
 
-def parsed(files: list[RankFile]) -> list[int]:
+def parsed(files: list[ModelFile]) -> list[int]:
     """List the ranks whose files had to be parsed."""
     return [rank for rank, file in enumerate(files) if file.twin is None]
 

@@ -14,7 +14,7 @@ import zarr
 from numpy.typing import NDArray
 
 import streamshard
-from streamshard.formats.zarr_documents import array_path
+from streamshard.formats.zarr.documents import array_path
 from streamshard.model import LogicalTensor
 from tests.fabricated import client_state, write
 from tests.job import TAG, Job, expected

@@ -11,9 +11,9 @@ import pytest
 
 import streamshard
 from streamshard.errors import CorruptFileError, IntegrityError, SourceError
-from streamshard.formats import store_state
 from streamshard.formats.checkpoint import Checkpoint, ModuleEntry, OtherFile, ScalarState
-from streamshard.formats.zarr_chunks import BloscChunk, spell_checksum
+from streamshard.formats.zarr import store_state
+from streamshard.formats.zarr.chunks import BloscChunk, spell_checksum
 from streamshard.model import FILE, LogicalTensor
 
 CHUNK = "state/exp_avg/embed.weight/c/1/0"

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from streamshard.formats import torch_file
-from streamshard.formats.torch_audit import TorchAudit, audit, is_legacy, is_torch_file
+from streamshard.formats.torch import torch_file
+from streamshard.formats.torch.zip_audit import TorchAudit, audit, is_legacy, is_torch_file
 from tests.formats.test_torch_file import put_together
 
 GIB = 1 << 30

@@ -14,9 +14,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from streamshard.errors import CorruptFileError
-from streamshard.formats import torch_file
-from streamshard.formats.torch_file import Record, TorchLayout, crc32_of
-from streamshard.formats.torch_tensor import tensor_of
+from streamshard.formats.torch import torch_file
+from streamshard.formats.torch.torch_file import Record, TorchLayout, crc32_of
+from streamshard.formats.torch.torch_tensor import tensor_of
 from streamshard.model import Literal
 from tests.formats.graphs import Outer
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from streamshard.errors import CorruptFileError, StreamshardError, UnsupportedError
-from streamshard.formats import torch_file
+from streamshard.formats.torch import torch_file
 
 
 def rewritten(path: Path, changed: dict[str, bytes | None], compression: int = 0) -> Path:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamshard.errors import CorruptFileError, UnsupportedError
-from streamshard.formats.inert import Call, Global
-from streamshard.formats.torch_tensor import Storage, shape_of, storage_from_id, tensor_of
+from streamshard.formats.pickle.inert import Call, Global
+from streamshard.formats.torch.torch_tensor import Storage, shape_of, storage_from_id, tensor_of
 
 V2 = Global("torch._utils", "_rebuild_tensor_v2")
 V3 = Global("torch._utils", "_rebuild_tensor_v3")

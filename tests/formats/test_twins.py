@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from streamshard.errors import SourceError
-from streamshard.formats import torch_file, twins
-from streamshard.formats.device_names import DeviceNumbers
-from streamshard.formats.inert import Node
-from streamshard.formats.inert_dump import dump
-from streamshard.formats.torch_tensor import Storage
-from streamshard.formats.twins import Twin, Twins
+from streamshard.formats.pickle.inert import Node
+from streamshard.formats.pickle.inert_dump import dump
+from streamshard.formats.torch import parse_cache, torch_file
+from streamshard.formats.torch.device_names import DeviceNumbers
+from streamshard.formats.torch.parse_cache import Twin, Twins
+from streamshard.formats.torch.torch_tensor import Storage
 from tests.formats.conftest import Device
 
 
@@ -153,7 +153,7 @@ def test_no_more_is_kept_than_allowed(tmp_path: Path, monkeypatch: pytest.Monkey
         torch.save([*content(1).values(), "x" * number * 64], tmp_path / f"{number}.pt")
     size = (tmp_path / "2.pt").stat().st_size
     for limit, kept in ((3 * size, [0, 1, 2]), (2 * size, [1, 2]), (size // 8, [])):
-        monkeypatch.setattr(twins, "_LIMIT_BYTES", limit)
+        monkeypatch.setattr(parse_cache, "_LIMIT_BYTES", limit)
         known = Twins()
         for number in range(3):
             known.remember(tmp_path / f"{number}.pt", torch_file.read(tmp_path / f"{number}.pt", 0))

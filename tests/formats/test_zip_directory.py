@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from streamshard.errors import CorruptFileError, StreamshardError, UnsupportedError
-from streamshard.formats import torch_file, zip_directory
-from streamshard.formats.readable import FileBytes
+from streamshard.formats.torch import torch_file, zip_directory
+from streamshard.formats.torch.readable import ReadableFile
 
 END = 22
 END_64 = 56
@@ -256,7 +256,7 @@ def listed(data: bytes, path: Path) -> dict[str, zip_directory.ZipRecord]:
     path.write_bytes(data)
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        return zip_directory.read(FileBytes(descriptor))
+        return zip_directory.read(ReadableFile(descriptor))
     finally:
         os.close(descriptor)
 

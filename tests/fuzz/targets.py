@@ -11,17 +11,13 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.errors import StreamshardError
-from streamshard.formats import (
-    inert_dump,
-    inert_load,
-    pickle_files,
-    store_manifest,
-    store_state,
-    torch_file,
-)
-from streamshard.formats.node_walk import compare_nodes
-from streamshard.formats.readable import FileBytes
-from streamshard.formats.torch_tensor import Storage, tensor_of
+from streamshard.formats import pickle_files
+from streamshard.formats.pickle import inert_dump, inert_load
+from streamshard.formats.torch import torch_file
+from streamshard.formats.torch.readable import ReadableFile
+from streamshard.formats.torch.torch_tensor import Storage, tensor_of
+from streamshard.formats.torch.tree_comparison import compare_nodes
+from streamshard.formats.zarr import store_manifest, store_state
 
 FORBIDDEN: Final = ("exec", "import", "compile", "os.", "subprocess.", "socket.", "shutil.")
 """Audit events that no input may cause; with `open`, but for the one file that is read."""
@@ -47,7 +43,7 @@ def torch_files(data: bytes, path: Path) -> None:
     """
     with path.open("rb") as stream:
         try:
-            pickle_files.look_into(FileBytes(stream.fileno()), path.name)
+            pickle_files.look_into(ReadableFile(stream.fileno()), path.name)
         except StreamshardError as error:
             raise AssertionError("an error where a finding belongs") from error
     found = torch_file.read(path, 0)

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from streamshard.operations.padding import padding_alike
-from streamshard.operations.source import open_source
+from streamshard.operations.compact.removal.padding import padding_alike
+from streamshard.operations.source.source import open_source
 from tests.oracle.values import value_differences
 
 Content: TypeAlias = Any

@@ -14,7 +14,7 @@ import torch
 
 import streamshard as package
 from benchmarks._measure import Measured
-from streamshard.formats import store_state
+from streamshard.formats.zarr import store_state
 from tests.cli.hostile import (
     MIB,
     MODEL,

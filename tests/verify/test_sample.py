@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import streamshard
-from streamshard.formats.torch_audit import DATA, audit
+from streamshard.formats.torch.zip_audit import DATA, audit
 from tests.verify.conftest import damaged, files_of
 
 NIGHTS = 4
@@ -73,7 +73,7 @@ def test_a_percentage_is_another_part_every_day_and_in_the_end_all(
         def now(cls, tz: datetime.tzinfo | None = None) -> "Calendar":
             return cls(2026, 1, 1, tzinfo=tz) + datetime.timedelta(days=cls.days)
 
-    monkeypatch.setattr("streamshard.operations.verify.datetime", Calendar)
+    monkeypatch.setattr("streamshard.operations.verify.verify.datetime", Calendar)
     seen = []
     for day in range(8):
         Calendar.days = day

@@ -15,8 +15,8 @@ import torch
 
 import streamshard
 from streamshard.errors import SourceNotFoundError, UsageError
-from streamshard.formats.zarr_chunks import spell_checksum
-from streamshard.formats.zarr_writer import small_array_document
+from streamshard.formats.zarr.chunks import spell_checksum
+from streamshard.formats.zarr.zarr_writer import small_array_document
 from tests.fabricated import client_state, load, save, write
 from tests.job import TAG, Job
 from tests.verify.conftest import DUMPS, SMALL, kinds_of, write_dumps

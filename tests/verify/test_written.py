@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import streamshard
-from streamshard.engine.cache import drop_cached
+from streamshard.engine.io.page_cache import drop_cached
 from streamshard.errors import IntegrityError
-from streamshard.operations import rereading
+from streamshard.operations.transfer import read_back
 from tests.fabricated import load, save, write
 from tests.job import TAG
 from tests.test_families import JOBS, unit
@@ -100,7 +100,7 @@ def damage_written(monkeypatch: pytest.MonkeyPatch, damage: Damage) -> list[Path
         damage(place)
         drop_cached(place)
 
-    monkeypatch.setattr(rereading, "drop_cached", drop)
+    monkeypatch.setattr(read_back, "drop_cached", drop)
     return places
 
 

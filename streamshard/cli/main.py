@@ -1,0 +1,354 @@
+"""The command line: one call, what is printed, the exit code; the only place that prints."""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from typing import Final, Protocol
+
+from streamshard.cli.completion import completion_script
+from streamshard.cli.options import (
+    compacting_options,
+    inspecting_options,
+    moving_options,
+    reading_options,
+    resource_options,
+    source_options,
+)
+from streamshard.cli.parser import arguments_of, parse_command
+from streamshard.cli.progress import display
+from streamshard.cli.signals import SIGNALS, Signals, StoppedBySignal
+from streamshard.cli.streams import give_up, open_what_was_closed, write_out
+from streamshard.cli.text.diff_text import diff_text, difference_text
+from streamshard.cli.text.estimate_text import plan_text
+from streamshard.cli.text.tables import (
+    compaction_text,
+    findings_text,
+    pickles_text,
+    printable,
+    report_text,
+    verification_text,
+)
+from streamshard.engine.io.throttle import yield_to_others
+from streamshard.errors import (
+    IntegrityError,
+    SourceError,
+    StreamshardError,
+    TargetLockedError,
+    UsageError,
+)
+from streamshard.operations import apply
+from streamshard.operations.compact import compact
+from streamshard.operations.convert import convert
+from streamshard.operations.diff import diff
+from streamshard.operations.export import export
+from streamshard.operations.inspect import inspect, pickle_report, remains
+from streamshard.operations.inspect.inspect_report import (
+    CheckpointList,
+    IncompleteCheckpoint,
+    Inspection,
+)
+from streamshard.operations.repartition import repartition
+from streamshard.operations.transfer.estimate import Outlook
+from streamshard.operations.transfer.report import Progress, Report
+from streamshard.operations.verify import verify
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse a command line and run its verb; returns the exit code."""
+    open_what_was_closed()
+    signals = Signals()
+    try:
+        return carry_out(parse_command(sys.argv[1:] if argv is None else argv), signals)
+    finally:
+        signals.give_back()
+
+
+def carry_out(arguments: argparse.Namespace, signals: Signals) -> int:
+    """Run one verb to its end, or until a signal asks it to stop; returns the exit code."""
+    try:
+        signals.take()
+        code = _run(arguments)
+        signals.over(code)
+    except KeyboardInterrupt as error:
+        number = error.number if isinstance(error, StoppedBySignal) else signal.SIGINT
+        _tell(f"streamshard: interrupted by {number.name}", error)
+        return SIGNALS[number]
+    return code
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Run one verb to its end; returns the exit code."""
+    try:
+        _VERBS[arguments.verb](arguments)
+        sys.stdout.flush()
+    except StreamshardError as error:
+        _tell(f"streamshard: {error}", error)
+        return error.exit_code
+    except BrokenPipeError:
+        give_up(sys.stdout)  # the reader has gone
+    return 0
+
+
+def _print(text: str) -> None:
+    """Write to standard output; see `write_out` for errors."""
+    write_out(text + "\n")
+
+
+def _tell(message: str, error: BaseException) -> None:
+    """Say what went wrong, and what to do about it."""
+    for line in (message, *getattr(error, "__notes__", ())):
+        print(printable(line), file=sys.stderr)
+
+
+def _repartition(arguments: argparse.Namespace) -> None:
+    with _progress(arguments) as progress:
+        plan = repartition.plan_repartition(
+            arguments.source,
+            arguments.target,
+            world_size=arguments.world_size,
+            zero_stage=arguments.zero_stage,
+            ds_config_file=arguments.ds_config,
+            **moving_options(arguments),
+        )
+        done = _carry_out(plan, arguments, progress)
+    _show(*done, arguments)
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    with _progress(arguments) as progress:
+        plan = convert.plan_convert(
+            arguments.source,
+            arguments.target,
+            codec=arguments.codec,
+            chunk_size=arguments.chunk_size,
+            **moving_options(arguments),
+        )
+        done = _carry_out(plan, arguments, progress)
+    _show(*done, arguments)
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    with _progress(arguments) as progress:
+        plan = export.plan_export(
+            arguments.source,
+            arguments.target,
+            dtype=arguments.dtype,
+            format=arguments.format,
+            max_shard_size=arguments.max_shard_size,
+            include=arguments.include,
+            exclude=arguments.exclude,
+            keep_dtype=arguments.keep_dtype,
+            strip_prefix=arguments.strip_prefix,
+            frozen=not arguments.no_frozen,
+            **moving_options(arguments),
+        )
+        done = _carry_out(plan, arguments, progress)
+    _show(*done, arguments)
+
+
+def _verify(arguments: argparse.Namespace) -> None:
+    with _progress(arguments) as progress:
+        found = verify.verify(
+            arguments.source,
+            against=arguments.against,
+            sample=arguments.sample,
+            digests=arguments.digests,
+            progress=progress,
+            **reading_options(arguments),
+        )
+    if arguments.json:
+        _print(json.dumps(asdict(found), indent=2))
+    elif not arguments.quiet:
+        with_digests = arguments.digests
+        text = verification_text(found, verbose=arguments.verbose, with_digests=with_digests)
+        _print(printable(text))
+    if not found.is_good:
+        raise IntegrityError(findings_text(found, verbose=arguments.quiet))
+
+
+def _diff(arguments: argparse.Namespace) -> None:
+    with _progress(arguments) as progress:
+        found = diff.diff(
+            arguments.source,
+            arguments.other,
+            params=arguments.param,
+            against_tag=arguments.against_tag,
+            progress=progress,
+            **reading_options(arguments),
+        )
+    if arguments.json:
+        _print(json.dumps(asdict(found), indent=2))
+    elif not arguments.quiet:
+        _print(printable(diff_text(found, sort=arguments.sort, verbose=arguments.verbose)))
+    if not found.is_equal:
+        raise IntegrityError(difference_text(found))
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    if arguments.pickles:
+        _inspect_pickles(arguments)
+        return
+    options = inspecting_options(arguments)
+    found: Inspection | CheckpointList | IncompleteCheckpoint | None
+    try:
+        found = inspect.inspect(arguments.source, **options)
+    except SourceError as error:
+        own = source_options(arguments)
+        more = (value for name, value in options.items() if name not in own)
+        is_brief = not all(value is None or value is False or value == [] for value in more)
+        found = None if is_brief else remains.look_around(error, arguments.source, **own)
+        if found is None:
+            raise
+        _show_inspection(found, arguments)
+        if found.problems:
+            raise
+        return
+    _show_inspection(found, arguments)
+
+
+def _show_inspection(
+    found: Inspection | CheckpointList | IncompleteCheckpoint, arguments: argparse.Namespace
+) -> None:
+    if arguments.json:
+        _print(json.dumps(asdict(found), indent=2))
+    elif not arguments.quiet:
+        # Not at the top: only what draws tables pays for the library that does.
+        from streamshard.cli.text.inspect_text import inspection_text
+
+        _print(inspection_text(found, verbose=arguments.verbose, width=_terminal_width()))
+
+
+def _terminal_width() -> int | None:
+    """Tell how wide the terminal is; None where nobody looks, or colours and lines are no use."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return None
+    if sys.stdout.encoding.lower() not in ("utf-8", "utf8"):
+        return None
+    return shutil.get_terminal_size().columns
+
+
+def _inspect_pickles(arguments: argparse.Namespace) -> None:
+    options = inspecting_options(arguments)
+    tag = options.pop("tag")
+    if not all(value is None or value is False or value == [] for value in options.values()):
+        raise UsageError("--pickles lists names and nothing else: of the other options only --tag")
+    found = pickle_report.list_pickles(arguments.source, tag=tag)
+    if arguments.json:
+        _print(json.dumps(asdict(found), indent=2))
+    elif not arguments.quiet:
+        _print(printable(pickles_text(found, verbose=arguments.verbose)))
+    if found.problems:
+        count, first = len(found.problems), found.problems[0]
+        message = f"{found.path}: {count} of {len(found.files)} files not looked through to the end"
+        raise SourceError(f"{message}, so there may be more names; {first.path}: {first.problem}")
+
+
+def _apply(arguments: argparse.Namespace) -> None:
+    with _progress(arguments) as progress:
+        plan = apply.load_plan(arguments.plan, **resource_options(arguments))
+        done = _carry_out(plan, arguments, progress)
+    _show(*done, arguments)
+
+
+def _compact(arguments: argparse.Namespace) -> None:
+    yield_to_others()
+    options = compacting_options(arguments)
+    try:
+        with _progress(arguments) as progress:
+            found = compact.compact(
+                arguments.source, arguments.target, progress=progress, **options
+            )
+    except TargetLockedError as error:
+        if arguments.quiet:
+            raise SystemExit(error.exit_code) from error
+        raise
+    if arguments.json:
+        _print(json.dumps(asdict(found), indent=2))
+    elif not arguments.quiet:
+        _print(printable(compaction_text(found, verbose=arguments.verbose)))
+    if found.problems:
+        for tag in found.problems:
+            print(printable(f"streamshard: {tag.tag}: {tag.action}: {tag.reason}"), file=sys.stderr)
+        raise SystemExit(found.exit_code)
+
+
+def _completion(arguments: argparse.Namespace) -> None:
+    _print(completion_script(arguments_of(), arguments.shell))
+
+
+_VERBS: Final[Mapping[str, Callable[[argparse.Namespace], None]]] = {
+    "repartition": _repartition,
+    "convert": _convert,
+    "export": _export,
+    "verify": _verify,
+    "diff": _diff,
+    "inspect": _inspect,
+    "compact": _compact,
+    "apply": _apply,
+    "completion": _completion,
+}
+"""What runs each verb of the command line."""
+
+
+class _Plan(Protocol):
+    """What the verbs that write have planned."""
+
+    @property
+    def report(self) -> Report:
+        """What running it will do."""
+
+    def outlook(self) -> Outlook:
+        """Tell more of that."""
+
+    def save(self, path: str) -> None:
+        """Write it down."""
+
+    def found(self, progress: Progress) -> Report | None:
+        """Look whether it is done already."""
+
+    def run(self, progress: Progress) -> Report:
+        """Do it."""
+
+
+def _carry_out(
+    plan: _Plan, arguments: argparse.Namespace, progress: Progress
+) -> tuple[Report, Outlook | None]:
+    """Do what was planned, or only look what that would be."""
+    if arguments.dry_run:
+        if arguments.if_needed and (found := plan.found(progress)) is not None:
+            return found, None
+        if arguments.plan_out is not None:
+            plan.save(arguments.plan_out)
+        return plan.report, plan.outlook()
+    return plan.run(progress), None
+
+
+def _show(report: Report, outlook: Outlook | None, arguments: argparse.Namespace) -> None:
+    if arguments.json:
+        more = {} if outlook is None else {"outlook": asdict(outlook)}
+        _print(json.dumps({**asdict(report), **more}, indent=2))
+    elif arguments.print_path:
+        _print(report.path)
+    elif arguments.quiet:
+        return
+    elif outlook is not None:
+        _print(printable(plan_text(report, outlook, verbose=arguments.verbose)))
+        if arguments.plan_out is not None:
+            _print(printable(f"\nTo do this: streamshard apply {shlex.quote(arguments.plan_out)}"))
+    else:
+        _print(printable(report_text(report, verbose=arguments.verbose)))
+
+
+def _progress(arguments: argparse.Namespace) -> AbstractContextManager[Progress]:
+    return display(arguments.progress, is_quiet=arguments.quiet)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,241 @@
+"""Options that several verbs have: what they are on the command line, and in Python."""
+
+import argparse
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final
+
+from streamshard import sizes
+from streamshard.defaults import DEFAULT_MIN_AGE, PROGRESS_MODES
+from streamshard.errors import UsageError
+
+_MOST_SOURCES: Final = 2
+"""Sources that a verb takes at most, one behind the other."""
+
+
+def add_keeping_options(verb: argparse.ArgumentParser) -> None:
+    """Take what says which tags are left alone."""
+    verb.add_argument(
+        "--keep-last", type=int, default=3, metavar="K", help="newest complete steps to leave [3]"
+    )
+    verb.add_argument(
+        "--keep-every",
+        type=int,
+        metavar="N",
+        help="leave every step that is a multiple of N too [none]",
+    )
+    verb.add_argument(
+        "--keep-tag",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="leave tags of such names too, as often as needed: 'release-*' [none]",
+    )
+    verb.add_argument(
+        "--min-age",
+        type=duration,
+        default=DEFAULT_MIN_AGE,
+        metavar="TIME",
+        help="leave tags that changed within this time: 90m, 2h, 7d, 4w [2h]",
+    )
+
+
+def add_source_options(verb: argparse.ArgumentParser, of: str = "") -> None:
+    """Take what tells of a source what it does not tell itself."""
+    verb.add_argument(
+        "--source-ds-config", metavar="FILE", help="DeepSpeed config of the job that left raw dumps"
+    )
+    verb.add_argument(
+        "--like",
+        metavar="SRC",
+        help="another checkpoint of the same job, for what SRC does not tell: see the README",
+    )
+    verb.add_argument("--tag", help=f"tag to read{of} [the one that 'latest' names]")
+
+
+def add_reading_options(verb: argparse.ArgumentParser, of: str = "") -> None:
+    """Take the options of verbs that read tensors."""
+    add_source_options(verb, of)
+    add_resource_options(verb)
+
+
+def add_resource_options(verb: argparse.ArgumentParser) -> None:
+    """Take what says what a run may use."""
+    verb.add_argument(
+        "--memory-limit",
+        type=memory_size,
+        metavar="SIZE",
+        help="memory above the program's own: 512MiB, 2GB, or 50%% of the machine's [1GiB, at most "
+        "half of what there is]",
+    )
+    verb.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="threads [one per core, at most 4; to compress, one more than there are cores, at "
+        "most 16; fewer where memory is tight]",
+    )
+    verb.add_argument(
+        "--progress",
+        choices=PROGRESS_MODES,
+        default=PROGRESS_MODES[0],
+        help="how far it is, on standard error: a bar, a line per tenth, or JSON objects, one a "
+        "second [a bar on a terminal, else lines once it has taken 5 seconds]",
+    )
+
+
+def add_moving_options(verb: argparse.ArgumentParser, *, resumes: bool = False) -> None:
+    """Take the options of verbs that write; of one from whose target jobs resume, if so."""
+    add_reading_options(verb)
+    verb.add_argument("--overwrite", action="store_true", help="replace the target if it exists")
+    verb.add_argument(
+        "--if-needed",
+        action="store_true",
+        help="do nothing, with exit code 0, if OUT is to the byte what this would make"
+        + (", or a job can resume from SRC as it is" if resumes else ""),
+    )
+    verb.add_argument(
+        "--print-path",
+        action="store_true",
+        help="print nothing on standard output but the path of what was asked for, for scripts",
+    )
+    verb.add_argument(
+        "-n", "--dry-run", action="store_true", help="show what would be done, and write nothing"
+    )
+    verb.add_argument(
+        "--plan-out", metavar="FILE", help="with --dry-run: save the plan, for `streamshard apply`"
+    )
+    verb.add_argument(
+        "--verify",
+        action="store_true",
+        help="read back from disk what was written, and compare it with SRC before it takes its "
+        "place",
+    )
+
+
+def with_templates(argv: Sequence[str]) -> list[str]:
+    """Put a template in place of the files of all ranks, into which a shell expands `raw/*.pt`.
+
+    Raises
+    ------
+    UsageError
+        There are more files in a row than any verb takes, and no template makes them.
+    IncompleteError
+        A rank's file is missing between others.
+    """
+    found: list[str] = []
+    for (is_file, place), group in groupby(argv, _file_and_place):
+        words = [*group]
+        if is_file and len(words) > 1 and "{" not in str(place):
+            from streamshard.formats.deepspeed.dumps import (
+                dump_names,  # not at the top: most words are no files
+            )
+
+            paths = [*map(Path, words)]
+            if len(words) > _MOST_SOURCES or dump_names.fitting([path.name for path in paths]):
+                words = [dump_names.template_for(paths)]
+        found += words
+    return found
+
+
+def _file_and_place(word: str) -> tuple[bool, Path]:
+    path = Path(word)
+    try:
+        is_file = path.is_file()
+    except (OSError, ValueError):  # such as a name that is too long
+        is_file = False
+    return is_file, path.parent
+
+
+def size(text: str) -> int:
+    """Read a size: 64MiB, 5GB."""
+    try:
+        return sizes.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def duration(text: str) -> timedelta:
+    """Read a time: 90m, 2h, 7d."""
+    try:
+        return sizes.parse_time(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def memory_size(text: str) -> int:
+    """Read a size, or a fraction of the machine's memory: 50%."""
+    from streamshard.engine.run import resident_memory  # not at the top: `--help` needs none of it
+
+    try:
+        return sizes.parse(text, whole=resident_memory.available_bytes())
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def source_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of every verb, by the names that they have in Python."""
+    return {
+        "source_ds_config_file": arguments.source_ds_config,
+        "like": arguments.like,
+        "tag": arguments.tag,
+    }
+
+
+def inspecting_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of `inspect`."""
+    same = "rank svg html world_size zero_stage overwrite"
+    return {
+        **{name: getattr(arguments, name) for name in same.split()},
+        "params": arguments.param,
+        **source_options(arguments),
+    }
+
+
+def reading_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of verbs that read tensors.
+
+    Raises
+    ------
+    UsageError
+        One of them asks for what cannot be.
+    """
+    return {**source_options(arguments), **resource_options(arguments)}
+
+
+def resource_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that say what a run may use; see `reading_options` for errors."""
+    if arguments.workers is not None and arguments.workers < 1:
+        raise UsageError(f"--workers {arguments.workers}: at least one is needed")
+    return {"memory_limit": arguments.memory_limit, "workers": arguments.workers}
+
+
+def compacting_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of `compact`; see `reading_options` for errors."""
+    same = "keep_last keep_every min_age codec delete grace max_delete undelete purge dry_run"
+    same += " weights_only_older_than acknowledge"
+    return {
+        **{name: getattr(arguments, name) for name in same.split()},
+        "keep_tags": arguments.keep_tag,
+        "bytes_per_second": arguments.bwlimit,
+        **resource_options(arguments),
+    }
+
+
+def moving_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of verbs that write; see `reading_options` for errors."""
+    if arguments.plan_out is not None and not arguments.dry_run:
+        raise UsageError(f"--plan-out {arguments.plan_out}: saves a plan; give --dry-run with it")
+    if arguments.plan_out is not None and arguments.if_needed:
+        message = f"--plan-out {arguments.plan_out}: saves what is to be written, whether it is"
+        raise UsageError(f"{message} needed or not; leave --if-needed out")
+    if arguments.print_path and arguments.json:
+        raise UsageError("--print-path: is the key 'path' of --json; leave one of them out")
+    writing = {
+        "overwrite": arguments.overwrite,
+        "verify": arguments.verify,
+        "if_needed": arguments.if_needed,
+    }
+    return {**reading_options(arguments), **writing}

@@ -1,0 +1,1 @@
+"""Lays out reports as text for people."""

@@ -1,0 +1,158 @@
+"""Text for people: what `diff` found."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from streamshard.cli.text.tables import paragraph, table
+from streamshard.operations.diff.diff_report import DiffReport, Distance, TensorDiff
+from streamshard.operations.inspect.inspect_report import KINDS
+from streamshard.sizes import show_bytes
+
+_MOST_SHOWN: Final = 20
+"""Tensors, and other differences, that are shown without being asked for all."""
+_HEAD: Final = ("elements", "changed", "relative L2", "max abs", "mean abs", "cosine")
+_NO_NUMBERS: Final = -2.0
+"""Less than any figure that is ranked; cosines are turned round."""
+
+ORDERS: Final[dict[str, Callable[[TensorDiff], float]]] = {
+    "relative": lambda tensor: _rank(tensor, tensor.distance.relative_l2),
+    "max": lambda tensor: _rank(tensor, tensor.distance.max_abs),
+    "mean": lambda tensor: _rank(tensor, tensor.distance.mean_abs),
+    "cosine": lambda tensor: _rank(tensor, _turned(tensor.distance)),
+    "changed": lambda tensor: tensor.distance.fraction_changed,
+}
+"""What tensors can be sorted by, the most changed first; `name` leaves them in their order."""
+
+
+def _rank(tensor: TensorDiff, value: float | None) -> float:
+    """Rank what it cannot be told of first; at the end what are no numbers, then what is equal."""
+    if not tensor.distance.changed:
+        return -math.inf
+    if tensor.distance.max_abs is None:
+        return _NO_NUMBERS
+    return math.inf if value is None else value
+
+
+def _turned(distance: Distance) -> float | None:
+    return None if distance.cosine is None else -distance.cosine
+
+
+def diff_text(found: DiffReport, *, sort: str, verbose: bool) -> str:
+    """Lay out what `diff` found."""
+    blocks = [_summary(found, verbose=verbose), *map(paragraph, found.notes)]
+    blocks += [_states(found)] if found.states else ["No tensor is in both with the same shape."]
+    blocks += _tensors(found, sort=sort, verbose=verbose)
+    blocks += _not_finite(found, verbose=verbose)
+    if found.differences:
+        lines = [f"{difference.kind}: {difference.message}" for difference in found.differences]
+        shown = lines if verbose else lines[:_MOST_SHOWN]
+        blocks.append("\n".join(["Other differences:", *shown]))
+        if len(shown) < len(lines):
+            blocks.append(f"{len(lines) - len(shown):,} more; -v shows all.")
+    if found.is_equal:
+        blocks.append("Equal to the bit. Checksums were not looked at: verify does that.")
+    return "\n\n".join(blocks)
+
+
+def difference_text(found: DiffReport) -> str:
+    """Sum up in a line what differs."""
+    changed, others = len(found.changed), len(found.differences)
+    parts = [f"{changed:,} of {len(found.tensors):,} tensors"] if changed else []
+    parts += [f"{others:,} other difference{'s' * (others != 1)}"] if others else []
+    return f"{found.left}: differs from {found.right}: {', '.join(parts)}"
+
+
+def _summary(found: DiffReport, *, verbose: bool) -> str:
+    read, rate = show_bytes(found.bytes_read), found.bytes_read / max(found.seconds, 1e-9)
+    changed = len(found.changed)
+    sides = [
+        f"{path} ({KINDS[kind]}), {tag}"
+        for path, kind, tag in zip((found.left, found.right), found.kinds, found.tags, strict=True)
+    ]
+    lines = [
+        f"from     {sides[0]}",
+        f"to       {sides[1]}",
+        f"tensors  {changed:,} changed, {len(found.tensors) - changed:,} equal",
+        f"read     {read} in {found.seconds:.1f} s, {show_bytes(int(rate))}/s",
+    ]
+    if verbose:
+        peak = show_bytes(max(0, found.peak_bytes - found.floor_bytes))
+        projected = show_bytes(found.projected_bytes - found.floor_bytes)
+        above = f"{peak} above the program's {show_bytes(found.floor_bytes)}; projected {projected}"
+        lines.append(f"memory   {above}")
+    return "\n".join(lines)
+
+
+def _states(found: DiffReport) -> str:
+    rows = [
+        (state.state, f"{state.changed_tensors:,} of {state.tensors:,}", *_cells(state.distance))
+        for state in found.states
+    ]
+    return _aligned([("state", "tensors", *_HEAD), *rows])
+
+
+def _tensors(found: DiffReport, *, sort: str, verbose: bool) -> list[str]:
+    tensors = list(found.tensors if verbose else found.changed)
+    if sort != "name":
+        tensors.sort(key=ORDERS[sort], reverse=True)
+    shown = tensors if verbose else tensors[:_MOST_SHOWN]
+    if not shown:
+        return []
+    rows = [(tensor.name, *_cells(tensor.distance)) for tensor in shown]
+    blocks = [_aligned([("tensor", *_HEAD), *rows])]
+    if len(shown) < len(tensors):
+        blocks.append(f"{len(tensors) - len(shown):,} more changed; -v shows all tensors.")
+    return blocks
+
+
+def _not_finite(found: DiffReport, *, verbose: bool) -> list[str]:
+    """Show where there are NaNs and infinities, as the numbers leave them out."""
+    rows = [
+        (tensor.name, *(f"{count:,}" for count in (*tensor.distance.nan, *tensor.distance.inf)))
+        for tensor in found.tensors
+        if any((*tensor.distance.nan, *tensor.distance.inf))
+    ]
+    shown = rows if verbose else rows[:_MOST_SHOWN]
+    if not shown:
+        return []
+    head = ("not finite", "NaN from", "NaN to", "inf from", "inf to")
+    more = [f"{len(rows) - len(shown):,} more; -v shows all."] if len(shown) < len(rows) else []
+    return [_aligned([head, *shown]), *more]
+
+
+def _cells(distance: Distance) -> tuple[str, ...]:
+    numbers = (distance.relative_l2, distance.max_abs, distance.mean_abs)
+    cosine = _cosine(distance.cosine)
+    return (f"{distance.numel:,}", _percent(distance), *map(_number, numbers), cosine)
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
+    """Make a table with all columns but the first at the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return table(
+        [
+            (row[0], *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)))
+            for row in rows
+        ]
+    )
+
+
+def _percent(distance: Distance) -> str:
+    """Show a share so that neither nothing nor all is said where that is not so."""
+    if distance.changed in (0, distance.numel):
+        return "100%" if distance.changed else "0"
+    percent = 100 * distance.fraction_changed
+    if percent < 0.01:
+        return "<0.01%"
+    return ">99.99%" if percent > 99.99 else f"{percent:.2f}%"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _cosine(value: float | None) -> str:
+    if value is None or value == 1:
+        return "-" if value is None else "1"
+    return ">0.999999" if value > 0.999999 else f"{value:.6f}"

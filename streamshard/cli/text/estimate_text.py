@@ -1,0 +1,182 @@
+"""A plan laid out for a person who decides whether to run it."""
+
+import os
+import re
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from streamshard.cli.text.tables import paragraph, table, target_text
+from streamshard.operations.transfer.estimate import FileBytes, MemoryParts, Outlook, Part
+from streamshard.operations.transfer.report import Report
+from streamshard.sizes import show_bytes, show_time
+
+_MOST_ROWS: Final = 12
+"""Kinds of files that are listed without being asked for all."""
+_NUMBER: Final = re.compile(r"(\d+)")
+_LEAST_WIDTH: Final = 30
+
+
+def plan_text(report: Report, outlook: Outlook, *, verbose: bool) -> str:
+    """Lay out what a run would do."""
+    reads = _files("reads", outlook.reads, verbose=verbose)
+    writes = _files("writes", outlook.writes, verbose=verbose)
+    subjects = [(change.subject, change.text) for change in outlook.changes]
+    told = {line for change in outlook.changes for line in (change.text, *change.text.split("\n"))}
+    blocks = [_aligned(list(_summary(report, outlook))), reads, writes]
+    if outlook.changes:
+        blocks.append("For the job that resumes:\n" + _aligned(subjects))
+    for head, parts in (("left out", outlook.left_out), ("made", outlook.made)):
+        if parts:
+            blocks.append(_parts(head, parts))
+    said = " ".join(text for _, text in subjects)
+    blocks += [paragraph(n) for n in report.notes if n not in told and n not in said]
+    return "\n\n".join(blocks)
+
+
+def _summary(report: Report, outlook: Outlook) -> Iterator[tuple[str, str]]:
+    yield "would write", target_text(report)
+    yield "from", f"{report.source}, tag {report.tag}"
+    if report.tensors is not None:
+        yield "tensors", f"{report.tensors:,}" + (f", {report.dtype}" if report.dtype else "")
+    else:
+        now = "any" if report.world_size is None else str(report.world_size)
+        stage = "" if report.world_size is None else f", ZeRO stage {report.zero_stage}"
+        yield "world size", f"{report.source_world_size} -> {now}{stage}"
+    used = sum(bool(file.nbytes) for file in outlook.reads)
+    yield "reads", f"{show_bytes(outlook.read_bytes)} of content, from {_files_of(used)}"
+    most = "at most " if outlook.is_upper_bound else ""
+    yield (
+        "writes",
+        f"{most}{show_bytes(outlook.written_bytes)}, into {_files_of(len(outlook.writes))}",
+    )
+    if report.is_verified:
+        yield "verifies", f"and reads {show_bytes(outlook.reread_bytes)} more for that"
+    yield "memory", _memory(outlook.memory)
+    yield "time", _time(outlook)
+    yield "space", _space(outlook)
+
+
+def _files_of(count: int) -> str:
+    return f"{count:,} file{'s' * (count != 1)}"
+
+
+def _memory(memory: MemoryParts) -> str:
+    above = memory.projected_bytes - memory.floor_bytes
+    codec = f" + {show_bytes(memory.codec_bytes)} codec" if memory.codec_bytes else ""
+    workers = f"{memory.workers} worker{'s' * (memory.workers != 1)}"
+    return (
+        f"at most {show_bytes(above)} above the program's {show_bytes(memory.floor_bytes)}, of "
+        f"{show_bytes(memory.limit_bytes)} allowed: {show_bytes(memory.metadata_bytes)} metadata + "
+        f"{workers} x ({show_bytes(memory.window_bytes)} window + "
+        f"{show_bytes(memory.scratch_bytes)} scratch{codec}) + "
+        f"{show_bytes(memory.slack_bytes)} slack"
+    )
+
+
+def _time(outlook: Outlook) -> str:
+    time = outlook.time
+    if time is None:
+        return "not estimated"
+    if time.seconds is None:
+        return f"not estimated: {time.problem}"
+    said = (
+        f"about {show_time(time.seconds)}, which is an estimate: the source was read at "
+        f"{show_bytes(time.read_bytes_per_second)}/s, as it lies on disk or in the page cache "
+        f"({show_bytes(time.read_sample_bytes)} of it)"
+    )
+    if time.problem is not None:
+        return f"{said}; {time.problem}"
+    if time.encode_sample_bytes:
+        said += (
+            f", compressed at {show_bytes(time.encode_bytes_per_second)}/s "
+            f"({show_bytes(time.encode_sample_bytes)})"
+        )
+    return (
+        f"{said}, and a file beside the target was written and synced at "
+        f"{show_bytes(time.write_bytes_per_second)}/s "
+        f"({show_bytes(time.write_sample_bytes)}, removed)"
+    )
+
+
+def _space(outlook: Outlook) -> str:
+    space = outlook.space
+    begun = ""
+    if space.begun_bytes:
+        begun = f"; {show_bytes(space.begun_bytes)} are there of a run that was cut off"
+    free, after = show_bytes(space.free_bytes), show_bytes(max(0, space.free_after_bytes))
+    return f"{free} free on the file system of {space.directory}, {after} after{begun}"
+
+
+def _parts(head: str, parts: Sequence[Part]) -> str:
+    rows: list[Sequence[object]] = [(head, "count", "bytes", "why")]
+    kinds: dict[tuple[str, str], list[Part]] = {}
+    for part in parts:
+        kinds.setdefault((_NUMBER.sub("0", part.what), part.why), []).append(part)
+    for (_, why), kind in kinds.items():
+        count, nbytes = sum(part.count for part in kind), sum(part.nbytes for part in kind)
+        what = _together([part.what for part in kind])
+        rows.append((what, f"{count:,}" if count else "", f"{nbytes:,}", why))
+    return table(rows)
+
+
+def _files(head: str, files: Sequence[FileBytes], *, verbose: bool) -> str:
+    """List files, those of ranks together unless all are wanted, the largest first."""
+    common = os.path.commonpath([os.path.dirname(f.path) for f in files]) if files else ""  # noqa: PTH120
+    start = len(common) + 1 if common else 0
+    name = f"{head}, in {common}" if common else head
+    named = [(file.path[start:], file.nbytes) for file in files]
+    if verbose:
+        rows: list[Sequence[object]] = [(name, "bytes"), *((p, f"{n:,}") for p, n in named)]
+        return table(rows)
+    kinds: dict[str, list[tuple[str, int]]] = {}
+    for path, nbytes in named:
+        kinds.setdefault(_NUMBER.sub("0", path), []).append((path, nbytes))
+    found = sorted(kinds.values(), key=lambda kind: -sum(nbytes for _, nbytes in kind))
+    rows = [(name, "files", "bytes")]
+    for kind in found[:_MOST_ROWS]:
+        nbytes = sum(nbytes for _, nbytes in kind)
+        rows.append((_together([path for path, _ in kind]), f"{len(kind):,}", f"{nbytes:,}"))
+    rest = [one for kind in found[_MOST_ROWS:] for one in kind]
+    if rest:
+        nbytes = sum(nbytes for _, nbytes in rest)
+        rows.append(("others, which -v lists", f"{len(rest):,}", f"{nbytes:,}"))
+    return table(rows)
+
+
+def _together(paths: Sequence[str]) -> str:
+    """Name paths that differ in numbers only.
+
+    >>> _together(["a/rank_0_of_8.pt", "a/rank_11_of_8.pt"])
+    'a/rank_{0..11}_of_8.pt'
+    """
+    columns = list(zip(*(_NUMBER.split(path) for path in paths), strict=True))
+    return "".join(
+        column[0]
+        if len(set(column)) == 1
+        else f"{{{min(column, key=int)}..{max(column, key=int)}}}"
+        for column in columns
+    )
+
+
+def _aligned(facts: Sequence[tuple[str, str]]) -> str:
+    """Lay out names and what there is to say of them, broken at the terminal's width."""
+    indent = max(len(name) for name, _ in facts) + 2
+    width = max(min(100, shutil.get_terminal_size((100, 24)).columns) - indent, _LEAST_WIDTH)
+    lines = []
+    for name, text in facts:
+        broken = [
+            piece
+            for line in text.split("\n")
+            for piece in (
+                [line]
+                if line.startswith(" ")
+                else textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)
+            )
+        ]
+        lines += [
+            f"{name if not number else '':{indent}}{piece}".rstrip()
+            for number, piece in enumerate(broken or [""])
+        ]
+    return "\n".join(lines)

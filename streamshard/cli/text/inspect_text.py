@@ -1,0 +1,467 @@
+"""Lays out what `inspect` found, as tables for people.
+
+Only whoever shows an inspection imports this: rich takes memory that moving bytes does not need.
+"""
+
+import io
+import re
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+
+from rich.box import SIMPLE_HEAD, Box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from streamshard.cli.text.tables import paragraph, printable
+from streamshard.operations.inspect.inspect_report import (
+    KINDS,
+    CheckpointList,
+    CheckpointSummary,
+    FileGroup,
+    GroupSummary,
+    IncompleteCheckpoint,
+    Inspection,
+    OwnedPartition,
+    OwnedPiece,
+    ParameterDetail,
+    RankDetail,
+)
+from streamshard.sizes import show_bytes
+
+_PARAMETERS_SHOWN: Final = 20
+"""Parameters, and what was asked for by name, that are listed without being asked for all."""
+_ROWS_SHOWN: Final = 40
+"""Rows of a table of one parameter, or one partition, without being asked for all."""
+_MAIN_HYPER_PARAMETERS: Final = ("lr", "betas", "momentum", "eps", "weight_decay")
+_PLAIN: Final = Box("    \n    \n -  \n    \n    \n    \n    \n    \n", ascii=True)
+"""Nothing but a line of dashes below each head: for files, pipes and programs."""
+_NO_LIMIT: Final = 1 << 20
+"""Columns of what is no terminal: nothing is ever wrapped or cut there."""
+
+_NUMBER: Final = re.compile(r"-?[0-9][0-9,.]*(e[+-]?[0-9]+)?")
+_LEAST_TEXT: Final = 4
+"""Columns that a cell of text is folded to at least."""
+_GAP: Final = 3
+"""Columns between the cells of a table."""
+
+Cell = object
+Columns = Sequence[str]
+
+
+def inspection_text(
+    found: Inspection | CheckpointList | IncompleteCheckpoint,
+    *,
+    verbose: bool,
+    width: int | None = None,
+) -> str:
+    """Lay out what `inspect` found.
+
+    Parameters
+    ----------
+    width
+        Columns of the terminal that it is for, which has colours; None for anything else.
+    """
+    page = _Page(width, verbose=verbose)
+    if isinstance(found, CheckpointList):
+        page.add(f"directory  {printable(found.path)}, {_checkpoints(found.checkpoints)}")
+        page.checkpoints(found, ())
+        return page.text()
+    if isinstance(found, IncompleteCheckpoint):
+        page.incomplete(found)
+        if len(found.checkpoints) > 1:
+            page.checkpoints(
+                found, [one.problem or "" for one in found.checkpoints if one.is_latest]
+            )
+        return page.text()
+    is_brief = bool(found.details or found.rank or found.pictures)
+    page.add(_summary(found, brief=is_brief))
+    if found.details:
+        page.details(found.details)
+    if found.rank is not None:
+        page.rank(found.rank)
+    if not is_brief:
+        page.overview(found)
+    page.add("\n".join(f"drew  {p.path}, {show_bytes(p.nbytes)}" for p in found.pictures))
+    if len(found.checkpoints) > 1:
+        page.checkpoints(found, found.problems)
+    page.texts([*(f"PROBLEM  {problem}" for problem in found.problems), *found.notes])
+    return page.text()
+
+
+class _Page:
+    """Blocks of text and tables with empty lines between them."""
+
+    def __init__(self, width: int | None, *, verbose: bool) -> None:
+        self._blocks: list[str] = []
+        self._width = width
+        self._verbose = verbose
+
+    def text(self) -> str:
+        return "\n\n".join(self._blocks)
+
+    def add(self, block: str) -> None:
+        if block:
+            self._blocks.append(block)
+
+    def texts(self, texts: Sequence[str]) -> None:
+        """Add running text."""
+        for text in texts:
+            self.add(printable(text) if self._width is None else paragraph(printable(text)))
+
+    def checkpoints(
+        self, found: Inspection | CheckpointList | IncompleteCheckpoint, known: Sequence[str]
+    ) -> None:
+        """Add a table of the checkpoints of a directory, the newest at its end.
+
+        Parameters
+        ----------
+        known
+            Problems that are shown anyway.
+        """
+        all_of_them = found.checkpoints
+        head = ("checkpoint", "step", "ranks", "size", "saved", "whole")
+        self.table("", head, map(_checkpoint_row, all_of_them), "")
+        problems = [one.problem for one in all_of_them if one.problem is not None]
+        self.texts([f"PROBLEM  {p}" for p in problems if not any(p in other for other in known)])
+        if problems or isinstance(found, CheckpointList):
+            self.texts([_newest_whole(found.path, all_of_them)])
+
+    def incomplete(self, found: IncompleteCheckpoint) -> None:
+        """Add what is there of a checkpoint, and what is wrong with it."""
+        self.add(_incomplete_summary(found))
+        self._files(found)
+        shown = found.problems if self._verbose else found.problems[:_PARAMETERS_SHOWN]
+        self.texts([f"PROBLEM  {problem}" for problem in shown])
+        self.add(_more(len(found.problems) - len(shown), "-v shows all"))
+
+    def table(self, title: str, head: Columns, rows: Iterable[Sequence[Cell]], more: str) -> None:
+        """Add a table with a line above it, and one below that says what is not in it."""
+        blocks = [self._drawn(Text(printable(title), style="bold"))] if title else []
+        if head:
+            cells = [[printable(_spell(cell)) for cell in row] for row in rows]
+            blocks.append(self._drawn(_table(head, cells)))
+        self.add("\n".join([*blocks, *([more] if more else [])]))
+
+    def overview(self, found: Inspection) -> None:
+        """Add the tables of a whole checkpoint."""
+        if found.groups:
+            self.table("", *_group_table(found, all_of_them=self._verbose), "")
+        sizes = {**found.state_bytes, "all": sum(found.state_bytes.values())}
+        rows = [(state, f"{nbytes:,}", show_bytes(nbytes)) for state, nbytes in sizes.items()]
+        self.table("", ("tensors", "bytes", ""), rows, "")
+        self._files(found)
+        self._parameters(found)
+
+    def _files(self, found: Inspection | IncompleteCheckpoint) -> None:
+        if self._verbose:
+            rows = [
+                (file.path, f"{file.nbytes:,}", show_bytes(file.nbytes)) for file in found.file_list
+            ]
+            self.table("", ("file", "bytes", ""), rows, "")
+            return
+        groups = [_file_row(group) for group in found.file_groups[:_PARAMETERS_SHOWN]]
+        more = _more(len(found.file_groups) - len(groups), "-v lists every file")
+        self.table("", ("files", "count", "each", "all"), groups, more)
+
+    def _parameters(self, found: Inspection) -> None:
+        most = None if self._verbose else _PARAMETERS_SHOWN
+        shown, is_store = found.parameters[:most], found.kind == "store"
+        head = ("parameter", "shape", "elements", "group", "chunks" if is_store else "ranks")
+        rows = [
+            (
+                p.name,
+                list(p.shape),
+                f"{p.numel:,}",
+                p.group,
+                p.pieces if is_store else _between(p.first_rank, p.last_rank),
+            )
+            for p in shown
+        ]
+        hint = "-v lists all, --param PATTERN tells of some where every element lies"
+        if not found.zero_stage:
+            return  # nothing is known by name but the module's weights, which are not cut
+        self.table("", head, rows, _more(len(found.parameters) - len(rows), hint))
+
+    def details(self, details: Sequence[ParameterDetail]) -> None:
+        """Add everything about some parameters."""
+        shown = details if self._verbose else details[:_PARAMETERS_SHOWN]
+        for detail in shown:
+            self.table(*_detail_table(detail, None if self._verbose else _ROWS_SHOWN))
+        self.add(_more(len(details) - len(shown), "-v shows all, --json for programs"))
+
+    def rank(self, rank: RankDetail) -> None:
+        """Add everything about one rank."""
+        rows = [(file.path, f"{file.nbytes:,}", show_bytes(file.nbytes)) for file in rank.files]
+        self.table("", (f"files of rank {rank.rank}", "bytes", ""), rows, "")
+        for part in rank.partitions:
+            self.table(*_partition_table(part, None if self._verbose else _ROWS_SHOWN))
+
+    def _drawn(self, what: Table | Text) -> str:
+        """Draw for a terminal, or for anything else plainly, in full width, line by line."""
+        if self._width is None:
+            console = Console(file=io.StringIO(), width=_NO_LIMIT, color_system=None)
+            if isinstance(what, Table):
+                what.box = _PLAIN
+        else:
+            # rich cuts what does not fit, and a number that lost digits is another number.
+            least = _least_width(what) if isinstance(what, Table) else 0
+            console = Console(
+                file=io.StringIO(),
+                width=max(self._width, least),
+                force_terminal=True,
+                color_system="standard",
+                legacy_windows=False,
+            )
+        with console.capture() as captured:
+            console.print(what, soft_wrap=isinstance(what, Text))
+        return "\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n")
+
+
+def _table(head: Columns, rows: Sequence[Sequence[str]]) -> Table:
+    """Align numbers right; a cell that is too long for a terminal goes on in the next line."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
+    for number, name in enumerate(head):
+        is_number = bool(rows) and all(_is_number(row[number]) for row in rows)
+        table.add_column(
+            Text(name), justify="right" if is_number else "left", overflow="fold", no_wrap=is_number
+        )
+    for row in rows:
+        # Text, not markup: a name in brackets is a name.
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _least_width(table: Table) -> int:
+    """Tell how many columns of a terminal show a table with all digits of its numbers."""
+    widths = [
+        max(cell_len(str(cell)) for cell in (column.header, *column.cells))
+        if column.no_wrap
+        else _LEAST_TEXT
+        for column in table.columns
+    ]
+    return sum(widths) + _GAP * (len(widths) - 1)
+
+
+def _elements(numel: int) -> str:
+    return f"{numel:,} element{'s' * (numel != 1)}"
+
+
+def _is_number(text: str) -> bool:
+    if text == "-":
+        return True
+    number, _, unit = text.partition(" ")
+    return bool(_NUMBER.fullmatch(number)) and unit in ("", "B", "KiB", "MiB", "GiB", "TiB")
+
+
+def _more(count: int, hint: str) -> str:
+    return f"{count:,} more: {hint}." if count > 0 else ""
+
+
+def _between(first: object, last: object) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _spell(value: Cell) -> str:
+    if isinstance(value, list | tuple):
+        return "(" + ", ".join(map(_spell, value)) + ")"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _checkpoint_row(one: CheckpointSummary) -> tuple[Cell, ...]:
+    saved = "-"
+    if one.changed is not None:  # as `ls -l` has it, in local time
+        saved = f"{datetime.fromisoformat(one.changed).astimezone():%b %d %H:%M}"
+    whole = {True: "yes", False: "NO", None: "-"}[one.is_whole]
+    marks = {whole: True, "newest": one.is_newest, "latest": one.is_latest}
+    return (
+        one.path,
+        _known(one.step),
+        _known(one.world_size),
+        show_bytes(one.nbytes),
+        saved,
+        ", ".join(mark for mark, is_set in marks.items() if is_set),
+    )
+
+
+def _known(number: int | None) -> str:
+    return "-" if number is None else str(number)
+
+
+def _checkpoints(found: Sequence[CheckpointSummary]) -> str:
+    whole = sum(one.is_whole is True for one in found)
+    return f"{len(found):,} checkpoint{'s' * (len(found) != 1)}, {whole:,} whole"
+
+
+def _newest_whole(path: str, found: Sequence[CheckpointSummary]) -> str:
+    """Say which checkpoint to go on from, as far as headers tell."""
+    whole = [one for one in found if one.is_whole]
+    if not whole:
+        return "None of them is whole."
+    text = f"The newest whole checkpoint: {Path(path) / whole[-1].path}."
+    return f"{text} Whole: all files are there, and their headers agree; verify reads all the rest."
+
+
+def _incomplete_summary(found: IncompleteCheckpoint) -> str:
+    stage = (
+        "ZeRO stage not recorded" if found.zero_stage is None else f"ZeRO stage {found.zero_stage}"
+    )
+    return _facts(
+        [
+            ("checkpoint", f"{found.path} ({KINDS[found.kind]}), NOT WHOLE"),
+            ("tag", found.tag or "not known"),
+            ("saved by", f"{stage}, world size {found.world_size or 'not recorded'}"),
+            ("DeepSpeed", found.deepspeed_version or "version not recorded"),
+            ("steps", "not recorded" if found.global_steps is None else f"{found.global_steps:,}"),
+            ("on disk", f"{found.files:,} files, {show_bytes(found.file_bytes)}"),
+        ]
+    )
+
+
+def _facts(facts: Sequence[tuple[str, object]]) -> str:
+    width = max(len(name) for name, _ in facts)
+    return "\n".join(printable(f"{name.ljust(width)}  {value}") for name, value in facts)
+
+
+def _summary(found: Inspection, *, brief: bool) -> str:
+    facts: list[tuple[str, object]] = [
+        ("checkpoint", f"{found.path} ({_format(found)})"),
+        ("tag", found.tag),
+        ("saved by", f"{_stage(found)}, world size {_ranks(found)}"),
+    ]
+    if not brief:
+        numel = sum(group.numel for group in found.groups)
+        states = dict.fromkeys(key for group in found.groups for key in group.states)
+        counts = {"buffer": found.buffers, "tied name": len(found.tied)}
+        also = [f"{count:,} {what}{'s' * (count != 1)}" for what, count in counts.items()]
+        facts += [
+            ("DeepSpeed", found.deepspeed_version or "version not recorded"),
+            ("dtypes", _dtypes(found)),
+            ("steps", _steps(found)),
+            ("optimizer", found.optimizer or "type not recorded"),
+            ("states", ", ".join(states) or ("dropped" if found.weights_only else "none yet")),
+            ("parameters", f"{len(found.parameters):,} trained, {numel:,} elements"),
+            ("also", ", ".join([f"{found.frozen:,} frozen", *also])),
+        ]
+        if not found.zero_stage:
+            facts[-3:] = _uncut_facts(found, also)
+        facts += [
+            ("on disk", f"{found.files:,} files, {show_bytes(found.file_bytes)}"),
+        ]
+    return _facts(facts)
+
+
+def _stage(found: Inspection) -> str:
+    return f"ZeRO stage {found.zero_stage}" if found.zero_stage else "DeepSpeed without ZeRO"
+
+
+def _uncut_facts(found: Inspection, also: Sequence[str]) -> list[tuple[str, object]]:
+    """Say what there is where nothing is cut, and what the files do not tell then (stage 0)."""
+    return [
+        ("states", "whole, in the model file, by number of the parameter"),
+        ("parameters", f"{found.weights:,}, not told which of them are trained"),
+        ("also", ", ".join(also)),
+    ]
+
+
+def _format(found: Inspection) -> str:
+    return KINDS[found.kind] + (f", {found.codec}" if found.codec else "")
+
+
+def _dtypes(found: Inspection) -> str:
+    if not found.zero_stage:
+        return found.module_dtype or "not recorded"
+    masters = ", ".join(sorted({group.master_dtype for group in found.groups})) or "none"
+    return f"{found.module_dtype or 'not recorded'}, master weights {masters}"
+
+
+def _steps(found: Inspection) -> str:
+    steps = "not recorded" if found.global_steps is None else f"{found.global_steps:,}"
+    if found.skipped_steps:
+        steps += f" ({found.skipped_steps:,} skipped)"
+    return steps + (f", {found.global_samples:,} samples" if found.global_samples else "")
+
+
+def _ranks(found: Inspection) -> str:
+    if found.model_parallel == found.expert_parallel == 1:
+        return str(found.world_size)
+    text = f"{found.world_size}: {found.data_parallel} data-parallel"
+    if found.model_parallel > 1:
+        text += f" x {found.model_parallel} tensor or pipeline parallel"
+    return text + (f", experts over {found.expert_parallel}" if found.expert_parallel > 1 else "")
+
+
+def _group_table(found: Inspection, *, all_of_them: bool) -> tuple[Columns, list[list[Cell]]]:
+    groups = found.groups
+    held = dict.fromkeys(key for group in groups for key in group.hyper_parameters)
+    shown = [key for key in held if all_of_them or key in _MAIN_HYPER_PARAMETERS]
+    parts = any(group.family or group.expert_rank is not None for group in groups)
+    head = ["group", *(["part"] if parts else []), "parameters", "elements", "states", *shown]
+    rows: list[list[Cell]] = []
+    for number, group in enumerate(groups):
+        states = ", ".join(
+            f"{key} {_spell(value)}" if isinstance(value, int | float) else key
+            for key, value in group.states.items()
+        )
+        values = [group.hyper_parameters.get(key, "-") for key in shown]
+        sizes = (f"{group.parameters:,}", f"{group.numel:,}")
+        rows.append([number, *([_part(group)] if parts else []), *sizes, states or "-", *values])
+    return head, rows
+
+
+def _part(group: GroupSummary) -> str:
+    experts = "" if group.expert_rank is None else f"expert rank {group.expert_rank}"
+    return ", ".join(filter(None, (group.family, experts))) or "-"
+
+
+def _file_row(group: FileGroup) -> tuple[Cell, ...]:
+    each = show_bytes(group.smallest)
+    if show_bytes(group.largest) != each:
+        each = f"{each} to {show_bytes(group.largest)}"
+    return group.pattern, f"{group.files:,}", each, show_bytes(group.nbytes)
+
+
+def _detail_table(
+    detail: ParameterDetail, most: int | None
+) -> tuple[str, Columns, list[list[Cell]], str]:
+    """Put states side by side where the same elements of them lie in the same file."""
+    title = f"{detail.name}: shape {_spell(detail.shape)}, {_elements(detail.numel)}"
+    if detail.family:
+        title += f", {detail.family}"
+    title += f", param group {detail.group}" if detail.group is not None else f", {detail.kind}"
+    if detail.alias_of:
+        return f"{title} of {detail.alias_of}, which has the values", (), [], ""
+    title += "\n" + ", ".join(f"{state} {dtype}" for state, dtype in detail.states.items())
+    places: dict[tuple[bool, int, int, str], dict[str, OwnedPiece]] = {}
+    for piece in detail.pieces:
+        key = (piece.rank is None, piece.start, piece.stop, piece.file)
+        places.setdefault(key, {})[piece.state] = piece
+    rows: list[list[Cell]] = []
+    for _, held in sorted(places.items()):
+        piece = next(iter(held.values()))
+        offsets = [f"{held[s].offset:,}" if s in held else "-" for s in detail.states]
+        elements = f"{piece.start:,} to {piece.stop:,}"
+        rows.append(["all" if piece.rank is None else piece.rank, elements, piece.file, *offsets])
+    shown = rows[:most]
+    head = ("rank", "elements", "file", *(f"{state} at" for state in detail.states))
+    return title, head, shown, _more(len(rows) - len(shown), "-v shows all")
+
+
+def _partition_table(
+    part: OwnedPartition, most: int | None
+) -> tuple[str, Columns, list[list[Cell]], str]:
+    where = f"param group {part.group}"
+    if part.sub_group is not None:
+        where += f", sub-group {part.sub_group}"
+    offsets = ", ".join(f"{state} at {offset:,}" for state, offset in part.offsets.items())
+    title = f"{where}: {_elements(part.numel)}, {part.padding:,} of them padding\n"
+    title += f"{part.file}: bytes of {offsets}"
+    rows: list[list[Cell]] = [
+        [held.name, f"{held.start:,} to {held.stop:,}", f"{held.numel:,}", f"{held.at:,}"]
+        for held in part.ranges[:most]
+    ]
+    head = ("parameter", "elements", "of", "at")
+    return title, head, rows, _more(len(part.ranges) - len(rows), "-v shows all")

@@ -1,0 +1,234 @@
+"""Text for people: what verbs found or did."""
+
+import shutil
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+from streamshard.operations.checks.problems import Difference, Problem, Verification
+from streamshard.operations.compact.compact_report import (
+    ARCHIVED,
+    DELETED,
+    CompactedTag,
+    Compaction,
+)
+from streamshard.operations.inspect.inspect_report import KINDS
+from streamshard.operations.inspect.pickle_report import PickleListing
+from streamshard.operations.transfer.report import Report
+from streamshard.sizes import UNITS, show_bytes
+
+_MOST_SHOWN: Final = 20
+"""Problems that are shown without being asked for all."""
+
+
+def paragraph(text: str) -> str:
+    """Break lines of running text at the terminal's width; leave lines to be pasted alone."""
+    width = min(100, shutil.get_terminal_size((100, 24)).columns)
+    return "\n".join(
+        line if line.startswith(" ") else textwrap.fill(line, width) for line in text.split("\n")
+    )
+
+
+def printable(text: str) -> str:
+    r"""Spell out what a terminal would take for a command: names in a file are its author's.
+
+    >>> printable("layer\x1b[2J")
+    'layer\\x1b[2J'
+    """
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text
+    )
+
+
+def table(rows: Sequence[Sequence[object]]) -> str:
+    """Align columns; the first row is the head."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    right = [all(_is_number(row[i]) for row in texts[1:]) for i in range(len(widths))]
+    lines = []
+    for row in texts:
+        cells = [
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, right, strict=True)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def _is_number(text: str) -> bool:
+    """Tell whether a cell is a number, a size, or the dash that stands for none."""
+    number, _, unit = text.partition(" ")
+    is_one = number.replace(",", "").replace(".", "").isdecimal()
+    return text == "-" or (is_one and unit in ("", *UNITS))
+
+
+def _facts(facts: Sequence[tuple[str, object]]) -> str:
+    width = max(len(name) for name, _ in facts)
+    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in facts)
+
+
+def pickles_text(found: PickleListing, *, verbose: bool) -> str:
+    """Lay out what `inspect --pickles` found."""
+    known = sum(name.is_known for name in found.names)
+    facts: list[tuple[str, object]] = [
+        ("looked into", found.path),
+        ("pickles", f"{sum(file.pickles for file in found.files):,} in {len(found.files):,} files"),
+        ("names", f"{len(found.names) - known:,} outside the known set, {known:,} in it"),
+    ]
+    rows: list[Sequence[object]] = [("name", "known", "times", "files")]
+    for name in found.names:
+        more = len(name.files) - 1
+        where = name.files[0] + (f" and {more:,} more" if more else "")
+        rows.append((name.name, "yes" if name.is_known else "NO", f"{name.count:,}", where))
+    blocks = [_facts(facts), *([table(rows)] if found.names else [])]
+    if verbose:
+        blocks.append(table([("file", "pickles"), *((f.path, f.pickles) for f in found.files)]))
+    blocks += [f"{file.path}: {file.problem}" for file in found.problems]
+    return "\n\n".join([*blocks, *map(paragraph, found.notes)])
+
+
+def report_text(report: Report, *, verbose: bool) -> str:
+    """Lay out what a run did, or would do."""
+    if report.found is not None:
+        return _found(report)
+    done = report.seconds is not None
+    facts: list[tuple[str, object]] = [
+        ("wrote" if done else "would write", target_text(report)),
+        ("tag", report.tag),
+        ("world size", _resize(report)) if report.tensors is None else ("tensors", _cast(report)),
+        ("files", f"{report.files:,}, {show_bytes(report.bytes_written)}"),
+        ("memory", _memory(report, verbose=verbose)),
+    ]
+    if report.is_verified:
+        facts.append(("verified", "read back from disk: no difference" if done else "will be"))
+    if report.seconds is not None:
+        rate = report.bytes_written / max(report.seconds, 1e-9)
+        facts.append(("took", f"{report.seconds:.1f} s, {show_bytes(int(rate))}/s"))
+    return "\n\n".join([_facts(facts), *map(paragraph, report.notes)])
+
+
+def target_text(report: Report) -> str:
+    """Name what was written; a store as such, which its name need not tell."""
+    is_store = report.tensors is None and report.world_size is None
+    return f"{report.target} ({KINDS['store']})" if is_store else report.target
+
+
+def _found(report: Report) -> str:
+    """Say that there is nothing to do, and why."""
+    if report.found == "source":
+        return f"Nothing to do: a job with {report.world_size} ranks resumes from {report.path}."
+    return f"Nothing to do: {report.path} is already what this would make, to the byte."
+
+
+def compaction_text(found: Compaction, *, verbose: bool) -> str:
+    """Sum up in a line what `compact` did, or would do; with all tags below."""
+    counts = Counter(map(_action, found.tags))
+    done = ", ".join(f"{count:,} {action}" for action, count in counts.items()) or "no tags"
+    line = f"{found.run_dir}: {'dry run: ' if found.is_dry_run else ''}{done}"
+    archived = [tag for tag in found.tags if tag.action in (ARCHIVED, DELETED)]
+    if archived and not found.is_dry_run:
+        own = sum(tag.archive_bytes - tag.shared_bytes for tag in archived)
+        whole = sum(tag.source_bytes for tag in archived)
+        line += f"; {show_bytes(whole)} archived in {show_bytes(own)}"
+    line = "\n".join([line, *found.notes])
+    if not (verbose or found.is_dry_run):
+        return line
+    rows: list[Sequence[object]] = [("tag", "what", "size", "archive", "of it shared", "why")]
+    rows += map(_row, found.tags)
+    return "\n\n".join([line, *([table(rows)] if found.tags else [])])
+
+
+def _row(tag: CompactedTag) -> Sequence[object]:
+    sizes = map(_size, (tag.source_bytes, tag.archive_bytes, tag.shared_bytes))
+    # An error is a sentence or two with paths in it, and is told for itself anyway.
+    why = "told on standard error" if tag.needs_somebody else tag.reason
+    return tag.tag, _action(tag), *sizes, why
+
+
+def _action(tag: CompactedTag) -> str:
+    # Nothing is free before the trash is emptied, and nobody should think that it was too late.
+    return "moved to trash" if tag.action == DELETED else tag.action
+
+
+def _size(nbytes: int) -> str:
+    return show_bytes(nbytes) if nbytes else "-"
+
+
+def verification_text(found: Verification, *, verbose: bool, with_digests: bool) -> str:
+    """Lay out what `verify` looked at and found."""
+    facts: list[tuple[str, object]] = [("checkpoint", found.path)]
+    if found.kind:
+        facts[0] = ("checkpoint", f"{found.path} ({KINDS[found.kind]})")
+    if found.against is not None:
+        facts.append(("against", found.against))
+    facts.append(("tag", found.tag or "not known"))
+    if found.sample != "1/1":
+        facts.append(("sample", found.sample))
+    rate = found.bytes_read / max(found.seconds, 1e-9)
+    facts += [
+        ("files", f"{found.files:,}"),
+        (
+            "read",
+            f"{show_bytes(found.bytes_read)} in {found.seconds:.1f} s, {show_bytes(int(rate))}/s",
+        ),
+    ]
+    if found.against is None:
+        facts.append(("checksums", f"{found.checked:,}"))
+    if found.against is not None or found.tensors:
+        facts.append(("tensors", f"{found.tensors:,}"))
+    if verbose:
+        peak = show_bytes(max(0, found.peak_bytes - found.floor_bytes))
+        projected = show_bytes(found.projected_bytes - found.floor_bytes)
+        above = f"{peak} above the program's {show_bytes(found.floor_bytes)}; projected {projected}"
+        facts.append(("memory", above))
+    blocks = [_facts(facts), *map(paragraph, found.notes)]
+    if with_digests:
+        blocks.append(table([("digest", "tensor"), *((d, n) for n, d in found.digests.items())]))
+    wrong: list[Problem | Difference] = [*found.problems, *found.differences]
+    shown = wrong if verbose else wrong[:_MOST_SHOWN]
+    if wrong:
+        blocks.append("\n".join(map(_finding, shown)))
+    else:
+        same = "No difference. Checksums were not looked at: verify does that without --against."
+        blocks.append(same if found.against else "No problem found.")
+    if len(shown) < len(wrong):
+        blocks.append(f"{len(wrong) - len(shown):,} more; -v shows all.")
+    return "\n\n".join(blocks)
+
+
+def findings_text(found: Verification, *, verbose: bool) -> str:
+    """Sum up what is wrong in a line; or all of it, if nothing else is shown."""
+    wrong: list[Problem | Difference] = [*found.problems, *found.differences]
+    count = f"{len(found.problems):,} problem{'s' * (len(found.problems) != 1)}"
+    if found.differences:
+        many = len(found.differences)
+        differences = f"{many:,} difference{'s' * (many != 1)} from {found.against}"
+        count = f"{count}, {differences}" if found.problems else differences
+    lines = [f"{found.path}: {count}", *(map(_finding, wrong) if verbose else ())]
+    return "\n".join(lines)
+
+
+def _finding(found: Problem | Difference) -> str:
+    return f"{found.kind}: {found.message}"
+
+
+def _resize(report: Report) -> str:
+    if report.world_size is None:
+        return f"{report.source_world_size} -> any"
+    return f"{report.source_world_size} -> {report.world_size}, ZeRO stage {report.zero_stage}"
+
+
+def _cast(report: Report) -> str:
+    return f"{report.tensors:,}" + (f", {report.dtype}" if report.dtype else "")
+
+
+def _memory(report: Report, *, verbose: bool) -> str:
+    """Show what came, or at most comes, on top of what the program itself occupies."""
+    projected = show_bytes(report.projected_bytes - report.floor_bytes)
+    above = f"above the program's {show_bytes(report.floor_bytes)}"
+    if report.peak_bytes is None:
+        return f"at most {projected} {above}"
+    measured = f"{show_bytes(max(0, report.peak_bytes - report.floor_bytes))} {above}"
+    return f"{measured}; projected {projected}" if verbose else measured

@@ -1,0 +1,1 @@
+"""Files and what the system does with them: reading, writing, locks, durability."""

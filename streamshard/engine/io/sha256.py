@@ -1,0 +1,34 @@
+"""SHA-256 of files, as tools that know nothing of checkpoints take it too."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from pathlib import Path
+from typing import Final
+
+from streamshard.engine.io.page_cache import drop_file
+from streamshard.posix import stream_of
+
+_READ_BYTES: Final = 1 << 20
+
+
+def sha256_of(paths: Sequence[Path], progress: Callable[[int], None], *, workers: int) -> list[str]:
+    """Take the SHA-256 of each file, past what the system keeps of it in memory.
+
+    Raises
+    ------
+    OSError
+        A file cannot be read.
+    """
+
+    def take(path: Path) -> str:
+        drop_file(path)
+        digest, view = sha256(), memoryview(bytearray(_READ_BYTES))
+        with stream_of(path) as stream:
+            while count := stream.readinto(view):  # type: ignore[attr-defined]
+                digest.update(view[:count])
+                progress(count)
+        return digest.hexdigest()
+
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(take, paths))

@@ -1,0 +1,47 @@
+"""Holds a run back to so many bytes a second, and lets other programs go first."""
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+from streamshard.engine.io.file_system import libc
+
+_NICENESS: Final = 19
+_IDLE_CLASS: Final = 3 << 13
+_WHO_PROCESS: Final = 1
+_SET_IO_PRIORITY: Final = {"x86_64": 251, "aarch64": 30}
+"""Number of ioprio_set(2), which the C library has no name for."""
+
+
+class Throttle:
+    """Counts bytes on their way to somebody else, and sleeps where there are too many."""
+
+    def __init__(self, advance: Callable[[int], None], bytes_per_second: int) -> None:
+        self._advance = advance
+        self._rate = bytes_per_second
+        self._lock = threading.Lock()
+        self._free_at = time.monotonic()
+
+    def advance(self, nbytes: int) -> None:
+        """Take note of bytes; returns when their time is over."""
+        with self._lock:
+            start = max(self._free_at, time.monotonic())
+            self._free_at = start + nbytes / self._rate
+            wait = self._free_at - time.monotonic()
+        if wait > 0:
+            time.sleep(wait)
+        self._advance(nbytes)
+
+
+def yield_to_others() -> None:
+    """Have the system let every other program go first; where it will not, nothing happens."""
+    with suppress(OSError):
+        os.nice(_NICENESS)
+    number = _SET_IO_PRIORITY.get(os.uname().machine)
+    call = libc("syscall", ctypes.c_long, ctypes.c_int, ctypes.c_int, ctypes.c_int)
+    if os.uname().sysname == "Linux" and number is not None and call is not None:
+        call(number, _WHO_PROCESS, 0, _IDLE_CLASS)

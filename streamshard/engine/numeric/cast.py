@@ -1,0 +1,207 @@
+"""Conversions between float dtypes, bit for bit what torch's `tensor.to(dtype)` gives.
+
+But for NaNs, which stay NaNs: torch's own bits for them depend on the processor's instructions.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamshard.errors import UnsupportedError
+from streamshard.model import ITEMSIZE
+
+Cast = Callable[[memoryview, memoryview], None]
+"""Converts source elements in the first view into target elements that fill the second."""
+
+
+def _float32_to_bfloat16(source: memoryview, target: memoryview) -> None:
+    """Round to nearest, ties to even; NaNs become quiet ones."""
+    bits = np.frombuffer(source, dtype=np.uint32)
+    result = np.frombuffer(target, dtype=np.uint16)
+    carry = (bits >> 16) & 1
+    carry += np.uint32(0x7FFF)
+    carry += bits  # cannot wrap: only NaNs are that large, and they are overwritten
+    np.right_shift(carry, 16, out=carry)
+    result[:] = carry
+    result[(bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)] = 0x7FC0
+
+
+def _float32_to_float16(source: memoryview, target: memoryview) -> None:
+    with np.errstate(over="ignore"):
+        np.frombuffer(target, dtype=np.float16)[:] = np.frombuffer(source, dtype=np.float32)
+
+
+def _bfloat16_to_float32(source: memoryview, target: memoryview) -> None:
+    bits = np.frombuffer(target, dtype=np.uint32)
+    bits[:] = np.frombuffer(source, dtype=np.uint16)
+    np.left_shift(bits, 16, out=bits)
+
+
+def _float16_to_float32(source: memoryview, target: memoryview) -> None:
+    with np.errstate(invalid="ignore"):
+        np.frombuffer(target, dtype=np.float32)[:] = np.frombuffer(source, dtype=np.float16)
+
+
+def _float64_to_float32(source: memoryview, target: memoryview) -> None:
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.frombuffer(target, dtype=np.float32)[:] = np.frombuffer(source, dtype=np.float64)
+
+
+_TO_FLOAT32: Final[dict[str, Cast]] = {
+    "bfloat16": _bfloat16_to_float32,
+    "float16": _float16_to_float32,
+    "float64": _float64_to_float32,
+}
+_FROM_FLOAT32: Final[dict[str, Cast]] = {
+    "bfloat16": _float32_to_bfloat16,
+    "float16": _float32_to_float16,
+}
+_STEP_NUMEL: Final = 1 << 14
+"""Elements that are cast at a time: larger temporary arrays would be mapped anew each time."""
+
+
+def _by_float32(source: str, target: str) -> Cast:
+    """Cast in two steps, as torch does, which for float64 rounds twice."""
+    widen, narrow = _TO_FLOAT32[source], _FROM_FLOAT32[target]
+
+    def cast(view: memoryview, into: memoryview) -> None:
+        between = memoryview(bytearray(4 * _STEP_NUMEL))
+        step, made = _STEP_NUMEL * ITEMSIZE[source], _STEP_NUMEL * ITEMSIZE[target]
+        for number, at in enumerate(range(0, len(view), step)):
+            piece = view[at : at + step]
+            floats = between[: 4 * (len(piece) // ITEMSIZE[source])]
+            widen(piece, floats)
+            narrow(floats, into[number * made : (number + 1) * made])
+
+    return cast
+
+
+_CASTS: Final[dict[tuple[str, str], Cast]] = {
+    **{(source, "float32"): cast for source, cast in _TO_FLOAT32.items()},
+    **{("float32", target): cast for target, cast in _FROM_FLOAT32.items()},
+    **{
+        (source, target): _by_float32(source, target)
+        for source in _TO_FLOAT32
+        for target in _FROM_FLOAT32
+        if source != target
+    },
+}
+
+
+def cast_between(source: str, target: str) -> Cast | None:
+    """Find the conversion between two dtypes; None where there is nothing to convert.
+
+    Raises
+    ------
+    UnsupportedError
+        The conversion is not known.
+    """
+    if source == target:
+        return None
+    if (source, target) not in _CASTS:
+        raise UnsupportedError(f"weights cannot be converted from {source} to {target}")
+    return _CASTS[source, target]
+
+
+def _to_float64(source: str) -> Cast:
+    def cast(view: memoryview, into: memoryview) -> None:
+        with np.errstate(invalid="ignore"):
+            np.frombuffer(into, dtype=np.float64)[:] = np.frombuffer(view, dtype=source)
+
+    return cast
+
+
+def _bfloat16_to_float64(source: memoryview, target: memoryview) -> None:
+    bits = np.frombuffer(source, dtype=np.uint16).astype(np.uint32) << 16
+    with np.errstate(invalid="ignore"):
+        np.frombuffer(target, dtype=np.float64)[:] = bits.view(np.float32)
+
+
+_WIDENINGS: Final[dict[tuple[str, str], Cast]] = {
+    ("bfloat16", "float32"): _bfloat16_to_float32,
+    ("float16", "float32"): _float16_to_float32,
+    ("bfloat16", "float64"): _bfloat16_to_float64,
+    ("float16", "float64"): _to_float64("float16"),
+    ("float32", "float64"): _to_float64("float32"),
+}
+"""Conversions that change no value."""
+
+
+def wider(one: str, other: str) -> str | None:
+    """Return the dtype that holds every value of both, and to which they can be widened, if any.
+
+    >>> wider("bfloat16", "float16")
+    'float32'
+    >>> wider("int32", "float32") is None
+    True
+    """
+    for dtype in (one, other, "float32", "float64"):
+        if all(held == dtype or (held, dtype) in _WIDENINGS for held in (one, other)):
+            return dtype
+    return None
+
+
+def comparing_cast(source: str, target: str) -> Cast | None:
+    """Find what brings elements to the dtype that they are compared in; see `cast_between`."""
+    return _WIDENINGS.get((source, target)) or cast_between(source, target)
+
+
+_INFINITY: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {
+    "float64": (np.uint64, 0x7FF0000000000000),
+    "float32": (np.uint32, 0x7F800000),
+    "float16": (np.uint16, 0x7C00),
+    "bfloat16": (np.uint16, 0x7F80),
+}
+"""The integers that have the bits of positive infinity, above which there are only NaNs."""
+
+
+def find_nans(view: memoryview, dtype: str) -> NDArray[np.bool_]:
+    """Tell of every element whether it is a NaN; of other dtypes than a cast's none is."""
+    if dtype not in _INFINITY:
+        return np.zeros(len(view) // ITEMSIZE[dtype], dtype=bool)
+    word, infinity = _INFINITY[dtype]
+    bits = np.frombuffer(view, dtype=word)
+    found: NDArray[np.bool_] = (bits & word((1 << (8 * bits.itemsize - 1)) - 1)) > infinity
+    return found
+
+
+def counting_overflow(source: str, target: str, add: Callable[[int], None]) -> Cast | None:
+    """Find the conversion between two dtypes, and have the finite elements counted that overflow.
+
+    Parameters
+    ----------
+    add
+        Called from workers with the count of elements that were finite and became infinite.
+
+    Raises
+    ------
+    UnsupportedError
+        The conversion is not known.
+    """
+    cast = cast_between(source, target)
+    if cast is None:
+        return None
+
+    step, made = _STEP_NUMEL * ITEMSIZE[source], _STEP_NUMEL * ITEMSIZE[target]
+
+    def counting(view: memoryview, into: memoryview) -> None:
+        overflowed = 0
+        for number, at in enumerate(range(0, len(view), step)):
+            piece, result = view[at : at + step], into[number * made : (number + 1) * made]
+            cast(piece, result)
+            infinite = count_infinite(result, target)
+            overflowed += infinite - count_infinite(piece, source) if infinite else 0
+        if overflowed:
+            add(overflowed)
+
+    return counting
+
+
+def count_infinite(view: memoryview, dtype: str) -> int:
+    """Count the elements that are infinite."""
+    word, infinity = _INFINITY[dtype]
+    bits = np.frombuffer(view, dtype=word)
+    sign = word(1 << (8 * bits.itemsize - 1))
+    return int(np.count_nonzero((bits | sign) == sign | word(infinity)))

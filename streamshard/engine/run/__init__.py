@@ -1,0 +1,1 @@
+"""Runs the work: regions, windows, workers, the journal."""

@@ -1,0 +1,31 @@
+"""A directory of target files that are being written: what is there already, room for the rest."""
+
+import threading
+from pathlib import Path
+
+from streamshard.engine.io.preallocation import Reservation
+from streamshard.engine.run.journal import Journal
+
+
+class Partial:
+    """Shared by all workers of a run."""
+
+    def __init__(
+        self, path: Path, journal: Journal, reservation: Reservation | None = None
+    ) -> None:
+        self.path = path
+        self.journal = journal
+        self.kept_bytes = 0
+        """Bytes that an earlier run had written, and this one has found in order."""
+        self._reservation = reservation
+        self._lock = threading.Lock()
+
+    def keep(self, nbytes: int) -> None:
+        """Count bytes that need not be written again."""
+        with self._lock:
+            self.kept_bytes += nbytes
+
+    def make_room(self, nbytes: int) -> None:
+        """Give back space for bytes that are about to be written."""
+        if self._reservation is not None:
+            self._reservation.give_back(nbytes)

@@ -1,0 +1,1 @@
+"""Reads without writing: probes, pairs of regions, equality, distance."""

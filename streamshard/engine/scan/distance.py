@@ -1,0 +1,176 @@
+"""Measures how far two regions are apart, block by block, through a buffer for each.
+
+What comes of a block depends on its elements alone: how regions are cut into windows, and who
+reads them, changes nothing.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamshard.engine.run.work import Region
+from streamshard.engine.scan.region_pair import PairReader
+from streamshard.model import ITEMSIZE
+
+Floats = NDArray[np.float64]
+
+BLOCK_NUMEL: Final = 1 << 15
+"""Elements that are summed up together: as float64, three times as many about fit the caches."""
+SUMS: Final = ("difference", "squared_difference", "squared_left", "squared_right", "product")
+"""What is summed over elements that are finite on both sides; the difference by its absolute."""
+COUNTS: Final = ("changed", "nan_left", "nan_right", "inf_left", "inf_right", "finite")
+"""What is counted: elements of other bits; not finite ones; those that are finite on both sides."""
+
+NUMERIC: Final = frozenset(d for d in ITEMSIZE if not d.startswith(("complex", "float8", "q")))
+"""Dtypes whose elements are numbers that NumPy has, but for complex ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Two regions to be measured against each other."""
+
+    left: Region
+    right: Region
+    numels: Sequence[int]
+    """Elements of each of the parts that follow each other in the regions."""
+    dtype: str | None
+    """Of the elements of both, after any cast; None where they are no numbers."""
+    any_nan: bool = False
+    """Whether NaNs that differ in their bits count as the same, as where a side is a cast."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was found of one part."""
+
+    counts: NDArray[np.int64]
+    """By `COUNTS`."""
+    sums: Floats
+    """A row per block, by `SUMS`."""
+    largest: float
+    """Absolute difference, among elements that are finite on both sides."""
+
+
+class Measurer(PairReader):
+    """Measures what a worker reads."""
+
+    def measure(self, wanted: Measurement) -> list[Measured]:
+        """Read both regions, and measure each part."""
+        meter = _Meter()
+        counts = np.zeros((len(wanted.numels), len(COUNTS)), dtype=np.int64)
+        sums: list[list[Floats]] = [[] for _ in wanted.numels]
+        largest = [0.0] * len(wanted.numels)
+        for part, left, right in self._blocks(wanted):
+            found = meter.measure(left, right, wanted)
+            counts[part] += found.counts
+            sums[part].append(found.sums)
+            largest[part] = max(largest[part], found.largest)
+        none = np.zeros((0, len(SUMS)))
+        return [
+            Measured(counts[part], np.concatenate([none, *sums[part]]), largest[part])
+            for part in range(len(wanted.numels))
+        ]
+
+    def _blocks(self, wanted: Measurement) -> Iterator[tuple[int, memoryview, memoryview]]:
+        """Yield the number of a part and one of its blocks, a window of them at a time."""
+        read = self.begin(wanted.left, wanted.right)
+        itemsize = wanted.left.target_itemsize
+        for held in self._in_windows(wanted.numels, itemsize):
+            one, other = read(sum(size for _, size in held))
+            at = 0
+            for part, size in held:
+                yield part, one[at : at + size], other[at : at + size]
+                at += size
+
+    def _in_windows(self, numels: Sequence[int], itemsize: int) -> Iterator[list[tuple[int, int]]]:
+        """Yield as many blocks as fit a window: (part, bytes)."""
+        held: list[tuple[int, int]] = []
+        room = self.window_bytes
+        # Of what is too long for the smallest windows nothing is summed.
+        block = min(BLOCK_NUMEL, room // itemsize)
+        for part, numel in enumerate(numels):
+            for start in range(0, numel, block):
+                size = min(block, numel - start) * itemsize
+                if size > room:
+                    yield held
+                    held, room = [], self.window_bytes
+                held.append((part, size))
+                room -= size
+        if held:
+            yield held
+
+
+class _Meter:
+    """Measures one block."""
+
+    def __init__(self) -> None:
+        self._floats = [np.empty(BLOCK_NUMEL) for _ in range(3)]
+
+    def measure(self, left: memoryview, right: memoryview, wanted: Measurement) -> Measured:
+        differ = _differing(left, right, wanted.left.target_itemsize)
+        counts = np.zeros(len(COUNTS), dtype=np.int64)
+        if wanted.dtype is None:
+            counts[0] = 0 if differ is None else np.count_nonzero(differ)
+            return Measured(counts, np.zeros((0, len(SUMS))), 0.0)
+        with np.errstate(all="ignore"):  # numbers may be of any size, and NaNs of any kind
+            one = self._widened(left, wanted.dtype, 0)
+            other = one if differ is None else self._widened(right, wanted.dtype, 1)
+            sums, largest = self._sums(one, other)
+            if np.isfinite(sums).all():
+                counts[5] = len(one)
+            else:  # as good as always because not all are finite
+                if differ is not None and wanted.any_nan:
+                    differ &= ~(np.isnan(one) & np.isnan(other))
+                counts[1:] = _count(one, other)
+                finite = np.isfinite(one) & np.isfinite(other)
+                one, other = one[finite], other[finite]
+                sums, largest = self._sums(one, other)
+        counts[0] = 0 if differ is None else np.count_nonzero(differ)
+        return Measured(counts, sums[np.newaxis], largest)
+
+    def _widened(self, view: memoryview, dtype: str, number: int) -> Floats:
+        """Return elements as float64, in a buffer that is there."""
+        if dtype == "bfloat16":
+            bits = np.frombuffer(view, dtype=np.uint16).astype(np.uint32)
+            values = np.left_shift(bits, 16, out=bits).view(np.float32)
+        else:
+            values = np.frombuffer(view, dtype=dtype)
+        floats = self._floats[number][: len(values)]
+        floats[:] = values
+        return floats
+
+    def _sums(self, one: Floats, other: Floats) -> tuple[Floats, float]:
+        """Sum up, by NumPy's pairwise summation; also returns the largest difference."""
+        room, sums = self._floats[2][: len(one)], np.zeros(len(SUMS))
+        sums[2] = np.multiply(one, one, out=room).sum()
+        if one is other:
+            sums[3] = sums[4] = sums[2]
+            return sums, 0.0
+        sums[3] = np.multiply(other, other, out=room).sum()
+        sums[4] = np.multiply(one, other, out=room).sum()
+        np.subtract(other, one, out=room)
+        np.abs(room, out=room)
+        sums[0] = room.sum()
+        largest = float(room.max(initial=0.0))
+        sums[1] = np.multiply(room, room, out=room).sum()
+        return sums, largest
+
+
+def _differing(left: memoryview, right: memoryview, itemsize: int) -> NDArray[np.bool_] | None:
+    """Tell of every element whether its bits differ; None if none do."""
+    word = np.dtype(f"u{itemsize}" if itemsize in (1, 2, 4, 8) else "u1")
+    differ = np.frombuffer(left, dtype=word) != np.frombuffer(right, dtype=word)
+    if not differ.any():
+        return None
+    found: NDArray[np.bool_] = differ.reshape(-1, itemsize // word.itemsize).any(axis=1)
+    return found
+
+
+def _count(one: Floats, other: Floats) -> list[int]:
+    """Count what is not finite, and what is so on both sides."""
+    tests = (np.isnan, one), (np.isnan, other), (np.isinf, one), (np.isinf, other)
+    found = [int(np.count_nonzero(test(values))) for test, values in tests]
+    return [*found, int(np.count_nonzero(np.isfinite(one) & np.isfinite(other)))]

@@ -1,0 +1,70 @@
+"""Reads ranges of files, or regions, through one buffer to take their checksums."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+
+from streamshard.engine.io.files import Decoder, SourceReader
+from streamshard.engine.numeric.checksums import Crc32
+from streamshard.engine.numeric.digests import RunningDigest
+from streamshard.engine.run.region import RegionFiller
+from streamshard.engine.run.work import Region
+from streamshard.model import Digest, SourceFile
+
+
+class Probe:
+    """A worker's reader and its buffer."""
+
+    def __init__(
+        self,
+        files: Sequence[SourceFile],
+        decoders: Mapping[int, Decoder],
+        *,
+        window_bytes: int,
+        progress: Callable[[int], None],
+    ) -> None:
+        self._reader = SourceReader(files, decoders)
+        self._window = memoryview(bytearray(window_bytes))
+        self._progress = progress
+
+    def close(self) -> None:
+        """Close all files."""
+        self._reader.close()
+
+    def crc32(self, file: int, start: int, stop: int) -> int:
+        """Return the CRC-32 of a range of a file's content."""
+        checksum = Crc32()
+        for view in self._windows(file, start, stop):
+            checksum.update(view)
+        return checksum.value
+
+    def digests(self, file: int, cuts: Sequence[int]) -> list[Digest]:
+        """Return the digests of the ranges of a file's content between consecutive cuts."""
+        return [self._digest(file, start, stop) for start, stop in pairwise(cuts)]
+
+    def _digest(self, file: int, start: int, stop: int) -> Digest:
+        digest = RunningDigest()
+        for view in self._windows(file, start, stop):
+            digest.update(view)
+        return digest.value
+
+    def digest_of(self, region: Region) -> Digest:
+        """Return the digest of a region's content, which must take no cast."""
+        digest, filler = RunningDigest(), RegionFiller(region, self._reader, memoryview(b""))
+        step = len(self._window) // region.target_itemsize * region.target_itemsize
+        for at in range(0, region.content_bytes, step):
+            view = self._window[: min(step, region.content_bytes - at)]
+            filler.fill(view)
+            self._progress(len(view))
+            digest.update(view)
+        return digest.value
+
+    def read(self, file: int, start: int, stop: int) -> bytes:
+        """Return a few bytes of a file's content."""
+        return b"".join(bytes(view) for view in self._windows(file, start, stop))
+
+    def _windows(self, file: int, start: int, stop: int) -> Iterator[memoryview]:
+        for at in range(start, stop, len(self._window)):
+            view = self._window[: min(len(self._window), stop - at)]
+            self._reader.read_into(file, at, view)
+            self._progress(len(view))
+            yield view

@@ -1,0 +1,117 @@
+"""Compares files that exist with those that a run would write, byte by byte; writes nothing."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from streamshard.engine.io.files import Decoder, SourceReader, target_errors
+from streamshard.engine.run.window import DifferentError, Window
+from streamshard.engine.run.work import Span, TargetFile
+from streamshard.engine.scan.pool import run_ordered
+from streamshard.model import SourceFile
+from streamshard.posix import open_to_read, read_into
+
+
+class Matcher:
+    """A worker that makes spans in its memory, and compares them with files below a directory."""
+
+    def __init__(
+        self,
+        root: Path,
+        reader: SourceReader,
+        *,
+        window_bytes: int,
+        scratch_bytes: int,
+        progress: Callable[[int], None],
+    ) -> None:
+        self._root = root
+        self._reader = reader
+        buffer, scratch = (memoryview(bytearray(size)) for size in (window_bytes, scratch_bytes))
+        self._window = Window(buffer, scratch, reader, told=progress, compares=True)
+
+    def close(self) -> None:
+        """Close all files."""
+        self._reader.close()
+
+    def end_of(self, path: str, span: Span) -> int | None:
+        """Return where a span ends in its file; None if the file does not hold it."""
+        place = self._root / path
+        with target_errors(place):
+            descriptor = open_to_read(place)
+            try:
+                return span.offset + self._window.write(span, descriptor).nbytes
+            except DifferentError:
+                return None
+            finally:
+                os.close(descriptor)
+
+
+def first_difference(
+    root: Path,
+    files: Iterable[TargetFile],
+    sources: Sequence[SourceFile],
+    decoders: Mapping[int, Decoder],
+    *,
+    workers: int,
+    window_bytes: int,
+    scratch_bytes: int,
+    progress: Callable[[int], None],
+) -> str | None:
+    """Return the first of some files that is not to the byte what a run would write, if any is.
+
+    Raises
+    ------
+    TargetError
+        A file cannot be read.
+    SourceError, IntegrityError
+        A source cannot be read, or is not what it was.
+    """
+    waiting: deque[tuple[TargetFile, bool]] = deque()
+
+    def jobs() -> Iterator[Callable[[Matcher], int | None]]:
+        for file in files:
+            spans = file.spans or [Span(0, [])]
+            for number, span in enumerate(spans, 1):
+                waiting.append((file, number == len(spans)))
+                yield partial(Matcher.end_of, path=file.path, span=span)
+
+    def matcher() -> Matcher:
+        reader = SourceReader(sources, decoders, workers=workers)
+        return Matcher(
+            root, reader, window_bytes=window_bytes, scratch_bytes=scratch_bytes, progress=progress
+        )
+
+    end = 0
+    for found in run_ordered(jobs(), matcher, workers):
+        file, is_last = waiting.popleft()
+        if found is None:
+            return file.path
+        end = max(end, found)
+        if is_last:
+            if not _ends_so(root / file.path, file.endings(), end, progress):
+                return file.path
+            end = 0
+    return None
+
+
+def _ends_so(
+    path: Path,
+    endings: Sequence[tuple[int, bytes]],
+    end: int,
+    progress: Callable[[int], None],
+) -> bool:
+    """Tell whether a file has these endings, and nothing after them and what was compared."""
+    with target_errors(path):
+        descriptor = open_to_read(path)
+        try:
+            for offset, data in endings:
+                found = memoryview(bytearray(len(data)))
+                if read_into(descriptor, found, offset) < len(data) or found != data:
+                    return False
+                end = max(end, offset + len(data))
+                progress(len(data))
+            return os.fstat(descriptor).st_size == end
+        finally:
+            os.close(descriptor)

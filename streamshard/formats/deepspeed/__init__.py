@@ -1,0 +1,1 @@
+"""DeepSpeed's checkpoints: names, configs, what cannot be resharded."""

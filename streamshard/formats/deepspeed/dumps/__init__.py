@@ -1,0 +1,1 @@
+"""Raw per-rank dumps of an optimizer, and the names of their files."""

@@ -1,0 +1,208 @@
+"""Reads raw per-rank dumps: what `torch.save(optimizer.state_dict(), …)` on every rank leaves.
+
+They have neither model files nor a config. Stages 1 and 2 name the parameters and tell their
+sizes in `param_slice_mappings`; stage 3 tells neither, so another checkpoint of the same model
+has to.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from streamshard.errors import DisagreementError, UnsupportedError
+from streamshard.formats.checkpoint import Checkpoint, Family
+from streamshard.formats.deepspeed import ds_config, names
+from streamshard.formats.deepspeed.dumps.whole_dumps import refuse_whole
+from streamshard.formats.deepspeed.read import elastic_reader
+from streamshard.formats.deepspeed.read.agreement import check_agreement, rank_counts, stage_of
+from streamshard.formats.deepspeed.read.family import (
+    Shapes,
+    adopt_blobs,
+    family_map,
+    optimizer_tensors,
+    recorded_units,
+    strip_optimizer,
+)
+from streamshard.formats.deepspeed.read.optimizer_reader import OptimizerReader
+from streamshard.formats.deepspeed.read.rank_files import SourceFiles
+from streamshard.formats.deepspeed.unsupported import Saved, refuse
+from streamshard.formats.pickle.inert import Node, show
+from streamshard.model import SourceMap, ZeroLayout
+
+_ASSUMED = (
+    "The dumps do not tell whether round_robin_gradients was on. They were read as if it was off, "
+    "which is DeepSpeed's default. If it was on, what was written is wrong: repeat this with the "
+    "config of the job that saved them, --source-ds-config FILE."
+)
+_LOADING = (
+    "To resume, call optimizer.load_state_dict(dumps) on every rank, with the list of all ranks' "
+    "dumps in the order of the ranks."
+)
+_MASTER = (
+    "Pass load_from_fp32_weights=True to it: without that, DeepSpeed makes the master weights anew "
+    "from the 16-bit weights of the model."
+)
+
+
+def read(
+    paths: Sequence[Path],
+    name: str,
+    config: ds_config.Config | None,
+    like: Checkpoint | None,
+) -> tuple[Checkpoint, SourceMap]:
+    """Open the dumps of all ranks.
+
+    Parameters
+    ----------
+    name
+        What to call the set.
+    config
+        DeepSpeed config of the job, if known.
+    like
+        Another checkpoint of the same job: for names and shapes of the parameters, which stage 3
+        cannot do without, and for hyper-parameters that `elastic_checkpoint` does not keep.
+
+    Raises
+    ------
+    SourceError
+        Something is missing, damaged, contradictory or not supported; the message names the file.
+    """
+    sources = SourceFiles()
+    states = [sources.read_dict(path) for path in paths]
+    refuse_whole(states, paths)
+    for state, path in zip(states, paths, strict=True):
+        if names.OPTIMIZER in state and names.FLAT_GROUPS_3 not in state:
+            message = f"{path}: a DeepSpeed checkpoint file, not a dump; give its directory instead"
+            raise UnsupportedError(message)
+    stage = stage_of(states, paths)
+    refuse(Saved(stage, config or {}, states, paths))
+    elastic = elastic_reader.is_elastic(states)
+    if elastic:
+        elastic_reader.make_rigid(states, paths, like.families[0] if like is not None else None)
+    _check_world_size(states, paths)
+    check_agreement(states, paths)
+    layout = ds_config.zero_layout(
+        config or {},
+        stage=stage,
+        world_size=len(states),
+        bf16_optimizer=names.ZERO_STAGE not in states[0],
+    )
+    optimizer = OptimizerReader(sources, paths, states, layout, strips_states=elastic)
+    if stage == 3:
+        units = _units_like(optimizer, paths[0], like, len(states))
+    else:
+        units = recorded_units(optimizer, paths)
+    if elastic and like is not None:
+        elastic_reader.require_same_groups([list(u) for u in units], like.families[0], paths[0])
+    groups = optimizer.groups([list(unit) for unit in units])
+    tensors = optimizer_tensors(groups, {n: s for unit in units for n, s in unit.items()}, "")
+    strip_optimizer(states[0], stage)
+    whole: dict[int, tuple[int, int]] = {}
+    adopt_blobs([states[0]], tensors, whole, first=0, family="")
+    family = Family(
+        name="",
+        groups=groups,
+        module=(),
+        model_state={},
+        optimizer_file={names.OPTIMIZER: states[0], names.DS_CONFIG: config},
+        param_ids={},
+    )
+    _require_known_momentum(family, layout, config, paths[0])
+    checkpoint = Checkpoint(
+        tag=name,
+        layout=layout,
+        tensors=tuple(tensors),
+        families=(family,),
+        module_dtype=ds_config.module_dtype(config) if config else "bfloat16",
+        files=(),
+        notes=(*sources.notes, *_notes(stage, config)),
+    )
+    source_map = SourceMap(
+        files=tuple(sources.files),
+        families=(family_map(optimizer, layout, units),),
+        whole=whole,
+    )
+    return checkpoint, source_map
+
+
+def _require_known_momentum(
+    family: Family, layout: ZeroLayout, config: ds_config.Config | None, path: Path
+) -> None:
+    """Refuse to guess how the ranks that resume will want Muon's momentum."""
+    if config is None and any(family.whole_states(group, layout) for group in family.groups):
+        message = (
+            f"{path}: trained with Muon, whose '{names.MOMENTUM}' is kept in one way with "
+            "offload_optimizer and in another without, and dumps do not tell which of them was "
+            "on: give the config of the job that saved them with --source-ds-config"
+        )
+        raise UnsupportedError(message)
+
+
+def _notes(stage: int, config: ds_config.Config | None) -> tuple[str, ...]:
+    if stage == 3:
+        return (_LOADING,)
+    loading = f"{_LOADING} {_MASTER}"
+    return (loading,) if config is not None else (loading, _ASSUMED)
+
+
+def _check_world_size(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> None:
+    for state, path in zip(states, paths, strict=True):
+        for count in rank_counts(state, path):
+            if count != len(states):
+                message = (
+                    f"{path}: dumped by {show(count)} ranks, but there are {len(states)} dumps"
+                )
+                raise DisagreementError(f"{message}; all ranks' dumps of one step are needed")
+
+
+def _units_like(
+    optimizer: OptimizerReader, path: Path, like: Checkpoint | None, world_size: int
+) -> list[Shapes]:
+    """Find which of another checkpoint's parameters each sub-group holds, by their lengths."""
+    if like is None:
+        message = (
+            f"{path}: dumps of stage 3 tell neither names nor shapes of the parameters, without "
+            "which their padding cannot be told from data; give any DeepSpeed checkpoint of the "
+            "same model and optimizer with --like"
+        )
+        raise UnsupportedError(message)
+    units: list[Shapes] = []
+    lengths = optimizer.lengths()
+    members = optimizer.members(len(lengths))
+    family = like.families[0]
+    if len(members) != len(family.groups):
+        message = f"{path}: {len(members)} param groups, the checkpoint given with --like has"
+        raise DisagreementError(f"{message} {len(family.groups)}")
+    _require_known_order(like, path)
+    for group, (own, shapes) in enumerate(zip(members, like.group_shapes(family), strict=True)):
+        params = list(shapes.items())
+        for unit in own:
+            held: dict[str, tuple[int, ...]] = {}
+            left = lengths[unit]
+            while left > 0 and params:
+                name, shape = params.pop(0)
+                held[name] = shape
+                left -= -(-_numel(shape) // world_size)
+            if left != 0:
+                message = f"{path}: sub-group {unit} holds {lengths[unit]} elements, which the"
+                raise DisagreementError(f"{message} parameters given with --like do not add up to")
+            units.append(held)
+        if params:
+            message = f"{path}: param group {group} has no room for '{params[0][0]}', which the"
+            raise DisagreementError(f"{message} checkpoint given with --like has in it")
+    return units
+
+
+def _require_known_order(like: Checkpoint, path: Path) -> None:
+    """Refuse to take the order of Muon's parameters from another stage, where it may be another."""
+    family = like.families[0]
+    for group, shapes in zip(family.groups, like.group_shapes(family), strict=True):
+        if like.layout.stage < 3 and family.is_muon(group) and len({*shapes.values()}) > 1:
+            message = f"{path}: trained with Muon, whose parameters stages 1 and 2 order by size"
+            raise UnsupportedError(f"{message}: give a checkpoint of stage 3 with --like")
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    numel = 1
+    for length in shape:
+        numel *= length
+    return numel

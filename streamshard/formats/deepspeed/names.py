@@ -1,0 +1,260 @@
+"""File names and dictionary keys that DeepSpeed decided (`deepspeed/checkpoint/constants.py`)."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from streamshard.formats.pickle.inert import Global
+
+LATEST: Final = "latest"
+LATEST_UNIVERSAL: Final = "latest_universal"
+_NO_DIRECTORY: Final = (LATEST, LATEST_UNIVERSAL)
+OWN_PREFIX: Final = ".streamshard"
+"""Beginning of the names of files that streamshard needs while it works."""
+
+_RANK_FILE: Final = re.compile(
+    r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)"
+    r"_?(?P<kind>optim|model)_states\.pt"
+)
+_MODEL_FILE: Final = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
+_PART_FILE: Final = re.compile(
+    r"(layer_\d+[-_].*model_states|expert_\d+_mp_rank_\d+.*|expp_rank_\d+_mp_rank_\d+_optim_states)"
+    r"\.pt"
+)
+
+_WRITER_PART: Final = re.compile(r".*_states\.pt-\d+\.(?P<count>\d+)")
+_DROPPING_LAYER: Final = ".random_ltd_layer"
+_LAST_NUMBER: Final = re.compile(r"(?<![0-9])(?<![0-9][.,])[0-9]+$")
+"""What is behind a decimal point counts nothing: after `epoch3.75` comes `epoch4.0`."""
+
+_ESCAPE: Final = re.compile(r"%(?=2F|25)")
+_ESCAPED: Final = re.compile(r"%2F|%25")
+
+_EXPERT: Final = re.compile(r"(?P<layer>.*\bdeepspeed_experts\.)(?P<local>\d+)(?P<rest>\..*)")
+
+WHOLE_EXPERT_OPTIMIZER: Final = "expp_rank_"
+"""Beginning of the names of files that hold an optimizer where there are experts and no ZeRO."""
+
+OPTIMIZER: Final = "optimizer_state_dict"
+"""In an optimizer file: the ZeRO optimizer's state; inside that, in stage 3, the wrapped one's."""
+BASE_OPTIMIZER: Final = "base_optimizer_state"
+"""Stages 1 and 2: the wrapped optimizer's state."""
+ELASTIC_STEP: Final = "base_optimizer_state_step"
+"""Stages 1 and 2, with `elastic_checkpoint`: the step that all param groups count."""
+FLAT_GROUPS: Final = "single_partition_of_fp32_groups"
+FLAT_GROUPS_3: Final = "fp32_flat_groups"
+PARTITION_COUNT: Final = "partition_count"
+GROUP_PADDINGS: Final = "group_paddings"
+ALIGNMENT_PADDINGS: Final = "param_alignment_paddings"
+SLICE_MAPPINGS: Final = "param_slice_mappings"
+ZERO_STAGE: Final = "zero_stage"
+STAGE_ENUM: Final = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
+STAGES: Final[Mapping[Any, int]] = {
+    "disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3
+}  # fmt: skip
+"""Members of the enum, which `ZERO_STAGE` is of since 0.7.0."""
+IS_EXPERTS: Final = "moe"
+"""In a param group of the wrapped optimizer, where it holds experts."""
+IS_MUON: Final = "use_muon"
+"""In a param group of the wrapped optimizer, where DeepSpeed's Muon trains it."""
+MOMENTUM: Final = "momentum_buffer"
+"""Muon's only state."""
+CLIP_GRAD: Final = "clip_grad"
+DS_CONFIG: Final = "ds_config"
+DS_VERSION: Final = "ds_version"
+
+MODULE_STATE: Final = "module"
+BUFFER_NAMES: Final = "buffer_names"
+PARAM_SHAPES: Final = "param_shapes"
+FROZEN_SHAPES: Final = "frozen_param_shapes"
+FROZEN_FRAGMENTS: Final = "frozen_param_fragments"
+SHARED_PARAMS: Final = "shared_params"
+DP_WORLD_SIZE: Final = "dp_world_size"
+MP_WORLD_SIZE: Final = "mp_world_size"
+PARALLEL_DEGREES: Final = "checkpoint_parallel_dimensions"
+"""Pipeline and tensor parallel degrees as the model-parallel unit tells them, since 0.19.5."""
+EXPERT_COUNTS: Final = "num_experts"
+"""Count of experts of each expert layer."""
+AUTO_EXPERTS: Final = ("ds_autoep_layers", "autoep_layers")
+"""Entries of a model file that AutoEP alone fills; the second is how 0.19.2 spelled it."""
+AUTO_EXPERT_GROUPS: Final = "ds_zero_partition_groups"
+"""The same of an optimizer's state, in stage 3."""
+WHOLE_OPTIMIZER: Final = "optimizer"
+"""Entry of a model file for an optimizer that nothing cuts."""
+RANDOM_LTD: Final = "random_ltd"
+"""Entry of a model file for the state of random layer token dropping, where it is on."""
+SWAP_DIR: Final = "offloaded_tensors"
+"""Directory beside the shards for what is swapped out to NVMe."""
+
+LOOKED_INTO: Final = frozenset(
+    {
+        OPTIMIZER,
+        BASE_OPTIMIZER,
+        FLAT_GROUPS,
+        FLAT_GROUPS_3,
+        PARTITION_COUNT,
+        GROUP_PADDINGS,
+        ALIGNMENT_PADDINGS,
+        SLICE_MAPPINGS,
+        DS_CONFIG,
+        MODULE_STATE,
+        BUFFER_NAMES,
+        PARAM_SHAPES,
+        FROZEN_SHAPES,
+        FROZEN_FRAGMENTS,
+        SHARED_PARAMS,
+        EXPERT_COUNTS,
+    }
+)
+"""Entries of files and of dumps that are more than a number, and are not just carried."""
+
+
+class RankFile:
+    """What the name of a checkpoint file says about it."""
+
+    __slots__ = ("dp_rank", "kind", "mp_rank", "prefix")
+
+    def __init__(self, kind: str, prefix: str, dp_rank: int | None, mp_rank: int) -> None:
+        self.kind = kind
+        """`optim`, `model`, or `part` for the weights of a pipeline layer or of an expert."""
+        self.prefix = prefix
+        self.dp_rank = dp_rank
+        """None for the model file of stages 1 and 2, which all ranks share."""
+        self.mp_rank = mp_rank
+
+
+def parse(name: str) -> RankFile | None:
+    """Understand a file name of a tag directory; None if it is not DeepSpeed's."""
+    if match := _RANK_FILE.fullmatch(name):
+        return RankFile(match["kind"], match["prefix"] or "", int(match["dp"]), int(match["mp"]))
+    if match := _MODEL_FILE.fullmatch(name):
+        return RankFile("model", "", None, int(match["mp"]))
+    if _PART_FILE.fullmatch(name):
+        return RankFile("part", "", None, 0)
+    return None
+
+
+def writer_parts(name: str) -> int:
+    """Count the parts of a file that `deepspeed/io/fast_file_writer.py` names one of; else 0.
+
+    >>> [writer_parts(f"mp_rank_00_model_states.pt{end}") for end in ("-0.1", "-3.4", "")]
+    [1, 4, 0]
+    """
+    match = _WRITER_PART.fullmatch(name)
+    return int(match["count"]) if match else 0
+
+
+def without_dropping(name: str) -> str:
+    """Leave out of a name what `RandomLayerTokenDrop` adds to it around a layer.
+
+    DeepSpeed does so in the module's state dict alone (`remove_random_ltd_state_dict`).
+
+    >>> without_dropping("blocks.0.random_ltd_layer.up.weight")
+    'blocks.0.up.weight'
+    """
+    return name.replace(_DROPPING_LAYER, "")
+
+
+def count_local_experts(params: Iterable[str]) -> dict[str, int]:
+    """Count the experts that one rank has of each layer, by the layer's name."""
+    counts: dict[str, int] = {}
+    for match in filter(None, map(_EXPERT.fullmatch, params)):
+        counts[match["layer"]] = max(counts.get(match["layer"], 0), int(match["local"]) + 1)
+    return counts
+
+
+def of_expert_rank(name: str, expert_rank: int, counts: Mapping[str, int]) -> str:
+    """Number the expert in a parameter's name throughout the model.
+
+    Every expert rank counts its own experts from 0 on (`deepspeed/moe/experts.py`).
+
+    >>> of_expert_rank("moe.deepspeed_experts.1.w", 2, {"moe.deepspeed_experts.": 2})
+    'moe.deepspeed_experts.5.w'
+    """
+    match = _EXPERT.fullmatch(name)
+    if match is None:
+        return name
+    number = counts[match["layer"]] * expert_rank + int(match["local"])
+    return f"{match['layer']}{number}{match['rest']}"
+
+
+def is_tag(text: str) -> bool:
+    """Tell whether a text can be a tag: the path of a directory in the run directory.
+
+    >>> [is_tag(text) for text in ("global_step5", "epoch/1", "..", "a/../b", "a\\nb", "")]
+    [True, True, False, False, False, False]
+    """
+    if not is_inside(text) or not text.isprintable():
+        return False
+    first, *deeper = text.split("/")
+    # Deeper than that is what is ours, and where the file `latest` is, there is no directory.
+    return not deeper or not (first in _NO_DIRECTORY or first.startswith(OWN_PREFIX))
+
+
+def is_name(text: str) -> bool:
+    """Tell whether a text can be the name of one directory.
+
+    >>> [is_name(text) for text in ("mp_rank_00", "..", "a/b", "")]
+    [True, False, False, False]
+    """
+    return is_tag(text) and "/" not in text
+
+
+def flat(tag: str) -> str:
+    """Make one file name of a tag, which may be a path; no two tags have the same.
+
+    >>> flat("global_step5"), flat("epoch/1"), flat("epoch%2F1")
+    ('global_step5', 'epoch%2F1', 'epoch%252F1')
+    """
+    return _ESCAPE.sub("%25", tag).replace("/", "%2F")
+
+
+def unflat(name: str) -> str:
+    """Return the tag of which `flat` made a name.
+
+    >>> [unflat(flat(tag)) == tag for tag in ("epoch/1", "epoch%2F1", "100%", "%/", "%%2F", "%25")]
+    [True, True, True, True, True, True]
+    """
+    return _ESCAPED.sub(lambda match: "/" if match[0] == "%2F" else "%", name)
+
+
+def is_inside(path: str) -> bool:
+    """Tell whether a path, taken from a directory, stays in that directory.
+
+    >>> [is_inside(path) for path in ("a/b", "a//b", "../a", "a/../b", "/a", "a/", "")]
+    [True, False, False, False, False, False, False]
+    """
+    return "\0" not in path and not {"", ".", ".."} & {*path.split("/")}
+
+
+def family(mp_rank: int) -> str:
+    """Name a family as the names of its files do."""
+    return f"mp_rank_{mp_rank:02d}"
+
+
+def expert_file(layer: int, expert: int, mp_rank: int) -> str:
+    """Name the file of one expert's weights, numbered throughout the model."""
+    return f"layer_{layer}_expert_{expert}_mp_rank_{mp_rank:02d}_model_states.pt"
+
+
+def optimizer_file(dp_rank: int, *, bf16: bool, mp_rank: int = 0) -> str:
+    """Name the optimizer file that an engine looks for."""
+    prefix = "bf16_" if bf16 else ""
+    return f"{prefix}zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
+
+
+def model_file(dp_rank: int | None, mp_rank: int = 0) -> str:
+    """Name the model file; without a rank the one that stages 1 and 2 share."""
+    if dp_rank is None:
+        return f"mp_rank_{mp_rank:02d}_model_states.pt"
+    return f"zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_model_states.pt"
+
+
+def step_of(name: str) -> int | None:
+    """Read the step in a tag's name, which is the whole number at its end.
+
+    >>> step_of("global_step1000"), step_of("checkpoint-7"), step_of("best"), step_of("epoch3.75")
+    (1000, 7, None, None)
+    """
+    match = _LAST_NUMBER.search(name)
+    return int(match[0]) if match else None

@@ -1,0 +1,1 @@
+"""Reads DeepSpeed's shards into a checkpoint that knows no ranks."""

@@ -1,0 +1,118 @@
+"""Requires of the ranks' files that they are of one save, and that none is missing."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from streamshard.errors import DisagreementError, UnsupportedError
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.read.rank_files import FamilyFiles, fingerprints, require
+from streamshard.formats.pickle.inert import GETATTR, Call, Node, show
+from streamshard.formats.torch.tree_comparison import spell_few
+
+CUT_KEYS: Final = frozenset(
+    {
+        names.BASE_OPTIMIZER,
+        names.OPTIMIZER,
+        names.FLAT_GROUPS,
+        names.FLAT_GROUPS_3,
+        names.PARTITION_COUNT,
+        names.GROUP_PADDINGS,
+        names.ALIGNMENT_PADDINGS,
+        names.SLICE_MAPPINGS,
+    }
+)
+"""Entries of the optimizer's state that depend on the cutting."""
+
+
+def family_stage(states: Sequence[Mapping[str, Node]], files: FamilyFiles) -> int:
+    """Read the ZeRO stage, which the kind of model files has to fit as well."""
+    stage = stage_of(states, files.optimizer_files)
+    if (stage == 3) != (len(files.model_files) > 1 or "zero_pp" in files.model_files[0].name):
+        message = f"{files.model_files[0]} does not belong to optimizer files of stage {stage}"
+        raise DisagreementError(message)
+    return stage
+
+
+def stage_of(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> int:
+    """Read the ZeRO stage that all ranks' optimizer states agree about."""
+    # BF16_Optimizer, which does what stage 1 does, does not say so.
+    stages = [_enum_value(state.get(names.ZERO_STAGE, 1)) for state in states]
+    for stage, path in zip(stages, paths, strict=True):
+        if stage not in (1, 2, 3):
+            raise UnsupportedError(f"{path}: ZeRO stage {show(stage)} is not known")
+        if stage != stages[0]:
+            message = f"{path} is of ZeRO stage {stage}, {paths[0]} of {stages[0]}"
+            raise DisagreementError(f"{message}; move away the files of the older run")
+    return int(stages[0])
+
+
+def _enum_value(node: Node) -> Node:
+    """Read an int or an enum of ints, which pickles as a call of its class with the value.
+
+    Python 3.11 pickled it as an attribute of its class at first; Debian 12 has such a version.
+    """
+    if not isinstance(node, Call):
+        return node
+    if len(node.args) == 1:
+        return node.args[0]
+    if node.function in GETATTR and len(node.args) == 2 and node.args[0] == names.STAGE_ENUM:
+        return names.STAGES.get(node.args[1], node)
+    return node
+
+
+def check_world_size(
+    states: Sequence[Mapping[str, Node]], models: Sequence[Mapping[str, Node]], files: FamilyFiles
+) -> None:
+    """Refuse sets in which a file says that there were more or fewer ranks than there are files."""
+    found = len(states)
+    said = [
+        (require(model, names.DP_WORLD_SIZE, path), path)
+        for model, path in zip(models, files.model_files, strict=True)
+    ]
+    for state, path in zip(states, files.optimizer_files, strict=True):
+        said += [(count, path) for count in rank_counts(state, path)]
+    for world_size, path in said:
+        if world_size == found:
+            continue
+        message = (
+            f"{path} was saved by {show(world_size)} ranks, but there are {found} optimizer files"
+        )
+        if isinstance(world_size, int) and world_size > found:
+            last = files.optimizer_files[-1]
+            missing = last.with_name(last.name.replace(f"rank_{found - 1}_", f"rank_{found}_"))
+            message += f"; {missing} is missing: copy it from the node that saved it"
+        else:
+            surplus = files.optimizer_files[world_size if isinstance(world_size, int) else 0]
+            message += f"; {surplus} is of another world size: move it and its like away"
+        raise DisagreementError(message)
+
+
+def rank_counts(state: Mapping[str, Node], path: Path) -> list[Node]:
+    """Read among how many ranks an optimizer's state was cut, from all that tells it.
+
+    A group of experts tells how many ranks share each expert, of which any divisor will do.
+    """
+    counts = require(state, names.PARTITION_COUNT, path)
+    if not isinstance(counts, list):
+        return [counts]
+    wrapped = require(state, names.BASE_OPTIMIZER, path)
+    groups = wrapped["param_groups"] if isinstance(wrapped, dict) else [{}] * len(counts)
+    return [
+        count
+        for count, group in zip(counts, groups, strict=True)
+        if group.get(names.IS_EXPERTS) is not True
+    ]
+
+
+def check_agreement(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> None:
+    """Refuse ranks that disagree about what does not depend on the rank."""
+    first, *rest = [
+        fingerprints({k: value for k, value in state.items() if k not in CUT_KEYS}, path)
+        for state, path in zip(states, paths, strict=True)
+    ]
+    for other, path in zip(rest, paths[1:], strict=True):
+        wrong = [key for key in {**first, **other} if first.get(key) != other.get(key)]
+        if wrong:
+            message = f"{path} and {paths[0]} disagree about {spell_few(wrong)}"
+            raise DisagreementError(f"{message}: they are not of one step of one run")

@@ -1,0 +1,91 @@
+"""Reads what `elastic_checkpoint` saves as if it had been saved without.
+
+`DeepSpeedZeroOptimizer.state_dict` (0.19.8) then keeps a list of the groups' states, without their
+padding, in place of the wrapped optimizer's state dict, and no hyper-parameters.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from streamshard.errors import DisagreementError, UnsupportedError
+from streamshard.formats.checkpoint import Family
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.read.rank_files import require
+from streamshard.formats.pickle.inert import Node
+from streamshard.formats.torch.torch_tensor import storages_in
+
+
+def is_elastic(states: Sequence[Mapping[str, Node]]) -> bool:
+    """Tell whether the ranks' optimizer states were saved with `elastic_checkpoint`."""
+    return any(isinstance(state.get(names.BASE_OPTIMIZER), list) for state in states)
+
+
+def make_rigid(
+    states: Sequence[dict[str, Node]], paths: Sequence[Path], like: Family | None
+) -> None:
+    """Put the wrapped optimizer's state dict where `elastic_checkpoint` left a list.
+
+    Parameters
+    ----------
+    like
+        The same part of the model in another checkpoint of the same job, whose hyper-parameters
+        are taken.
+
+    Raises
+    ------
+    UnsupportedError
+        No such checkpoint is given, or its hyper-parameters are tensors.
+    DisagreementError
+        It is not of the same optimizer, or only some ranks' states are elastic.
+    """
+    if like is None:
+        message = (
+            f"{paths[0]}: saved with elastic_checkpoint, which keeps no hyper-parameters of the "
+            "optimizer (learning rate, betas, weight decay): give another checkpoint of the same "
+            "job with --like, saved without elastic_checkpoint, before or after; theirs are taken"
+        )
+        raise UnsupportedError(message)
+    groups = like.wrapped_optimizer["param_groups"]
+    if next(storages_in(groups), None) is not None:
+        message = f"{paths[0]}: saved with elastic_checkpoint, and the hyper-parameters of the"
+        raise UnsupportedError(f"{message} checkpoint given with --like are tensors; not supported")
+    for state, path in zip(states, paths, strict=True):
+        state[names.BASE_OPTIMIZER] = _rigid(state, path, groups)
+
+
+def _rigid(state: dict[str, Node], path: Path, groups: Sequence[Mapping[str, Any]]) -> Node:
+    held = require(state, names.BASE_OPTIMIZER, path)
+    if not isinstance(held, list) or len(held) != len(groups):
+        count = f"{len(held)} groups" if isinstance(held, list) else "no elastic_checkpoint"
+        message = f"{path}: {count}, the checkpoint given with --like has {len(groups)} groups"
+        raise DisagreementError(message)
+    counted = names.ELASTIC_STEP in state
+    step = state.pop(names.ELASTIC_STEP, None)
+    spelled = []
+    for number, group in enumerate(groups):
+        if ("step" in group) != counted:
+            message = f"{path}: of another optimizer than the checkpoint given with --like: one of"
+            raise DisagreementError(f"{message} the two counts steps in its param groups")
+        own = {"step": step} if counted else {}
+        spelled.append({**group, **own, "params": [number]})
+    return {"state": {k: v for k, v in enumerate(held) if v}, "param_groups": spelled}
+
+
+def require_same_groups(params: Sequence[Sequence[str]], like: Family, path: Path) -> None:
+    """Refuse hyper-parameters of groups that hold other parameters.
+
+    Parameters
+    ----------
+    params
+        Names of each group's parameters, as the files spell them.
+    """
+    theirs = {g.number: g.params for g in like.groups if g.expert_rank == 0}
+    for number, own in enumerate(params):
+        other = set(own) ^ set(theirs[number])
+        if other:
+            message = (
+                f"{path}: parameter '{min(other)}' is in param group {number} either here or in "
+                "the checkpoint given with --like, but not in both: not of the same job"
+            )
+            raise DisagreementError(message)

@@ -1,0 +1,275 @@
+"""Reads what one family of a native ZeRO checkpoint saved: its optimizer and model files."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
+from streamshard.formats.checkpoint import Family, ParamGroup
+from streamshard.formats.deepspeed import ds_config, names
+from streamshard.formats.deepspeed.read import elastic_reader
+from streamshard.formats.deepspeed.read.agreement import (
+    CUT_KEYS,
+    check_agreement,
+    check_world_size,
+    family_stage,
+)
+from streamshard.formats.deepspeed.read.model_files import ModelFile, differences, read_models
+from streamshard.formats.deepspeed.read.module_reader import ModuleReader
+from streamshard.formats.deepspeed.read.optimizer_reader import OptimizerReader
+from streamshard.formats.deepspeed.read.rank_files import (
+    SAVE_AGAIN,
+    FamilyFiles,
+    SourceFiles,
+    require,
+)
+from streamshard.formats.deepspeed.read.redundant_copies import require_alike, unlike_optimizers
+from streamshard.formats.deepspeed.unsupported import Saved, refuse
+from streamshard.formats.pickle.inert import Node
+from streamshard.formats.pickle.node_checks import name_of, of_file
+from streamshard.formats.torch.torch_tensor import shape_of, storages_in, tensor_of
+from streamshard.model import BLOB, MASTER, FamilyMap, LogicalTensor, Slot, Whole, ZeroLayout
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyReading:
+    """A family as it was read, with its logical tensors and where they lie."""
+
+    family: Family
+    family_map: FamilyMap
+    layout: ZeroLayout
+    tensors: Sequence[LogicalTensor]
+    """Numbered by the checkpoint from `first` on."""
+    whole: Mapping[int, tuple[int, int]]
+    shards: Mapping[int, Slot]
+    module_dtype: str
+    tied: Mapping[str, str]
+    """Parameter → the other name under which its values are kept, as the files list it."""
+    notes: Sequence[str]
+
+
+def read_family(
+    files: FamilyFiles,
+    sources: SourceFiles,
+    *,
+    name: str,
+    first: int,
+    tied: Mapping[str, str],
+    like: Family | None,
+) -> FamilyReading:
+    """Open the shards of one family.
+
+    Parameters
+    ----------
+    name
+        What the family is called in a checkpoint that has several, else empty.
+    first
+        Number of the family's first logical tensor in the checkpoint.
+    tied
+        What the first family's files list as tied: the first of all ranks alone knows it.
+    like
+        The same part of the model in another checkpoint of the job, for hyper-parameters that
+        these files do not keep.
+
+    Raises
+    ------
+    SourceError
+        Something is missing, damaged, contradictory or not supported; the message names the file.
+    """
+    optimizers = [sources.read_dict(path) for path in files.optimizer_files]
+    model_files = read_models(sources, files.model_files)
+    models = [file.root for file in model_files]
+    both = zip(optimizers, files.optimizer_files, strict=True)
+    states = [require(optimizer, names.OPTIMIZER, path) for optimizer, path in both]
+    stage = family_stage(states, files)
+    config = _config(optimizers[0], models[0])
+    refuse(Saved(stage, config, states, files.optimizer_files, models, files.model_files))
+    elastic = elastic_reader.is_elastic(states)
+    if elastic:
+        elastic_reader.make_rigid(states, files.optimizer_files, like)
+    check_world_size(states, models, files)
+    check_agreement(states, files.optimizer_files)
+
+    layout = ds_config.zero_layout(
+        config,
+        stage=stage,
+        world_size=len(states),
+        bf16_optimizer=names.ZERO_STAGE not in states[0],
+    )
+    optimizer = OptimizerReader(
+        sources, files.optimizer_files, states, layout, strips_states=elastic
+    )
+    shapes = _param_shapes(model_files, files, optimizer)
+    if elastic and like is not None:
+        elastic_reader.require_same_groups(
+            [list(s) for s in shapes], like, files.optimizer_files[0]
+        )
+    groups = optimizer.groups([list(unit) for unit in shapes])
+    shape_by_name = {param: shape for unit in shapes for param, shape in unit.items()}
+    module = ModuleReader(model_files, stage, tied)
+    entries = module.entries(shape_by_name)
+    tensors = optimizer_tensors(groups, shape_by_name, name)
+    notes = [*unlike_optimizers(optimizers, files.optimizer_files)]
+    require_alike(model_files, entries, stage)
+    module_map = module.place(entries, first=first + len(tensors), family=name)
+    tensors += module.tensors
+
+    param_ids = optimizer.param_ids([list(unit) for unit in shapes], entries)
+    where = family_map(optimizer, layout, shapes)  # also from what is stripped now
+    strip_optimizer(states[0], stage)
+    module.strip(entries)
+    whole = dict(module_map.whole)
+    adopt_blobs([models[0], optimizers[0]], tensors, whole, first=first, family=name)
+    return FamilyReading(
+        family=Family(name, groups, entries, models[0], optimizers[0], param_ids),
+        family_map=where,
+        layout=layout,
+        tensors=tensors,
+        whole=whole,
+        shards=module_map.shards,
+        module_dtype=module.dtype(entries) or ds_config.module_dtype(config),
+        tied=module.tied,
+        notes=(*module.notes, *notes),
+    )
+
+
+def family_map(
+    optimizer: OptimizerReader, layout: ZeroLayout, units: Sequence[Mapping[str, object]]
+) -> FamilyMap:
+    """Say where a family's optimizer keeps its states, once its groups have been read."""
+    if layout.stage == 3:
+        return FamilyMap(
+            sub_groups=optimizer.slots, sub_group_params=tuple(tuple(unit) for unit in units)
+        )
+    return FamilyMap(
+        partitions=optimizer.slots, recorded=optimizer.recorded(), stripped=optimizer.strips_states
+    )
+
+
+def _param_shapes(
+    models: Sequence[ModelFile], files: FamilyFiles, optimizer: OptimizerReader
+) -> list[Shapes]:
+    """Read names and shapes of the trained parameters, per param group or sub-group."""
+    first = models[0].root
+    units = first.get(names.PARAM_SHAPES)
+    if names.PARAM_SHAPES in first and units is None and optimizer.is_bf16_optimizer:
+        # Without a ZeRO stage the model file lists none, and BF16_Optimizer saves all the same.
+        return _with_shapes(
+            recorded_units(optimizer, files.optimizer_files), first[names.MODULE_STATE]
+        )
+    if not isinstance(units, list) or not all(isinstance(unit, dict) for unit in units):
+        message = f"{files.model_files[0]}: no parameter shapes; saved before DeepSpeed 0.6?"
+        raise UnsupportedError(f"{message} {SAVE_AGAIN}")
+    compared = (names.PARAM_SHAPES, "global_steps")
+    for file, wrong in differences(models, lambda file: {k: file.root.get(k) for k in compared}):
+        message = f"{file.path} and {models[0].path} disagree about {wrong[0]}"
+        raise DisagreementError(f"{message}: they are not of one step of one run")
+    with of_file(files.model_files[0]):
+        return [{name_of(name): shape_of(shape) for name, shape in unit.items()} for unit in units]
+
+
+def recorded_units(optimizer: OptimizerReader, paths: Sequence[Path]) -> list[Shapes]:
+    """Read names and sizes from the slices that the ranks record, in the group's own order.
+
+    A parameter's slices on all ranks add up to it. Its shape is not known and not needed.
+    """
+    found: list[dict[str, int]] = []
+    for recorded, path in zip(optimizer.recorded(), paths, strict=True):
+        if recorded.slices is None:
+            message = f"{path}: saved by a DeepSpeed before 0.7.4, which did not name parameters"
+            raise UnsupportedError(message)
+        if any(any(group) for group in recorded.alignments or ()):
+            message = f"{path}: saved with parameter_alignment, which only a model file explains"
+            raise UnsupportedError(message)
+        found = found or [{} for _ in recorded.slices]
+        for unit, slices in zip(found, recorded.slices, strict=True):
+            for name, _, numel in slices:
+                unit[name] = unit.get(name, 0) + numel
+    # All expert ranks name their experts alike, and each of them adds its own.
+    return [
+        {name: (numel // optimizer.expert_parallel(number),) for name, numel in unit.items()}
+        for number, unit in enumerate(found)
+    ]
+
+
+def _with_shapes(units: Sequence[Shapes], module: Node) -> list[Shapes]:
+    """Give parameters of known size the shape that the module's weights have, if they are there."""
+    held = module if isinstance(module, dict) else {}
+    weights = {name: tensor_of(held.get(name)) for unit in units for name in unit}
+    return [
+        {
+            name: weight.shape if (weight := weights[name]) and (weight.numel,) == flat else flat
+            for name, flat in unit.items()
+        }
+        for unit in units
+    ]
+
+
+def _config(optimizer: Mapping[str, Node], model: Mapping[str, Node]) -> ds_config.Config:
+    for holder in (optimizer, model):
+        if isinstance(holder.get(names.DS_CONFIG), dict):
+            return dict(holder[names.DS_CONFIG])
+    return {}
+
+
+def optimizer_tensors(
+    groups: Sequence[ParamGroup], shapes: Mapping[str, tuple[int, ...]], family: str
+) -> list[LogicalTensor]:
+    """List the logical tensors of all optimizer states, group by group and state by state.
+
+    Parameters
+    ----------
+    shapes
+        Of the parameters as the files name them: every expert rank counts its experts from 0.
+    """
+    spelled = {group.number: group.params for group in groups if group.expert_rank == 0}
+    tensors = [
+        LogicalTensor(state, name, dtype, shapes[own], family)
+        for group in groups
+        for state, dtype in {MASTER: group.master_dtype, **group.flat_states()}.items()
+        for name, own in zip(group.params, spelled[group.number], strict=True)
+    ]
+    names_of = Counter((tensor.state, tensor.name) for tensor in tensors)
+    for (_, name), count in names_of.items():
+        if count > 1:
+            raise CorruptFileError(f"parameter '{name}' is in {count} param groups")
+    return tensors
+
+
+def strip_optimizer(state: dict[str, Node], stage: int) -> None:
+    """Empty what depends on the cutting, leaving every key where it stands."""
+    inner = state[names.OPTIMIZER if stage == 3 else names.BASE_OPTIMIZER]
+    inner["state"] = {}
+    for group in inner["param_groups"]:
+        group["params"] = []
+    for key in CUT_KEYS - {names.OPTIMIZER, names.BASE_OPTIMIZER}:
+        if key in state:
+            state[key] = None
+
+
+def adopt_blobs(
+    roots: Sequence[Node],
+    tensors: list[LogicalTensor],
+    whole: dict[int, tuple[int, int]],
+    *,
+    first: int,
+    family: str,
+) -> None:
+    """Make every storage that is left in the training state a logical tensor of raw bytes.
+
+    Parameters
+    ----------
+    first
+        Number of the first of `tensors` in the checkpoint.
+    """
+    adopted = 0
+    for storage in storages_in(list(roots)):
+        if storage.content is None:
+            index = first + len(tensors)
+            whole[index] = (storage.file, storage.offset)
+            storage.content = Whole(index)
+            tensors.append(LogicalTensor(BLOB, str(adopted), "uint8", (storage.nbytes,), family))
+            adopted += 1

@@ -1,0 +1,115 @@
+"""Opens the model files of a family, of which stage 3 saves one per rank, and compares them."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from streamshard.formats.deepspeed.read.rank_files import SourceFiles, fingerprints
+from streamshard.formats.pickle.inert import Node
+from streamshard.formats.torch import torch_file
+from streamshard.formats.torch.parse_cache import Twin, Twins
+from streamshard.formats.torch.torch_tensor import Storage, storages_in
+
+Entries = Mapping[Node, Node]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """A model file: an object that may be another file's as well, and where it lies."""
+
+    path: Path
+    number: int
+    """By which storages of this file name it."""
+    root: dict[str, Any]
+    twin: Twin | None = None
+    """Set where the object is that of a file before, whose name and checksums its storages bear."""
+
+    def checksum(self, storage: Storage) -> int:
+        """CRC-32 of what one of the object's storages holds in this file."""
+        if self.twin is None:
+            return torch_file.checksum(storage)
+        crc32 = self.twin.crc32(storage)
+        own = replace(storage, file=self.number, path=self.path, crc32=crc32)
+        return torch_file.checksum(own)
+
+
+def read_models(sources: SourceFiles, paths: Sequence[Path]) -> list[ModelFile]:
+    """Open a family's model files, parsing those that hold the same object only once.
+
+    Raises
+    ------
+    SourceError
+        One of them cannot be read.
+    """
+    twins = Twins()
+    files: list[ModelFile] = []
+    for path in paths:
+        number = sources.add(path)
+        twin = twins.find(path)
+        if twin is not None:
+            files.append(ModelFile(path, number, twin.root, twin))
+            continue
+        found = sources.read(path, number)
+        twins.remember(path, found)
+        files.append(ModelFile(path, number, found.root))
+    return files
+
+
+@dataclass(frozen=True, slots=True)
+class _Looked:
+    """What came of comparing one file with the first."""
+
+    entries: Entries
+    wrong: Sequence[Node]
+    """Keys of entries that differ."""
+    places: Mapping[Node, frozenset[int]]
+    """Of every entry, the offsets of its storages."""
+
+
+def differences(
+    files: Sequence[ModelFile], entries: Callable[[ModelFile], Entries]
+) -> Iterator[tuple[ModelFile, list[Node]]]:
+    """Yield every file that differs from the first in some entries, with these entries' keys.
+
+    Of files that hold one object only what has other checksums is compared again.
+
+    Parameters
+    ----------
+    entries
+        Picks what is to be compared of a file; it is asked once for every object.
+
+    Raises
+    ------
+    UnsupportedError
+        See `fingerprints`.
+    """
+    first: dict[Node, bytes] | None = None
+    looked: dict[int, _Looked] = {}
+    for file in files:
+        if file.twin is None:
+            picked = entries(file)
+            own = fingerprints(picked, file.path, file.checksum)
+            first = own if first is None else first
+            wrong = [key for key in {**first, **own} if first.get(key) != own.get(key)]
+            places = {key: _places(node) for key, node in picked.items()}
+            looked[id(file.root)] = _Looked(picked, wrong, places)
+        else:
+            wrong = _of_twin(file, file.twin, looked[id(file.root)], first or {})
+        if wrong:
+            yield file, wrong
+
+
+def _of_twin(file: ModelFile, twin: Twin, like: _Looked, first: Mapping[Node, bytes]) -> list[Node]:
+    """List the keys of entries in which a twin differs from the first file."""
+    changed = twin.changed()
+    again = {
+        key: like.entries[key] for key, at in like.places.items() if not changed.isdisjoint(at)
+    }
+    own = fingerprints(again, file.path, file.checksum)
+    same = [key for key in like.wrong if key not in own]
+    return [*same, *(key for key in own if first.get(key) != own[key])]
+
+
+def _places(node: Node) -> frozenset[int]:
+    return frozenset(storage.offset for storage in storages_in(node))

@@ -1,0 +1,284 @@
+"""Reads what the model files hold: module weights, buffers, frozen weights, tied names."""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
+from streamshard.formats.checkpoint import ModuleEntry, require_tied_to_weights
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.read.model_files import ModelFile, differences
+from streamshard.formats.deepspeed.read.rank_files import SAVE_AGAIN, require
+from streamshard.formats.deepspeed.read.redundant_copies import alike, ranks_differ
+from streamshard.formats.pickle.inert import Node
+from streamshard.formats.pickle.node_checks import name_of, of_file
+from streamshard.formats.torch.torch_tensor import Tensor, shape_of, tensor_of
+from streamshard.model import MODULE, LogicalTensor, Slot
+
+CUT_KEYS: Final = frozenset(
+    {
+        names.MODULE_STATE,
+        names.PARAM_SHAPES,
+        names.FROZEN_SHAPES,
+        names.FROZEN_FRAGMENTS,
+        names.SHARED_PARAMS,
+        names.DP_WORLD_SIZE,
+    }
+)
+"""Entries of a model file that depend on the cutting, or that the module's entries restate."""
+
+_EXTRA_STATE = "_extra_state"
+"""Last part of the key under which `Module.get_extra_state` is saved; it may be a tensor."""
+
+
+@dataclass(slots=True)
+class ModuleMap:
+    """Where the module's own tensors lie."""
+
+    whole: dict[int, tuple[int, int]] = field(default_factory=dict)
+    shards: dict[int, Slot] = field(default_factory=dict)
+
+
+class ModuleReader:
+    """Understands the model files of one tag."""
+
+    def __init__(
+        self,
+        files: Sequence[ModelFile],
+        stage: int,
+        tied: Mapping[str, str],
+    ) -> None:
+        self.tensors: list[LogicalTensor] = []
+        self.notes: list[str] = []
+        self._files = files
+        self._first = files[0].root
+        self._path = files[0].path
+        self._stage = stage
+        module = require(self._first, names.MODULE_STATE, self._path)
+        # With pipeline parallelism each layer's weights are in a file of their own.
+        self._module: dict[str, Node] = {} if module is None else module
+        if not isinstance(self._module, dict):
+            raise CorruptFileError(f"{self._path}: its '{names.MODULE_STATE}' is no state dict")
+        self._frozen_shapes: dict[str, Node] = self._first.get(names.FROZEN_SHAPES) or {}
+        self.tied: Mapping[str, str] = self._as_in_module(
+            self._first.get(names.SHARED_PARAMS) or tied
+        )
+
+    def _as_in_module(self, listed: Mapping[str, str]) -> Mapping[str, str]:
+        """Name what a model file lists as its module's state dict does.
+
+        Random layer token dropping wraps layers; the state dict alone is saved without that.
+        """
+        if self._first.get(names.RANDOM_LTD) is None:
+            return listed
+        plain = names.without_dropping
+        return {plain(name): plain(other) for name, other in listed.items()}
+
+    def entries(self, trained: Mapping[str, tuple[int, ...]]) -> tuple[ModuleEntry, ...]:
+        """Say what each entry of the module's state dict is.
+
+        Parameters
+        ----------
+        trained
+            Shapes of the trained parameters: in stage 3 the entries are empty placeholders.
+        """
+        with of_file(self._path):
+            return self._entries(trained)
+
+    def _entries(self, trained: Mapping[str, tuple[int, ...]]) -> tuple[ModuleEntry, ...]:
+        frozen = {name: shape_of(node) for name, node in self._frozen_shapes.items()}
+        shapes = {**trained, **frozen}
+        listed = require(self._first, names.BUFFER_NAMES, self._path)
+        buffers = set(self._as_in_module({name: name for name in listed}))
+        seen: dict[tuple[object, ...], str] = {}
+        found = []
+        for name, node in self._module.items():
+            tensor = tensor_of(node)
+            if tensor is None or not _is_dense(tensor) or name.split(".")[-1] == _EXTRA_STATE:
+                found.append(ModuleEntry(name, "extra", "", ()))
+                continue
+            if self._stage != 3 and shapes.get(name, tensor.shape) != tensor.shape:
+                where = names.FROZEN_SHAPES if name in frozen else names.PARAM_SHAPES
+                message = f"{self._path}: '{name}' has shape {tensor.shape}, and among its"
+                message = f"{message} '{where}' {shapes[name]}"
+                why = "damaged, or the module saves it otherwise than it trains it"
+                raise DisagreementError(
+                    f"{message}: {why}; take another copy, or save again without what reshapes it"
+                )
+            alias = self._alias_of(name, tensor, seen, shapes)
+            kind = "alias" if alias else self._kind(name, buffers, trained)
+            shape = shapes.get(alias or name, tensor.shape)
+            if kind == "excluded":
+                alias = self.tied[name]
+            found.append(ModuleEntry(name_of(name), kind, tensor.dtype, shape, alias))
+        require_tied_to_weights(found)
+        return tuple(found)
+
+    def _alias_of(
+        self,
+        name: str,
+        tensor: Tensor,
+        seen: dict[tuple[object, ...], str],
+        listed: Mapping[str, object],
+    ) -> str:
+        """Find the entry that this one is another name of; empty if it is the first of its own.
+
+        Only stages 0 to 2 show it in memory: in stage 3 all that is left is the list that rank 0
+        keeps. Below stage 3 that list names whatever begins at one address
+        (`DeepSpeedEngine._get_shared_params`, 0.19.8): slices, and all that has no elements. So
+        the values decide there, and in any stage what is listed as a parameter is one of its own.
+        """
+        tied = self.tied.get(name, "")
+        if self._stage == 3:
+            return tied if tied in self._module and name not in listed else ""
+        if tensor.numel == 0:
+            return ""
+        first = seen.setdefault((tensor.place, tensor.shape, tensor.dtype), name)
+        if name in listed:
+            return ""
+        other = tensor_of(self._module.get(tied))
+        if tied in self._module and (other is None or alike(tensor, other)):
+            return tied
+        return "" if first == name else first
+
+    def _kind(self, name: str, buffers: set[str], trained: Mapping[str, object]) -> str:
+        if name in buffers:
+            return "buffer"
+        if self._stage == 0:
+            return "weight"
+        if name in trained:
+            return "param"
+        if self._is_excluded(name, trained):
+            return "excluded"
+        # Without a list of frozen parameters, which stage 1 and DeepSpeed before 0.9.1 do not keep,
+        # whatever is no buffer and not trained is one.
+        listed = self._stage > 1 and names.FROZEN_SHAPES in self._first
+        return "frozen" if name in self._frozen_shapes or not listed else "loose"
+
+    def _is_excluded(self, name: str, trained: Mapping[str, object]) -> bool:
+        """Tell whether a name is one of a frozen weight that was saved under none of the others.
+
+        `DeepSpeedEngine.module_state_dict` (0.19.8) takes frozen weights out under the first of
+        their names alone.
+        """
+        other = self.tied.get(name)
+        listed = self._first.get(names.FROZEN_SHAPES) is not None
+        return other not in (None, *self._module, *trained) and not listed
+
+    def dtype(self, entries: Sequence[ModuleEntry]) -> str | None:
+        """Tell the dtype of the trained weights as the module holds them."""
+        return next((entry.dtype for entry in entries if entry.kind == "param"), None)
+
+    def place(self, entries: Sequence[ModuleEntry], *, first: int, family: str) -> ModuleMap:
+        """Number the module's own tensors from `first` on and say where they lie.
+
+        Stage 3 keeps no module weights of trained parameters: they are casts of the masters.
+        """
+        found = ModuleMap()
+        for entry in entries:
+            is_elsewhere = self._stage == 3 and entry.kind in ("param", "excluded")
+            if entry.kind in ("alias", "extra") or is_elsewhere:
+                continue
+            index = first + len(self.tensors)
+            tensor = LogicalTensor(MODULE, entry.name, entry.dtype, entry.shape, family)
+            self.tensors.append(tensor)
+            if self._stage == 3 and entry.kind != "buffer":
+                found.shards[index] = self._frozen_slot(entry, tensor)
+            else:
+                node = tensor_of(self._module[entry.name])
+                if node is not None:
+                    what = f"{self._path}: module.{entry.name}"
+                    found.whole[index] = node.require_contiguous(what).place
+        if self._stage == 3:
+            self._compare_ranks(entries)
+        return found
+
+    def _frozen_slot(self, entry: ModuleEntry, tensor: LogicalTensor) -> Slot:
+        of_object: dict[int, Tensor] = {}
+        for file in self._files:
+            if id(file.root) not in of_object:
+                of_object[id(file.root)] = self._frozen_shard(file, entry, tensor.dtype)
+        shards = [of_object[id(file.root)] for file in self._files]
+        return Slot(
+            files=np.array([file.number for file in self._files], dtype=np.int64),
+            offsets=np.array([s.offset for s in shards], dtype=np.int64),
+            numels=np.array([s.numel for s in shards], dtype=np.int64),
+        )
+
+    def _frozen_shard(self, file: ModelFile, entry: ModuleEntry, dtype: str) -> Tensor:
+        node = (file.root.get(names.FROZEN_FRAGMENTS) or {}).get(entry.name)
+        with of_file(file.path):
+            shard = tensor_of(node)
+        what = f"{file.path}: weight of '{entry.name}'"
+        if shard is None:
+            message = (
+                f"{what} is in no file: neither trained nor listed as tied to another, and "
+                "saved without frozen weights"
+            )
+            if names.SHARED_PARAMS not in file.root:
+                message = (
+                    f"{what} is in no file: it is frozen or tied to another, neither of which "
+                    f"stage 3 saved before DeepSpeed 0.9.2. {SAVE_AGAIN}"
+                )
+            raise UnsupportedError(message)
+        if shard.dtype != dtype:
+            message = (
+                f"{what} is kept as {shard.dtype} for {dtype}: quantised by "
+                "zero_quantized_nontrainable_weights, without the scales, which DeepSpeed "
+                "does not save. Save with exclude_frozen_parameters=True, and take the frozen "
+                "weights from the model that the training began with"
+            )
+            raise UnsupportedError(message)
+        return shard.require_contiguous(what)
+
+    def _compare_ranks(self, entries: Sequence[ModuleEntry]) -> None:
+        """Note what rank files hold besides their shards and do not agree about."""
+        for file in self._files[1:]:
+            module = file.root.get(names.MODULE_STATE)
+            if not isinstance(module, dict):
+                raise CorruptFileError(f"{file.path}: holds no module state")
+            if list(module) != list(self._module):
+                message = f"{file.path} and {self._path} hold different modules"
+                raise DisagreementError(message)
+        kept = [entry.name for entry in entries if entry.kind in ("buffer", "extra")]
+
+        def common(file: ModelFile) -> dict[Node, Node]:
+            state = {key: node for key, node in file.root.items() if key not in CUT_KEYS}
+            return state | {name: file.root[names.MODULE_STATE][name] for name in kept}
+
+        differing = {key for _, keys in differences(self._files, common) for key in keys}
+        if differing:
+            self.notes.append(ranks_differ(differing))
+
+    def strip(self, entries: Sequence[ModuleEntry]) -> None:
+        """Empty what depends on the cutting in rank 0's file, leaving every key where it stands."""
+        tied = self._as_in_module(self._first.get(names.SHARED_PARAMS) or {})
+        # Of no weight that is in the module: of a pipeline's layers, or left out as frozen.
+        elsewhere = OrderedDict(pair for pair in tied.items() if pair[0] not in self._module)
+        self.strip_module(entries)
+        if self._first.get(names.RANDOM_LTD) is not None:
+            # DeepSpeed's zero_to_fp32 looks for these names in the module's state dict.
+            listed = self._first[names.BUFFER_NAMES]
+            self._first[names.BUFFER_NAMES] = [names.without_dropping(name) for name in listed]
+        for key in CUT_KEYS - {names.MODULE_STATE}:
+            if self._first.get(key) is not None:
+                # An empty value, not None: that is what says that frozen weights were left out.
+                self._first[key] = elsewhere if key == names.SHARED_PARAMS else OrderedDict()
+
+    def strip_module(self, entries: Sequence[ModuleEntry]) -> None:
+        """Take the tensors that have become logical tensors out of the module's state dict."""
+        kept = {entry.name for entry in entries if entry.kind == "extra"}
+        for name in [name for name in self._module if name not in kept]:
+            del self._module[name]
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Tell whether a tensor can be stored as its elements in a row; others go as whole storages."""
+    try:
+        tensor.require_contiguous("")
+    except UnsupportedError:
+        return False
+    return True

@@ -1,0 +1,323 @@
+"""Reads what the ranks' optimizer files hold, group by group or sub-group by sub-group.
+
+"Unit" is what a rank flattens into one tensor: a param group in stages 1 and 2, a sub-group in
+stage 3.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
+from streamshard.formats.checkpoint import FlatState, ModuleEntry, ParamGroup, ScalarState
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.read.rank_files import (
+    SAVE_AGAIN,
+    SourceFiles,
+    fingerprint,
+    require,
+)
+from streamshard.formats.deepspeed.read.recorded_cut import recorded_cut
+from streamshard.formats.deepspeed.read.state_reader import HeldState
+from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.pickle.node_checks import name_of, of_file
+from streamshard.formats.torch.torch_tensor import Tensor, storages_in, tensor_of
+from streamshard.model import MASTER, RecordedCut, Slot, ZeroLayout
+
+_STATES_LIMIT: Final = 100
+"""Of one group; each takes a tensor's worth of work on every rank."""
+
+
+class OptimizerReader:
+    """Collects the optimizer's groups and where each rank keeps its part of every state."""
+
+    def __init__(
+        self,
+        sources: SourceFiles,
+        paths: Sequence[Path],
+        states: Sequence[Mapping[str, Node]],
+        layout: ZeroLayout,
+        *,
+        strips_states: bool = False,
+    ) -> None:
+        self.slots: dict[tuple[int, str], Slot] = {}
+        """(param group, state), in stage 3 (unit, state) → where each rank that has it keeps it."""
+        self.strips_states = strips_states
+        """Whether states are saved without their padding, as masters are."""
+        self._sources = sources
+        self._paths = paths
+        self._states = states
+        self._layout = layout
+        self._stage = layout.stage
+        self._require_paddings()
+        inner = names.OPTIMIZER if layout.stage == 3 else names.BASE_OPTIMIZER
+        masters = names.FLAT_GROUPS_3 if layout.stage == 3 else names.FLAT_GROUPS
+        self._inner = [self._inner_state(s, inner, p) for s, p in zip(states, paths, strict=True)]
+        self._masters = [
+            [self._flat(node, f"{masters}[{unit}]", path) for unit, node in enumerate(nodes)]
+            for path, nodes in (
+                (p, require(s, masters, p)) for s, p in zip(states, paths, strict=True)
+            )
+        ]
+        self._require_known()
+
+    def _require_paddings(self) -> None:
+        """Refuse files that do not tell how much of the masters' padding they leave out."""
+        for rank, path in enumerate(self._paths):
+            if self._strips_masters(rank) and names.GROUP_PADDINGS not in self._states[rank]:
+                message = f"{path}: no '{names.GROUP_PADDINGS}' in it; saved before DeepSpeed 0.7"
+                raise UnsupportedError(f"{message}, which is not supported. {SAVE_AGAIN}")
+
+    def _inner_state(self, state: Mapping[str, Node], key: str, path: Path) -> Mapping[str, Node]:
+        inner = require(state, key, path)
+        if not isinstance(inner, dict) or not {"state", "param_groups"} <= inner.keys():
+            raise CorruptFileError(f"{path}: '{key}' is not the state dict of an optimizer")
+        return inner
+
+    def _require_known(self) -> None:
+        """Refuse an optimizer with tensors that are no group's state, or of which ranks differ."""
+        known = {"state", "param_groups"}
+        plain = [{key: n for key, n in inner.items() if key not in known} for inner in self._inner]
+        for rank, (inner, beside) in enumerate(zip(self._inner, plain, strict=True)):
+            units = range(len(self._masters[rank]))
+            with of_file(self._paths[rank]):
+                unknown = [unit for unit in inner["state"] if unit not in units]
+            unknown += [key for key, node in beside.items() if any(storages_in(node))]
+            if not unknown and fingerprint(beside) != fingerprint(plain[0]):
+                unknown = list({**plain[0], **beside})
+            if unknown:
+                message = f"{self._paths[rank]}: its optimizer keeps {show(unknown)} besides the"
+                message = f"{message} states of its groups, and nothing tells whether that is cut"
+                raise UnsupportedError(f"{message}; this optimizer is not supported")
+
+    def _flat(self, node: Node, what: str, path: Path) -> Tensor:
+        with of_file(path):
+            tensor = tensor_of(node)
+        if tensor is None or len(tensor.shape) != 1:
+            raise CorruptFileError(f"{path}: {what} is not a flat tensor")
+        return tensor.require_contiguous(f"{path}: {what}")
+
+    def groups(self, units: Sequence[Sequence[str]]) -> tuple[ParamGroup, ...]:
+        """Read the param groups; `units` names the parameters of each unit.
+
+        Raises
+        ------
+        DisagreementError
+            Ranks, or sub-groups of one group, differ in what they must have in common.
+        UnsupportedError
+            A state is neither per element nor a scalar.
+        """
+        for rank, masters in enumerate(self._masters):
+            if len(masters) != len(units):
+                message = f"{self._paths[rank]}: {len(masters)} flat groups for {len(units)}"
+                raise DisagreementError(f"{message} groups of parameter shapes")
+        self._check_hyper_parameters()
+        found: list[ParamGroup] = []
+        experts = names.count_local_experts(chain.from_iterable(units))
+        for number, members in enumerate(self.members(len(units))):
+            params = [name for unit in members for name in units[unit]]
+            expert_parallel = self.expert_parallel(number)
+            for expert_rank in range(expert_parallel):
+                found.append(
+                    ParamGroup(
+                        params=tuple(
+                            names.of_expert_rank(name, expert_rank, experts) for name in params
+                        ),
+                        master_dtype=self._masters[0][members[0]].dtype if members else "float32",
+                        states=self._states_of(members, len(found), expert_parallel, expert_rank),
+                        number=number,
+                        expert_parallel=expert_parallel,
+                        expert_rank=expert_rank,
+                    )
+                )
+        self._require_one_kind(found)
+        return tuple(found)
+
+    def _require_one_kind(self, groups: Sequence[ParamGroup]) -> None:
+        """Refuse a state that has an element per parameter element in some groups only.
+
+        Where a rank holds one element of a group, a scalar of shape (1,) looks like such a state.
+        """
+        flat = {key for group in groups for key in group.flat_states()}
+        for group in groups:
+            for key, value in (group.states or {}).items():
+                if key in flat and isinstance(value, ScalarState):
+                    message = (
+                        f"{self._paths[0]}: optimizer state '{key}' of group {group.number} is a "
+                        "scalar, and in another group has one element for each of the parameters' "
+                        "or looks so; this optimizer is not supported"
+                    )
+                    raise UnsupportedError(message)
+
+    @property
+    def is_bf16_optimizer(self) -> bool:
+        """Whether it was a `BF16_Optimizer` that saved."""
+        return self._layout.bf16_optimizer
+
+    def expert_parallel(self, number: int) -> int:
+        """Tell how many expert ranks there are to a param group: 1 if it holds no experts."""
+        if self._inner[0]["param_groups"][number].get(names.IS_EXPERTS) is not True:
+            return 1
+        world_size = self._layout.world_size
+        for state, path in zip(self._states, self._paths, strict=True):
+            sharing = require(state, names.PARTITION_COUNT, path)[number]
+            if sharing < 1 or world_size % sharing:
+                message = f"{path}: experts of param group {number} shared by {sharing} ranks"
+                raise DisagreementError(f"{message}, which do not divide {world_size}")
+            if sharing != self._states[0][names.PARTITION_COUNT][number]:
+                message = f"{path} and {self._paths[0]} disagree about {names.PARTITION_COUNT}"
+                raise DisagreementError(message)
+        return int(world_size // sharing)
+
+    def _states_of(
+        self, members: Sequence[int], group: int, expert_parallel: int, expert_rank: int
+    ) -> dict[str, Node] | None:
+        """Read the states of one param group, whose units must agree about what is not cut."""
+        places = enumerate(
+            self._layout.expert_place(rank, expert_parallel) for rank in range(len(self._states))
+        )
+        ranks = [rank for rank, (found, _) in places if found == expert_rank]
+        states = [
+            self._unit_states(unit, unit if self._stage == 3 else group, ranks) for unit in members
+        ]
+        for other in states[1:]:
+            if other != states[0]:
+                message = f"{self._paths[0]}: sub-groups of a param group differ in state"
+                raise DisagreementError(message)
+        return states[0] if states else None
+
+    def members(self, unit_count: int) -> list[list[int]]:
+        """Tell which units each param group consists of."""
+        listed = [group.get("params") for group in self._inner[0]["param_groups"]]
+        if list(chain.from_iterable(listed)) != list(range(unit_count)):
+            message = f"{self._paths[0]}: param groups do not number {unit_count} groups"
+            raise CorruptFileError(message)
+        return [list(params) for params in listed]
+
+    def lengths(self) -> list[int]:
+        """Tell how many elements of each unit a rank holds."""
+        return [master.numel for master in self._masters[0]]
+
+    def _check_hyper_parameters(self) -> None:
+        first, *rest = [fingerprint(inner["param_groups"]) for inner in self._inner]
+        for other, path in zip(rest, self._paths[1:], strict=True):
+            if other != first:
+                message = f"{path} and {self._paths[0]} disagree about the optimizer's param groups"
+                raise DisagreementError(f"{message}: they are not of one step of one run")
+
+    def _unit_states(self, unit: int, slot: int, ranks: Sequence[int]) -> dict[str, Node] | None:
+        """Read one unit's states on some ranks and note where they lie; None if there are none."""
+        self._add_slot(slot, MASTER, ranks, {rank: self._masters[rank][unit] for rank in ranks})
+        if not any(unit in self._inner[rank]["state"] for rank in ranks):
+            return None
+        held = {rank: self._inner[rank]["state"].get(unit, {}) for rank in ranks}
+        if self._is_muon(unit):
+            # A rank that owns no parameter has no momentum; that it owns none is checked later.
+            held = {rank: states for rank, states in held.items() if states} or held
+        first = next(iter(held))
+        with of_file(self._paths[first]):
+            keys = [name_of(key) for key in held[first]]
+        if len(keys) > _STATES_LIMIT:
+            message = f"{self._paths[first]}: {len(keys)} states of one group"
+            raise UnsupportedError(f"{message}, which no optimizer is known to have")
+        for rank, states in held.items():
+            if list(states) != keys:
+                message = (
+                    f"{self._paths[rank]}: states {show(list(states))} of group {unit}, where "
+                    f"{self._paths[first]} has {show(keys)}"
+                )
+                raise DisagreementError(message)
+        return {
+            key: self._state(unit, slot, key, {rank: held[rank][key] for rank in held}, ranks)
+            for key in held[first]
+        }
+
+    def _state(
+        self, unit: int, slot: int, key: str, nodes: Mapping[int, Node], ranks: Sequence[int]
+    ) -> Node:
+        """Understand one state of a unit from what each rank that has it holds under its key."""
+        held = HeldState(
+            what=f"optimizer state '{key}' of group {unit}",
+            nodes=nodes,
+            numels={rank: self._state_numel(unit, rank, ranks[0]) for rank in nodes},
+            paths=self._paths,
+        )
+        tensors = held.tensors()
+        # Of whole parameters: how many elements that makes on each rank takes arithmetic to tell.
+        whole = self._is_muon(unit) and key == names.MOMENTUM and bool(tensors)
+        state = held.flat(tensors) if whole else held.understand(self._sources)
+        if isinstance(state, FlatState):
+            self._add_slot(slot, key, ranks, tensors)
+        return state
+
+    def _is_muon(self, unit: int) -> bool:
+        """Tell whether a param group's momentum may be that of whole parameters."""
+        group = self._inner[0]["param_groups"][unit] if self._stage < 3 else {}
+        return group.get(names.IS_MUON) is True
+
+    def _state_numel(self, unit: int, rank: int, first: int) -> int:
+        """Count the elements of a state that has one for each element of the unit's partition.
+
+        Partitions are equally long, and the first rank's tells how long. The last one's may not:
+        before 0.16.4, padding that several ranks have was counted on the last of them alone.
+        """
+        if self.strips_states or not self._strips_masters(rank):
+            return self._masters[rank][unit].numel
+        return self._masters[first][unit].numel + int(
+            self._states[first][names.GROUP_PADDINGS][unit]
+        )
+
+    def _strips_masters(self, rank: int) -> bool:
+        """Tell whether a rank's masters are saved without the padding that its states have.
+
+        BF16_Optimizer, which names no stage, saves both with it; its paddings are of another kind.
+        """
+        return self._stage < 3 and names.ZERO_STAGE in self._states[rank]
+
+    def _add_slot(
+        self, slot: int, state: str, ranks: Sequence[int], tensors: Mapping[int, Tensor]
+    ) -> None:
+        """Note where the ranks keep a state; where one has none of it, that it holds 0 elements."""
+        dtype = next(iter(tensors.values())).dtype
+        for rank, tensor in tensors.items():
+            if tensor.dtype != dtype:
+                message = f"{self._paths[rank]}: {state} of group {slot} is {tensor.dtype}"
+                raise DisagreementError(f"{message}, on rank {next(iter(tensors))} {dtype}")
+        places = [tensors.get(rank, self._masters[rank][0]) for rank in ranks]
+        self.slots[slot, state] = Slot(
+            files=np.array([t.storage.file for t in places], dtype=np.int64),
+            offsets=np.array([t.offset for t in places], dtype=np.int64),
+            numels=np.array(
+                [tensors[rank].numel if rank in tensors else 0 for rank in ranks], dtype=np.int64
+            ),
+        )
+
+    def recorded(self) -> tuple[RecordedCut, ...]:
+        """Read what each rank's file says of its own cut."""
+        return tuple(
+            recorded_cut(state, path, has_paddings=self._strips_masters(rank))
+            for rank, (state, path) in enumerate(zip(self._states, self._paths, strict=True))
+        )
+
+    def param_ids(
+        self, units: Sequence[Sequence[str]], entries: Sequence[ModuleEntry]
+    ) -> dict[str, int]:
+        """Tell ZeRO-3's `ds_id` of the parameters.
+
+        The files name the first and last id of each sub-group. The engine counts parameters in
+        the module's order unless they were made under `zero.Init`; where the order explains every
+        id that the files name, all ids are known, else only those.
+        """
+        counted = [e.name for e in entries if e.kind in ("param", "frozen")]
+        derived = {name: number for number, name in enumerate(counted)}
+        known: dict[str, int] = {}
+        for params, master in zip(units, self._masters[0], strict=True):
+            ends = master.attributes.get("ds_id")
+            first, _, last = (ends if isinstance(ends, str) else "").partition("_")
+            if first.isdecimal() and last.isdecimal() and params:
+                known |= {params[0]: int(first), params[-1]: int(last)}
+        agrees = all(derived.get(name) == number for name, number in known.items())
+        return derived if agrees else known

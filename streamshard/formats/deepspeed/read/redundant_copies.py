@@ -1,0 +1,124 @@
+"""Compares what the files of a family hold more than once: on each rank, or in two places."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from streamshard.errors import DisagreementError, UnsupportedError
+from streamshard.formats.checkpoint import ModuleEntry
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.read.model_files import ModelFile
+from streamshard.formats.deepspeed.read.rank_files import UNREAD, fingerprints
+from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.pickle.node_checks import of_file
+from streamshard.formats.torch import torch_file
+from streamshard.formats.torch.torch_tensor import Tensor, shape_of, tensor_of
+from streamshard.formats.torch.tree_comparison import spell_few, spell_key
+
+RANKS_DIFFER: Final = "The ranks' files differ in"
+COPIES_DIFFERED: Final = "Kept in two places, and not alike:"
+"""Begins a note in stores from before such checkpoints were refused."""
+UNLIKE: Final = (RANKS_DIFFER, COPIES_DIFFERED, UNREAD)
+"""Begin the notes about what is not kept of every file."""
+_OTHER_COPY: Final = "take another copy of the checkpoint, or an earlier tag"
+
+
+def ranks_differ(keys: set[Node]) -> str:
+    """Tell what ranks hold besides their shards and do not agree about."""
+    spelled = spell_few(sorted(keys, key=spell_key))
+    return f"{RANKS_DIFFER} {spelled}; rank 0's are taken for all."
+
+
+def unlike_optimizers(
+    optimizers: Sequence[Mapping[str, Node]], paths: Sequence[Path]
+) -> Iterator[str]:
+    """Note what optimizer files hold beside the optimizer's state and do not agree about."""
+    first, *rest = [
+        fingerprints({key: node for key, node in root.items() if key != names.OPTIMIZER}, path)
+        for root, path in zip(optimizers, paths, strict=True)
+    ]
+    differing = {key for own in rest for key in {**first, **own} if first.get(key) != own.get(key)}
+    if differing:
+        yield ranks_differ(differing)
+
+
+def require_alike(models: Sequence[ModelFile], entries: Sequence[ModuleEntry], stage: int) -> None:
+    """Refuse model files that hold a weight in two places, with other values in each.
+
+    To be asked before what depends on the cutting is taken out of them.
+
+    Raises
+    ------
+    DisagreementError
+        Names the file and the weight.
+    """
+    for file in models:
+        if file.twin is not None:
+            continue
+        if _frozen_shapes(file) != _frozen_shapes(models[0]):
+            message = f"{file.path} and {models[0].path} disagree about '{names.FROZEN_SHAPES}'"
+            raise DisagreementError(f"{message}: they are not of one step of one run")
+        if stage == 3:
+            _require_placeholders(file, entries)
+        _require_same_frozen(file, entries, stage)
+
+
+def _require_placeholders(file: ModelFile, entries: Sequence[ModuleEntry]) -> None:
+    """Require of what is cut that the module has no values of it beside its fragments."""
+    module = file.root.get(names.MODULE_STATE) or {}
+    for entry in entries:
+        with of_file(file.path):
+            weight = tensor_of(module.get(entry.name))
+        is_cut = entry.kind in ("param", "frozen", "alias")
+        if is_cut and weight is not None and weight.numel > 0:
+            message = (
+                f"{file.path}: '{names.MODULE_STATE}' has {weight.numel:,} values of "
+                f"'{entry.name}', where stage 3 leaves 0 and keeps the weight in fragments"
+            )
+            raise DisagreementError(f"{message}; {_OTHER_COPY}")
+
+
+def _require_same_frozen(file: ModelFile, entries: Sequence[ModuleEntry], stage: int) -> None:
+    """Require of all that is listed as frozen to be so in the module, with the same values."""
+    module = file.root.get(names.MODULE_STATE) or {}
+    frozen = {entry.name for entry in entries if entry.kind == "frozen"}
+    extra = {entry.name for entry in entries if entry.kind == "extra"}
+    for key in (names.FROZEN_SHAPES, names.FROZEN_FRAGMENTS):
+        for name, node in (file.root.get(key) or {}).items():
+            if name in extra:
+                message = f"{file.path}: the frozen weight '{name}' is not stored as its elements"
+                raise UnsupportedError(f"{message} in a row. Make it contiguous before saving")
+            message = f"{file.path}: '{key}' lists {show(name)}"
+            if name not in frozen:
+                found = "is a buffer or trained there" if name in module else "is not there"
+                message = f"{message}, which '{names.MODULE_STATE}' does not: it {found}"
+                raise DisagreementError(f"{message}; {_OTHER_COPY}")
+            if stage == 3 or key == names.FROZEN_SHAPES:
+                continue
+            with of_file(file.path):
+                is_same = alike(tensor_of(node), tensor_of(module[name]))
+            if not is_same:
+                message = f"{message} with other values than '{names.MODULE_STATE}' has of it"
+                raise DisagreementError(f"{message}; {_OTHER_COPY}")
+
+
+def _frozen_shapes(file: ModelFile) -> dict[str, tuple[int, ...]]:
+    with of_file(file.path):
+        held = file.root.get(names.FROZEN_SHAPES) or {}
+        return {name: shape_of(node) for name, node in held.items()}
+
+
+def alike(one: Tensor | None, other: Tensor | None) -> bool:
+    """Tell whether two places hold the same tensor, by the CRC-32 of what it lies in."""
+    if one is None or other is None:
+        return False
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    if one.place == other.place:
+        return True
+    storages = one.storage, other.storage
+    return (
+        one.start == other.start
+        and storages[0].numel == storages[1].numel
+        and torch_file.checksum(storages[0]) == torch_file.checksum(storages[1])
+    )

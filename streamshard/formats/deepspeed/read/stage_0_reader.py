@@ -1,0 +1,81 @@
+"""Reads what DeepSpeed saves without ZeRO (stage 0): one file, of which nothing is cut among ranks.
+
+The model file holds the optimizer's state as the optimizer itself spells it. In fp32 that is
+torch's own `state_dict`, by number of the parameter; in 16 bits `FP16_Optimizer` and
+`FP16_UnfusedOptimizer` add the master weights, flat per param group or by number. None of them
+tells a parameter's name, nor which weights are trained. So the state is carried as it is, like any
+other training state, and needs no understanding: optimizers that ZeRO's files cannot be
+resharded with are no exception here.
+
+All ranks hold the same, and of the data-parallel ones the first saves it. `load_checkpoint` does
+not look at `dp_world_size` there (DeepSpeed 0.14.5, 0.16.9 and 0.19.8).
+"""
+
+from collections.abc import Mapping
+
+from streamshard.errors import CorruptFileError, DisagreementError
+from streamshard.formats.checkpoint import Family
+from streamshard.formats.deepspeed import ds_config, names
+from streamshard.formats.deepspeed.read.family import FamilyReading, adopt_blobs
+from streamshard.formats.deepspeed.read.model_files import ModelFile, read_models
+from streamshard.formats.deepspeed.read.module_reader import ModuleReader
+from streamshard.formats.deepspeed.read.rank_files import FamilyFiles, SourceFiles, require
+from streamshard.formats.deepspeed.unsupported import Saved, refuse_uncut
+from streamshard.formats.detect import is_stage_0
+from streamshard.formats.pickle.inert import Node, show
+from streamshard.model import FamilyMap
+
+
+def read_family(
+    files: FamilyFiles, sources: SourceFiles, *, name: str, first: int
+) -> FamilyReading:
+    """Open the model file of one family.
+
+    Parameters
+    ----------
+    name
+        What the family is called in a checkpoint that has several, else empty.
+    first
+        Number of the family's first logical tensor in the checkpoint.
+
+    Raises
+    ------
+    SourceError
+        Something is damaged, contradictory or not supported; the message names the file.
+    """
+    (file,) = read_models(sources, files.model_files)
+    model = file.root
+    kept = model.get(names.DS_CONFIG)
+    config = dict(kept) if isinstance(kept, dict) else {}
+    if not is_stage_0(file.path):
+        message = f"{file.path}: holds no optimizer's state, as another part of the model does"
+        raise DisagreementError(f"{message}: they are not of one run")
+    refuse_uncut(Saved(0, config, (), (), [model], [file.path]))
+    layout = ds_config.zero_layout(config, stage=0, world_size=_world_size(file))
+    module = ModuleReader([file], 0, {})
+    entries = module.entries({})
+    where = module.place(entries, first=first, family=name)
+    module.strip_module(entries)
+    tensors, whole = list(module.tensors), dict(where.whole)
+    adopt_blobs([model], tensors, whole, first=first, family=name)
+    return FamilyReading(
+        family=Family(name, (), entries, model, {}, {}),
+        family_map=FamilyMap(),
+        layout=layout,
+        tensors=tensors,
+        whole=whole,
+        shards={},
+        module_dtype=ds_config.module_dtype(config),
+        tied={},
+        notes=(),
+    )
+
+
+def _world_size(file: ModelFile) -> int:
+    """Read how many data-parallel ranks saved it, which nothing else tells."""
+    model: Mapping[str, Node] = file.root
+    count = require(model, names.DP_WORLD_SIZE, file.path)
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        message = f"{file.path}: its '{names.DP_WORLD_SIZE}' is {show(count)}, which is no count"
+        raise CorruptFileError(message)
+    return count

@@ -1,0 +1,164 @@
+"""Understands what the ranks hold under one key of an optimizer's state, or refuses it by name."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from streamshard.errors import DisagreementError, UnsupportedError
+from streamshard.formats.checkpoint import FlatState, ScalarState
+from streamshard.formats.deepspeed.read.rank_files import SourceFiles, pickled
+from streamshard.formats.pickle.inert import Call, Global, Node, show
+from streamshard.formats.pickle.node_checks import of_file
+from streamshard.formats.torch import torch_tensor
+from streamshard.formats.torch.torch_tensor import Tensor, storages_in
+from streamshard.model import ITEMSIZE
+
+_CODES: Final = frozenset({"uint8", "int8", "float8_e4m3fn", "float8_e5m2"})
+"""Dtypes of which one value alone means nothing: it takes the scale of the block that it is in."""
+_PLAIN_LIMIT_BYTES: Final = 1024
+"""What is no tensor is written into every rank's file: this is what a plain value takes at most."""
+_REBUILDS: Final = {
+    "torch._tensor._rebuild_from_type_v2": 1,
+    "torch._utils._rebuild_wrapper_subclass": 0,
+}
+"""Functions that rebuild objects of subclasses of torch.Tensor → which argument is the class."""
+_ANEW: Final = (
+    "Resume on as many ranks as saved it, or start the optimizer anew from the model's weights"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldState:
+    """What ranks hold under one key of a unit's state."""
+
+    what: str
+    """For messages: `optimizer state 'exp_avg' of group 0`."""
+    nodes: Mapping[int, Node]
+    """By rank."""
+    numels: Mapping[int, int]
+    """Elements that a rank's part of the unit takes, where a state has one for each of them."""
+    paths: Sequence[Path]
+    """Every rank's file."""
+
+    def tensors(self) -> dict[int, Tensor]:
+        """Look at what the ranks hold as tensors, of which there are either none or one on each.
+
+        Raises
+        ------
+        UnsupportedError
+            There are tensors inside of something else, or a class of its own stands for them.
+        DisagreementError
+            Only some ranks have one.
+        """
+        found = {rank: tensor for rank in self.nodes if (tensor := self._tensor(rank)) is not None}
+        others = [rank for rank in self.nodes if rank not in found]
+        for rank in others:
+            if next(storages_in(self.nodes[rank]), None) is not None:
+                message = (
+                    f"{self._place(rank)} is {_kind(self.nodes[rank])}, which has tensors in it. "
+                    "States that are quantised in blocks, split into factors or kept in lists "
+                    "cannot be cut for other ranks"
+                )
+                raise UnsupportedError(f"{message}. {_ANEW}")
+        if found and others:
+            message = f"{self._place(others[0])} is {_kind(self.nodes[others[0]])}, and a tensor in"
+            raise DisagreementError(f"{message} {self.paths[next(iter(found))]}")
+        return found
+
+    def _tensor(self, rank: int) -> Tensor | None:
+        try:
+            with of_file(self.paths[rank]):
+                return torch_tensor.tensor_of(self.nodes[rank])
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{self._place(rank)}: {error}. {_ANEW}") from error
+
+    def _place(self, rank: int) -> str:
+        return f"{self.paths[rank]}: {self.what}"
+
+    def understand(self, sources: SourceFiles) -> Node:
+        """Tell a `FlatState`, a `ScalarState`, or a plain value that all ranks have in common.
+
+        Raises
+        ------
+        UnsupportedError
+            It is none of these; the message names the file and the state.
+        DisagreementError
+            Ranks differ in what is not cut among them.
+        """
+        tensors = self.tensors()
+        if not tensors:
+            return self._plain()
+        flat = {rank for rank, tensor in tensors.items() if self._is_flat(rank, tensor)}
+        if len(flat) == len(tensors):
+            return self.flat(tensors)
+        odd = next(rank for rank in tensors if rank not in flat)
+        if flat or tensors[odd].numel != 1:
+            raise self._not_understood(odd, tensors[odd])
+        scalars = {rank: self._scalar(rank, t, sources) for rank, t in tensors.items()}
+        self._require_agreement(scalars)
+        return scalars[odd]
+
+    def flat(self, tensors: Mapping[int, Tensor]) -> FlatState:
+        """Take the ranks' tensors for parts of one state, with an element per parameter element.
+
+        Raises
+        ------
+        UnsupportedError
+            They are not of one dimension, or hold codes of values rather than values.
+        """
+        for rank, tensor in tensors.items():
+            if len(tensor.shape) != 1:
+                raise self._not_understood(rank, tensor)
+            if tensor.dtype in _CODES:
+                message = (
+                    f"{self._place(rank)} holds codes of {tensor.dtype}: 8-bit optimizers such as "
+                    "those of bitsandbytes keep a scale for every block of them, and blocks do not "
+                    "end where the parts of ranks do. That is not supported"
+                )
+                raise UnsupportedError(f"{message}. {_ANEW}")
+            tensor.require_contiguous(self._place(rank))
+        return FlatState(next(iter(tensors.values())).dtype)
+
+    def _is_flat(self, rank: int, tensor: Tensor) -> bool:
+        return len(tensor.shape) == 1 and tensor.numel == self.numels[rank]
+
+    def _not_understood(self, rank: int, tensor: Tensor) -> UnsupportedError:
+        return UnsupportedError(
+            f"{self._place(rank)} has shape {tensor.shape}, which is neither one element for each "
+            f"of the {self.numels[rank]} that the rank holds of the parameters nor a scalar; this "
+            f"optimizer is not supported. {_ANEW}"
+        )
+
+    def _plain(self) -> Node:
+        spelled: dict[int, bytes] = {}
+        for rank, node in self.nodes.items():
+            spelled[rank] = pickled(node)
+            size = len(spelled[rank])
+            if size > _PLAIN_LIMIT_BYTES:
+                message = f"{self._place(rank)} is {_kind(node)} and takes {size:,} bytes, which"
+                raise UnsupportedError(f"{message} is no plain value; not supported. {_ANEW}")
+        self._require_agreement(spelled)
+        return next(iter(self.nodes.values()))
+
+    def _scalar(self, rank: int, tensor: Tensor, sources: SourceFiles) -> ScalarState:
+        tensor.require_contiguous(self._place(rank))
+        data = sources.read_bytes(tensor.storage, tensor.offset, ITEMSIZE[tensor.dtype])
+        return ScalarState(tensor.dtype, tensor.shape, data)
+
+    def _require_agreement(self, values: Mapping[int, object]) -> None:
+        first = next(iter(values))
+        for rank, value in values.items():
+            if value != values[first]:
+                message = f"{self.paths[rank]} and {self.paths[first]} disagree about {self.what}"
+                raise DisagreementError(f"{message}: they are not of one step of one run")
+
+
+def _kind(node: Node) -> str:
+    """Say what a node is, by the name of its class if it stands for an object."""
+    if not isinstance(node, Call):
+        return f"of type {type(node).__name__}"
+    # A subclass of torch.Tensor is rebuilt by a function, whose arguments name the class.
+    place = _REBUILDS.get(node.name)
+    named = node.function if place is None or len(node.args) <= place else node.args[place]
+    return f"of class {show(named) if isinstance(named, Global) else 'unknown'}"

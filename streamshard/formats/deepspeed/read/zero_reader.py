@@ -1,0 +1,194 @@
+"""Reads a native ZeRO checkpoint into logical tensors and says where their bytes lie."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from streamshard.errors import CorruptFileError, DisagreementError, IncompleteError
+from streamshard.formats import frameworks
+from streamshard.formats.checkpoint import Checkpoint, OtherFile
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.read import stage_0_reader
+from streamshard.formats.deepspeed.read.family import FamilyReading, read_family
+from streamshard.formats.deepspeed.read.rank_files import ShardSet, SourceFiles, find, fingerprint
+from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.pickle.node_checks import of_file
+from streamshard.formats.torch import torch_file
+from streamshard.model import FILE, LogicalTensor, SourceMap
+
+_SAME_IN_ALL: Final = (
+    "global_steps",
+    "skipped_steps",
+    "global_samples",
+    names.DP_WORLD_SIZE,
+    names.MP_WORLD_SIZE,
+)
+"""Entries of a model file that are the same whatever part of the model it holds."""
+
+
+def read(
+    tag_dir: Path,
+    run_files: Sequence[tuple[Path, str]],
+    like: Checkpoint | None = None,
+    *,
+    tag: str | None = None,
+) -> tuple[Checkpoint, SourceMap]:
+    """Open a tag directory.
+
+    The params of each group come in the order in which the files store them; undoing
+    `round_robin_gradients` takes arithmetic that is not a format's.
+
+    Parameters
+    ----------
+    run_files
+        Other files that come along: where they are, and their path relative to the run directory.
+    like
+        Another checkpoint of the same job, for hyper-parameters that these files do not keep.
+    tag
+        Path of the tag directory in the run directory; by default its name.
+
+    Raises
+    ------
+    SourceError
+        Something is missing, damaged, contradictory or not supported; the message names the file.
+    """
+    tag = tag or tag_dir.name
+    with malformed(tag_dir):
+        shards = find(tag_dir)
+        inside = [
+            (path, f"{tag}/{path.relative_to(tag_dir).as_posix()}")
+            for path in (*shards.model_parts, *shards.others)
+        ]
+        return _read_shards(tag, shards, [*run_files, *inside], like)
+
+
+@contextmanager
+def malformed(place: Path) -> Iterator[None]:
+    """Turn what comes of looking for things where DeepSpeed puts them into a message."""
+    try:
+        with of_file(place):
+            yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # A key that is missing may be whatever the file has in its place.
+        said = show(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+        message = f"{place}: not laid out as DeepSpeed does it ({type(error).__name__}: {said})"
+        raise CorruptFileError(message) from error
+
+
+def _read_shards(
+    tag: str, shards: ShardSet, others: Sequence[tuple[Path, str]], like: Checkpoint | None
+) -> tuple[Checkpoint, SourceMap]:
+    sources = SourceFiles()
+    readings: list[FamilyReading] = []
+    tensors: list[LogicalTensor] = []
+    if like is not None and len(like.families) != len(shards.families):
+        message = f"{shards.tag_dir}: {len(shards.families)} parts of the model, the checkpoint"
+        raise DisagreementError(f"{message} given with --like has {len(like.families)}")
+    for number, files in enumerate(shards.families):
+        name = names.family(files.mp_rank) if len(shards.families) > 1 else ""
+        tied = readings[0].tied if readings else {}
+        known = like.families[number] if like is not None else None
+        first = len(tensors)
+        if files.optimizer_files:
+            reading = read_family(files, sources, name=name, first=first, tied=tied, like=known)
+        else:
+            reading = stage_0_reader.read_family(files, sources, name=name, first=first)
+        readings.append(reading)
+        tensors += readings[-1].tensors
+    layout = readings[0].layout
+    _check_families(readings, shards)
+    whole = {k: v for reading in readings for k, v in reading.whole.items()}
+    files_ = _adopt_files(others, sources, tensors, whole)
+    checkpoint = Checkpoint(
+        tag=tag,
+        layout=layout,
+        tensors=tuple(tensors),
+        families=tuple(reading.family for reading in readings),
+        module_dtype=readings[0].module_dtype,
+        files=files_,
+        notes=(*sources.notes, *dict.fromkeys(note for r in readings for note in r.notes)),
+        is_bf16=shards.prefix == "bf16_",
+        accelerate_step=_accelerate_step(others, layout.world_size * len(readings)),
+    )
+    source_map = SourceMap(
+        files=tuple(sources.files),
+        families=tuple(reading.family_map for reading in readings),
+        whole=whole,
+        shards={k: v for reading in readings for k, v in reading.shards.items()},
+    )
+    return checkpoint, source_map
+
+
+def _check_families(readings: Sequence[FamilyReading], shards: ShardSet) -> None:
+    """Refuse families that were not saved together, and parts of the model that are not there."""
+    models = [reading.family.model_state for reading in readings]
+    paths = [files.model_files[0] for files in shards.families]
+    for model, reading, path in zip(models, readings, paths, strict=True):
+        for key in _SAME_IN_ALL:
+            if fingerprint(model.get(key)) != fingerprint(models[0].get(key)):
+                message = f"{path} and {paths[0]} disagree about {key}"
+                raise DisagreementError(f"{message}: they are not of one step of one run")
+        if (reading.layout, reading.module_dtype) != (
+            readings[0].layout,
+            readings[0].module_dtype,
+        ):
+            message = f"{path} and {paths[0]} were trained with different settings"
+            raise DisagreementError(f"{message}: they are not of one run")
+    saved = models[0].get(names.MP_WORLD_SIZE, len(models))
+    if saved != len(models):
+        message = f"{paths[0]}: one of {show(saved)} tensor or pipeline parallel parts of the model"
+        raise IncompleteError(f"{message}, but there are files of {len(models)}")
+    _check_parts(shards, models[0])
+
+
+def _check_parts(shards: ShardSet, model: Mapping[str, Node]) -> None:
+    """Refuse files of layers and experts that cannot be opened, and experts that are missing."""
+    for path in shards.model_parts:
+        torch_file.read(path, -1)
+    present = {path.name for path in shards.model_parts}
+    if model[names.MODULE_STATE] is None and not present:
+        message = f"{shards.tag_dir}: no layer_*-model_states.pt file, in which a pipeline keeps"
+        raise IncompleteError(f"{message} the weights: copy them from the nodes that saved them")
+    counts = model.get(names.EXPERT_COUNTS)
+    for layer, count in enumerate(counts if isinstance(counts, list) else []):
+        for expert in range(count if present and isinstance(count, int) else 0):
+            for files in shards.families:
+                wanted = names.expert_file(layer, expert, files.mp_rank)
+                if wanted not in present:
+                    message = f"{shards.tag_dir / wanted}: missing; layer {layer} has {count}"
+                    raise IncompleteError(f"{message} experts: copy it from the node that saved it")
+
+
+def _accelerate_step(others: Sequence[tuple[Path, str]], world_size: int) -> int | None:
+    """Read the step that Accelerate keeps with each rank's random generators, if it is there."""
+    steps: dict[Path, int | None] = {}
+    for path, relative in others:
+        rank = frameworks.accelerate_rank(relative)
+        if rank is not None and rank < world_size:
+            root = torch_file.read(path, -1).root
+            step = root.get("step") if isinstance(root, dict) else None
+            steps[path] = step if isinstance(step, int) else None
+    for path, step in steps.items():
+        first = next(iter(steps))
+        if step != steps[first]:
+            message = f"{path} is of Accelerate's step {step}, {first} of {steps[first]}"
+            raise DisagreementError(f"{message}: they are not of one save")
+    return next(iter(steps.values()), None)
+
+
+def _adopt_files(
+    others: Sequence[tuple[Path, str]],
+    sources: SourceFiles,
+    tensors: list[LogicalTensor],
+    whole: dict[int, tuple[int, int]],
+) -> tuple[OtherFile, ...]:
+    files = []
+    for path, relative in others:
+        index = sources.add(path)
+        whole[len(tensors)] = (index, 0)
+        tensors.append(LogicalTensor(FILE, relative, "uint8", (sources.files[index].nbytes,)))
+        files.append(OtherFile(relative, path.stat().st_mode & 0o777))
+    if len({file.path for file in files}) != len(files):
+        raise CorruptFileError("two files claim the same place in the checkpoint")
+    return tuple(files)

@@ -1,0 +1,134 @@
+"""Settings of the job that resumes with which DeepSpeed would not take its state from the files.
+
+The comments tell where DeepSpeed 0.19.8 decides it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from streamshard.formats.deepspeed import ds_config
+from streamshard.formats.deepspeed.ds_config import Features
+
+
+@dataclass(frozen=True, slots=True)
+class Resuming:
+    """A job that is to resume from the files of a target."""
+
+    config: ds_config.Config
+    """Its DeepSpeed config."""
+    kept: ds_config.Config
+    """The config of the job that saved; empty if the checkpoint keeps none."""
+    stage: int
+    world_size: int
+    """Count of its data-parallel ranks."""
+    has_frozen: bool
+    """Whether the checkpoint holds frozen weights."""
+
+
+def objection(job: Resuming) -> str | None:
+    """Say what in a job's config the files cannot be made for, and what to set instead."""
+    features = ds_config.features(job.config)
+    found = (rule(job, features) for rule in _RULES)
+    return next((text for text in found if text is not None), None)
+
+
+def notes(config: ds_config.Config) -> tuple[str, ...]:
+    """Say what a job has to change in its config to load native files."""
+    if not ds_config.features(config).loads_universal:
+        return ()
+    # `DeepSpeedEngine.load_checkpoint` looks for `latest_universal` then.
+    text = (
+        "The config has checkpoint.load_universal on, with which DeepSpeed does not load these "
+        "files: set it to false in the DeepSpeed config of the job that resumes."
+    )
+    return (text,)
+
+
+_Rule = Callable[[Resuming, Features], str | None]
+
+
+def _nvme(job: Resuming, features: Features) -> str | None:
+    # `DeepSpeedEngine.load_checkpoint` leaves the optimizer files unread and copies swap files.
+    if job.stage < 3 or not features.swaps_optimizer:
+        return None
+    return (
+        "has offload_optimizer.device nvme, with which DeepSpeed reads swap files of each rank and "
+        "no optimizer files: set it to cpu or none"
+    )
+
+
+def _partial_offload(job: Resuming, features: Features) -> str | None:
+    # `DeepSpeedZeroOptimizer_Stage3._optimizer_step`: a second optimizer, which nothing loads.
+    if job.stage < 3 or features.offload_ratio == 1:
+        return None
+    return (
+        f"has offload_optimizer.ratio {features.offload_ratio:g}: DeepSpeed would load the states "
+        "of the sub-groups that stay on the device and not use them: set it to 1"
+    )
+
+
+def _super_offload(job: Resuming, features: Features) -> str | None:
+    # `SuperOffloadCPUOptimizer` of `runtime/superoffload/superoffload_utils.py` starts without any.
+    if job.stage < 3 or not features.super_offload:
+        return None
+    return (
+        "has offload_optimizer.super_offload on, which begins with new optimizer states whatever "
+        "the files hold: set it to false"
+    )
+
+
+def _zenflow(job: Resuming, features: Features) -> str | None:
+    # `runtime/zenflow/zenflow_utils.py` and `engine_stage3.py`.
+    if not features.zenflow:
+        return None
+    return "has zenflow, which stores matrices transposed: leave it out"
+
+
+def _mics(job: Resuming, features: Features) -> str | None:
+    # `runtime/zero/mics.py` through 0.19.6.
+    shard_size = features.mics_shard_size
+    if job.stage < 3 or shard_size in (None, job.world_size):
+        return None
+    return (
+        f"has mics_shard_size {shard_size}, with which the states are cut among that many of the "
+        f"{job.world_size} ranks; that is not supported: leave it out"
+    )
+
+
+def _quantized_frozen(job: Resuming, features: Features) -> str | None:
+    # `DeepSpeedEngine.load_module_state_dict` copies the weights over integers without a scale.
+    if job.stage < 3 or not features.quantized_frozen or not job.has_frozen:
+        return None
+    return (
+        "has zero_quantized_nontrainable_weights on, with which DeepSpeed cannot load the frozen "
+        "weights of a checkpoint: set it to false"
+    )
+
+
+def _tensor_parallel(job: Resuming, features: Features) -> str | None:
+    saved = ds_config.features(job.kept).tensor_parallel
+    if not job.kept or features.tensor_parallel == saved:
+        return None
+    return (
+        f"has tensor_parallel.autotp_size {features.tensor_parallel}, the checkpoint was saved "
+        f"with {saved}; the tensor parallel degree stays as it is: set it to {saved}"
+    )
+
+
+def _auto_experts(job: Resuming, features: Features) -> str | None:
+    if not features.auto_experts:
+        return None
+    return "has AutoEP on (expert_parallel.enabled), whose layout is not supported: leave it out"
+
+
+_RULES: Final[tuple[_Rule, ...]] = (
+    _nvme,
+    _partial_offload,
+    _super_offload,
+    _zenflow,
+    _mics,
+    _quantized_frozen,
+    _tensor_parallel,
+    _auto_experts,
+)

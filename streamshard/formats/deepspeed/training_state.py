@@ -1,0 +1,130 @@
+"""What a checkpoint holds besides its tensors, made comparable to another's.
+
+What depends on the world size or the ZeRO stage is left out; what is left must be the same
+wherever the same training run is continued from.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+import numpy as np
+
+from streamshard.formats.checkpoint import Checkpoint, Family, FlatState, ScalarState
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.read import agreement, module_reader
+from streamshard.formats.pickle.inert import Node
+from streamshard.formats.torch.tree_comparison import Disparity, Found, compare_nodes, spell_key
+from streamshard.model import ZeroLayout
+
+_CUT_IN_MODEL: Final = module_reader.CUT_KEYS - {names.MODULE_STATE}
+"""What is left of the module's state once its tensors are known is compared."""
+_CUT_IN_OPTIMIZER: Final = agreement.CUT_KEYS | {names.ZERO_STAGE}
+PROVENANCE: Final = frozenset({names.DS_CONFIG, names.DS_VERSION})
+"""What says how it was trained and by what, and is no state: the job that resumes has its own."""
+
+_KEPT_WITHOUT_STAGE: Final = frozenset({names.CLIP_GRAD})
+_KEPT_AT_12: Final = frozenset({"loss_scaler", "dynamic_loss_scale", "overflow", names.CLIP_GRAD})
+_KEPT_AT_3: Final = _KEPT_AT_12 - {names.CLIP_GRAD}
+
+
+def compare(left: Checkpoint, right: Checkpoint) -> Iterator[Found]:
+    """Compare the training state of two checkpoints that have the same families."""
+    whole = not (left.is_dumps or right.is_dumps)
+    for one, other in zip(left.families, right.families, strict=True):
+        prefix = f"{one.name}/" if one.name else ""
+        yield from _compare_optimizers(one, other, left.layout, right.layout, prefix)
+        yield from _compare_scalars(one, other, prefix)
+        if whole:
+            yield from _compare_dicts(
+                _kept(one.model_state, _CUT_IN_MODEL | PROVENANCE),
+                _kept(other.model_state, _CUT_IN_MODEL | PROVENANCE),
+                f"{prefix}model/",
+            )
+            aside = {names.OPTIMIZER} | PROVENANCE
+            yield from _compare_dicts(
+                _kept(one.optimizer_file, aside),
+                _kept(other.optimizer_file, aside),
+                f"{prefix}optimizer file/",
+            )
+    if whole and left.accelerate_step != right.accelerate_step:
+        message = f"{left.accelerate_step} here, {right.accelerate_step} there"
+        yield Disparity("Accelerate's step", message)
+
+
+def provenance(checkpoint: Checkpoint) -> Mapping[str, Node]:
+    """Return what is no state, by key."""
+    first = checkpoint.families[0]
+    held = {**first.model_state, **first.optimizer_file}
+    return {key: held[key] for key in sorted(PROVENANCE) if held.get(key) is not None}
+
+
+def differing_keys(left: Node, right: Node) -> list[str]:
+    """List where two plain values differ, by the path of keys that leads there."""
+    return [found.name for found in compare_nodes(left, right, "") if isinstance(found, Disparity)]
+
+
+def _kept(held: Mapping[str, Node], aside: frozenset[str] | set[str]) -> dict[str, Node]:
+    return {key: value for key, value in held.items() if key not in aside}
+
+
+def _compare_optimizers(
+    one: Family, other: Family, left: ZeroLayout, right: ZeroLayout, prefix: str
+) -> Iterator[Found]:
+    if not one.optimizer_file or not other.optimizer_file:
+        return  # at stage 0 it is in the model file, and compared with that
+    aside = _CUT_IN_OPTIMIZER | PROVENANCE
+    held = [_kept(family.optimizer_file[names.OPTIMIZER], aside) for family in (one, other)]
+    for mine, layout in ((held[0], right), (held[1], left)):
+        theirs = held[1] if mine is held[0] else held[0]
+        for key in (_KEPT_AT_12 - _kept_by(layout)) & mine.keys() - theirs.keys():
+            del mine[key]
+    yield from _compare_dicts(held[0], held[1], f"{prefix}optimizer/")
+    yield from compare_nodes(
+        one.wrapped_optimizer, other.wrapped_optimizer, f"{prefix}optimizer/wrapped"
+    )
+
+
+def _kept_by(layout: ZeroLayout) -> frozenset[str]:
+    """Tell which entries the optimizer of a stage saves, of those that not all do."""
+    if layout.bf16_optimizer:
+        return _KEPT_WITHOUT_STAGE
+    return _KEPT_AT_3 if layout.stage == 3 else _KEPT_AT_12
+
+
+def _compare_scalars(one: Family, other: Family, prefix: str) -> Iterator[Found]:
+    """Compare what the optimizer keeps of each group and does not cut, such as step counters."""
+    held = [
+        {
+            f"group {group.number}" + (f", expert rank {group.expert_rank}" if experts else ""): {
+                key: _spelled(value) if isinstance(value, ScalarState) else value
+                for key, value in (group.states or {}).items()
+                if not isinstance(value, FlatState)
+            }
+            for group in family.groups
+            for experts in (group.expert_parallel > 1,)
+        }
+        for family in (one, other)
+    ]
+    yield from compare_nodes(held[0], held[1], f"{prefix}optimizer/state")
+
+
+def _compare_dicts(
+    one: Mapping[str, Node], other: Mapping[str, Node], prefix: str
+) -> Iterator[Found]:
+    for key in {**one, **other}:
+        name = f"{prefix}{spell_key(key)}"
+        if key not in other:
+            yield Disparity(name, "here only")
+        elif key not in one:
+            yield Disparity(name, "there only")
+        else:
+            yield from compare_nodes(one[key], other[key], name)
+
+
+def _spelled(value: ScalarState) -> str:
+    """Spell a small tensor so that equal texts mean equal bits."""
+    try:
+        shown = np.frombuffer(value.data, dtype=value.dtype).tolist()
+    except (TypeError, ValueError):  # a dtype that NumPy has not, or no whole elements
+        shown = []
+    return f"{shown} {value.dtype}{list(value.shape)} {value.data.hex()}"

@@ -1,0 +1,359 @@
+"""Names what a ZeRO checkpoint holds that cannot be resharded, before any work is done.
+
+Each rule looks for one feature of the job that saved, and returns what it is and what the user can
+do about it. The comments tell where DeepSpeed (0.19.8 where nothing else is said) decides it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Final
+
+from streamshard.errors import UnsupportedError
+from streamshard.formats.deepspeed import ds_config, names
+from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.pickle.node_checks import name_of, of_file
+from streamshard.formats.torch.torch_tensor import shape_of, tensor_of
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What the files of one data-parallel group of ranks say, not yet interpreted."""
+
+    stage: int
+    config: ds_config.Config
+    """Empty where the files keep none."""
+    states: Sequence[Mapping[str, Node]]
+    """The ZeRO optimizer's state of each rank."""
+    optimizer_paths: Sequence[Path]
+    models: Sequence[Mapping[str, Node]] = ()
+    """What the model files hold; nothing for raw dumps."""
+    model_paths: Sequence[Path] = ()
+
+    @property
+    def ranks(self) -> int:
+        """Count of ranks that saved a state."""
+        return len(self.states)
+
+
+def refuse(saved: Saved) -> None:
+    """Refuse what the files show that cannot be resharded.
+
+    Raises
+    ------
+    UnsupportedError
+        The message names the file, what it holds, and what the user can do.
+    """
+    for rule in _RULES:
+        message = rule(saved)
+        if message is not None:
+            raise UnsupportedError(message)
+
+
+def refuse_uncut(saved: Saved) -> None:
+    """Refuse what a model file shows whose optimizer's state is not cut (stage 0).
+
+    Raises
+    ------
+    UnsupportedError
+        The message names the file, what it holds, and what the user can do.
+    """
+    message = _sharded_base_weights(saved)
+    if message is not None:
+        raise UnsupportedError(message)
+
+
+def refuse_files(tag_dir: Path, others: Iterable[Path]) -> None:
+    """Refuse a tag directory for files in it that are not ZeRO's own.
+
+    Raises
+    ------
+    UnsupportedError
+        Part of the optimizer's state is in swap files, or files have the names of parts.
+    """
+    for path in others:
+        if count := names.writer_parts(path.name):
+            raise UnsupportedError(f"{path}: {_ONE_PART if count == 1 else _PARTS}")
+    # `DeepSpeedEngine.save_checkpoint` copies the swap folder; through 0.16 without a rank's name.
+    for path in others:
+        if path.relative_to(tag_dir).parts[0] == names.SWAP_DIR:
+            raise UnsupportedError(f"{path}: {_SWAPPED}")
+
+
+# `CheckpointWriterFactory.create_writer`: below stage 3, whatever else the config says.
+_BY_WRITER: Final = (
+    'written by DeepSpeed\'s fast checkpoint writer ("checkpoint": {"writer": …}), which below '
+    "stage 3 gives files names that DeepSpeed itself does not look for."
+)
+_ONE_PART: Final = (
+    f"{_BY_WRITER} They are whole all the same. Take the end off, in that directory: "
+    'for f in *.pt-0.1; do mv "$f" "${f%-0.1}"; done'
+)
+_PARTS: Final = (
+    f"{_BY_WRITER} This one is a part of a file, and parts are not supported. Save without "
+    '"data_parallel" and "io_multiplier" in it, or with "type": "python"'
+)
+_SWAPPED: Final = (
+    "optimizer state that offload_optimizer swapped out to NVMe is not in the ranks' files, and "
+    "its swap files are not supported. Resume on the ranks that saved it, with the same offload; "
+    "engine.save_16bit_model() writes the weights there, for a start without optimizer state"
+)
+_SAVE_ANEW: Final = (
+    "They start anew at every resume. Resume on the ranks that saved it with the setting changed, "
+    "train until they have settled, and save: from then on they are in the files"
+)
+
+
+def _swapped_out(saved: Saved) -> str | None:
+    # `OptimizerStateSwapInfo.release_memory` of `runtime/swap_tensor/optimizer_utils.py` leaves an
+    # empty tensor where a sub-group was swapped out. A sub-group is never empty by itself.
+    if saved.stage < 3:
+        return None
+    for state, path in zip(saved.states, saved.optimizer_paths, strict=True):
+        for unit, node in enumerate(state.get(names.FLAT_GROUPS_3) or []):
+            with of_file(path):
+                master = tensor_of(node)
+            if master is not None and master.numel == 0:
+                return f"{path}: sub-group {unit} is empty: {_SWAPPED}"
+    return None
+
+
+def _states_elsewhere(saved: Saved) -> str | None:
+    # `DeepSpeedZeroOptimizer_Stage3._optimizer_step` steps the sub-groups that `ratio` leaves on
+    # the device with a second optimizer, `SuperOffloadOptimizer_Stage3` steps all in processes of
+    # its own. `_rigid_state_dict` saves neither.
+    missing = _units_without_state(saved)
+    if not missing:
+        return None
+    features = ds_config.features(saved.config)
+    where = f"{saved.optimizer_paths[0]}: no optimizer state of sub-groups {show(missing)}"
+    if features.super_offload:
+        return f"{where}: SuperOffload (offload_optimizer.super_offload) saves none. {_SAVE_ANEW}"
+    if features.offload_ratio < 1:
+        reason = f"offload_optimizer.ratio {features.offload_ratio:g} leaves them on the device"
+        return f"{where}: {reason}, and DeepSpeed does not save them. {_SAVE_ANEW}"
+    if not saved.config:
+        reason = "offload_optimizer.ratio below 1 and super_offload keep such states out of files"
+        return f"{where}, while others have it: {reason}. {_SAVE_ANEW}"
+    return None
+
+
+def _units_without_state(saved: Saved) -> list[int]:
+    """List the sub-groups that were stepped and have no state on any rank."""
+    if saved.stage < 3:
+        return []
+    wrapped = [state.get(names.OPTIMIZER) or {} for state in saved.states]
+    held = {unit for optimizer in wrapped for unit in optimizer.get("state", {})}
+    if not held and not any(map(_has_stepped, saved.models)):
+        return []
+    units = range(len(saved.states[0].get(names.FLAT_GROUPS_3) or []))
+    return [unit for unit in units if unit not in held]
+
+
+def _has_stepped(model: Mapping[str, Node]) -> bool:
+    steps, skipped = model.get("global_steps"), model.get("skipped_steps", 0)
+    return isinstance(steps, int) and isinstance(skipped, int) and steps > skipped
+
+
+def _late_groups(saved: Saved) -> str | None:
+    # No ZeRO optimizer has an `add_param_group`: whoever calls the wrapped optimizer's after
+    # `deepspeed.initialize()` adds what is not cut and, at stages 1 and 2, not trained.
+    key, flats = (
+        (names.OPTIMIZER, names.FLAT_GROUPS_3)
+        if saved.stage == 3
+        else (names.BASE_OPTIMIZER, names.FLAT_GROUPS)
+    )
+    wrapped, units = saved.states[0].get(key), saved.states[0].get(flats)
+    groups = wrapped.get("param_groups") if isinstance(wrapped, dict) else None
+    if not isinstance(units, list) or not isinstance(groups, list):
+        return None
+    late = [
+        number
+        for number, group in enumerate(groups)
+        if group.get("params") and all(index >= len(units) for index in group["params"])
+    ]
+    if not late:
+        return None
+    weights = "load_checkpoint(..., load_module_only=True) takes the weights from it, on any ranks"
+    if saved.stage == 3:
+        weights = "take the weights that engine.save_16bit_model() writes on the ranks that saved"
+    return (
+        f"{saved.optimizer_paths[0]}: param groups {show(late)} of {len(groups)} were added to the "
+        "wrapped optimizer after deepspeed.initialize(), so that ZeRO did not cut them, and no "
+        "master weights of them are saved. For a start without optimizer state, give the optimizer "
+        f"all its groups before deepspeed.initialize(), and {weights}"
+    )
+
+
+def _zenflow(saved: Saved) -> str | None:
+    # `runtime/zenflow/zenflow_utils.py` flattens matrices transposed at stages 1 and 2,
+    # `engine_stage3.py` transposes the parameters themselves at stage 3, and the optimizer of the
+    # selected columns is saved at no stage. The files look like any others.
+    if not ds_config.features(saved.config).zenflow:
+        return None
+    return (
+        f"{saved.optimizer_paths[0]}: trained with ZenFlow (zero_optimization.zenflow), which "
+        "stores matrices transposed and leaves part of the optimizer's state out. Resume on the "
+        "ranks that saved it; engine.save_16bit_model() writes the weights there, for a start "
+        "without optimizer state"
+    )
+
+
+def _mics(saved: Saved) -> str | None:
+    # `runtime/zero/mics.py` of DeepSpeed through 0.19.6: one group of ranks saves what all hold.
+    if saved.stage < 3 or not saved.models:
+        return None
+    trained, shards = saved.models[0].get(names.DP_WORLD_SIZE), saved.ranks
+    alone = all(state.get(names.PARTITION_COUNT) == shards for state in saved.states)
+    if not alone or trained == shards or ds_config.features(saved.config).mics_shard_size != shards:
+        return None
+    return (
+        f"{saved.optimizer_paths[0]}: trained with MiCS (mics_shard_size {shards}) on "
+        f"{show(trained)} ranks, which is not supported, nor by DeepSpeed from 0.19.7 on. Resume "
+        "there with an older one; the checkpoint's zero_to_fp32.py writes the weights, for a start "
+        "without optimizer state"
+    )
+
+
+def _auto_experts(saved: Saved) -> str | None:
+    # `DeepSpeedEngine._save_moe_checkpoint`, and at stage 3
+    # `DeepSpeedZeroOptimizer_Stage3._zero3_partition_group_metadata`.
+    models = zip(saved.models, saved.model_paths, strict=True)
+    found = [(key, path) for model, path in models for key in names.AUTO_EXPERTS if model.get(key)]
+    states = zip(saved.states, saved.optimizer_paths, strict=True)
+    key = names.AUTO_EXPERT_GROUPS
+    found += [(key, path) for state, path in states if state.get(key)]
+    if not found:
+        return None
+    key, path = found[0]
+    return f"{path}: trained with AutoEP ('{key}' says so), {_OWN_EXPERTS}"
+
+
+def _unnumbered_experts(saved: Saved) -> str | None:
+    # `module_inject/auto_ep_layer.py` fuses the experts of a rank under a name that all ranks give;
+    # raw dumps show nothing else of AutoEP.
+    state = saved.states[0]
+    wrapped, mappings = state.get(names.BASE_OPTIMIZER), state.get(names.SLICE_MAPPINGS)
+    if not isinstance(wrapped, dict) or not isinstance(mappings, list):
+        return None
+    counts = state[names.PARTITION_COUNT]
+    for group, mapping, sharing in zip(wrapped["param_groups"], mappings, counts, strict=True):
+        if group.get(names.IS_EXPERTS) is not True or sharing == saved.ranks:
+            continue
+        for name in mapping:
+            if not names.count_local_experts([name]):
+                message = f"{saved.optimizer_paths[0]}: {show(name)} is of experts without numbers"
+                return f"{message}, as of AutoEP, {_OWN_EXPERTS}"
+    return None
+
+
+_OWN_EXPERTS: Final = (
+    "whose experts are cut in a way of their own; not supported. Resume on the ranks that saved "
+    "it, or convert with DeepSpeed's ds_to_universal, which knows AutoEP"
+)
+
+
+def _sharded_base_weights(saved: Saved) -> str | None:
+    # `LoRAOptimizedLinear` of `deepspeed/linear/optimized_linear.py` with `base_weight_sharding`:
+    # every rank has another part of the frozen weight, and DeepSpeed saves it as if all had one.
+    if not saved.models:
+        return None
+    with of_file(saved.model_paths[0]):
+        shapes = _shapes(saved.models[0])
+    for name, shape in shapes.items():
+        prefix, _, last = name.rpartition(_LORA_FIRST)
+        base, second = f"{prefix}.weight", f"{prefix}{_LORA_SECOND}"
+        if last or not prefix or base not in shapes or second not in shapes:
+            continue
+        numel = shape[-1] * shapes[second][0]
+        if prod(shapes[base]) != numel:
+            return (
+                f"{saved.model_paths[0]}: {show(base)} has {prod(shapes[base])} of {numel} "
+                "elements: OptimizedLinear's base_weight_sharding keeps a part on each rank, of "
+                "which DeepSpeed saves one. Save with exclude_frozen_parameters=True, and take the "
+                "frozen weights from the model that the training began with"
+            )
+    return None
+
+
+_LORA_FIRST: Final = ".lora_weight_1.weight"
+_LORA_SECOND: Final = ".lora_weight_2.weight"
+
+
+def _shapes(model: Mapping[str, Node]) -> dict[str, Shape]:
+    """Tell the shapes of a model file's weights, whether they are in it or lie cut elsewhere."""
+    module = model.get(names.MODULE_STATE) or {}
+    held = {name: tensor.shape for name, node in module.items() if (tensor := tensor_of(node))}
+    listed = [*(model.get(names.PARAM_SHAPES) or []), model.get(names.FROZEN_SHAPES) or {}]
+    return held | {name_of(name): shape_of(s) for unit in listed for name, s in unit.items()}
+
+
+def _second_optimizer(saved: Saved) -> str | None:
+    # `DeepSpeedEngine._common_checkpoint_state` keeps the optimizer's state in the model file
+    # where there is no ZeRO stage; in bf16 a pipeline then has a BF16_Optimizer all the same.
+    # Anywhere else the entry is None, or what a user gave as client state under its name.
+    if not saved.models or saved.models[0].get(names.WHOLE_OPTIMIZER) is None:
+        return None
+    model, is_bf16_optimizer = saved.models[0], names.ZERO_STAGE not in saved.states[0]
+    if not is_bf16_optimizer or ds_config.zero_stage(saved.config) or model.get(names.MODULE_STATE):
+        return None
+    return (
+        f"{saved.model_paths[0]}: holds an optimizer's state beside the ranks' own files, as a "
+        "pipeline in bf16 saves it without a ZeRO stage; DeepSpeed itself cannot load that. "
+        "Train with stage 1"
+    )
+
+
+def _replaced(saved: Saved) -> str | None:
+    # `DeepSpeedEngine._save_checkpoint` lays the client state over its own entries.
+    for model, path in zip(saved.models, saved.model_paths, strict=True):
+        for key, is_own in _FORMS.items():
+            held = model.get(key)
+            if held is not None and not is_own(held):
+                return (
+                    f"{path}: '{key}' holds {show(held)}, and not what DeepSpeed saves under that "
+                    "name: it is client state of that name, or damaged. Save again with a "
+                    "client_state that names it otherwise"
+                )
+    return None
+
+
+def _is_dict(node: Node) -> bool:
+    return isinstance(node, dict)
+
+
+def _is_number(node: Node) -> bool:
+    return isinstance(node, int)
+
+
+_FORMS: Final[Mapping[str, Callable[[Node], bool]]] = {
+    names.MODULE_STATE: _is_dict,
+    names.BUFFER_NAMES: lambda node: (
+        isinstance(node, list) and all(isinstance(name, str) for name in node)
+    ),
+    names.PARAM_SHAPES: lambda node: isinstance(node, list) and all(map(_is_dict, node)),
+    names.FROZEN_SHAPES: _is_dict,
+    names.FROZEN_FRAGMENTS: _is_dict,
+    names.SHARED_PARAMS: lambda node: (
+        isinstance(node, dict)
+        and all(isinstance(name, str) for pair in node.items() for name in pair)
+    ),
+    names.EXPERT_COUNTS: lambda node: isinstance(node, list) and all(map(_is_number, node)),
+}
+"""What DeepSpeed saves under those of its names that are looked into, where it is not None."""
+
+_RULES: Final[tuple[Callable[[Saved], str | None], ...]] = (
+    _replaced,
+    _second_optimizer,
+    _late_groups,
+    _auto_experts,
+    _unnumbered_experts,
+    _zenflow,
+    _swapped_out,
+    _states_elsewhere,
+    _mics,
+    _sharded_base_weights,
+)

@@ -1,0 +1,1 @@
+"""Serializes the files that DeepSpeed would have saved for a target."""

@@ -1,0 +1,207 @@
+"""Spells model files: module state, shapes, frozen and tied parameters, counters."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+
+from streamshard.errors import UnsupportedError
+from streamshard.formats.checkpoint import ModuleEntry
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
+from streamshard.formats.pickle.inert import Node
+from streamshard.formats.pickle.inert_dump import dump
+from streamshard.formats.torch.torch_tensor import Storage, make_size, make_tensor
+from streamshard.model import MASTER, MODULE, Content, Literal, ShardOf, Whole
+
+
+class ModuleWriter:
+    """Spells the model file that all ranks share, or each rank's in stage 3."""
+
+    def __init__(self, target: ZeroTarget) -> None:
+        self._source = target.checkpoint
+        self._family = target.family
+        self._mp_rank = target.mp_rank
+        self._layout = target.layout
+        self._config = target.config
+        self._module_dtype = target.module_dtype
+        self._flat_cuts = target.flat_cuts
+        self._sub_groups = target.sub_groups
+        self._index = self._source.tensor_index()
+        # What has experts is cloned before it is saved: shapes become tuples, nothing is shared.
+        self._is_cloned = bool(self._family.model_state.get(names.EXPERT_COUNTS))
+        self._shape: Callable[[tuple[int, ...]], Node] = tuple if self._is_cloned else make_size
+        self._entries = {entry.name: entry for entry in self._family.module}
+        self._shapes = {
+            t.name: t.shape
+            for t in self._source.tensors
+            if t.state == MASTER and t.family == self._family.name
+        }
+
+    def file(self, rank: int | None) -> dict[str, Node]:
+        """Spell a model file; without a rank the one that stages 1 and 2 share."""
+        source = self._family.model_state
+        module = self._module(source[names.MODULE_STATE])
+        if self._layout.stage == 0:
+            return self._uncut(module)
+        shapes, fragments = self._frozen(module, rank)
+        given = {names.DS_CONFIG: self._config} if self._is_config_of_engine() else {}
+        state = {
+            # With pipeline parallelism there is none here: each layer has a file of its own.
+            names.MODULE_STATE: None if source[names.MODULE_STATE] is None else module,
+            names.PARAM_SHAPES: None if self._is_stageless() else self._param_shapes(),
+            names.FROZEN_SHAPES: shapes,
+            names.SHARED_PARAMS: self.shared_params(rank),
+            names.FROZEN_FRAGMENTS: fragments,
+            names.DP_WORLD_SIZE: self._layout.world_size,
+        }
+        # Another stage may need what an old DeepSpeed did not keep for this one.
+        crosses = self._layout.stage != self._source.layout.stage
+        known = {key: value for key, value in state.items() if crosses or key in source}
+        return {**source, **known, **given}
+
+    def _uncut(self, module: Mapping[str, Node]) -> dict[str, Node]:
+        """Spell the model file of stage 0, which holds the optimizer's state as well."""
+        source = self._family.model_state
+        state: dict[str, Node] = {**source, names.DP_WORLD_SIZE: self._layout.world_size}
+        if source[names.MODULE_STATE] is not None:  # as with pipeline parallelism
+            state[names.MODULE_STATE] = module
+        if names.DS_CONFIG in source:
+            state[names.DS_CONFIG] = self._config
+        return state
+
+    def _is_config_of_engine(self) -> bool:
+        """Tell whether the file's config is the engine's, and nothing of the user's in its place.
+
+        What is given to `save_checkpoint` as client state goes over DeepSpeed's own entries.
+        """
+        model, optimizer = self._family.model_state, self._family.optimizer_file
+        if names.DS_CONFIG not in model or names.DS_CONFIG not in optimizer:
+            return names.DS_CONFIG in model
+        both = model[names.DS_CONFIG], optimizer[names.DS_CONFIG]
+        return dump(both[0], _identity) == dump(both[1], _identity)
+
+    def _module(self, held: Node) -> OrderedDict[str, Node]:
+        """Spell the module's state dict."""
+        # Made by the class itself: `OrderedDict[…]()` would leave a mark on it that is saved too.
+        module: OrderedDict[str, Node] = OrderedDict()
+        vars(module).update(getattr(held, "__dict__", {}))
+        entries = [entry for entry in self._family.module if self._is_held(entry)]
+        kept = {e.name: self._module_entry(e, {}) for e in entries if e.kind != "alias"}
+        for entry in entries:
+            own = kept.get(entry.name)
+            module[entry.name] = self._module_entry(entry, kept) if own is None else own
+        return module
+
+    def _is_held(self, entry: ModuleEntry) -> bool:
+        """Tell whether the target's module lists an entry.
+
+        Stage 3 left nothing of a name of an excluded weight but the name, and other stages do not
+        load a weight that has no values: there it is missing as the excluded weight itself is.
+        """
+        key = self._family.name, MODULE, entry.name
+        return entry.kind != "excluded" or self._layout.stage == 3 or key in self._index
+
+    def shared_params(self, rank: int | None) -> dict[str, str] | None:
+        """Spell the list of tied parameters, which the first of all ranks keeps for all."""
+        if self._is_stageless():
+            return None
+        if rank or self._mp_rank:
+            return {}
+        buffers = {entry.name for entry in self._family.module if entry.kind == "buffer"}
+        tied = {
+            entry.name: entry.alias_of
+            for entry in self._family.module
+            if entry.alias_of and entry.alias_of not in buffers
+        }
+        return {**(self._family.model_state.get(names.SHARED_PARAMS) or {}), **tied}
+
+    def _module_entry(self, entry: ModuleEntry, made: Mapping[str, Node]) -> Node:
+        if entry.kind == "extra":
+            return self._family.model_state[names.MODULE_STATE][entry.name]
+        if entry.kind != "buffer" and self._layout.stage == 3:
+            if entry.kind == "loose" and 0 not in entry.shape:
+                message = (
+                    f"parameter '{entry.name}' is trained by no param group; ZeRO-3 would not "
+                    "save it"
+                )
+                raise UnsupportedError(message)
+            return make_tensor(Storage(self._entry_dtype(entry), 0, Literal(b"")), (0,))
+        if entry.kind == "alias":
+            if self._is_cloned:
+                return self._module_entry(self._entries[entry.alias_of], made)
+            return make_tensor(made[entry.alias_of].args[0], entry.shape)
+        numel = 1
+        for length in entry.shape:
+            numel *= length
+        return make_tensor(
+            Storage(self._entry_dtype(entry), numel, self._entry_content(entry)), entry.shape
+        )
+
+    def _entry_dtype(self, entry: ModuleEntry) -> str:
+        """Weights follow the module's dtype, as `module.to(dtype)` has it; buffers keep theirs."""
+        is_weight = entry.kind != "buffer" and entry.dtype == self._source.module_dtype
+        return self._module_dtype if is_weight else entry.dtype
+
+    def _entry_content(self, entry: ModuleEntry) -> Content:
+        """Take the module's own bits where they are, else a cast of the master weights."""
+        kept = self._index.get((self._family.name, MODULE, entry.name))
+        if kept is None or (entry.kind == "param" and entry.dtype != self._module_dtype):
+            kept = self._index[self._family.name, MASTER, entry.name]
+        return Whole(kept)
+
+    def _is_stageless(self) -> bool:
+        """Tell whether the target trains without a ZeRO stage, as `BF16_Optimizer` can."""
+        held = self._family.model_state[names.PARAM_SHAPES]
+        return held is None and self._layout.bf16_optimizer
+
+    def _param_shapes(self) -> list[Node]:
+        if self._layout.stage == 3:
+            units = [
+                self._family.groups[s.group].params[s.first : s.stop] for s in self._sub_groups
+            ]
+        else:
+            units = [
+                tuple(group.params[index] for index in cut.order)
+                for group, cut in zip(self._family.groups, self._flat_cuts, strict=True)
+                if group.expert_rank == 0
+            ]
+        return [OrderedDict((n, self._shape(self._shapes[n])) for n in unit) for unit in units]
+
+    def _frozen(self, module: Mapping[str, Node], rank: int | None) -> tuple[Node, Node]:
+        """Serialize what a stage keeps of parameters that are not trained: stage 1 nothing."""
+        if self._layout.stage == 1 or self._lacks_frozen():
+            return None, None
+        shapes: OrderedDict[str, Node] = OrderedDict()
+        fragments: OrderedDict[str, Node] = OrderedDict()
+        for entry in self._family.module:
+            if entry.kind == "frozen":
+                shapes[entry.name] = self._shape(entry.shape)
+                fragments[entry.name] = self._frozen_fragment(entry, module, rank)
+        return shapes, fragments
+
+    def _lacks_frozen(self) -> bool:
+        """Tell whether frozen weights were left out, by `exclude_frozen_parameters`.
+
+        Of all that is no dict, an engine that loads tells None alone from a list of all its frozen
+        parameters (`load_module_state_dict`). Stage 1 says None in any case. If frozen weights
+        were left out, none is there; if there never were any, None will do as well.
+        """
+        if self._source.layout.stage > 1:
+            return self._family.model_state.get(names.FROZEN_SHAPES, {}) is None
+        entries = self._family.module
+        return not any(entry.kind == "frozen" and 0 not in entry.shape for entry in entries)
+
+    def _frozen_fragment(
+        self, entry: ModuleEntry, module: Mapping[str, Node], rank: int | None
+    ) -> Node:
+        if rank is None:
+            if self._is_cloned:
+                return self._module_entry(entry, {})
+            return make_tensor(module[entry.name].args[0], entry.shape)
+        tensor = self._index[self._family.name, MODULE, entry.name]
+        numel = -(-self._source.tensors[tensor].numel // self._layout.world_size)
+        storage = Storage(self._entry_dtype(entry), numel, ShardOf(tensor))
+        return make_tensor(storage, (numel,))
+
+
+def _identity(node: Node) -> Node | None:
+    return id(node) if isinstance(node, Storage) else None

@@ -1,0 +1,254 @@
+"""Spells optimizer files: what a ZeRO optimizer's `state_dict` holds on each rank of a target."""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from streamshard.formats.checkpoint import FlatState, ParamGroup, ScalarState
+from streamshard.formats.deepspeed import ds_config, names
+from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
+from streamshard.formats.pickle.inert import Call, Global, Node
+from streamshard.formats.torch.torch_tensor import Storage, make_tensor
+from streamshard.model import (
+    MASTER,
+    Content,
+    FlatCut,
+    Literal,
+    PartitionOf,
+    RankPartition,
+    ShardsOf,
+    SubGroup,
+    WholesOf,
+    ZeroLayout,
+)
+
+_LOSS_SCALER: Final = Global("deepspeed.runtime.fp16.loss_scaler", "LossScaler")
+_FRAGMENT_ADDRESS: Final = Global("deepspeed.utils.tensor_fragment", "fragment_address")
+
+_KEYS_12: Final = (
+    "loss_scaler",
+    "dynamic_loss_scale",
+    "overflow",
+    names.CLIP_GRAD,
+    names.BASE_OPTIMIZER,
+    names.FLAT_GROUPS,
+    names.ZERO_STAGE,
+    names.GROUP_PADDINGS,
+    names.ALIGNMENT_PADDINGS,
+    names.PARTITION_COUNT,
+    names.DS_VERSION,
+    names.SLICE_MAPPINGS,
+)
+"""Order in which `DeepSpeedZeroOptimizer.state_dict` saves."""
+_KEYS_BF16: Final = tuple(
+    key
+    for key in _KEYS_12
+    if key
+    not in (
+        "loss_scaler",
+        "dynamic_loss_scale",
+        "overflow",
+        names.ZERO_STAGE,
+        names.ALIGNMENT_PADDINGS,
+    )
+)
+"""Order in which `BF16_Optimizer.state_dict` saves."""
+_KEYS_3: Final = (
+    names.ZERO_STAGE,
+    "loss_scaler",
+    "dynamic_loss_scale",
+    "overflow",
+    names.PARTITION_COUNT,
+    names.OPTIMIZER,
+    names.FLAT_GROUPS_3,
+)
+"""Order in which `DeepSpeedZeroOptimizer_Stage3.state_dict` saves."""
+
+
+class OptimizerWriter:
+    """Spells each rank's optimizer file."""
+
+    def __init__(self, target: ZeroTarget) -> None:
+        self._family = target.family
+        self._source_layout = target.checkpoint.layout
+        self._layout = target.layout
+        self._config = target.config
+        self._flat_cuts = target.flat_cuts
+        self._sub_groups = target.sub_groups
+
+    def dump(self, rank: int) -> dict[str, Node]:
+        """Spell the optimizer's state alone, as raw dumps have it."""
+        source = self._family.optimizer_file
+        state = self._stage_3(rank) if self._layout.stage == 3 else self._stage_12(rank)
+        held = source[names.OPTIMIZER]
+        if _keys_of(self._layout) != _keys_of(self._source_layout):
+            held = {**self._unkept(source), **held}
+        return self._in_order(state, held)
+
+    def file(self, rank: int) -> dict[str, Node]:
+        """Spell a rank's whole optimizer file."""
+        source = self._family.optimizer_file
+        given = {names.DS_CONFIG: self._config} if names.DS_CONFIG in source else {}
+        return {**source, names.OPTIMIZER: self.dump(rank), **given}
+
+    def _in_order(self, state: Mapping[str, Node], held: Mapping[str, Node]) -> dict[str, Node]:
+        """Put a target's entries where the source has them, or where its own kind would.
+
+        Entries that only other kinds of optimizer know are left out; what nobody knows is kept.
+        """
+        order = _keys_of(self._layout)
+        if order == _keys_of(self._source_layout):
+            kept = {key: state.get(key, value) for key, value in held.items()}
+            # Without this key, which DeepSpeed before 0.19.7 did not write, none are expected.
+            if any(map(any, state.get(names.ALIGNMENT_PADDINGS, []))):
+                kept[names.ALIGNMENT_PADDINGS] = state[names.ALIGNMENT_PADDINGS]
+            return kept
+        merged = {**held, **state}
+        known = {key: merged[key] for key in order if key in merged}
+        foreign = {*_KEYS_12, *_KEYS_3} - set(order)
+        unknown = {k: v for k, v in held.items() if k not in known and k not in foreign}
+        return {**known, **unknown}
+
+    def _unkept(self, source: Mapping[str, Node]) -> dict[str, Node]:
+        """Spell what the target's kind of optimizer keeps and the source's does not."""
+        kept: dict[str, Node] = {}
+        if self._source_layout.bf16_optimizer:
+            # Training in bf16 has a constant loss scale of 1, for which BF16_Optimizer keeps none.
+            scaler = Call(_LOSS_SCALER, (), new=True, state={"cur_scale": 1.0, "dynamic": False})
+            kept |= {"loss_scaler": scaler, "dynamic_loss_scale": False, "overflow": False}
+        if self._source_layout.stage == 3:
+            clipping = ds_config.gradient_clipping(self._config)
+            if clipping is not None:
+                kept[names.CLIP_GRAD] = clipping
+            if names.DS_VERSION in source:
+                kept[names.DS_VERSION] = source[names.DS_VERSION]
+        return kept
+
+    def _stage_enum(self) -> Node:
+        stage = self._layout.stage
+        held = self._family.optimizer_file[names.OPTIMIZER].get(names.ZERO_STAGE)
+        # A plain int until 0.7.0.
+        return stage if isinstance(held, int) else Call(names.STAGE_ENUM, (stage,))
+
+    def _stage_12(self, rank: int) -> dict[str, Node]:
+        masters, mappings, cuts = [], [], []
+        states: dict[int, Node] = {}
+        for group, sharer in self._family.held_by(rank, self._layout):
+            held, cut = self._family.groups[group], self._flat_cuts[group]
+            cuts.append((cut, sharer))
+            own = cut.partitions[sharer]
+            padding = 0 if self._layout.bf16_optimizer else own.padding
+            content = PartitionOf(group, MASTER, sharer)
+            storage = Storage(held.master_dtype, own.numel - padding, content)
+            masters.append(make_tensor(storage, (storage.numel,), requires_grad=True))
+            if held.states is not None:
+                states[held.number] = self._states(group, held, own, sharer)
+            mappings.append(self._slice_mapping(held, own))
+        return {
+            names.BASE_OPTIMIZER: self._inner(
+                {number: entry for number, entry in states.items() if entry is not None},
+                [[g] for g in range(len(masters))],
+            ),
+            names.FLAT_GROUPS: masters,
+            names.ZERO_STAGE: self._stage_enum(),
+            names.GROUP_PADDINGS: [self._group_padding(cut, sharer) for cut, sharer in cuts],
+            names.ALIGNMENT_PADDINGS: [list(cut.alignments) for cut, _ in cuts],
+            names.PARTITION_COUNT: [len(cut.partitions) for cut, _ in cuts],
+            names.SLICE_MAPPINGS: mappings,
+        }
+
+    def _states(
+        self, group: int, held: ParamGroup, own: RankPartition, sharer: int
+    ) -> dict[str, Node] | None:
+        """Spell a rank's states of a param group; None where the rank has no entry for it."""
+        whole = self._family.whole_states(held, self._layout)
+        states: dict[str, Node] = {}
+        for key, value in (held.states or {}).items():
+            if key not in whole:
+                states[key] = self._state(value, own.numel, PartitionOf(group, key, sharer))
+            elif own.whole_numel:
+                states[key] = self._state(value, own.whole_numel, WholesOf(group, key, sharer))
+        return None if whole and not states else states
+
+    def _group_padding(self, cut: FlatCut, rank: int) -> int:
+        """Spell a rank's `group_paddings`.
+
+        BF16_Optimizer counts all of a group's padding on the last rank, even what lies elsewhere.
+        """
+        if not self._layout.bf16_optimizer:
+            return cut.partitions[rank].padding
+        last = rank == len(cut.partitions) - 1
+        return sum(own.padding for own in cut.partitions) if last else 0
+
+    def _slice_mapping(self, group: ParamGroup, own: RankPartition) -> OrderedDict[str, Node]:
+        params = self._family.spelled(group)
+        return OrderedDict(
+            (params[index], _fragment_address(start, numel)) for index, start, numel in own.recorded
+        )
+
+    def _stage_3(self, rank: int) -> dict[str, Node]:
+        masters, states = [], {}
+        members: list[list[int]] = [[] for _ in self._family.groups]
+        for unit, sub_group in enumerate(self._sub_groups):
+            held = self._family.groups[sub_group.group]
+            members[sub_group.group].append(unit)
+            storage = Storage(held.master_dtype, sub_group.numel, ShardsOf(unit, MASTER, rank))
+            masters.append(
+                make_tensor(
+                    storage,
+                    (sub_group.numel,),
+                    requires_grad=True,
+                    attributes=self._unit_attributes(held, sub_group),
+                )
+            )
+            if held.states is not None:
+                states[unit] = {
+                    key: self._state(value, sub_group.numel, ShardsOf(unit, key, rank))
+                    for key, value in held.states.items()
+                }
+        return {
+            names.ZERO_STAGE: self._stage_enum(),
+            names.PARTITION_COUNT: self._layout.world_size,
+            names.OPTIMIZER: self._inner(states, members),
+            names.FLAT_GROUPS_3: masters,
+        }
+
+    def _unit_attributes(self, group: ParamGroup, sub_group: SubGroup) -> Mapping[str, Node]:
+        """Spell the `ds_id` that names a sub-group by its first and last parameter.
+
+        Loading does not need it; where the source's files do not tell it, it is left out.
+        """
+        ids = self._family.param_ids
+        ends = group.params[sub_group.first], group.params[sub_group.stop - 1]
+        if not all(name in ids for name in ends):
+            return {}
+        return {"ds_id": f"{ids[ends[0]]}_{ids[ends[1]]}"}
+
+    def _state(self, value: Node, numel: int, content: Content) -> Node:
+        if isinstance(value, FlatState):
+            return make_tensor(Storage(value.dtype, numel, content), (numel,))
+        if isinstance(value, ScalarState):
+            # A storage of its own for every group: a shared step tensor would be advanced once
+            # per group by the optimizer.
+            count = len(value.data) // Storage(value.dtype, 1).nbytes
+            return make_tensor(Storage(value.dtype, count, Literal(value.data)), value.shape)
+        return value
+
+    def _inner(self, states: Mapping[int, Node], members: Sequence[list[int]]) -> dict[str, Node]:
+        held = self._family.wrapped_optimizer
+        groups = [
+            {**group, "params": list(params)}
+            for group, params in zip(held["param_groups"], members, strict=True)
+        ]
+        return {**held, "state": dict(states), "param_groups": groups}
+
+
+def _keys_of(layout: ZeroLayout) -> tuple[str, ...]:
+    """Tell what the optimizer that cuts like this saves, in its order."""
+    if layout.bf16_optimizer:
+        return _KEYS_BF16
+    return _KEYS_3 if layout.stage == 3 else _KEYS_12
+
+
+def _fragment_address(start: int, numel: int) -> Call:
+    return Call(_FRAGMENT_ADDRESS, (), new=True, state={"numel": numel, "start": start})

@@ -1,0 +1,126 @@
+"""DeepSpeed's universal checkpoint: a file for each state of each parameter, in its full shape.
+
+As `deepspeed/checkpoint/ds_to_universal.py` (0.19.8) writes it; engines load it with
+``"checkpoint": {"load_universal": true}``. Stages 1 and 2 and stage 3 each have a form of their
+own, and none loads the other's.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from streamshard.errors import UnsupportedError
+from streamshard.formats.checkpoint import FlatState, ParamGroup, ScalarState
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.write.optimizer_writer import OptimizerWriter
+from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
+from streamshard.formats.deepspeed.write.zero_writer import FileImage, NativeImages
+from streamshard.formats.pickle.inert import Node
+from streamshard.formats.torch.torch_file import spell
+from streamshard.formats.torch.torch_tensor import Storage, make_tensor
+from streamshard.model import MASTER, Literal, Whole
+
+_STATES_3: Final = frozenset({"exp_avg", "exp_avg_sq"})
+"""The only optimizer states that the loader of stage 3 asks for, and asks for always."""
+_STEP: Final = "step"
+_GLOBAL: Final = "optimizer_state.pt"
+_FLAT: Final = (names.BASE_OPTIMIZER, names.SLICE_MAPPINGS, names.FLAT_GROUPS)
+"""Entries of an optimizer's state that the other files say."""
+_LIMIT_NAME: Final = 255
+"""Bytes of the longest name of a directory."""
+
+
+class UniversalImages:
+    """Spells the files of a universal checkpoint.
+
+    Raises
+    ------
+    UnsupportedError
+        No engine would load them, or a parameter's name cannot be that of a directory.
+    """
+
+    def __init__(self, target: ZeroTarget) -> None:
+        self._target = target
+        self._family = target.family
+        self._is_stage_3 = target.layout.stage == 3
+        self._index = target.checkpoint.tensor_index()
+        for group in self._family.groups:
+            self._require_loadable(group)
+            for name in group.params:
+                _require_directory(name)
+
+    def all(self) -> Iterator[FileImage]:
+        """Spell all files."""
+        yield from NativeImages(self._target).models()
+        place = f"{self._target.checkpoint.tag}/zero"
+        yield FileImage(f"{place}/{_GLOBAL}", spell(self._global_state()))
+        for group in self._family.groups:
+            for name in group.params:
+                for key, node in self._states(group, name):
+                    yield FileImage(f"{place}/{name}/{key}.pt", spell(node))
+
+    def _states(self, group: ParamGroup, name: str) -> Iterator[tuple[str, Node]]:
+        for key, dtype in {MASTER: group.master_dtype, **group.flat_states()}.items():
+            number = self._index[self._family.name, key, name]
+            tensor = self._target.checkpoint.tensors[number]
+            storage = Storage(dtype, tensor.numel, Whole(number))
+            shape = (tensor.numel,) if self._is_stage_3 else tensor.shape
+            # As the original has it, which cuts the optimizer's own tensors up.
+            node = make_tensor(storage, shape, requires_grad=key == MASTER)
+            yield key, node if self._is_stage_3 else {"cat_dim": 0, "param": node}
+        step = (group.states or {}).get(_STEP)
+        if step is not None and not self._is_stage_3:
+            yield _STEP, _scalar(step)
+
+    def _global_state(self) -> dict[str, Node]:
+        """Spell what is not a parameter's: hyper-parameters, loss scaler."""
+        state = OptimizerWriter(self._target).dump(0)
+        if not self._is_stage_3:
+            kept = {key: value for key, value in state.items() if key not in _FLAT}
+            return {**kept, "param_groups": state[names.BASE_OPTIMIZER]["param_groups"]}
+        # The loader takes the step of the first sub-group for all. Rank 0's shards, which the
+        # original leaves in here, no one reads.
+        inner = state[names.OPTIMIZER]
+        steps = {unit: self._without_shards(entry) for unit, entry in inner["state"].items()}
+        groups = inner["param_groups"]
+        return {
+            **state,
+            names.OPTIMIZER: {**inner, "state": steps},
+            names.FLAT_GROUPS_3: [],
+            "param_groups": groups,
+        }
+
+    def _without_shards(self, entry: Mapping[str, Node]) -> dict[str, Node]:
+        flat = {key for group in self._family.groups for key in group.flat_states()}
+        return {key: value for key, value in entry.items() if key not in flat}
+
+    def _require_loadable(self, group: ParamGroup) -> None:
+        """Refuse states that the loader would stumble over, or lose."""
+        if self._family.is_muon(group):
+            message = "Muon's momentum is in no form that DeepSpeed's universal loader knows"
+            raise UnsupportedError(message)
+        states = group.states or {}
+        flat = group.flat_states().keys()
+        if self._is_stage_3 and flat != _STATES_3:
+            held = ", ".join(flat) or "none"
+            message = f"the optimizer's states are {held}; of a universal checkpoint of stage 3"
+            raise UnsupportedError(f"{message} DeepSpeed loads exp_avg and exp_avg_sq, always both")
+        lost = [k for k, v in states.items() if not isinstance(v, FlatState) and k != _STEP]
+        if lost:
+            message = f"the optimizer's state '{lost[0]}' has one value for all parameters, which"
+            raise UnsupportedError(f"{message} a universal checkpoint has no place for")
+
+
+def _scalar(value: Node) -> Node:
+    """Spell a group's step as the file's only content."""
+    if isinstance(value, ScalarState):
+        count = len(value.data) // Storage(value.dtype, 1).nbytes
+        return make_tensor(Storage(value.dtype, count, Literal(value.data)), value.shape)
+    return value
+
+
+def _require_directory(name: str) -> None:
+    """Refuse a name that is no directory's, or leads out of the one that it is to be in."""
+    is_plain = name not in ("", ".", "..", _GLOBAL) and "/" not in name and name.isprintable()
+    if not is_plain or len(name.encode(errors="replace")) > _LIMIT_NAME:
+        message = f"parameter {name!r:.100}: a universal checkpoint needs it as a directory's name"
+        raise UnsupportedError(f"{message}, which it cannot be")

@@ -1,0 +1,162 @@
+"""Spells a logical checkpoint as DeepSpeed would have saved it at another world size or stage.
+
+Nothing here holds tensor data: every storage of the trees made here says what fills it.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.write.module_writer import ModuleWriter
+from streamshard.formats.deepspeed.write.optimizer_writer import OptimizerWriter
+from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
+from streamshard.formats.torch.torch_file import Spelled, spell
+
+
+@dataclass(frozen=True, slots=True)
+class FileImage:
+    """A torch file to be made: where it goes, and the object in it."""
+
+    path: str
+    """Relative to the run directory."""
+    spelled: Spelled
+    """The same for all ranks whose objects differ in nothing but what fills the storages."""
+    family: int = 0
+    """Number of the family that its contents are of."""
+    rank: int | None = None
+    """Whose file it is, where that matters."""
+
+
+class WholeImages:
+    """Spells the one file of a family that was trained without ZeRO (stage 0)."""
+
+    def __init__(self, target: ZeroTarget) -> None:
+        self._target = target
+
+    def all(self) -> Iterator[FileImage]:
+        """Spell all files."""
+        target = self._target
+        path = f"{target.checkpoint.tag}/{names.model_file(None, target.mp_rank)}"
+        yield FileImage(path, spell(ModuleWriter(target).file(None)), target.mp_rank)
+
+    def sizes(self) -> Iterator[tuple[FileImage, Sequence[str]]]:
+        """Spell one of all files that are equally large, with the paths of all of them."""
+        yield from ((image, [image.path]) for image in self.all())
+
+
+class NativeImages:
+    """Spells the files of a family one after the other: model files, then optimizer files."""
+
+    def __init__(self, target: ZeroTarget) -> None:
+        self._target = target
+        self._model = ModuleWriter(target)
+        self._optimizer = OptimizerWriter(target)
+        self._ranks = range(target.layout.world_size)
+        self._of_all: dict[bool, Spelled] = {}
+        """Model files of stage 3, by whether they list the tied parameters."""
+
+    def all(self) -> Iterator[FileImage]:
+        """Spell all files."""
+        yield from self.models()
+        for rank in self._ranks:
+            yield self._optimizer_image(rank)
+
+    def models(self) -> Iterator[FileImage]:
+        """Spell the model files."""
+        for holder in self._ranks if self._target.layout.stage == 3 else (None,):
+            yield self._model_image(holder)
+
+    def sizes(self) -> Iterator[tuple[FileImage, Sequence[str]]]:
+        """Spell one of all files that are equally large, with the paths of all of them.
+
+        At stage 3 all ranks own alike; the first keeps the list of tied parameters besides, if
+        there are any, and a file's name is part of what is in it.
+        """
+        if self._target.layout.stage < 3:
+            yield from ((image, [image.path]) for image in self.all())
+            return
+        listed = self._model.shared_params
+        for ranks in _alike(self._ranks, lambda rank: (bool(listed(rank)), len(str(rank)))):
+            yield self._model_image(ranks[0]), [self._path(self._model_name(r)) for r in ranks]
+        for ranks in _alike(self._ranks, lambda rank: len(str(rank))):
+            paths = [self._path(self._optimizer_name(rank)) for rank in ranks]
+            yield self._optimizer_image(ranks[0]), paths
+
+    def _model_image(self, rank: int | None) -> FileImage:
+        name = self._model_name(rank)
+        if rank is None:
+            return self._image(name, spell(self._model.file(None)))
+        lists_tied = bool(self._model.shared_params(rank))
+        if lists_tied not in self._of_all:
+            self._of_all[lists_tied] = spell(self._model.file(rank))
+        return self._image(name, self._of_all[lists_tied], rank)
+
+    def _optimizer_image(self, rank: int) -> FileImage:
+        return self._image(self._optimizer_name(rank), spell(self._optimizer.file(rank)))
+
+    def _model_name(self, rank: int | None) -> str:
+        return names.model_file(rank, self._target.mp_rank)
+
+    def _optimizer_name(self, rank: int) -> str:
+        bf16, mp_rank = self._target.is_bf16, self._target.mp_rank
+        return names.optimizer_file(rank, bf16=bf16, mp_rank=mp_rank)
+
+    def _path(self, name: str) -> str:
+        return f"{self._target.checkpoint.tag}/{name}"
+
+    def _image(self, name: str, spelled: Spelled, rank: int | None = None) -> FileImage:
+        return FileImage(self._path(name), spelled, self._target.mp_rank, rank)
+
+
+def _alike(ranks: Iterable[int], key: Callable[[int], Hashable]) -> Iterator[list[int]]:
+    """Yield all ranks that have a key in common."""
+    groups: dict[Hashable, list[int]] = {}
+    for rank in ranks:
+        groups.setdefault(key(rank), []).append(rank)
+    yield from groups.values()
+
+
+@dataclass(frozen=True, slots=True)
+class StepImages:
+    """Spells files that hold nothing but Accelerate's step."""
+
+    step: int
+    paths: Sequence[str]
+
+    def all(self) -> Iterator[FileImage]:
+        """Spell all files."""
+        for path in self.paths:
+            yield FileImage(path, spell({"step": self.step}))
+
+    def sizes(self) -> Iterator[tuple[FileImage, Sequence[str]]]:
+        """Spell one of all files that are equally large, with the paths of all of them."""
+        yield from ((image, [image.path]) for image in self.all())
+
+
+class Images(Protocol):
+    """Spells torch files, anew at every call."""
+
+    def all(self) -> Iterator[FileImage]:
+        """Spell all files."""
+
+    def sizes(self) -> Iterator[tuple[FileImage, Sequence[str]]]:
+        """Spell one of all files that are equally large, with the paths of all of them."""
+
+
+class DumpImages:
+    """Spells raw dumps: each rank's optimizer state, and nothing else."""
+
+    def __init__(self, target: ZeroTarget, name: Callable[[int], str]) -> None:
+        self._ranks = range(target.layout.world_size)
+        self._optimizer = OptimizerWriter(target)
+        self._name = name
+
+    def all(self) -> Iterator[FileImage]:
+        """Spell all files."""
+        for rank in self._ranks:
+            yield FileImage(self._name(rank), spell(self._optimizer.dump(rank)))
+
+    def sizes(self) -> Iterator[tuple[FileImage, Sequence[str]]]:
+        """Spell one of all files that are equally large, with the paths of all of them."""
+        yield from ((image, [image.path]) for image in self.all())

@@ -1,0 +1,248 @@
+"""Says what lies at a path that holds no ZeRO checkpoint, and what can be done with it.
+
+By names as far as they tell. A file that might be one of several things is opened, as inertly as
+any other.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from streamshard.errors import IncompleteError, SourceError, UnsupportedError
+from streamshard.formats.deepspeed import ds_config, names
+from streamshard.formats.deepspeed.dumps.dump_names import template_of
+from streamshard.formats.pickle.inert import Node
+from streamshard.formats.torch import torch_file
+
+_WEIGHTS: Final = re.compile(
+    r".*\.(safetensors|gguf)|.*\.(safetensors|bin)\.index\.json"
+    r"|(pytorch_model|adapter_model|model|diffusion_pytorch_model)(-\d+-of-\d+)?\.bin"
+    r"|consolidated(\.\d+)?\.pth"
+)
+"""Hugging Face's names of weights, and those of Llama's first release."""
+_WHOLE_OPTIMIZER: Final = re.compile(r"optimizer(_\d+)?\.(pt|bin)")
+"""Of HF Trainer and Accelerate without DeepSpeed."""
+_TORCH_DCP: Final = re.compile(r"__\d+_\d+\.distcp|\.metadata")
+"""What `torch.distributed.checkpoint.FileSystemWriter` writes (torch 2.13)."""
+_MEGATRON: Final = frozenset(
+    {"latest_checkpointed_iteration.txt", "common.pt", "model_optim_rng.pt", "distrib_optim.pt"}
+)
+"""What Megatron-LM's `checkpointing.py` and `dist_checkpointing` write."""
+_UNIVERSAL_PARAM: Final = "fp32.pt"
+"""In a directory for each parameter (`deepspeed/checkpoint/ds_to_universal.py`, 0.19.8)."""
+_FIRST_WITHOUT_BF16_OPTIMIZER: Final = (0, 17, 6)
+
+_TORCH_OPTIMIZER: Final = frozenset({"state", "param_groups"})
+_WHOLE_MASTERS: Final = frozenset({"fp32_groups_flat", "fp32_groups"})
+"""Master weights in what DeepSpeed's optimizers without ZeRO save, fused and not fused."""
+_CUT: Final = frozenset({names.FLAT_GROUPS, names.FLAT_GROUPS_3, names.PARTITION_COUNT})
+"""In what ZeRO's optimizers save."""
+
+_NOTHING_CUT: Final = "nothing in it depends on the count of ranks, so it needs no resharding"
+
+
+def directory(path: Path) -> str | None:
+    """Say what a directory is; None where its names do not tell."""
+    return next((text for rule in _DIRECTORIES if (text := rule(path)) is not None), None)
+
+
+def file(path: Path) -> str | None:
+    """Say what a file is; None where neither its name nor its content tells.
+
+    Raises
+    ------
+    SourceError
+        It is a torch file by its name, and cannot be read.
+    """
+    if names.parse(path.name) is not None or path.name == names.LATEST:
+        return f"one file of a DeepSpeed checkpoint; give its directory, {path.parent}"
+    if _WEIGHTS.fullmatch(path.name):
+        return f"a model's weights; {_NOTHING_CUT}"
+    if _TORCH_DCP.fullmatch(path.name):
+        return f"one file of {_DCP}"
+    expected = path.suffix in (".pt", ".pth", ".bin", ".ckpt") and path.is_file()  # and no pipe
+    return _torch_file(path) if expected else None
+
+
+def _torch_file(path: Path) -> str | None:
+    root = torch_file.read(path, -1).root
+    if not isinstance(root, dict):
+        return None
+    if names.FLAT_GROUPS in root or names.FLAT_GROUPS_3 in root:
+        return f"a raw dump of one rank's optimizer; give all ranks' by a template{_template(path)}"
+    whole = kind_of_whole_dump(root)
+    if whole is not None:
+        return (
+            f"{whole}, in which ZeRO has cut nothing. If the files of all ranks hold the same, "
+            "any of them loads on any count of ranks; a template tells whether they do"
+            f"{_template(path)}"
+        )
+    if names.OPTIMIZER in root:
+        return f"one file of a DeepSpeed checkpoint; give its directory, {path.parent}"
+    if "pytorch-lightning_version" in root:
+        return f"a Lightning checkpoint in one file, saved without ZeRO; {_NOTHING_CUT}"
+    return None
+
+
+def kind_of_whole_dump(root: Mapping[str, Node]) -> str | None:
+    """Say whose state dict a dump is that ZeRO has no part in; None of any other file.
+
+    Checked with DeepSpeed 0.19.8: without ZeRO (stage 0), `engine.optimizer` is torch's own in
+    fp32, an `FP16_Optimizer` or `FP16_UnfusedOptimizer` (`deepspeed/runtime/fp16`) in 16 bits.
+    """
+    if root.keys() >= _TORCH_OPTIMIZER and not _CUT & root.keys():
+        return "a plain torch optimizer's state dict"
+    if names.OPTIMIZER in root and _WHOLE_MASTERS & root.keys():
+        return "the state dict of DeepSpeed's optimizer without ZeRO (stage 0)"
+    return None
+
+
+def _template(path: Path) -> str:
+    """Suggest the template that the dumps beside one are made by, if it is the only one."""
+    beside = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
+    name = template_of(path.name, beside)
+    return f", '{path.with_name(name)}'" if name else " such as 'optimizer.{rank:02d}.pt'"
+
+
+# Directories --------------------------------------------------------------------------------------
+
+
+def _listed(path: Path) -> set[str]:
+    return {entry.name for entry in path.iterdir()}
+
+
+def _with_children(path: Path) -> list[Path]:
+    return [path, *sorted(entry for entry in path.iterdir() if entry.is_dir())]
+
+
+def _universal(path: Path) -> str | None:
+    params = path / "zero"
+    made = params.is_dir() and any(params.rglob(_UNIVERSAL_PARAM))
+    if not made and names.LATEST_UNIVERSAL not in _listed(path):
+        return None
+    return (
+        "a DeepSpeed universal checkpoint, which any count of ranks loads that has "
+        '"checkpoint": {"load_universal": true} in its config; for native files give the '
+        "checkpoint that it was made from"
+    )
+
+
+_DCP: Final = (
+    "a checkpoint of torch.distributed.checkpoint, as FSDP saves it, which torch itself loads on "
+    "any count of ranks; only DeepSpeed's ZeRO needs resharding"
+)
+
+
+def _megatron(path: Path) -> str | None:
+    if not any(_MEGATRON & _listed(place) for place in _with_children(path)):
+        return None
+    return (
+        "a checkpoint in Megatron's own format, not DeepSpeed's; only DeepSpeed's ZeRO is "
+        "resharded here, Megatron's distributed checkpoints by Megatron when it loads them"
+    )
+
+
+def _torch_dcp(path: Path) -> str | None:
+    places = [_listed(place) for place in _with_children(path)]
+    found = any(_TORCH_DCP.fullmatch(name) for listed in places for name in listed)
+    return _DCP if found else None
+
+
+def _dumps(path: Path) -> str | None:
+    for entry in sorted(path.glob("*.pt")):
+        if entry.is_symlink() or not entry.is_file():
+            continue
+        try:
+            text = _torch_file(entry)
+        except (SourceError, OSError):
+            continue
+        if text is not None and "a template" in text:
+            return text.replace("a raw dump of one rank's optimizer", "raw dumps of the optimizer")
+    return None
+
+
+def _weights(path: Path) -> str | None:
+    listed = _listed(path)
+    if not any(_WEIGHTS.fullmatch(name) for name in listed):
+        return None
+    if any(_WHOLE_OPTIMIZER.fullmatch(name) for name in listed):
+        return f"weights and an optimizer's state, saved without ZeRO; {_NOTHING_CUT}"
+    return f"a model's weights without an optimizer's state; {_NOTHING_CUT}"
+
+
+_DIRECTORIES: Final[tuple[Callable[[Path], str | None], ...]] = (
+    _universal,
+    _megatron,
+    _torch_dcp,
+    _weights,
+    _dumps,
+)
+
+
+# Tag directories without optimizer files ----------------------------------------------------------
+
+
+def is_stage_0(model_file: Path) -> bool:
+    """Tell whether a model file holds the optimizer's state too, as it does without ZeRO.
+
+    By `DeepSpeedEngine._common_checkpoint_state` (0.19.8), which lists the shapes of what ZeRO cuts
+    in place of that state. An entry called `optimizer` alone may be the user's.
+    """
+    root = torch_file.read(model_file, -1).root
+    if not isinstance(root, dict) or root.get(names.WHOLE_OPTIMIZER) is None:
+        return False
+    kept = root.get(names.DS_CONFIG)
+    stage = ds_config.zero_stage(kept) if isinstance(kept, dict) else None
+    return not stage and root.get(names.PARAM_SHAPES) is None
+
+
+def without_shards(tag_dir: Path, models: Sequence[Path], parts: Sequence[Path]) -> SourceError:
+    """Explain why there is no optimizer file in a tag directory.
+
+    Parameters
+    ----------
+    models
+        Model files in it.
+    parts
+        Files of pipeline layers and experts in it.
+    """
+    # Weights that lie beside model files of DeepSpeed's are not all there was.
+    text = _universal(tag_dir) if models else directory(tag_dir)
+    if text is not None:
+        return UnsupportedError(f"{tag_dir}: {text}")
+    if any(path.name.startswith(names.WHOLE_EXPERT_OPTIMIZER) for path in parts):
+        count = "any multiple of the expert-parallel size"
+        return UnsupportedError(f"{tag_dir}: {_STAGE_0}. {_AS_IT_IS} on {count}")
+    if not models:
+        return IncompleteError(f"{tag_dir}: no DeepSpeed checkpoint files in it")
+    root = torch_file.read(models[0], -1).root
+    model: dict[str, Node] = root if isinstance(root, dict) else {}
+    kept = model.get(names.DS_CONFIG)
+    config = kept if isinstance(kept, dict) else {}
+    # With a stage it is client state of that name.
+    if model.get(names.WHOLE_OPTIMIZER) is not None and not ds_config.zero_stage(config):
+        return UnsupportedError(f"{models[0]}: {_STAGE_0}. {_AS_IT_IS} on any count of them")
+    if config and not ds_config.zero_stage(config) and not _had_bf16_optimizer(model, config):
+        return UnsupportedError(
+            f"{models[0]}: {_STAGE_0}, and no optimizer's state is in it: in bf16, DeepSpeed "
+            "0.17.6 to 0.18.4 left it out. Load it as it is, with load_optimizer_states=False, on "
+            "any count of them; the optimizer starts anew"
+        )
+    message = f"{tag_dir}: no *_optim_states.pt file, of which each rank saved one"
+    return IncompleteError(f"{message}: copy them from the nodes that saved them")
+
+
+_STAGE_0: Final = "saved without ZeRO (stage 0), which cuts nothing among data-parallel ranks"
+_AS_IT_IS: Final = "Load it as it is, with engine.load_checkpoint(),"
+
+
+def _had_bf16_optimizer(model: dict[str, Node], config: ds_config.Config) -> bool:
+    """Tell whether stage 0 was trained by a `BF16_Optimizer`, which saves files of its own.
+
+    By `DeepSpeedEngine._do_optimizer_sanity_check` before 0.17.6.
+    """
+    text = model.get(names.DS_VERSION)
+    numbers = re.findall(r"[0-9]{1,9}", text) if isinstance(text, str) else []
+    version = tuple(int(number) for number in numbers[:3])
+    return ds_config.module_dtype(config) == "bfloat16" and version < _FIRST_WITHOUT_BF16_OPTIMIZER

@@ -1,0 +1,153 @@
+"""Writes inert nodes as a pickle of protocol 2, the one that torch.save uses."""
+
+import io
+import pickle
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import RLock
+from typing import Any, ClassVar, Final
+
+from streamshard.errors import UnsupportedError
+from streamshard.formats.pickle.inert import ORDERED_DICT, UNSET, Call, Global, Node
+from streamshard.formats.pickle.inert_load import LIMIT_BYTES
+
+_PythonPickler: Any = pickle._Pickler
+"""The standard library's pickler in Python: the C one insists on importing what it writes."""
+
+_GETATTR = Global("__builtin__", "getattr")
+_NEWOBJ_EX = Global("copyreg", "__newobj_ex__")
+
+_FRAMES: Final = 3000
+"""Of Python's stack, for the pickler: some three for a level of nesting."""
+_LIMIT_LOCK: Final = RLock()
+"""Python's recursion limit is one for all threads."""
+
+
+def dump(node: Node, persistent_id: Callable[[Node], Node | None]) -> bytes:
+    """Write nodes so that unpickling makes the calls that they remember.
+
+    Equal strings and equal globals are written once, whatever object holds them, so that the
+    bytes depend on the value alone and not on the way by which it came here.
+
+    Raises
+    ------
+    UnsupportedError
+        The nodes are nested more deeply than a pickler can follow, or take more bytes than are
+        read.
+    """
+    buffer = io.BytesIO()
+    with _room_to_recurse():
+        try:
+            _Pickler(buffer, persistent_id).dump(node)
+        except RecursionError as error:
+            raise UnsupportedError("training state is nested too deeply") from error
+    if buffer.tell() > LIMIT_BYTES:
+        message = f"training state takes {buffer.tell():,} bytes as a pickle"
+        raise UnsupportedError(f"{message}, and {LIMIT_BYTES:,} is most that is read")
+    return buffer.getvalue()
+
+
+@contextmanager
+def _room_to_recurse() -> Iterator[None]:
+    """Give the pickler the same stack wherever it is called from.
+
+    So what could be serialized when a run was planned can be when it is written, and torch, whose
+    pickler takes fewer frames for a level, saves nothing that is refused here.
+    """
+    depth, frame = 0, sys._getframe()
+    while frame.f_back is not None:
+        depth, frame = depth + 1, frame.f_back
+    with _LIMIT_LOCK:
+        before = sys.getrecursionlimit()
+        sys.setrecursionlimit(max(before, depth + _FRAMES))
+        try:
+            yield
+        finally:
+            sys.setrecursionlimit(before)
+
+
+class _Pickler(_PythonPickler):  # type: ignore[misc]
+    dispatch: ClassVar[dict[type, Any]] = dict(_PythonPickler.dispatch)
+
+    def __init__(self, buffer: io.BytesIO, persistent_id: Callable[[Node], Node | None]) -> None:
+        super().__init__(buffer, protocol=2)
+        self.persistent_id = persistent_id
+        self._canonical: dict[str | Global, str | Global] = {}
+        self._unmade: set[int] = set()
+        """Calls whose arguments are being written."""
+
+    def _saved_before(self, node: Node) -> bool:
+        if id(node) not in self.memo:
+            return False
+        self.write(self.get(self.memo[id(node)][0]))
+        return True
+
+    def save_text(self, text: str) -> None:
+        text = self._canonical.setdefault(text, text)  # type: ignore[assignment]
+        if not self._saved_before(text):
+            _PythonPickler.save_str(self, text)
+
+    dispatch[str] = save_text
+
+    def save_global_node(self, node: Global) -> None:
+        node = self._canonical.setdefault(node, node)  # type: ignore[assignment]
+        if self._saved_before(node):
+            return
+        head, _, tail = node.name.rpartition(".")
+        if head:
+            # Protocol 2 has no dotted names: a nested class is an attribute of its outer one.
+            self.save(_GETATTR)
+            self.save((Global(node.module, head), tail))
+            self.write(pickle.REDUCE)
+            self.memoize(node)
+            return
+        self.write(pickle.GLOBAL + f"{node.module}\n{node.name}\n".encode())
+        self.memoize(node)
+
+    dispatch[Global] = save_global_node
+
+    def save_call(self, node: Call) -> None:
+        args = node.args
+        if id(node) in self._unmade:
+            # Among its own arguments: pickle makes the inner one whole, and takes that. Sets, which
+            # below protocol 4 are calls, are each made from a list of their own.
+            own = not node.shares
+            args = tuple([list(arg) if own and type(arg) is list else arg for arg in args])
+        self._unmade.add(id(node))
+        if node.kwargs is None:
+            self.save(node.function)
+            self.save(args)
+            self.write(pickle.NEWOBJ if node.new else pickle.REDUCE)
+        else:
+            # Protocol 2 has no NEWOBJ_EX either; the function behind it does the same.
+            self.save(_NEWOBJ_EX)
+            self.save((node.function, args, node.kwargs))
+            self.write(pickle.REDUCE)
+        if id(node) in self.memo:
+            self.write(pickle.POP + self.get(self.memo[id(node)][0]))
+            return
+        self.memoize(node)
+        self._batch_appends(node.items)
+        self._batch_setitems(node.entries)
+        if node.setter is not None:
+            for part in (node.setter, node, node.state):
+                self.save(part)
+            self.write(pickle.TUPLE2 + pickle.REDUCE + pickle.POP)
+        elif node.state is not UNSET:
+            self.save(node.state)
+            self.write(pickle.BUILD)
+
+    dispatch[Call] = save_call
+
+    def save_ordered_dict(self, node: OrderedDict[Node, Node]) -> None:
+        self.save(ORDERED_DICT)
+        self.write(pickle.EMPTY_TUPLE + pickle.REDUCE)
+        self.memoize(node)
+        self._batch_setitems(list(node.items()))
+        if vars(node):
+            self.save(vars(node))
+            self.write(pickle.BUILD)
+
+    dispatch[OrderedDict] = save_ordered_dict

@@ -1,0 +1,74 @@
+"""What has to hold of nodes before they are looked into as DeepSpeed's own data."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from streamshard.errors import CorruptFileError, UnsupportedError
+from streamshard.formats.pickle.inert import Node, show
+
+_LIMIT_DEPTH: Final = 100
+_LIMIT_AGAIN: Final = 16
+"""How often parts may be shared on average."""
+_FREE_PARTS: Final = 100_000
+_LIMIT_NAME: Final = 4096
+
+
+def require_unrolled(nodes: Iterable[Node]) -> None:
+    """Refuse containers that, with all that they share written out, are out of proportion.
+
+    A few bytes of pickle make a list of lists that share their parts down to any number of paths,
+    or a list that contains itself. In a user's own objects, which are only carried, that is their
+    affair. What passes here can be compared, counted and gone through like any other data.
+
+    Raises
+    ------
+    UnsupportedError
+        They are nested without end, or share so much that going through them would take for ever.
+    """
+    parts = again = 0
+    seen: set[int] = set()
+    stack = [(node, 1) for node in nodes]
+    while stack:
+        node, depth = stack.pop()
+        if not isinstance(node, dict | list | tuple):
+            continue
+        again += len(node)
+        if id(node) not in seen:
+            seen.add(id(node))
+            parts += len(node)
+        if depth > _LIMIT_DEPTH:
+            raise UnsupportedError(f"holds containers nested more than {_LIMIT_DEPTH} deep")
+        if again > _LIMIT_AGAIN * parts + _FREE_PARTS:
+            raise UnsupportedError("holds containers that share their parts without end")
+        below = [*node, *node.values()] if isinstance(node, dict) else node
+        stack += [(part, depth + 1) for part in below if isinstance(part, dict | list | tuple)]
+
+
+def name_of(node: Node) -> str:
+    """Require of a node that it can be a tensor's name.
+
+    Raises
+    ------
+    CorruptFileError
+        It is none.
+    """
+    if not isinstance(node, str) or len(node) > _LIMIT_NAME or not _is_text(node):
+        raise CorruptFileError(f"{show(node)} is no name of a tensor")
+    return node
+
+
+@contextmanager
+def of_file(path: Path) -> Iterator[None]:
+    """Name the file in errors about what was found in it."""
+    try:
+        yield
+    except (CorruptFileError, UnsupportedError) as error:
+        if str(path) in str(error):
+            raise
+        raise type(error)(f"{path}: {error}") from error
+
+
+def _is_text(text: str) -> bool:
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)

@@ -1,0 +1,1 @@
+"""torch.save's containers, and tensors as they stand in them."""

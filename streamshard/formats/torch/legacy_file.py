@@ -1,0 +1,129 @@
+"""torch's container from before the zip: pickles one after the other, then the storages' bytes.
+
+By `torch.serialization._legacy_save` (torch 2.13): a magic number, a version, what the machine was
+like, the object, the keys of its storages; then, in the order of the keys, each storage's count of
+elements and its bytes. DeepSpeed writes it with ``"checkpoint_serialization": false``. Nothing in
+it is a checksum.
+"""
+
+from typing import Final
+
+from streamshard.errors import CorruptFileError, UnsupportedError
+from streamshard.formats.pickle import inert_load
+from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.pickle.inert_load import LIMIT_BYTES
+from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
+from streamshard.formats.torch.readable import Readable
+from streamshard.formats.torch.torch_tensor import Storage, storage_from_id
+from streamshard.model import ITEMSIZE
+
+MAGIC_NUMBER: Final = 0x1950A86A20F9469CFC6C
+_VERSION: Final = 1001
+_COUNT_BYTES: Final = 8
+"""Size of the count in front of each storage."""
+_FIRST_READ_BYTES: Final = 1 << 20
+
+
+def is_legacy(start: bytes) -> bool:
+    """Tell by its first bytes whether a file is a pickle of protocol 2 or later, and no zip."""
+    return start[:1] == b"\x80"
+
+
+def read(source: Readable) -> tuple[Node, dict[str, Storage]]:
+    """Read the object, inert, and its storages by key; no tensor data is read.
+
+    Raises
+    ------
+    CorruptFileError
+        The file is truncated, or no torch file.
+    UnsupportedError
+        It is one that torch has not written for years, or of another kind of machine.
+    """
+    pickles = _Pickles(source)
+    if pickles.read() != MAGIC_NUMBER:
+        raise CorruptFileError("a pickle, but not one that torch.save wrote")
+    version = pickles.read()
+    if version != _VERSION:
+        raise UnsupportedError(f"version {show(version)} of torch's legacy format")
+    machine = pickles.read()
+    if not isinstance(machine, dict) or machine.get("little_endian") is not True:
+        raise UnsupportedError("written on a big-endian machine")
+    found = _Storages()
+    root = pickles.read(found)
+    found.place(pickles.read(), source, pickles.at)
+    return root, found.by_key
+
+
+class _Pickles:
+    """Reads pickles that follow one another, and no more of the file than they take."""
+
+    def __init__(self, source: Readable) -> None:
+        self._source = source
+        self._data = source.read_at(0, _FIRST_READ_BYTES)
+        self.at = 0
+        """Byte behind what was read last."""
+
+    def read(self, storages: "_Storages | None" = None) -> Node:
+        """Read the next pickle."""
+        persistent_load = storages.persistent_load if storages else _no_storage
+        while True:
+            try:
+                node, self.at = inert_load.load_at(self._data, self.at, persistent_load)
+            except EndedTooEarlyError:
+                # How long a pickle is shows only at its end: begin again with more of the file.
+                if not self._read_on():
+                    raise
+            else:
+                return node
+
+    def _read_on(self) -> bool:
+        """Read four times as much as so far; False if there is no more."""
+        wanted = min(3 * len(self._data), LIMIT_BYTES - len(self._data))
+        more = self._source.read_at(len(self._data), wanted)
+        self._data += more
+        return bool(more)
+
+
+class _Storages:
+    """Collects the storages that an object refers to, and finds out where they lie."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[str, Storage] = {}
+
+    def persistent_load(self, identifier: Node) -> Node:
+        """Return what a persistent id stands for."""
+        if not isinstance(identifier, tuple) or not identifier:
+            raise CorruptFileError("a persistent id does not describe a storage")
+        if identifier[0] == "module" and len(identifier) == 4:
+            return identifier[1]  # a class, with its source text for those who want to compare
+        *known, view = identifier
+        storage, key = storage_from_id(tuple(known))
+        if view is not None:
+            message = f"storage {key} is a view of another one, as torch has not saved it since 0.3"
+            raise UnsupportedError(message)
+        return self.by_key.setdefault(key, storage).require_like(storage, key)
+
+    def place(self, keys: Node, source: Readable, start: int) -> None:
+        """Work out where each storage lies: one after the other behind the last pickle."""
+        if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+            raise CorruptFileError("the list of storages is no list of keys")
+        if sorted(keys) != sorted(self.by_key):
+            message = f"{len(keys)} storages listed where the object refers to {len(self.by_key)}"
+            raise CorruptFileError(f"{message}, or to others")
+        size = source.nbytes
+        for key in keys:
+            storage = self.by_key[key]
+            numel = int.from_bytes(source.read_at(start, _COUNT_BYTES), "little")
+            storage.offset = start + _COUNT_BYTES
+            start = storage.offset + storage.numel * ITEMSIZE[storage.dtype]
+            if start > size:
+                raise EndedTooEarlyError(f"storage {key} ends at byte {start}")
+            if numel != storage.numel:
+                message = f"storage {key} holds {numel} elements where {storage.numel} belong"
+                raise CorruptFileError(message)
+        if start != size:
+            raise CorruptFileError(f"{size - start} bytes behind the last storage")
+
+
+def _no_storage(_identifier: Node) -> Node:
+    raise CorruptFileError("a persistent id where no object is")

@@ -1,0 +1,207 @@
+"""Knows files of torch that hold the same object as one read before, without parsing them.
+
+The ranks of stage 3 save the same module over and over: only what lies in its storages differs.
+All of a file that reading looks at, which is everything but the storages' bytes, is its skeleton.
+A file whose skeleton equals that of another, but for the few numbers that may differ, is its twin:
+to parse it would find the same object, with every storage at the same offset, and only other
+checksums. Whatever is no twin has to be parsed, be it sound or not.
+"""
+
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+from streamshard.formats.pickle.inert import Node
+from streamshard.formats.torch import torch_file
+from streamshard.formats.torch.device_names import DeviceNumbers
+from streamshard.formats.torch.torch_file import TorchFile
+from streamshard.formats.torch.torch_tensor import Storage
+from streamshard.formats.torch.zip_directory import CRC32_IN_ENTRY, NAME_IN_ENTRY, NAME_IN_HEADER
+from streamshard.posix import read_into, stream_of
+
+_LIMIT_BYTES: Final = 1 << 26
+"""Size of all skeletons that are kept; two more are held while a file is compared."""
+_CRC32_BYTES: Final = 4
+
+Offsets = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """What a file that holds the same object as another has of its own."""
+
+    root: Node
+    """The other's object: its storages name that file, at the offsets that hold here too."""
+    places: Offsets
+    """Offsets of the records of which the checksum may be another than there; ascending."""
+    crc32s: NDArray[np.uint32]
+    """Of these records; 0 where the file does not tell."""
+    others: NDArray[np.uint32]
+    """Likewise, of the other file."""
+
+    def changed(self) -> frozenset[int]:
+        """Return offsets of records that may hold other bytes than those of the other file."""
+        unlike = (self.crc32s != self.others) | (self.crc32s == 0)
+        return frozenset(self.places[unlike].tolist())
+
+    def crc32(self, storage: Storage) -> int | None:
+        """Tell what the file says of the bytes of one of the object's storages."""
+        index = int(np.searchsorted(self.places, storage.offset))
+        if index == len(self.places) or self.places[index] != storage.offset:
+            return storage.crc32
+        return int(self.crc32s[index]) or None
+
+
+class Twins:
+    """Recognises the twins of files that were read before."""
+
+    def __init__(self) -> None:
+        self._skeletons: dict[int, _Skeleton] = {}
+        """Size of a file → the last one of that size that was parsed."""
+
+    def remember(self, path: Path, found: TorchFile) -> None:
+        """Take in a file that was parsed."""
+        if found.is_legacy:
+            return
+        skeleton = _Skeleton(path, found)
+        if skeleton.nbytes > _LIMIT_BYTES or not skeleton.read():
+            return
+        self._skeletons.pop(skeleton.file_bytes, None)
+        self._skeletons[skeleton.file_bytes] = skeleton
+        kept_bytes = sum(kept.nbytes for kept in self._skeletons.values())
+        while kept_bytes > _LIMIT_BYTES:
+            oldest = self._skeletons.pop(next(iter(self._skeletons)))
+            kept_bytes -= oldest.nbytes
+
+    def find(self, path: Path) -> Twin | None:
+        """Compare a file with those that were parsed; None if it has to be parsed itself."""
+        skeleton = self._skeletons.get(path.stat().st_size)
+        return skeleton.twin(path) if skeleton is not None else None
+
+
+class _Skeleton:
+    """All of a parsed file that reading looks at, and where in it a twin may have its own."""
+
+    def __init__(self, path: Path, found: TorchFile) -> None:
+        self._path = path
+        self._root = found.root
+        self.file_bytes = path.stat().st_size
+        paths = [record.name.partition("/")[2] for record in found.records]
+        looked_into = [path in torch_file.LOOKED_INTO for path in paths]
+        self._regions = _joined(
+            [
+                *(
+                    (record.header, record.start + (record.nbytes if whole else 0))
+                    for record, whole in zip(found.records, looked_into, strict=True)
+                ),
+                (min(record.entry for record in found.records), self.file_bytes),
+            ]
+        )
+        self.nbytes = sum(stop - start for start, stop in self._regions)
+        entries = np.array([record.entry for record in found.records], dtype=np.int64)
+        headers = np.array([record.header for record in found.records], dtype=np.int64)
+        self._names = self._place(
+            np.concatenate([headers + NAME_IN_HEADER, entries + NAME_IN_ENTRY])
+        )
+        """Where the name of the root folder is, which begins every record's."""
+        self._name_bytes = len(found.records[0].name.partition("/")[0].encode())
+        pickled = paths.index(torch_file.PICKLE)
+        start = int(self._place(np.array([found.records[pickled].start]))[0])
+        self._pickle = slice(start, start + found.records[pickled].nbytes)
+        filled = np.array([record.nbytes > 0 for record in found.records])
+        own = np.flatnonzero(filled & ~np.array(looked_into))
+        self._places = np.array([found.records[index].start for index in own], dtype=np.int64)
+        self._crc32s = self._place(entries[[*own, pickled]] + CRC32_IN_ENTRY)
+        """Where the checksums are that a twin may have for itself, the pickle's last."""
+        self._data: Bytes = np.zeros(0, dtype=np.uint8)
+        self._told = _numbers(self._data)
+        """The checksums."""
+        self._devices: DeviceNumbers | None = None
+
+    def read(self) -> bool:
+        """Read it; False if the file is not as long any more."""
+        self._data = self._read(self._path)
+        if len(self._data) < self.nbytes:
+            return False
+        self._told = _numbers(sliding_window_view(self._data, _CRC32_BYTES)[self._crc32s])
+        return True
+
+    def _read(self, path: Path) -> Bytes:
+        """Read what lies in the regions; fewer bytes where the file ends before."""
+        data, at = bytearray(self.nbytes), 0
+        with stream_of(path) as stream:
+            for start, stop in self._regions:
+                piece = memoryview(data)[at : at + stop - start]
+                at += read_into(stream.fileno(), piece, start)
+        return np.frombuffer(data, dtype=np.uint8, count=at)
+
+    def _place(self, offsets: Offsets) -> Offsets:
+        """Turn offsets in the file into offsets in the skeleton."""
+        starts, stops = np.array(self._regions, dtype=np.int64).T
+        before = np.cumsum(stops - starts) - (stops - starts)
+        region = np.searchsorted(starts, offsets, side="right") - 1
+        placed: Offsets = before[region] + offsets - starts[region]
+        return placed
+
+    def twin(self, path: Path) -> Twin | None:
+        """Compare a file of the same size; None if it is no twin, or not a sound one."""
+        own = self._read(path)
+        name = own[self._names[0] :][: self._name_bytes]
+        if len(own) != self.nbytes or not _is_folder(name.tobytes()):
+            return None
+        # What the file has to hold, where it may have its own: just that, and the same everywhere.
+        expected = self._data.copy()
+        sliding_window_view(expected, self._name_bytes, writeable=True)[self._names] = name
+        crc32s = sliding_window_view(own, _CRC32_BYTES)[self._crc32s]
+        sliding_window_view(expected, _CRC32_BYTES, writeable=True)[self._crc32s] = crc32s
+        unlike = own != expected
+        if unlike.any() and not self._differs_in_devices(own, unlike):
+            return None
+        told = _numbers(crc32s)
+        # As in reading: 0 says that torch was told to leave checksums out.
+        if told[-1] not in (0, zlib.crc32(own[self._pickle].data)):
+            return None
+        return Twin(self._root, self._places, told[:-1], self._told[:-1])
+
+    def _differs_in_devices(self, own: Bytes, unlike: NDArray[np.bool_]) -> bool:
+        """Tell whether all that differs are the numbers of devices on which storages lay."""
+        if self._devices is None:
+            self._devices = DeviceNumbers(self._data[self._pickle].tobytes())
+        places = self._devices.places + self._pickle.start
+        digits = own[places][unlike[places]]
+        return bool(
+            np.count_nonzero(unlike) == len(digits)
+            and ((digits >= ord("0")) & (digits <= ord("9"))).all()
+            and self._devices.mean_nothing
+        )
+
+
+def _numbers(spelled: Bytes) -> NDArray[np.uint32]:
+    """Read numbers of 32 bits, of which each is a row of bytes."""
+    return np.frombuffer(spelled.tobytes(), dtype="<u4")
+
+
+def _joined(regions: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join ascending regions that touch each other."""
+    joined = regions[:1]
+    for start, stop in regions[1:]:
+        if start == joined[-1][1]:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def _is_folder(name: bytes) -> bool:
+    """Tell whether some bytes can be the name of an archive's root folder."""
+    try:
+        name.decode()
+    except UnicodeDecodeError:
+        return False
+    return b"/" not in name

@@ -1,0 +1,32 @@
+"""Bytes that can be read from anywhere, wherever they are."""
+
+import os
+from typing import Protocol
+
+from streamshard.posix import read_into
+
+
+class Readable(Protocol):
+    """A file's bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+
+    def read_at(self, offset: int, count: int) -> bytes:
+        """Read bytes from an offset on: fewer than asked for only where the file ends."""
+
+
+class ReadableFile:
+    """The bytes of an open file."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.nbytes = os.fstat(descriptor).st_size
+        """Size in bytes."""
+
+    def read_at(self, offset: int, count: int) -> bytes:
+        """Read bytes from an offset on: fewer than asked for only where the file ends."""
+        data = bytearray(max(0, min(count, self.nbytes - offset)))
+        done = read_into(self._descriptor, memoryview(data), offset)
+        return bytes(data[:done])

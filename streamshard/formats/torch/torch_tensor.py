@@ -1,0 +1,289 @@
+"""Tensors and storages as they stand in a torch pickle: nodes to look into and to make."""
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from streamshard.errors import CorruptFileError, UnsupportedError
+from streamshard.formats.pickle.inert import Call, Global, Node, show
+from streamshard.model import ITEMSIZE, Content
+
+_LIMIT_DIMENSIONS: Final = 64
+"""As many as torch can step through."""
+_LIMIT_NUMEL: Final = 1 << 44
+"""Elements of a tensor that nobody has; the sum of many such numbers still is an int64."""
+
+_STORAGE_DTYPES: Final[Mapping[str, str]] = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+    "QInt8Storage": "qint8",
+    "QUInt8Storage": "quint8",
+    "QInt32Storage": "qint32",
+}
+"""Legacy storage classes by which torch.save names a storage's dtype (`torch/__init__.py`)."""
+
+_STORAGE_CLASSES: Final = {dtype: Global("torch", name) for name, dtype in _STORAGE_DTYPES.items()}
+_UNTYPED: Final = Global("torch.storage", "UntypedStorage")
+
+_REBUILD_V2: Final = Global("torch._utils", "_rebuild_tensor_v2")
+_REBUILD_V3: Final = Global("torch._utils", "_rebuild_tensor_v3")
+_REBUILD_FROM_TYPE: Final = Global("torch._tensor", "_rebuild_from_type_v2")
+_REBUILD_PARAMETER: Final = Global("torch._utils", "_rebuild_parameter")
+_TENSOR: Final = Global("torch", "Tensor")
+_TENSOR_CLASS: Final = Global("torch._tensor", "Tensor")
+_SIZE: Final = Global("torch", "Size")
+
+
+@dataclass(eq=False, slots=True)
+class Storage:
+    """A storage that a pickle refers to by a persistent id; compared by identity.
+
+    Read from a file it has a `key` and `offset`; made for a file it has `content`.
+    """
+
+    dtype: str
+    numel: int
+    content: Content | None = None
+    file: int = -1
+    """Index of the source file it was read from."""
+    offset: int = -1
+    """Byte offset of its first element in that file."""
+    path: Path | None = None
+    """The source file itself."""
+    crc32: int | None = None
+    """What the file's directory says of its bytes; None where it does not tell."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.numel * ITEMSIZE[self.dtype]
+
+    def require_like(self, other: "Storage", key: str) -> "Storage":
+        """Return the storage itself if another mention of its key describes the same one."""
+        if (self.dtype, self.numel) != (other.dtype, other.numel):
+            raise CorruptFileError(f"storage {key} is described in two ways")
+        return self
+
+
+def storage_from_id(identifier: Node) -> tuple[Storage, str]:
+    """Read torch.save's persistent id; returns the storage and its key in the file."""
+    if not (isinstance(identifier, tuple) and len(identifier) == 5 and identifier[0] == "storage"):
+        raise CorruptFileError("a persistent id does not describe a storage")
+    _, kind, key, _location, numel = identifier
+    dtype = _STORAGE_DTYPES.get(kind.name) if isinstance(kind, Global) else None
+    if kind == _UNTYPED:
+        dtype = "uint8"
+    if dtype is None or not isinstance(key, str) or not isinstance(numel, int) or numel < 0:
+        raise UnsupportedError(f"storage of type {show(kind)} is not known")
+    if numel * ITEMSIZE[dtype] > _LIMIT_NUMEL:
+        raise CorruptFileError(f"storage {show(key)} is said to have {numel:,} elements")
+    return Storage(dtype, numel), key
+
+
+def storage_id(storage: Storage, key: str) -> Node:
+    """Spell the persistent id by which torch.load finds a storage, always on the CPU."""
+    kind = _STORAGE_CLASSES.get(storage.dtype, _UNTYPED)
+    numel = storage.nbytes if kind == _UNTYPED else storage.numel
+    return ("storage", kind, key, "cpu", numel)
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor seen through its pickle node."""
+
+    storage: Storage
+    start: int
+    """First element in the storage."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+    attributes: Mapping[str, Node]
+    """Python attributes saved with it, such as ZeRO-3's `ds_id`."""
+
+    @property
+    def numel(self) -> int:
+        """Count of elements."""
+        numel = 1
+        for length in self.shape:
+            numel *= length
+        return numel
+
+    @property
+    def offset(self) -> int:
+        """Byte offset of the first element in the source file."""
+        return self.storage.offset + self.start * ITEMSIZE[self.dtype]
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(file, byte offset): equal for two tensors that are one in memory."""
+        return self.storage.file, self.offset
+
+    def require_contiguous(self, what: str) -> "Tensor":
+        """Return the tensor itself if its elements lie one after the other inside its storage."""
+        expected, step = [], 1
+        for length in reversed(self.shape):
+            expected.append(step)
+            step *= max(length, 1)
+        dense = self.numel <= 1 or all(
+            length == 1 or stride == wanted
+            for length, stride, wanted in zip(
+                self.shape, self.stride, reversed(expected), strict=True
+            )
+        )
+        if not dense:
+            raise UnsupportedError(f"{what} is not contiguous: {self.shape}, stride {self.stride}")
+        end = (self.start + self.numel) * ITEMSIZE[self.dtype]
+        if self.start < 0 or end > self.storage.nbytes:
+            message = f"{what} reaches to byte {end} of a storage of {self.storage.nbytes} bytes"
+            raise CorruptFileError(message)
+        return self
+
+
+def tensor_of(node: Node) -> Tensor | None:
+    """Look at a node as a tensor; None if it is none.
+
+    Raises
+    ------
+    CorruptFileError
+        Its shape and stride lead out of its storage.
+    UnsupportedError
+        It is of a dtype that is not known.
+    """
+    function, args, attributes = _rebuilding(node)
+    if function not in (_REBUILD_V2, _REBUILD_V3) or len(args) < 6:
+        return None
+    storage, start, shape, stride, requires_grad = args[:5]
+    if not isinstance(storage, Storage):
+        return None
+    dtype = storage.dtype
+    if dtype.startswith("q"):
+        raise CorruptFileError(f"a tensor of dtype {dtype} without what it is quantised by")
+    if function == _REBUILD_V3:
+        named = args[6] if len(args) > 6 else None
+        dtype = named.name if isinstance(named, Global) else ""
+        if dtype not in ITEMSIZE:
+            raise UnsupportedError(f"tensors of dtype {show(named)} are not supported")
+    start, shape, stride = _numbers(start, shape, stride)
+    found = Tensor(storage, start, shape, stride, dtype, requires_grad is True, attributes)
+    steps = sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
+    end = (start + steps + 1) * ITEMSIZE[dtype]
+    if 0 not in shape and end > storage.nbytes:
+        message = f"tensor with shape {show(shape)}, stride {show(stride)}, start {start} reaches"
+        raise CorruptFileError(f"{message} to byte {end} of a storage of {storage.nbytes} bytes")
+    return found
+
+
+def _rebuilding(node: Node) -> tuple[Node, tuple[Node, ...], Mapping[str, Node]]:
+    """Find the call that makes a tensor's own Python object: function, arguments, attributes."""
+    if not isinstance(node, Call):
+        return None, (), {}
+    function, args, attributes = node.function, node.args, {}
+    if function == _REBUILD_PARAMETER and args and isinstance(args[0], Call):
+        function, args = args[0].function, args[0].args
+    if function == _REBUILD_FROM_TYPE and len(args) == 4 and isinstance(args[2], tuple):
+        if args[1] not in (_TENSOR, _TENSOR_CLASS):
+            return None, (), {}
+        attributes = dict(args[3]) if isinstance(args[3], dict) else {}
+        function, args = args[0], args[2]
+    return function, args, attributes
+
+
+def _numbers(
+    start: Node, shape: Node, stride: Node
+) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Require of a tensor's numbers that they can be some tensor's."""
+    shape = shape.args[0] if isinstance(shape, Call) and shape.function == _SIZE else shape
+    sound = (
+        isinstance(start, int)
+        and isinstance(shape, tuple | list)
+        and isinstance(stride, tuple | list)
+        and len(shape) == len(stride) <= _LIMIT_DIMENSIONS
+        and all(isinstance(n, int) and 0 <= n <= _LIMIT_NUMEL for n in (start, *shape, *stride))
+    )
+    if not sound:
+        message = f"tensor with shape {show(shape)}, stride {show(stride)}, start {show(start)}"
+        raise CorruptFileError(message)
+    return start, tuple(shape), tuple(stride)
+
+
+def make_tensor(
+    storage: Storage,
+    shape: tuple[int, ...],
+    *,
+    requires_grad: bool = False,
+    attributes: Mapping[str, Node] | None = None,
+) -> Call:
+    """Make the node of a contiguous tensor that begins at its storage's first element."""
+    stride, step = [], 1
+    for length in reversed(shape):
+        stride.append(step)
+        step *= max(length, 1)
+    args: tuple[Node, ...] = (
+        storage, 0, shape, tuple(reversed(stride)), requires_grad, OrderedDict(),
+    )  # fmt: skip
+    rebuild = _REBUILD_V2
+    if storage.dtype not in _STORAGE_CLASSES:
+        rebuild, args = _REBUILD_V3, (*args, Global("torch", storage.dtype))
+    if attributes:
+        return Call(_REBUILD_FROM_TYPE, (rebuild, _TENSOR, args, dict(attributes)))
+    return Call(rebuild, args)
+
+
+def shape_of(node: Node) -> tuple[int, ...]:
+    """Read a torch.Size, or the tuple or list that some writers leave in its place."""
+    if isinstance(node, Call) and node.function == _SIZE and len(node.args) == 1:
+        node = node.args[0]
+    if (
+        isinstance(node, list | tuple)
+        and len(node) <= _LIMIT_DIMENSIONS
+        and all(isinstance(n, int) and n >= 0 for n in node)
+        and math.prod(node) <= _LIMIT_NUMEL
+    ):
+        return tuple(node)
+    raise CorruptFileError(f"{show(node)} is not a shape")
+
+
+def make_size(shape: tuple[int, ...]) -> Call:
+    """Make the node of a torch.Size."""
+    return Call(_SIZE, (shape,))
+
+
+def storages_in(node: Node) -> Iterator[Storage]:
+    """Yield every storage below a node once, in the order in which torch.save would meet them."""
+    seen: set[int] = set()
+    stack = [node]
+    while stack:
+        node = stack.pop()
+        if id(node) in seen or not isinstance(node, Storage | Call | dict | list | tuple):
+            continue
+        seen.add(id(node))
+        if isinstance(node, Storage):
+            yield node
+        else:
+            stack.extend(reversed(children(node)))
+
+
+def children(node: Node) -> list[Node]:
+    """List the nodes directly below one."""
+    if isinstance(node, Call):
+        pairs = [part for entry in node.entries for part in entry]
+        built = [node.function, node.args, node.kwargs, *node.items, *pairs]
+        return [*built, node.setter, node.state]
+    if isinstance(node, dict):
+        extra = list(vars(node).values()) if isinstance(node, OrderedDict) else []
+        return [*[part for entry in node.items() for part in entry], *extra]
+    return list(node) if isinstance(node, list | tuple) else []

@@ -1,0 +1,295 @@
+"""Compares two inert values place by place: what differs, and which tensors stand side by side."""
+
+import struct
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from streamshard.errors import SourceError, UnsupportedError
+from streamshard.formats.pickle import inert_dump, inert_load
+from streamshard.formats.pickle.inert import Call, Global, Node, show
+from streamshard.formats.torch.torch_tensor import Storage, Tensor, tensor_of
+from streamshard.model import ITEMSIZE, Whole
+
+
+@dataclass(frozen=True, slots=True)
+class Disparity:
+    """A place at which two values differ."""
+
+    name: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class SamePlace:
+    """Bytes of two blobs that stand at the same place in two values, and are yet to be read."""
+
+    name: str
+    left: tuple[int, int]
+    """(logical tensor, byte offset in it)."""
+    right: tuple[int, int]
+    nbytes: int
+    itemsize: int
+
+
+Found = Disparity | SamePlace
+
+_ABSENT: Final = Global("streamshard", "ABSENT")
+"""Stands for what one of two containers does not have."""
+
+
+_SETS: Final = [
+    Global(module, name) for module in ("builtins", "__builtin__") for name in ("set", "frozenset")
+]
+_MOST_TOLD: Final = 1000
+"""Differences within one value that are told one by one."""
+_LIMIT_AGAIN: Final = 16
+"""How often parts may be looked at on average, in bytes of the values' pickles."""
+_FREE_BYTES: Final = 1 << 22
+_PAIR_BYTES: Final = 16
+"""What looking at a pair counts as."""
+_LIMIT_PLACE: Final = 400
+"""Letters by which a place is told."""
+_LIMIT_KEY: Final = 80
+_MOST_KEYS: Final = 8
+"""Keys that are named where there are many."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    """Where in a value a part is: spelled only when it is told, as it may be long."""
+
+    above: "_Place | None"
+    step: str
+
+    def below(self, step: str) -> "_Place":
+        return _Place(self, step)
+
+    def __str__(self) -> str:
+        steps, place = [], self
+        while place.above is not None:
+            steps.append(place.step)
+            place = place.above
+        text = place.step + "".join(reversed(steps))
+        half = _LIMIT_PLACE // 2
+        return text if len(text) <= _LIMIT_PLACE else f"{text[:half]}...{text[-half:]}"
+
+
+Pair = tuple[Node, Node, _Place]
+
+
+class _Effort:
+    """Work that may still be done, by the size of what is compared."""
+
+    def __init__(self, pickle_bytes: int) -> None:
+        self._left = _FREE_BYTES + _LIMIT_AGAIN * pickle_bytes
+
+    def spend(self, nbytes: int) -> None:
+        self._left -= nbytes
+        if self._left < 0:
+            raise UnsupportedError("parts are shared without end")
+
+
+def compare_nodes(left: Node, right: Node, name: str) -> Iterator[Found]:
+    """Walk through two values side by side; shared and recursive parts are looked at once.
+
+    What comes from strangers may be made to be compared for ever. Such values, and those that no
+    pickler could follow, are a disparity: they are not known to be the same.
+    """
+    told = 0
+    try:
+        for found in _compare(left, right, name):
+            told += isinstance(found, Disparity)
+            if told <= _MOST_TOLD or isinstance(found, SamePlace):
+                yield found
+    except SourceError as error:
+        told = min(told, _MOST_TOLD)
+        yield Disparity(name, f"cannot be compared: {error}")
+    if told > _MOST_TOLD:
+        yield Disparity(name, f"{told - _MOST_TOLD:,} more places in it differ")
+
+
+def _compare(left: Node, right: Node, name: str) -> Iterator[Found]:
+    # Held to the end: their parts are known by identity.
+    (one, size), (other, other_size) = _normal(left), _normal(right)
+    effort = _Effort(size + other_size)
+    stack: list[Pair] = [(one, other, _Place(None, name))]
+    seen: set[tuple[int, int]] = set()
+    while stack:
+        mine, theirs, at = stack.pop()
+        if (id(mine), id(theirs)) in seen:
+            continue
+        if isinstance(mine, Call | dict | list | tuple):
+            seen.add((id(mine), id(theirs)))
+        tensors = _tensor(mine), _tensor(theirs)
+        if tensors[0] is not None and tensors[1] is not None:
+            yield _compare_tensors(tensors[0], tensors[1], str(at))
+            continue
+        below = _below(mine, theirs, at, effort)
+        if below is None:
+            yield Disparity(str(at), f"{_shown(mine)} here, {_shown(theirs)} there")
+        else:
+            stack += reversed(below)
+
+
+def _normal(node: Node) -> tuple[Node, int]:
+    """Bring a value into the form in which any way of pickling it ends; also tells its size."""
+    storages: list[Storage] = []
+
+    def persistent_id(part: Node) -> Node | None:
+        if not isinstance(part, Storage):
+            return None
+        storages.append(part)
+        return len(storages) - 1
+
+    spelled = inert_dump.dump(node, persistent_id)
+    return inert_load.load(spelled, lambda number: storages[number]), len(spelled)
+
+
+def _tensor(node: Node) -> Tensor | None:
+    """Look at a node as a tensor whose elements are known to be somewhere."""
+    if isinstance(node, Storage):
+        # Saved without a tensor around it.
+        return Tensor(node, 0, (node.numel,), (1,), node.dtype, False, {})
+    try:
+        return tensor_of(node)
+    except SourceError:
+        return None  # of a kind that is carried as it is
+
+
+def _compare_tensors(left: Tensor, right: Tensor, at: str) -> Found:
+    shown = [f"{t.dtype}{list(t.shape)}" for t in (left, right)]
+    if shown[0] != shown[1]:
+        return Disparity(at, f"{shown[0]} here, {shown[1]} there")
+    if (
+        left.requires_grad != right.requires_grad
+        or left.attributes.keys() != right.attributes.keys()
+    ):
+        return Disparity(at, "tensors with other attributes")
+    dense = [_is_dense(tensor) for tensor in (left, right)]
+    itemsize = ITEMSIZE[left.dtype]
+    starts, nbytes = (left.start * itemsize, right.start * itemsize), left.numel * itemsize
+    if not all(dense):
+        same = (left.start, left.stride, left.storage.nbytes)
+        if same != (right.start, right.stride, right.storage.nbytes):
+            return Disparity(at, "tensors that are laid out in different ways")
+        starts, nbytes = (0, 0), left.storage.nbytes
+    places = [(_blob(t.storage), start) for t, start in zip((left, right), starts, strict=True)]
+    return SamePlace(at, places[0], places[1], nbytes, itemsize)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    try:
+        tensor.require_contiguous("")
+    except SourceError:
+        return False
+    return True
+
+
+def _blob(storage: Storage) -> int:
+    if not isinstance(storage.content, Whole):
+        raise TypeError("a storage of the training state is no blob")
+    return storage.content.tensor
+
+
+def _below(one: Node, other: Node, at: _Place, effort: _Effort) -> list[Pair] | None:
+    """Pair what is directly below two nodes; None where they differ themselves."""
+    if type(one) is not type(other):
+        return None
+    if isinstance(one, dict):
+        effort.spend(_PAIR_BYTES * (len(one) + len(other)))
+        return _below_dicts(one, other, at, effort)
+    if isinstance(one, list | tuple):
+        length = max(len(one), len(other))
+        effort.spend(_PAIR_BYTES * length)
+        both = ([*values, *[_ABSENT] * (length - len(values))] for values in (one, other))
+        return [(a, b, at.below(f"[{i}]")) for i, (a, b) in enumerate(zip(*both, strict=True))]
+    if isinstance(one, Call):
+        effort.spend(_PAIR_BYTES)
+        return _below_calls(one, other, at, effort)
+    return [] if _is_same(one, other) else None
+
+
+def _below_calls(one: Call, other: Call, at: _Place, effort: _Effort) -> list[Pair] | None:
+    sets = _members(one, effort), _members(other, effort)
+    if sets[0] is not None and sets[1] is not None and one.function.name == other.function.name:
+        return [(sets[0], sets[1], at)]
+    if one.new != other.new:
+        return None
+    made_of = at.below(", what it was made of")
+    return [
+        (one.function, other.function, at.below(", its class")),
+        (one.args, other.args, made_of),
+        (one.kwargs, other.kwargs, made_of),
+        (one.items, other.items, at),
+        (one.entries, other.entries, at.below(", its entries")),
+        (one.setter, other.setter, at.below(", what sets its state")),
+        (one.state, other.state, at),
+    ]
+
+
+def _members(node: Call, effort: _Effort) -> list[Node] | None:
+    """List a set's members in an order that only depends on them; None if it is no set."""
+    if node.function not in _SETS or len(node.args) != 1 or not isinstance(node.args[0], list):
+        return None
+    spelled = []
+    for member in node.args[0]:
+        spelled.append(inert_dump.dump(member, _spell_storage))
+        effort.spend(len(spelled[-1]))
+    order = sorted(range(len(spelled)), key=spelled.__getitem__)
+    return [node.args[0][number] for number in order]
+
+
+def _spell_storage(node: Node) -> Node | None:
+    """Spell a storage for the order of a set: not by where it lies, which is not of its value."""
+    return (node.dtype, node.numel) if isinstance(node, Storage) else None
+
+
+def _below_dicts(
+    one: dict[Node, Node], other: dict[Node, Node], at: _Place, effort: _Effort
+) -> list[Pair]:
+    extra = [vars(d) if isinstance(d, OrderedDict) else {} for d in (one, other)]
+    found: list[Pair] = [(extra[0], extra[1], at)] if any(extra) else []
+    effort.spend(sum(len(key) for key in (*one, *other) if isinstance(key, tuple)))
+    if any(map(_is_by_identity, (*one, *other))):
+        # Such keys stand at the same place.
+        items = at.below(", items")
+        found.append((list(map(list, one.items())), list(map(list, other.items())), items))
+        return found
+    keys = dict.fromkeys([*one, *other])
+    return found + [
+        (one.get(k, _ABSENT), other.get(k, _ABSENT), at.below(f".{spell_key(k)}")) for k in keys
+    ]
+
+
+def _is_by_identity(key: Node) -> bool:
+    """Tell whether a key is, or may hold, what is only known by identity."""
+    if isinstance(key, tuple):
+        return any(isinstance(part, Call | tuple) for part in key)
+    return isinstance(key, Call)
+
+
+def spell_few(keys: Sequence[Node]) -> str:
+    """Spell the first of some keys, which may be many."""
+    return ", ".join(map(spell_key, keys[:_MOST_KEYS])) + ", ..." * (len(keys) > _MOST_KEYS)
+
+
+def spell_key(key: Node) -> str:
+    """Spell a key as a part of a name: text as it is, if it is short."""
+    return key if isinstance(key, str) and len(key) <= _LIMIT_KEY else show(key)
+
+
+def _is_same(one: Node, other: Node) -> bool:
+    """Compare two values of one type that hold no others; floats by their bits."""
+    if isinstance(one, float):
+        return struct.pack("<d", one) == struct.pack("<d", other)
+    return bool(one == other)
+
+
+def _shown(node: Node) -> str:
+    if node is _ABSENT:
+        return "nothing"
+    if isinstance(node, dict | list | tuple):
+        return f"<{type(node).__name__} of {len(node)}>"
+    return show(node)

@@ -1,0 +1,239 @@
+"""Reads a zip's directory as torch.save leaves it, and takes nothing in it on trust.
+
+A zip says most things twice, and readers that believe different halves see different files in it.
+So whatever is said twice has to agree here, and nothing may lie in another thing's place. What
+torch never writes, such as compression or comments, is refused.
+"""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from streamshard.errors import CorruptFileError, UnsupportedError
+from streamshard.formats.pickle.inert import show
+from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
+from streamshard.formats.torch.readable import Readable
+
+MAGIC: Final = b"PK\x03\x04"
+"""What a zip begins with, unless something was put before it."""
+_LIMIT_BYTES: Final = 1 << 28
+"""Size of the largest directory that is read: room for millions of records."""
+_LIMIT_32: Final = 0xFFFFFFFF
+_LIMIT_16: Final = 0xFFFF
+_DESCRIPTOR: Final = 0x0008
+"""Flag: checksum and sizes follow the data, and may be missing before it."""
+_ENCRYPTED: Final = 0x0001
+_FLAGS: Final = _DESCRIPTOR | 0x0800
+_ZIP64: Final = 1
+_SHORTEST_DESCRIPTOR: Final = 12
+_LOCAL: Final = struct.Struct("<IHHHHHIIIHH")
+_CENTRAL: Final = struct.Struct("<IHHHHHHIIIHHHHHII")
+_END_64: Final = struct.Struct("<IQHHIIQQQQ")
+_LOCATOR_64: Final = struct.Struct("<IIQI")
+_END: Final = struct.Struct("<IHHHHIIH")
+_USUAL_EXTRA: Final = 96
+"""Enough for the extra fields of a local header by torch, so that it takes one read."""
+NAME_IN_HEADER: Final = _LOCAL.size
+"""Where in a local header the record's name begins."""
+NAME_IN_ENTRY: Final = _CENTRAL.size
+"""Where in an entry of the directory the record's name begins."""
+CRC32_IN_ENTRY: Final = 16
+"""Where in an entry of the directory the checksum begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class ZipRecord:
+    """One record of a zip."""
+
+    name: str
+    start: int
+    """Byte offset of its data."""
+    nbytes: int
+    crc32: int | None
+    """None where the writer left checksums out, as torch can be told to."""
+    header: int
+    """Byte offset of its local header."""
+    entry: int
+    """Byte offset of its entry in the directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What the central directory says of a record."""
+
+    name: bytes
+    flags: int
+    crc32: int
+    nbytes: int
+    header: int
+    """Byte offset of the local header."""
+    at: int
+    """Byte offset of the entry itself in the directory."""
+
+
+def read(source: Readable) -> dict[str, ZipRecord]:
+    """List the records of a zip by name, in the order in which they lie in it.
+
+    Raises
+    ------
+    CorruptFileError
+        It is no zip, or not whole, or what it says in two places does not agree.
+    UnsupportedError
+        It uses what torch does not.
+    """
+    start, count, data = _read_directory(source)
+    entries = sorted(_entries(data, count), key=lambda entry: entry.header)
+    bounds = [*(entry.header for entry in entries), start]
+    if bounds[0]:
+        raise CorruptFileError(f"{bounds[0]} bytes before the first record")
+    found: dict[str, ZipRecord] = {}
+    for entry, end in zip(entries, bounds[1:], strict=True):
+        record = _located(source, entry, end, start)
+        if record.name in found:
+            raise CorruptFileError(f"two records are called {show(record.name)}")
+        found[record.name] = record
+    return found
+
+
+def _read_directory(source: Readable) -> tuple[int, int, bytes]:
+    """Find the central directory from the end; returns its offset, its count and its bytes."""
+    size = source.nbytes
+    span = _END_64.size + _LOCATOR_64.size + _END.size
+    tail = source.read_at(max(size - span, 0), span)
+    if len(tail) < _END.size or tail[-_END.size :][:4] != b"PK\x05\x06":
+        raise EndedTooEarlyError("no end record of a zip at its end")
+    _, *disks, here, count, nbytes, start, comment = _END.unpack(tail[-_END.size :])
+    stop = size - _END.size
+    if comment or any(disks) or here != count:
+        raise CorruptFileError("the end record of the zip names a comment or another volume")
+    locator = tail[: -_END.size][-_LOCATOR_64.size :]
+    if locator[:4] == b"PK\x06\x07" and len(tail) == span:
+        stop -= _LOCATOR_64.size + _END_64.size
+        small = (count, nbytes, start)
+        count, nbytes, start = _read_end_64(tail[: _END_64.size], locator, stop)
+        limits = (_LIMIT_16, _LIMIT_32, _LIMIT_32)
+        for first, second, limit in zip(small, (count, nbytes, start), limits, strict=True):
+            if first not in (min(second, limit), limit):
+                raise CorruptFileError("the two end records of the zip do not agree")
+    if start + nbytes != stop:
+        message = f"the zip's directory is said to fill bytes {start} to {start + nbytes}, not"
+        raise CorruptFileError(f"{message} to {stop}")
+    if nbytes > _LIMIT_BYTES or count * _CENTRAL.size > nbytes:
+        raise CorruptFileError(f"a zip directory of {nbytes:,} bytes for {count:,} records")
+    return start, count, source.read_at(start, nbytes)
+
+
+def _read_end_64(end: bytes, locator: bytes, at: int) -> tuple[int, int, int]:
+    """Read the Zip64 end record: count of records, size of the directory, its offset."""
+    _, disk, where, disks = _LOCATOR_64.unpack(locator)
+    signature, size, _, _, *others, here, count, nbytes, start = _END_64.unpack(end)
+    if (signature, size, where, disk, disks) != (0x06064B50, _END_64.size - 12, at, 0, 1):
+        raise CorruptFileError("the zip's Zip64 end record is not where it is said to be")
+    if any(others) or here != count:
+        raise CorruptFileError("the zip's Zip64 end record names another volume")
+    return count, nbytes, start
+
+
+def _entries(data: bytes, count: int) -> Iterator[_Entry]:
+    """Read the central directory's entries, which have to fill it."""
+    at = 0
+    for _ in range(count):
+        if len(data) - at < _CENTRAL.size:
+            raise CorruptFileError("the zip's directory ends before its last entry")
+        (
+            signature, _, _, flags, method, _, _, crc32, stored, nbytes,
+            name_bytes, extra_bytes, comment, disk, _, _, header,
+        ) = _CENTRAL.unpack_from(data, at)  # fmt: skip
+        begin, middle = at, at + _CENTRAL.size + name_bytes
+        name, extra = data[middle - name_bytes : middle], data[middle : middle + extra_bytes]
+        at = middle + extra_bytes
+        if signature != 0x02014B50 or at > len(data):
+            raise CorruptFileError("the zip's directory holds something that is no entry")
+        if max(nbytes, stored, header) == _LIMIT_32:
+            nbytes, stored, header, disk = _large(extra, nbytes, stored, header, disk)
+        if flags & ~_FLAGS or method or stored != nbytes or comment or disk:
+            raise _not_plain(name, flags, method)
+        yield _Entry(name, flags, crc32, nbytes, header, begin)
+    if at != len(data):
+        raise CorruptFileError(f"{len(data) - at} bytes of the zip's directory are no entry")
+
+
+def _not_plain(name: bytes, flags: int, method: int) -> CorruptFileError | UnsupportedError:
+    if flags & _ENCRYPTED:
+        return UnsupportedError(f"record {_shown(name)} is encrypted")
+    if method:
+        return UnsupportedError(f"record {_shown(name)} is compressed")
+    return CorruptFileError(f"record {_shown(name)} is not stored as torch does it")
+
+
+def _shown(name: bytes) -> str:
+    return show(name.decode(errors="replace"))
+
+
+def _large(extra: bytes, *numbers: int) -> tuple[int, ...]:
+    """Replace numbers that do not fit by those in the Zip64 field, which holds just them."""
+    limits = (_LIMIT_32, _LIMIT_32, _LIMIT_32, _LIMIT_16)[: len(numbers)]
+    at = 0
+    while at + 4 <= len(extra):
+        kind, nbytes = struct.unpack_from("<HH", extra, at)
+        field = extra[at + 4 : at + 4 + nbytes]
+        at += 4 + nbytes
+        if kind != _ZIP64:
+            continue
+        found = []
+        for number, limit in zip(numbers, limits, strict=True):
+            width = 0 if number != limit else 4 if limit == _LIMIT_16 else 8
+            if len(field) < width:
+                break
+            found.append(int.from_bytes(field[:width], "little") if width else number)
+            field = field[width:]
+        if len(found) == len(numbers) and not field:
+            return tuple(found)
+        break
+    raise CorruptFileError("a record's Zip64 field does not hold the numbers that it has to")
+
+
+def _located(source: Readable, entry: _Entry, end: int, directory: int) -> ZipRecord:
+    """Hold a record's local header against its entry; its data has to end before `end`.
+
+    Parameters
+    ----------
+    directory
+        Byte offset of the directory.
+    """
+    wanted = _LOCAL.size + len(entry.name)
+    data = source.read_at(entry.header, wanted + _USUAL_EXTRA)
+    if len(data) < wanted or not data.startswith(MAGIC):
+        raise CorruptFileError(f"record {_shown(entry.name)} has no local header")
+    _, _, flags, method, _, _, crc32, stored, nbytes, name_bytes, extra_bytes = _LOCAL.unpack_from(
+        data
+    )
+    if (flags, method, data[_LOCAL.size : wanted]) != (entry.flags, 0, entry.name) or (
+        name_bytes != len(entry.name)
+    ):
+        raise CorruptFileError(f"record {_shown(entry.name)} is another one in its local header")
+    if max(nbytes, stored) == _LIMIT_32:
+        extra = source.read_at(entry.header + wanted, extra_bytes)
+        nbytes, stored, *_ = _large(extra, nbytes, stored)
+    missing = entry.flags & _DESCRIPTOR
+    for local, central in ((crc32, entry.crc32), (stored, entry.nbytes), (nbytes, entry.nbytes)):
+        if local != central and (local or not missing):
+            message = f"record {_shown(entry.name)}: its local header says {local:,} where the"
+            raise CorruptFileError(f"{message} directory says {central:,}")
+    start = entry.header + wanted + extra_bytes
+    stop = start + entry.nbytes + (_SHORTEST_DESCRIPTOR if missing else 0)
+    if stop > end:
+        message = f"record {_shown(entry.name)} reaches to byte {stop}, others begin at {end}"
+        raise CorruptFileError(message)
+    # Of a record that is not empty, 0 says that torch was told to leave checksums out.
+    known = entry.crc32 if entry.crc32 or not entry.nbytes else None
+    name = _decoded(entry.name)
+    return ZipRecord(name, start, entry.nbytes, known, entry.header, directory + entry.at)
+
+
+def _decoded(name: bytes) -> str:
+    try:
+        return name.decode()
+    except UnicodeDecodeError as error:
+        raise CorruptFileError(f"a record's name {_shown(name)} is no text") from error

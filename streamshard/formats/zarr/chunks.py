@@ -1,0 +1,106 @@
+"""Stored bytes of a chunk: optionally compressed, always followed by a CRC-32C."""
+
+import struct
+from pathlib import Path
+from typing import Final
+
+import google_crc32c
+import numpy as np
+from isal import isal_zlib
+from numcodecs.blosc import Blosc
+
+from streamshard.errors import IntegrityError
+from streamshard.model import Memory
+from streamshard.posix import read_into
+
+Stored = bytes | bytearray | memoryview
+
+LIMIT_BYTES: Final = (1 << 31) - 1
+"""More than Blosc compresses in one piece."""
+CHECKSUM_BYTES: Final = 4
+"""Length of what Zarr's crc32c codec appends."""
+_BLOSC_HEADER_BYTES: Final = 16
+_BLOSC_SIZE: Final = slice(4, 8)
+"""Where Blosc's header tells the size of what it has compressed, for which it makes room."""
+
+
+def spell_checksum(crc32c: int) -> bytes:
+    """Spell the end of a chunk as Zarr's crc32c codec does."""
+    return struct.pack("<I", crc32c)
+
+
+class BloscChunk:
+    """Compresses and decompresses chunks of one dtype."""
+
+    def __init__(self, cname: str, itemsize: int) -> None:
+        self.name = cname
+        self._blosc = Blosc(cname=cname, clevel=5, shuffle=Blosc.BITSHUFFLE)
+        self._itemsize = itemsize
+
+    def encode(self, content: memoryview) -> bytes:
+        """Return what is stored for a chunk's content, before its checksum."""
+        # Blosc shuffles by the item size of the array that it is handed.
+        return bytes(self._blosc.encode(np.frombuffer(content, dtype=f"V{self._itemsize}")))
+
+    def decode(self, stored: Stored, path: Path, content: memoryview) -> None:
+        """Fill a view of a chunk's size with its content.
+
+        Raises
+        ------
+        IntegrityError
+            The stored bytes are not those that were written.
+        """
+        data = require_checksum(stored, path)
+        said = int.from_bytes(data[_BLOSC_SIZE], "little")
+        if len(data) < _BLOSC_HEADER_BYTES or said != len(content):
+            message = f"{path}: says it decodes to {said} bytes where {len(content)} belong"
+            raise IntegrityError(message)
+        self._blosc.decode(data, content)
+
+
+class EncodedChunk:
+    """One compressed chunk file, to be read as a whole."""
+
+    def __init__(
+        self,
+        path: Path,
+        codec: BloscChunk,
+        *,
+        stored_bytes: int,
+        stored_crc32: int,
+        content_bytes: int,
+    ) -> None:
+        self._path = path
+        self._codec = codec
+        self._stored_bytes = stored_bytes
+        self._stored_crc32 = stored_crc32
+        self._content_bytes = content_bytes
+
+    @property
+    def codec_name(self) -> str:
+        """How it is compressed: `lz4`, `zstd`."""
+        return self._codec.name
+
+    def decode(self, descriptor: int, stored: Memory, content: Memory) -> memoryview:
+        """Read and decompress the chunk, into memory of the caller's."""
+        data = stored(self._stored_bytes + 1)
+        found = read_into(descriptor, data, 0)
+        if found != self._stored_bytes:
+            message = f"{self._path}: {found} bytes where {self._stored_bytes} were written"
+            raise IntegrityError(message)
+        data = data[:-1]
+        # A chunk that is whole in itself may still be another one.
+        if isal_zlib.crc32(data) != self._stored_crc32:
+            raise IntegrityError(f"{self._path}: damaged: its bytes are not those in the manifest")
+        view = content(self._content_bytes)
+        self._codec.decode(data, self._path, view)
+        return view
+
+
+def require_checksum(stored: Stored, path: Path) -> memoryview:
+    """Return stored bytes without the CRC-32C at their end, after checking it; copies nothing."""
+    data, end = memoryview(stored)[:-CHECKSUM_BYTES], stored[-CHECKSUM_BYTES:]
+    found = google_crc32c.value(np.frombuffer(data, dtype=np.uint8)) if len(data) else 0
+    if len(stored) < CHECKSUM_BYTES or end != spell_checksum(found):
+        raise IntegrityError(f"{path}: damaged: its bytes do not fit the checksum at its end")
+    return data

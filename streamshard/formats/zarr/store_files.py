@@ -1,0 +1,146 @@
+"""What files a store must consist of, by its training state and by its manifest."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from streamshard.errors import CorruptFileError, UnsupportedError
+from streamshard.formats import strict_json
+from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.pickle.inert import show
+from streamshard.formats.zarr import store_manifest, store_state, zarr_writer
+from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, LIMIT_BYTES
+from streamshard.formats.zarr.documents import MANIFEST_PATH, STATE_PATH, array_path, chunk_keys
+from streamshard.formats.zarr.store_manifest import FileRecord, Manifest
+from streamshard.formats.zarr.store_paths import read_checked, read_small, require_inside
+from streamshard.model import ITEMSIZE
+
+MANIFEST_FILES: Final = (f"{MANIFEST_PATH}/zarr.json", f"{MANIFEST_PATH}/c/0")
+"""Files that the manifest itself does not list."""
+STATE_FILES: Final = (f"{STATE_PATH}/zarr.json", f"{STATE_PATH}/c/0")
+
+_TOLD_TWICE: Final = ("node_type", "shape", "data_type", "chunk_grid", "codecs")
+"""What a document says of an array that the training state says as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlace:
+    """A chunk as the training state describes it."""
+
+    path: str
+    nbytes: int
+    """Content, what lies past the tensor's end included."""
+    own_bytes: int
+    """Content that is the tensor's."""
+
+
+def may_be_store(root: Path) -> bool:
+    """Tell whether a directory has what a store of ours has, though it may be damaged."""
+    return any((root / path).is_file() for path in (MANIFEST_FILES[1], STATE_FILES[1]))
+
+
+def read_manifest(root: Path) -> Manifest:
+    """Read a store's manifest, and hold the document of its array against it.
+
+    Raises
+    ------
+    SourceError, IntegrityError
+        It is missing or damaged; the message names the file.
+    """
+    for path in MANIFEST_FILES:
+        require_inside(root / path, root)
+    data = read_checked(root / MANIFEST_FILES[1])
+    try:
+        manifest = store_manifest.read(data)
+    except CorruptFileError as error:
+        raise CorruptFileError(f"{root / MANIFEST_FILES[1]}: {error}") from error
+    document = root / MANIFEST_FILES[0]
+    if read_small(document) != zarr_writer.small_array_document(len(data)):
+        raise CorruptFileError(f"{document}: not the document of a manifest of {len(data)} bytes")
+    return manifest
+
+
+def read_state(root: Path, manifest: Manifest) -> tuple[Checkpoint, store_state.ChunkShapes]:
+    """Read a store's training state, and the shape of the chunks of every tensor.
+
+    There are no more chunks of all tensors than the manifest lists files, nor chunks that are
+    larger than what can be compressed.
+
+    Raises
+    ------
+    SourceError, IntegrityError
+        It is missing or damaged; the message names the file.
+    """
+    try:
+        require_inside(root / STATE_FILES[1], root)
+        checkpoint, shapes = store_state.load(read_checked(root / STATE_FILES[1]))
+        _require_listed(checkpoint, shapes, manifest)
+    except (CorruptFileError, UnsupportedError, ValueError) as error:
+        kind = UnsupportedError if isinstance(error, UnsupportedError) else CorruptFileError
+        raise kind(f"{root / STATE_FILES[1]}: {error}") from error
+    return checkpoint, shapes
+
+
+def _require_listed(
+    checkpoint: Checkpoint, shapes: store_state.ChunkShapes, manifest: Manifest
+) -> None:
+    files, chunks = len(manifest.records), 0
+    for tensor, shape in zip(checkpoint.tensors, shapes, strict=True):
+        if len(shape) != len(tensor.shape) or not math.prod(shape):
+            message = f"chunks of {show(shape)} for {tensor.name} of {show(tensor.shape)}"
+            raise CorruptFileError(message)
+        counts = [-(-n // c) for n, c in zip(tensor.shape, shape, strict=True)]
+        chunks += math.prod(counts)
+        if chunks > files:
+            message = f"{chunks:,} chunks up to {show(tensor.name)}, where the manifest lists"
+            raise CorruptFileError(f"{message} {files:,} files")
+        nbytes = math.prod(shape) * ITEMSIZE[tensor.dtype]
+        if manifest.codec != "none" and nbytes > LIMIT_BYTES:
+            message = f"chunks of {nbytes:,} bytes of {show(tensor.name)}, which is more than can"
+            raise CorruptFileError(f"{message} be compressed")
+
+
+def places(
+    checkpoint: Checkpoint, shapes: store_state.ChunkShapes
+) -> Iterator[tuple[str, list[ChunkPlace]]]:
+    """Yield the path of every tensor's array and its chunks, in the order of the elements."""
+    for tensor, shape in zip(checkpoint.tensors, shapes, strict=True):
+        itemsize, step = ITEMSIZE[tensor.dtype], math.prod(shape)
+        counts = [-(-n // c) for n, c in zip(tensor.shape, shape, strict=True)]
+        path = array_path(tensor)
+        yield (
+            path,
+            [
+                ChunkPlace(
+                    f"{path}/{key}",
+                    step * itemsize,
+                    min(step, tensor.numel - number * step) * itemsize,
+                )
+                for number, key in enumerate(chunk_keys(counts))
+            ],
+        )
+
+
+def documents(
+    checkpoint: Checkpoint, shapes: store_state.ChunkShapes, codec: str
+) -> Mapping[str, bytes]:
+    """Spell the documents that a store must hold, but for those of the manifest."""
+    found = zarr_writer.documents(checkpoint, shapes, codec)
+    return {**found, STATE_FILES[0]: b""}
+
+
+def is_same_array(found: bytes, expected: bytes) -> bool:
+    """Tell whether a document describes the array that the training state describes."""
+    try:
+        said: Any = strict_json.parse(found)
+        wanted = strict_json.parse(expected)
+        return all(said.get(key) == wanted.get(key) for key in _TOLD_TWICE)
+    except (AttributeError, ValueError):
+        return False
+
+
+def content_bytes(record: FileRecord) -> int:
+    """Tell how much of an uncompressed chunk's file is content."""
+    return record.nbytes - CHECKSUM_BYTES

@@ -1,0 +1,84 @@
+"""The list of everything that a store consists of: sizes, checksums, digests of the tensors."""
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamshard.errors import CorruptFileError
+from streamshard.formats import strict_json
+from streamshard.formats.deepspeed.names import is_inside
+from streamshard.formats.pickle.inert import show
+
+BLOCK_BYTES: Final = 1 << 20
+"""Bytes of uncompressed chunks that share a CRC-32, so that a part can be read and checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """One file of a store."""
+
+    nbytes: int
+    """Size of the file."""
+    crc32s: NDArray[np.uint32]
+    """CRC-32 of each block of a raw chunk's content; of all bytes for any other file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a store says of itself."""
+
+    records: Mapping[str, FileRecord]
+    """Every file but the manifest's own, by path relative to the store's root."""
+    codec: str
+    digests: Mapping[str, str] | None
+    """Array → the digest of its tensor's elements; None where an early version recorded none."""
+
+
+def spell(records: Mapping[str, FileRecord], codec: str, digests: Mapping[str, str]) -> bytes:
+    """Spell the manifest; `digests` has for every array the CRC-32 and CRC-32C of its elements."""
+    files = {
+        path: [record.nbytes, base64.b64encode(record.crc32s.astype("<u4").tobytes()).decode()]
+        for path, record in records.items()
+    }
+    document = {"block_bytes": BLOCK_BYTES, "codec": codec, "files": files, "digests": digests}
+    return json.dumps(document).encode()
+
+
+def read(data: bytes) -> Manifest:
+    """Read a manifest.
+
+    Raises
+    ------
+    CorruptFileError
+        It is not as `spell` makes it.
+    """
+    try:
+        document: Any = strict_json.parse(data)
+        records = {
+            str(path): FileRecord(
+                int(nbytes), np.frombuffer(base64.b64decode(crcs, validate=True), dtype="<u4")
+            )
+            for path, (nbytes, crcs) in document["files"].items()
+        }
+        block_bytes, codec = document["block_bytes"], str(document["codec"])
+        held = document.get("digests")
+        digests = None if held is None else {str(key): str(value) for key, value in held.items()}
+    except (
+        ArithmeticError,
+        AttributeError,
+        KeyError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise CorruptFileError(f"manifest is not as streamshard writes it: {error}") from error
+    for path in records:
+        if not is_inside(path):
+            raise CorruptFileError(f"manifest lists {show(path)}, which leads out of the store")
+    if block_bytes != BLOCK_BYTES:
+        raise CorruptFileError(f"manifest has blocks of {block_bytes} bytes, not {BLOCK_BYTES}")
+    return Manifest(records, codec, digests)

@@ -1,0 +1,334 @@
+"""Training state of a store: a checkpoint's inert nodes as one pickle, read and written inertly."""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, Final
+
+from streamshard.errors import CorruptFileError, UnsupportedError
+from streamshard.formats.checkpoint import (
+    Checkpoint,
+    Dropped,
+    Family,
+    FlatState,
+    ModuleEntry,
+    OtherFile,
+    ParamGroup,
+    ScalarState,
+    require_tied_to_weights,
+)
+from streamshard.formats.deepspeed import names
+from streamshard.formats.pickle import inert_dump, inert_load
+from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.pickle.node_checks import name_of, require_unrolled
+from streamshard.formats.torch.torch_tensor import Storage, shape_of
+from streamshard.formats.zarr.state_checks import require_consistent
+from streamshard.model import FILE, ITEMSIZE, LogicalTensor, Whole, ZeroLayout
+
+VERSION: Final = 1
+"""Version of a store's format."""
+WEIGHTS_ONLY_VERSION: Final = 2
+"""Version of a store without optimizer states, which older readers would take for a checkpoint
+from before the first step."""
+VERSIONS: Final = (VERSION, WEIGHTS_ONLY_VERSION)
+"""Versions that are read."""
+
+_FLAT: Final = "flat"
+_SCALAR: Final = "scalar"
+_PLAIN: Final = "plain"
+_LIMIT_COUNT: Final = 1 << 53
+
+
+ChunkShapes = Sequence[tuple[int, ...]]
+"""Shape of the chunks of each logical tensor."""
+
+
+def version_of(checkpoint: Checkpoint) -> int:
+    """Tell of which version a checkpoint's store is."""
+    return VERSION if checkpoint.dropped is None else WEIGHTS_ONLY_VERSION
+
+
+def dump(
+    checkpoint: Checkpoint,
+    chunk_shapes: ChunkShapes,
+    numbers: Mapping[int, int] | None = None,
+) -> bytes:
+    """Spell everything of a checkpoint that is not a logical tensor's bytes.
+
+    Parameters
+    ----------
+    numbers
+        Tensor → its number in what is spelled, where it is to have another one.
+    """
+
+    def persistent_id(node: Node) -> Node | None:
+        if not isinstance(node, Storage):
+            return None
+        if not isinstance(node.content, Whole):
+            raise CorruptFileError("a storage of the training state is no blob")
+        tensor = node.content.tensor
+        return ("blob", node.dtype, node.numel, tensor if numbers is None else numbers[tensor])
+
+    # Only where there is some, so that all other stores are as they always were.
+    dropped = {} if checkpoint.dropped is None else {"dropped": _values(checkpoint.dropped)}
+    return inert_dump.dump(
+        {
+            "tag": checkpoint.tag,
+            "layout": _values(checkpoint.layout),
+            "tensors": [_values(tensor) for tensor in checkpoint.tensors],
+            "chunk_shapes": list(chunk_shapes),
+            "families": [_spell_family(family) for family in checkpoint.families],
+            "module_dtype": checkpoint.module_dtype,
+            "files": [_values(file) for file in checkpoint.files],
+            "notes": checkpoint.notes,
+            "is_bf16": checkpoint.is_bf16,
+            "accelerate_step": checkpoint.accelerate_step,
+            **dropped,
+        },
+        persistent_id,
+    )
+
+
+def load(data: bytes) -> tuple[Checkpoint, ChunkShapes]:
+    """Read what `dump` spelled.
+
+    Raises
+    ------
+    CorruptFileError
+        The bytes are not what `dump` spells.
+    """
+    blobs: dict[tuple[str, int, int], Storage] = {}
+
+    def persistent_load(identifier: Node) -> Storage:
+        kind, dtype, numel, tensor = identifier
+        if kind != "blob":
+            raise CorruptFileError("a persistent id does not name a blob")
+        # One object for one blob: tensors that shared a storage are to share it again.
+        key = (_dtype(dtype), _count(numel), _count(tensor))
+        return blobs.setdefault(key, Storage(*key[:2], Whole(tensor)))
+
+    try:
+        root = inert_load.load(data, persistent_load)
+        require_unrolled(_looked_into(root))
+        shapes = [shape_of(shape) for shape in root["chunk_shapes"]]
+        checkpoint = Checkpoint(
+            tag=_tag(root["tag"]),
+            layout=_layout(*root["layout"]),
+            tensors=tuple(_tensor(*values) for values in root["tensors"]),
+            families=tuple(_read_family(family) for family in root["families"]),
+            module_dtype=_dtype(root["module_dtype"]),
+            files=tuple(_file(*values) for values in root["files"]),
+            notes=tuple(map(_text, root["notes"])),
+            is_bf16=root["is_bf16"] is True,
+            accelerate_step=_optional_count(root["accelerate_step"]),
+            dropped=_dropped(*root["dropped"]) if "dropped" in root else None,
+        )
+        require_consistent(checkpoint)
+        for dtype, numel, tensor in blobs:
+            if numel * ITEMSIZE[dtype] != checkpoint.tensors[tensor].nbytes:
+                raise CorruptFileError(f"blob {tensor} is not as long as what it holds")
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        message = f"training state is not as streamshard writes it: {type(error).__name__}"
+        raise CorruptFileError(f"{message}: {error}") from error
+    return checkpoint, shapes
+
+
+def require_readable(data: bytes) -> None:
+    """Read back what is about to be written, so that no store is written that cannot be read.
+
+    Raises
+    ------
+    UnsupportedError
+        What `dump` has serialized is beyond what `load` takes.
+    """
+    try:
+        load(data)
+    except (CorruptFileError, UnsupportedError) as error:
+        message = f"a store of this checkpoint could not be read back: {error}"
+        raise UnsupportedError(f"{message}; 'streamshard repartition' needs no store") from error
+
+
+def blobs_in(checkpoint: Checkpoint) -> set[int]:
+    """List the tensors that hold storages of the training state."""
+    found: set[int] = set()
+
+    class Noting(dict[int, int]):
+        def __missing__(self, tensor: int) -> int:
+            found.add(tensor)
+            return tensor
+
+    dump(checkpoint, (), Noting())
+    return found
+
+
+def without(checkpoint: Checkpoint, left_out: Collection[int]) -> Checkpoint:
+    """Return a checkpoint that lacks some tensors, and files of them; it must not need them."""
+    kept = [number for number in range(len(checkpoint.tensors)) if number not in left_out]
+    tensors = tuple(checkpoint.tensors[number] for number in kept)
+    held = {tensor.name for tensor in tensors if tensor.state == FILE}
+    files = tuple(file for file in checkpoint.files if file.path in held)
+    # The training state names tensors by their numbers, deep inside.
+    numbers = {number: new for new, number in enumerate(kept)}
+    smaller = replace(checkpoint, tensors=tensors, files=files)
+    return load(dump(smaller, (), numbers))[0]
+
+
+def _looked_into(root: Node) -> list[Node]:
+    """List what is not just carried, of which readers of shards ask no more than `LOOKED_INTO`."""
+    found = [value for key, value in root.items() if key != "families"]
+    for family in root["families"]:
+        for key, value in family.items():
+            carried = value if key in ("model_state", "optimizer_file") else {}
+            found += [carried[known] for known in names.LOOKED_INTO if known in carried]
+            found += [] if carried else [value]
+    return found
+
+
+def _values(noun: object) -> tuple[Any, ...]:
+    return tuple(getattr(noun, field.name) for field in fields(noun))  # type: ignore[arg-type]
+
+
+def _spell_family(family: Family) -> dict[str, Node]:
+    return {
+        "name": family.name,
+        "groups": [
+            {
+                "params": group.params,
+                "master_dtype": group.master_dtype,
+                "states": _spell_states(group.states),
+                "number": group.number,
+                "expert_parallel": group.expert_parallel,
+                "expert_rank": group.expert_rank,
+            }
+            for group in family.groups
+        ],
+        "module": [_values(entry) for entry in family.module],
+        "model_state": family.model_state,
+        "optimizer_file": family.optimizer_file,
+        "param_ids": family.param_ids,
+    }
+
+
+def _read_family(spelled: Node) -> Family:
+    module = tuple(_entry(*values) for values in spelled["module"])
+    require_tied_to_weights(module)
+    return Family(
+        name=_family_name(spelled["name"]),
+        groups=tuple(
+            ParamGroup(
+                params=tuple(map(name_of, group["params"])),
+                master_dtype=_dtype(group["master_dtype"]),
+                states=_read_states(group["states"]),
+                number=_count(group["number"]),
+                expert_parallel=_count(group["expert_parallel"], least=1),
+                expert_rank=_count(group["expert_rank"]),
+            )
+            for group in spelled["groups"]
+        ),
+        module=module,
+        model_state=_mapping(spelled["model_state"]),
+        optimizer_file=_mapping(spelled["optimizer_file"]),
+        param_ids={name_of(k): _count(v) for k, v in _mapping(spelled["param_ids"]).items()},
+    )
+
+
+def _spell_states(states: Mapping[str, Node] | None) -> Node:
+    return None if states is None else {k: _spell_state(v) for k, v in states.items()}
+
+
+def _read_states(spelled: Node) -> dict[str, Node] | None:
+    return None if spelled is None else {name_of(k): _read_state(v) for k, v in spelled.items()}
+
+
+def _spell_state(value: Node) -> Node:
+    if isinstance(value, FlatState):
+        return (_FLAT, value.dtype)
+    if isinstance(value, ScalarState):
+        return (_SCALAR, value.dtype, value.shape, value.data.hex())
+    return (_PLAIN, value)
+
+
+def _read_state(spelled: Node) -> Node:
+    kind, *values = spelled
+    if kind == _FLAT:
+        (dtype,) = values
+        return FlatState(_dtype(dtype))
+    if kind == _SCALAR:
+        dtype, shape, data = values
+        scalar = ScalarState(_dtype(dtype), shape_of(shape), bytes.fromhex(data))
+        if len(scalar.data) != math.prod(scalar.shape) * ITEMSIZE[scalar.dtype]:
+            raise CorruptFileError(f"a {dtype}{list(scalar.shape)} of {len(scalar.data)} bytes")
+        return scalar
+    (value,) = values
+    return value
+
+
+def _layout(stage: Node, world_size: Node, *others: Node) -> ZeroLayout:
+    if stage not in (0, 1, 2, 3) or not all(isinstance(other, int) for other in others):
+        raise UnsupportedError(f"ZeRO stage {show(stage)} with {show(others)} is not known")
+    return ZeroLayout(int(stage), _count(world_size, least=1), *others)
+
+
+def _tensor(state: Node, name: Node, dtype: Node, shape: Node, family: Node) -> LogicalTensor:
+    if state == FILE and not names.is_inside(_text(name)):
+        raise CorruptFileError(f"file {show(name)} leads out of the checkpoint")
+    return LogicalTensor(
+        name_of(state), name_of(name), _dtype(dtype), shape_of(shape), _family_name(family)
+    )
+
+
+def _family_name(value: Node) -> str:
+    """Read the name of a group around a family's arrays: the one name that no array escapes."""
+    if value != "" and not names.is_name(_text(value)):
+        raise CorruptFileError(f"{show(value)} is no name of a part of the model")
+    return name_of(value)
+
+
+def _entry(name: Node, kind: Node, dtype: Node, shape: Node, alias_of: Node) -> ModuleEntry:
+    # What is kept as it is, such as `get_extra_state`, has neither dtype nor shape.
+    dtype = dtype if dtype == "" else _dtype(dtype)
+    return ModuleEntry(name_of(name), _text(kind), dtype, shape_of(shape), name_of(alias_of))
+
+
+def _dropped(at: Node, why: Node, states: Node) -> Dropped:
+    return Dropped(_text(at), _text(why), tuple(map(name_of, states)))
+
+
+def _file(path: Node, mode: Node) -> OtherFile:
+    if not names.is_inside(_text(path)):
+        raise CorruptFileError(f"file {show(path)} leads out of the checkpoint")
+    return OtherFile(path, _count(mode) & 0o777)
+
+
+def _tag(value: Node) -> str:
+    if not names.is_tag(_text(value)):
+        raise CorruptFileError(f"{show(value)} is no tag")
+    return str(value)
+
+
+def _dtype(value: Node) -> str:
+    if _text(value) not in ITEMSIZE:
+        raise UnsupportedError(f"dtype {show(value)} is not known")
+    return str(value)
+
+
+def _count(value: Node, *, least: int = 0) -> int:
+    if not isinstance(value, int) or not least <= value <= _LIMIT_COUNT:
+        raise CorruptFileError(f"{show(value)} is no count")
+    return value
+
+
+def _optional_count(value: Node) -> int | None:
+    return None if value is None else _count(value)
+
+
+def _text(value: Node) -> str:
+    if not isinstance(value, str):
+        raise CorruptFileError(f"{show(value)} is no text")
+    return value
+
+
+def _mapping(value: Node) -> Mapping[str, Node]:
+    if not isinstance(value, dict):
+        raise CorruptFileError(f"{show(value)} is no mapping")
+    return value

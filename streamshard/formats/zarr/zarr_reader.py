@@ -1,0 +1,180 @@
+"""Opens a store: training state, manifest, and where the chunks of every logical tensor lie."""
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from stat import S_ISREG
+from typing import Any
+
+import numpy as np
+
+from streamshard.defaults import CODECS
+from streamshard.errors import (
+    CorruptFileError,
+    IntegrityError,
+    SourceError,
+    SourceNotFoundError,
+    UnsupportedError,
+)
+from streamshard.formats import strict_json
+from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.pickle.inert import show
+from streamshard.formats.zarr import store_manifest, store_state
+from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, BloscChunk, EncodedChunk
+from streamshard.formats.zarr.documents import (
+    MANIFEST_PATH,
+    ROOT_DOCUMENT,
+    ROOT_KEY,
+    STATE_PATH,
+    array_path,
+    chunk_keys,
+)
+from streamshard.formats.zarr.store_manifest import Manifest
+from streamshard.formats.zarr.store_paths import read_checked, read_small, require_inside
+from streamshard.model import ITEMSIZE, BlockDigests, Slot, SourceFile, SourceMap
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """An opened store."""
+
+    checkpoint: Checkpoint
+    source_map: SourceMap
+    decoders: dict[int, BlockDigests | EncodedChunk]
+    codec_bytes: int
+
+
+def read(root: Path) -> Store:
+    """Open a store.
+
+    Raises
+    ------
+    SourceError, IntegrityError
+        It is no store, or not whole, or damaged; the message names the file.
+    """
+    for path in (ROOT_DOCUMENT, f"{MANIFEST_PATH}/c/0", f"{STATE_PATH}/c/0"):
+        require_inside(root / path, root)
+    _require_version(root)
+    try:
+        manifest = store_manifest.read(read_checked(root / MANIFEST_PATH / "c/0"))
+        checkpoint, chunk_shapes = store_state.load(read_checked(root / STATE_PATH / "c/0"))
+    except (CorruptFileError, UnsupportedError) as error:
+        raise type(error)(f"{root}: {error}") from error
+    if _version(root) != store_state.version_of(checkpoint):
+        message = f"{root / ROOT_DOCUMENT}: says format {show(_version(root))}, and the training"
+        raise CorruptFileError(f"{message} state is of {store_state.version_of(checkpoint)}")
+    if manifest.codec not in CODECS:
+        raise UnsupportedError(
+            f"{root}: compressed with {show(manifest.codec)}, which is not known"
+        )
+    return _StoreReader(root, checkpoint, manifest).open(chunk_shapes)
+
+
+def is_store(root: Path) -> bool:
+    """Tell whether a Zarr hierarchy is one of streamshard's stores, of whatever version."""
+    return _version(root) is not None
+
+
+def is_of_known_version(root: Path) -> bool:
+    """Tell whether a store says of itself that it is of a version that is read here."""
+    return _version(root) in store_state.VERSIONS
+
+
+def _version(root: Path) -> object:
+    try:
+        document: Any = strict_json.parse(read_small(root / "zarr.json"))
+        found: object = document["attributes"][ROOT_KEY]["format_version"]
+    except (KeyError, TypeError, ValueError):
+        return None
+    return found
+
+
+def _require_version(root: Path) -> None:
+    found = _version(root)
+    if found is None:
+        message = f"{root}: a Zarr hierarchy, but not one that streamshard wrote"
+        raise SourceNotFoundError(message)
+    if found not in store_state.VERSIONS:
+        known = " and ".join(map(str, store_state.VERSIONS))
+        message = f"{root}: store format {show(found)}; this streamshard reads {known}"
+        raise UnsupportedError(f"{message}: use a newer one")
+
+
+class _StoreReader:
+    def __init__(self, root: Path, checkpoint: Checkpoint, manifest: Manifest) -> None:
+        self._root = root
+        self._checkpoint = checkpoint
+        self._records = manifest.records
+        self._codec = manifest.codec
+        self._files: list[SourceFile] = []
+        self._decoders: dict[int, BlockDigests | EncodedChunk] = {}
+        self._codec_bytes = 0
+
+    def open(self, chunk_shapes: store_state.ChunkShapes) -> Store:
+        chunks = {}
+        both = zip(self._checkpoint.tensors, chunk_shapes, strict=True)
+        for index, (tensor, shape) in enumerate(both):
+            numel = math.prod(shape)
+            if len(shape) != len(tensor.shape) or not numel:
+                message = f"{self._root}: chunks of {show(shape)} for {tensor.name}"
+                raise CorruptFileError(f"{message} of {show(tensor.shape)}")
+            counts = [-(-n // c) for n, c in zip(tensor.shape, shape, strict=True)]
+            if math.prod(counts) > len(self._records):
+                message = f"{self._root}: {math.prod(counts):,} chunks of {tensor.name}, where the"
+                raise CorruptFileError(f"{message} manifest lists {len(self._records):,} files")
+            keys = chunk_keys(counts)
+            first = len(self._files)
+            array = array_path(tensor)
+            for directory in sorted({os.path.dirname(key) for key in keys}):  # noqa: PTH120
+                require_inside(self._root / array / directory, self._root)
+            for key in keys:
+                self._add(f"{array}/{key}", numel, ITEMSIZE[tensor.dtype])
+            slot = Slot(
+                files=np.arange(first, first + len(keys), dtype=np.int64),
+                offsets=np.zeros(len(keys), dtype=np.int64),
+                numels=np.full(len(keys), numel, dtype=np.int64),
+            )
+            chunks[index] = (numel, slot)
+        source_map = SourceMap(files=tuple(self._files), chunks=chunks)
+        return Store(self._checkpoint, source_map, self._decoders, self._codec_bytes)
+
+    def _add(self, path: str, numel: int, itemsize: int) -> None:
+        """Add one chunk: Zarr would read a missing one as zeros, so it must be there, and whole."""
+        full, record = self._root / path, self._records.get(path)
+        if record is None:
+            raise CorruptFileError(f"{full}: a chunk that the manifest does not list")
+        try:
+            stat = full.lstat()
+        except OSError as error:
+            message = f"{full}: this chunk of the store cannot be read ({error.strerror})"
+            raise SourceError(message) from error
+        if not S_ISREG(stat.st_mode):
+            raise SourceError(f"{full}: no regular file; copy the store with 'cp -rL'")
+        if stat.st_size != record.nbytes:
+            message = f"{full}: {stat.st_size} bytes where {record.nbytes} were written"
+            raise IntegrityError(message)
+        content_bytes = numel * itemsize
+        if self._codec == "none":
+            if record.nbytes != content_bytes + CHECKSUM_BYTES:
+                raise CorruptFileError(f"{full}: {record.nbytes} bytes for {content_bytes} of data")
+            block = store_manifest.BLOCK_BYTES
+            if len(record.crc32s) != -(-content_bytes // block):
+                raise CorruptFileError(f"{full}: the manifest lists {len(record.crc32s)} checksums")
+            digests = BlockDigests(content_bytes, block, record.crc32s)
+            self._decoders[len(self._files)] = digests
+        else:
+            codec = BloscChunk(self._codec, itemsize)
+            if len(record.crc32s) != 1:
+                raise CorruptFileError(f"{full}: the manifest lists {len(record.crc32s)} checksums")
+            chunk = EncodedChunk(
+                full,
+                codec,
+                stored_bytes=record.nbytes,
+                stored_crc32=int(record.crc32s[0]),
+                content_bytes=content_bytes,
+            )
+            self._decoders[len(self._files)] = chunk
+            # Twice, because the allocator keeps what the chunk before took.
+            self._codec_bytes = max(self._codec_bytes, 2 * (content_bytes + record.nbytes))
+        self._files.append(SourceFile.of(full, stat))

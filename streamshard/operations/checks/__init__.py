@@ -1,0 +1,1 @@
+"""Looks for problems in a checkpoint: structure, containers, chunks, digests."""

@@ -1,0 +1,174 @@
+"""Reads a file of a store and holds it against what the manifest recorded of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from streamshard.engine.numeric import digests
+from streamshard.engine.numeric.digests import CRC32
+from streamshard.engine.scan.probe import Probe
+from streamshard.errors import IntegrityError, StreamshardError
+from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, spell_checksum
+from streamshard.formats.zarr.store_files import ChunkPlace
+from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord
+from streamshard.model import Digest
+from streamshard.operations.checks.scan import Result, ScanPiece
+
+_PIECE_BYTES: Final = 16 << 20
+"""What a worker reads in a row of a file of any size, so that a run can be interrupted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCheck:
+    """A chunk that is there and as long as was recorded."""
+
+    path: Path
+    file: int
+    """Number among the files that are read."""
+    record: FileRecord
+    place: ChunkPlace
+    is_encoded: bool
+
+    def piece(self) -> ScanPiece:
+        """Say what is to be read."""
+        return ScanPiece(self.record.nbytes, self._read)
+
+    def _read(self, probe: Probe) -> Result:
+        if self.is_encoded:
+            try:
+                return probe.digests(self.file, [0, self.place.own_bytes]), b""
+            except (RuntimeError, ValueError) as error:
+                raise IntegrityError(f"{self.path}: cannot be decompressed ({error})") from error
+        end = self.place.nbytes
+        if end + CHECKSUM_BYTES != self.record.nbytes:
+            raise IntegrityError(f"{self.path}: {self.record.nbytes} bytes for {end} of content")
+        return probe.digests(self.file, self._cuts()), probe.read(
+            self.file, end, end + CHECKSUM_BYTES
+        )
+
+    def _cuts(self) -> list[int]:
+        """Cut an uncompressed chunk's content where blocks end, and where the tensor ends."""
+        blocks = range(0, self.place.nbytes, BLOCK_BYTES)
+        return sorted({*blocks, self.place.own_bytes, self.place.nbytes})
+
+    def problems(self, result: Result) -> list[str]:
+        """Hold what was read against what was recorded."""
+        pieces, trailer = result
+        if self.is_encoded:
+            return []  # what decodes it has compared it
+        found = self._block_crcs(pieces)
+        if len(found) != len(self.record.crc32s):
+            message = f"{self.path}: the manifest lists {len(self.record.crc32s)} checksums for"
+            return [f"{message} {len(found)} blocks"]
+        damaged = np.flatnonzero(np.array(found, dtype=np.uint32) != self.record.crc32s)
+        wrong = [self._damage(run) for run in _runs(damaged.tolist())]
+        if not wrong and trailer != spell_checksum(digests.joined(pieces).crc32c):
+            wrong.append(f"{self.path}: its content does not fit the checksum at its end")
+        return wrong
+
+    def _block_crcs(self, pieces: Sequence[Digest]) -> list[int]:
+        """Put the pieces of each block together."""
+        found: list[int] = []
+        at = 0
+        for piece in pieces:
+            if at % BLOCK_BYTES == 0:
+                found.append(0)
+            found[-1] = CRC32.joined(found[-1], piece.crc32, piece.nbytes)
+            at += piece.nbytes
+        return found
+
+    def _damage(self, blocks: range) -> str:
+        start, stop = blocks.start * BLOCK_BYTES, blocks.stop * BLOCK_BYTES
+        stop = min(stop, self.place.nbytes)
+        return f"{self.path}: bytes {start} to {stop} are damaged: not those that were written"
+
+    def content(self, result: Result) -> Digest:
+        """Return the digest of the tensor's part of a chunk that has no problems."""
+        pieces: list[Digest] = result[0]
+        if self.is_encoded:
+            return pieces[0]
+        own: list[Digest] = []
+        left = self.place.own_bytes
+        for piece in pieces:
+            if left > 0:
+                own.append(piece)
+            left -= piece.nbytes
+        return digests.joined(own)
+
+
+def _runs(numbers: Sequence[int]) -> list[range]:
+    """Join numbers that follow each other."""
+    found: list[range] = []
+    for number in numbers:
+        if found and found[-1].stop == number:
+            found[-1] = range(found[-1].start, number + 1)
+        else:
+            found.append(range(number, number + 1))
+    return found
+
+
+def digest_pieces(file: int, nbytes: int) -> list[ScanPiece]:
+    """Read so many bytes of a file as they are, for their digest, in pieces that do not take long.
+
+    `joined` puts together what they find.
+    """
+    cuts = [*range(0, nbytes, _PIECE_BYTES), nbytes] if nbytes else [0, 0]
+    return [
+        ScanPiece(stop - start, partial(_read_digest, file, start, stop))
+        for start, stop in pairwise(cuts)
+    ]
+
+
+def _read_digest(file: int, start: int, stop: int, probe: Probe) -> Digest:
+    (found,) = probe.digests(file, [start, stop])
+    return found
+
+
+def joined(results: Sequence[Result]) -> Digest | StreamshardError:
+    """Put the digests of a file's pieces together, unless one could not be read."""
+    failed = [result for result in results if isinstance(result, StreamshardError)]
+    return failed[0] if failed else digests.joined(results)
+
+
+def bytes_piece(file: int, nbytes: int) -> ScanPiece:
+    """Read a small file as it is, for its bytes."""
+    return ScanPiece(nbytes, partial(_read_bytes, file, nbytes))
+
+
+def _read_bytes(file: int, nbytes: int, probe: Probe) -> bytes:
+    return probe.read(file, 0, nbytes)
+
+
+def whole_digest(path: Path, record: FileRecord, found: Digest) -> list[str]:
+    """Hold a file's digest against the CRC-32 that was recorded."""
+    return whole_file(path, record, found.crc32)
+
+
+def whole_file(path: Path, record: FileRecord, found: int) -> list[str]:
+    """Hold a file's CRC-32 against the one that was recorded."""
+    if len(record.crc32s) == 1 and found == record.crc32s[0]:
+        return []
+    return [f"{path}: damaged: its bytes are not those in the manifest"]
+
+
+def own_checksum_pieces(file: int, nbytes: int) -> list[ScanPiece]:
+    """Read a chunk of which nothing is known but that it ends in its checksum, in pieces."""
+    content_bytes = max(0, nbytes - CHECKSUM_BYTES)
+    end = ScanPiece(nbytes - content_bytes, partial(_read_end, file, content_bytes, nbytes))
+    return [*digest_pieces(file, content_bytes), end]
+
+
+def _read_end(file: int, start: int, stop: int, probe: Probe) -> bytes:
+    return probe.read(file, start, stop)
+
+
+def own_checksum(path: Path, trailer: bytes, found: Digest) -> list[str]:
+    """Hold a chunk against the checksum at its end."""
+    if trailer == spell_checksum(found.crc32c):
+        return []
+    return [f"{path}: damaged: its bytes do not fit the checksum at its end"]

@@ -1,0 +1,83 @@
+"""Reads what has a checksum by many small pieces, and judges the results unit by unit."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from streamshard.engine.io.files import Decoder
+from streamshard.engine.scan.pool import run_ordered
+from streamshard.engine.scan.probe import Probe
+from streamshard.errors import StreamshardError
+from streamshard.layout.memory_plan import MemoryPlan
+from streamshard.model import SourceFile
+
+_JOB_BYTES: Final = 8 << 20
+"""Small pieces are handed to a worker together, until they come to this."""
+
+Result = Any
+"""What a piece makes of the bytes, or the `StreamshardError` that kept it from reading them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScanPiece:
+    """A range of bytes to be read by one worker."""
+
+    nbytes: int
+    read: Callable[[Probe], Result]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What has one checksum."""
+
+    pieces: Sequence[ScanPiece]
+    judge: Callable[[Sequence[Result]], None]
+    """Takes the results of all pieces, in order."""
+
+
+def scan(
+    units: Iterable[Unit],
+    files: Sequence[SourceFile],
+    decoders: Mapping[int, Decoder],
+    memory: MemoryPlan,
+    progress: Callable[[int], None],
+) -> None:
+    """Read all units from their files, in order, a bounded number of pieces at a time."""
+    waiting: deque[Unit] = deque()
+    results: deque[Result] = deque()
+    window_bytes = memory.window_bytes
+    make = partial(Probe, files, decoders, window_bytes=window_bytes, progress=progress)
+    for found in run_ordered(_jobs(units, waiting), make, memory.workers):
+        results.extend(found)
+        while waiting and len(results) >= len(waiting[0].pieces):
+            unit = waiting.popleft()
+            unit.judge([results.popleft() for _ in unit.pieces])
+
+
+def _jobs(units: Iterable[Unit], waiting: deque[Unit]) -> Iterator[Callable[[Probe], list[Result]]]:
+    """Yield bundles of pieces, and note in which units they are."""
+    bundle: list[ScanPiece] = []
+    held = 0
+    for unit in units:
+        waiting.append(unit)
+        for piece in unit.pieces:
+            bundle.append(piece)
+            held += piece.nbytes
+            if held >= _JOB_BYTES:
+                yield partial(_read, bundle)
+                bundle, held = [], 0
+    # Even if it is empty: there may be units without pieces that wait to be judged.
+    yield partial(_read, bundle)
+
+
+def _read(bundle: Sequence[ScanPiece], probe: Probe) -> list[Result]:
+    return [_result(piece, probe) for piece in bundle]
+
+
+def _result(piece: ScanPiece, probe: Probe) -> Result:
+    try:
+        return piece.read(probe)
+    except StreamshardError as error:
+        return error

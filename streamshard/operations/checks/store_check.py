@@ -1,0 +1,319 @@
+"""Checks a store: what it must consist of, every chunk, and the digests of its tensors."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from stat import S_ISREG
+from typing import Final
+
+from streamshard.defaults import CODECS
+from streamshard.engine.io.files import Encoded
+from streamshard.engine.numeric import digests
+from streamshard.engine.numeric.checksums import crc32
+from streamshard.errors import IntegrityError, SourceError, StreamshardError
+from streamshard.formats.deepspeed.names import OWN_PREFIX
+from streamshard.formats.pickle.inert import show
+from streamshard.formats.zarr import store_files
+from streamshard.formats.zarr.chunks import BloscChunk, EncodedChunk
+from streamshard.formats.zarr.documents import array_path
+from streamshard.formats.zarr.store_files import MANIFEST_FILES, ChunkPlace
+from streamshard.formats.zarr.store_manifest import FileRecord, Manifest
+from streamshard.formats.zarr.store_paths import require_inside
+from streamshard.layout.sample import Sample
+from streamshard.model import ITEMSIZE, SourceFile
+from streamshard.operations.checks import chunk_check
+from streamshard.operations.checks.problems import (
+    DAMAGED,
+    EXTRA,
+    MALFORMED,
+    MISSING,
+    UNREADABLE,
+    UNSUPPORTED,
+    Findings,
+)
+from streamshard.operations.checks.scan import Result, Unit
+
+_LIMIT_AGAIN: Final = 4
+"""How much longer a document may be than streamshard writes it."""
+_FREE_BYTES: Final = 1 << 16
+
+
+class StoreCheck:
+    """A store whose structure was looked at, ready to be read.
+
+    What can be found out without reading chunks is in the findings once this is made.
+    """
+
+    def __init__(self, root: Path, findings: Findings, sample: Sample) -> None:
+        self.files: list[SourceFile] = []
+        self.decoders: dict[int, Encoded] = {}
+        self.codec_bytes = 0
+        self.tag: str | None = None
+        self._root = root
+        self._findings = findings
+        self._sample = sample
+        self._index: dict[str, int] = {}
+        """Path → number of every file that is there and as long as it should be."""
+        self._documents: Mapping[str, bytes] = {}
+        self._arrays: list[tuple[str, list[ChunkPlace]]] = []
+        self._directories: set[Path] = set()
+        """Those that are known to lie in the store, wherever symbolic links lead."""
+        self._manifest = self._read_manifest()
+        present = self._present()
+        if self._manifest is None:
+            self._take_unlisted(present)
+        else:
+            self._take_listed(self._manifest, present)
+            self._read_state(self._manifest)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files that are there."""
+        return sum(file.nbytes for file in self.files)
+
+    # Structure -----------------------------------------------------------------------------------
+
+    def _read_manifest(self) -> Manifest | None:
+        try:
+            manifest = store_files.read_manifest(self._root)
+        except (SourceError, IntegrityError) as error:
+            files = [self._root / path for path in MANIFEST_FILES]
+            self._findings.add_error(error, self._root, files)
+            return None
+        if manifest.digests is None:
+            self._findings.notes.append(
+                "No digest of any tensor is recorded: the store was written by an early version."
+            )
+        return manifest
+
+    def _present(self) -> set[str]:
+        """List all entries but directories, and but those that mark a store as being written."""
+        found: set[str] = set()
+        for directory, directories, files in os.walk(self._root, onerror=self._note_unread):
+            here = Path(directory)
+            links = [name for name in directories if (here / name).is_symlink()]
+            found |= {
+                (here / name).relative_to(self._root).as_posix()
+                for name in (*files, *links)
+                if not name.startswith(OWN_PREFIX)
+            }
+        return found
+
+    def _note_unread(self, error: OSError) -> None:
+        place = Path(error.filename or self._root)
+        self._findings.add(UNREADABLE, place, f"{place}: cannot be read ({error.strerror})")
+
+    def _take_unlisted(self, present: set[str]) -> None:
+        """Take whatever looks like a chunk, where nothing tells what there should be."""
+        for path in sorted(present - {*MANIFEST_FILES}):
+            if not path.endswith("zarr.json"):
+                self._add_file(path, None)
+
+    def _take_listed(self, manifest: Manifest, present: set[str]) -> None:
+        for path in sorted(present - manifest.records.keys() - {*MANIFEST_FILES}):
+            full = self._root / path
+            self._findings.add(EXTRA, full, f"{full}: is no part of the store")
+        for path, record in manifest.records.items():
+            self._add_file(path, record.nbytes)
+
+    def _add_file(self, path: str, nbytes: int | None) -> None:
+        """Take a file, if it is one that lies in the store and is as long as it should be."""
+        full = self._root / path
+        try:
+            if full.parent not in self._directories:
+                require_inside(full.parent, self._root)
+                self._directories.add(full.parent)
+            stat = full.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            message = f"{full}: missing; {nbytes} bytes were written"
+            self._findings.add(MISSING, full, message)
+        except OSError as error:
+            message = f"{full}: cannot be read ({error.strerror})"
+            self._findings.add(UNREADABLE, full, message)
+        except SourceError as error:
+            self._findings.add_error(error, full.parent)
+        else:
+            if not S_ISREG(stat.st_mode):
+                message = f"{full}: no regular file; copy the store with 'cp -rL'"
+                self._findings.add(MALFORMED, full, message)
+            elif nbytes not in (None, stat.st_size):
+                message = f"{full}: {stat.st_size} bytes, {nbytes} were written"
+                self._findings.add(DAMAGED, full, message)
+            else:
+                self._index[path] = len(self.files)
+                self.files.append(SourceFile.of(full, stat))
+
+    def _read_state(self, manifest: Manifest) -> None:
+        """Hold what the training state tells of the tensors against the manifest."""
+        try:
+            checkpoint, shapes = store_files.read_state(self._root, manifest)
+        except (SourceError, IntegrityError) as error:
+            files = [self._root / path for path in store_files.STATE_FILES]
+            self._findings.add_error(error, self._root, files)
+            return
+        if manifest.codec not in CODECS:
+            place = self._root / MANIFEST_FILES[1]
+            message = f"{place}: compressed with {show(manifest.codec)}, which is not known"
+            self._findings.add(UNSUPPORTED, place, message)
+            return
+        self.tag = checkpoint.tag
+        if checkpoint.dropped is not None:
+            self._findings.notes.append(checkpoint.remarks[0])
+        self._documents = store_files.documents(checkpoint, shapes, manifest.codec)
+        self._arrays = list(store_files.places(checkpoint, shapes))
+        itemsizes = {array_path(t): ITEMSIZE[t.dtype] for t in checkpoint.tensors}
+        for array, chunks in self._arrays:
+            for chunk in chunks:
+                record = manifest.records.get(chunk.path)
+                if record is not None and chunk.path in self._index and manifest.codec != "none":
+                    self._add_decoder(chunk, record, BloscChunk(manifest.codec, itemsizes[array]))
+        self._compare_lists(manifest)
+
+    def _compare_lists(self, manifest: Manifest) -> None:
+        place = self._root / MANIFEST_FILES[1]
+        chunks = {chunk.path for _, chunks in self._arrays for chunk in chunks}
+        wanted = {*self._documents, *store_files.STATE_FILES, *chunks}
+        told = {array for array, _ in self._arrays}
+        digested = told if manifest.digests is None else manifest.digests.keys()
+        for what, found, expected in (
+            ("", manifest.records.keys(), wanted),
+            ("the digest of ", digested, told),
+        ):
+            for path in sorted(expected - found):
+                self._findings.add(MALFORMED, place, f"{place}: does not list {what}{path}")
+            for path in sorted(found - expected):
+                message = f"{place}: lists {what}{path}, which the training state does not know"
+                self._findings.add(MALFORMED, place, message)
+
+    def _add_decoder(self, chunk: ChunkPlace, record: FileRecord, codec: BloscChunk) -> None:
+        self.decoders[self._index[chunk.path]] = EncodedChunk(
+            self._root / chunk.path,
+            codec,
+            stored_bytes=record.nbytes,
+            stored_crc32=int(record.crc32s[0]) if len(record.crc32s) == 1 else -1,
+            content_bytes=chunk.nbytes,
+        )
+        # Twice, because the allocator keeps what the chunk before took.
+        self.codec_bytes = max(self.codec_bytes, 2 * (chunk.nbytes + record.nbytes))
+
+    # Content -------------------------------------------------------------------------------------
+
+    def units(self) -> Iterator[Unit]:
+        """Yield what is to be read: small files always, arrays if they are in the sample."""
+        self._findings.files += len(self.files)
+        if self._manifest is None:
+            yield from (self._unlisted_unit(path) for path in self._index)
+            return
+        known = {chunk.path for _, chunks in self._arrays for chunk in chunks}
+        for path in self._index:
+            if path not in known:
+                yield self._single_unit(self._manifest, path)
+        total, at = sum(self._array_bytes(chunks) for _, chunks in self._arrays), 0
+        for array, chunks in self._arrays:
+            start, at = at, at + self._array_bytes(chunks)
+            if self._sample.holds(start, at, total):
+                yield self._array_unit(self._manifest, array, chunks)
+
+    def _array_bytes(self, chunks: Sequence[ChunkPlace]) -> int:
+        held = [self._index[chunk.path] for chunk in chunks if chunk.path in self._index]
+        return sum(self.files[number].nbytes for number in held)
+
+    def _unlisted_unit(self, path: str) -> Unit:
+        number = self._index[path]
+        full = self.files[number].path
+
+        def judge(results: Sequence[Result]) -> None:
+            found, end = chunk_check.joined(results[:-1]), results[-1]
+            found = end if isinstance(end, StreamshardError) else found
+            self._take(full, found, partial(chunk_check.own_checksum, full, end))
+
+        return Unit(chunk_check.own_checksum_pieces(number, self.files[number].nbytes), judge)
+
+    def _single_unit(self, manifest: Manifest, path: str) -> Unit:
+        """Check a document, the training state, or a chunk of which only the manifest knows."""
+        number, full, record = self._index[path], self._root / path, manifest.records[path]
+        look: Callable[[Result], list[str]]
+        is_document = path.endswith("zarr.json")
+        is_known = path in self._documents
+        if is_known and record.nbytes > self._limit_of(path):
+            message = f"{full}: {record.nbytes:,} bytes, where the document of an array belongs"
+            self._findings.add(MALFORMED, full, message)
+            is_known = False
+        if is_known:
+            piece = chunk_check.bytes_piece(number, record.nbytes)
+            look = partial(self._look_at_document, full, record, self._documents[path])
+        elif is_document or path in store_files.STATE_FILES or manifest.codec != "none":
+            return self._whole_unit(number, full, record)
+        else:
+            content = store_files.content_bytes(record)
+            place = ChunkPlace(path, content, content)
+            check = chunk_check.ChunkCheck(full, number, record, place, is_encoded=False)
+            piece, look = check.piece(), check.problems
+
+        def judge(results: Sequence[Result]) -> None:
+            self._take(full, results[0], look)
+
+        return Unit([piece], judge)
+
+    def _whole_unit(self, number: int, full: Path, record: FileRecord) -> Unit:
+        look = partial(chunk_check.whole_digest, full, record)
+
+        def judge(results: Sequence[Result]) -> None:
+            self._take(full, chunk_check.joined(results), look)
+
+        return Unit(chunk_check.digest_pieces(number, record.nbytes), judge)
+
+    def _limit_of(self, path: str) -> int:
+        """Tell how long a document may be that is read and understood."""
+        return _LIMIT_AGAIN * len(self._documents[path]) + _FREE_BYTES
+
+    def _look_at_document(
+        self, path: Path, record: FileRecord, expected: bytes, found: bytes
+    ) -> list[str]:
+        problems = chunk_check.whole_file(path, record, crc32(found))
+        if not problems and expected and not store_files.is_same_array(found, expected):
+            return [f"{path}: describes another array than the training state does"]
+        return problems
+
+    def _array_unit(self, manifest: Manifest, array: str, chunks: Sequence[ChunkPlace]) -> Unit:
+        present = [chunk for chunk in chunks if chunk.path in self._index]
+        checks = [
+            chunk_check.ChunkCheck(
+                self._root / chunk.path,
+                self._index[chunk.path],
+                manifest.records[chunk.path],
+                chunk,
+                is_encoded=self._index[chunk.path] in self.decoders,
+            )
+            for chunk in present
+        ]
+
+        def judge(results: Sequence[Result]) -> None:
+            before = len(self._findings.problems)
+            for check, result in zip(checks, results, strict=True):
+                self._take(check.path, result, check.problems)
+            if len(present) == len(chunks) and len(self._findings.problems) == before:
+                pieces = [c.content(r) for c, r in zip(checks, results, strict=True)]
+                self._compare_digest(manifest, array, digests.joined(pieces).text)
+
+        return Unit([check.piece() for check in checks], judge)
+
+    def _compare_digest(self, manifest: Manifest, array: str, found: str) -> None:
+        self._findings.digests[array] = found
+        recorded = (manifest.digests or {}).get(array)
+        if recorded == found:
+            self._findings.tensors += 1
+        elif recorded is not None:
+            place = self._root / array
+            message = f"{place}: its elements have the digest {found}, {recorded:.40} was recorded"
+            self._findings.add(DAMAGED, place, message)
+
+    def _take(self, path: Path, result: Result, look: Callable[[Result], list[str]]) -> None:
+        """Note what is wrong with a file that was read, or that could not be."""
+        if isinstance(result, StreamshardError):
+            self._findings.add_error(result, path)
+            return
+        self._findings.checked += 1
+        for problem in look(result):
+            self._findings.add(DAMAGED, path, problem)

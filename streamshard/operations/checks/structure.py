@@ -1,0 +1,209 @@
+"""Looks at the structure of a checkpoint of any kind, and says what is to be read of it."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from streamshard.engine.io.files import Decoder, source_errors
+from streamshard.errors import (
+    IntegrityError,
+    SourceError,
+    SourceNotFoundError,
+    StreamshardError,
+    UnsupportedError,
+    UsageError,
+)
+from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.deepspeed import ds_config
+from streamshard.formats.deepspeed.dumps import dump_names
+from streamshard.formats.deepspeed.dumps.dump_names import Template
+from streamshard.formats.deepspeed.read import shard_survey
+from streamshard.formats.deepspeed.read.shard_survey import Survey
+from streamshard.formats.links import is_inside, require_regular
+from streamshard.formats.zarr import store_files, zarr_reader
+from streamshard.layout.memory_plan import MemoryPlan
+from streamshard.layout.sample import Sample
+from streamshard.model import SourceFile
+from streamshard.operations.checks.problems import UNREADABLE, Findings
+from streamshard.operations.checks.scan import Unit, scan
+from streamshard.operations.checks.store_check import StoreCheck
+from streamshard.operations.checks.torch_check import TorchFiles, deepspeed_owner
+from streamshard.operations.source.sidecars import may_come_along
+from streamshard.operations.source.source import Source, find_tag, open_with
+from streamshard.posix import entries_below
+
+Path_ = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A checkpoint that somebody names, with what is needed to open it."""
+
+    path: Path_
+    tag: str | None = None
+    config: ds_config.Config | None = None
+    """Of the job that saved, for raw dumps."""
+    like: Checkpoint | None = None
+    """Another checkpoint of the same job, for what this one does not tell."""
+
+    @property
+    def template(self) -> Template | None:
+        """How the files are named, where they are raw dumps."""
+        path = str(self.path)
+        return dump_names.parse_source(path) if dump_names.is_source_template(path) else None
+
+    def open(self) -> Source:
+        """Open it."""
+        return open_with(self.path, self.tag, config=self.config, like=self.like)
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """A checkpoint whose structure was looked at."""
+
+    kind: str
+    tag: str | None
+    files: Sequence[SourceFile]
+    units: Callable[[], Iterator[Unit]]
+    """Yields what is to be read."""
+    decoders: Mapping[int, Decoder]
+    codec_bytes: int = 0
+    source: Source | None = None
+    """Shards that could be opened; a store tells its digests without."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.nbytes for file in self.files)
+
+    def read(self, memory: MemoryPlan, progress: Callable[[int], None]) -> None:
+        """Read what has checksums; what is wrong goes to the findings."""
+        scan(self.units(), self.files, self.decoders, memory, progress)
+
+
+def look_at(request: Request, findings: Findings, sample: Sample) -> Looked:
+    """Look at the structure of a checkpoint; everything that is wrong with it goes to the findings.
+
+    Raises
+    ------
+    SourceNotFoundError
+        There is nothing like a checkpoint.
+    SourceError
+        The place cannot be looked at.
+    """
+    root = Path(request.path)
+    with source_errors(root):
+        template = request.template
+        if template is not None:
+            return _look_at_dumps(request, template, findings, sample)
+        if (root / "zarr.json").is_file() or store_files.may_be_store(root):
+            return _look_at_store(request, root, findings, sample)
+        return _look_at_native(request, root, findings, sample)
+
+
+def _look_at_store(request: Request, root: Path, findings: Findings, sample: Sample) -> Looked:
+    error: StreamshardError | None = None
+    try:
+        request.open().require_use_of_like()
+    except SourceNotFoundError as not_found:
+        if not store_files.may_be_store(root):
+            raise
+        error = not_found
+    except (SourceError, IntegrityError) as found:
+        error = found
+    if isinstance(error, UnsupportedError) and not zarr_reader.is_of_known_version(root):
+        findings.add_error(error, root)
+        return Looked("store", None, (), lambda: iter(()), {})
+    check = StoreCheck(root, findings, sample)
+    if error is not None:
+        findings.add_unexplained(error, root)
+    return Looked("store", check.tag, check.files, check.units, check.decoders, check.codec_bytes)
+
+
+def _look_at_dumps(
+    request: Request, template: Template, findings: Findings, sample: Sample
+) -> Looked:
+    directory = template.directory
+    try:
+        opened = request.open()
+        paths: Iterable[Path] = [file.path for file in opened.files]
+    except SourceNotFoundError:
+        raise
+    except (SourceError, IntegrityError) as error:
+        opened = None
+        entries = sorted(directory.iterdir())
+        named = [entry for entry in entries if template.rank_of(entry.name) is not None]
+        fit = _Fit(named, [directory], findings)
+        _explain(error, findings, directory, shard_survey.survey_dumps(template, fit.others), fit)
+        paths = fit.files
+    torch = TorchFiles(_described(paths), template.rank_of, findings, sample)
+    return Looked("dumps", template.name, torch.files, torch.units, {}, source=opened)
+
+
+def _look_at_native(request: Request, root: Path, findings: Findings, sample: Sample) -> Looked:
+    try:
+        run_dir, tag_dir = find_tag(root, request.tag)
+    except SourceNotFoundError:
+        raise
+    except SourceError as error:
+        if not root.is_dir():
+            raise
+        findings.add_error(error, root, [root / "latest"])
+        return Looked("native", None, (), lambda: iter(()), {})
+    try:
+        opened = request.open()
+        paths: Iterable[Path] = [file.path for file in opened.files]
+        findings.notes += opened.checkpoint.notes
+    except SourceNotFoundError:
+        raise
+    # Whatever somebody asked for was looked at, so it is a config in the files that is impossible.
+    except (SourceError, IntegrityError, UsageError) as error:
+        opened = None
+        beside = [p for p in may_come_along(run_dir) if p.is_file() and is_inside(p, run_dir)]
+        fit = _Fit([*sorted(entries_below(tag_dir)), *sorted(beside)], [run_dir, tag_dir], findings)
+        _explain(error, findings, tag_dir, shard_survey.survey(tag_dir, fit.others), fit)
+        paths = fit.files
+    torch = TorchFiles(_described(paths), deepspeed_owner, findings, sample)
+    tag = tag_dir.relative_to(run_dir).as_posix()
+    return Looked("native", tag, torch.files, torch.units, {}, source=opened)
+
+
+class _Fit:
+    """Files that can be read; that the others are no such files goes to the findings."""
+
+    def __init__(self, entries: Iterable[Path], roots: Sequence[Path], findings: Findings) -> None:
+        self.files: list[Path] = []
+        self.others: set[Path] = set()
+        for entry in entries:
+            try:
+                if entry.is_dir() and is_inside(entry, *roots):
+                    continue
+                require_regular(entry, *roots)
+                self.files.append(entry)
+            except (OSError, SourceError) as error:
+                if isinstance(error, OSError):
+                    message = f"{entry}: cannot be read ({error.strerror})"
+                    findings.add(UNREADABLE, entry, message)
+                else:
+                    findings.add_error(error, entry)
+                self.others.add(entry)
+
+
+def _explain(
+    error: StreamshardError, findings: Findings, place: Path, survey: Survey, fit: _Fit
+) -> None:
+    """List all that is wrong with a set of shards that cannot be opened."""
+    files = {*fit.files, *fit.others}
+    # How the files of another kind of checkpoint belong together is not known. But if a file is
+    # refused by itself, that is why the set is, whatever kind it is of.
+    is_of_a_kind = isinstance(error, UnsupportedError) and not (survey.own or fit.others)
+    for found in (*survey.own, *(() if is_of_a_kind else survey.together)):
+        findings.add_error(found, place, files)
+    findings.add_unexplained(error, place, files)
+
+
+def _described(paths: Iterable[Path]) -> list[SourceFile]:
+    """Say what files look like now, each once."""
+    stats = {path: path.stat() for path in paths}
+    return [SourceFile.of(path, stat) for path, stat in stats.items()]

@@ -1,0 +1,65 @@
+"""Takes the digest of every logical tensor of a checkpoint, however it is cut."""
+
+from collections.abc import Iterator, Sequence, Set
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from streamshard.engine.numeric import digests
+from streamshard.engine.run.work import Region
+from streamshard.engine.scan.probe import Probe
+from streamshard.errors import StreamshardError
+from streamshard.formats.zarr.documents import array_path
+from streamshard.layout.cutting import Segments, coalesce
+from streamshard.layout.sample import Sample
+from streamshard.model import ITEMSIZE, Digest
+from streamshard.operations.checks.problems import Findings
+from streamshard.operations.checks.scan import Result, ScanPiece, Unit
+from streamshard.operations.source.source import Source
+
+_PIECE_BYTES: Final = 8 << 20
+"""Large tensors are shared out among workers in pieces of this size."""
+
+
+def tensor_units(source: Source, findings: Findings, sample: Sample) -> Iterator[Unit]:
+    """Yield every tensor in the sample; its digest goes to the findings."""
+    tensors = source.checkpoint.tensors
+    total, at = sum(tensor.nbytes for tensor in tensors), 0
+    paths = {file.path for file in source.files}
+    for index, tensor in enumerate(tensors):
+        start, at = at, at + tensor.nbytes
+        if not sample.holds(start, at, total):
+            continue
+        itemsize = ITEMSIZE[tensor.dtype]
+        step = _PIECE_BYTES // itemsize
+        pieces = []
+        for first in range(0, tensor.numel, step):
+            stop = min(first + step, tensor.numel)
+            read = partial(_digest, source, index, first, stop, itemsize)
+            pieces.append(ScanPiece((stop - first) * itemsize, read))
+        yield Unit(pieces, partial(_note, source.path, paths, findings, array_path(tensor)))
+
+
+def _digest(
+    source: Source, tensor: int, start: int, stop: int, itemsize: int, probe: Probe
+) -> Digest:
+    one = np.array([tensor], dtype=np.int64)
+    segments = Segments(one, np.array([start]), np.array([stop]), one * 0)
+    found = source.cutting.locate(segments, target_itemsize=itemsize)
+    copies = coalesce(found, itemsize=itemsize, target_itemsize=itemsize)
+    content_bytes = (stop - start) * itemsize
+    return probe.digest_of(
+        Region(content_bytes, copies, source_itemsize=itemsize, target_itemsize=itemsize)
+    )
+
+
+def _note(
+    place: Path, paths: Set[Path], findings: Findings, name: str, results: Sequence[Result]
+) -> None:
+    for result in results:
+        if isinstance(result, StreamshardError):
+            findings.add_error(result, place, paths)
+            return
+    findings.digests[name] = digests.joined(results).text

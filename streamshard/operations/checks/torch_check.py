@@ -1,0 +1,133 @@
+"""Checks torch files: their containers, and the CRC of every record."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+from streamshard.engine.numeric.digests import CRC32
+from streamshard.engine.scan.probe import Probe
+from streamshard.errors import StreamshardError
+from streamshard.formats.deepspeed import names
+from streamshard.formats.torch import zip_audit
+from streamshard.formats.torch.zip_audit import StoredRecord, TorchAudit
+from streamshard.layout.sample import Sample
+from streamshard.model import SourceFile
+from streamshard.operations.checks.problems import (
+    DAMAGED,
+    DISAGREEMENT,
+    MALFORMED,
+    UNREADABLE,
+    Findings,
+)
+from streamshard.operations.checks.scan import Result, ScanPiece, Unit
+
+_PIECE_BYTES: Final = 16 << 20
+"""Large records are shared out among workers in pieces of this size."""
+
+Owner = Callable[[str], object]
+"""Tells what a file name says about its owner: kind and rank; None if it says nothing."""
+
+
+@dataclass(slots=True)
+class TorchFiles:
+    """Files of which some, by their names, must be torch files."""
+
+    files: Sequence[SourceFile]
+    owner: Owner
+    findings: Findings
+    sample: Sample
+    _unprotected: list[str] = field(default_factory=list)
+    """Files that hold no checksums at all."""
+
+    def units(self) -> Iterator[Unit]:
+        """Look at every container, and yield the records that are to be read."""
+        total, at = sum(file.nbytes for file in self.files), 0
+        for index, file in enumerate(self.files):
+            for record in self._readable_records(file.path):
+                start = at + record.start
+                is_chosen = self.sample.holds(start, start + record.nbytes, total)
+                if record.nbytes and (is_chosen or record.name == "data.pkl"):
+                    yield self._unit(index, record)
+            at += file.nbytes
+            self.findings.files += 1
+        if self._unprotected:
+            few = ", ".join(self._unprotected[:8]) + (", …" if len(self._unprotected) > 8 else "")
+            self.findings.notes.append(f"Files without checksums, not read: {few}.")
+
+    def _readable_records(self, path: Path) -> Sequence[StoredRecord]:
+        try:
+            return self._records(path)
+        except OSError as error:
+            message = f"{path}: cannot be read ({error.strerror})"
+            self.findings.add(UNREADABLE, path, message)
+            return ()
+
+    def _records(self, path: Path) -> Sequence[StoredRecord]:
+        """Look at a file's container; returns what can be read and compared."""
+        owner = self.owner(path.name)
+        if zip_audit.is_legacy(path) if owner else not zip_audit.is_torch_file(path):
+            self._unprotected.append(path.name)
+            return ()
+        audit = zip_audit.audit(path)
+        for problem in audit.problems:
+            self.findings.add(MALFORMED, path, f"{path}: {problem}")
+        saved_as = self.owner(audit.root + path.suffix)
+        if owner is not None and saved_as not in (None, owner):
+            message = (
+                f"{path}: was saved as {audit.root:.100}{path.suffix}; have the two been swapped?"
+            )
+            self.findings.add(DISAGREEMENT, path, message)
+        if _lacks_checksums(audit):
+            message = f"{path}: its writer left the checksums of tensor data out"
+            self.findings.notes.append(f"{message}, which can therefore not be checked.")
+            others = [r for r in audit.records if not r.name.startswith(zip_audit.DATA)]
+            return others if any(record.crc32 for record in others) else ()
+        return audit.records
+
+    def _unit(self, file: int, record: StoredRecord) -> Unit:
+        stop = record.start + record.nbytes
+        cuts = [*range(record.start, stop, _PIECE_BYTES), stop]
+        pieces = [
+            ScanPiece(after - before, partial(_crc32, file, before, after))
+            for before, after in pairwise(cuts)
+        ]
+        sizes = [piece.nbytes for piece in pieces]
+        return Unit(pieces, partial(self._judge, self.files[file].path, record, sizes))
+
+    def _judge(
+        self, path: Path, record: StoredRecord, sizes: Sequence[int], results: Sequence[Result]
+    ) -> None:
+        crc32 = 0
+        for size, result in zip(sizes, results, strict=True):
+            if isinstance(result, StreamshardError):
+                self.findings.add_error(result, path)
+                return
+            crc32 = CRC32.joined(crc32, result, size)
+        self.findings.checked += 1
+        if crc32 != record.crc32:
+            message = (
+                f"{path}: the {record.nbytes} bytes of record {record.name:.100} have the CRC-32"
+            )
+            message = f"{message} {crc32:08x}, {record.crc32:08x} was recorded when they were saved"
+            self.findings.add(DAMAGED, path, message)
+
+
+def _crc32(file: int, start: int, stop: int, probe: Probe) -> int:
+    return probe.crc32(file, start, stop)
+
+
+def _lacks_checksums(audit: TorchAudit) -> bool:
+    """Tell whether a writer left zeros where the CRCs of tensor data belong."""
+    data = [r for r in audit.records if r.name.startswith(zip_audit.DATA) and r.nbytes]
+    return bool(data) and not any(record.crc32 for record in data)
+
+
+def deepspeed_owner(name: str) -> object:
+    """Tell what the name of a checkpoint file says: whose it is, or which part of the model."""
+    parsed = names.parse(name)
+    if parsed is None:
+        return None
+    return name if parsed.kind == "part" else (parsed.kind, parsed.dp_rank, parsed.mp_rank)

@@ -1,0 +1,1 @@
+"""`compact`: archives old tags of a run directory, and removes them once that is proved."""

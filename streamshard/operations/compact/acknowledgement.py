@@ -1,0 +1,130 @@
+"""Tags that somebody has looked at and leaves as they are, so that no night asks for it again."""
+
+import json
+import shlex
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+from streamshard.engine.io.durability import write_durably
+from streamshard.engine.io.files import source_errors, target_errors
+from streamshard.errors import CorruptFileError, SourceError, UsageError
+from streamshard.formats import strict_json
+from streamshard.formats.deepspeed import names
+from streamshard.operations.compact import compact_report, tag_choice
+from streamshard.operations.compact.archive.receipts import spell_time
+from streamshard.operations.compact.compact_report import CompactedTag
+from streamshard.operations.compact.tag_choice import Choice, Tag
+from streamshard.posix import read_all
+
+ENDING: Final = ".acknowledged.json"
+_FORMAT: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Acknowledgement:
+    """A tag as it was when somebody left it as it is."""
+
+    tag: str
+    looks: str
+    """Changes with the name, size, inode or time of change of anything in it."""
+    changed_ns: int
+    problem: str
+    """Why it could not be opened; empty where it could."""
+    at: str
+
+    @classmethod
+    def of(cls, tag: Tag, at: str) -> "_Acknowledgement":
+        return cls(tag.name, tag.looks, tag.changed_ns, tag.problem or "", at)
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledging:
+    """Knows which tags were acknowledged: a small file for each, beside the receipts."""
+
+    run_dir: Path
+    directory: Path
+    """Where the archives are."""
+
+    def acknowledge(self, choice: Choice, now: datetime, *, is_dry_run: bool) -> CompactedTag:
+        """Note that a tag stays as it is, and is not to be told of until it is another.
+
+        Raises
+        ------
+        UsageError
+            What it is is clear.
+        TargetError
+            That cannot be written down.
+        """
+        tag = choice.tag
+        if choice.verdict == tag_choice.KEPT:
+            raise UsageError(f"kept anyway ({choice.reason}), so there is nothing to acknowledge")
+        if choice.verdict == tag_choice.CANDIDATE:
+            message = "it can be opened, and no rule keeps it"
+            raise UsageError(f"{message}; '--keep-tag {tag.name}' in every run leaves it alone")
+        if not is_dry_run:
+            noted = _Acknowledgement.of(tag, spell_time(now))
+            data = json.dumps({"format": _FORMAT, **asdict(noted)}, indent=1).encode()
+            path = self._path(tag.name)
+            with target_errors(path):
+                write_durably(path, data, path.with_name(f"{names.OWN_PREFIX}.{path.name}"))
+        what = "kept, and told of again once a file in it changes, or something else is wrong"
+        return CompactedTag(tag.name, choice.step, compact_report.ACKNOWLEDGED, what)
+
+    def judge(self, choice: Choice) -> CompactedTag:
+        """Tell of a tag of which it is not clear what it is, or that this is acknowledged.
+
+        Raises
+        ------
+        CorruptFileError
+            What was noted of it cannot be read.
+        """
+        tag = choice.tag
+        known = self._read(tag.name)
+        if known is not None and known == _Acknowledgement.of(tag, known.at):
+            reason = f"{choice.reason}; acknowledged {known.at[:10]}"
+            return CompactedTag(tag.name, choice.step, compact_report.KEPT, reason)
+        command = shlex.join([str(self.run_dir), str(self.directory), "--acknowledge", tag.name])
+        advice = f"To leave it as it is: 'streamshard compact {command}'"
+        if known is not None:
+            advice = f"It is not as it was when it was acknowledged on {known.at[:10]}. {advice}"
+        return CompactedTag(
+            tag.name,
+            choice.step,
+            compact_report.AMBIGUOUS,
+            f"{choice.reason}. {advice}",
+            exit_code=SourceError.exit_code,
+        )
+
+    def remove_unfinished(self) -> None:
+        """Remove what a run was writing here when it was cut off; none may be under way."""
+        with target_errors(self.directory):
+            for path in self.directory.glob(f"{names.OWN_PREFIX}.*{ENDING}"):
+                path.unlink()
+
+    def _path(self, tag: str) -> Path:
+        return self.directory / f"{names.flat(tag)}{ENDING}"
+
+    def _read(self, tag: str) -> _Acknowledgement | None:
+        path = self._path(tag)
+        try:
+            with source_errors(path):
+                if not path.exists():
+                    return None
+                document: Any = strict_json.parse(read_all(path))
+            known = _parse(document)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            message = f"{path}: not as streamshard writes it ({error}); remove it"
+            raise CorruptFileError(message) from error
+        return known
+
+
+def _parse(document: dict[str, Any]) -> _Acknowledgement:
+    if document.pop("format") != _FORMAT:
+        raise ValueError("of another version")
+    known = _Acknowledgement(**document)
+    for field in fields(known):
+        if type(getattr(known, field.name)) is not field.type:
+            raise ValueError(f"{field.name} is {getattr(known, field.name)!r:.80}")
+    return known

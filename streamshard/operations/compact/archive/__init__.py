@@ -1,0 +1,1 @@
+"""The archive of a tag: made, proved, recorded, and later reduced to weights."""

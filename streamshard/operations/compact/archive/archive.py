@@ -1,0 +1,227 @@
+"""Makes the archive of one tag: a store, without what follows from the rest or is there already."""
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+from streamshard.engine.io.durability import sync_tree
+from streamshard.engine.io.files import source_errors, target_errors
+from streamshard.engine.run import resident_memory
+from streamshard.errors import (
+    CorruptFileError,
+    SourceError,
+    StreamshardError,
+    TargetExistsError,
+)
+from streamshard.formats.deepspeed import names
+from streamshard.formats.zarr.documents import array_path
+from streamshard.operations.compact.archive import omissions
+from streamshard.operations.compact.archive.proof import Checks, Means, prove
+from streamshard.operations.compact.archive.receipts import (
+    ARCHIVED,
+    BEGUN,
+    Place,
+    Receipt,
+    SourceRecord,
+    spell_time,
+)
+from streamshard.operations.compact.removal.originals import accounted_for, records_of
+from streamshard.operations.compact.run_directory import Identity
+from streamshard.operations.convert.convert import StoreShape, plan_store
+from streamshard.operations.source.source import Source, open_source
+from streamshard.operations.transfer.target import JOURNAL, is_there
+from streamshard.posix import entries_below
+
+_LINK: Final = f"{names.OWN_PREFIX}.link"
+_SCRIPT: Final = "zero_to_fp32.py"
+"""DeepSpeed writes it anew with every save, and always the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Archiver:
+    """Archives tags of a run directory."""
+
+    run_dir: Path
+    directory: Path
+    """Where the archives are."""
+    shape: StoreShape
+    means: Means
+    at_rest_ns: int
+    """What beside the tags changed later than this is left alone, as logs are; see `_SCRIPT`."""
+
+    def archive(self, tag: str) -> Receipt:
+        """Archive a tag and prove it; goes on where an earlier run was cut off.
+
+        Raises
+        ------
+        StreamshardError
+            The tag cannot be read, or the archive not written, or is not as it should be.
+        """
+        place = Place(self.directory, tag)
+        if is_there(place.store) and place.read_receipt() is None:
+            message = f"{place.store}: is there, and no receipt says that compact made it"
+            raise TargetExistsError(f"{message}; move it away")
+        resident_memory.restart_peak()
+        opened = open_source(self.run_dir, tag)
+        checks = Checks()
+        checks.hold("source_accounted_for", lambda: accounted_for(opened))
+        moving = self._moving(opened)
+        left_out = tuple(opened.checkpoint.tensors[number].name for number in sorted(moving))
+        opened = omissions.narrowed(opened, moving)
+        records = records_of(opened, self.run_dir)
+        here = Identity.of(self.run_dir)
+        begun = Receipt(tag, str(self.run_dir), here.device, here.inode, BEGUN)
+        place.write_receipt(begun)
+        derived = self._derived(opened)
+        small = omissions.narrowed(opened, derived)
+        tensors = opened.checkpoint.tensors
+        receipt = replace(
+            begun,
+            source=records,
+            source_bytes=sum(record.nbytes for record in records),
+            left_out=left_out,
+            derived=tuple(array_path(tensors[number]) for number in sorted(derived)),
+        )
+        if is_there(place.store) and not is_there(place.store / JOURNAL):
+            # An earlier run had come that far; if it is not this source's, it is made anew.
+            with suppress(StreamshardError):
+                return self._seal(receipt, small, place, Checks(), checks)
+            self._write(small, place, overwrite=True)
+        else:
+            try:
+                self._write(small, place)
+            except TargetExistsError:
+                if is_there(place.store):
+                    raise
+                self._write(small, place, overwrite=True)  # begun with another source
+        return self._seal(receipt, small, place, Checks(), checks)
+
+    def _moving(self, opened: Source) -> set[int]:
+        """List the files beside the tag that somebody may be writing."""
+        found = set()
+        for number in omissions.beside(opened):
+            name = opened.checkpoint.tensors[number].name
+            with source_errors(self.run_dir / name):
+                changed_ns = (self.run_dir / name).stat().st_mtime_ns
+            if changed_ns > self.at_rest_ns and name != _SCRIPT:
+                found.add(number)
+        return found
+
+    def _derived(self, opened: Source) -> set[int]:
+        pairs = omissions.may_follow(opened.checkpoint)
+        self.means.progress.start(sum(2 * candidate.pair.nbytes for candidate in pairs))
+        try:
+            return omissions.that_follow(opened, self.means.memory(), self.means.progress)
+        finally:
+            self.means.progress.stop()
+
+    def _write(self, small: Source, place: Place, *, overwrite: bool = False) -> None:
+        named, limits = f"{self.run_dir / place.tag}", self.means.limits
+        plan = plan_store(
+            small, place.store, self.shape, limits, named=named, verb="compact", overwrite=overwrite
+        )
+        plan.run(self.means.progress)
+
+    def _seal(
+        self, receipt: Receipt, small: Source, place: Place, checks: Checks, before: Checks
+    ) -> Receipt:
+        """Take what there is to record of an archive and its source, prove it, write it down."""
+        checks.done += before.done
+        paths = [file.path for file in small.files]
+        with source_errors(self.run_dir):
+            digests = self.means.hash_all(paths)
+        both = zip(receipt.source, digests, strict=True)
+        source = tuple(replace(record, sha256=digest) for record, digest in both)
+        with target_errors(place.store):
+            _remove_own_marks(place.store)
+            sums = self._sums(place)
+            shared = Sharing(place, self.means).share(sums)
+            sync_tree(place.store)
+        place.write_sums(sums)
+        prove(small, place, self.means, checks, tag_only=False)
+        checks.hold("source_unchanged", lambda: self._require_unchanged(small, receipt.source))
+        with source_errors(place.store):
+            sizes = {path: (place.store / path).stat().st_size for path in sums}
+        sealed = replace(
+            receipt,
+            state=ARCHIVED,
+            archived=spell_time(datetime.now(UTC)),
+            source=source,
+            archive_bytes=sum(sizes.values()),
+            shared_files=len(shared),
+            shared_bytes=sum(sizes[path] for path in shared),
+            sums_sha256=place.sums_sha256(),
+            checks=tuple(checks.done),
+        )
+        place.write_receipt(sealed)
+        return sealed
+
+    def _sums(self, place: Place) -> dict[str, str]:
+        found = place.files()
+        digests = self.means.hash_all([place.store / path for path in found])
+        return dict(zip(found, digests, strict=True))
+
+    def _require_unchanged(self, source: Source, records: tuple[SourceRecord, ...]) -> str:
+        for before, now in zip(records, records_of(source, self.run_dir), strict=True):
+            if before != now:
+                message = f"{self.run_dir / now.path}: changed while it was archived"
+                raise CorruptFileError(f"{message}; run again when it has come to rest")
+        return f"{len(records):,} files"
+
+
+def _remove_own_marks(store: Path) -> None:
+    """Remove what a run was cut off at while it made links."""
+    for path in list(entries_below(store)):
+        if path.name == _LINK:
+            path.unlink()
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Lets an archive have the files that earlier ones hold already, as further names of them."""
+
+    place: Place
+    means: Means
+
+    def share(self, sums: dict[str, str]) -> list[str]:
+        """Replace files by links to the same in earlier archives; returns which are links now.
+
+        Where the file system has no links, or no more of a file, it stays as it is.
+        """
+        earlier = self._earlier()
+        shared = []
+        for path, digest in sums.items():
+            known = earlier.get(digest)
+            if known is not None and self._link(known, self.place.store / path, digest):
+                shared.append(path)
+        return shared
+
+    def _earlier(self) -> dict[str, Path]:
+        """Return SHA-256 → a file that is said to have it."""
+        found: dict[str, Path] = {}
+        for other in Place.all_in(self.place.directory):
+            if other.tag == self.place.tag:
+                continue
+            with suppress(SourceError):  # what it would have had is stored once more
+                held = other.read_receipt()
+                if held is not None and held.state != BEGUN:
+                    other = other.held(held)
+                    for path, digest in other.read_sums().items():
+                        found.setdefault(digest, other.store / path)
+        return found
+
+    def _link(self, known: Path, path: Path, digest: str) -> bool:
+        """Make a file another name of one that is known, once that is found right."""
+        link = path.with_name(_LINK)
+        try:
+            if known.samefile(path):
+                return True
+            if self.means.hash_all([known]) != [digest]:
+                return False
+            link.hardlink_to(known)
+        except OSError:
+            return False
+        link.replace(path)
+        return True

@@ -1,0 +1,128 @@
+"""Leaves out of an opened checkpoint what follows from the rest, and has been proved to."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from streamshard.engine.numeric.cast import cast_between
+from streamshard.errors import SourceError, UnsupportedError
+from streamshard.formats.checkpoint import Checkpoint, Family
+from streamshard.formats.zarr import store_state
+from streamshard.formats.zarr.documents import array_path
+from streamshard.layout.memory_plan import MemoryPlan
+from streamshard.model import FILE, ITEMSIZE, MASTER, MODULE
+from streamshard.operations.checks.problems import Findings
+from streamshard.operations.compare.comparison import Comparing
+from streamshard.operations.compare.matching import Pair, SideElements
+from streamshard.operations.source.source import Source
+from streamshard.operations.transfer.report import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A tensor that may follow from another."""
+
+    number: int
+    pair: Pair
+
+
+def may_follow(checkpoint: Checkpoint) -> list[Candidate]:
+    """List the module weights that may be casts of their master weights."""
+    index = checkpoint.tensor_index()
+    return [
+        found
+        for family in checkpoint.families
+        for entry in family.module
+        if entry.kind == "param"
+        and (found := _candidate(checkpoint, family, entry.name, entry.dtype, index)) is not None
+    ]
+
+
+def _candidate(
+    checkpoint: Checkpoint,
+    family: Family,
+    name: str,
+    dtype: str,
+    index: dict[tuple[str, str, str], int],
+) -> Candidate | None:
+    numbers = [index.get((family.name, state, name)) for state in (MASTER, MODULE)]
+    if numbers[0] is None or numbers[1] is None:
+        return None
+    master, weight = (checkpoint.tensors[number] for number in numbers if number is not None)
+    if (weight.dtype, weight.numel) != (dtype, master.numel):
+        return None
+    try:
+        cast_between(master.dtype, weight.dtype)
+    except UnsupportedError:
+        return None
+    halves = SideElements(numbers[0], master.dtype), SideElements(numbers[1], weight.dtype)
+    size = ITEMSIZE[weight.dtype]
+    pair = Pair(array_path(weight), *halves, weight.numel, weight.dtype, size)
+    return Candidate(numbers[1], pair)
+
+
+def that_follow(source: Source, memory: MemoryPlan, progress: Progress) -> set[int]:
+    """Read all module weights beside their masters; returns those that are casts to the bit.
+
+    Raises
+    ------
+    SourceError
+        Something cannot be read; the message names the file.
+    """
+    candidates = may_follow(source.checkpoint)
+    findings = Findings()
+    comparing = Comparing(source, source, [c.pair for c in candidates], exactly=True)
+    differing = {d.name for d in comparing.run(memory, findings, progress.advance)}
+    if findings.problems:
+        raise SourceError(findings.problems[0].message)
+    return {c.number for c in candidates if c.pair.name not in differing}
+
+
+def beside(source: Source) -> set[int]:
+    """List the files that lie beside the tag and come along."""
+    tag = f"{source.checkpoint.tag}/"
+    return {
+        number
+        for number, tensor in enumerate(source.checkpoint.tensors)
+        if tensor.state == FILE and not tensor.name.startswith(tag)
+    }
+
+
+def tag_only(source: Source) -> Source:
+    """Return a source without the files that lie beside the tag."""
+    return narrowed(source, beside(source))
+
+
+def narrowed(source: Source, left_out: Collection[int]) -> Source:
+    """Return a source that lacks some tensors, and the files that held nothing else."""
+    checkpoint, cutting = source.checkpoint, source.cutting
+    kept = [number for number in range(len(checkpoint.tensors)) if number not in left_out]
+    rows = np.array(kept, dtype=np.int64)
+    alone = _alone(source, left_out)
+    files = tuple(file for number, file in enumerate(source.files) if number not in alone)
+    # What is left out of the files is named by no row that is kept.
+    numbers = np.cumsum([number not in alone for number in range(len(source.files))]) - 1
+    cutting = replace(
+        cutting,
+        origin=cutting.origin[rows],
+        piece_numel=cutting.piece_numel[rows],
+        itemsize=cutting.itemsize[rows],
+        lead=cutting.lead[rows],
+        first_piece=cutting.first_piece[rows],
+        file=numbers[cutting.file],
+    )
+    smaller = store_state.without(checkpoint, left_out)
+    return replace(source, checkpoint=smaller, cutting=cutting, files=files)
+
+
+def _alone(source: Source, left_out: Collection[int]) -> set[int]:
+    """List the source's files that come along unread and are among what is left out."""
+    if source.kind != "native":
+        return set()
+    first, tensors = source.cutting.first_piece, source.checkpoint.tensors
+    return {
+        int(source.cutting.file[first[number]])
+        for number in left_out
+        if tensors[number].state == FILE
+    }

@@ -1,0 +1,209 @@
+"""Proves that an archive is whole and holds what its source holds, and writes down each step."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from streamshard.engine.io.durability import sync_path, sync_tree
+from streamshard.engine.io.files import source_errors, target_errors
+from streamshard.engine.io.sha256 import sha256_of
+from streamshard.engine.run import resident_memory
+from streamshard.errors import CorruptFileError, IntegrityError, StreamshardError
+from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.zarr import store_state
+from streamshard.layout.memory_plan import MemoryPlan
+from streamshard.operations.checks.problems import Findings
+from streamshard.operations.compact.archive import omissions
+from streamshard.operations.compact.archive.receipts import Check, Place, Receipt, spell_time
+from streamshard.operations.compare.comparison import EXTRA_BYTES, Comparing
+from streamshard.operations.compare.matching import pair_up
+from streamshard.operations.convert.convert import Limits
+from streamshard.operations.source.source import Source, open_source
+from streamshard.operations.transfer import execution
+from streamshard.operations.transfer.report import Progress
+from streamshard.operations.verify import verify
+
+
+class Checks:
+    """What was looked at so far."""
+
+    def __init__(self) -> None:
+        self.done: list[Check] = []
+
+    def hold(self, name: str, look: Callable[[], str]) -> None:
+        """Look at one thing, and write down what came of it; what is wrong goes on as an error."""
+        at = spell_time(datetime.now(UTC))
+        try:
+            told = look()
+        except StreamshardError as error:
+            self.done.append(Check(name, False, at, str(error)))
+            raise
+        self.done.append(Check(name, True, at, told))
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What proving may use."""
+
+    limits: Limits
+    progress: Progress
+
+    def memory(self, codec_bytes: int = 0) -> MemoryPlan:
+        """Fit a comparison into the limit."""
+        floor_bytes = self.limits.floor_bytes
+        return execution.fit_memory(
+            floor_bytes=floor_bytes,
+            codec_bytes=codec_bytes + EXTRA_BYTES,
+            workers=self.limits.workers,
+            limit_bytes=execution.limit_or_default(self.limits.memory_limit, floor_bytes),
+        )
+
+    @property
+    def workers(self) -> int:
+        """Count of threads that read files."""
+        return self.limits.workers or execution.default_workers()
+
+    def hash_all(self, paths: list[Path]) -> list[str]:
+        """Take the SHA-256 of files, past the page cache."""
+        self.progress.start(sum(path.stat().st_size for path in paths))
+        try:
+            return sha256_of(paths, self.progress.advance, workers=self.workers)
+        finally:
+            self.progress.stop()
+
+
+def prove(source: Source, place: Place, means: Means, checks: Checks, *, tag_only: bool) -> None:
+    """Hold an archive against what was recorded of it, and against its source.
+
+    Parameters
+    ----------
+    source
+        Without what follows from the rest.
+    tag_only
+        Whether files beside the tag are left aside, which may be others by now.
+
+    Raises
+    ------
+    StreamshardError
+        Something is not as it should be; the checks say what was found before.
+    """
+    checks.hold("archive_synced", lambda: _synced(place))
+    checks.hold("archive_bytes", lambda: intact(place, means))
+    checks.hold("archive_verified", lambda: _verified(place, means))
+    resident_memory.restart_peak()
+    with source_errors(place.store):
+        archive = open_source(place.store)
+    if tag_only:
+        archive, source = omissions.tag_only(archive), omissions.tag_only(source)
+    checks.hold("state_equal", lambda: state_equal(archive, source))
+    checks.hold("content_equal", lambda: content_equal(archive, source, means))
+
+
+def _synced(place: Place) -> str:
+    with target_errors(place.store):
+        sync_tree(place.store)
+        sync_path(place.directory)
+    return ""
+
+
+def intact(place: Place, means: Means) -> str:
+    """Require of every file of an archive to be as its SHA-256 says, read past the page cache.
+
+    Raises
+    ------
+    IntegrityError
+        A file is missing, damaged, or is not in the list.
+    SourceError
+        Something cannot be read.
+    """
+    sums, found = place.read_sums(), place.files()
+    if sums.keys() != {*found}:
+        wrong = sorted(sums.keys() ^ {*found})[0]
+        message = "missing" if wrong in sums else f"not listed in {place.sums}"
+        raise IntegrityError(f"{place.store / wrong}: {message}")
+    with source_errors(place.store):
+        digests = means.hash_all([place.store / path for path in found])
+    for path, digest in zip(found, digests, strict=True):
+        if digest != sums[path]:
+            raise IntegrityError(f"{place.store / path}: damaged: its SHA-256 is another")
+    return f"{len(found):,} files"
+
+
+def same_archive(receipt: Receipt, place: Place) -> str:
+    """Require of an archive to be the one that was held against its source, and no other.
+
+    Raises
+    ------
+    CorruptFileError
+        Its list is of other files.
+    SourceError
+        The list cannot be read.
+    """
+    if place.sums_sha256() != receipt.sums_sha256:
+        message = f"{place.sums}: not the list of the archive that was compared with {receipt.tag}"
+        if not receipt.sums_sha256:
+            message = (
+                f"{place.receipt}: does not tell which archive was compared with {receipt.tag}"
+            )
+        raise CorruptFileError(f"{message}; put that back, or --undelete it and run again")
+    return receipt.sums_sha256
+
+
+def _verified(place: Place, means: Means) -> str:
+    found = verify.verify(
+        place.store,
+        memory_limit=means.limits.memory_limit,
+        workers=means.limits.workers,
+        progress=means.progress,
+    )
+    if found.problems:
+        raise IntegrityError(found.problems[0].message)
+    return f"{found.checked:,} checksums, {found.tensors:,} tensors"
+
+
+def state_equal(archive: Source, source: Source) -> str:
+    """Require of two sides to be alike in all that is no tensor, and in what tensors there are.
+
+    Raises
+    ------
+    IntegrityError
+        They are not.
+    """
+    mine, theirs = (_spelled(side.checkpoint) for side in (archive, source))
+    if mine != theirs:
+        message = f"{archive.path}: its training state is not that of {source.path}"
+        raise IntegrityError(f"{message}, or not all tensors are there")
+    return f"{len(mine):,} bytes"
+
+
+def _spelled(checkpoint: Checkpoint) -> bytes:
+    """Spell all that is no tensor, and what tensors there are."""
+    # Notes are of the reading, and of what lies beside the tags.
+    return store_state.dump(store_state.without(replace(checkpoint, notes=()), ()), ())
+
+
+def content_equal(archive: Source, source: Source, means: Means) -> str:
+    """Require of two sides to be alike in every bit of every tensor, and in all else.
+
+    Raises
+    ------
+    IntegrityError
+        They are not.
+    SourceError
+        Something cannot be read.
+    """
+    pairing = pair_up(archive, source)
+    findings = Findings()
+    comparing = Comparing(archive, source, pairing.pairs)
+    means.progress.start(2 * comparing.nbytes)
+    try:
+        plan = means.memory(archive.codec_bytes)
+        differences = comparing.run(plan, findings, means.progress.advance)
+    finally:
+        means.progress.stop()
+    wrong = [problem.message for problem in findings.problems]
+    wrong += [found.message for found in (*pairing.differences, *differences)]
+    if wrong:
+        raise IntegrityError(f"{archive.path}: not what {source.path} holds: {wrong[0]}")
+    return f"{len(pairing.pairs):,} tensors, {comparing.nbytes:,} bytes"

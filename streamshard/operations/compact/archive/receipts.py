@@ -1,0 +1,303 @@
+"""What is kept beside an archive: the SHA-256 of its files, and the receipt of what was checked."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import UTC, datetime, timedelta
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from streamshard.engine.io.durability import write_durably
+from streamshard.engine.io.files import source_errors, target_errors
+from streamshard.errors import CorruptFileError
+from streamshard.formats import strict_json
+from streamshard.formats.deepspeed import names
+from streamshard.posix import entries_below, read_all
+
+_FORMAT: Final = 1
+_SUM_LETTERS: Final = 64
+
+RECEIPT: Final = ".receipt.json"
+"""End of the names of receipts."""
+
+BEGUN: Final = "begun"
+"""The archive is being made, or somebody was cut off at it."""
+ARCHIVED: Final = "archived"
+"""The archive is whole, and the tag where it was."""
+TRASHED: Final = "trashed"
+"""The tag is in the trash, or on its way there."""
+PURGED: Final = "purged"
+"""The tag is gone, or about to be."""
+DROPPING: Final = "dropping"
+"""As purged, and an archive of the weights alone is being made beside the full one."""
+WEIGHTS_ONLY: Final = "weights only"
+"""The archive is the one of the weights alone; the full one is gone, or about to be."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRecord:
+    """A file of which an archive was made."""
+
+    path: str
+    """Relative to the run directory."""
+    nbytes: int
+    mtime_ns: int
+    inode: int
+    device: int
+    sha256: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Something that was looked at."""
+
+    name: str
+    holds: bool
+    at: str
+    told: str = ""
+    """What was found, or what was wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What became of one tag."""
+
+    tag: str
+    run_dir: str
+    device: int
+    """Of the run directory."""
+    inode: int
+    state: str
+    archived: str = ""
+    """When, as all times here in UTC; empty if that has not come yet."""
+    trashed: str = ""
+    purged: str = ""
+    source: tuple[SourceRecord, ...] = ()
+    derived: tuple[str, ...] = ()
+    """Arrays that are left out: casts of others, to the bit."""
+    left_out: tuple[str, ...] = ()
+    """Files beside the tag that were changing at that time."""
+    source_bytes: int = 0
+    archive_bytes: int = 0
+    shared_files: int = 0
+    """Files of the archive that are links to the same in earlier ones."""
+    shared_bytes: int = 0
+    dropped: str = ""
+    """When it was decided that optimizer states go, as the archive says it too."""
+    dropped_states: tuple[str, ...] = ()
+    full_bytes: int = 0
+    """What the archive took before they went; 0 while they are there."""
+    sums_sha256: str = ""
+    """Of the list of the archive's files, when they were last held against what they are of; empty
+    in receipts of early versions."""
+    checks: tuple[Check, ...] = ()
+
+    def below_tag(self) -> dict[str, SourceRecord]:
+        """Return the tag's own files by their path in it."""
+        prefix = f"{self.tag}/"
+        return {
+            record.path.removeprefix(prefix): record
+            for record in self.source
+            if record.path.startswith(prefix)
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the archive of a tag is."""
+
+    directory: Path
+    tag: str
+    of_weights: bool = False
+    """Whether it is the one without optimizer states, which has a name of its own."""
+
+    @classmethod
+    def all_in(cls, directory: Path) -> "list[Place]":
+        """List the places of which there are receipts.
+
+        Raises
+        ------
+        SourceError
+            The directory cannot be listed.
+        """
+        with source_errors(directory):
+            found = directory.iterdir() if directory.exists() else iter(())
+            known = sorted(entry.name for entry in found if entry.name.endswith(RECEIPT))
+        own = (name for name in known if not name.startswith(names.OWN_PREFIX))
+        return [cls(directory, names.unflat(name.removesuffix(RECEIPT))) for name in own]
+
+    @property
+    def _name(self) -> str:
+        """Name of a file for a tag, which may be a path."""
+        return names.flat(self.tag)
+
+    @property
+    def store(self) -> Path:
+        """The archive itself."""
+        return self.directory / f"{self._name}{'.weights' if self.of_weights else ''}.zarr"
+
+    @property
+    def sums(self) -> Path:
+        """The SHA-256 of all its files, for sha256sum."""
+        return self.store.with_name(f"{self.store.name}.sha256")
+
+    @property
+    def receipt(self) -> Path:
+        """What was checked."""
+        return self.directory / f"{self._name}{RECEIPT}"
+
+    def held(self, receipt: Receipt) -> "Place":
+        """Return where the archive is of which a receipt says that it is whole."""
+        return replace(self, of_weights=receipt.state == WEIGHTS_ONLY)
+
+    def write_receipt(self, receipt: Receipt) -> None:
+        """Write the receipt durably."""
+        data = json.dumps({"format": _FORMAT, **asdict(receipt)}, indent=1).encode()
+        self._write(self.receipt, data)
+
+    def read_receipt(self) -> Receipt | None:
+        """Read the receipt; None if there is none.
+
+        Raises
+        ------
+        SourceError
+            It cannot be read.
+        """
+        try:
+            with source_errors(self.receipt):
+                return _read(read_all(self.receipt)) if self.receipt.exists() else None
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            message = f"{self.receipt}: not as streamshard writes it ({error}); look into it"
+            raise CorruptFileError(message) from error
+
+    def write_sums(self, sums: Mapping[str, str]) -> None:
+        """Write the list durably; `sums` has the SHA-256 of every file by its path in the store."""
+        lines = (_line(f"{self.store.name}/{path}", digest) for path, digest in sums.items())
+        self._write(self.sums, "".join(lines).encode("utf-8", "surrogateescape"))
+
+    def read_sums(self) -> dict[str, str]:
+        """Read the list.
+
+        Raises
+        ------
+        SourceError
+            It is not there, or is none.
+        """
+        with source_errors(self.sums):
+            text = read_all(self.sums).decode("utf-8", "surrogateescape")
+        prefix = f"{self.store.name}/"
+        found = dict(map(_parse, text.splitlines()))
+        if not found or not all(path.startswith(prefix) for path in found):
+            raise CorruptFileError(f"{self.sums}: no list of the files of {self.store}")
+        return {path.removeprefix(prefix): digest for path, digest in found.items()}
+
+    def sums_sha256(self) -> str:
+        """Take the SHA-256 of the list itself, which stands for the archive as a whole.
+
+        Raises
+        ------
+        SourceError
+            It cannot be read.
+        """
+        with source_errors(self.sums):
+            return sha256(read_all(self.sums)).hexdigest()
+
+    def files(self) -> list[str]:
+        """List the files of the archive as they are on the disk."""
+        with source_errors(self.store):
+            return sorted(
+                path.relative_to(self.store).as_posix()
+                for path in entries_below(self.store)
+                if path.is_symlink() or not path.is_dir()
+            )
+
+    def _write(self, path: Path, data: bytes) -> None:
+        with target_errors(path):
+            write_durably(path, data, path.with_name(f"{names.OWN_PREFIX}.{path.name}"))
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Remove what runs were writing here when they were cut off; none may be under way."""
+    with target_errors(directory):
+        for ending in ("receipt.json", "sha256"):
+            for path in directory.glob(f"{names.OWN_PREFIX}.*.{ending}"):
+                path.unlink()
+
+
+N = TypeVar("N", SourceRecord, Check, Receipt)
+
+
+def _read(data: bytes) -> Receipt:
+    document: Any = strict_json.parse(data)
+    if document.pop("format") != _FORMAT:
+        raise ValueError("of another version")
+    source = [_noun(SourceRecord, item) for item in document.pop("source")]
+    checks = [_noun(Check, item) for item in document.pop("checks")]
+    # The last of them no receipt had before there were archives without states.
+    named = ("derived", "left_out", "dropped_states")
+    derived, left_out, dropped = (tuple(map(str, document.pop(key, ()))) for key in named)
+    receipt = replace(_noun(Receipt, document), derived=derived, left_out=left_out)
+    receipt = replace(receipt, dropped_states=dropped)
+    return replace(receipt, source=tuple(source), checks=tuple(checks))
+
+
+def _noun(kind: type[N], values: Mapping[str, Any]) -> N:
+    """Make a noun of plain values, each of the type that it has to be."""
+    made = kind(**values)
+    for field in fields(made):
+        value = getattr(made, field.name)
+        if field.type in (int, str) and type(value) is not field.type:
+            raise ValueError(f"{field.name} is {value!r:.80}")
+    return made
+
+
+def _line(path: str, digest: str) -> str:
+    r"""Spell a line as sha256sum does.
+
+    >>> _line("a/b", "00"), _line("a\\b", "00")
+    ('00  a/b\n', '\\00  a\\\\b\n')
+    """
+    escaped = path.replace("\\", "\\\\")
+    return f"{chr(92) if escaped != path else ''}{digest}  {escaped}\n"
+
+
+def _parse(line: str) -> tuple[str, str]:
+    """Read a line; returns the path first.
+
+    >>> _parse("0" * 64 + "  a/b")[0]
+    'a/b'
+    """
+    is_escaped = line.startswith("\\")
+    digest, _, path = line.removeprefix("\\").partition("  ")
+    if len(digest) != _SUM_LETTERS or not path:
+        raise CorruptFileError(f"{line[:80]!r} is no line of sha256sum's")
+    if is_escaped:
+        path = path.replace("\\\\", "\\")
+    return path, digest
+
+
+def age_at(now: datetime, since: str) -> timedelta:
+    """Tell how long ago a time in a receipt was.
+
+    Raises
+    ------
+    ValueError
+        It is none.
+
+    >>> str(age_at(datetime(2026, 11, 21, tzinfo=UTC), "2026-11-20T22:00:00+00:00"))
+    '2:00:00'
+    """
+    then = datetime.fromisoformat(since)
+    if then.tzinfo is None:
+        raise ValueError("without a time zone")
+    return now.astimezone(UTC) - then
+
+
+def spell_time(at: datetime) -> str:
+    """Spell a time for a receipt, with all that there is of it: grace is counted from there.
+
+    >>> spell_time(datetime(2026, 11, 21, 4, 5, tzinfo=UTC))
+    '2026-11-21T04:05:00+00:00'
+    """
+    return at.astimezone(UTC).isoformat()

@@ -1,0 +1,255 @@
+"""Drops the optimizer states of archives whose originals have long been removed for good.
+
+An archive of the weights alone is made beside the full one, under a name of its own, and proved;
+then the receipt says so, and then the full one goes. So at any moment the one that the receipt
+names is whole, with the list of its checksums beside it.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Final
+
+from streamshard.engine.io.durability import sync_path
+from streamshard.engine.io.files import source_errors, target_errors
+from streamshard.errors import (
+    CorruptFileError,
+    IntegrityError,
+    StreamshardError,
+    TargetExistsError,
+)
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.names import step_of
+from streamshard.operations.compact import compact_report
+from streamshard.operations.compact.archive.proof import Checks, Means, intact, prove, same_archive
+from streamshard.operations.compact.archive.receipts import (
+    DROPPING,
+    PURGED,
+    WEIGHTS_ONLY,
+    Check,
+    Place,
+    Receipt,
+    age_at,
+    spell_time,
+)
+from streamshard.operations.compact.archive.weights_only import Remainder, states_of
+from streamshard.operations.compact.compact_report import CompactedTag
+from streamshard.operations.compact.removal.trash import Trash
+from streamshard.operations.compact.run_directory import Identity
+from streamshard.operations.transfer.target import exists, is_there, partial_of, remove
+from streamshard.sizes import show_bytes
+
+_WHY: Final = "by compact, as --weights-only-older-than asked for"
+
+
+@dataclass(frozen=True, slots=True)
+class Dropper:
+    """Makes archives of weights alone of full ones."""
+
+    run_dir: Path
+    here: Identity
+    """Which directory that was when the run began."""
+    directory: Path
+    """Where the archives are."""
+    means: Means
+    now: datetime
+
+    def archives(self) -> list[str]:
+        """List the tags of which there are receipts."""
+        return [place.tag for place in Place.all_in(self.directory)]
+
+    def is_due(self, tag: str, least_age: timedelta) -> bool:
+        """Tell whether the states of an archive are to go, or the rest of a full one.
+
+        Never while the original is anywhere, or where the receipt does not say that it is gone.
+
+        Raises
+        ------
+        SourceError
+            The receipt cannot be read, or does not say since when it is gone.
+        """
+        place = Place(self.directory, tag)
+        receipt = place.read_receipt()
+        if receipt is None or receipt.state not in (PURGED, DROPPING, WEIGHTS_ONLY):
+            return False
+        if receipt.tag != tag:
+            raise CorruptFileError(f"{place.receipt}: is the receipt of {receipt.tag}")
+        if receipt.state == WEIGHTS_ONLY:
+            return any(map(is_there, self._remains(place)))
+        try:
+            is_old = age_at(self.now, receipt.purged) > least_age
+        except ValueError as error:
+            message = f"{place.receipt}: does not tell since when {tag} is gone"
+            raise CorruptFileError(message) from error
+        return is_old and next(self._originals(tag), None) is None
+
+    def drop(self, tag: str, *, is_dry_run: bool) -> CompactedTag:
+        """Drop the states of an archive that is due, and tell what came of it.
+
+        Raises
+        ------
+        StreamshardError
+            They may not go, or something cannot be written; then the full archive is as it was,
+            and the receipt says why.
+        """
+        full = Place(self.directory, tag)
+        receipt = full.read_receipt()
+        if receipt is None:
+            raise CorruptFileError(f"{full.receipt}: gone while it was looked at")
+        told = CompactedTag(tag, step_of(tag), compact_report.WEIGHTS_ONLY, "")
+        if receipt.state != WEIGHTS_ONLY:
+            left = Remainder.of(full.store, at=receipt.dropped or spell_time(self.now), why=_WHY)
+            if not states_of(left.full.checkpoint):
+                reason = "its archive holds no optimizer states"
+                if not left.full.checkpoint.layout.stage:
+                    reason = "saved without ZeRO (stage 0), whose states are not told apart"
+                return replace(told, action=compact_report.KEPT, reason=reason)
+            nbytes = left.dropped_bytes
+            if is_dry_run:
+                self._original_gone(receipt)
+            else:
+                receipt = self._make(receipt, full, left)
+        else:
+            nbytes = receipt.full_bytes - receipt.archive_bytes
+        if not is_dry_run:
+            self._remove_full(full)
+        if receipt.full_bytes:
+            nbytes = receipt.full_bytes - receipt.archive_bytes
+        return replace(
+            told,
+            reason=f"no job can resume from it; {show_bytes(nbytes)} of optimizer states dropped",
+            source_bytes=receipt.source_bytes,
+            archive_bytes=receipt.archive_bytes - (0 if receipt.full_bytes else nbytes),
+            shared_bytes=receipt.shared_bytes,
+            dropped_bytes=nbytes,
+        )
+
+    def _make(self, receipt: Receipt, full: Place, left: Remainder) -> Receipt:
+        """Make and prove the archive of weights, and have the receipt name it."""
+        checks = Checks()
+        before = tuple(check for check in receipt.checks if check.holds)
+        try:
+            checks.hold("original_gone", lambda: self._original_gone(receipt))
+            if receipt.sums_sha256:
+                checks.hold("same_archive", lambda: same_archive(receipt, full))
+            checks.hold("full_archive_bytes", lambda: intact(full, self.means))
+            receipt = self._begin(receipt, full, left)
+            weights = replace(full, of_weights=True)
+            if is_there(weights.store):
+                # An earlier run had come that far; if it is not as it should be, it is made anew.
+                with suppress(StreamshardError):
+                    return self._seal(receipt, full, left, Checks(), (*before, *checks.done))
+                full.write_receipt(receipt)  # which is not to name what goes now
+                with target_errors(weights.store):
+                    remove(weights.store)
+            left.write(weights.store)
+            return self._seal(receipt, full, left, checks, before)
+        except StreamshardError:
+            full.write_receipt(replace(receipt, checks=(*before, *checks.done)))
+            raise
+
+    def _begin(self, receipt: Receipt, full: Place, left: Remainder) -> Receipt:
+        """Write down that what is found under the names to be used is ours from here on."""
+        if receipt.state == DROPPING:
+            return receipt
+        weights = replace(full, of_weights=True)
+        for path in (weights.store, partial_of(weights.store), weights.sums):
+            if is_there(path):
+                message = f"{path}: is there, and no receipt says that compact made it"
+                raise TargetExistsError(f"{message}; move it away")
+        dropped = left.source.checkpoint.dropped
+        begun = replace(receipt, state=DROPPING, dropped=dropped.at if dropped else "")
+        full.write_receipt(begun)
+        return begun
+
+    def _seal(
+        self,
+        receipt: Receipt,
+        full: Place,
+        left: Remainder,
+        checks: Checks,
+        before: tuple[Check, ...],
+    ) -> Receipt:
+        """Prove the archive of weights, and have the receipt name it."""
+        weights = replace(full, of_weights=True)
+        with source_errors(weights.store):
+            paths = weights.files()
+            digests = self.means.hash_all([weights.store / path for path in paths])
+        sums = dict(zip(paths, digests, strict=True))
+        checks.hold("kept_files_same", lambda: _same_files(full, weights, sums, left))
+        weights.write_sums(sums)
+        prove(left.source, weights, self.means, checks, tag_only=False)
+        checks.hold("original_still_gone", lambda: self._original_gone(receipt))
+        with source_errors(weights.store):
+            stats = [(weights.store / path).stat() for path in paths]
+        dropped = left.source.checkpoint.dropped
+        # The full archive has one of the names, and this one another.
+        shared = [stat.st_size for stat in stats if stat.st_nlink > 2]
+        sealed = replace(
+            receipt,
+            state=WEIGHTS_ONLY,
+            dropped_states=dropped.states if dropped else (),
+            full_bytes=receipt.archive_bytes,
+            archive_bytes=sum(stat.st_size for stat in stats),
+            shared_files=len(shared),
+            shared_bytes=sum(shared),
+            sums_sha256=weights.sums_sha256(),
+            checks=(*before, *checks.done),
+        )
+        weights.write_receipt(sealed)
+        return sealed
+
+    def _remove_full(self, full: Place) -> None:
+        """Remove a full archive, once more after the one that is left was found whole.
+
+        Raises
+        ------
+        IntegrityError
+            What is left is not whole; then nothing is removed.
+        TargetError
+            Something cannot be removed.
+        """
+        intact(replace(full, of_weights=True), self.means)
+        store, going, _ = self._remains(full)
+        with target_errors(going):
+            remove(going)
+            if exists(store):
+                store.rename(going)  # half of an archive is never to be under its name
+            sync_path(self.directory)
+            full.sums.unlink(missing_ok=True)
+            remove(going)
+            sync_path(self.directory)
+
+    def _remains(self, full: Place) -> tuple[Path, Path, Path]:
+        """List what may be left of a full archive."""
+        going = full.store.with_name(f"{names.OWN_PREFIX}.going.{full.store.name}")
+        return full.store, going, full.sums
+
+    def _originals(self, tag: str) -> Iterator[Path]:
+        """Yield where the original, or some of it, still is."""
+        trash = Trash(self.run_dir)
+        if is_there(self.run_dir / tag):
+            yield self.run_dir / tag
+        if tag in (*trash.tags(), *trash.going()):
+            yield trash.place_of(tag)
+
+    def _original_gone(self, receipt: Receipt) -> str:
+        """Require of the run directory to be the one, and of the original not to be there."""
+        now = Identity.of(self.run_dir)
+        if now != self.here or now != Identity(receipt.device, receipt.inode):
+            message = f"{self.run_dir}: is another directory, or on another device, than the one"
+            raise CorruptFileError(f"{message} whose tag was archived; is the original elsewhere?")
+        for path in self._originals(receipt.tag):
+            raise CorruptFileError(f"{path}: is there, and its receipt says that it is gone")
+        return ""
+
+
+def _same_files(full: Place, weights: Place, sums: dict[str, str], left: Remainder) -> str:
+    """Require of files that are kept to have the SHA-256 that was recorded of them."""
+    recorded, kept = full.read_sums(), left.kept()
+    for path in kept:
+        if path not in sums or sums[path] != recorded.get(path):
+            raise IntegrityError(f"{weights.store / path}: not what {full.store} has there")
+    return f"{len(kept):,} files"

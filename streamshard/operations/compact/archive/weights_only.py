@@ -1,0 +1,163 @@
+"""Leaves the optimizer's states out of an opened store, and makes the store of what is left.
+
+No tensor is decoded: what is kept has the same chunks, and so the same files.
+"""
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from streamshard.engine.io.durability import sync_path, sync_tree
+from streamshard.engine.io.files import source_errors, target_errors
+from streamshard.errors import UnsupportedError
+from streamshard.formats.checkpoint import Checkpoint, Dropped
+from streamshard.formats.zarr import store_files, store_manifest, store_state, zarr_writer
+from streamshard.formats.zarr.documents import MANIFEST_PATH, STATE_PATH, array_path
+from streamshard.formats.zarr.store_manifest import FileRecord, Manifest
+from streamshard.model import BLOB, FILE, MASTER, MODULE
+from streamshard.operations.compact.archive import omissions
+from streamshard.operations.convert.store_targets import record_of, small_array
+from streamshard.operations.source.source import Source, open_source
+from streamshard.operations.transfer.target import partial_of, remove
+
+_KEPT = (MASTER, MODULE, BLOB, FILE)
+
+
+def states_of(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Name the optimizer's states that are tensors of a parameter's size; others are small."""
+    found = (tensor.state for tensor in checkpoint.tensors if tensor.state not in _KEPT)
+    return tuple(dict.fromkeys(found))
+
+
+def without_states(source: Source, *, at: str, why: str) -> Source:
+    """Return a source that lacks all that the optimizer keeps of its parameters.
+
+    Hyper-parameters stay; so does all training state that is not the optimizer's.
+    """
+    checkpoint = source.checkpoint
+    groups = [group for family in checkpoint.families for group in family.groups]
+    named = [*states_of(checkpoint), *(key for group in groups for key in group.states or ())]
+    emptied = replace(
+        checkpoint,
+        families=tuple(
+            replace(family, groups=tuple(replace(g, states=None) for g in family.groups))
+            for family in checkpoint.families
+        ),
+        dropped=Dropped(at, why, tuple(dict.fromkeys(named))),
+    )
+    blobs = store_state.blobs_in(checkpoint) - store_state.blobs_in(emptied)
+    numbers = {n for n, t in enumerate(checkpoint.tensors) if t.state not in _KEPT}
+    return omissions.narrowed(replace(source, checkpoint=emptied), numbers | blobs)
+
+
+@dataclass(frozen=True, slots=True)
+class Remainder:
+    """What is left of a store without the optimizer's states."""
+
+    full: Source
+    source: Source
+    """What is left, where the full store has it."""
+    manifest: Manifest
+    """Of the full store."""
+    shapes: store_state.ChunkShapes
+    """Of the chunks of all tensors of the full store."""
+
+    @classmethod
+    def of(cls, store: Path, *, at: str, why: str) -> "Remainder":
+        """Open a full store.
+
+        Raises
+        ------
+        SourceError, IntegrityError
+            It cannot be read.
+        """
+        full = open_source(store)
+        with source_errors(store):
+            manifest = store_files.read_manifest(store)
+            _, shapes = store_files.read_state(store, manifest)
+        return cls(full, without_states(full, at=at, why=why), manifest, shapes)
+
+    def kept(self) -> dict[str, FileRecord]:
+        """Return the files of the full store that are kept as they are: all of kept tensors."""
+        arrays = {array_path(tensor) for tensor in self.source.checkpoint.tensors}
+        known = self.manifest.records
+        places = store_files.places(self.full.checkpoint, self.shapes)
+        paths = [
+            path
+            for array, chunks in places
+            if array in arrays
+            for path in (f"{array}/zarr.json", *(chunk.path for chunk in chunks))
+        ]
+        return {path: known[path] for path in paths}
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Bytes of the files that are not kept, but for those that are written anew."""
+        arrays = {array_path(tensor) for tensor in self.source.checkpoint.tensors}
+        dropped = {array_path(t) for t in self.full.checkpoint.tensors} - arrays
+        places = store_files.places(self.full.checkpoint, self.shapes)
+        paths = [
+            path
+            for array, chunks in places
+            if array in dropped
+            for path in (f"{array}/zarr.json", *(chunk.path for chunk in chunks))
+        ]
+        return sum(self.manifest.records[path].nbytes for path in paths)
+
+    def write(self, target: Path) -> None:
+        """Make the store, durably; what an earlier run has left of it is made anew.
+
+        Raises
+        ------
+        TargetError
+            It cannot be written.
+        """
+        partial = partial_of(target)
+        with target_errors(partial):
+            remove(partial)
+            try:
+                self._fill(partial)
+            except OSError:
+                shutil.rmtree(partial, ignore_errors=True)  # on a full disk it is in the way
+                raise
+            partial.rename(target)
+            sync_path(target.parent)
+
+    def _fill(self, partial: Path) -> None:
+        for path in self.kept():
+            _take(self.full.path / path, partial / path)
+        for path, data in self._documents().items():
+            (partial / path).parent.mkdir(parents=True, exist_ok=True)
+            (partial / path).write_bytes(data)
+        sync_tree(partial)
+
+    def _documents(self) -> Mapping[str, bytes]:
+        """Spell what is not a tensor's, by path."""
+        held = self.manifest.digests
+        if held is None:
+            message = f"{self.full.path}: holds no digests of its tensors, as early versions wrote"
+            raise UnsupportedError(f"{message} stores; 'streamshard convert' makes a new one")
+        small, kept, codec = self.source.checkpoint, self.kept(), self.manifest.codec
+        numbers = {array_path(t): n for n, t in enumerate(self.full.checkpoint.tensors)}
+        arrays = [array_path(tensor) for tensor in small.tensors]
+        shapes = [self.shapes[numbers[array]] for array in arrays]
+        written = {
+            **zarr_writer.documents(small, shapes, codec),
+            **small_array(STATE_PATH, store_state.dump(small, shapes)),
+        }
+        written = {path: data for path, data in written.items() if path not in kept}
+        records = {**kept, **{path: record_of(data) for path, data in written.items()}}
+        digests = {array: held[array] for array in arrays}
+        manifest = store_manifest.spell(dict(sorted(records.items())), codec, digests)
+        return {**written, **small_array(MANIFEST_PATH, manifest)}
+
+
+def _take(known: Path, path: Path) -> None:
+    """Make a file another name of one that is known; where that cannot be, a copy of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(known, path, follow_symlinks=False)
+    except OSError:
+        shutil.copyfile(known, path)

@@ -1,0 +1,199 @@
+"""`compact`: archives old tags of a run directory, and removes them if it is asked to."""
+
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Final
+
+from streamshard.defaults import DEFAULT_CHUNK_BYTES, DEFAULT_GRACE, DEFAULT_MIN_AGE
+from streamshard.engine.io.files import target_errors
+from streamshard.engine.run import resident_memory
+from streamshard.errors import UsageError
+from streamshard.operations.compact.compact_report import (
+    ARCHIVED,
+    BROUGHT_BACK,
+    DELETED,
+    CompactedTag,
+    Compaction,
+)
+from streamshard.operations.compact.night import Compacting, Settings
+from streamshard.operations.compact.tag_choice import Rules, matches
+from streamshard.operations.compact.tag_progress import TagProgress
+from streamshard.operations.convert.convert import Limits, StoreShape
+from streamshard.operations.transfer.report import Progress, Silent
+from streamshard.operations.transfer.target import place_of
+from streamshard.sizes import show_bytes, show_duration
+
+Path_ = str | os.PathLike[str]
+
+_LEAST_KEPT: Final = 2
+
+
+def compact(
+    run_dir: Path_,
+    archive_dir: Path_,
+    *,
+    keep_last: int = 3,
+    keep_every: int | None = None,
+    keep_tags: Sequence[str] = (),
+    min_age: timedelta = DEFAULT_MIN_AGE,
+    codec: str = "zstd",
+    chunk_size: int = DEFAULT_CHUNK_BYTES,
+    delete: bool = False,
+    grace: timedelta = DEFAULT_GRACE,
+    max_delete: int | None = None,
+    weights_only_older_than: timedelta | None = None,
+    undelete: Sequence[str] = (),
+    purge: Sequence[str] = (),
+    acknowledge: Sequence[str] = (),
+    dry_run: bool = False,
+    bytes_per_second: int | None = None,
+    memory_limit: int | None = None,
+    workers: int | None = None,
+    progress: Progress | None = None,
+    now: datetime | None = None,
+) -> Compaction:
+    """Archive the old tags of a run directory, each into a compressed store of its own.
+
+    What goes wrong with one tag is told in the result and does not keep others from their turn.
+
+    Parameters
+    ----------
+    run_dir
+        Directory that holds `latest` and the tags. Nothing in it changes without `delete`,
+        `undelete` or `purge`.
+    archive_dir
+        Where `TAG.zarr`, its checksums and its receipt go; one directory for each run.
+    keep_last
+        So many of the newest complete steps are left alone, at least 2.
+    keep_every
+        Steps that are multiples of this are left alone.
+    keep_tags
+        Patterns of names that are left alone.
+    min_age
+        Tags in which anything changed since are left alone.
+    delete
+        Move what is archived, and proved to be, into a trash in the run directory; and remove for
+        good what has been there for longer than `grace`, if its archive is still as it was.
+    max_delete
+        So many tags at most are moved, or lose their optimizer states.
+    weights_only_older_than
+        Drop the optimizer states of archives whose originals were removed for good longer ago than
+        this. No job can resume from what is left; `export` still writes its weights.
+    undelete, purge
+        Tags to bring back from the trash, or to remove for good if they have been there for longer
+        than `grace`, whatever the rules say. Nothing else is done then.
+    acknowledge
+        Ambiguous tags to leave as they are: noted in `archive_dir`, so that they are told of again
+        only when they change, or cannot be opened for another reason. Nothing else is done then.
+    dry_run
+        Say what would be done, and do nothing.
+    bytes_per_second
+        Read and write no more than this.
+    now
+        Time to which ages are held; by default that of the clock.
+
+    Raises
+    ------
+    UsageError
+        The arguments ask for what cannot be.
+    IncompleteError
+        No `latest` says which tag is needed, so that nothing may be touched.
+    TargetLockedError
+        Another run is at it.
+    """
+    began = time.monotonic()
+    _require_lists(keep_tags=keep_tags, undelete=undelete, purge=purge, acknowledge=acknowledge)
+    _require_times(now, min_age=min_age, grace=grace)
+    if keep_last < _LEAST_KEPT:
+        raise UsageError(f"--keep-last {keep_last}: at least {_LEAST_KEPT}; one may be damaged")
+    if keep_every is not None and keep_every < 1:
+        raise UsageError(f"--keep-every {keep_every}: at least 1")
+    if max_delete is not None and max_delete < 0:
+        raise UsageError(f"--max-delete {max_delete}: at least 0")
+    if bytes_per_second is not None and bytes_per_second < 1:
+        raise UsageError(f"--bwlimit {bytes_per_second}: at least one byte a second")
+    if workers is not None and workers < 1:
+        raise UsageError(f"--workers {workers}: at least one is needed")
+    floor_bytes = resident_memory.resident_bytes()
+    min_age_ns = int(min_age.total_seconds() * 10**9)
+    settings = Settings(
+        run_dir=Path(run_dir).absolute(),
+        archive_dir=Path(archive_dir).absolute(),
+        rules=Rules(keep_last, min_age_ns, keep_every, tuple(keep_tags)),
+        shape=StoreShape(codec, chunk_size),
+        limits=Limits(floor_bytes, memory_limit, workers),
+        delete=delete,
+        grace=grace,
+        max_delete=max_delete,
+        dry_run=dry_run,
+        undelete=tuple(undelete),
+        purge=tuple(purge),
+        acknowledge=tuple(acknowledge),
+        weights_only_older_than=weights_only_older_than,
+    )
+    _require_apart(settings.run_dir, settings.archive_dir)
+    told = TagProgress(progress or Silent(), bytes_per_second)
+    tags = tuple(Compacting(settings, now or datetime.now(UTC), told).run())
+    seconds = time.monotonic() - began
+    patterns = () if settings.is_by_hand else keep_tags
+    notes = [*_unmatched(patterns, tags), *_about_trash(tags, show_duration(grace))]
+    if dry_run:
+        notes += _about_space(settings.archive_dir, tags)
+    return Compaction(str(run_dir), str(archive_dir), dry_run, tags, seconds, tuple(notes))
+
+
+def _unmatched(patterns: Sequence[str], tags: Sequence[CompactedTag]) -> Iterator[str]:
+    """Tell of patterns that keep nothing: one may be mistyped, and the tag it is for not kept."""
+    for pattern in patterns:
+        if not any(matches(tag.tag, pattern) for tag in tags):
+            yield f"--keep-tag {pattern}: no tag has such a name"
+
+
+def _about_trash(tags: Sequence[CompactedTag], grace: str) -> Iterator[str]:
+    """Tell what a later run will do with what is in the trash now, or is not any more."""
+    actions = {tag.action for tag in tags}
+    if DELETED in actions:
+        yield f"space in the trash is freed by the first run with --delete after --grace {grace}"
+    if BROUGHT_BACK in actions:
+        yield "a run with --delete moves it to the trash again, unless --keep-tag names it"
+
+
+def _about_space(archive_dir: Path, tags: Sequence[CompactedTag]) -> Iterator[str]:
+    """Tell what is free for archives that are still to be made, and for rebuilding from them."""
+    new = [t.source_bytes for t in tags if t.action in (ARCHIVED, DELETED) and not t.archive_bytes]
+    rebuilt = [t.source_bytes for t in tags if t.action == DELETED]
+    if new or rebuilt:
+        with target_errors(archive_dir):
+            free_bytes = shutil.disk_usage(place_of(archive_dir)).free
+        room = f"{archive_dir}: {show_bytes(free_bytes)} free there"
+    if new:
+        most = f"must fit without, and the largest has {show_bytes(max(new))}"
+        yield f"{room}, for {show_bytes(sum(new))} before compression; each tag {most}"
+    if rebuilt:
+        most = f"for a while, {show_bytes(max(rebuilt))} for the largest"
+        yield f"{room}; each tag is rebuilt there before it goes, which takes its size {most}"
+
+
+def _require_lists(**given: Sequence[str]) -> None:
+    for name, value in given.items():
+        if isinstance(value, str):
+            raise UsageError(f"{name}={value!r}: a list is needed, and this is one name")
+
+
+def _require_times(now: datetime | None, **given: timedelta) -> None:
+    if now is not None and now.tzinfo is None:
+        raise UsageError(f"now={now}: of which time zone?")
+    for name, value in given.items():
+        if value < timedelta(0):
+            raise UsageError(f"{name}={value}: is less than no time")
+
+
+def _require_apart(run_dir: Path, archive_dir: Path) -> None:
+    here, there = run_dir.resolve(), archive_dir.resolve()
+    if here == there or here in there.parents or there in here.parents:
+        message = f"{archive_dir}: lies in or around {run_dir}; choose another place, best on"
+        raise UsageError(f"{message} another disk")

@@ -1,0 +1,1 @@
+"""The way of a tag out of its run directory: proof, trash, removal."""

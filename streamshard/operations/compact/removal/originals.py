@@ -1,0 +1,127 @@
+"""Looks at the files of a tag before they may go: are all known, and are they as they were?"""
+
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from stat import S_ISREG
+from typing import Final
+
+from streamshard.engine.io.files import source_errors
+from streamshard.errors import CorruptFileError, IncompleteError, UnsupportedError
+from streamshard.formats.deepspeed.read.redundant_copies import UNLIKE
+from streamshard.operations.compact.archive.proof import Means
+from streamshard.operations.compact.archive.receipts import Receipt, SourceRecord
+from streamshard.operations.source.source import Source
+from streamshard.posix import entries_below
+
+_TIME: Final = "time of change"
+
+
+def accounted_for(source: Source) -> str:
+    """Require of everything in a tag directory to be in what was read of it.
+
+    Raises
+    ------
+    UnsupportedError
+        Something is not, so that an archive would lack it.
+    """
+    tag = source.checkpoint.tag
+    known = {file.path for file in source.files}
+    known |= {source.path / file.path for file in source.checkpoint.files}
+    count = 0
+    with source_errors(source.path / tag):
+        for path in entries_below(source.path / tag):
+            mode = path.lstat().st_mode
+            if path.is_dir() and not path.is_symlink():
+                continue
+            count += 1
+            if not S_ISREG(mode) or path not in known:
+                raise UnsupportedError(f"{path}: would not be in an archive; move it away")
+    return f"{count:,} files"
+
+
+def ranks_agree(source: Source) -> str:
+    """Require of a checkpoint that nothing is known to be left out of it.
+
+    Raises
+    ------
+    UnsupportedError
+        Something is: a rank keeps some of its own, or a copy is not one.
+    """
+    for note in source.checkpoint.notes:
+        if note.startswith(UNLIKE):
+            raise UnsupportedError(f"{source.path / source.checkpoint.tag}: {note}")
+    return ""
+
+
+def records_of(source: Source, run_dir: Path) -> tuple[SourceRecord, ...]:
+    """Record what the files of a source look like.
+
+    Raises
+    ------
+    SourceError
+        One cannot be looked at any more.
+    """
+    found = []
+    for file in source.files:
+        with source_errors(file.path):
+            stat = file.path.stat()
+        looks = stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_dev
+        found.append(SourceRecord(os.path.relpath(file.path, run_dir), *looks))
+    return tuple(found)
+
+
+def unchanged(receipt: Receipt, root: Path, means: Means | None) -> str:
+    """Require of a tag's files to be those that were archived.
+
+    Parameters
+    ----------
+    root
+        Where the tag directory is now.
+    means
+        To read them too; without, they are only looked at.
+
+    Raises
+    ------
+    CorruptFileError
+        One looks otherwise, or holds something else.
+    IncompleteError
+        There are others, or not all.
+    """
+    records = receipt.below_tag()
+    with source_errors(root):
+        paths = {
+            path.relative_to(root).as_posix(): path
+            for path in entries_below(root)
+            if path.is_symlink() or not path.is_dir()
+        }
+        for name in sorted(paths.keys() ^ records.keys()):
+            there = "was archived, and is not there" if name in records else "was not archived"
+            raise IncompleteError(f"{root / name}: {there}")
+        for name, path in paths.items():
+            _require_as_recorded(path, records[name])
+        digests = means.hash_all(list(paths.values())) if means else []
+    for name, digest in zip(paths, digests, strict=bool(means)):
+        if digest != records[name].sha256:
+            raise CorruptFileError(f"{paths[name]}: its bytes are not those that were archived")
+    return f"{len(paths):,} files"
+
+
+def _require_as_recorded(path: Path, record: SourceRecord) -> None:
+    stat = path.lstat()
+    found = stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_dev
+    known = record.nbytes, record.mtime_ns, record.inode, record.device
+    words = "size", _TIME, "inode", "device"
+    for word, now, then in zip(words, found, known, strict=True):
+        if now != then:
+            shown = [_moment(value) if word == _TIME else str(value) for value in (now, then)]
+            raise CorruptFileError(f"{path}: has {word} {shown[0]}, was archived with {shown[1]}")
+
+
+def _moment(epoch_ns: int) -> str:
+    """Spell a time of a file for a person."""
+    try:
+        moment = datetime.fromtimestamp(epoch_ns // 10**9, UTC)
+    except (OSError, OverflowError, ValueError):  # some file systems keep any number
+        return f"{epoch_ns} ns"
+    return f"{moment:%Y-%m-%d %H:%M:%S}.{epoch_ns % 10**9:09d} UTC"

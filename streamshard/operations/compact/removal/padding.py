@@ -1,0 +1,104 @@
+"""Looks at what belongs to no parameter before it is given up.
+
+At stages 1 and 2 it begins as zeros (`align_dense_tensors` of `deepspeed/runtime/utils.py`, 0.19.8)
+that no gradient reaches, so an optimizer makes the same of every element: where they are not alike,
+they are not padding, whatever the arithmetic says. At stage 3 it is memory that nobody filled, of
+which nothing can be told.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamshard.engine.io.files import SourceReader
+from streamshard.errors import UnsupportedError
+from streamshard.formats.checkpoint import Family
+from streamshard.layout.cutting import Segments
+from streamshard.layout.zero import FlatGroup
+from streamshard.model import ITEMSIZE, MASTER, Copies
+from streamshard.operations.source.source import Source
+from streamshard.operations.source.zero_cutting import flat_groups
+
+
+@dataclass(frozen=True, slots=True)
+class _Padding:
+    """Where one state of a param group has elements that are no parameter's."""
+
+    what: str
+    itemsize: int
+    runs: Copies
+
+
+def padding_alike(source: Source) -> str:
+    """Require of the padding of every state of a param group that all of it is one value.
+
+    Raises
+    ------
+    UnsupportedError
+        It is not; the message names a file in which it is not what was found before.
+    SourceError
+        A file cannot be read.
+    """
+    checkpoint = source.checkpoint
+    if checkpoint.layout.stage == 3:
+        return "stage 3: never initialised"
+    index, nbytes = checkpoint.tensor_index(), 0
+    reader = SourceReader(source.files, source.decoders)
+    try:
+        for family in checkpoint.families:
+            for padding in _paddings(source, family, index):
+                _require_alike(padding, source, reader)
+                nbytes += int(padding.runs.nbytes.sum())
+    finally:
+        reader.close()
+    return f"{nbytes:,} bytes"
+
+
+def _paddings(
+    source: Source, family: Family, index: Mapping[tuple[str, str, str], int]
+) -> Iterator[_Padding]:
+    layout = source.checkpoint.layout
+    groups = flat_groups(source.checkpoint, family, layout, source.checkpoint.module_dtype)
+    for flat, held in zip(groups, family.groups, strict=True):
+        states = {MASTER: held.master_dtype} | held.flat_states()
+        whole = family.whole_states(held, layout)
+        for state, dtype in states.items():
+            if state in whole:
+                continue
+            is_lean = source.is_elastic or (state == MASTER and not layout.bf16_optimizer)
+            found = [index[family.name, state, name] for name in held.params]
+            behind = _behind(flat, np.array(found, dtype=np.int64), is_lean=is_lean)
+            runs = source.cutting.locate(behind, target_itemsize=ITEMSIZE[dtype])
+            yield _Padding(f"{state} of param group {held.number}", ITEMSIZE[dtype], runs)
+
+
+def _behind(flat: FlatGroup, tensors: NDArray[np.int64], *, is_lean: bool) -> Segments:
+    """Spell what lies behind each parameter as elements that it would have if it were longer.
+
+    Parameters
+    ----------
+    is_lean
+        Whether the padding at the end of the partitions is not saved.
+    """
+    gaps = np.array(flat.alignments, dtype=np.int64)
+    if not is_lean:
+        gaps[-1:] += flat.world_size * flat.partition_numel - flat.numel
+    order = np.array(flat.order, dtype=np.int64)
+    numels = flat.numels[order]
+    return Segments(tensors[order], numels, numels + gaps, np.zeros_like(gaps))
+
+
+def _require_alike(padding: _Padding, source: Source, reader: SourceReader) -> None:
+    runs, first = padding.runs, b""
+    for file, offset, nbytes in zip(runs.file, runs.source, runs.nbytes, strict=True):
+        held = bytearray(int(nbytes))
+        reader.read_into(int(file), int(offset), memoryview(held))
+        first = first or bytes(held[: padding.itemsize])
+        if held != first * (len(held) // padding.itemsize):
+            message = (
+                f"{source.files[file].path}: {padding.what}: what lies behind the parameters is "
+                "taken for padding, and is not one value throughout"
+            )
+            raise UnsupportedError(f"{message}: an archive would lack it. --keep-tag keeps the tag")

@@ -1,0 +1,75 @@
+"""Rebuilds a tag from its archive, and holds what comes of it against what was archived."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+from streamshard.engine.io.files import source_errors, target_errors
+from streamshard.engine.run import resident_memory
+from streamshard.errors import IntegrityError, NoSpaceError
+from streamshard.formats.deepspeed import names
+from streamshard.operations.compact.archive import omissions
+from streamshard.operations.compact.archive.proof import Means, content_equal, state_equal
+from streamshard.operations.compact.archive.receipts import Place
+from streamshard.operations.repartition.repartition import plan_repartition
+from streamshard.operations.source.source import Source, open_source
+from streamshard.operations.transfer.target import remove
+
+_REBUILT: Final = f"{names.OWN_PREFIX}.rebuilt"
+_RUN: Final = "run"
+
+
+def rebuilt_equal(source: Source, place: Place, means: Means) -> str:
+    """Write the native files that an archive gives back, compare them with the tag, remove them.
+
+    They take as much room beside the archive as the tag itself, for as long as this takes.
+
+    Parameters
+    ----------
+    source
+        The tag, nothing of it left out.
+
+    Raises
+    ------
+    NoSpaceError
+        There is no room for them.
+    IntegrityError
+        They do not hold what the tag holds.
+    StreamshardError
+        They cannot be written, or not be read.
+    """
+    rebuilt_dir = place.directory / _REBUILT / _RUN
+    remove_rebuilt(place.directory)
+    with ExitStack() as stack:
+        stack.callback(remove_rebuilt, place.directory)
+        _rebuild(place, rebuilt_dir, means)
+        resident_memory.restart_peak()
+        with source_errors(rebuilt_dir):
+            rebuilt = omissions.tag_only(open_source(rebuilt_dir))
+        tag = omissions.tag_only(source)
+        try:
+            state_equal(rebuilt, tag)
+            return content_equal(rebuilt, tag, means)
+        except IntegrityError as error:
+            raise IntegrityError(f"{place.store}: does not give back its tag: {error}") from error
+
+
+def remove_rebuilt(directory: Path) -> None:
+    """Remove what was rebuilt in a directory of archives; none may be under way."""
+    with target_errors(directory / _REBUILT):
+        remove(directory / _REBUILT)
+
+
+def _rebuild(place: Place, rebuilt_dir: Path, means: Means) -> None:
+    limits = means.limits
+    try:
+        plan = plan_repartition(
+            place.store, rebuilt_dir, memory_limit=limits.memory_limit, workers=limits.workers
+        )
+        plan.run(means.progress)
+    except NoSpaceError as error:
+        message = "is archived, and stays until there is room to rebuild it from that once"
+        raise NoSpaceError(f"{message}: {error}") from error
+    except BaseException as error:
+        error.__notes__ = []  # of what is kept to go on from, which is not
+        raise

@@ -1,0 +1,219 @@
+"""Removes a tag whose archive is proved: into the trash first, and for good once time is over."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from streamshard.engine.run import resident_memory
+from streamshard.errors import CorruptFileError, SourceError, StreamshardError
+from streamshard.formats.deepspeed import names
+from streamshard.operations.compact.archive import omissions
+from streamshard.operations.compact.archive.proof import Checks, Means, intact, prove, same_archive
+from streamshard.operations.compact.archive.receipts import (
+    ARCHIVED,
+    DROPPING,
+    PURGED,
+    TRASHED,
+    WEIGHTS_ONLY,
+    Place,
+    Receipt,
+    age_at,
+    spell_time,
+)
+from streamshard.operations.compact.removal.originals import accounted_for, ranks_agree, unchanged
+from streamshard.operations.compact.removal.padding import padding_alike
+from streamshard.operations.compact.removal.rebuild import rebuilt_equal
+from streamshard.operations.compact.removal.trash import Trash
+from streamshard.operations.compact.run_directory import Identity
+from streamshard.operations.source.source import open_source
+from streamshard.operations.transfer.target import is_there
+from streamshard.sizes import show_duration
+
+
+@dataclass(frozen=True, slots=True)
+class Remover:
+    """Removes tags of a run directory."""
+
+    run_dir: Path
+    here: Identity
+    """Which directory that was when the run began."""
+    directory: Path
+    """Where the archives are."""
+    means: Means
+    now: datetime
+
+    @property
+    def trash(self) -> Trash:
+        """Where tags go to."""
+        return Trash(self.run_dir)
+
+    def place(self, tag: str) -> Place:
+        """Where the archive of a tag is."""
+        return Place(self.directory, tag)
+
+    def remove(self, tag: str, still_free: Callable[[], str]) -> Receipt:
+        """Move a tag into the trash if its archive holds all of it, whatever was found before.
+
+        Parameters
+        ----------
+        still_free
+            Looks at the run directory again; raises an error if something protects the tag now.
+
+        Raises
+        ------
+        StreamshardError
+            It may not go, or cannot be moved; then it is where it was, and the receipt says why.
+        """
+        place, checks = self.place(tag), Checks()
+        receipt = self._receipt(tag)
+        if receipt.state not in (ARCHIVED, TRASHED):
+            raise SourceError(f"{place.receipt}: says '{receipt.state}' of a tag that is here")
+        if tag in self.trash.going():
+            message = "another save of that name is not wholly removed yet"
+            raise SourceError(f"{self.trash.rest_of(tag)}: {message}")
+        try:
+            self._look(tag, receipt, checks, still_free)
+            # That it is in the trash since then has to be known before it is there.
+            receipt = replace(receipt, sums_sha256=place.sums_sha256())
+            at = spell_time(max(self.now, datetime.now(UTC)))  # the run may have begun long ago
+            trashed = replace(receipt, checks=tuple(checks.done), trashed=at)
+            place.write_receipt(replace(trashed, state=TRASHED))
+            self.trash.take(tag)
+        except StreamshardError:
+            place.write_receipt(
+                replace(receipt, state=ARCHIVED, trashed="", checks=tuple(checks.done))
+            )
+            raise
+        return trashed
+
+    def _look(
+        self, tag: str, receipt: Receipt, checks: Checks, still_free: Callable[[], str]
+    ) -> None:
+        root = self.run_dir / tag
+        checks.hold("same_run_directory", lambda: self._same_directory(receipt))
+        checks.hold("source_as_recorded", lambda: unchanged(receipt, root, self.means))
+        resident_memory.restart_peak()
+        opened = open_source(self.run_dir, tag)
+        checks.hold("source_accounted_for", lambda: accounted_for(opened))
+        checks.hold("ranks_agree", lambda: ranks_agree(opened))
+        checks.hold("padding_alike", lambda: padding_alike(opened))
+        derived = omissions.that_follow(opened, self.means.memory(), self.means.progress)
+        small = omissions.narrowed(opened, derived)
+        place = self.place(tag)
+        prove(small, place, self.means, checks, tag_only=True)
+        checks.hold("rebuilt_equal", lambda: rebuilt_equal(opened, place, self.means))
+        checks.hold("source_unchanged", lambda: unchanged(receipt, root, None))
+        checks.hold("not_protected", still_free)
+        checks.hold("still_same_run_directory", lambda: self._same_directory(receipt))
+
+    def _same_directory(self, receipt: Receipt) -> str:
+        now = Identity.of(self.run_dir)
+        if now != self.here or now != Identity(receipt.device, receipt.inode):
+            message = f"{self.run_dir}: is another directory, or on another device, than the one"
+            raise CorruptFileError(f"{message} whose tag was archived")
+        return ""
+
+    def _receipt(self, tag: str) -> Receipt:
+        place = self.place(tag)
+        receipt = place.read_receipt()
+        if receipt is None:
+            message = f"{place.receipt}: not there, so nothing tells what was archived of {tag}"
+            raise SourceError(f"{message}; is {self.directory} mounted?")
+        if receipt.tag != tag:
+            raise CorruptFileError(f"{place.receipt}: is the receipt of {receipt.tag}")
+        return receipt
+
+    def waits(self, tag: str, grace: timedelta) -> str:
+        """Tell a person since when a tag waits in the trash; empty if its grace time is over.
+
+        Raises
+        ------
+        SourceError
+            Its receipt does not tell since when it is there.
+        """
+        receipt = self._receipt(tag)
+        try:
+            if age_at(self.now, receipt.trashed) > grace:
+                return ""
+            since = datetime.fromisoformat(receipt.trashed).astimezone(UTC)
+        except (ValueError, OverflowError) as error:
+            message = f"{self.place(tag).receipt}: does not tell since when {tag} is in the trash"
+            raise CorruptFileError(message) from error
+        return f"since {since:%Y-%m-%d %H:%M} UTC, --grace is {show_duration(grace)}"
+
+    def purge(self, tag: str, unwanted: Callable[[], str] | None = None) -> None:
+        """Remove a tag in the trash for good, if its archive is still as it was.
+
+        Parameters
+        ----------
+        unwanted
+            Looks at the run directory again; raises an error if something would keep the tag now.
+            Not asked of what is partly gone, nor where a user has named the tag.
+
+        Raises
+        ------
+        StreamshardError
+            It may not go, or something of it cannot be removed.
+        """
+        place, checks = self.place(tag), Checks()
+        is_going = tag in self.trash.going()
+        if not is_going:
+            self.trash.require(tag)
+        receipt = self._receipt(tag)
+        checks.hold("same_run_directory", lambda: self._same_directory(receipt))
+        if not is_going:
+            root = self.trash.place_of(tag)
+            checks.hold("trash_as_recorded", lambda: unchanged(receipt, root, None))
+        elif receipt.state != PURGED:
+            message = f"{place.receipt}: is of another save than what is left of one in"
+            message = f"{message} {self.trash.rest_of(tag)}; put back the archive of that, or"
+            raise CorruptFileError(f"{message} remove it yourself")
+        checks.hold("same_archive", lambda: same_archive(receipt, place))
+        checks.hold("archive_bytes", lambda: intact(place, self.means))
+        checks.hold("archive_opens", lambda: open_source(place.store).checkpoint.tag)
+        if unwanted is not None and not is_going:
+            checks.hold("not_protected", unwanted)
+        done = (*receipt.checks, *checks.done)
+        # Before it is gone: nobody would come back to write it down.
+        place.write_receipt(
+            replace(receipt, state=PURGED, purged=spell_time(self.now), checks=done)
+        )
+        self.trash.condemn(tag)
+        self.trash.empty(tag)
+
+    def bring_back(self, tag: str) -> None:
+        """Move a tag out of the trash, to where it was; goes on where a run was cut off at that.
+
+        Raises
+        ------
+        StreamshardError
+            It is not in the trash, or something is in its place.
+        """
+        receipt = self.place(tag).read_receipt()
+        is_ours = receipt is not None and receipt.tag == tag
+        if not is_ours or receipt is None or not self.is_back(receipt):
+            self.trash.bring_back(tag)
+        else:
+            unchanged(receipt, self.run_dir / tag, None)
+        gone = (DROPPING, WEIGHTS_ONLY)  # of another save of that name
+        if is_ours and receipt is not None and receipt.state not in gone:
+            self.note_back(receipt)
+
+    def is_back(self, receipt: Receipt) -> bool:
+        """Tell whether a tag is where it was, though its receipt says that it is in the trash.
+
+        Raises
+        ------
+        TargetError
+            The trash cannot be looked at.
+        """
+        tag = receipt.tag
+        is_here = names.is_tag(tag) and is_there(self.run_dir / tag)
+        return receipt.state == TRASHED and is_here and tag not in self.trash.tags()
+
+    def note_back(self, receipt: Receipt) -> Receipt:
+        """Write down that a tag is where it was; returns the receipt."""
+        back = replace(receipt, state=ARCHIVED, trashed="")
+        self.place(receipt.tag).write_receipt(back)
+        return back

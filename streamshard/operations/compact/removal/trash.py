@@ -1,0 +1,143 @@
+"""The trash of a run directory: where tags are until their grace time is over.
+
+A tag is at any moment in one place: beside the others, in the trash, or, once it may go for good,
+in the part of the trash that is being emptied. Each move is one rename in one file system.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from streamshard.engine.io.durability import sync_path
+from streamshard.engine.io.files import target_errors
+from streamshard.errors import TargetError, TargetExistsError, UsageError
+from streamshard.formats.deepspeed import names
+from streamshard.operations.transfer.target import exists, remove
+
+_TRASH: Final = f"{names.OWN_PREFIX}.trash"
+_GOING: Final = f"{names.OWN_PREFIX}.going"
+
+
+@dataclass(frozen=True, slots=True)
+class Trash:
+    """What was moved out of the way in a run directory."""
+
+    run_dir: Path
+
+    @property
+    def _place(self) -> Path:
+        return self.run_dir / _TRASH
+
+    @property
+    def _going(self) -> Path:
+        return self._place / _GOING
+
+    def tags(self) -> list[str]:
+        """List the tags that can be brought back."""
+        return self._names(self._place)
+
+    def going(self) -> list[str]:
+        """List those of which a part may be gone already."""
+        return self._names(self._going)
+
+    def _names(self, place: Path) -> list[str]:
+        with target_errors(place):
+            self._require_own(place)
+            found = place.iterdir() if place.exists() else iter(())
+            kept = (path.name for path in found if not path.name.startswith(names.OWN_PREFIX))
+            return sorted(map(names.unflat, kept))
+
+    def place_of(self, tag: str) -> Path:
+        """Where a tag is, or would be, in the trash."""
+        return self._place / names.flat(tag)
+
+    def rest_of(self, tag: str) -> Path:
+        """Where what is left of a tag is while it is removed for good."""
+        return self._going / names.flat(tag)
+
+    def take(self, tag: str) -> None:
+        """Move a tag into the trash, durably.
+
+        Raises
+        ------
+        TargetError
+            It cannot be moved; then it is where it was.
+        """
+        source, target = self.run_dir / tag, self.place_of(tag)
+        with target_errors(target):
+            self._make(self._place)
+            if exists(target):
+                message = f"{target}: another save of this tag is in the trash"
+                raise TargetExistsError(f"{message}; --purge or --undelete that one first")
+            if source.stat().st_dev != self._place.stat().st_dev:
+                message = f"{self._place}: on another file system than {source}"
+                raise TargetError(f"{message}, so that a tag could not be moved there at once")
+            self._move(source, target)
+
+    def bring_back(self, tag: str) -> None:
+        """Move a tag out of the trash.
+
+        Raises
+        ------
+        UsageError
+            It is not there.
+        TargetExistsError
+            There is something of its name beside the tags.
+        """
+        self.require(tag)
+        source, target = self.place_of(tag), self.run_dir / tag
+        with target_errors(target):
+            if exists(target):
+                raise TargetExistsError(f"{target}: exists; move it away to bring {tag} back")
+            target.parent.mkdir(parents=True, exist_ok=True)  # of a tag that is a path
+            self._move(source, target)
+
+    def condemn(self, tag: str) -> Path:
+        """Move a tag to where it can only be removed; returns where."""
+        with target_errors(self.rest_of(tag)):
+            self._make(self._going)
+            if tag not in self.going():
+                self.require(tag)
+                self._move(self.place_of(tag), self.rest_of(tag))
+        return self.rest_of(tag)
+
+    def empty(self, tag: str) -> None:
+        """Remove a tag that is condemned.
+
+        Raises
+        ------
+        TargetError
+            Something of it cannot be removed.
+        """
+        with target_errors(self.rest_of(tag)):
+            remove(self.rest_of(tag))
+            sync_path(self._going)
+
+    def require(self, tag: str) -> None:
+        """Require of a tag to be in the trash, and whole.
+
+        Raises
+        ------
+        UsageError
+            It is not.
+        """
+        if tag in self.going():
+            raise UsageError(f"{self.rest_of(tag)}: was to be removed for good; some may be gone")
+        if not names.is_tag(tag) or tag not in self.tags():
+            held = ", ".join(self.tags()) or "nothing"
+            raise UsageError(f"{self.run_dir}: no tag {tag} in its trash, which holds {held}")
+
+    def _make(self, place: Path) -> None:
+        self._require_own(place)
+        place.mkdir(exist_ok=True)
+        sync_path(place.parent)
+
+    def _require_own(self, place: Path) -> None:
+        for path in (self._place, place):
+            if path.is_symlink():
+                raise TargetError(f"{path}: a symbolic link, where tags are moved to; remove it")
+
+    def _move(self, source: Path, target: Path) -> None:
+        source.rename(target)
+        for path in (target.parent, source.parent):
+            sync_path(path)

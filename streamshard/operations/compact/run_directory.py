@@ -1,0 +1,193 @@
+"""Looks at a run directory: its tags, what names them, and who leads into them."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from stat import S_ISDIR, S_ISREG
+from typing import Final
+
+from streamshard.engine.io.files import source_errors
+from streamshard.errors import SourceNotFoundError, StreamshardError, TargetError
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.names import step_of
+from streamshard.formats.links import place_of
+from streamshard.operations.compact.removal.trash import Trash
+from streamshard.operations.compact.tag_choice import Run, Tag
+from streamshard.operations.source.sidecars import has_shards
+from streamshard.operations.source.source import open_source
+from streamshard.posix import entries_below, stream_of
+
+_NAME_BYTES: Final = 4096
+"""More than any tag has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which directory is at a place, so that another one there is noticed, or none."""
+
+    device: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> "Identity":
+        """Look at a directory.
+
+        Raises
+        ------
+        SourceNotFoundError
+            There is none.
+        """
+        try:
+            stat = path.stat()
+        except OSError as error:
+            message = f"{path}: cannot be looked at ({error.strerror}); is it mounted?"
+            raise SourceNotFoundError(message) from error
+        if not S_ISDIR(stat.st_mode):
+            raise SourceNotFoundError(f"{path}: no directory; give the one that holds 'latest'")
+        return cls(stat.st_dev, stat.st_ino)
+
+
+def look_at(run_dir: Path, before: Run | None = None) -> Run:
+    """Describe a run directory as it is now.
+
+    Parameters
+    ----------
+    before
+        As it was found earlier: what looks as it did then need not be opened again.
+
+    Raises
+    ------
+    SourceError
+        It cannot be read.
+    """
+    Identity.of(run_dir)
+    with source_errors(run_dir):
+        links = [place_of(link) for link in _links(run_dir)]
+        known = {tag.looks: tag for tag in (before.tags if before else ()) if tag.looks}
+        problems, named = [], []
+        for name in (names.LATEST, names.LATEST_UNIVERSAL):
+            try:
+                named.append(_named(run_dir / name))
+            except (OSError, ValueError) as error:
+                named.append(None)
+                problems.append(f"{run_dir / name}: {getattr(error, 'strerror', None) or error}")
+        entries = sorted(_candidates(run_dir, named[0]))
+        tags = [tag for entry in entries if (tag := _tag(entry, run_dir, links, known))]
+        trashed = _trashed(run_dir, links)
+    problem = problems[0] if problems else None
+    return Run(tuple(tags), named[0], named[1], problem, trashed)
+
+
+def _trashed(run_dir: Path, links: Sequence[Path]) -> tuple[Tag, ...]:
+    """Describe the tags in the trash, also to say whether a link leads to where one was."""
+    trash, held, found = Trash(run_dir), list[str](), []
+    with suppress(TargetError):  # who wants to empty it is told
+        held = trash.tags()
+    for name in held:
+        places = [place_of(trash.place_of(name)), place_of(run_dir / name)]
+        is_linked = any(place in (link, *link.parents) for link in links for place in places)
+        found.append(Tag(name, changed_ns=0, is_linked=is_linked))
+    return tuple(found)
+
+
+def _named(path: Path) -> str | None:
+    """Read a file that names a tag; None if there is none."""
+    try:
+        stat = path.lstat()
+    except FileNotFoundError:
+        return None
+    if not S_ISREG(stat.st_mode):
+        raise ValueError("no regular file")
+    with stream_of(path) as stream:
+        name = stream.read(_NAME_BYTES).decode(errors="replace").strip()
+    if not names.is_tag(name):
+        raise ValueError("empty, or names what is no directory here")
+    return name
+
+
+def _links(run_dir: Path) -> Iterator[Path]:
+    """Yield the symbolic links below a run directory."""
+
+    def refuse(error: OSError) -> None:
+        # A tag that cannot be read says so itself; what others remove meanwhile is no tag.
+        is_left_out = isinstance(error, PermissionError | FileNotFoundError)
+        if not is_left_out or error.filename == str(run_dir):
+            raise error
+
+    for place, directories, files in os.walk(run_dir, onerror=refuse):
+        directories[:] = [d for d in directories if not d.startswith(names.OWN_PREFIX)]
+        for name in (*directories, *files):
+            path = Path(place, name)
+            if path.is_symlink():
+                yield path
+
+
+def _candidates(run_dir: Path, latest: str | None) -> Iterator[Path]:
+    """Yield what may be a tag directory: what lies beside the tags, and beside such as are paths.
+
+    Where `latest` names `epoch/2`, tags are looked for two directories deep as well; a directory
+    with a `latest` of its own is another run's.
+    """
+    level = [*run_dir.iterdir()]
+    yield from level
+    for _ in range((latest or "").count("/")):
+        around = [d for d in level if _may_hold_tags(d)]
+        level = [entry for directory in around for entry in directory.iterdir()]
+        yield from level
+
+
+def _may_hold_tags(directory: Path) -> bool:
+    is_own = directory.name.startswith(names.OWN_PREFIX)
+    if is_own or directory.is_symlink() or not directory.is_dir():
+        return False
+    try:
+        return not (directory / names.LATEST).exists() and not has_shards(directory)
+    except OSError:  # what cannot be looked into holds nothing that may go
+        return False
+
+
+def _tag(entry: Path, run_dir: Path, links: Sequence[Path], known: Mapping[str, Tag]) -> Tag | None:
+    """Describe a directory with shards; None of anything else."""
+    is_own = entry.name.startswith(names.OWN_PREFIX)
+    if is_own or entry.is_symlink() or not entry.is_dir():
+        return None
+    name = entry.relative_to(run_dir).as_posix()
+    try:
+        if not has_shards(entry):
+            return None
+        if not names.is_tag(name):
+            told = f"{str(entry)!r}: holds shards, and its name is no text; rename it"
+            return Tag(name, entry.lstat().st_mtime_ns, told)
+        changed_ns, nbytes, looks = _looks(entry)
+    except OSError as error:
+        if step_of(name) is None:
+            return None
+        return Tag(name, entry.lstat().st_mtime_ns, f"{entry}: {error.strerror}")
+    here = place_of(entry)
+    is_linked = any(link == here or here in link.parents for link in links)
+    problem = known[looks].problem if looks in known else _problem(run_dir, name)
+    return Tag(name, changed_ns, problem, is_linked, nbytes, looks)
+
+
+def _looks(directory: Path) -> tuple[int, int, str]:
+    """Return when anything in it changed last, its size, and what stands for how it looks."""
+    changed, nbytes, digest = 0, 0, sha256()
+    for path in sorted([directory, *entries_below(directory)]):
+        stat = path.lstat()
+        changed = max(changed, stat.st_mtime_ns)
+        nbytes += stat.st_size if S_ISREG(stat.st_mode) else 0
+        looks = f"{path}\0{stat.st_mode}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ino}\0"
+        digest.update(os.fsencode(looks))
+    return changed, nbytes, digest.hexdigest()
+
+
+def _problem(run_dir: Path, tag: str) -> str | None:
+    """Say why a tag cannot be opened; None if it can."""
+    try:
+        open_source(run_dir, tag)
+    except StreamshardError as error:
+        return str(error)
+    return None

@@ -1,0 +1,181 @@
+"""Chooses which tags of a run directory may go, from what is known of all of them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from fnmatch import fnmatchcase
+from typing import Final
+
+from streamshard.formats.deepspeed.names import step_of
+from streamshard.sizes import show_duration, show_time
+
+KEPT: Final = "kept"
+"""A rule or a name protects it."""
+CANDIDATE: Final = "candidate"
+"""Nothing protects it."""
+AMBIGUOUS: Final = "ambiguous"
+"""What it is is not clear, so it is kept, and somebody should look."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """A tag directory as it was found."""
+
+    name: str
+    changed_ns: int
+    """The newest time of change of anything in it, since the epoch."""
+    problem: str | None = None
+    """Why it cannot be opened; None for one that is complete."""
+    is_linked: bool = False
+    """Whether a symbolic link in the run directory leads into it."""
+    nbytes: int = 0
+    """Size of the files in it."""
+    looks: str = ""
+    """Changes with the name, size or time of change of anything in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run directory as it was found."""
+
+    tags: tuple[Tag, ...]
+    latest: str | None
+    """What `latest` names; None where it cannot be read."""
+    latest_universal: str | None = None
+    problem: str | None = None
+    """Why nothing can be said about what is needed."""
+    trashed: tuple[Tag, ...] = ()
+    """Those in the trash, of which no more is known than who leads to where they are or were."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What is to be kept."""
+
+    keep_last: int
+    """So many of the newest complete steps, at least 2."""
+    min_age_ns: int
+    """How long a tag must not have changed."""
+    keep_every: int | None = None
+    """Steps that are multiples of this."""
+    keep_tags: tuple[str, ...] = ()
+    """Patterns of names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was decided about a tag."""
+
+    tag: Tag
+    step: int | None
+    verdict: str
+    """`kept`, `candidate` or `ambiguous`."""
+    reason: str
+
+
+def _step_in(run: Run, name: str) -> int | None:
+    """Read the step of a tag that can be held against that of `latest`.
+
+    Of `epoch_1/step_9` and `epoch_2/step_3` the numbers do not tell which one is newer.
+    """
+    is_beside = name.rpartition("/")[0] == (run.latest or "").rpartition("/")[0]
+    return step_of(name) if is_beside else None
+
+
+def refusal(run: Run) -> str | None:
+    """Say why nothing of a run may go at all; None if something may."""
+    if run.problem is not None:
+        return run.problem
+    if run.latest is None:
+        return "no 'latest' says which tag is needed; give the directory that holds it"
+    if run.latest not in {tag.name for tag in run.tags}:
+        return f"'latest' names {run.latest}, which is no tag with shards here"
+    if step_of(run.latest) is None:
+        return f"'latest' names {run.latest}, which tells no step to hold others against"
+    return None
+
+
+def choose(run: Run, rules: Rules, now_ns: int) -> list[Choice]:
+    """Decide about every tag, in the order of their steps; of a run that `refusal` lets pass."""
+    newest = _newest(run, rules)
+    ordered = sorted(run.tags, key=lambda tag: (step_of(tag.name) or -1, tag.name))
+    return [_decide(tag, run, rules, newest, now_ns) for tag in ordered]
+
+
+def protection(name: str, run: Run, rules: Rules) -> str | None:
+    """Say which rule or name protects a tag that is archived and gone; None if none does."""
+    gone = Tag(name, changed_ns=0)
+    return next(_protected(gone, run, rules, _step_in(run, name), set()), None)
+
+
+def protection_in_trash(tag: Tag, run: Run, rules: Rules) -> str | None:
+    """Say what would keep a tag in the trash if it were brought back; None if nothing would."""
+    again = replace(run, tags=(*run.tags, *run.trashed))
+    newest = _newest(again, rules)
+    return next(_protected(tag, again, rules, _step_in(run, tag.name), newest), None)
+
+
+def _newest(run: Run, rules: Rules) -> set[int]:
+    """Return the newest steps that are complete, and not newer than the one that is needed."""
+    last = step_of(run.latest or "")
+    steps = {_step_in(run, tag.name) for tag in run.tags if tag.problem is None}
+    known = sorted(step for step in steps if step is not None and last is not None and step <= last)
+    return {*known[-rules.keep_last :]}
+
+
+def _decide(tag: Tag, run: Run, rules: Rules, newest: set[int], now_ns: int) -> Choice:
+    step = _step_in(run, tag.name)
+    for reason in _young(tag, rules, now_ns):
+        return Choice(tag, step, KEPT, reason)
+    if step is not None or tag.name == run.latest:
+        for reason in _unclear(tag, run, step):
+            return Choice(tag, step, AMBIGUOUS, reason)
+    for reason in _protected(tag, run, rules, step, newest):
+        return Choice(tag, step, KEPT, reason)
+    return Choice(tag, step, CANDIDATE, "no rule keeps it")
+
+
+def _young(tag: Tag, rules: Rules, now_ns: int) -> Iterator[str]:
+    age = now_ns - tag.changed_ns
+    if age < rules.min_age_ns:
+        least = show_duration(timedelta(seconds=rules.min_age_ns // 10**9))
+        yield f"changed {show_time(max(0, age) // 10**9)} ago, --min-age is {least}"
+
+
+def _unclear(tag: Tag, run: Run, step: int | None) -> Iterator[str]:
+    last = step_of(run.latest or "")
+    if step is not None and last is not None and step > last:
+        yield f"its step is above {last:,}, that of 'latest': is it of another run?"
+    if tag.problem is not None:
+        yield tag.problem
+
+
+def _protected(
+    tag: Tag, run: Run, rules: Rules, step: int | None, newest: set[int]
+) -> Iterator[str]:
+    """Yield the reasons for which a tag is kept."""
+    if tag.name == run.latest:
+        yield "'latest' names it"
+    if run.latest_universal in (tag.name, f"{tag.name}_universal"):
+        yield "'latest_universal' names it"
+    if step is None and step_of(tag.name) is not None:
+        yield f"lies in another directory than {run.latest}, so their steps are not compared"
+    elif step is None:
+        yield "tells no step"
+    elif step in newest:
+        yield f"among the newest {rules.keep_last}"
+    elif rules.keep_every is not None and step % rules.keep_every == 0:
+        yield f"a multiple of {rules.keep_every:,}"
+    for pattern in _matching(tag.name, rules.keep_tags):
+        yield f"matches {pattern}"
+    if tag.is_linked:
+        yield "a symbolic link leads into it"
+
+
+def _matching(name: str, patterns: Sequence[str]) -> Iterator[str]:
+    return (pattern for pattern in patterns if matches(name, pattern))
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Tell whether a tag is one that `--keep-tag` asks for; a name may look like a pattern."""
+    return name == pattern or fnmatchcase(name, pattern)

@@ -1,0 +1,1 @@
+"""Compares two checkpoints, whatever their formats, stages and world sizes."""

@@ -1,0 +1,120 @@
+"""Reads what belongs together in two checkpoints, window by window, and says where it differs."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Final
+
+import numpy as np
+
+from streamshard.engine.io.files import SourceReader
+from streamshard.engine.scan.equality import Comparator, Comparison, Mismatch
+from streamshard.engine.scan.pool import run_ordered
+from streamshard.errors import StreamshardError
+from streamshard.layout.memory_plan import MIB, SCRATCH_BYTES, WINDOW_BYTES, MemoryPlan
+from streamshard.layout.sample import Sample
+from streamshard.model import ITEMSIZE
+from streamshard.operations.checks.problems import Difference, Findings
+from streamshard.operations.compare.matched_runs import RunPart, Runs, Side
+from streamshard.operations.compare.matching import Pair
+
+EXTRA_BYTES: Final = WINDOW_BYTES + SCRATCH_BYTES + 2 * MIB
+"""What a worker takes beyond a window and its scratch: those of the other side, and the copies."""
+
+
+class Comparing:
+    """Two opened checkpoints, and the pairs of tensors that are to be read.
+
+    Parameters
+    ----------
+    exactly
+        Whether the bits of a NaN count too where one side is a cast.
+    """
+
+    def __init__(
+        self, left: Side, right: Side, pairs: Sequence[Pair], *, exactly: bool = False
+    ) -> None:
+        self._runs = Runs(left, right, pairs)
+        self._exactly = exactly
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are compared, of either side."""
+        return self._runs.nbytes
+
+    def run(
+        self, memory: MemoryPlan, findings: Findings, progress: Callable[[int], None]
+    ) -> list[Difference]:
+        """Compare all pairs; what cannot be read is added to the findings."""
+        waiting: deque[Sequence[RunPart]] = deque()
+        tallies: dict[int, tuple[int, int]] = {}
+        make = partial(self._comparator, memory, progress)
+        paths = {file.path for side in self._runs.sides for file in side.files}
+        for result in run_ordered(self._jobs(waiting), make, memory.workers):
+            parts = waiting.popleft()
+            if isinstance(result, StreamshardError):
+                findings.add_error(result, self._runs.sides[0].path, paths)
+                continue
+            for mismatch in result:
+                part = parts[mismatch.part]
+                _count(tallies, self._runs.pairs[part.number], part, mismatch)
+        findings.tensors += len(self._runs.pairs)
+        return [
+            _difference(self._runs.pairs[number], *found)
+            for number, found in sorted(tallies.items())
+        ]
+
+    def _comparator(self, memory: MemoryPlan, progress: Callable[[int], None]) -> Comparator:
+        readers = [SourceReader(side.files, side.decoders) for side in self._runs.sides]
+        return Comparator(
+            readers[0],
+            readers[1],
+            window_bytes=memory.window_bytes,
+            scratch_bytes=SCRATCH_BYTES // 2,
+            progress=progress,
+        )
+
+    def _jobs(
+        self, waiting: deque[Sequence[RunPart]]
+    ) -> Iterator[Callable[[Comparator], list[Mismatch] | StreamshardError]]:
+        for run in self._runs:
+            waiting.append(run)
+            yield partial(self._compare, run)
+
+    def _compare(
+        self, run: Sequence[RunPart], comparator: Comparator
+    ) -> list[Mismatch] | StreamshardError:
+        first = self._runs.pairs[run[0].number]
+        ratio = first.itemsize // ITEMSIZE[first.dtype]
+        ends = np.cumsum([part.stop - part.start for part in run])
+        try:
+            left, right = self._runs.regions(run)
+            starts = np.concatenate([[0], ends[:-1]]) // ratio
+            any_nan = not self._exactly and first.left.dtype != first.right.dtype
+            return comparator.compare(Comparison(left, right, starts, first.dtype, any_nan))
+        except StreamshardError as error:
+            return error
+
+
+def chosen(pairs: Sequence[Pair], sample: Sample) -> list[Pair]:
+    """Choose the pairs that are in a sample."""
+    ends = list(accumulate(pair.nbytes for pair in pairs))
+    total = ends[-1] if ends else 0
+    both = zip(pairs, ends, strict=True)
+    return [pair for pair, end in both if sample.holds(end - pair.nbytes, end, total)]
+
+
+def _count(tallies: dict[int, tuple[int, int]], pair: Pair, part: RunPart, found: Mismatch) -> None:
+    """Add what was found in a part of a pair."""
+    at = part.start * ITEMSIZE[pair.dtype] // pair.itemsize + found.first
+    first, count = tallies.get(part.number, (at, 0))
+    tallies[part.number] = min(first, at), count + found.count
+
+
+def _difference(pair: Pair, first: int, count: int) -> Difference:
+    numel = pair.nbytes // pair.itemsize
+    message = f"{pair.name}: {count:,} of {numel:,} elements differ, the first at index {first:,}"
+    if pair.left.dtype != pair.right.dtype:
+        message += " (one side keeps no module weights: cast from its master weights)"
+    return Difference("elements", pair.name, message, first, count, numel)

@@ -1,0 +1,163 @@
+"""Shares pairs of tensors out into runs that one worker reads in a row, of either side."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Final, Protocol
+
+import numpy as np
+
+from streamshard.engine.io.files import Decoder
+from streamshard.engine.numeric.cast import comparing_cast
+from streamshard.engine.run.work import Region
+from streamshard.layout.cutting import Cutting, Segments, coalesce
+from streamshard.model import ITEMSIZE, SourceFile
+from streamshard.operations.compare.matching import Pair, SideElements
+
+_RUN_BYTES: Final = 64 << 20
+"""What a worker compares in a row, if it is not in too many pieces."""
+_PIECE_COST: Final = 8192
+"""Bytes that a piece counts for, as each takes some integers: a run has 8192 at most."""
+_LEAST_CHUNKS: Final = 4
+"""Compressed chunks in a run that need not end where a chunk does: one of them is decoded twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunPart:
+    """A range of a pair's elements."""
+
+    number: int
+    """Of the pair."""
+    start: int
+    stop: int
+
+
+class Side(Protocol):
+    """Opened files, and where in them the elements of tensors lie."""
+
+    @property
+    def path(self) -> Path:
+        """Where they are."""
+
+    @property
+    def files(self) -> tuple[SourceFile, ...]:
+        """The files."""
+
+    @property
+    def decoders(self) -> Mapping[int, Decoder]:
+        """How to read files whose stored bytes are not the tensor's."""
+
+    @property
+    def codec_bytes(self) -> int:
+        """Memory that decoding one file takes; 0 where none is decoded."""
+
+    @property
+    def cutting(self) -> Cutting:
+        """Where every element lies."""
+
+
+class Runs:
+    """The runs that the pairs of two opened checkpoints are shared out into.
+
+    Parameters
+    ----------
+    block_numel
+        Parts of a pair begin at multiples of as many elements.
+    """
+
+    def __init__(
+        self, left: Side, right: Side, pairs: Sequence[Pair], *, block_numel: int = 1
+    ) -> None:
+        self.sides = left, right
+        # Pairs that are read alike can share a window.
+        self.pairs = sorted(pairs, key=_alike)
+        self._block_numel = block_numel
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are compared, of either side."""
+        return sum(pair.nbytes for pair in self.pairs)
+
+    def __iter__(self) -> Iterator[list[RunPart]]:
+        """Yield runs of about equal length that do not take too many copies."""
+        for _, group in groupby(enumerate(self.pairs), key=lambda item: _alike(item[1])):
+            yield from self._runs(group)
+
+    def _runs(self, pairs: Iterable[tuple[int, Pair]]) -> Iterator[list[RunPart]]:
+        run: list[RunPart] = []
+        held = 0
+        for number, pair in pairs:
+            step = self._step(pair)
+            for start in range(0, pair.numel, step):
+                stop = min(start + step, pair.numel)
+                run.append(RunPart(number, start, stop))
+                held += self._cost(pair, stop - start)
+                if held >= _RUN_BYTES:
+                    yield run
+                    run, held = [], 0
+        if run:
+            yield run
+
+    def _cost(self, pair: Pair, numel: int) -> int:
+        """Weigh elements by their bytes and by the pieces in which they lie."""
+        pieces = sum(
+            numel // self._piece_numel(side, half) + 2 for side, half in self._halves(pair)
+        )
+        return numel * ITEMSIZE[pair.dtype] + pieces * _PIECE_COST
+
+    def _step(self, pair: Pair) -> int:
+        """Choose how many elements of a pair a worker compares in a row, if it has so many.
+
+        Chunks that are compressed are decoded as a whole: no two workers are to decode the same.
+        """
+        unit = pair.itemsize // ITEMSIZE[pair.dtype]
+        block, least_numel = unit * self._block_numel, 0
+        for side, half in self._halves(pair):
+            if side.codec_bytes:
+                unit = max(unit, self._piece_numel(side, half))
+                least_numel = _LEAST_CHUNKS * unit
+        many = _RUN_BYTES // ITEMSIZE[pair.dtype]
+        least = max(1, self._cost(pair, many) // _RUN_BYTES)
+        step = max(1, many // least // unit) * unit
+        return step if self._block_numel == 1 else -(-max(step, least_numel) // block) * block
+
+    def _halves(self, pair: Pair) -> Iterator[tuple[Side, SideElements]]:
+        return zip(self.sides, (pair.left, pair.right), strict=True)
+
+    def _piece_numel(self, side: Side, half: SideElements) -> int:
+        return int(side.cutting.piece_numel[half.tensor])
+
+    def regions(self, run: Sequence[RunPart]) -> tuple[Region, Region]:
+        """Say what fills the windows of the left and of the right side."""
+        pairs = [self.pairs[part.number] for part in run]
+        left, right = self.sides
+        return (
+            self._region(left, [pair.left for pair in pairs], run, pairs[0]),
+            self._region(right, [pair.right for pair in pairs], run, pairs[0]),
+        )
+
+    def _region(
+        self, side: Side, halves: Sequence[SideElements], run: Sequence[RunPart], first: Pair
+    ) -> Region:
+        """Say what fills the windows of one side."""
+        source, target = ITEMSIZE[halves[0].dtype], ITEMSIZE[first.dtype]
+        tensor = np.array([half.tensor for half in halves], dtype=np.int64)
+        shift = np.array([half.start for half in halves], dtype=np.int64)
+        start = np.array([part.start for part in run], dtype=np.int64)
+        stop = np.array([part.stop for part in run], dtype=np.int64)
+        ends = np.cumsum(stop - start) * target
+        segments = Segments(tensor, start + shift, stop + shift, ends - (stop - start) * target)
+        found = side.cutting.locate(segments, target_itemsize=target)
+        ratio = first.itemsize // target
+        return Region(
+            content_bytes=int(ends[-1]),
+            copies=coalesce(found, itemsize=source, target_itemsize=target),
+            source_itemsize=source * ratio,
+            target_itemsize=target * ratio,
+            cast=comparing_cast(halves[0].dtype, first.dtype),
+        )
+
+
+def _alike(pair: Pair) -> tuple[str, str, str, int]:
+    return pair.left.dtype, pair.right.dtype, pair.dtype, pair.itemsize

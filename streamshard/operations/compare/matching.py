@@ -1,0 +1,361 @@
+"""Finds what belongs together in two checkpoints, whatever their formats, stages and world sizes.
+
+The result of `pair_up` says which elements are to be the same; reading them is another matter.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from streamshard.engine.numeric.cast import cast_between, wider
+from streamshard.errors import UnsupportedError
+from streamshard.formats import frameworks
+from streamshard.formats.checkpoint import Checkpoint, Family
+from streamshard.formats.deepspeed import training_state
+from streamshard.formats.torch.tree_comparison import SamePlace, spell_few
+from streamshard.formats.zarr.documents import array_path
+from streamshard.model import BLOB, FILE, ITEMSIZE, MASTER, MODULE, LogicalTensor
+from streamshard.operations.checks.problems import Difference
+from streamshard.operations.source.source import Source
+
+_OWN_STATES: Final = (MODULE, BLOB, FILE)
+"""States that are not the optimizer's."""
+_LIMIT_AGAIN: Final = 16
+"""How often tensors of the training state may share an element, on average."""
+_FREE_BYTES: Final = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class SideElements:
+    """Elements of a logical tensor of one side."""
+
+    tensor: int
+    dtype: str
+    start: int = 0
+    """First element."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Elements of both sides that are to be the same."""
+
+    name: str
+    left: SideElements
+    right: SideElements
+    numel: int
+    """Elements of either half."""
+    dtype: str
+    """What both are to be compared as: the dtype of at least one."""
+    itemsize: int
+    """Bytes by which differences are counted."""
+    tensor: LogicalTensor | None = None
+    """What is compared, as the left side has it; None for a place in the training state."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are compared."""
+        return self.numel * ITEMSIZE[self.dtype]
+
+
+@dataclass(slots=True)
+class Pairing:
+    """What belongs together, and what was found to differ without reading tensors."""
+
+    by_value: bool = False
+    """Whether floats of different dtypes are to be compared too."""
+    pairs: list[Pair] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    blobs: set[tuple[SideElements, SideElements, int]] = field(default_factory=set)
+    """Parts of the training state's tensors that are paired already, and their bytes."""
+    blob_budget: int = 0
+    """Bytes of them that may still be paired."""
+    is_spent: bool = False
+    tensors: dict[str, LogicalTensor] = field(default_factory=dict)
+    """What differences are about, by their names, where that is a tensor."""
+    _paired: set[tuple[SideElements, SideElements]] = field(default_factory=set)
+
+    def differ(self, kind: str, name: str, message: str) -> None:
+        """Add a difference."""
+        self.differences.append(Difference(kind, name, f"{name}: {message}"))
+
+    def differ_in(self, kind: str, tensor: LogicalTensor, message: str) -> None:
+        """Add a difference of a whole tensor."""
+        path = array_path(tensor)
+        self.tensors[path] = tensor
+        self.differ(kind, path, message)
+
+    def add(
+        self, tensor: LogicalTensor, left: SideElements, right: SideElements, dtype: str
+    ) -> None:
+        """Add whole tensors, once even where they are tied and have several names."""
+        if (left, right) not in self._paired:
+            self._paired.add((left, right))
+            path, size = array_path(tensor), ITEMSIZE[dtype]
+            self.pairs.append(Pair(path, left, right, tensor.numel, dtype, size, tensor))
+
+
+def pair_up(
+    left: Source, right: Source, *, converted: bool = False, by_value: bool = False
+) -> Pairing:
+    """Pair the tensors of two checkpoints, and compare everything else.
+
+    Module weights that one side does not keep, as in stage 3, are casts of its master weights, and
+    compared as such.
+
+    Parameters
+    ----------
+    converted
+        Whether the left side was made of the right one by a change of the module's dtype. Then
+        its weights are compared with casts of the right side's, not found to be of another dtype.
+    by_value
+        Whether floats of different dtypes, besides being found to differ, are to be compared as the
+        dtype that holds the values of both.
+    """
+    found = Pairing(by_value=by_value)
+    one, other = left.checkpoint, right.checkpoint
+    if len(one.families) != len(other.families):
+        message = f"{len(one.families)} and {len(other.families)} tensor or pipeline parallel parts"
+        found.differ("value", "the model", message)
+        return found
+    _pair_states(one, other, found)
+    for family, twin in zip(one.families, other.families, strict=True):
+        if one.is_dumps or other.is_dumps:
+            break
+        _ModulePairing(one, other, family, twin, found, converted).run()
+    found.blob_budget = _blob_budget(one)
+    for place in training_state.compare(one, other):
+        if isinstance(place, SamePlace):
+            _pair_blobs(place, found)
+        else:
+            found.differ("value", place.name, place.message)
+    if one.is_dumps != other.is_dumps:
+        found.notes.append("One side is raw dumps: only the optimizer's state was compared.")
+    if not (one.is_dumps or other.is_dumps):
+        _pair_files(one, other, found)
+    _note_settings(one, other, found)
+    for side in (left, right):
+        if side.checkpoint.dropped is not None:
+            found.notes.append(f"{side.path}: {side.checkpoint.remarks[0]}")
+    return found
+
+
+def _pair_states(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
+    """Pair the optimizer's states, master weights among them."""
+    mine, theirs = (dict(_own_states(checkpoint)) for checkpoint in (one, other))
+    # Dumps, and BF16_Optimizer without a stage, tell sizes but no shapes.
+    flat_ok = any(c.is_dumps or c.layout.bf16_optimizer for c in (one, other))
+    for key in {**mine, **theirs}:
+        if key not in mine or key not in theirs:
+            tensor = (mine.get(key) or theirs[key])[1]
+            _only(found, tensor, is_left=key in mine)
+            continue
+        (index, tensor), (twin_index, twin) = mine[key], theirs[key]
+        is_flat = (tensor.numel,) in (tensor.shape, twin.shape) and tensor.numel == twin.numel
+        if tensor.shape == twin.shape or (flat_ok and is_flat):
+            _pair_same(
+                found,
+                tensor,
+                SideElements(index, tensor.dtype),
+                SideElements(twin_index, twin.dtype),
+            )
+        else:
+            found.differ_in("shape", tensor, f"{tensor.shape} here, {twin.shape} there")
+
+
+def _own_states(
+    checkpoint: Checkpoint,
+) -> Iterator[tuple[tuple[int, str, str], tuple[int, LogicalTensor]]]:
+    numbers = {family.name: number for number, family in enumerate(checkpoint.families)}
+    for index, tensor in enumerate(checkpoint.tensors):
+        if tensor.state not in _OWN_STATES:
+            yield (numbers[tensor.family], tensor.state, tensor.name), (index, tensor)
+
+
+def _only(found: Pairing, tensor: LogicalTensor, *, is_left: bool) -> None:
+    kind, place = ("extra", "here only") if is_left else ("missing", "there only")
+    found.differ_in(kind, tensor, place)
+
+
+def _pair_same(
+    found: Pairing, tensor: LogicalTensor, left: SideElements, right: SideElements
+) -> None:
+    if left.dtype != right.dtype:
+        found.differ_in("dtype", tensor, f"{left.dtype} here, {right.dtype} there")
+    dtype = wider(left.dtype, right.dtype) if found.by_value else left.dtype
+    if dtype is not None and (found.by_value or left.dtype == right.dtype):
+        found.add(tensor, left, right, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """What a module's state dict holds under a name."""
+
+    half: SideElements
+    dtype: str
+    shape: tuple[int, ...]
+    master: SideElements | None
+    """Its master weights, if it is trained."""
+    is_cast: bool
+    """Whether it is not kept itself, and is a cast of the master weights."""
+
+
+class _ModulePairing:
+    """Pairs what the modules of one family hold."""
+
+    def __init__(
+        self,
+        one: Checkpoint,
+        other: Checkpoint,
+        family: Family,
+        twin: Family,
+        found: Pairing,
+        converted: bool,
+    ) -> None:
+        self._excluded = _without_values(one, family) | _without_values(other, twin)
+        self._mine = dict(_weights(one, family))
+        self._theirs = dict(_weights(other, twin))
+        self._family = family.name
+        self._found = found
+        self._converted = converted
+
+    def run(self) -> None:
+        for name in {**self._mine, **self._theirs}:
+            mine, theirs = self._mine.get(name), self._theirs.get(name)
+            weight = mine or theirs
+            if weight is None:
+                continue
+            tensor = LogicalTensor(MODULE, name, weight.dtype, weight.shape, self._family)
+            if (mine is None or theirs is None) and name in self._excluded:
+                self._found.notes.append(
+                    f"'{name}' was compared with nothing: stage 3 keeps no values of a frozen "
+                    "weight that was saved with exclude_frozen_parameters."
+                )
+            elif mine is None or theirs is None:
+                _only(self._found, tensor, is_left=mine is not None)
+            elif mine.shape != theirs.shape:
+                message = f"{mine.shape} here, {theirs.shape} there"
+                self._found.differ_in("shape", tensor, message)
+            elif mine.dtype != theirs.dtype and not self._converted:
+                if mine.is_cast or theirs.is_cast:  # then the masters tell how they differ
+                    message = f"{mine.dtype} here, {theirs.dtype} there"
+                    self._found.differ_in("dtype", tensor, message)
+                else:
+                    _pair_same(self._found, tensor, mine.half, theirs.half)
+            else:
+                self._pair(tensor, mine, theirs)
+
+    def _pair(self, tensor: LogicalTensor, mine: _Weight, theirs: _Weight) -> None:
+        """Pair a weight of one name, shape and dtype, unless both sides only keep its masters."""
+        dtype, right = mine.dtype, theirs.half
+        if mine.dtype != theirs.dtype:
+            if mine.is_cast:
+                return
+            right = theirs.master or right
+        elif mine.is_cast and theirs.is_cast:
+            return
+        for half in (mine.half, right):
+            try:
+                cast_between(half.dtype, dtype)
+            except UnsupportedError as error:
+                self._found.differ_in("dtype", tensor, str(error))
+                return
+        self._found.add(tensor, mine.half, right, dtype)
+
+
+def _weights(checkpoint: Checkpoint, family: Family) -> Iterator[tuple[str, _Weight]]:
+    """Yield what a module's state dict holds, tied weights under each of their names."""
+    index = checkpoint.tensor_index()
+    for entry in family.module:
+        name = entry.held_as
+        kept, master = (
+            SideElements(tensor, checkpoint.tensors[tensor].dtype) if tensor is not None else None
+            for tensor in (index.get((family.name, state, name)) for state in (MODULE, MASTER))
+        )
+        half = kept or master
+        if half is not None and entry.kind != "extra":
+            yield entry.name, _Weight(half, entry.dtype, entry.shape, master, kept is None)
+
+
+def _without_values(checkpoint: Checkpoint, family: Family) -> set[str]:
+    """List the names of excluded weights of which stage 3 left nothing but a placeholder."""
+    index = checkpoint.tensor_index()
+    return {
+        entry.name
+        for entry in family.module
+        if entry.kind == "excluded" and (family.name, MODULE, entry.name) not in index
+    }
+
+
+def _blob_budget(checkpoint: Checkpoint) -> int:
+    """Tell how many bytes of tensors in the training state are compared, each view counted."""
+    held = sum(tensor.nbytes for tensor in checkpoint.tensors if tensor.state == BLOB)
+    return _LIMIT_AGAIN * held + _FREE_BYTES
+
+
+def _pair_blobs(place: SamePlace, found: Pairing) -> None:
+    """Pair what lies at one place of the training state, once if several places show it."""
+    halves = [SideElements(tensor, "uint8", start) for tensor, start in (place.left, place.right)]
+    pair = Pair(place.name, halves[0], halves[1], place.nbytes, "uint8", place.itemsize)
+    shown = (halves[0], halves[1], pair.nbytes)
+    if shown in found.blobs:
+        return
+    found.blobs.add(shown)
+    found.blob_budget -= pair.nbytes
+    if found.blob_budget >= 0:
+        found.pairs.append(pair)
+    elif not found.is_spent:
+        found.is_spent = True
+        found.differ("value", place.name, "not compared: too many tensors share their elements")
+
+
+def _pair_files(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
+    """Pair the files that come along; those of ranks that only one side has are left out."""
+    mine, theirs = _files(one), _files(other)
+    here = frameworks.resize(
+        one.tag, list(theirs), source_world_size=other.ranks, world_size=one.ranks
+    )
+    there = frameworks.resize(
+        one.tag, list(mine), source_world_size=one.ranks, world_size=other.ranks
+    )
+    # A file that a resharding leaves out is not missing, and may still be here, as in a store; one
+    # that it makes for a new rank is another than one of that name that was left behind.
+    kept = {path: path for path in mine.keys() - {*here.new_steps, *there.new_steps}}
+    moved = {path: here.paths.get(path) or kept.get(path) for path in theirs}
+    for path, now in moved.items():
+        tensor = other.tensors[theirs[path]]
+        if now is None:
+            continue
+        if now not in mine:
+            _only(found, tensor, is_left=False)
+            continue
+        halves = SideElements(mine[now], "uint8"), SideElements(theirs[path], "uint8")
+        if one.tensors[mine[now]].nbytes != tensor.nbytes:
+            message = f"{one.tensors[mine[now]].nbytes} bytes here, {tensor.nbytes} there"
+            found.differ_in("shape", tensor, message)
+        else:
+            found.add(tensor, *halves, "uint8")
+    for path in mine.keys() - set(moved.values()) - {*here.new_steps}:
+        if path in there.paths:
+            _only(found, one.tensors[mine[path]], is_left=True)
+
+
+def _files(checkpoint: Checkpoint) -> Mapping[str, int]:
+    """Return path → tensor, with one name for the tag directory, whatever the tag."""
+    prefix = f"{checkpoint.tag}/"
+    return {
+        f"<tag>/{t.name.removeprefix(prefix)}" if t.name.startswith(prefix) else t.name: index
+        for index, t in enumerate(checkpoint.tensors)
+        if t.state == FILE
+    }
+
+
+def _note_settings(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
+    """Say what differs and is no state: tag, config, versions."""
+    if one.tag != other.tag:
+        found.notes.append(f"The tags differ: '{one.tag}' and '{other.tag}'.")
+    held = [dict(training_state.provenance(checkpoint)) for checkpoint in (one, other)]
+    keys = training_state.differing_keys(held[0], held[1])
+    if keys:
+        shown = spell_few([key.lstrip(".") for key in keys])
+        found.notes.append(f"Settings that differ, which are no state: {shown}.")

@@ -1,0 +1,213 @@
+"""Turns a checkpoint into the files of a store: every chunk becomes a region with its copies."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import google_crc32c
+import numpy as np
+
+from streamshard.engine.numeric import digests
+from streamshard.engine.numeric.checksums import ChunkChecksums, crc32
+from streamshard.engine.run.work import Encoding, Fixed, Region, Span, TargetFile
+from streamshard.errors import UnsupportedError
+from streamshard.formats.zarr import store_manifest, store_paths, store_state, zarr_writer
+from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, BloscChunk, spell_checksum
+from streamshard.formats.zarr.documents import MANIFEST_PATH, STATE_PATH, array_path, chunk_keys
+from streamshard.formats.zarr.store_files import MANIFEST_FILES, STATE_FILES
+from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord
+from streamshard.layout.cutting import Segments, coalesce
+from streamshard.layout.grid import chunk_counts
+from streamshard.model import ITEMSIZE, Copies, Digest
+from streamshard.operations.source.source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A chunk to be written."""
+
+    path: str
+    tensor: int
+    start: int
+    """First element."""
+    stop: int
+    """Element after the last; the chunk itself may reach past the tensor's end."""
+    nbytes: int
+    """Content, what lies past the tensor's end included."""
+
+
+class StoreTargets:
+    """Fills the files of a store from a source, and keeps what the manifest is to say of them."""
+
+    def __init__(self, source: Source, chunk_shapes: Sequence[tuple[int, ...]], codec: str) -> None:
+        self._source = source
+        self._chunk_shapes = chunk_shapes
+        self._codec = codec
+        self._records: dict[str, FileRecord] = {}
+        """What was written so far."""
+        self._digests: dict[tuple[int, int], Digest] = {}
+        """(tensor, first element) → digest of a chunk's content that was written so far."""
+        self.nbytes: int | None = None
+        """Size of all files once they are written; None before, and if an earlier run did it."""
+
+    @property
+    def encode(self) -> Callable[[memoryview], bytes] | None:
+        """How a chunk of four-byte elements, as most are, is compressed; None if none is."""
+        return None if self._codec == "none" else BloscChunk(self._codec, 4).encode
+
+    def content(self) -> Iterator[TargetFile]:
+        """Turn everything but the manifest into work."""
+        documents = self._documents()
+        self._records.update({path: record_of(data) for path, data in documents.items()})
+        yield from _fixed(documents)
+        for chunk in self._chunks():
+            yield self._chunk_target(chunk)
+
+    def sizes(self, *, reads_back: bool = False) -> dict[str, int]:
+        """Work out the size of every file by its path; at most, where there is compression.
+
+        Parameters
+        ----------
+        reads_back
+            Require of what is about to be written that it can be read.
+
+        Raises
+        ------
+        UnsupportedError
+            It could not be.
+        """
+        documents = self._documents()
+        if reads_back:
+            store_state.require_readable(documents[STATE_FILES[1]][:-CHECKSUM_BYTES])
+        records = {path: record_of(data) for path, data in documents.items()}
+        for chunk in self._chunks():
+            blocks = -(-chunk.nbytes // BLOCK_BYTES) if self._codec == "none" else 1
+            # Blosc stores what does not shrink, with a header.
+            extra = CHECKSUM_BYTES if self._codec == "none" else CHECKSUM_BYTES + 16
+            zeros = np.zeros(blocks, dtype=np.uint32)
+            records[chunk.path] = FileRecord(chunk.nbytes + extra, zeros)
+        tensors = self._source.checkpoint.tensors
+        held = {array_path(tensor): digests.EMPTY.text for tensor in tensors}
+        manifest = store_manifest.spell(records, self._codec, held)
+        small = small_array(MANIFEST_PATH, manifest)
+        sizes = {path: record.nbytes for path, record in records.items()}
+        sizes |= {path: len(data) for path, data in small.items()}
+        for path in (MANIFEST_FILES[1], STATE_FILES[1]):
+            if sizes[path] > store_paths.LIMIT_BYTES:
+                message = f"{path} of its store would have {sizes[path]:,} bytes, and"
+                message = f"{message} {store_paths.LIMIT_BYTES:,} is most that is read"
+                raise UnsupportedError(f"{message}; use a larger --chunk-size")
+        return sizes
+
+    def manifest(self) -> Iterator[TargetFile]:
+        """Turn the manifest into work, once everything else is written."""
+        pieces: dict[int, list[Digest]] = {}
+        for tensor, start in sorted(self._digests):
+            pieces.setdefault(tensor, []).append(self._digests[tensor, start])
+        held = {
+            array_path(tensor): digests.joined(pieces.get(index, ())).text
+            for index, tensor in enumerate(self._source.checkpoint.tensors)
+        }
+        # Sorted, because workers and runs that go on note them in any order.
+        manifest = store_manifest.spell(dict(sorted(self._records.items())), self._codec, held)
+        small = small_array(MANIFEST_PATH, manifest)
+        if self._records:
+            written = (record.nbytes for record in self._records.values())
+            self.nbytes = sum(written) + sum(map(len, small.values()))
+        return _fixed(small)
+
+    def _documents(self) -> dict[str, bytes]:
+        """Spell all files of a store that are not a tensor's chunks, but for the manifest."""
+        checkpoint = self._source.checkpoint
+        state = store_state.dump(checkpoint, self._chunk_shapes)
+        documents = zarr_writer.documents(checkpoint, self._chunk_shapes, self._codec)
+        return {**documents, **small_array(STATE_PATH, state)}
+
+    def _chunks(self) -> Iterator[Chunk]:
+        """Yield the chunks of all tensors, in the order of their elements."""
+        both = zip(self._source.checkpoint.tensors, self._chunk_shapes, strict=True)
+        for index, (tensor, shape) in enumerate(both):
+            step, itemsize = math.prod(shape), ITEMSIZE[tensor.dtype]
+            path = array_path(tensor)
+            for number, key in enumerate(chunk_keys(chunk_counts(tensor.shape, shape))):
+                start = number * step
+                stop = min(start + step, tensor.numel)
+                yield Chunk(f"{path}/{key}", index, start, stop, step * itemsize)
+
+    def _chunk_target(self, chunk: Chunk) -> TargetFile:
+        dtype = self._source.checkpoint.tensors[chunk.tensor].dtype
+        itemsize = ITEMSIZE[dtype]
+        copies = self._copies(chunk, itemsize)
+        if self._codec == "none":
+            region = self._raw_region(chunk, copies, itemsize)
+        else:
+            region = self._encoded_region(chunk, copies, itemsize)
+        return TargetFile(chunk.path, [Span(0, [region])])
+
+    def _copies(self, chunk: Chunk, itemsize: int) -> Copies:
+        one = np.array([chunk.tensor], dtype=np.int64)
+        segments = Segments(one, np.array([chunk.start]), np.array([chunk.stop]), one * 0)
+        found = self._source.cutting.locate(segments, target_itemsize=itemsize)
+        return coalesce(found, itemsize=itemsize, target_itemsize=itemsize)
+
+    def _raw_region(self, chunk: Chunk, copies: Copies, itemsize: int) -> Region:
+        sums = ChunkChecksums(BLOCK_BYTES)
+
+        def trailer() -> bytes:
+            size = chunk.nbytes + CHECKSUM_BYTES
+            self._records[chunk.path] = FileRecord(size, sums.blocks.values())
+            self._note(chunk, digests.of_chunk(sums, chunk.nbytes, BLOCK_BYTES), itemsize)
+            return spell_checksum(sums.crc32c.value)
+
+        return Region(chunk.nbytes, copies, sums, trailer, CHECKSUM_BYTES)
+
+    def _encoded_region(self, chunk: Chunk, copies: Copies, itemsize: int) -> Region:
+        codec, content_digest = BloscChunk(self._codec, itemsize), digests.RunningDigest()
+        stored_digest = digests.RunningDigest()
+
+        def trailer() -> bytes:
+            end = spell_checksum(stored_digest.value.crc32c)
+            stored_digest.update(memoryview(end))
+            note()
+            return end
+
+        def recall(stored: bytes) -> None:
+            content = memoryview(bytearray(chunk.nbytes))
+            codec.decode(stored, Path(chunk.path), content)
+            content_digest.update(content)
+            stored_digest.update(memoryview(stored))
+            note()
+
+        def note() -> None:
+            found = stored_digest.value
+            self._records[chunk.path] = FileRecord(
+                found.nbytes, np.array([found.crc32], dtype=np.uint32)
+            )
+            self._note(chunk, content_digest.value, itemsize)
+
+        encoding = Encoding(codec.encode, recall, stored_digest)
+        return Region(chunk.nbytes, copies, content_digest, trailer, encoding=encoding)
+
+    def _note(self, chunk: Chunk, whole: Digest, itemsize: int) -> None:
+        """Keep the digest of a chunk's elements, without the zeros past the tensor's end."""
+        past_end = chunk.nbytes - (chunk.stop - chunk.start) * itemsize
+        self._digests[chunk.tensor, chunk.start] = digests.without_zeros(whole, past_end)
+
+
+def small_array(path: str, data: bytes) -> dict[str, bytes]:
+    """Spell an array of raw bytes: its document and its only chunk, by path."""
+    return {
+        f"{path}/zarr.json": zarr_writer.small_array_document(len(data)),
+        f"{path}/c/0": data + spell_checksum(google_crc32c.value(data)),
+    }
+
+
+def record_of(data: bytes) -> FileRecord:
+    """Record a file whose bytes are at hand."""
+    return FileRecord(len(data), np.array([crc32(data)], dtype=np.uint32))
+
+
+def _fixed(files: Mapping[str, bytes]) -> Iterator[TargetFile]:
+    for path, data in files.items():
+        yield TargetFile(path, [Span(0, [Fixed(data)])])

@@ -1,0 +1,1 @@
+"""`diff`: how different two checkpoints are."""

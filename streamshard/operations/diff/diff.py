@@ -1,0 +1,280 @@
+"""`diff`: how different two checkpoints are, whatever their formats, stages and world sizes."""
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Final
+
+from streamshard.engine.io.files import SourceReader
+from streamshard.engine.numeric.cast import wider
+from streamshard.engine.run import resident_memory
+from streamshard.engine.scan.distance import BLOCK_NUMEL, NUMERIC, Measured, Measurement, Measurer
+from streamshard.engine.scan.pool import Count, run_ordered
+from streamshard.errors import UsageError
+from streamshard.layout.memory_plan import SCRATCH_BYTES, MemoryPlan
+from streamshard.model import FILE, ITEMSIZE, LogicalTensor
+from streamshard.operations.checks.structure import Request
+from streamshard.operations.compare.comparison import EXTRA_BYTES
+from streamshard.operations.compare.matched_runs import RunPart, Runs
+from streamshard.operations.compare.matching import Pair, Pairing, pair_up
+from streamshard.operations.diff.diff_report import (
+    TRAINING,
+    DiffReport,
+    StateDiff,
+    TensorDiff,
+    Totals,
+)
+from streamshard.operations.source.source import Source, read_hints
+from streamshard.operations.transfer import execution
+from streamshard.operations.transfer.report import Progress, Silent
+
+Path_ = str | os.PathLike[str]
+
+_TENSOR_BYTES: Final = 4096
+"""What the result takes of each tensor at most, while it is being put together."""
+_BITS_ONLY: Final = frozenset({TRAINING, FILE})
+"""States that are bytes, which as numbers would mean nothing."""
+
+
+def diff(
+    left: Path_,
+    right: Path_,
+    *,
+    params: Sequence[str] = (),
+    source_ds_config_file: Path_ | None = None,
+    like: Path_ | None = None,
+    tag: str | None = None,
+    against_tag: str | None = None,
+    memory_limit: int | None = None,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> DiffReport:
+    """Measure how far the tensors of a checkpoint are from those of another; changes nothing.
+
+    Both are run directories with `latest`, tag directories, stores, or templates of raw per-rank
+    dumps. Sums are taken in float64 over blocks of 32,768 elements, and then from block to block:
+    the result depends on the values alone, not on formats, workers or memory, and is off by less
+    than 1e-10 of the sum of the absolute values, for up to 10^10 elements. What is compared besides
+    tensors is what `verify` compares.
+
+    Parameters
+    ----------
+    params
+        Patterns as the shell has them, against names of parameters and buffers. With any, only
+        tensors of such names are compared, and nothing else is.
+    source_ds_config_file, like
+        For checkpoints that do not tell all that is needed; see `plan_repartition`.
+    tag, against_tag
+        Tag to read of the left and of the right side; by default the one that `latest` names.
+    memory_limit
+        Bytes allowed above what the program itself occupies; by default 1 GiB, and never more than
+        half of what the machine, or the cgroup, leaves there.
+
+    Raises
+    ------
+    StreamshardError
+        One of its subclasses, each with its own exit code; see `streamshard.errors`.
+
+    Examples
+    --------
+    >>> import streamshard
+    >>> found = streamshard.diff("runs/7b", "runs/7b-again")
+    >>> [tensor.name for tensor in found.changed]
+    ['state/fp32/layers.0.weight']
+    >>> found.changed[0].distance.changed, found.changed[0].distance.max_abs
+    (1, 1.0)
+    """
+    floor_bytes = resident_memory.resident_bytes()
+    resident_memory.restart_peak()
+    began = time.monotonic()
+    config, known = read_hints([left, right], source_ds_config_file, like)
+    limit_bytes = execution.limit_or_default(memory_limit, floor_bytes)
+    one = Request(left, tag, config, known).open()
+    other = Request(right, against_tag, config, known).open()
+    one.require_use_of_like(needed=other.needs_like)
+    pairing = pair_up(one, other, by_value=True)
+    notes = list(pairing.notes)
+    if params:
+        _choose(pairing, one, other, params)
+        notes.append(f"Compared are tensors named {', '.join(params)}, and nothing else.")
+    notes += _notes(pairing.pairs)
+    measuring = _Measuring(one, other, pairing.pairs)
+    plan = execution.fit_memory(
+        floor_bytes=floor_bytes,
+        codec_bytes=one.codec_bytes + other.codec_bytes + EXTRA_BYTES,
+        workers=workers,
+        limit_bytes=limit_bytes,
+        copies_bytes=_TENSOR_BYTES * len(pairing.pairs),
+    )
+    progress = progress or Silent()
+    read = Count(progress.advance)
+    progress.start(2 * measuring.nbytes)
+    try:
+        totals = measuring.run(plan, read.add)
+    finally:
+        progress.stop()
+    tensors, states = _summed(pairing.pairs, totals)
+    return DiffReport(
+        left=str(left),
+        right=str(right),
+        kinds=(one.kind, other.kind),
+        tags=(one.checkpoint.tag, other.checkpoint.tag),
+        tensors=tensors,
+        states=states,
+        differences=tuple(pairing.differences),
+        notes=tuple(notes),
+        bytes_read=read.value,
+        floor_bytes=floor_bytes,
+        limit_bytes=limit_bytes,
+        projected_bytes=plan.projected_bytes,
+        peak_bytes=resident_memory.peak_bytes(),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _choose(pairing: Pairing, one: Source, other: Source, patterns: Sequence[str]) -> None:
+    """Leave nothing but tensors whose names match a pattern.
+
+    Raises
+    ------
+    UsageError
+        A pattern is that of no tensor.
+    """
+    names = _Names(one, other)
+    known = [p.tensor for p in pairing.pairs if p.tensor is not None]
+    held = [name for t in (*known, *pairing.tensors.values()) for name in names.of(t)]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in held):
+            example = f"; one is '{held[0]}'" if held else ""
+            raise UsageError(f"--param {pattern}: no tensor has such a name{example}")
+
+    def is_wanted(tensor: LogicalTensor | None) -> bool:
+        found = () if tensor is None else names.of(tensor)
+        return any(fnmatchcase(name, pattern) for name in found for pattern in patterns)
+
+    pairing.pairs[:] = [pair for pair in pairing.pairs if is_wanted(pair.tensor)]
+    differences = pairing.differences
+    differences[:] = [d for d in differences if is_wanted(pairing.tensors.get(d.name))]
+
+
+class _Names:
+    """By which names a tensor can be asked for."""
+
+    def __init__(self, *sources: Source) -> None:
+        self._tied: dict[tuple[str, str], dict[str, None]] = {}
+        for source in sources:
+            for family in source.checkpoint.families:
+                for entry in family.module:
+                    if entry.kind == "alias":
+                        key = family.name, entry.alias_of
+                        self._tied.setdefault(key, {})[entry.name] = None
+
+    def of(self, tensor: LogicalTensor) -> list[str]:
+        """Return its name, and those it is tied to, each also with the part of the model."""
+        if tensor.state in _BITS_ONLY:
+            return []
+        plain = [tensor.name, *self._tied.get((tensor.family, tensor.name), ())]
+        return [*plain, *(f"{tensor.family}/{name}" for name in plain if tensor.family)]
+
+
+class _Measuring:
+    """Two opened checkpoints, and the pairs of tensors that are to be measured."""
+
+    def __init__(self, left: Source, right: Source, pairs: Sequence[Pair]) -> None:
+        self._runs = Runs(left, right, pairs, block_numel=BLOCK_NUMEL)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are compared, of either side."""
+        return self._runs.nbytes
+
+    def run(self, plan: MemoryPlan, progress: Callable[[int], None]) -> dict[Pair, Totals]:
+        """Measure all pairs."""
+        pairs = self._runs.pairs
+        totals = {pair: Totals(pair.nbytes // pair.itemsize) for pair in pairs}
+        waiting: deque[Sequence[RunPart]] = deque()
+        make = partial(self._measurer, plan, progress)
+        for results in run_ordered(self._jobs(waiting), make, plan.workers):
+            for part, found in zip(waiting.popleft(), results, strict=True):
+                totals[pairs[part.number]].add(found)
+        return totals
+
+    def _measurer(self, plan: MemoryPlan, progress: Callable[[int], None]) -> Measurer:
+        left, right = (SourceReader(side.files, side.decoders) for side in self._runs.sides)
+        return Measurer(
+            left,
+            right,
+            window_bytes=plan.window_bytes,
+            scratch_bytes=SCRATCH_BYTES // 2,
+            progress=progress,
+        )
+
+    def _jobs(
+        self, waiting: deque[Sequence[RunPart]]
+    ) -> Iterator[Callable[[Measurer], list[Measured]]]:
+        for run in self._runs:
+            waiting.append(run)
+            yield partial(self._measure, run)
+
+    def _measure(self, run: Sequence[RunPart], measurer: Measurer) -> list[Measured]:
+        first = self._runs.pairs[run[0].number]
+        ratio = first.itemsize // ITEMSIZE[first.dtype]
+        left, right = self._runs.regions(run)
+        wanted = Measurement(
+            left,
+            right,
+            [(part.stop - part.start) // ratio for part in run],
+            first.dtype if first.dtype in NUMERIC and ratio == 1 else None,
+            any_nan=first.left.dtype != first.right.dtype,
+        )
+        return measurer.measure(wanted)
+
+
+def _summed(
+    pairs: Sequence[Pair], totals: Mapping[Pair, Totals]
+) -> tuple[tuple[TensorDiff, ...], tuple[StateDiff, ...]]:
+    """Say what was found of every tensor, and of all tensors of each state."""
+    tensors = []
+    states: dict[str, tuple[Totals, list[TensorDiff]]] = {}
+    for pair in pairs:
+        state = TRAINING if pair.tensor is None else pair.tensor.state
+        bytes_only = f"{pair.itemsize}-byte" if pair.tensor is None else ""
+        found = TensorDiff(
+            name=pair.name,
+            state=state,
+            dtypes=(bytes_only or pair.left.dtype, bytes_only or pair.right.dtype),
+            shape=(pair.nbytes // pair.itemsize,) if pair.tensor is None else pair.tensor.shape,
+            distance=totals[pair].distance(are_numbers=state not in _BITS_ONLY),
+        )
+        tensors.append(found)
+        together, of_state = states.setdefault(state, (Totals(), []))
+        together.join(totals[pair])
+        of_state.append(found)
+    return tuple(tensors), tuple(
+        StateDiff(
+            state=state,
+            tensors=len(held),
+            changed_tensors=sum(tensor.distance.changed > 0 for tensor in held),
+            distance=together.distance(are_numbers=state not in _BITS_ONLY),
+        )
+        for state, (together, held) in states.items()
+    )
+
+
+def _notes(pairs: Sequence[Pair]) -> Iterator[str]:
+    """Say of tensors that are of two dtypes how they are compared."""
+    mixed = [pair for pair in pairs if pair.left.dtype != pair.right.dtype]
+    widened = sum(pair.dtype == wider(pair.left.dtype, pair.right.dtype) for pair in mixed)
+    if widened:
+        yield (
+            f"Tensors of different dtypes: {widened:,}. Compared are their values, widened to a "
+            "dtype that holds both exactly."
+        )
+    if len(mixed) > widened:
+        yield (
+            f"Module weights that one side does not keep: {len(mixed) - widened:,}. Compared is "
+            "the cast of its master weights."
+        )

@@ -1,0 +1,156 @@
+"""How far apart two checkpoints are: what `diff` returns, and how it is summed up."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamshard.engine.scan.distance import COUNTS, SUMS, Measured
+from streamshard.operations.checks.problems import Difference
+
+TRAINING: Final = "training"
+"""Stands for a state where a tensor is a piece of training state, such as a generator's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """How far elements are from those on the other side.
+
+    An element is changed if its bits are: -0.0 is not 0.0. The numbers are of the elements that are
+    finite on both sides, in float64; None where there are none, or where elements are no numbers.
+    """
+
+    numel: int
+    changed: int
+    """Elements whose bits differ; where dtypes differ, whose values do."""
+    fraction_changed: float
+    max_abs: float | None
+    """Largest absolute difference."""
+    mean_abs: float | None
+    """Mean absolute difference."""
+    relative_l2: float | None
+    """Norm of the difference, divided by that of the left side; None also where that alone is 0."""
+    cosine: float | None
+    """Of the angle between both sides; None also where either is zero."""
+    nan: tuple[int, int]
+    """Elements that are NaN on the left and on the right side."""
+    inf: tuple[int, int]
+    """Elements that are infinite on the left and on the right side."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDiff:
+    """How far one tensor is from that on the other side."""
+
+    name: str
+    """As arrays are called in a store, or a place in the training state."""
+    state: str
+    """`fp32`, `exp_avg`, …, `module`; `file`, or `training` for a tensor of the training state."""
+    dtypes: tuple[str, str]
+    """On the left and on the right side, where a cast is compared that of what is cast; `8-byte`
+    where nothing but the size of an element is known."""
+    shape: tuple[int, ...]
+    distance: Distance
+
+
+@dataclass(frozen=True, slots=True)
+class StateDiff:
+    """How far all tensors of a state are from those on the other side, taken together."""
+
+    state: str
+    tensors: int
+    changed_tensors: int
+    distance: Distance
+
+
+@dataclass(frozen=True, slots=True)
+class DiffReport:
+    """Two checkpoints side by side: what `verify --against` finds, and how large it is."""
+
+    left: str
+    right: str
+    kinds: tuple[str, str]
+    """`native` for shards, `store` for a Zarr store, `dumps` for raw per-rank dumps."""
+    tags: tuple[str, str]
+    tensors: tuple[TensorDiff, ...]
+    """All that both sides have and that could be compared, equal ones too."""
+    states: tuple[StateDiff, ...]
+    differences: tuple[Difference, ...]
+    """All else that differs: training state, shapes, dtypes, what only one side has."""
+    notes: tuple[str, ...]
+    bytes_read: int
+    floor_bytes: int
+    """Resident memory before anything was opened."""
+    limit_bytes: int
+    """Memory allowed above the floor."""
+    projected_bytes: int
+    """Resident memory that the run was not to exceed, floor included."""
+    peak_bytes: int
+    """Highest resident memory that was measured."""
+    seconds: float
+
+    @property
+    def changed(self) -> tuple[TensorDiff, ...]:
+        """The tensors that are not equal."""
+        return tuple(tensor for tensor in self.tensors if tensor.distance.changed)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing differs."""
+        return not self.changed and not self.differences
+
+
+@dataclass(slots=True)
+class Totals:
+    """What was measured of one tensor, or of several, so far."""
+
+    numel: int = 0
+    counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(COUNTS), dtype=np.int64))
+    sums: NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(SUMS)))
+    largest: float = 0.0
+
+    def add(self, found: Measured) -> None:
+        """Add what was found next: one block after the other, so that the sums are always alike."""
+        self.counts += found.counts
+        with np.errstate(over="ignore", invalid="ignore"):
+            self.sums = np.add.accumulate([self.sums, *found.sums])[-1]
+        self.largest = max(self.largest, found.largest)
+
+    def join(self, other: "Totals") -> None:
+        """Add what was found of another tensor."""
+        self.numel += other.numel
+        self.add(Measured(other.counts, other.sums[np.newaxis], other.largest))
+
+    def distance(self, *, are_numbers: bool) -> Distance:
+        """Say what it comes to."""
+        changed, *not_finite, finite = map(int, self.counts)
+        finite = finite if are_numbers else 0
+        apart, squared, left, right, product = map(float, self.sums)
+        norms = math.sqrt(left) * math.sqrt(right)
+        cosine = product / norms if norms else None
+        if not squared:
+            cosine = 1.0 if left else None
+        relative = math.sqrt(squared) / math.sqrt(left) if left else None if squared else 0.0
+        return Distance(
+            numel=self.numel,
+            changed=changed,
+            fraction_changed=changed / self.numel if self.numel else 0.0,
+            max_abs=_finite(self.largest) if finite else None,
+            mean_abs=_finite(apart / finite) if finite else None,
+            relative_l2=_finite(relative) if finite else None,
+            cosine=_cosine(cosine) if finite else None,
+            nan=(not_finite[0], not_finite[1]),
+            inf=(not_finite[2], not_finite[3]),
+        )
+
+
+def _finite(value: float | None) -> float | None:
+    """Leave out what float64 cannot hold."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _cosine(value: float | None) -> float | None:
+    """Keep what rounding makes of a cosine within its bounds."""
+    return None if _finite(value) is None or value is None else max(-1.0, min(1.0, value))

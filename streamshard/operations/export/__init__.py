@@ -1,0 +1,1 @@
+"""`export`: the weights alone."""

@@ -1,0 +1,192 @@
+"""Reads back what an export wrote, and compares it with the source that it was made from."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from streamshard.engine.io.files import Decoder, target_errors
+from streamshard.engine.io.page_cache import drop_cached
+from streamshard.engine.run.phases import COMPARING, VERIFYING
+from streamshard.errors import NotAsWrittenError, SourceError
+from streamshard.formats import pretrained, safetensors_file
+from streamshard.formats.safetensors_file import Described, Stored
+from streamshard.formats.torch import torch_file
+from streamshard.formats.torch.torch_tensor import tensor_of
+from streamshard.layout.cutting import Cutting, CuttingBuilder
+from streamshard.layout.memory_plan import MemoryPlan
+from streamshard.layout.sample import EVERYTHING
+from streamshard.model import BLOB, ITEMSIZE, Slot, SourceFile
+from streamshard.operations.checks.problems import Findings
+from streamshard.operations.checks.scan import scan
+from streamshard.operations.checks.torch_check import TorchFiles
+from streamshard.operations.compare.comparison import Comparing
+from streamshard.operations.compare.matching import Pair, SideElements
+from streamshard.operations.export.model_sidecars import Companions
+from streamshard.operations.export.universal_files import UniversalFiles
+from streamshard.operations.export.weight_files import WeightFiles
+from streamshard.operations.source.source import Source
+from streamshard.operations.transfer.read_back import BothSides
+from streamshard.operations.transfer.report import Progress
+
+
+def require_exported(
+    place: Path,
+    files: WeightFiles | UniversalFiles,
+    companions: Companions,
+    memory: MemoryPlan,
+    progress: Progress,
+) -> None:
+    """Refuse exported files unless, read back from the disk, they hold what the source does.
+
+    Raises
+    ------
+    NotAsWrittenError
+        They do not; the message says what is wrong first.
+    """
+    read = _ReadBack(place, companions.source)
+    looks: list[Callable[[], Iterator[str]]] = [
+        lambda: _documents(files.documents(), place),
+        lambda: _companions(companions, read),
+        lambda: (
+            _images(files, read) if isinstance(files, UniversalFiles) else _weights(files, read)
+        ),
+    ]
+    with target_errors(place):
+        drop_cached(place)
+        try:
+            wrong = [message for look in looks for message in look()]
+            wrong = wrong or read.compare(memory, progress)
+        except SourceError as error:
+            wrong = [str(error)]
+    if wrong:
+        more = f", and {len(wrong) - 1:,} more" if len(wrong) > 1 else ""
+        raise NotAsWrittenError(
+            f"{place}: read back from disk, it is not what {companions.source.path} holds. "
+            f"{wrong[0]}{more}. It was not put into its place"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """Files that were written, seen as one side of a comparison."""
+
+    path: Path
+    files: tuple[SourceFile, ...]
+    cutting: Cutting
+    decoders: Mapping[int, Decoder] = field(default_factory=dict)
+    codec_bytes: int = 0
+
+
+class _ReadBack:
+    """Collects what is to be the same in files that were written and in the source."""
+
+    def __init__(self, place: Path, source: Source) -> None:
+        self.place = place
+        self._source = source
+        self._tensors = source.checkpoint.tensors
+        self._files: list[SourceFile] = []
+        self._torch_files: list[SourceFile] = []
+        self._places: list[tuple[int, int]] = []
+        """(file, byte offset) of the left half of each pair."""
+        self._pairs: list[Pair] = []
+
+    def add(self, path: Path, *, is_torch: bool = False) -> int:
+        """Add a file; returns its size."""
+        stat = path.stat()
+        self._files.append(SourceFile.of(path, stat))
+        if is_torch:
+            self._torch_files.append(self._files[-1])
+        return stat.st_size
+
+    def pair(self, name: str, offset: int, tensor: int, dtype: str) -> None:
+        """Pair what lies in the file that was added last with one of the source's tensors."""
+        numel = self._tensors[tensor].numel
+        left = SideElements(len(self._pairs), dtype)
+        right = SideElements(tensor, self._tensors[tensor].dtype)
+        self._places.append((len(self._files) - 1, offset))
+        self._pairs.append(Pair(name, left, right, numel, dtype, ITEMSIZE[dtype]))
+
+    def compare(self, memory: MemoryPlan, progress: Progress) -> list[str]:
+        """Read everything; returns what is wrong."""
+        findings = Findings()
+        checked = TorchFiles(self._torch_files, str, findings, EVERYTHING)
+        if self._torch_files:
+            progress.start(sum(file.nbytes for file in self._torch_files), VERIFYING)
+        scan(checked.units(), self._torch_files, {}, memory, progress.advance)
+        comparing = Comparing(self._written(), self._source, self._pairs)
+        progress.start(comparing.nbytes, COMPARING)
+        differences = comparing.run(memory, findings, BothSides(progress.advance).add)
+        return [*(p.message for p in findings.problems), *(d.message for d in differences)]
+
+    def _written(self) -> _Written:
+        builder = CuttingBuilder([pair.itemsize for pair in self._pairs])
+        both = zip(self._pairs, self._places, strict=True)
+        for number, (pair, (file, offset)) in enumerate(both):
+            slot = Slot(np.array([file]), np.array([offset]), np.array([pair.numel]))
+            builder.place(number, builder.slot(slot), piece_numel=pair.numel)
+        return _Written(self.place, tuple(self._files), builder.build())
+
+
+def _documents(documents: Mapping[str, bytes], place: Path) -> Iterator[str]:
+    for name, data in documents.items():
+        if (place / name).read_bytes() != data:
+            yield f"{name} is not what was written"
+
+
+def _companions(companions: Companions, read: _ReadBack) -> Iterator[str]:
+    for one in companions.found:
+        if (
+            read.add(read.place / one.path)
+            != companions.source.checkpoint.tensors[one.tensor].numel
+        ):
+            yield f"{one.path} is not as long as what it is a copy of"
+        read.pair(one.path, 0, one.tensor, "uint8")
+
+
+def _weights(files: WeightFiles, read: _ReadBack) -> Iterator[str]:
+    for name, weights in files.held.items():
+        found = {one.tensor.name: one for one in _stored(read, name, files.form)}
+        expected = {n: weight for weight in weights for n in files.names(weight)}
+        if found.keys() != expected.keys():
+            yield f"{name} does not hold the tensors that were written"
+            continue
+        for key, weight in expected.items():
+            offset = found[weight.names[0]].offset
+            if found[key] != Stored(Described(key, weight.dtype, weight.shape), offset):
+                yield f"{name} has another dtype, shape or place for '{key}'"
+        for weight in weights:
+            offset = found[weight.names[0]].offset
+            read.pair(weight.names[0], offset, weight.tensor, weight.dtype)
+
+
+def _stored(read: _ReadBack, name: str, form: str) -> Iterable[Stored]:
+    """Read where a file of weights keeps its tensors."""
+    path = read.place / name
+    read.add(path, is_torch=form == pretrained.TORCH)
+    if form == pretrained.SAFETENSORS:
+        return safetensors_file.read(path)
+    root = torch_file.read(path, 0).root
+    found = []
+    for key, node in root.items() if isinstance(root, dict) else ():
+        tensor = tensor_of(node)
+        if tensor is not None:
+            tensor.require_contiguous(f"{path}: {key}")
+            found.append(Stored(Described(key, tensor.dtype, tensor.shape), tensor.offset))
+    return found
+
+
+def _images(files: UniversalFiles, read: _ReadBack) -> Iterator[str]:
+    """Pair storages that hold one whole tensor; shards have their checksums alone."""
+    for name, pickled, whole in files.held():
+        path = read.place / name
+        read.add(path, is_torch=True)
+        found = torch_file.read(path, 0)
+        if torch_file.pickled(path, found) != pickled:
+            yield f"{name} is not what was written"
+            continue
+        for key, tensor in whole.items():
+            storage = found.storages[key]
+            is_raw = files.tensor(tensor).state == BLOB  # bytes, whatever its storage says
+            read.pair(name, storage.offset, tensor, "uint8" if is_raw else storage.dtype)

@@ -1,0 +1,147 @@
+"""The files that a model's weights are used with: configurations, tokenizer, chat template."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from streamshard.engine.run.work import Region, Span, TargetFile
+from streamshard.formats import pretrained
+from streamshard.formats.checkpoint import OtherFile
+from streamshard.formats.links import is_inside
+from streamshard.layout.cutting import whole_segment
+from streamshard.model import FILE, LogicalTensor, SourceFile
+from streamshard.operations.source.source import Source
+from streamshard.operations.transfer.byte_accounting import Tally
+
+
+@dataclass(frozen=True, slots=True)
+class Companion:
+    """A file that is copied as it is."""
+
+    path: str
+    """Relative to the model's directory."""
+    tensor: int
+    """Which of the checkpoint's."""
+    mode: int
+    """Permission bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Companions:
+    """The files that come along, and the source to read them from."""
+
+    source: Source
+    """The one that was given, with the files beside it as if they were in it."""
+    found: tuple[Companion, ...]
+    notes: tuple[str, ...]
+
+    def targets(self) -> Iterator[TargetFile]:
+        """Turn the files into work."""
+        for one in self.found:
+            numel = self.source.checkpoint.tensors[one.tensor].numel
+            copies = self.source.cutting.locate(whole_segment(one.tensor, numel), target_itemsize=1)
+            span = Span(0, [Region(numel, copies)])
+            yield TargetFile(one.path, [span], mode=one.mode)
+
+    def added_to(self, tally: Tally) -> Tally:
+        """Count these files too."""
+        tensors = self.source.checkpoint.tensors
+        sizes, times = dict(tally.sizes), tally.times.copy()
+        for one in self.found:
+            sizes[one.path] = tensors[one.tensor].numel
+            times[one.tensor] += 1
+        return replace(tally, sizes=sizes, times=times)
+
+
+def find_companions(source: Source) -> Companions:
+    """Find what comes along in a checkpoint, and what it lacks of that in the directory around it.
+
+    Not everybody may read that directory: then a note says so.
+    """
+    checkpoint = source.checkpoint
+    inside = pretrained.in_order_of_preference(
+        [file.path for file in checkpoint.files], checkpoint.tag
+    )
+    around = source.path.absolute().parent
+    notes = []
+    try:
+        beside, left = _beside(around, inside)
+    except OSError as error:
+        beside, left = {}, []
+        notes.append(f"Nothing was copied from {around}: it cannot be read ({error.strerror}).")
+    source = _adopted(source, beside)
+    paths = {**inside, **{name: str(path) for name, path in beside.items()}}
+    tensors = {t.name: i for i, t in enumerate(source.checkpoint.tensors) if t.state == FILE}
+    modes = {file.path: file.mode for file in source.checkpoint.files}
+    found = [Companion(name, tensors[path], modes[path]) for name, path in sorted(paths.items())]
+    notes += _notes(paths, beside, around, left)
+    return Companions(source, tuple(found), tuple(notes))
+
+
+def _beside(place: Path, known: Mapping[str, str]) -> tuple[dict[str, Path], list[str]]:
+    """Find files in a directory that are not known yet, and links that lead out of it."""
+    found: dict[str, Path] = {}
+    left = []
+    for entry in sorted(place.iterdir()):
+        name = entry.name
+        if name in known or not name.isprintable() or not pretrained.comes_along(name):
+            continue
+        if entry.is_file() and is_inside(entry, place):
+            found[name] = entry
+        elif entry.is_symlink():
+            left.append(name)
+    return found, left
+
+
+def _adopted(source: Source, beside: Mapping[str, Path]) -> Source:
+    """Add files to a source, each as one piece of raw bytes."""
+    if not beside:
+        return source
+    files = [_described(path) for path in beside.values()]
+    tensors = [LogicalTensor(FILE, str(f.path), "uint8", (f.nbytes,)) for f in files]
+    others = [OtherFile(str(f.path), f.path.stat().st_mode & 0o777) for f in files]
+    checkpoint, cutting, count = source.checkpoint, source.cutting, len(files)
+    zeros, ones = np.zeros(count, dtype=np.int64), np.ones(count, dtype=np.int64)
+    numbers = np.arange(count, dtype=np.int64)
+    return replace(
+        source,
+        checkpoint=replace(
+            checkpoint,
+            tensors=(*checkpoint.tensors, *tensors),
+            files=(*checkpoint.files, *others),
+        ),
+        files=(*source.files, *files),
+        cutting=replace(
+            cutting,
+            origin=np.append(cutting.origin, zeros),
+            piece_numel=np.append(cutting.piece_numel, [max(1, f.nbytes) for f in files]),
+            itemsize=np.append(cutting.itemsize, ones),
+            lead=np.append(cutting.lead, zeros),
+            first_piece=np.append(cutting.first_piece, numbers + len(cutting.file)),
+            file=np.append(cutting.file, numbers + len(source.files)),
+            offset=np.append(cutting.offset, zeros),
+        ),
+    )
+
+
+def _described(path: Path) -> SourceFile:
+    return SourceFile.of(path, path.stat())
+
+
+def _notes(
+    paths: Mapping[str, str], beside: Mapping[str, Path], around: Path, left: Sequence[str]
+) -> Iterator[str]:
+    if beside:
+        yield f"Copied from beside the source, {around}: {', '.join(beside)}."
+    if left:
+        yield (
+            f"Not copied, as they are links that lead out of {around}: {', '.join(left)}. Put "
+            "copies of what belongs to the model beside the weights."
+        )
+    if pretrained.CONFIG not in paths:
+        yield (
+            f"No {pretrained.CONFIG} in or beside the source: from_pretrained needs the model's, "
+            "beside the weights."
+        )

@@ -1,0 +1,134 @@
+"""Turns a checkpoint into the files of DeepSpeed's universal form."""
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from streamshard.engine.run.work import Fixed, Span, TargetFile
+from streamshard.errors import UnsupportedError
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.write.universal_writer import UniversalImages
+from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
+from streamshard.model import LogicalTensor, Whole
+from streamshard.operations.export.weights import only_family
+from streamshard.operations.native.storage_regions import NativeFiles, cut_family
+from streamshard.operations.source.source import Source
+from streamshard.operations.transfer.byte_accounting import NativeTally, Tally
+
+_NAMELESS: Final = (
+    "saved without ZeRO (stage 0), whose optimizer does not name the parameters, and a universal "
+    "checkpoint holds their states by name. DeepSpeed loads it as it is on any count of ranks"
+)
+_LOAD: Final = (
+    'To load it, set "checkpoint": {{"load_universal": true}} in the DeepSpeed config, at ZeRO '
+    "stage {stages}. DeepSpeed then restores neither buffers nor frozen weights: load those from "
+    "the model's own files."
+)
+_ALIKE: Final = (
+    "At stage 3 DeepSpeed gives all param groups the hyper-parameters of the first, and all "
+    "sub-groups one step counter between them: `repartition` keeps each its own."
+)
+_ROUND_ROBIN: Final = (
+    "Load it with round_robin_gradients off: with it, DeepSpeed's loader puts parameters into each "
+    "other's places without a word. `repartition` knows both."
+)
+_RECORD_BYTES: Final = 2048
+"""What a record of a file takes that is in flight."""
+_COPY_BYTES: Final = 4 * 8
+_LOCATE_BYTES: Final = 16 * 8
+"""Arrays that finding a copy takes for a moment."""
+
+
+class UniversalFiles:
+    """Fills the files of a universal checkpoint from a source.
+
+    Raises
+    ------
+    UnsupportedError
+        The model is in parts, or no engine would load what was written.
+    """
+
+    def __init__(self, source: Source) -> None:
+        checkpoint = source.checkpoint
+        if not checkpoint.layout.stage:
+            raise UnsupportedError(_NAMELESS)
+        self._source = source
+        self._tensors = checkpoint.tensors
+        self._piece_numels = source.cutting.piece_numel
+        self._layout = checkpoint.layout
+        self._family = only_family(checkpoint)
+        cut = cut_family(checkpoint, self._family, self._layout, checkpoint.module_dtype)
+        self.images = UniversalImages(
+            ZeroTarget(
+                checkpoint=checkpoint,
+                family=self._family,
+                mp_rank=0,
+                layout=self._layout,
+                config=checkpoint.config,
+                module_dtype=checkpoint.module_dtype,
+                is_bf16=checkpoint.is_bf16,
+                flat_cuts=[group.spell() for group in cut.flat_groups],
+                sub_groups=cut.sub_groups,
+            )
+        )
+        self._units = max(len(cut.sub_groups), len(self._family.groups))
+        self.native = NativeFiles(source, self._layout.world_size, [cut])
+        self._latest = {names.LATEST_UNIVERSAL: checkpoint.tag.encode()}
+
+    @property
+    def overflowed(self) -> Mapping[str, int]:
+        """Return what a cast made infinite: nothing is cast."""
+        return {}
+
+    def documents(self) -> Mapping[str, bytes]:
+        """Spell the file that names the tag."""
+        return self._latest
+
+    def notes(self) -> Iterator[str]:
+        """Say how the files are loaded, and what DeepSpeed then does."""
+        yield _LOAD.format(stages="3" if self._layout.stage == 3 else "1 or 2")
+        if self._layout.stage == 3 and self._units > 1:
+            yield _ALIKE
+        if self._layout.round_robin:
+            yield _ROUND_ROBIN
+
+    def tensors(self) -> int:
+        """Count the states that get a file each."""
+        groups = self._family.groups
+        return sum(len(group.params) * (1 + len(group.flat_states())) for group in groups)
+
+    def tensor(self, number: int) -> LogicalTensor:
+        """Return one of the source's tensors."""
+        return self._tensors[number]
+
+    def tally(self) -> Tally:
+        """Count what is written, and what is read for that."""
+        tally = NativeTally(self._source, self.native)
+        tally.add((image, [image.path]) for image in self.images.all())
+        for path, data in self._latest.items():
+            tally.add_bytes(path, len(data))
+        return tally.done()
+
+    def copies_bytes(self, workers: int) -> int:
+        """Bound what the copies take of the files that are in flight."""
+        both = zip(self._tensors, self._piece_numels.tolist(), strict=True)
+        most = max((tensor.numel // piece + 2 for tensor, piece in both), default=0)
+        # Most files hold one tensor; the model file of stages 1 and 2 all that the module has.
+        records = len(self._tensors) + 2 * workers + 2
+        copies = (2 * workers + 2) * most * _COPY_BYTES + most * _LOCATE_BYTES
+        return records * _RECORD_BYTES + copies
+
+    def targets(self) -> Iterator[TargetFile]:
+        """Turn all files into work, the one that names the tag last."""
+        yield from map(self.native.torch_target, self.images.all())
+        for path, data in self._latest.items():
+            yield TargetFile(path, [Span(0, [Fixed(data)])])
+
+    def held(self) -> Iterator[tuple[str, bytes, Mapping[str, int]]]:
+        """Yield path, pickle, and record → tensor of every torch file; see `export_check`."""
+        for image in self.images.all():
+            whole = {
+                str(key): storage.content.tensor
+                for key, storage in enumerate(image.spelled.storages)
+                if isinstance(storage.content, Whole)
+            }
+            yield image.path, image.spelled.pickled, whole

@@ -1,0 +1,269 @@
+"""Turns weights into the files that hold them, each filled span by span from a source."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import PurePosixPath
+from typing import Final, TypeVar, overload
+
+import numpy as np
+
+from streamshard.engine.numeric.cast import count_infinite, counting_overflow
+from streamshard.engine.numeric.checksums import Crc32, crc32
+from streamshard.engine.run.work import Fixed, Region, Span, TargetFile
+from streamshard.formats import pretrained, safetensors_file
+from streamshard.formats.safetensors_file import Described, SafetensorsLayout
+from streamshard.formats.torch import torch_file
+from streamshard.formats.torch.torch_file import Record, TorchLayout
+from streamshard.formats.torch.torch_tensor import Storage, make_tensor
+from streamshard.layout.cutting import Segments, coalesce
+from streamshard.layout.memory_plan import MIB
+from streamshard.layout.shards import shards
+from streamshard.model import ITEMSIZE, Literal, Whole
+from streamshard.operations.export.weights import Weight
+from streamshard.operations.source.source import Source
+from streamshard.operations.transfer.byte_accounting import Tally
+
+_SPAN_BYTES: Final = 128 * MIB
+"""Files are shared out among workers in spans of about this size."""
+_MOST_COPIES: Final = 1024
+"""In a span; a record of a torch file is never cut, and has as many as there are."""
+_COPY_COST: Final = _SPAN_BYTES // _MOST_COPIES
+"""Bytes that a copy counts for."""
+_SPAN_OBJECT_BYTES: Final = MIB // 2
+"""What a span's regions take, of which there are a third as many as copies at most."""
+_WEIGHT_BYTES: Final = 512
+"""What is noted of each weight of the file that is being written."""
+_COPY_BYTES: Final = 4 * 8
+_LOCATE_BYTES: Final = 16 * 8
+"""Arrays that finding a copy takes for a moment."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Elements of a weight, and where in the file they begin."""
+
+    weight: Weight
+    start: int
+    stop: int
+    offset: int
+
+
+class _LazySpans(Sequence[Span]):
+    """Spans that are made when they are asked for, and not kept: their copies take memory."""
+
+    def __init__(self, makers: Sequence[Callable[[], Span]]) -> None:
+        self._makers = makers
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    @overload
+    def __getitem__(self, index: int) -> Span: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Span]: ...
+
+    def __getitem__(self, index: int | slice) -> Span | Sequence[Span]:
+        if isinstance(index, slice):
+            return _LazySpans(self._makers[index])
+        return self._makers[index]()
+
+
+class WeightFiles:
+    """Shares weights out among files of a limited size, and fills them from a source."""
+
+    def __init__(
+        self, source: Source, weights: Sequence[Weight], form: str, most_bytes: int
+    ) -> None:
+        self._source = source
+        self.form = form
+        """`safetensors` or `torch`."""
+        ranges = shards([weight.nbytes for weight in weights], most_bytes)
+        paths = pretrained.weight_files(form, len(ranges))
+        self._held = {p: [weights[i] for i in r] for p, r in zip(paths, ranges, strict=True)}
+        self._lock = threading.Lock()
+        self.overflowed: dict[str, int] = {}
+        """Tensor → count of its finite elements that the cast made infinite, where there are."""
+
+    @property
+    def held(self) -> Mapping[str, Sequence[Weight]]:
+        """Return file → the weights in it."""
+        return self._held
+
+    def documents(self) -> dict[str, bytes]:
+        """Spell the files that are known without reading: the index, if there are several files."""
+        if len(self._held) == 1:
+            return {}
+        where = {
+            name: path
+            for path, weights in self._held.items()
+            for weight in weights
+            for name in self.names(weight)
+        }
+        total_bytes = sum(w.nbytes for weights in self._held.values() for w in weights)
+        return {pretrained.index_file(self.form): pretrained.index(where, total_bytes)}
+
+    def names(self, weight: Weight) -> Sequence[str]:
+        """Return the names under which a weight is stored: torch's files share tied weights."""
+        return weight.names if self.form == pretrained.TORCH else weight.names[:1]
+
+    def sizes(self) -> dict[str, int]:
+        """Work out the size of every file by its path."""
+        documents = {path: len(data) for path, data in self.documents().items()}
+        return {path: self._lay_out(path).nbytes for path in self._held} | documents
+
+    def tally(self) -> Tally:
+        """Count what is written, and what is read for that."""
+        tensors = self._source.checkpoint.tensors
+        times, cast_bytes = np.zeros(len(tensors), dtype=np.int64), 0
+        for weight in (weight for weights in self._held.values() for weight in weights):
+            times[weight.tensor] += 1
+            if weight.dtype != tensors[weight.tensor].dtype:
+                cast_bytes += weight.nbytes
+        return Tally(self.sizes(), times, cast_bytes)
+
+    def copies_bytes(self, workers: int) -> int:
+        """Bound what the spans take that are in flight, and the work of finding their copies."""
+        most = 2 * _MOST_COPIES
+        if self.form == pretrained.TORCH:
+            all_weights = (weight for weights in self._held.values() for weight in weights)
+            most += max(w.numel // self._piece_numel(w) for w in all_weights)
+        in_flight = (2 * workers + 2) * (_SPAN_OBJECT_BYTES + most * _COPY_BYTES)
+        noted = max(map(len, self._held.values())) * _WEIGHT_BYTES
+        return in_flight + most * _LOCATE_BYTES + noted
+
+    def targets(self) -> Iterator[TargetFile]:
+        """Turn all files into work."""
+        for path, data in self.documents().items():
+            yield TargetFile(path, [Span(0, [Fixed(data)])])
+        for path in self._held:
+            layout = self._lay_out(path)
+            if isinstance(layout, SafetensorsLayout):
+                yield self._safetensors_target(path, layout)
+            else:
+                yield self._torch_target(path, layout)
+
+    def _lay_out(self, path: str) -> SafetensorsLayout | TorchLayout:
+        weights = self._held[path]
+        if self.form == pretrained.TORCH:
+            storages = [Storage(w.dtype, w.numel, Whole(n)) for n, w in enumerate(weights)]
+            both = list(zip(weights, storages, strict=True))
+            state = {name: make_tensor(s, w.shape) for w, s in both for name in w.names}
+            return torch_file.lay_out(torch_file.spell(state), PurePosixPath(path).stem)
+        return safetensors_file.lay_out(Described(w.names[0], w.dtype, w.shape) for w in weights)
+
+    def _safetensors_target(self, path: str, layout: SafetensorsLayout) -> TargetFile:
+        weights = {weight.names[0]: weight for weight in self._held[path]}
+        pieces = [
+            piece
+            for stored in layout.tensors
+            for piece in self._pieces(weights[stored.tensor.name], stored.offset)
+        ]
+        makers: list[Callable[[], Span]] = [lambda: Span(0, [Fixed(layout.header)])]
+        makers += [
+            partial(self._span, run) for run in _runs(pieces, lambda p: self._cost(p), _SPAN_BYTES)
+        ]
+        return TargetFile(path, _LazySpans(makers))
+
+    def _pieces(self, weight: Weight, offset: int) -> Iterator[_Piece]:
+        """Cut a weight into pieces that one worker writes in a row."""
+        itemsize = ITEMSIZE[weight.dtype]
+        step = min(_SPAN_BYTES // itemsize, _MOST_COPIES * self._piece_numel(weight))
+        for start in range(0, weight.numel, step):
+            stop = min(start + step, weight.numel)
+            yield _Piece(weight, start, stop, offset + start * itemsize)
+
+    def _cost(self, piece: _Piece) -> int:
+        """Weigh a piece by its bytes and by the copies that fill it."""
+        numel = piece.stop - piece.start
+        copies = numel // self._piece_numel(piece.weight) + 2
+        return numel * ITEMSIZE[piece.weight.dtype] + copies * _COPY_COST
+
+    def _piece_numel(self, weight: Weight) -> int:
+        """Count the elements that lie in one piece in the source, at most."""
+        return int(self._source.cutting.piece_numel[weight.tensor])
+
+    def _span(self, run: Sequence[_Piece]) -> Span:
+        return Span(run[0].offset, [self._region(piece) for piece in run])
+
+    def _region(self, piece: _Piece) -> Region:
+        source = self._source.checkpoint.tensors[piece.weight.tensor].dtype
+        itemsize = ITEMSIZE[piece.weight.dtype]
+        one = np.array([piece.weight.tensor], dtype=np.int64)
+        segments = Segments(one, np.array([piece.start]), np.array([piece.stop]), one * 0)
+        copies = self._source.cutting.locate(segments, target_itemsize=itemsize)
+        return Region(
+            content_bytes=(piece.stop - piece.start) * itemsize,
+            copies=coalesce(copies, itemsize=ITEMSIZE[source], target_itemsize=itemsize),
+            source_itemsize=ITEMSIZE[source],
+            target_itemsize=itemsize,
+            cast=counting_overflow(
+                source, piece.weight.dtype, partial(self._overflow, piece.weight.names[0])
+            ),
+            keeps=partial(_is_counted, piece.weight.dtype)
+            if source != piece.weight.dtype
+            else None,
+        )
+
+    def _overflow(self, name: str, count: int) -> None:
+        with self._lock:
+            self.overflowed[name] = self.overflowed.get(name, 0) + count
+
+    def _torch_target(self, path: str, layout: TorchLayout) -> TargetFile:
+        weights = self._held[path]
+        checksums = [Crc32() for _ in layout.records]
+        numbered = list(zip(layout.records, checksums, strict=True))
+        runs = _runs(numbered, lambda one: one[0].nbytes + 2 * _COPY_COST, _SPAN_BYTES)
+        return TargetFile(
+            path,
+            _LazySpans([partial(self._torch_span, weights, run) for run in runs]),
+            lambda: [(layout.records[-1].end, layout.ending([crc.value for crc in checksums]))],
+        )
+
+    def _torch_span(self, weights: Sequence[Weight], run: Sequence[tuple[Record, Crc32]]) -> Span:
+        parts: list[Fixed | Region] = []
+        for record, checksum in run:
+            parts += self._record(weights, record, checksum)
+        return Span(run[0][0].start, parts)
+
+    def _record(
+        self, weights: Sequence[Weight], record: Record, checksum: Crc32
+    ) -> list[Fixed | Region]:
+        """Spell a record: its header, its data, its descriptor."""
+        if isinstance(record.content, Literal):
+            data = record.content.data
+            checksum.value = crc32(data)
+            return [Fixed(record.header() + data + record.descriptor(checksum.value))]
+        if not isinstance(record.content.content, Whole):
+            raise TypeError(f"record {record.name} has nothing to fill it")
+        weight = weights[record.content.content.tensor]
+        region = replace(
+            self._region(_Piece(weight, 0, weight.numel, 0)),
+            checksum=checksum,
+            trailer=lambda: record.descriptor(checksum.value),
+            trailer_bytes=len(record.descriptor(0)),
+        )
+        return [Fixed(record.header()), region]
+
+
+def _runs(items: Sequence[T], cost: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Share items out, in order, among runs that cost about so much."""
+    run: list[T] = []
+    held = 0
+    for item in items:
+        run.append(item)
+        held += cost(item)
+        if held >= most:
+            yield run
+            run, held = [], 0
+    if run:
+        yield run
+
+
+def _is_counted(dtype: str, view: memoryview) -> bool:
+    """Tell whether no element overflowed: whether one that is infinite did is not to be seen."""
+    return count_infinite(view, dtype) == 0

@@ -1,0 +1,257 @@
+"""Chooses what an export writes: which tensors, under which names, and in which dtype."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from streamshard.defaults import DTYPES
+from streamshard.engine.numeric.cast import cast_between
+from streamshard.errors import UnsupportedError, UsageError
+from streamshard.formats.checkpoint import Checkpoint, Family, ModuleEntry
+from streamshard.formats.deepspeed import names
+from streamshard.formats.torch.torch_tensor import tensor_of
+from streamshard.formats.torch.tree_comparison import spell_few
+from streamshard.model import ITEMSIZE, MASTER, MODULE
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What somebody wants of a model. Patterns are the shell's, against the names in the source."""
+
+    dtype: str = "float32"
+    include: Sequence[str] = ()
+    """Names of which nothing else is taken; without any, all are."""
+    exclude: Sequence[str] = ()
+    keep_dtype: Sequence[str] = ()
+    """Names of what is not cast."""
+    strip_prefix: Sequence[str] = ()
+    """Taken from the front of the names, each at most once, in this order."""
+    frozen: bool = True
+    """Whether weights that were not trained are taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A tensor to be written."""
+
+    names: tuple[str, ...]
+    """More than one where it is tied; the first is that under which it is stored."""
+    tensor: int
+    """Which of the checkpoint's."""
+    dtype: str
+    """What it is to be written as."""
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Count of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes as it is written."""
+        return self.numel * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What an export writes."""
+
+    weights: tuple[Weight, ...]
+    """In the order of the module's state dict."""
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A tensor that could be written, under all its names."""
+
+    names: tuple[str, ...]
+    kind: str
+    tensor: int
+    shape: tuple[int, ...]
+
+
+def choose_weights(checkpoint: Checkpoint, selection: Selection) -> Weights:
+    """Choose the weights of a checkpoint: trained ones are its master weights.
+
+    Raises
+    ------
+    UsageError
+        A pattern or a prefix is that of no tensor, nothing is left, or two get one name.
+    UnsupportedError
+        The checkpoint does not hold one whole model, or a tensor cannot be cast.
+    """
+    family = only_family(checkpoint)
+    found = list(_candidates(checkpoint, family))
+    if not checkpoint.layout.stage:
+        _require_told(found, checkpoint, selection)
+    _require_sense([name for one in found for name in one.names], selection)
+    taken = [
+        (one, [name for name in one.names if _is_taken(name, selection)])
+        for one in found
+        if selection.frozen or one.kind not in ("frozen", "loose", "excluded")
+    ]
+    chosen = [
+        Weight(
+            names=tuple(_stripped(name, selection) for name in held),
+            tensor=one.tensor,
+            dtype=_dtype(checkpoint.tensors[one.tensor].dtype, held, selection),
+            shape=one.shape,
+        )
+        for one, held in taken
+        if held
+    ]
+    if not chosen:
+        raise UsageError("--include, --exclude and --no-frozen leave nothing of the model")
+    _require_different([name for weight in chosen for name in weight.names])
+    return Weights(tuple(chosen), tuple(_notes(family, checkpoint)))
+
+
+def _require_told(
+    found: Sequence[_Candidate], checkpoint: Checkpoint, selection: Selection
+) -> None:
+    """Refuse what the files of stage 0 do not tell: frozen weights, and masters by their names.
+
+    Raises
+    ------
+    UsageError
+        There is an option that asks for them; the message says what to choose in its place.
+    """
+    where = "saved without ZeRO (stage 0), which does not tell"
+    if not selection.frozen:
+        message = f"--no-frozen: {where} which weights are frozen; name them with --exclude"
+        raise UsageError(message)
+    for one in found:
+        dtype = checkpoint.tensors[one.tensor].dtype
+        is_narrow = one.kind == "weight" and dtype in ("bfloat16", "float16")
+        is_cast = _dtype(dtype, one.names, selection) != dtype
+        if is_narrow and is_cast and any(_is_taken(name, selection) for name in one.names):
+            wide = next(short for short, name in DTYPES.items() if name == dtype)
+            message = f"{where} which master weights are those of '{one.names[0]}', whose {dtype}"
+            raise UsageError(f"{message} weights would be cast: export them with --dtype {wide}")
+
+
+def only_family(checkpoint: Checkpoint) -> Family:
+    """Return what holds the model.
+
+    Raises
+    ------
+    UnsupportedError
+        That is not one family, or not the whole of it.
+    """
+    family = checkpoint.families[0]
+    if checkpoint.is_dumps:
+        message = "raw dumps are the optimizer alone, without buffers, frozen and tied weights"
+        raise UnsupportedError(f"{message}: export a whole checkpoint of the job")
+    if len(checkpoint.families) > 1:
+        message = f"the model is in {len(checkpoint.families)} tensor or pipeline parallel parts"
+        raise UnsupportedError(f"{message}, which export cannot put together")
+    if family.model_state.get(names.MODULE_STATE) is None:
+        raise UnsupportedError("the model is saved layer by layer, as a pipeline: not exported yet")
+    if family.model_state.get(names.EXPERT_COUNTS):
+        raise UnsupportedError("the model has experts in files of their own: not exported yet")
+    return family
+
+
+def _candidates(checkpoint: Checkpoint, family: Family) -> Iterator[_Candidate]:
+    """Yield every tensor of the module once, in the order of its state dict."""
+    index = checkpoint.tensor_index()
+    aliases: dict[str, list[str]] = {}
+    for entry in family.module:
+        if entry.kind == "alias":
+            aliases.setdefault(entry.alias_of, []).append(entry.name)
+    listed = {entry.name for entry in family.module}
+    for entry in family.module:
+        master = index.get((family.name, MASTER, entry.name))
+        kept = index.get((family.name, MODULE, entry.name))
+        tensor = master if master is not None else kept
+        if entry.kind != "alias" and tensor is not None:
+            all_names = (entry.name, *aliases.get(entry.name, ()))
+            yield _Candidate(all_names, entry.kind, tensor, entry.shape)
+        elif entry.kind == "extra":
+            _require_no_tensor(family, entry)
+    # A module may keep a parameter out of its state dict; the optimizer has it all the same.
+    for group in family.groups:
+        for name in group.params:
+            if name not in listed:
+                tensor = index[family.name, MASTER, name]
+                yield _Candidate((name,), "param", tensor, checkpoint.tensors[tensor].shape)
+
+
+def _require_no_tensor(family: Family, entry: ModuleEntry) -> None:
+    """Refuse to leave out what is a tensor, but not stored as its elements in a row."""
+    tensor = tensor_of(family.model_state[names.MODULE_STATE][entry.name])
+    if tensor is not None and not entry.name.endswith("_extra_state"):
+        message = f"'{entry.name}' is not stored as its elements in a row: {tensor.shape}, stride"
+        raise UnsupportedError(f"{message} {tensor.stride}. Make it contiguous before saving")
+
+
+def _require_sense(found: Sequence[str], selection: Selection) -> None:
+    """Refuse patterns and prefixes that no tensor's name has: they are likely misspelled."""
+    options = {
+        "--include": selection.include,
+        "--exclude": selection.exclude,
+        "--keep-dtype": selection.keep_dtype,
+    }
+    example = found[0] if found else ""
+    for option, patterns in options.items():
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in found):
+                message = f"{option} {pattern}: no tensor has such a name; one is '{example}'"
+                raise UsageError(message)
+    for number, prefix in enumerate(selection.strip_prefix):
+        before = Selection(strip_prefix=selection.strip_prefix[:number])
+        if not any(_stripped(name, before).startswith(prefix) for name in found):
+            message = f"--strip-prefix {prefix}: no tensor's name begins so; one is '{example}'"
+            raise UsageError(message)
+
+
+def _is_taken(name: str, selection: Selection) -> bool:
+    wanted = not selection.include or _matches(name, selection.include)
+    return wanted and not _matches(name, selection.exclude)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _stripped(name: str, selection: Selection) -> str:
+    for prefix in selection.strip_prefix:
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _dtype(source: str, held: Sequence[str], selection: Selection) -> str:
+    """Decide what a tensor becomes: what counts and masks is left as it is."""
+    is_float = source.startswith(("float", "bfloat"))
+    if not is_float or any(_matches(name, selection.keep_dtype) for name in held):
+        return source
+    try:
+        cast_between(source, selection.dtype)
+    except UnsupportedError as error:
+        message = f"'{held[0]}': {error}; leave it as it is with --keep-dtype '{held[0]}'"
+        raise UnsupportedError(message) from error
+    return selection.dtype
+
+
+def _require_different(found: Sequence[str]) -> None:
+    seen: set[str] = set()
+    for name in found:
+        if not name or name in seen:
+            message = f"--strip-prefix leaves two tensors, or one without a name, as '{name}'"
+            raise UsageError(f"{message}: leave one of them out with --exclude")
+        seen.add(name)
+
+
+def _notes(family: Family, checkpoint: Checkpoint) -> Iterator[str]:
+    extra = [entry.name for entry in family.module if entry.kind == "extra"]
+    if extra:
+        yield f"Not exported, as they are no weights: {spell_few(extra)}."
+    frozen = family.model_state.get(names.FROZEN_SHAPES, {})
+    if frozen is None and checkpoint.layout.stage > 1:
+        yield (
+            "Saved with exclude_frozen_parameters: frozen weights are not in the checkpoint, nor "
+            "in the export."
+        )

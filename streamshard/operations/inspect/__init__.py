@@ -1,0 +1,1 @@
+"""`inspect`: what is in a checkpoint, from its headers alone."""

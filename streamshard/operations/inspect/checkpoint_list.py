@@ -1,0 +1,128 @@
+"""Lists the checkpoints of a directory: the tags of a run, or what a framework has saved."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from stat import S_ISREG
+
+from streamshard.engine.io.files import source_errors
+from streamshard.errors import SourceError, StreamshardError, UnsupportedError
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.read import shard_survey
+from streamshard.formats.deepspeed.read.shard_survey import Recorded
+from streamshard.formats.links import is_inside
+from streamshard.operations.inspect.inspect_report import CheckpointSummary
+from streamshard.operations.source.candidates import find_candidates, step_of_path
+from streamshard.operations.source.source import Source, find_tag, open_source
+from streamshard.posix import entries_below
+
+
+def summaries(root: Path, opened: Source | None = None) -> tuple[CheckpointSummary, ...]:
+    """Summarize every checkpoint in a directory, in order of steps, from headers alone.
+
+    Parameters
+    ----------
+    opened
+        One of them, if it has been opened already.
+    """
+    with source_errors(root):
+        latest = _latest(root)
+        found = [_summary(root, name, latest, opened) for name in find_candidates(root)]
+    found.sort(key=_age)
+    known = [one for one in found if one.step is not None]
+    return tuple(replace(one, is_newest=one in known[-1:]) for one in found)
+
+
+def _age(one: CheckpointSummary) -> tuple[int, int, str, str]:
+    """Order checkpoints by their steps; copies of one step by what their names tell, then by time.
+
+    Those of which no step is known come first.
+    """
+    named = step_of_path(one.path)
+    step, named = (-1 if number is None else number for number in (one.step, named))
+    return step, named, one.changed or "", one.path
+
+
+def _latest(root: Path) -> str | None:
+    try:
+        return find_tag(root, None)[1].relative_to(root).as_posix()
+    except (SourceError, OSError, ValueError):  # there is none; or the directory is a tag itself
+        return None
+
+
+def _summary(root: Path, name: str, latest: str | None, opened: Source | None) -> CheckpointSummary:
+    place = root / name
+    kind = "store" if (place / "zarr.json").is_file() else "native"
+    problem, recorded, nbytes, changed, is_known = None, None, 0, None, True
+    try:
+        nbytes, changed = _size_and_time(place)
+        source = opened if opened and latest == name else open_source(place)
+        recorded = _recorded(source)
+        problem = _unnamed(root, name) if kind == "native" else None
+    except OSError as error:
+        problem = f"{error.filename or place}: cannot be read ({error.strerror})"
+    except StreamshardError as error:
+        problem, is_known = str(error), not isinstance(error, UnsupportedError)
+        recorded = recorded_in(place) if kind == "native" else None
+    return CheckpointSummary(
+        path=name,
+        kind=kind,
+        step=_first(recorded.global_steps if recorded else None, step_of_path(name)),
+        zero_stage=recorded.zero_stage if recorded else None,
+        world_size=recorded.world_size if recorded else None,
+        nbytes=nbytes,
+        changed=changed,
+        is_whole=problem is None if is_known else None,
+        is_newest=False,
+        is_latest=name == latest,
+        problem=problem,
+    )
+
+
+def _first(*values: int | None) -> int | None:
+    return next((value for value in values if value is not None), None)
+
+
+def _unnamed(root: Path, name: str) -> str | None:
+    """Say that a framework's directory lacks the `latest` that it had if the save was whole."""
+    directory = (root / name).parent
+    latest = directory / names.LATEST
+    if directory == root or latest.is_file() or (root / names.LATEST).is_file():
+        return None
+    message = f"{latest}: not there, so load_checkpoint() finds no tag unless it is given one"
+    return f"{message}; DeepSpeed writes it last, so the save may have been cut off"
+
+
+def _recorded(source: Source) -> Recorded:
+    checkpoint = source.checkpoint
+    steps = checkpoint.families[0].model_state.get("global_steps")
+    return Recorded(
+        zero_stage=checkpoint.layout.stage,
+        world_size=checkpoint.ranks,
+        global_steps=steps if isinstance(steps, int) else None,
+        version=None,
+    )
+
+
+def recorded_in(place: Path, tag: str | None = None) -> Recorded | None:
+    """Say what the shards record that can be read, of a checkpoint that cannot be opened."""
+    try:
+        run_dir, tag_dir = find_tag(place, tag)
+        return shard_survey.recorded(regular(sorted(tag_dir.iterdir()), run_dir, tag_dir))
+    except (StreamshardError, OSError):
+        return None
+
+
+def regular(paths: Sequence[Path], *roots: Path) -> list[Path]:
+    """Choose shards that can be read to their end, and lead out of none of the directories."""
+    shards = [path for path in paths if names.parse(path.name)]
+    return [path for path in shards if is_inside(path, *roots) and path.is_file()]
+
+
+def _size_and_time(place: Path) -> tuple[int, str | None]:
+    """Return the size of all files, and when the newest of them was written."""
+    stats = [stat for path in entries_below(place) if S_ISREG((stat := path.lstat()).st_mode)]
+    newest = max((stat.st_mtime for stat in stats), default=None)
+    time = None if newest is None else datetime.fromtimestamp(int(newest), UTC).isoformat()
+    return sum(stat.st_size for stat in stats), time

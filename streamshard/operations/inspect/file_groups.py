@@ -1,0 +1,96 @@
+"""Sums up many files in few lines: those of all ranks, those of all chunks."""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from streamshard.engine.io.files import source_errors
+from streamshard.formats.deepspeed import names
+from streamshard.model import MODULE
+from streamshard.operations.inspect.inspect_report import FileGroup, FileSummary
+from streamshard.operations.source.source import Source
+from streamshard.posix import entries_below, read_all
+
+_NUMBERS: Final = re.compile(r"(\d+)")
+
+
+def list_files(source: Source) -> tuple[FileSummary, ...]:
+    """List the files of a source with paths relative to it, in their natural order.
+
+    These are all files that a verb counts when it writes such a checkpoint: those without tensors,
+    which are a store's documents and `latest` of a run directory, are among them.
+    """
+    found = {relative(source, n): f.nbytes for n, f in enumerate(source.files)}
+    with source_errors(source.path):
+        found |= {
+            path.relative_to(source.path).as_posix(): path.stat().st_size
+            for path in _without_tensors(source)
+        }
+    return tuple(FileSummary(path, found[path]) for path in sorted(found, key=natural_order))
+
+
+def _without_tensors(source: Source) -> Iterator[Path]:
+    if source.kind == "store":
+        known = {file.path for file in source.files}
+        below = (path for path in entries_below(source.path) if path not in known)
+        yield from (path for path in below if path.is_file())
+    elif source.kind == "native":
+        latest = source.path / names.LATEST
+        with suppress(FileNotFoundError):
+            if read_all(latest).strip() == os.fsencode(source.checkpoint.tag):
+                yield latest
+
+
+def relative(source: Source, number: int) -> str:
+    """Spell where a file is, from the source's own place."""
+    return os.path.relpath(source.files[number].path, source.path)
+
+
+def group_files(files: Sequence[FileSummary], *, is_store: bool) -> tuple[FileGroup, ...]:
+    """Put together files that differ in numbers only; of a store, those of one state."""
+    members: dict[str, list[FileSummary]] = {}
+    for file in files:
+        key = _place(file.path) if is_store else _NUMBERS.sub("*", file.path)
+        members.setdefault(key, []).append(file)
+    return tuple(
+        FileGroup(
+            pattern=key if is_store else _common([file.path for file in held]),
+            files=len(held),
+            nbytes=sum(file.nbytes for file in held),
+            smallest=min(file.nbytes for file in held),
+            largest=max(file.nbytes for file in held),
+        )
+        for key, held in members.items()
+    )
+
+
+def _place(path: str) -> str:
+    """Name the directory of a store that holds all arrays of one state, or the groups' documents.
+
+    >>> _place("state/fp32/a.weight/c/0"), _place("mp_rank_01/module/a.weight/c/0")
+    ('state/fp32/**', 'mp_rank_01/module/**')
+    >>> _place("zarr.json"), _place("state/zarr.json"), _place("state/fp32/a.weight/zarr.json")
+    ('**/zarr.json', '**/zarr.json', 'state/fp32/**')
+    """
+    parts = path.split("/")
+    depth = 1 + parts[0].startswith("mp_rank_")
+    depth += parts[min(depth, len(parts)) - 1] not in (MODULE, "blob", "file", "meta")
+    return "/".join([*parts[:depth], "**"]) if len(parts) > depth else f"**/{parts[-1]}"
+
+
+def _common(paths: Sequence[str]) -> str:
+    """Spell paths that differ in numbers only as one, with `*` where they do.
+
+    >>> _common(["a_0_mp_00.pt", "a_1_mp_00.pt"])
+    'a_*_mp_00.pt'
+    """
+    columns = zip(*(_NUMBERS.split(path) for path in paths), strict=True)
+    return "".join(column[0] if len(set(column)) == 1 else "*" for column in columns)
+
+
+def natural_order(path: str) -> list[tuple[int, str]]:
+    """Order rank 10 after rank 9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in _NUMBERS.split(path)]

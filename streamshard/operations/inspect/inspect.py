@@ -1,0 +1,246 @@
+"""`inspect`: what is in a checkpoint, from its headers alone."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from streamshard.errors import UsageError
+from streamshard.formats.checkpoint import Checkpoint, FlatState, ParamGroup, ScalarState
+from streamshard.formats.deepspeed import names
+from streamshard.formats.pickle.inert import Call, Global, Node, show
+from streamshard.formats.zarr.chunks import EncodedChunk
+from streamshard.model import MASTER
+from streamshard.operations.inspect.checkpoint_list import summaries
+from streamshard.operations.inspect.file_groups import group_files, list_files
+from streamshard.operations.inspect.inspect_report import GroupSummary, Inspection, ParameterSummary
+from streamshard.operations.inspect.ownership import (
+    cut_of,
+    parameter_details,
+    rank_detail,
+    sharing_ranks,
+)
+from streamshard.operations.inspect.warnings import problems_of
+from streamshard.operations.source import muon_order
+from streamshard.operations.source.source import Source, open_source
+
+Plain = Any
+"""What JSON can hold."""
+
+
+def inspect(
+    source: str | os.PathLike[str],
+    *,
+    source_ds_config_file: str | os.PathLike[str] | None = None,
+    like: str | os.PathLike[str] | None = None,
+    tag: str | None = None,
+    params: Sequence[str] = (),
+    rank: int | None = None,
+    svg: str | os.PathLike[str] | None = None,
+    html: str | os.PathLike[str] | None = None,
+    world_size: int | None = None,
+    zero_stage: int | None = None,
+    overwrite: bool = False,
+) -> Inspection:
+    """Read a checkpoint's headers; no tensor data is read.
+
+    Parameters
+    ----------
+    source_ds_config_file, like
+        For sources that do not tell all that is needed; see `plan_repartition`.
+    params
+        Patterns as the shell has them, against whole names: tensors of the model to say of where
+        each of their elements lies.
+    rank
+        Data-parallel rank, as in the names of files, to say of what it holds.
+    svg, html
+        Files to draw a picture into of how the parameters are cut among ranks; whole in themselves.
+    world_size, zero_stage
+        Show in the pictures, too, how `repartition` would cut them.
+    overwrite
+        Replace pictures that exist.
+
+    Raises
+    ------
+    SourceError
+        There is no checkpoint there, or it cannot be used; the message names the file.
+    UsageError
+        A pattern matches nothing, or there is no such rank or resize; the message says what there
+        is.
+    TargetError
+        A picture is there already, or cannot be written.
+    """
+    # Not at the top: what moves bytes imports this module, and its memory is to hold no pictures.
+    from streamshard.operations.inspect.picture_files import PictureFiles
+
+    files = PictureFiles(Path(svg) if svg else None, Path(html) if html else None, overwrite)
+    files.require_free()
+    is_resized = world_size is not None or zero_stage is not None
+    if is_resized and not files.paths:
+        message = "--world-size and --zero-stage shape a picture: say where with --svg FILE"
+        raise UsageError(f"{message} or --html FILE")
+    opened = open_source(source, tag, ds_config_file=source_ds_config_file, like=like)
+    stage = zero_stage or opened.checkpoint.layout.stage
+    opened.require_use_of_like(
+        needed=is_resized and muon_order.needs_order(opened.checkpoint, stage)
+    )
+    is_brief = bool(params or rank is not None or files.paths)
+    is_run = opened.kind == "native" and opened.path == Path(source) and tag is None
+    try:
+        found = replace(
+            summarize(opened),
+            checkpoints=summaries(opened.path, opened) if is_run and not is_brief else (),
+            details=parameter_details(opened, params),
+            rank=None if rank is None else rank_detail(opened, rank),
+        )
+    except UsageError as error:
+        raise UsageError(f"{opened.path}: {error}") from error
+    if not files.paths:
+        return found
+    return replace(found, pictures=files.draw(opened, world_size, zero_stage))
+
+
+def summarize(source: Source) -> Inspection:
+    """Summarize an opened checkpoint."""
+    checkpoint, files = source.checkpoint, list_files(source)
+    first = checkpoint.families[0]
+    model, optimizer = first.model_state, first.optimizer_file or first.model_state
+    entries = [entry for family in checkpoint.families for entry in family.module]
+    kinds = [entry.kind for entry in entries]
+    sizes: dict[str, int] = {}
+    for tensor in checkpoint.tensors:
+        sizes[tensor.state] = sizes.get(tensor.state, 0) + tensor.nbytes
+    return Inspection(
+        path=str(source.path),
+        kind=source.kind,
+        tag=checkpoint.tag,
+        zero_stage=checkpoint.layout.stage,
+        world_size=checkpoint.ranks,
+        data_parallel=checkpoint.layout.world_size,
+        model_parallel=len(checkpoint.families),
+        expert_parallel=checkpoint.expert_parallel,
+        module_dtype=None if checkpoint.is_dumps else checkpoint.module_dtype,
+        optimizer=_optimizer_type(checkpoint.config),
+        deepspeed_version=_text(optimizer.get(names.DS_VERSION)),
+        global_steps=_count(model.get("global_steps")),
+        skipped_steps=_count(model.get("skipped_steps")),
+        global_samples=_count(model.get("global_samples")),
+        groups=_groups(checkpoint),
+        parameters=tuple(_parameters(source)),
+        frozen=kinds.count("frozen"),
+        weights=kinds.count("weight"),
+        buffers=kinds.count("buffer"),
+        tied={entry.name: entry.alias_of for entry in entries if entry.kind == "alias"},
+        state_bytes=sizes,
+        files=len(files),
+        file_bytes=sum(file.nbytes for file in files),
+        file_groups=group_files(files, is_store=source.kind == "store"),
+        file_list=files,
+        tensors=len(checkpoint.tensors),
+        codec=_codec(source),
+        problems=problems_of(source),
+        notes=checkpoint.remarks,
+        weights_only=checkpoint.dropped,
+    )
+
+
+def _groups(checkpoint: Checkpoint) -> tuple[GroupSummary, ...]:
+    found = []
+    for family in checkpoint.families:
+        if not family.groups:
+            continue
+        numels = checkpoint.master_numels(family)
+        hyper = family.wrapped_optimizer["param_groups"]
+        found += [
+            GroupSummary(
+                family=family.name,
+                expert_rank=group.expert_rank if group.expert_parallel > 1 else None,
+                parameters=len(group.params),
+                numel=sum(numels[name] for name in group.params),
+                master_dtype=group.master_dtype,
+                states=_states(group),
+                hyper_parameters={
+                    k: _plain(v) for k, v in hyper[group.number].items() if k != "params"
+                },
+            )
+            for group in family.groups
+        ]
+    return tuple(found)
+
+
+def _parameters(source: Source) -> Iterator[ParameterSummary]:
+    checkpoint, index = source.checkpoint, source.checkpoint.tensor_index()
+    number = 0
+    for family in checkpoint.families:
+        for group in family.groups:
+            rows = np.array([index[family.name, MASTER, n] for n in group.params], dtype=np.int64)
+            ranks = sharing_ranks(group, checkpoint.layout)
+            columns = (column.tolist() for column in (rows, *cut_of(source, rows)))
+            for row, first, last in zip(*columns, strict=True):
+                tensor = checkpoint.tensors[row]
+                yield ParameterSummary(
+                    name=tensor.name,
+                    shape=tensor.shape,
+                    numel=tensor.numel,
+                    group=number,
+                    pieces=last - first + 1,
+                    first_rank=None if source.kind == "store" else ranks[first],
+                    last_rank=None if source.kind == "store" else ranks[last],
+                )
+            number += 1
+
+
+def _codec(source: Source) -> str | None:
+    """Tell how a store's chunks are compressed, as its first chunk says."""
+    decoder = next(iter(source.decoders.values()), None)
+    return decoder.codec_name if isinstance(decoder, EncodedChunk) else None
+
+
+def _states(group: ParamGroup) -> dict[str, Any]:
+    shown: dict[str, Any] = {}
+    for key, value in (group.states or {}).items():
+        if isinstance(value, FlatState):
+            shown[key] = value.dtype
+        elif isinstance(value, ScalarState):
+            shown[key] = _scalar(value)
+        else:
+            shown[key] = _plain(value)
+    return shown
+
+
+def _scalar(value: ScalarState) -> Plain:
+    try:
+        array = np.frombuffer(value.data, dtype=value.dtype)
+    except TypeError:  # a dtype that NumPy has not
+        return f"{value.dtype} {value.data.hex()}"
+    return array[0].item() if len(array) == 1 else array.tolist()
+
+
+def _plain(node: Node) -> Plain:
+    """Show a node as plain values; calls by their name only, as they have never been made.
+
+    Only for nodes that readers look into, which are known not to be nested without end.
+    """
+    if node is None or isinstance(node, bool | int | float | str):
+        return node
+    if isinstance(node, dict):
+        return {str(key): _plain(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [_plain(value) for value in node]
+    return show(node) if isinstance(node, Call | Global) else f"<{type(node).__name__}>"
+
+
+def _text(node: Node) -> str | None:
+    return node if isinstance(node, str) else None
+
+
+def _count(node: Node) -> int | None:
+    return node if isinstance(node, int) else None
+
+
+def _optimizer_type(config: Node) -> str | None:
+    section = config.get("optimizer") if isinstance(config, dict) else None
+    return _text(section.get("type")) if isinstance(section, dict) else None

@@ -1,0 +1,252 @@
+"""Tells which rank holds which elements of which tensor, and where in its files.
+
+All numbers are those that resharding goes by: a source's `Cutting`, and nothing else.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamshard.errors import UsageError
+from streamshard.formats.checkpoint import Checkpoint, Family, ModuleEntry, ParamGroup
+from streamshard.formats.deepspeed import names
+from streamshard.layout.cutting import whole_segment
+from streamshard.model import ITEMSIZE, MASTER, MODULE, ZeroLayout
+from streamshard.operations.inspect.file_groups import list_files, relative
+from streamshard.operations.inspect.inspect_report import (
+    FileSummary,
+    HeldRange,
+    OwnedPartition,
+    OwnedPiece,
+    ParameterDetail,
+    RankDetail,
+)
+from streamshard.operations.source.source import Source
+
+Ints = NDArray[np.int64]
+_NAMES_SHOWN: Final = 5
+
+
+def sharing_ranks(group: ParamGroup, layout: ZeroLayout) -> list[int]:
+    """List the data-parallel ranks that share a group, by their place among them."""
+    places = (layout.expert_place(rank, group.expert_parallel) for rank in range(layout.world_size))
+    found = [
+        (place, rank) for rank, (held, place) in enumerate(places) if held == group.expert_rank
+    ]
+    return [rank for _, rank in sorted(found)]
+
+
+def cut_of(source: Source, tensors: Ints) -> tuple[Ints, Ints]:
+    """Return the first and the last piece of each tensor; of an empty tensor, its first twice."""
+    cutting, held = source.cutting, source.checkpoint.tensors
+    numels = np.array([held[tensor].numel for tensor in tensors.tolist()], dtype=np.int64)
+    origin, piece = cutting.origin[tensors], cutting.piece_numel[tensors]
+    return origin // piece, (origin + np.maximum(numels, 1) - 1) // piece
+
+
+def ranks_of(source: Source) -> dict[int, tuple[int, tuple[int, ...] | None]]:
+    """Tell of the master weights of every trained parameter, by their index among all tensors, the
+    index of the param group, and which data-parallel ranks hold some; None for a store.
+    """
+    checkpoint, index = source.checkpoint, source.checkpoint.tensor_index()
+    groups = [(family, group) for family in checkpoint.families for group in family.groups]
+    found: dict[int, tuple[int, tuple[int, ...] | None]] = {}
+    for number, (family, group) in enumerate(groups):
+        rows = np.array([index[family.name, MASTER, n] for n in group.params], dtype=np.int64)
+        ranks = sharing_ranks(group, checkpoint.layout)
+        columns = (column.tolist() for column in (rows, *cut_of(source, rows)))
+        for row, first, last in zip(*columns, strict=True):
+            held = None if source.kind == "store" else tuple(ranks[first : last + 1])
+            found[row] = number, held
+    return found
+
+
+def parameter_details(source: Source, patterns: Sequence[str]) -> tuple[ParameterDetail, ...]:
+    """Describe all tensors of the model whose whole names match a pattern as the shell has them.
+
+    Raises
+    ------
+    UsageError
+        A pattern matches none; the message says what there is.
+    """
+    found = list(_named(source.checkpoint))
+    known = [one.name for one in found]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            raise UsageError(f"--param {pattern}: {_no_such_name(pattern, known)}")
+    index, ranks = source.checkpoint.tensor_index(), _ranks_of_files(source)
+    return tuple(
+        _detail(source, one, index, ranks)
+        for one in found
+        if any(fnmatchcase(one.name, pattern) for pattern in patterns)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A tensor of the model."""
+
+    family: Family
+    name: str
+    entry: ModuleEntry | None
+    """None for a parameter that the module does not list."""
+    group: int | None
+    held: ParamGroup | None
+
+
+def _named(checkpoint: Checkpoint) -> Iterator[_Named]:
+    """Yield trained parameters group by group, then what else the module lists."""
+    number = 0
+    for family in checkpoint.families:
+        entries = {entry.name: entry for entry in family.module if entry.kind != "extra"}
+        for group in family.groups:
+            for name in group.params:
+                yield _Named(family, name, entries.pop(name, None), number, group)
+            number += 1
+        for name, entry in entries.items():
+            yield _Named(family, name, entry, None, None)
+
+
+def _no_such_name(pattern: str, known: Sequence[str]) -> str:
+    from difflib import get_close_matches  # only a mistake needs it
+
+    shown = get_close_matches(pattern, known, _NAMES_SHOWN, 0.4) or known[:_NAMES_SHOWN]
+    more = len(known) - len(shown)
+    listed = ", ".join(shown) + (f", and {more:,} more" if more else "")
+    return f"no tensor of the model has such a name; there are {listed}"
+
+
+def _detail(
+    source: Source,
+    one: _Named,
+    index: Mapping[tuple[str, str, str], int],
+    ranks: Sequence[int | None],
+) -> ParameterDetail:
+    tensors = source.checkpoint.tensors
+    kept = {MASTER: "", **one.held.flat_states(), MODULE: ""} if one.held else {MODULE: ""}
+    found = {
+        state: index[one.family.name, state, one.name]
+        for state in kept
+        if (one.family.name, state, one.name) in index
+    }
+    entry = one.entry
+    shape = tensors[next(iter(found.values()))].shape if found else entry.shape if entry else ()
+    return ParameterDetail(
+        name=one.name,
+        family=one.family.name,
+        kind=entry.kind if entry and not one.held else "param",
+        alias_of=entry.alias_of if entry and entry.kind == "alias" else None,
+        shape=shape,
+        numel=int(np.prod(shape, dtype=np.int64)),
+        group=one.group,
+        states={state: tensors[tensor].dtype for state, tensor in found.items()},
+        pieces=tuple(
+            piece
+            for state, tensor in found.items()
+            for piece in _pieces(source, state, tensor, ranks)
+        ),
+    )
+
+
+def _pieces(
+    source: Source, state: str, tensor: int, ranks: Sequence[int | None]
+) -> Iterator[OwnedPiece]:
+    """Yield where the elements of one tensor lie, in their order."""
+    held = source.checkpoint.tensors[tensor]
+    itemsize = ITEMSIZE[held.dtype]
+    copies = source.cutting.locate(whole_segment(tensor, held.numel), target_itemsize=itemsize)
+    columns = copies.file, copies.source, copies.target, copies.nbytes
+    for file, offset, at, nbytes in zip(*(c.tolist() for c in columns), strict=True):
+        start, stop = at // itemsize, (at + nbytes) // itemsize
+        yield OwnedPiece(state, ranks[file], relative(source, file), start, stop, offset)
+
+
+def _ranks_of_files(source: Source) -> list[int | None]:
+    """Tell of every file which data-parallel rank saved it; None where that is no single one."""
+    if source.kind == "dumps":
+        return list(range(len(source.files)))
+    parsed = (names.parse(file.path.name) for file in source.files)
+    return [found.dp_rank if found and source.kind == "native" else None for found in parsed]
+
+
+def rank_detail(source: Source, rank: int) -> RankDetail:
+    """Describe what one data-parallel rank holds.
+
+    Raises
+    ------
+    UsageError
+        There is no such rank; the message says which there are.
+    """
+    layout = source.checkpoint.layout
+    if source.kind == "store":
+        message = f"--rank {rank}: a store is not cut among ranks, so there is none to look at"
+        raise UsageError(f"{message}; --param shows the chunks")
+    if not layout.stage:
+        message = f"--rank {rank}: saved without ZeRO (stage 0), where every rank holds everything"
+        raise UsageError(f"{message}; --param shows where the tensors lie")
+    if not 0 <= rank < layout.world_size:
+        message = f"--rank {rank}: there are the data-parallel ranks 0 to {layout.world_size - 1}"
+        raise UsageError(message)
+    ranks = _ranks_of_files(source)
+    own = {relative(source, number) for number, held in enumerate(ranks) if held == rank}
+    files: list[FileSummary] = [file for file in list_files(source) if file.path in own]
+    return RankDetail(rank, tuple(files), tuple(_partitions(source, rank)))
+
+
+def _partitions(source: Source, rank: int) -> Iterator[OwnedPartition]:
+    layout, index = source.checkpoint.layout, source.checkpoint.tensor_index()
+    first = 0
+    for family in source.checkpoint.families:
+        for place, sharer in family.held_by(rank, layout):
+            group = family.groups[place]
+            whole = family.whole_states(group, layout)
+            states = [state for state in (MASTER, *group.flat_states()) if state not in whole]
+            rows = {
+                state: np.array([index[family.name, state, n] for n in group.params], np.int64)
+                for state in states
+            }
+            if group.params:
+                yield from _parts_of_group(source, group, first + place, sharer, rows)
+        first += len(family.groups)
+
+
+def _parts_of_group(
+    source: Source, group: ParamGroup, number: int, sharer: int, rows: Mapping[str, Ints]
+) -> Iterator[OwnedPartition]:
+    """Yield what a rank holds of a group: one partition, or one for each sub-group."""
+    cutting, masters = source.cutting, rows[MASTER]
+    numels = np.array([source.checkpoint.tensors[row].numel for row in masters.tolist()])
+    is_cut_alone = source.checkpoint.layout.stage == 3
+    slots, lead = cutting.first_piece[masters], cutting.lead[masters]
+    # The parameters of one sub-group lie in the same pieces, one behind the other.
+    borders = np.flatnonzero(np.diff(slots)) + 1 if is_cut_alone else np.zeros(0, np.int64)
+    for unit, members in enumerate(np.split(np.arange(len(masters)), borders)):
+        tensors = masters[members]
+        piece, origin = cutting.piece_numel[tensors], cutting.origin[tensors]
+        start = np.clip(sharer * piece - origin, 0, numels[members])
+        stop = np.clip((sharer + 1) * piece - origin, 0, numels[members])
+        # In stages 1 and 2 a parameter lies at its place in the flat group, before the partition's.
+        at = lead[members] // cutting.itemsize[tensors] + start - (sharer * piece - origin)
+        total = int(piece.sum()) if is_cut_alone else int(piece[0])
+        held = np.flatnonzero(stop > start)
+        held = held[np.argsort(at[held], kind="stable")]
+        columns = (numels[members], start, stop, at)
+        where = {
+            state: cutting.first_piece[row[members[0]]] + sharer for state, row in rows.items()
+        }
+        yield OwnedPartition(
+            group=number,
+            sub_group=unit if is_cut_alone else None,
+            numel=total,
+            padding=total - int((stop - start).sum()),
+            file=relative(source, int(cutting.file[where[MASTER]])),
+            offsets={state: int(cutting.offset[row]) for state, row in where.items()},
+            ranges=tuple(
+                HeldRange(group.params[members[i]], *(int(column[i]) for column in columns))
+                for i in held.tolist()
+            ),
+        )

@@ -1,0 +1,228 @@
+"""`inspect --pickles`: every name that a checkpoint's pickles ask for, before anyone loads them."""
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from streamshard.engine.io.files import SourceReader, source_errors
+from streamshard.errors import IntegrityError, SourceError, SourceNotFoundError
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.dumps import dump_names
+from streamshard.formats.global_names import KNOWN
+from streamshard.formats.links import is_inside
+from streamshard.formats.pickle.inert import Global
+from streamshard.formats.pickle_files import Finding, look_into, look_into_state
+from streamshard.formats.torch.readable import ReadableFile
+from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, require_checksum
+from streamshard.formats.zarr.documents import STATE_PATH
+from streamshard.layout.cutting import Segments
+from streamshard.model import FILE
+from streamshard.operations.source.source import Source, find_tag, open_source
+from streamshard.posix import entries_below, read_all, stream_of
+
+
+@dataclass(frozen=True, slots=True)
+class PickledFile:
+    """A file with pickles in it."""
+
+    path: str
+    """Relative to the source."""
+    pickles: int
+    names: Mapping[str, int]
+    """What they name → how often."""
+    problem: str | None
+    """Why the file was not looked through to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedGlobal:
+    """Something that pickles ask to be imported."""
+
+    name: str
+    """Module and qualified name."""
+    is_known: bool
+    """Whether it is one that DeepSpeed, torch, NumPy and collections write by themselves."""
+    count: int
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PickleListing:
+    """What all pickles of a checkpoint ask for."""
+
+    path: str
+    names: tuple[NamedGlobal, ...]
+    """Those that are not known first."""
+    files: tuple[PickledFile, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def problems(self) -> tuple[PickledFile, ...]:
+        """Files that were not looked through to their end."""
+        return tuple(file for file in self.files if file.problem is not None)
+
+
+def list_pickles(source: str | os.PathLike[str], *, tag: str | None = None) -> PickleListing:
+    """List the names in all pickles of a checkpoint, of a store, of dumps, or of a single file.
+
+    Nothing is imported or called for it. The checkpoint may be one that no other verb accepts.
+
+    Raises
+    ------
+    SourceNotFoundError
+        There is nothing at the path, or nothing with a pickle in it.
+    """
+    with source_errors(Path(source)):
+        return _list(Path(source), tag)
+
+
+def _list(root: Path, tag: str | None) -> PickleListing:
+    notes: list[str] = []
+    if (root / "zarr.json").is_file():
+        found = _in_store(root, tag)
+    else:
+        found = _in_files(root, _files(root, tag, notes))
+    files: list[PickledFile] = []
+    counts: Counter[Global] = Counter()
+    where: dict[Global, list[str]] = {}
+    for path, finding in found:
+        named: Counter[str] = Counter()
+        for name, count in finding.names.items():
+            named[str(name)] += count
+            counts[name] += count
+            where.setdefault(name, []).append(path)
+        files.append(PickledFile(path, finding.pickles, dict(named), finding.problem))
+    if not files:
+        message = f"{root}: nothing in it holds a pickle. Give a run directory, a tag directory"
+        raise SourceNotFoundError(f"{message}, a .zarr store, a template or a single file")
+    listed = [
+        NamedGlobal(str(name), name in KNOWN, counts[name], tuple(where[name])) for name in counts
+    ]
+    listed.sort(key=lambda one: (one.is_known, one.name))
+    return PickleListing(str(root), tuple(listed), tuple(files), tuple(notes))
+
+
+def _files(root: Path, tag: str | None, notes: list[str]) -> list[Path]:
+    """List the files that belong to a checkpoint, or all there are if that cannot be told."""
+    if dump_names.is_source_template(str(root)):
+        template = dump_names.parse_source(str(root))
+        entries = sorted(template.directory.iterdir())
+        found = [path for path in entries if template.rank_of(path.name) is not None]
+        if not found:
+            message = f"{root}: no file of this name for any rank"
+            raise SourceNotFoundError(f"{message}{dump_names.hint_of_templates(root)}")
+        return found
+    if not root.exists():
+        raise SourceNotFoundError(f"{root}: no such file or directory")
+    if not root.is_dir():
+        return [root]
+    try:
+        run_dir, tag_dir = find_tag(root, tag)
+    except SourceError as error:
+        notes.append(f"All files of the directory are listed, as no tag could be chosen: {error}")
+        return _below(root)
+    if run_dir != root:
+        return _below(tag_dir)
+    found = _below(run_dir)
+    tags = {path.parent for path in found if names.parse(path.name)}
+    return [*_below(tag_dir), *(path for path in found if tags.isdisjoint(path.parents))]
+
+
+def _below(root: Path) -> list[Path]:
+    """List all files below a directory; links to directories are listed, not followed."""
+    return sorted(p for p in entries_below(root) if p.is_symlink() or not p.is_dir())
+
+
+def _in_files(root: Path, paths: list[Path]) -> Iterator[tuple[str, Finding]]:
+    """Look into files on disk."""
+    base = root if root.is_dir() else root.parent
+    for path in paths:
+        finding = _in_file(path, base, given=path == root)
+        if finding is not None:
+            yield path.relative_to(base).as_posix(), finding
+
+
+def _in_file(path: Path, base: Path, *, given: bool) -> Finding | None:
+    """Look into one file; a link is followed where it stays inside, or is what the user gave."""
+    try:
+        if not given and not is_inside(path, base):
+            return Finding(0, {}, f"a symbolic link that leads out, to {path.resolve()}")
+        if path.is_dir():
+            return None  # a link, and what it leads to is listed by itself
+        if not path.is_file():
+            return Finding(0, {}, "no regular file")
+        with stream_of(path) as stream:
+            return look_into(ReadableFile(stream.fileno()), path.name)
+    except OSError as error:
+        return Finding(0, {}, f"cannot be read ({error.strerror})")
+
+
+def _in_store(root: Path, tag: str | None) -> Iterator[tuple[str, Finding]]:
+    """Look into a store's training state, and into the files that it keeps."""
+    state = f"{STATE_PATH}/c/0"
+    yield state, _in_state(root / state, root)
+    try:
+        source = open_source(root, tag)
+    except (SourceError, IntegrityError) as error:
+        yield FILE, Finding(0, {}, f"the files that the store keeps are not listed: {error}")
+        return
+    reader = SourceReader(source.files, source.decoders)
+    try:
+        for index, tensor in enumerate(source.checkpoint.tensors):
+            if tensor.state == FILE:
+                stored = _StoredFile(source, reader, index)
+                try:
+                    found = look_into(stored, tensor.name)
+                except (SourceError, IntegrityError) as error:
+                    found = Finding(0, {}, str(error))
+                if found is not None:
+                    yield tensor.name, found
+    finally:
+        reader.close()
+
+
+def _in_state(path: Path, root: Path) -> Finding:
+    """Look into a store's training state, even where its checksum does not fit."""
+    try:
+        place = os.path.realpath(path)
+        if not Path(place).is_relative_to(os.path.realpath(root)):
+            return Finding(0, {}, f"a symbolic link leads out, to {place}")
+        if not path.is_file():
+            return Finding(0, {}, "no regular file")
+        stored = read_all(path)
+    except OSError as error:
+        return Finding(0, {}, f"cannot be read ({error.strerror})")
+    found = look_into_state(stored[:-CHECKSUM_BYTES])
+    try:
+        require_checksum(stored, path)
+    except IntegrityError as error:
+        return Finding(found.pickles, found.names, str(error))
+    return found
+
+
+class _StoredFile:
+    """The bytes of a file that a store keeps."""
+
+    def __init__(self, source: Source, reader: SourceReader, tensor: int) -> None:
+        self._source = source
+        self._reader = reader
+        self._tensor = tensor
+        self.nbytes = source.checkpoint.tensors[tensor].nbytes
+        """Size in bytes."""
+
+    def read_at(self, offset: int, count: int) -> bytes:
+        """Read bytes from an offset on: fewer than asked for only where the file ends."""
+        stop = min(offset + count, self.nbytes)
+        one = np.array([self._tensor], dtype=np.int64)
+        wanted = Segments(one, np.array([offset]), np.array([stop]), np.zeros_like(one))
+        copies = self._source.cutting.locate(wanted, target_itemsize=1)
+        data = bytearray(max(stop - offset, 0))
+        rows = zip(copies.file, copies.source, copies.target, copies.nbytes, strict=True)
+        for file, start, target, nbytes in rows:
+            view = memoryview(data)[target : target + nbytes]
+            self._reader.read_into(int(file), int(start), view)
+        return bytes(data)

@@ -1,0 +1,81 @@
+"""Writes pictures of how a checkpoint is cut."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from streamshard.drawing.page import page
+from streamshard.drawing.svg import svg
+from streamshard.engine.io.durability import write_durably
+from streamshard.engine.io.files import target_errors
+from streamshard.errors import TargetError, TargetExistsError, UsageError
+from streamshard.operations.inspect.cut_picture import picture_of
+from streamshard.operations.inspect.inspect_report import FileSummary
+from streamshard.operations.source.source import Source
+from streamshard.operations.transfer.target import exists, partial_of, require_separate
+
+
+@dataclass(frozen=True, slots=True)
+class PictureFiles:
+    """Which pictures are wanted, and where."""
+
+    svg: Path | None
+    html: Path | None
+    overwrite: bool
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """All files to be made."""
+        return tuple(path for path in (self.svg, self.html) if path is not None)
+
+    def require_free(self) -> None:
+        """Refuse files that exist, unless they may be replaced.
+
+        Raises
+        ------
+        TargetExistsError
+            One is there, or something that is no file.
+        UsageError
+            Both are to be the same file.
+        """
+        if len(set(self.paths)) < len(self.paths):
+            raise UsageError(f"{self.svg}: cannot be --svg and --html at once")
+        for path in self.paths:
+            with target_errors(path):
+                if not path.parent.is_dir():
+                    message = f"{path}: there is no directory {path.parent}; make it first"
+                    raise TargetError(message)
+                if exists(path) and not self.overwrite:
+                    raise TargetExistsError(f"{path}: exists; use --overwrite to replace it")
+                if exists(path) and not path.is_file():
+                    raise TargetExistsError(
+                        f"{path}: is no file, so --overwrite will not replace it"
+                    )
+
+    def draw(
+        self, source: Source, world_size: int | None, zero_stage: int | None
+    ) -> tuple[FileSummary, ...]:
+        """Draw a checkpoint, and what it would be resized; write whole files or none.
+
+        Raises
+        ------
+        UsageError
+            A file would lie in the source, or it cannot be resized so.
+        TargetError
+            A file cannot be written.
+        """
+        for path in self.paths:
+            require_separate(source.path, source.files, path)
+        picture = picture_of(source, world_size=world_size, zero_stage=zero_stage)
+        made = [(self.svg, svg), (self.html, page)]
+        return tuple(_write(path, draw(picture)) for path, draw in made if path is not None)
+
+
+def _write(path: Path, text: str) -> FileSummary:
+    data = text.encode()
+    with target_errors(path):
+        try:
+            write_durably(path, data, partial_of(path))
+        except BaseException:
+            partial_of(path).unlink(missing_ok=True)
+            raise
+    return FileSummary(str(path), len(data))

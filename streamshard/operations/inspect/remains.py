@@ -1,0 +1,122 @@
+"""Says what is there where `inspect` finds no checkpoint that it can open."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from streamshard.errors import (
+    CorruptFileError,
+    DisagreementError,
+    IncompleteError,
+    SourceError,
+    StreamshardError,
+)
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.read import shard_survey
+from streamshard.formats.deepspeed.read.shard_survey import Recorded
+from streamshard.layout.sample import EVERYTHING
+from streamshard.model import SourceFile
+from streamshard.operations.checks import structure
+from streamshard.operations.checks.problems import Findings
+from streamshard.operations.checks.structure import Request
+from streamshard.operations.inspect.checkpoint_list import summaries
+from streamshard.operations.inspect.file_groups import group_files, natural_order
+from streamshard.operations.inspect.inspect_report import (
+    CheckpointList,
+    CheckpointSummary,
+    FileSummary,
+    IncompleteCheckpoint,
+)
+from streamshard.operations.source.source import find_tag, read_hints
+
+Path_ = str | os.PathLike[str]
+
+
+def look_around(
+    error: SourceError,
+    source: Path_,
+    *,
+    source_ds_config_file: Path_ | None,
+    like: Path_ | None,
+    tag: str | None,
+) -> CheckpointList | IncompleteCheckpoint | None:
+    """Look at what a source holds that could not be opened; None if that is nothing to list.
+
+    Parameters
+    ----------
+    error
+        Why it could not be opened.
+    """
+    root = Path(source)
+    try:
+        if tag is None and root.is_dir() and _needs_choice(root):
+            return _directory(root, error)
+        if not isinstance(error, IncompleteError | CorruptFileError | DisagreementError):
+            return None
+        config, known = read_hints([source], source_ds_config_file, like)
+        return _incomplete(Request(source, tag, config, known))
+    except (StreamshardError, OSError):
+        return None  # the first error tells more
+
+
+def _needs_choice(root: Path) -> bool:
+    try:
+        find_tag(root, None)
+    except (SourceError, OSError):
+        return not (root / "zarr.json").is_file()
+    return False
+
+
+def _directory(root: Path, error: SourceError) -> CheckpointList | None:
+    """List what is in a directory; without `latest`, tags beside each other are a problem."""
+    found = summaries(root)
+    is_run = (root / names.LATEST).exists() or any(
+        "/" not in one.path and one.kind == "native" and _is_tag(root / one.path) for one in found
+    )
+    return CheckpointList(
+        str(root), "directory", found, (str(error),) if is_run else ()
+    ) if found else None  # fmt: skip
+
+
+def _is_tag(place: Path) -> bool:
+    return not (place / names.LATEST).is_file()
+
+
+def _incomplete(request: Request) -> IncompleteCheckpoint:
+    findings = Findings()
+    looked = structure.look_at(request, findings, EVERYTHING)
+    template, root = request.template, Path(request.path)
+    base = template.directory if template else root
+    checkpoints: tuple[CheckpointSummary, ...] = ()
+    if looked.kind == "native":
+        base, tag_dir = find_tag(root, request.tag)
+        if base == root and request.tag is None and tag_dir.parent == root:
+            checkpoints = summaries(root)
+    files = tuple(
+        sorted(
+            (FileSummary(os.path.relpath(f.path, base), f.nbytes) for f in looked.files),
+            key=lambda file: natural_order(file.path),
+        )
+    )
+    recorded = _recorded(looked.kind, looked.files)
+    return IncompleteCheckpoint(
+        path=str(base),
+        kind=looked.kind,
+        is_whole=False,
+        tag=looked.tag,
+        zero_stage=recorded.zero_stage,
+        world_size=recorded.world_size,
+        global_steps=recorded.global_steps,
+        deepspeed_version=recorded.version,
+        files=len(files),
+        file_bytes=sum(file.nbytes for file in files),
+        file_groups=group_files(files, is_store=looked.kind == "store"),
+        file_list=files,
+        problems=tuple(problem.message for problem in findings.problems),
+        checkpoints=checkpoints,
+    )
+
+
+def _recorded(kind: str, files: Sequence[SourceFile]) -> Recorded:
+    paths = [f.path for f in files if kind == "dumps" or names.parse(f.path.name)]
+    return shard_survey.recorded(paths if kind != "store" else [])

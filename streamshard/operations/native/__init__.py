@@ -1,0 +1,1 @@
+"""The native files of a target: settings, content, regions."""

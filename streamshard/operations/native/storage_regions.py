@@ -1,0 +1,257 @@
+"""Turns spelled torch files into work: every storage becomes a region with its copies."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import PurePosixPath
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamshard.engine.numeric.cast import cast_between
+from streamshard.engine.numeric.digests import JoinedCrc32
+from streamshard.engine.run.work import Fixed, Region, Span, TargetFile
+from streamshard.formats.checkpoint import Checkpoint, Family
+from streamshard.formats.deepspeed.write.zero_writer import FileImage
+from streamshard.formats.torch import torch_file
+from streamshard.formats.torch.torch_tensor import Storage
+from streamshard.layout.cutting import (
+    Segments,
+    clip,
+    coalesce,
+    owned_segments,
+    partition_segments,
+    shard_segments,
+    whole_segment,
+)
+from streamshard.layout.zero import FlatGroup, sub_groups
+from streamshard.model import (
+    BLOB,
+    FILE,
+    ITEMSIZE,
+    MASTER,
+    Content,
+    Copies,
+    Literal,
+    PartitionOf,
+    ShardOf,
+    ShardsOf,
+    SubGroup,
+    Whole,
+    WholesOf,
+    ZeroLayout,
+)
+from streamshard.operations.source.source import Source
+from streamshard.operations.source.zero_cutting import flat_groups
+
+_SPAN_BYTES: Final = 256 << 20
+"""Large files are shared out among workers in spans of about this size, which holds whole elements
+of any dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyCut:
+    """How a target's family is cut."""
+
+    flat_groups: Sequence[FlatGroup]
+    """One per param group (stages 1 and 2)."""
+    sub_groups: Sequence[SubGroup]
+    """Across all param groups (stage 3)."""
+
+
+def cut_family(
+    checkpoint: Checkpoint, family: Family, layout: ZeroLayout, module_dtype: str
+) -> FamilyCut:
+    """Cut one family as an engine of this layout does."""
+    if layout.stage < 3:
+        return FamilyCut(flat_groups(checkpoint, family, layout, module_dtype), ())
+    numels = checkpoint.master_numels(family)
+    units = sub_groups(
+        [[numels[name] for name in group.params] for group in family.groups],
+        world_size=layout.world_size,
+        sub_group_size=layout.sub_group_size,
+    )
+    return FamilyCut((), units)
+
+
+class NativeFiles:
+    """Knows how a target is cut, and fills its files from a source."""
+
+    def __init__(self, source: Source, world_size: int, cuts: Sequence[FamilyCut]) -> None:
+        self._source = source
+        self._world_size = world_size
+        self._cuts = cuts
+        self._tensors = source.checkpoint.tensors
+        self._numels = np.array([tensor.numel for tensor in self._tensors], dtype=np.int64)
+        self._members = _members(source.checkpoint)
+
+    def lay_out(self, image: FileImage) -> torch_file.TorchLayout:
+        """Lay out a file; its size and its pickle are known then."""
+        return torch_file.lay_out(image.spelled, PurePosixPath(image.path).stem)
+
+    def torch_target(self, image: FileImage) -> TargetFile:
+        """Turn one spelled file into work."""
+        layout = self.lay_out(image)
+        spans, crc32s = _StorageSpans(), []
+        late: list[tuple[int, torch_file.Record, JoinedCrc32]] = []
+        for record in layout.records:
+            crc32s.append(crc := JoinedCrc32())
+            storage = record.content
+            content = storage.content if isinstance(storage, Storage) else storage
+            if isinstance(content, Literal):
+                crc.piece(len(content.data)).update(memoryview(content.data))
+                spans.add(Fixed(record.header() + content.data + record.descriptor(crc.value)))
+                continue
+            if content is None or not isinstance(storage, Storage):
+                raise TypeError(f"record {record.name} has nothing to fill it")
+            spans.add(Fixed(record.header()))
+            end = spans.add_all(self._regions(storage, content, image, record, crc))
+            if end < record.end:
+                late.append((end, record, crc))
+                spans.skip_to(record.end)
+
+        def endings() -> list[tuple[int, bytes]]:
+            ending = layout.records[-1].end, layout.ending([crc.value for crc in crc32s])
+            return [*((at, record.descriptor(crc.value)) for at, record, crc in late), ending]
+
+        return TargetFile(image.path, spans.all(), endings)
+
+    def fill(self, content: Content, image: FileImage) -> NDArray[np.int64]:
+        """List the tensors of which a storage that is cut holds parts, or its ranks together."""
+        if isinstance(content, PartitionOf):
+            return self._members[image.family, content.group, content.state]
+        if isinstance(content, ShardsOf):
+            unit = self._cuts[image.family].sub_groups[content.sub_group]
+            return self._members[image.family, unit.group, content.state][unit.first : unit.stop]
+        if isinstance(content, ShardOf):
+            return np.array([content.tensor])
+        return self._segments(content, image, itemsize=1).tensor
+
+    def other_targets(self, paths: Mapping[str, str]) -> Iterator[TargetFile]:
+        """Turn the files that come along into work; `paths` says what each is to be called."""
+        modes = {file.path: file.mode for file in self._source.checkpoint.files}
+        for index, tensor in enumerate(self._tensors):
+            if tensor.state == FILE and tensor.name in paths:
+                spans, segment = _StorageSpans(), whole_segment(index, tensor.numel)
+                for start, stop in _pieces(tensor.nbytes):
+                    copies = self._copies(clip(segment, start, stop, itemsize=1), 1, 1)
+                    spans.add(Region(stop - start, copies))
+                yield TargetFile(paths[tensor.name], spans.all(), mode=modes[tensor.name])
+
+    def _regions(
+        self,
+        storage: Storage,
+        content: Content,
+        image: FileImage,
+        record: torch_file.Record,
+        crc: JoinedCrc32,
+    ) -> Iterator[Region]:
+        """Yield the pieces of a record's data; what follows the data, if it is only one."""
+        source_dtype, target_dtype = self._dtypes(storage, content)
+        source_itemsize, target_itemsize = ITEMSIZE[source_dtype], ITEMSIZE[target_dtype]
+        segments = self._segments(content, image, target_itemsize)
+        for start, stop in _pieces(storage.nbytes):
+            piece = clip(segments, start, stop, itemsize=target_itemsize)
+            region = Region(
+                content_bytes=stop - start,
+                copies=self._copies(piece, source_itemsize, target_itemsize),
+                checksum=crc.piece(stop - start),
+                source_itemsize=source_itemsize,
+                target_itemsize=target_itemsize,
+                cast=cast_between(source_dtype, target_dtype),
+            )
+            if stop - start == storage.nbytes:
+                trailer_bytes = len(record.descriptor(0))
+                trailer = partial(_descriptor, record, crc)
+                region = replace(region, trailer=trailer, trailer_bytes=trailer_bytes)
+            yield region
+
+    def _dtypes(self, storage: Storage, content: Content) -> tuple[str, str]:
+        """Tell what a storage's elements are in the source, and what they are to become."""
+        if isinstance(content, Whole | ShardOf):
+            tensor = self._tensors[content.tensor]
+            # A blob is bytes, whatever dtype its storage gives them.
+            return tensor.dtype, tensor.dtype if tensor.state == BLOB else storage.dtype
+        return storage.dtype, storage.dtype
+
+    def _segments(self, content: Content, image: FileImage, itemsize: int) -> Segments:
+        family = image.family
+        if isinstance(content, Whole):
+            return whole_segment(content.tensor, self._tensors[content.tensor].numel)
+        if isinstance(content, PartitionOf | WholesOf):
+            group = self._cuts[family].flat_groups[content.group]
+            members = self._members[family, content.group, content.state]
+            cut = partition_segments if isinstance(content, PartitionOf) else owned_segments
+            return cut(group, content.rank, members, itemsize=itemsize)
+        if isinstance(content, ShardsOf):
+            unit = self._cuts[family].sub_groups[content.sub_group]
+            members = self._members[family, unit.group, content.state]
+            return self._shards(members[unit.first : unit.stop], content.rank, itemsize)
+        if isinstance(content, ShardOf) and image.rank is not None:
+            return self._shards(np.array([content.tensor]), image.rank, itemsize)
+        raise TypeError(f"{content} is no range of logical tensors")
+
+    def _shards(self, tensors: NDArray[np.int64], rank: int, itemsize: int) -> Segments:
+        numels = self._numels[tensors]
+        return shard_segments(numels, self._world_size, rank, tensors, itemsize=itemsize)
+
+    def _copies(self, segments: Segments, source_itemsize: int, target_itemsize: int) -> Copies:
+        copies = self._source.cutting.locate(segments, target_itemsize=target_itemsize)
+        return coalesce(copies, itemsize=source_itemsize, target_itemsize=target_itemsize)
+
+
+class _StorageSpans:
+    """Shares out a file's parts, which follow each other, among spans of about the same size."""
+
+    def __init__(self) -> None:
+        self._spans: list[Span] = []
+        self._parts: list[Fixed | Region] = []
+        self._start = self._end = 0
+
+    def add(self, part: Fixed | Region) -> None:
+        """Add the next part."""
+        self._parts.append(part)
+        self._end += part.nbytes
+        if self._end - self._start >= _SPAN_BYTES:
+            self.skip_to(self._end)
+
+    def add_all(self, parts: Iterable[Fixed | Region]) -> int:
+        """Add the next parts; returns the byte offset behind them."""
+        for part in parts:
+            self.add(part)
+        return self._end
+
+    def skip_to(self, offset: int) -> None:
+        """Begin a span at an offset; what is before it is not of any."""
+        if self._parts:
+            self._spans.append(Span(self._start, self._parts))
+        self._start, self._end, self._parts = offset, offset, []
+
+    def all(self) -> list[Span]:
+        """Return all spans, of which an empty file has one as well."""
+        self.skip_to(self._end)
+        return self._spans or [Span(0, [])]
+
+
+def _pieces(nbytes: int) -> Iterator[tuple[int, int]]:
+    """Cut so many bytes; what is empty is one piece."""
+    for start in range(0, max(nbytes, 1), _SPAN_BYTES):
+        yield start, min(start + _SPAN_BYTES, nbytes)
+
+
+def _descriptor(record: torch_file.Record, crc: JoinedCrc32) -> bytes:
+    return record.descriptor(crc.value)
+
+
+def _members(checkpoint: Checkpoint) -> dict[tuple[int, int, str], NDArray[np.int64]]:
+    """Return (family, group, state) → logical tensor of each parameter, in the group's order."""
+    index = checkpoint.tensor_index()
+    return {
+        (number, place, state): np.array(
+            [index[family.name, state, name] for name in group.params], dtype=np.int64
+        )
+        for number, family in enumerate(checkpoint.families)
+        for place, group in enumerate(family.groups)
+        for state in (MASTER, *group.flat_states())
+    }

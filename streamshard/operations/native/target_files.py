@@ -1,0 +1,100 @@
+"""Spells the native files of a target, and counts what they take."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from streamshard.formats import frameworks
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.dumps.dump_names import Template
+from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
+from streamshard.formats.deepspeed.write.zero_writer import (
+    DumpImages,
+    Images,
+    NativeImages,
+    StepImages,
+    WholeImages,
+)
+from streamshard.model import FILE
+from streamshard.operations.native.storage_regions import NativeFiles, cut_family
+from streamshard.operations.native.target_settings import TargetSettings
+from streamshard.operations.source.source import Source
+from streamshard.operations.transfer.byte_accounting import NativeTally, Tally
+
+_COPY_BYTES: Final = 4 * 8 * 8
+"""Four integers a copy, in each of the few files that are in flight at once."""
+_LOCATE_BYTES: Final = 16 * 8
+"""Arrays that finding a copy takes for a moment."""
+
+
+def spell(
+    source: Source,
+    settings: TargetSettings,
+    template: Template | None,
+    resized: frameworks.Resized,
+) -> tuple[NativeFiles, Sequence[Images]]:
+    """Cut a checkpoint as the settings say, and spell its files: torch files, and what fills them.
+
+    Parameters
+    ----------
+    template
+        How dumps are named, where it is dumps that are made.
+    resized
+        What becomes of a framework's files.
+    """
+    checkpoint, layout = source.checkpoint, settings.layout
+    dtype = settings.module_dtype
+    cuts = [cut_family(checkpoint, family, layout, dtype) for family in checkpoint.families]
+    targets = [
+        ZeroTarget(
+            checkpoint=checkpoint,
+            family=family,
+            mp_rank=mp_rank,
+            layout=layout,
+            config=settings.config,
+            module_dtype=settings.module_dtype,
+            is_bf16=settings.is_bf16,
+            flat_cuts=[group.spell() for group in cut.flat_groups],
+            sub_groups=cut.sub_groups,
+        )
+        for mp_rank, (family, cut) in enumerate(zip(checkpoint.families, cuts, strict=True))
+    ]
+    files = NativeFiles(source, layout.world_size, cuts)
+    if template is not None:
+        return files, [DumpImages(targets[0], template.file_name)]
+    kind = NativeImages if layout.stage else WholeImages
+    images: list[Images] = [kind(target) for target in targets]
+    if checkpoint.accelerate_step is not None:
+        images.append(StepImages(checkpoint.accelerate_step, resized.new_steps))
+    return files, images
+
+
+def tally_of(
+    source: Source,
+    files: NativeFiles,
+    images: Sequence[Images],
+    resized: frameworks.Resized,
+    *,
+    has_latest: bool,
+) -> Tally:
+    """Count what will be made of the source's files."""
+    tally, checkpoint = NativeTally(source, files), source.checkpoint
+    for spelled in images:
+        tally.add(spelled.sizes())
+    numbered = ((n, t.name) for n, t in enumerate(checkpoint.tensors) if t.state == FILE)
+    tally.add_files({n: resized.paths[name] for n, name in numbered if name in resized.paths})
+    if has_latest:
+        tally.add_bytes(names.LATEST, len(checkpoint.tag.encode()))
+    return tally.done()
+
+
+def copies_bytes(source: Source, world_size: int) -> int:
+    """Bound what the copies of a target file take, and the work of finding one storage's copies.
+
+    A rank's share of a parameter lies with at most N / M + 2 ranks of the source.
+    """
+    checkpoint = source.checkpoint
+    spread = checkpoint.layout.world_size // world_size + 2
+    families = [family.groups for family in checkpoint.families]
+    params = max(sum(len(group.params) for group in groups) for groups in families)
+    states = 1 + max((len(g.flat_states()) for groups in families for g in groups), default=0)
+    return params * spread * (states * _COPY_BYTES + _LOCATE_BYTES)

@@ -1,0 +1,294 @@
+"""What shapes the files of a target, and where that was found."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from streamshard.errors import UnsupportedError, UsageError
+from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.deepspeed import ds_config, names, resume_settings
+from streamshard.model import MODULE, ZeroLayout
+
+_MOST_RANKS: Final = 1 << 17
+"""More GPUs than any job has; a plan for them takes minutes, and what is larger is a mistake."""
+_NOT_CUT: Final = (
+    "Saved without ZeRO (stage 0), which cuts nothing: DeepSpeed loads the source itself on any "
+    "count of ranks. Of what it saved, dp_world_size alone is another in OUT."
+)
+_NAMELESS: Final = (
+    "saved without ZeRO (stage 0), whose optimizer numbers the parameters and does not name them, "
+    "so its states cannot be cut for another stage: resume at stage 0, or begin at another stage "
+    "from the weights that 'streamshard export' writes"
+)
+_STAGE_0: Final = (
+    "The config says ZeRO stage 0. DeepSpeed before 0.17.6 resumes from these files with that "
+    "config, because it partitioned the states of bf16 training as at stage 1. Later versions do "
+    "not: for them give --zero-stage 1, 2 or 3, and set the same stage in the job's config."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSettings:
+    """What the files of a target are shaped by, and where that was found."""
+
+    layout: ZeroLayout
+    config: Mapping[str, Any]
+    """DeepSpeed config that the files will hold."""
+    module_dtype: str
+    is_bf16: bool
+    notes: tuple[str, ...]
+
+
+def target_settings(
+    checkpoint: Checkpoint,
+    dp_world_size: int,
+    zero_stage: int | None,
+    wanted: ds_config.Config | None,
+) -> TargetSettings:
+    """Decide what shapes the target: the flags, else the given config, else the kept one.
+
+    Raises
+    ------
+    UsageError
+        What is asked for contradicts itself, or would have to be made up.
+    UnsupportedError
+        The checkpoint's optimizer cannot be taken to that stage.
+    """
+    kept = checkpoint.config
+    stage, dtype = zero_stage or checkpoint.layout.stage, checkpoint.module_dtype
+    saved_stage = _saved_stage(checkpoint)
+    as_saved = wanted is None and zero_stage in (None, saved_stage)
+    config, is_bf16 = dict(kept), checkpoint.is_bf16
+    if not checkpoint.layout.stage:
+        return _uncut_settings(checkpoint, dp_world_size, zero_stage, wanted)
+    if checkpoint.replicas > 1:
+        config = ds_config.with_data_parallel_size(config, dp_world_size)
+    if wanted is not None:
+        config = ds_config.resolved(wanted, kept)
+        stage = _agreed_stage(ds_config.zero_stage(config), zero_stage)
+        dtype = ds_config.module_dtype(config)
+        _require_known_order(checkpoint, config, stage)
+        is_bf16 = dtype == "bfloat16"
+        _require_same_scaling(checkpoint, dtype)
+    if config and not as_saved:
+        config = ds_config.with_stage(config, stage)
+    if checkpoint.is_dumps and (stage == 3) != (checkpoint.layout.stage == 3):
+        message = f"raw dumps of ZeRO stage {checkpoint.layout.stage} lack what stage {stage} needs"
+        raise UsageError(f"{message}; reshard a whole checkpoint instead")
+    _require_carried_parts(checkpoint, stage, dtype)
+    same = checkpoint.layout.bf16_optimizer if as_saved else None
+    layout = ds_config.zero_layout(
+        config, stage=stage, world_size=dp_world_size, bf16_optimizer=same
+    )
+    if wanted is None and not kept:
+        layout = replace(
+            checkpoint.layout, stage=stage, world_size=dp_world_size, bf16_optimizer=bool(same)
+        )
+    _require_resumable(checkpoint, config, layout, given=wanted is not None)
+    note = _settings_note(checkpoint, layout, dtype, wanted)
+    if as_saved and saved_stage == 0 and not _is_pipeline(checkpoint):
+        note = f"{note} {_STAGE_0}"
+    notes = (note, *_left_out(checkpoint, stage), *resume_settings.notes(config))
+    return TargetSettings(layout, config, dtype, is_bf16, notes)
+
+
+def _left_out(checkpoint: Checkpoint, stage: int) -> Iterator[str]:
+    """Name the weights that stages 1 and 2 happen to save and stage 3 does not."""
+    if stage < 3:
+        return
+    index = checkpoint.tensor_index()
+    for family in checkpoint.families:
+        for entry in family.module:
+            if entry.kind == "excluded" and (family.name, MODULE, entry.name) in index:
+                yield (
+                    f"'{entry.name}' is tied to '{entry.alias_of}', a frozen weight that "
+                    "exclude_frozen_parameters left out: stage 3 saves neither, so the job takes "
+                    "both from the model it begins with, as it does with all frozen weights."
+                )
+
+
+def _uncut_settings(
+    checkpoint: Checkpoint,
+    dp_world_size: int,
+    zero_stage: int | None,
+    wanted: ds_config.Config | None,
+) -> TargetSettings:
+    """Decide what shapes the target of what was saved without ZeRO, which stays without."""
+    kept, dtype = checkpoint.config, checkpoint.module_dtype
+    config = dict(kept) if wanted is None else ds_config.resolved(wanted, kept)
+    if zero_stage or (wanted is not None and ds_config.zero_stage(config)):
+        raise UnsupportedError(_NAMELESS)
+    if checkpoint.replicas > 1:
+        config = ds_config.with_data_parallel_size(config, dp_world_size)
+    if ds_config.module_dtype(config) != dtype:
+        message = f"the checkpoint was trained in {dtype} without ZeRO, the given config trains in"
+        message = f"{message} {ds_config.module_dtype(config)}: its optimizer's state is of another"
+        raise UsageError(f"{message} kind; keep the dtype")
+    layout = ds_config.zero_layout(config, stage=0, world_size=dp_world_size)
+    _require_resumable(checkpoint, config, layout, given=wanted is not None)
+    return TargetSettings(
+        layout, config, dtype, checkpoint.is_bf16, (_NOT_CUT, *resume_settings.notes(config))
+    )
+
+
+def _require_resumable(
+    checkpoint: Checkpoint, config: ds_config.Config, layout: ZeroLayout, *, given: bool
+) -> None:
+    """Refuse a config with which DeepSpeed would not load what the files hold."""
+    entries = [entry for family in checkpoint.families for entry in family.module]
+    job = resume_settings.Resuming(
+        config=config,
+        kept=checkpoint.config,
+        stage=layout.stage,
+        world_size=layout.world_size,
+        has_frozen=any(entry.kind == "frozen" for entry in entries),
+    )
+    objection = resume_settings.objection(job) or _other_sequences(
+        checkpoint, config, layout.world_size
+    )
+    if objection is None:
+        return
+    if given:
+        raise UsageError(f"the given config {objection}")
+    message = f"the config kept in the checkpoint {objection}"
+    raise UsageError(f"{message}. Do so in the job's config, and give the file with --ds-config")
+
+
+def _other_sequences(
+    checkpoint: Checkpoint, config: ds_config.Config, world_size: int
+) -> str | None:
+    """Object to another count of ranks that hold each partition alike."""
+    saved = checkpoint.replicas
+    asked = ds_config.sequence_mesh(config)
+    if asked == ((world_size, saved) if saved > 1 else None):
+        return None
+    if saved > 1:
+        return (
+            "does not cut sequences as the checkpoint's job did, which cannot be changed: set "
+            f"data_parallel_size {world_size} and sequence_parallel_size {saved}"
+        )
+    return (
+        "cuts sequences by data_parallel_size and sequence_parallel_size, which the checkpoint's "
+        "job did not, and which cannot be changed: leave data_parallel_size out"
+    )
+
+
+def _saved_stage(checkpoint: Checkpoint) -> int:
+    """Tell the stage that the job that saved was configured for.
+
+    BF16_Optimizer, which cuts as stage 1 does, may have been trained without a stage.
+    """
+    if checkpoint.layout.bf16_optimizer and checkpoint.config:
+        return ds_config.zero_stage(checkpoint.config) or 0
+    return checkpoint.layout.stage
+
+
+def _is_pipeline(checkpoint: Checkpoint) -> bool:
+    """Tell whether the weights of the module's layers are in files of their own."""
+    modules = [family.model_state.get(names.MODULE_STATE) for family in checkpoint.families]
+    return not checkpoint.is_dumps and None in modules
+
+
+def _require_carried_parts(checkpoint: Checkpoint, stage: int, dtype: str) -> None:
+    """Refuse to change what the weights of pipeline layers and experts would have to change with.
+
+    Their files come along as they are; DeepSpeed trains neither at stage 3.
+    """
+    pipeline = _is_pipeline(checkpoint)
+    if not pipeline and checkpoint.expert_parallel == 1:
+        return
+    kind = "pipeline" if pipeline else "expert"
+    if stage == 3:
+        raise UsageError(f"stage 3 does not train with {kind} parallelism, as this checkpoint was")
+    if dtype != checkpoint.module_dtype:
+        message = f"the checkpoint was trained in {checkpoint.module_dtype} with {kind} parallelism"
+        raise UsageError(f"{message}, whose weights cannot be taken to {dtype}; keep the dtype")
+
+
+def require_allowed(checkpoint: Checkpoint, world_size: int) -> int:
+    """Return the data-parallel size at a count of ranks.
+
+    Raises
+    ------
+    UsageError
+        The ranks do not divide among the parts of the model, or among its experts.
+    """
+    parts, experts = len(checkpoint.families), checkpoint.expert_parallel
+    replicas = checkpoint.replicas
+    unit = parts * experts * replicas
+    if world_size > _MOST_RANKS:
+        message = f"--world-size {world_size}: above {_MOST_RANKS:,}, the most ranks that files"
+        raise UsageError(f"{message} are written for; give the count of GPUs that will resume")
+    if world_size < 1 or world_size % unit:
+        held = [f"is in {parts} tensor or pipeline parallel parts"] if parts > 1 else []
+        held += [f"has its experts spread over {experts} ranks"] if experts > 1 else []
+        held += [f"is trained on sequences cut among {replicas} ranks"] if replicas > 1 else []
+        message = f"--world-size {world_size}: the model {' and '.join(held)}, which stays so"
+        if unit == 1:
+            raise UsageError(f"--world-size {world_size}: at least one rank is needed")
+        few = ", ".join(str(unit * k) for k in (1, 2, 3))
+        raise UsageError(f"{message}: give a multiple of {unit} ({few}, …)")
+    return world_size // (parts * replicas)
+
+
+def _agreed_stage(in_config: int | None, asked: int | None) -> int:
+    """Take the stage from the given config, and hold it against the flag if there is one."""
+    if in_config is not None and asked is not None and in_config != asked:
+        message = f"--zero-stage {asked}, but the given config says stage {in_config}"
+        raise UsageError(f"{message}; make them agree")
+    stage = asked or in_config
+    if stage not in (1, 2, 3):
+        message = f"the given config asks for ZeRO stage {stage or 0}, which partitions nothing"
+        raise UsageError(f"{message}; give the whole config of the job that will resume")
+    return stage
+
+
+def _require_known_order(checkpoint: Checkpoint, config: ds_config.Config, stage: int) -> None:
+    """Refuse to guess how dumps are stored where the job's config makes that doubtful."""
+    unknown = checkpoint.is_dumps and not checkpoint.config
+    layout = ds_config.zero_layout(config, stage=stage, world_size=1)
+    if unknown and (layout.round_robin or layout.parameter_alignment):
+        message = (
+            "the given config has round_robin_gradients or parameter_alignment on, and the dumps "
+            "do not tell whether they were saved so: give the config of the job that saved them "
+            "with --source-ds-config"
+        )
+        raise UsageError(message)
+
+
+def _require_same_scaling(checkpoint: Checkpoint, target: str) -> None:
+    source = checkpoint.module_dtype
+    if checkpoint.is_dumps and not checkpoint.config:
+        # Dumps tell fp16 by its loss scale, and nothing else.
+        state = checkpoint.families[0].optimizer_file[names.OPTIMIZER]
+        dynamic = state.get("dynamic_loss_scale") is True
+        source = "float16" if dynamic else target
+    if source != target and "float16" in (source, target):
+        message = (
+            f"the checkpoint was trained in {source}, the given config trains in {target}: "
+            "the loss scale that fp16 training needs cannot be made up"
+        )
+        raise UsageError(message)
+
+
+def _settings_note(
+    checkpoint: Checkpoint, layout: ZeroLayout, dtype: str, wanted: ds_config.Config | None
+) -> str:
+    where = "the config kept in the checkpoint, then DeepSpeed's defaults"
+    if wanted is not None:
+        where = "the given --ds-config, then DeepSpeed's defaults"
+    elif not checkpoint.config:
+        where = "DeepSpeed's defaults, as the checkpoint keeps no config"
+    shape = f"sub_group_size {layout.sub_group_size:,}"
+    if layout.stage < 3:
+        shape = (
+            f"round_robin_gradients {_switch(layout.round_robin)}, "
+            f"parameter_alignment {_switch(layout.parameter_alignment)}"
+        )
+        if any(family.is_muon(g) for family in checkpoint.families for g in family.groups):
+            shape += f", offload_optimizer {_switch(layout.offload)}"
+    return f"ZeRO stage {layout.stage}, {dtype}, {shape}: from {where}."
+
+
+def _switch(on: bool) -> str:
+    return "on" if on else "off"

@@ -1,0 +1,1 @@
+"""`open`: reads single tensors of a checkpoint, from Python."""

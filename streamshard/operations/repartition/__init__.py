@@ -1,0 +1,1 @@
+"""`repartition`: native files for another world size."""

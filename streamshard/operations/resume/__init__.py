@@ -1,0 +1,1 @@
+"""What another world size means for the job that resumes: batch, data, settings."""

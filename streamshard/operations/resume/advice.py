@@ -1,0 +1,152 @@
+"""The global batch of the job that saved, and the settings that keep it at another world size."""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Final
+
+from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.deepspeed import ds_config, names
+from streamshard.layout.batch import BatchPlan, keep_global_batch, nearest_plans, ranks_per_sample
+from streamshard.sizes import counted
+
+_UNKNOWN = (
+    "The checkpoint's config does not tell the global batch. The job keeps it if micro batch x "
+    "accumulation x world size stays as it was."
+)
+
+_LIMIT_BATCH: Final = 1 << 24
+"""Samples in a global batch that nobody has; up to there, all ways to share them can be tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalBatch:
+    """The global batch of a job that saved, and the settings that keep it in the job that resumes.
+
+    A rank counts once for each sample it gets: ranks that share a sequence count as one.
+    """
+
+    total: int
+    micro: int
+    """Samples that a rank of the old job took at once."""
+    accumulation: int
+    """Micro batches in a step of the old job."""
+    ranks: int
+    """Of the new job, as far as they get samples of their own."""
+    where: str
+    """The ranks of the new job in words: `6 ranks, 2 for each sequence`."""
+    data_parallel_size: int | None
+    """What the new job's config has to say about it; None where it says nothing."""
+    is_sure: bool
+    """Whether the checkpoint tells among how many ranks a sequence is cut."""
+
+    @property
+    def kept(self) -> BatchPlan | None:
+        """The settings that keep the global batch; None where the ranks do not divide it."""
+        return keep_global_batch(self.total, self.micro, self.ranks)
+
+    @property
+    def nearest(self) -> tuple[BatchPlan, ...]:
+        """The settings with the global batches next to it."""
+        return nearest_plans(self.total, self.micro, self.ranks)
+
+    @property
+    def unchanged(self) -> BatchPlan:
+        """What the new job has with the old one's settings for each rank."""
+        total = self.micro * self.accumulation * self.ranks
+        return BatchPlan(total, self.micro, self.accumulation)
+
+
+def global_batch(
+    checkpoint: Checkpoint, config: ds_config.Config, world_size: int
+) -> GlobalBatch | str:
+    """Work out the global batch; or say why that cannot be done.
+
+    Parameters
+    ----------
+    config
+        Of the new job.
+    world_size
+        Count of its data-parallel ranks, those that sequence parallelism adds included.
+    """
+    each = _ranks_counted_per_rank(checkpoint)
+    saved_ranks, world_size = checkpoint.layout.world_size * each, world_size * each
+    told = _ranks_per_sample(checkpoint, saved_ranks)
+    before = 1 if told is None else told
+    if not before or saved_ranks % before:
+        return f"{_UNKNOWN} The batch sizes in it do not fit {counted(saved_ranks, 'rank')}."
+    known = _complete(*ds_config.batch_sizes(checkpoint.config), saved_ranks // before)
+    if known is None:
+        return _UNKNOWN
+    now = _ranks_per_sample_now(checkpoint, config, before)
+    if world_size % now:
+        return (
+            f"Every sequence is cut among {now} ranks, which do not divide {world_size}: take a "
+            f"world size that is a multiple of {now}, or set another sequence_parallel_size."
+        )
+    total, micro, accumulation = known
+    return GlobalBatch(
+        total=total,
+        micro=micro,
+        accumulation=accumulation,
+        ranks=world_size // now,
+        where=_where(checkpoint, world_size, now),
+        data_parallel_size=world_size if checkpoint.replicas > 1 else None,
+        is_sure=told is not None,
+    )
+
+
+def _where(checkpoint: Checkpoint, world_size: int, cut: int) -> str:
+    parallel = len(checkpoint.families) > _ranks_counted_per_rank(checkpoint)
+    parallel = parallel or checkpoint.replicas > 1
+    text = counted(world_size, "data-parallel rank" if parallel else "rank")
+    return f"{text}, {cut} for each sequence" if cut > 1 else text
+
+
+def _ranks_counted_per_rank(checkpoint: Checkpoint) -> int:
+    """Tell how many ranks DeepSpeed counts into the batch for each data-parallel one.
+
+    AutoTP has no model-parallel unit to ask, so all ranks are counted (`DeepSpeedConfig.__init__`).
+    """
+    is_auto = ds_config.features(checkpoint.config).tensor_parallel > 1
+    return len(checkpoint.families) if is_auto else 1
+
+
+def _ranks_per_sample(checkpoint: Checkpoint, saved_ranks: int) -> int | None:
+    """Find out among how many of the data-parallel ranks the old job cut each sample.
+
+    Sequence parallelism counts its ranks as data-parallel ones, except where a mesh keeps them
+    apart. None where nothing tells, 0 where what is told does not fit the ranks.
+    """
+    if checkpoint.replicas > 1:
+        return 1
+    total, micro, accumulation = ds_config.batch_sizes(checkpoint.config)
+    if total and micro and accumulation and min(total, micro, accumulation) > 0:
+        return ranks_per_sample(total, micro, accumulation, saved_ranks)
+    asked = ds_config.sequence_parallel_size(checkpoint.config)
+    if asked is not None:
+        return asked
+    # DeepSpeed's own unit for sequence parallelism calls itself a tensor parallel one.
+    degrees = checkpoint.families[0].model_state.get(names.PARALLEL_DEGREES)
+    told = degrees.values() if isinstance(degrees, dict) else ()
+    beyond = prod(n for n in told if isinstance(n, int)) // len(checkpoint.families)
+    return beyond if beyond > 1 else None
+
+
+def _ranks_per_sample_now(checkpoint: Checkpoint, config: ds_config.Config, before: int) -> int:
+    """Tell among how many of the data-parallel ranks the new job cuts each sample."""
+    if checkpoint.replicas > 1:
+        return 1
+    return ds_config.sequence_parallel_size(config) or before
+
+
+def _complete(
+    total: int | None, micro: int | None, accumulation: int | None, batch_ranks: int
+) -> tuple[int, int, int] | None:
+    """Work out (global batch, micro batch, accumulation) as DeepSpeed does from what is given."""
+    if total is None and micro is not None:
+        total = micro * (accumulation or 1) * batch_ranks
+    if total is not None and micro is None:
+        micro = total // batch_ranks // (accumulation or 1)
+    if not total or not micro or not 0 < micro <= total <= _LIMIT_BATCH:
+        return None
+    return total, micro, accumulation or max(1, total // (micro * batch_ranks))

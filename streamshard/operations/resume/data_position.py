@@ -1,0 +1,114 @@
+"""Where the job that resumes goes on in its data, if its global batch changes or stays."""
+
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from streamshard.formats import frameworks
+from streamshard.formats.frameworks import TrainerState
+from streamshard.layout.batch import BatchPlan
+from streamshard.model import FILE
+from streamshard.operations.resume.advice import GlobalBatch
+from streamshard.operations.resume.job_settings import arguments
+from streamshard.operations.source.lazy_tensor import SourceAccess
+from streamshard.operations.source.source import Source
+
+_HEAD_BYTES: Final = 64 << 10
+"""Of `trainer_state.json`, whose log of the training comes later and may be long."""
+
+
+def text(source: Source, framework: str | None, batch: GlobalBatch | str) -> str | None:
+    """Say where a framework goes on in the data; None where it is none that is known."""
+    if framework == frameworks.HF_TRAINER:
+        state = frameworks.trainer_state(_head(source, frameworks.TRAINER_STATE))
+        return "\n".join(_trainer(state, batch)) if state else _TRAINER_UNKNOWN
+    if framework == frameworks.ACCELERATE:
+        return _ACCELERATE + ("" if isinstance(batch, str) else " " + _batches(batch))
+    return _LIGHTNING if framework == frameworks.LIGHTNING else None
+
+
+_TRAINER_UNKNOWN: Final = (
+    "trainer_state.json does not tell the step. Trainer skips (steps so far) x (global batch of "
+    "the new job) samples: with another global batch, samples are left out or seen twice."
+)
+_ACCELERATE: Final = (
+    "Accelerate's load_state does not skip the data that was seen; a script does so with "
+    "skip_first_batches(loader, N). N counts batches of each rank, so N is another one now."
+)
+_LIGHTNING: Final = (
+    "Lightning counts the batches of each rank. In the middle of an epoch that count means other "
+    "samples on another number of ranks, and Lightning's steps are no longer those of DeepSpeed. "
+    "Resume from a checkpoint that was saved at the end of an epoch."
+)
+
+
+def _head(source: Source, name: str) -> bytes:
+    """Read the beginning of a file that comes along."""
+    tensors = source.checkpoint.tensors
+    number = next(n for n, t in enumerate(tensors) if (t.state, t.name) == (FILE, name))
+    head = np.empty(min(_HEAD_BYTES, tensors[number].numel), dtype=np.uint8)
+    reading = SourceAccess(source)
+    try:
+        reading.fill(head, number, 0, None)
+    finally:
+        reading.close()
+    return head.tobytes()
+
+
+def _trainer(state: TrainerState, batch: GlobalBatch | str) -> Iterator[str]:
+    """Follow `Trainer._init_training_state`, which turns steps into batches to skip."""
+    rule = "Trainer skips the data that was seen: (steps so far) x (global batch of the new job)."
+    if isinstance(batch, str):
+        yield f"{rule} With another global batch, samples are left out or seen twice."
+        return
+    seen = state.step * batch.total
+    epochs = f", in {state.epoch:.2f} epochs" if _spans_epochs(state) else ""
+    yield (
+        f"{rule} The checkpoint is at step {state.step:,}, so {state.step:,} x {batch.total:,} = "
+        f"{seen:,} samples were seen{epochs}."
+    )
+    if batch.kept is not None:
+        yield (
+            f"With the arguments above, Trainer skips {seen:,} samples: none is left out, and none "
+            "is seen twice."
+        )
+    for plan in () if batch.kept else batch.nearest:
+        yield f"With a global batch of {_effect(state, batch, plan)}"
+    if batch.unchanged.train_batch_size != batch.total:
+        old = f"With the old arguments ({arguments(batch.unchanged)})"
+        yield f"{old}, and so a global batch of {_effect(state, batch, batch.unchanged)}"
+    if batch.kept is None:
+        yield (
+            "With ignore_data_skip=True (--ignore_data_skip True), Trainer begins this epoch "
+            "again, and the samples that it has had are seen twice. The last step stays the same: "
+            "raise max_steps too, or as much is left out at the end of the last epoch."
+        )
+
+
+def _spans_epochs(state: TrainerState) -> bool:
+    return state.epoch is not None and state.epoch > 1
+
+
+def _effect(state: TrainerState, batch: GlobalBatch, plan: BatchPlan) -> str:
+    """Say what becomes of the samples with another global batch."""
+    skipped = state.step * plan.train_batch_size
+    more = skipped - state.step * batch.total
+    count = f"{abs(more):,} sample{'s are' if abs(more) != 1 else ' is'}"
+    what = f"{count} {'left out' if more > 0 else 'seen twice'}" if more else "none is left out"
+    if more and state.epoch is not None and _spans_epochs(state):
+        # The last batch of an epoch may be smaller than the others.
+        place = state.epoch * plan.train_batch_size / batch.total
+        what = f"about {what}, as the job goes on at epoch {place:.2f}"
+    return f"{plan.train_batch_size:,}, Trainer skips {skipped:,} samples: {what}."
+
+
+def _batches(batch: GlobalBatch) -> str:
+    """Say how many samples one batch of Accelerate's data loader is, on all ranks together."""
+    plans = [batch.kept] if batch.kept is not None else batch.nearest
+    sizes = dict.fromkeys(plan.micro_batch * batch.ranks for plan in plans)
+    shown = " or ".join(f"{size:,}" for size in sizes)
+    return (
+        f"With the settings above, N is the number of samples seen in this epoch / {shown} "
+        "(batch_size x ranks)."
+    )

@@ -1,0 +1,117 @@
+"""What another world size means for the job that resumes, subject by subject."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from streamshard.formats import frameworks
+from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.deepspeed import ds_config
+from streamshard.operations.resume import advice, data_position, job_settings
+from streamshard.operations.source.source import Source
+
+_SCHEDULER: Final = "lr_scheduler"
+_COUNTERS: Final = ("last_epoch", "last_batch_iteration", "num_updates", "_step_count")
+"""Where schedulers keep how far they are: torch's, DeepSpeed's, others'."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What becomes of one thing."""
+
+    subject: str
+    """`random generators`, `global batch`, `data position` or `learning rate`."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resizing:
+    """What another world size means for a job."""
+
+    changes: tuple[Change, ...]
+    """Subject by subject; nothing if the world size stays as it was."""
+    notes: tuple[str, ...]
+    """What of it the user has to know or do, and is told by the run itself as well."""
+
+
+def explain(
+    source: Source,
+    world_size: int,
+    resized: frameworks.Resized,
+    *,
+    dp_world_size: int,
+    config: ds_config.Config,
+) -> Resizing:
+    """Say what becomes of what depends on the count of ranks.
+
+    Parameters
+    ----------
+    world_size
+        Count of all ranks that resume, of which `dp_world_size` are data-parallel ones.
+    config
+        The DeepSpeed config of the job that resumes.
+    """
+    checkpoint = source.checkpoint
+    framework = _framework(checkpoint, resized)
+    found = advice.global_batch(checkpoint, config, dp_world_size)
+    batch = found if isinstance(found, str) else job_settings.text(found, framework)
+    if world_size == checkpoint.ranks:
+        return Resizing((), (*resized.notes, batch))
+    position = data_position.text(source, framework, found)
+    schedule = (resized.schedule,) if resized.schedule else ()
+    changes = (
+        Change("random generators", _generators(checkpoint, resized)),
+        Change("global batch", batch),
+        Change("data position", position or " ".join(_position(checkpoint))),
+        Change("learning rate", " ".join((*_schedule(checkpoint), *schedule))),
+    )
+    notes = [*resized.notes, batch, *([position] if position else []), *schedule]
+    return Resizing(changes, tuple(notes))
+
+
+def _framework(checkpoint: Checkpoint, resized: frameworks.Resized) -> str | None:
+    """Tell Lightning's Trainer from Fabric, which keeps nothing of its own."""
+    is_fabric = (
+        resized.framework == frameworks.LIGHTNING
+        and frameworks.LIGHTNING_VERSION not in checkpoint.families[0].model_state
+    )
+    return frameworks.FABRIC if is_fabric else resized.framework
+
+
+def _generators(checkpoint: Checkpoint, resized: frameworks.Resized) -> str:
+    if checkpoint.is_dumps:
+        return "Raw dumps hold none."
+    if resized.notes:
+        return " ".join(resized.notes)
+    if resized.framework in (frameworks.HF_TRAINER, frameworks.ACCELERATE):
+        return f"{resized.framework}: every rank keeps its own random state."
+    return "The checkpoint holds none for each rank. What is in the client state comes along."
+
+
+def _position(checkpoint: Checkpoint) -> Iterator[str]:
+    """Say where the engine counts on from; it does so at `load_checkpoint` of DeepSpeed 0.19.8."""
+    state = checkpoint.families[0].model_state
+    steps, samples = state.get("global_steps"), state.get("global_samples")
+    if not isinstance(steps, int):
+        yield "Raw dumps do not tell it." if checkpoint.is_dumps else "The source does not tell it."
+        return
+    seen = f" and {samples:,} samples" if isinstance(samples, int) else ""
+    yield f"The engine counts on from step {steps:,}{seen}."
+    if state.get("data_sampler") is not None:
+        yield "The state of DeepSpeed's data sampler comes along."
+    yield (
+        "If the job skips the data that it has seen, let it count samples: the number of batches "
+        "of each rank is another one now."
+    )
+
+
+def _schedule(checkpoint: Checkpoint) -> Iterator[str]:
+    scheduler = checkpoint.families[0].model_state.get(_SCHEDULER)
+    if isinstance(scheduler, dict):
+        told = (f" ({k} {scheduler[k]:,})" for k in _COUNTERS if isinstance(scheduler.get(k), int))
+        where = next(told, "")
+        yield f"The scheduler's state{where} and the rates of the param groups come along."
+        yield "The scheduler counts steps: its schedule stays the same if the global batch does."
+    else:
+        who = "raw dumps hold" if checkpoint.is_dumps else "the engine kept"
+        yield f"The rates of the param groups come along; {who} no scheduler."

@@ -1,0 +1,1 @@
+"""Opens whatever SRC names, and knows where every element of it lies."""

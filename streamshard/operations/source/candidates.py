@@ -1,0 +1,78 @@
+"""Finds the checkpoints in a directory, to name them where one of them has to be chosen."""
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.names import step_of
+from streamshard.operations.source.sidecars import has_shards
+
+_MOST_NAMED: Final = 8
+_SUFFIXES: Final = (".zarr", ".ckpt")
+"""Of stores, and of the directories that Lightning saves."""
+
+
+def find_candidates(root: Path) -> list[str]:
+    """List the checkpoints in a directory by their paths in it, in order of their steps.
+
+    Each path is a source by itself: a tag directory; a directory with a `latest` of its own, such
+    as HF Trainer's `checkpoint-500`; a store. Where `latest` is missing in such a directory, its
+    tag directories are listed.
+    """
+    found: list[str] = []
+    for entry in root.iterdir():
+        try:
+            if entry.is_dir() and not entry.name.startswith(names.OWN_PREFIX):
+                found += _candidates_at(entry)
+        except FileNotFoundError:  # removed meanwhile, as Trainer's save_total_limit does
+            continue
+        except PermissionError:  # whoever opens it is told
+            if step_of_path(entry.name) is not None:
+                found.append(entry.name)
+    return sorted(found, key=lambda name: (step_of_path(name) or -1, name))
+
+
+def _candidates_at(entry: Path) -> Iterator[str]:
+    """Tell whether a directory is a checkpoint, or holds checkpoints."""
+    if _is_checkpoint(entry) or (entry / names.LATEST).is_file():
+        yield entry.name
+        return
+    inside = [place for place in entry.iterdir() if place.is_dir()]
+    yield from (f"{entry.name}/{place.name}" for place in inside if _is_checkpoint(place))
+
+
+def _is_checkpoint(directory: Path) -> bool:
+    if (directory / "zarr.json").is_file():
+        return True
+    if not has_shards(directory):
+        return False
+    # DeepSpeed's universal checkpoints hold the model files of the one they were made from.
+    kinds = {parsed.kind for f in directory.iterdir() if (parsed := names.parse(f.name))}
+    return "optim" in kinds or not (directory / "zero").is_dir()
+
+
+def step_of_path(path: str) -> int | None:
+    """Read the step in the name of a tag, a store or a framework's directory.
+
+    >>> step_of_path("checkpoint-500"), step_of_path("global_step7.zarr"), step_of_path("best")
+    (500, 7, None)
+    """
+    for suffix in _SUFFIXES:
+        path = path.removesuffix(suffix)
+    return step_of(path)
+
+
+def hint_of_candidates(root: Path) -> str:
+    """Say which checkpoints there are in a directory that is none itself, the newest first."""
+    found = find_candidates(root)[::-1]
+    if not found:
+        return ". Give the directory that holds 'latest', or a tag directory"
+    if len(found) == 1:
+        return f". Give the one in it: {root / found[0]}"
+    named = ", ".join(found[:_MOST_NAMED])
+    more = f" and {len(found) - _MOST_NAMED:,} more" if len(found) > _MOST_NAMED else ""
+    command = f"streamshard inspect {shlex.quote(str(root))}"
+    message = f". Give one of the {len(found):,} checkpoints in it, such as {root / found[0]}:"
+    return f"{message} {named}{more}. '{command}' tells of each whether it is whole"

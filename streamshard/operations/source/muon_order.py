@@ -1,0 +1,84 @@
+"""Brings Muon's parameters into the order in which the engine of another stage has them."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from streamshard.errors import DisagreementError, UnsupportedError
+from streamshard.formats.checkpoint import Checkpoint, Family
+from streamshard.layout.zero import muon_order
+
+
+def needs_order(checkpoint: Checkpoint, stage: int) -> bool:
+    """Tell whether the order in which a stage has Muon's parameters is not known from these files.
+
+    Stages 1 and 2 have them sorted by size. So has stage 3, unless the model was made under
+    `zero.Init`: then they stay as the training script passed them, which sorting has lost.
+    """
+    return stage == 3 > checkpoint.layout.stage and any(
+        family.is_muon(group) and len({*shapes.values()}) > 1
+        for family in checkpoint.families
+        for group, shapes in zip(family.groups, checkpoint.group_shapes(family), strict=True)
+    )
+
+
+def in_order_of(checkpoint: Checkpoint, stage: int, like: Checkpoint | None) -> Checkpoint:
+    """Return a checkpoint with Muon's parameters in the order in which a stage has them.
+
+    Parameters
+    ----------
+    like
+        A checkpoint of the same job at that stage, for orders that are not known.
+
+    Raises
+    ------
+    UnsupportedError
+        An order is not known, and no checkpoint tells it.
+    DisagreementError
+        The checkpoint that is to tell it has other parameters.
+    """
+    if needs_order(checkpoint, stage):
+        if like is None or like.layout.stage != stage:
+            message = (
+                f"trained at stage {checkpoint.layout.stage} with Muon, whose parameters stage 3 "
+                "has in the order in which the training script passes them if it makes the model "
+                "under zero.Init, and by size if it does not; files of stages 1 and 2 do not tell "
+                "the former. Give a checkpoint that the job saved at stage 3 with --like (before "
+                "its first step will do), or stay at stages 1 and 2"
+            )
+            raise UnsupportedError(message)
+        orders = [_order_of(family, like, n) for n, family in enumerate(checkpoint.families)]
+    elif stage < 3 == checkpoint.layout.stage:
+        orders = [_sorted(checkpoint, family) for family in checkpoint.families]
+    else:
+        return checkpoint
+    both = zip(checkpoint.families, orders, strict=True)
+    return replace(checkpoint, families=tuple(_reordered(family, order) for family, order in both))
+
+
+def _reordered(family: Family, order: Mapping[int, tuple[str, ...]]) -> Family:
+    groups = enumerate(family.groups)
+    reordered = (replace(g, params=order.get(place, g.params)) for place, g in groups)
+    return replace(family, groups=tuple(reordered))
+
+
+def _sorted(checkpoint: Checkpoint, family: Family) -> dict[int, tuple[str, ...]]:
+    """Sort as Muon does; parameters that a stage-3 job had sorted already stay as they are."""
+    found = {}
+    for place, shapes in enumerate(checkpoint.group_shapes(family)):
+        if family.is_muon(family.groups[place]):
+            params = list(shapes)
+            found[place] = tuple(params[index] for index in muon_order(list(shapes.values())))
+    return found
+
+
+def _order_of(family: Family, like: Checkpoint, number: int) -> dict[int, tuple[str, ...]]:
+    found = {}
+    theirs = like.families[number].groups if number < len(like.families) else ()
+    for place, group in enumerate(family.groups):
+        params = theirs[place].params if place < len(theirs) else ()
+        if {*params} != {*group.params}:
+            message = f"param group {group.number} of the checkpoint given with --like has other"
+            raise DisagreementError(f"{message} parameters: it is not of the same job")
+        if family.is_muon(group):
+            found[place] = params
+    return found

@@ -1,0 +1,88 @@
+"""Finds the files that lie beside the tags and come along: scripts, tokenizer, configs."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+from streamshard.errors import UnsupportedError
+from streamshard.formats import frameworks
+from streamshard.formats.deepspeed import names
+from streamshard.formats.links import is_inside
+from streamshard.posix import entries_below
+
+_MOST_NAMED: Final = 8
+
+
+def find_beside(run_dir: Path, tag: str) -> tuple[list[tuple[Path, str]], list[str]]:
+    """List files with their paths relative to the run directory; notes name what is left behind.
+
+    Symbolic links are followed to files within the run directory, and nowhere else.
+
+    Raises
+    ------
+    UnsupportedError
+        A name cannot be kept, or Accelerate saved a second model.
+    """
+    left: list[Path] = []
+    entries = may_come_along(run_dir)
+    found = [(path, path.name) for path in _carried(entries, run_dir, left)]
+    for _, name in found:
+        if not name.isprintable() or any("\ud800" <= letter <= "\udfff" for letter in name):
+            message = f"{run_dir}: file {name!r} has a name that is no text; rename or move it"
+            raise UnsupportedError(message)
+    framework = frameworks.framework_of(tag, [name for _, name in found])
+    if framework is None:
+        return found, _notes(left, run_dir)
+    # A framework's directory holds one checkpoint, so what lies deeper belongs to it as well.
+    for directory in sorted(d for d in entries if d.is_dir() and not d.is_symlink()):
+        if has_shards(directory) or directory.name == tag.partition("/")[0]:
+            if framework == frameworks.ACCELERATE and directory.name != tag.partition("/")[0]:
+                message = f"{directory}: a second model of one Accelerate checkpoint, which is not"
+                raise UnsupportedError(f"{message} supported; save each model by itself")
+            continue
+        inside = _carried(entries_below(directory), run_dir, left)
+        found += [(path, path.relative_to(run_dir).as_posix()) for path in inside]
+    return found, _notes(left, run_dir)
+
+
+def may_come_along(run_dir: Path) -> list[Path]:
+    """List what is in a run directory, but for what names the tags, and for our own marks."""
+    skipped = {names.LATEST, names.LATEST_UNIVERSAL}
+    return [
+        entry
+        for entry in run_dir.iterdir()
+        if entry.name not in skipped and not entry.name.startswith(names.OWN_PREFIX)
+    ]
+
+
+def has_shards(path: Path) -> bool:
+    """Tell whether a directory holds files of ZeRO's."""
+    return any(names.parse(entry.name) for entry in path.iterdir())
+
+
+def _carried(entries: Iterable[Path], run_dir: Path, left: list[Path]) -> list[Path]:
+    """Choose the files that come along; those that do not, and might be missed, are added."""
+    found = []
+    for entry in sorted(entries):
+        if entry.is_symlink():
+            is_file = entry.is_file() and is_inside(entry, run_dir)
+            # A link to a shard is a name for it; as a file it would be a shard of the old ranks.
+            if is_file and names.parse(entry.resolve().name) is None:
+                found.append(entry)
+            elif is_file or not entry.is_dir() or not is_inside(entry, run_dir):
+                left.append(entry)
+        elif entry.is_file():
+            found.append(entry)
+    return found
+
+
+def _notes(left: Sequence[Path], run_dir: Path) -> list[str]:
+    if not left:
+        return []
+    named = [f"{path.relative_to(run_dir)} to {path.readlink()}" for path in left[:_MOST_NAMED]]
+    more = f" and {len(left) - _MOST_NAMED:,} more" if len(left) > _MOST_NAMED else ""
+    message = "Symbolic links that are not carried, as they lead out of the run directory, nowhere"
+    message = (
+        f"{message} or to a shard: {', '.join(named)}{more}. Put copies of what belongs to the"
+    )
+    return [f"{message} checkpoint in their place."]

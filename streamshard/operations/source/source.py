@@ -1,0 +1,318 @@
+"""Opens whatever SRC names: finds the checkpoint, reads its headers, and cuts it as ZeRO did."""
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from streamshard.engine.io.files import Decoder, source_errors
+from streamshard.engine.io.retry import try_again
+from streamshard.errors import (
+    CorruptFileError,
+    IncompleteError,
+    SourceError,
+    SourceNotFoundError,
+    UnsupportedError,
+    UsageError,
+)
+from streamshard.formats import detect
+from streamshard.formats.checkpoint import Checkpoint, Family
+from streamshard.formats.deepspeed import ds_config, names
+from streamshard.formats.deepspeed.dumps import dump_names, dump_reader
+from streamshard.formats.deepspeed.read import zero_reader
+from streamshard.formats.links import require_inside
+from streamshard.formats.pickle.inert import show
+from streamshard.formats.zarr import zarr_reader
+from streamshard.layout.cutting import Cutting
+from streamshard.layout.zero import round_robin_order
+from streamshard.model import SourceFile, SourceMap
+from streamshard.operations.source.candidates import find_candidates, hint_of_candidates
+from streamshard.operations.source.sidecars import find_beside, has_shards
+from streamshard.operations.source.zero_cutting import cut_source
+from streamshard.posix import entries_below, stream_of
+
+_ELASTIC: Final = (
+    "Saved with elastic_checkpoint, which keeps no hyper-parameters: those of all param groups, "
+    "the learning rates among them, are those of {like} at {tag}. What is written is not elastic."
+)
+
+_MOST_DEEP: Final = 4
+"""Directories that are looked into for the one in which a tag directory is, from its path alone."""
+_LATEST_BYTES: Final = 4096
+"""More than any tag has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An opened checkpoint: its content, and where every element of it lies."""
+
+    path: Path
+    """The run directory, the store, or the directory of the dumps."""
+    kind: str
+    """`native`, `store` or `dumps`."""
+    checkpoint: Checkpoint
+    cutting: Cutting
+    files: tuple[SourceFile, ...]
+    decoders: Mapping[int, Decoder]
+    """How to read files whose stored bytes are not the tensor's."""
+    codec_bytes: int = 0
+    """Memory that decoding one file takes."""
+    like: Checkpoint | None = None
+    """Another checkpoint of the same job, given for what this one does not tell."""
+    is_elastic: bool = False
+    """Whether its files were saved with `elastic_checkpoint`, without hyper-parameters."""
+
+    @property
+    def needs_like(self) -> bool:
+        """Whether it could not be read without another checkpoint."""
+        return self.is_elastic or (self.kind == "dumps" and self.checkpoint.layout.stage == 3)
+
+    def require_states(self) -> None:
+        """Refuse a store whose optimizer states were dropped.
+
+        Raises
+        ------
+        UnsupportedError
+            They were; the message says when and why.
+        """
+        dropped = self.checkpoint.dropped
+        if dropped is not None:
+            message = f"{self.path}: holds weights only: {dropped}, so no job can resume from it"
+            raise UnsupportedError(f"{message}. 'streamshard export' writes its weights")
+
+    def require_use_of_like(self, *, needed: bool = False) -> None:
+        """Refuse a checkpoint that is given for nothing.
+
+        Raises
+        ------
+        UsageError
+            It was not needed for reading, nor is it needed for what is to be done.
+        """
+        if self.like is not None and not (self.needs_like or needed):
+            message = f"{self.path}: tells all that is needed itself, so there is no use for --like"
+            raise UsageError(message)
+
+
+def open_source(
+    path: str | os.PathLike[str],
+    tag: str | None = None,
+    *,
+    ds_config_file: str | os.PathLike[str] | None = None,
+    like: str | os.PathLike[str] | None = None,
+) -> Source:
+    """Open a run directory, a tag directory, a store, or raw dumps.
+
+    Parameters
+    ----------
+    ds_config_file
+        DeepSpeed config of the job that saved, for raw dumps, which hold none.
+    like
+        Another checkpoint of the same job, for what this one does not tell: raw dumps of stage 3
+        hold no shapes, and files of `elastic_checkpoint` no hyper-parameters.
+
+    Raises
+    ------
+    SourceError
+        There is no checkpoint there, or it cannot be used; the message names the file.
+    """
+    config, known = read_hints([path], ds_config_file, like)
+    opened = open_with(path, tag, config=config, like=known)
+    if opened.is_elastic and known is not None:
+        # Absolute, so that the bytes of a store do not depend on where somebody stood.
+        note = _ELASTIC.format(like=Path(str(like)).absolute(), tag=known.tag)
+        checkpoint = opened.checkpoint
+        opened = replace(opened, checkpoint=replace(checkpoint, notes=(note, *checkpoint.notes)))
+    return opened
+
+
+def read_hints(
+    paths: Sequence[str | os.PathLike[str]],
+    ds_config_file: str | os.PathLike[str] | None,
+    like: str | os.PathLike[str] | None,
+) -> tuple[ds_config.Config | None, Checkpoint | None]:
+    """Read what is given to open checkpoints with; see `open_source`.
+
+    Raises
+    ------
+    UsageError
+        There is a config, and none of the paths names raw dumps.
+    SourceError
+        The other checkpoint cannot be used.
+    """
+    if ds_config_file is not None and not any(dump_names.is_source_template(str(p)) for p in paths):
+        message = f"{paths[0]}: is no set of raw dumps, so there is no use for --source-ds-config"
+        raise UsageError(message)
+    known = open_source(like).checkpoint if like is not None else None
+    if known is not None and not known.layout.stage:
+        message = f"{like}: saved without ZeRO (stage 0), which does not name the parameters of its"
+        raise UsageError(f"{message} optimizer; give a checkpoint of stage 1, 2 or 3 with --like")
+    return ds_config.read_file(Path(ds_config_file)) if ds_config_file else None, known
+
+
+def open_with(
+    path: str | os.PathLike[str],
+    tag: str | None = None,
+    *,
+    config: ds_config.Config | None = None,
+    like: Checkpoint | None = None,
+) -> Source:
+    """Open a checkpoint with what is known of it already; see `open_source`."""
+    return try_again(lambda: _open(path, tag, config, like))
+
+
+def _open(
+    path: str | os.PathLike[str],
+    tag: str | None,
+    config: ds_config.Config | None,
+    like: Checkpoint | None,
+) -> Source:
+    root = Path(path)
+    with source_errors(root):
+        if dump_names.is_source_template(str(path)):
+            opened = _open_dumps(str(path), config, like)
+        elif (root / "zarr.json").is_file():
+            opened = _open_store(root, tag)
+        else:
+            opened = _open_native(*find_tag(root, tag), like)
+    return replace(opened, like=like)
+
+
+def find_tag(root: Path, tag: str | None) -> tuple[Path, Path]:
+    """Return the run directory and the tag directory in it.
+
+    Raises
+    ------
+    SourceError
+        There is none, or it leads out of the run directory; the message says where there are some.
+    """
+    if not root.exists():
+        raise SourceNotFoundError(f"{root}: no such file or directory")
+    if not root.is_dir():
+        what = detect.file(root)
+        if what is not None:
+            raise UnsupportedError(f"{root}: {what}")
+        message = f"{root}: a file; give the run directory, the tag directory or a .zarr store"
+        raise SourceNotFoundError(message)
+    if tag is None and has_shards(root):
+        return _run_directory_of(root.absolute()), root.absolute()
+    if tag is None:
+        tag = _latest(root)
+    elif not names.is_tag(tag):
+        raise SourceError(f"{root}: tag {show(tag)} is no path of a directory in it")
+    elif not (root / tag).is_dir():
+        message = f"{root / tag}: no such tag directory{hint_of_candidates(root)}"
+        raise SourceNotFoundError(message)
+    require_inside(root / tag, root)
+    if not has_shards(root / tag) and find_candidates(root / tag):
+        # A framework's directory around a checkpoint, such as HF Trainer's `checkpoint-500`.
+        return find_tag(root / tag, None)
+    return root, root / tag
+
+
+def _run_directory_of(tag_dir: Path) -> Path:
+    """Find the run directory of a tag directory: that around it, but for tags that are paths.
+
+    For `epoch/1` it is where a `latest` names another `epoch/2`, or the like.
+    """
+    for place in tag_dir.parents[:_MOST_DEEP]:
+        if (place / names.LATEST).is_file():
+            depth = len(tag_dir.relative_to(place).parts)
+            with suppress(SourceError):
+                if len(Path(_latest(place)).parts) == depth:
+                    return place
+            break
+    return tag_dir.parent
+
+
+def _latest(root: Path) -> str:
+    latest = root / names.LATEST
+    if not latest.is_file():
+        what = None if find_candidates(root) else detect.directory(root)
+        if what is not None:
+            raise UnsupportedError(f"{root}: {what}")
+        message = f"{root}: no 'latest' file and no shards in it{hint_of_candidates(root)}"
+        raise SourceNotFoundError(message)
+    require_inside(latest, root)
+    with stream_of(latest) as stream:
+        tag = stream.read(_LATEST_BYTES).decode(errors="replace").strip()
+    if not tag:
+        message = f"{latest}: empty, as a save that was killed leaves it{hint_of_candidates(root)}"
+        raise IncompleteError(message)
+    if not names.is_tag(tag):
+        message = f"{latest}: names {show(tag)}, which leads out of the run directory or is no name"
+        raise SourceError(f"{message}{hint_of_candidates(root)}")
+    if not (root / tag).is_dir():
+        message = f"{latest}: names {show(tag)}, which is not there{hint_of_candidates(root)}"
+        raise IncompleteError(message)
+    return tag
+
+
+def _open_dumps(path: str, config: ds_config.Config | None, like: Checkpoint | None) -> Source:
+    template = dump_names.parse_source(path)
+    files = template.find()
+    for file in files:
+        require_inside(file, template.directory)
+    with zero_reader.malformed(template.directory):
+        checkpoint, source_map = dump_reader.read(files, template.name, config, like)
+        # The slices that name the parameters are recorded in the group's own order already.
+        cutting = cut_source(checkpoint, source_map)
+    return Source(
+        template.directory, "dumps", checkpoint, cutting, source_map.files, {},
+        is_elastic=_is_elastic(source_map),
+    )  # fmt: skip
+
+
+def _open_native(run_dir: Path, tag_dir: Path, like: Checkpoint | None) -> Source:
+    for path in entries_below(tag_dir):
+        require_inside(path, run_dir, tag_dir)
+    tag = tag_dir.relative_to(run_dir).as_posix()
+    files, notes = find_beside(run_dir, tag)
+    try:
+        checkpoint, source_map = zero_reader.read(tag_dir, files, like, tag=tag)
+    except UsageError as error:  # in the config that the checkpoint keeps
+        raise CorruptFileError(f"{tag_dir}: {error}") from error
+    checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *notes))
+    with zero_reader.malformed(tag_dir):
+        if checkpoint.layout.round_robin:
+            families = tuple(
+                _undo_round_robin(family, checkpoint.layout.world_size)
+                for family in checkpoint.families
+            )
+            checkpoint = replace(checkpoint, families=families)
+        cutting = cut_source(checkpoint, source_map)
+    return Source(
+        run_dir, "native", checkpoint, cutting, source_map.files, {},
+        is_elastic=_is_elastic(source_map),
+    )  # fmt: skip
+
+
+def _is_elastic(source_map: SourceMap) -> bool:
+    """Tell whether files were saved with `elastic_checkpoint`, without hyper-parameters."""
+    return any(family.stripped for family in source_map.families)
+
+
+def _open_store(root: Path, tag: str | None) -> Source:
+    store = zarr_reader.read(root)
+    if tag is not None and tag != store.checkpoint.tag:
+        message = f"{root}: holds tag '{store.checkpoint.tag}', not {show(tag)}"
+        raise UsageError(message)
+    with zero_reader.malformed(root):
+        cutting = cut_source(store.checkpoint, store.source_map)
+    return Source(
+        root, "store", store.checkpoint, cutting, store.source_map.files, store.decoders,
+        store.codec_bytes,
+    )  # fmt: skip
+
+
+def _undo_round_robin(family: Family, world_size: int) -> Family:
+    """Bring the parameters of every group into the group's own order."""
+    groups = []
+    for group in family.groups:
+        order = round_robin_order(len(group.params), world_size // group.expert_parallel)
+        params = [""] * len(order)
+        for stored, index in zip(group.params, order, strict=True):
+            params[index] = stored
+        groups.append(replace(group, params=tuple(params)))
+    return replace(family, groups=tuple(groups))

@@ -1,0 +1,187 @@
+"""Combines where a source keeps things with the arithmetic of how it was cut, and checks both."""
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import numpy as np
+
+from streamshard.errors import CorruptFileError, DisagreementError
+from streamshard.formats.checkpoint import Checkpoint, Family
+from streamshard.layout.cutting import Cutting, CuttingBuilder
+from streamshard.layout.zero import FlatGroup, alignment_unit, flat_group, shard_numel
+from streamshard.model import ITEMSIZE, MASTER, RecordedCut, Slot, SourceMap, ZeroLayout
+from streamshard.operations.source.muon_momentum import WholeMomentum
+
+_LAYOUT_KEYS: Final = (
+    "round_robin_gradients, parameter_alignment, offload_optimizer, "
+    "use_data_before_expert_parallelism"
+)
+
+
+def flat_groups(
+    checkpoint: Checkpoint, family: Family, layout: ZeroLayout, dtype: str
+) -> list[FlatGroup]:
+    """Lay out a family's param groups for stages 1 and 2; `dtype` is that of the module."""
+    numels = checkpoint.master_numels(family)
+    unit = alignment_unit(ITEMSIZE[dtype]) if layout.parameter_alignment else 1
+    return [
+        flat_group(
+            [numels[name] for name in group.params],
+            world_size=layout.world_size // group.expert_parallel,
+            round_robin=layout.round_robin,
+            alignment=unit,
+        )
+        for group in family.groups
+    ]
+
+
+def cut_source(checkpoint: Checkpoint, source_map: SourceMap) -> Cutting:
+    """Say where every element of every logical tensor lies.
+
+    Raises
+    ------
+    SourceError
+        What the files hold or record is not what the arithmetic says; the message names the file.
+    """
+    tensors = checkpoint.tensors
+    builder = CuttingBuilder([ITEMSIZE[tensor.dtype] for tensor in tensors])
+    index = checkpoint.tensor_index()
+    for number in range(len(source_map.families)):
+        placing = _Placing(checkpoint, source_map, builder, index, number)
+        if checkpoint.layout.stage == 3:
+            placing.sub_groups()
+        else:
+            placing.partitions()
+    for tensor, (file, offset) in source_map.whole.items():
+        numel = tensors[tensor].numel
+        slot = Slot(np.array([file]), np.array([offset]), np.array([numel]))
+        builder.place(tensor, builder.slot(slot), piece_numel=numel)
+    for tensor, slot in source_map.shards.items():
+        share = shard_numel(tensors[tensor].numel, checkpoint.layout.world_size)
+        name = tensors[tensor].name
+        _require_lengths(slot, [share] * len(slot.numels), source_map, f"the shard of {name}")
+        builder.place(tensor, builder.slot(slot), piece_numel=share)
+    for tensor, (chunk_numel, slot) in source_map.chunks.items():
+        builder.place(tensor, builder.slot(slot), piece_numel=chunk_numel)
+    for tensor in builder.missing():
+        if tensors[tensor].numel:
+            raise CorruptFileError(f"{tensors[tensor].state} of {tensors[tensor].name} is nowhere")
+    return builder.build()
+
+
+class _Placing:
+    """Says of one family's optimizer states where their elements lie."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        source_map: SourceMap,
+        builder: CuttingBuilder,
+        index: Mapping[tuple[str, str, str], int],
+        number: int,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._layout = checkpoint.layout
+        self._source_map = source_map
+        self._builder = builder
+        self._index = index
+        self._family = checkpoint.families[number]
+        self._map = source_map.families[number]
+
+    def partitions(self) -> None:
+        """Place the partitions of flat groups (stages 1 and 2)."""
+        dtype = self._checkpoint.module_dtype
+        groups = flat_groups(self._checkpoint, self._family, self._layout, dtype)
+        for (group, state), slot in self._map.partitions.items():
+            flat, held = groups[group], self._family.groups[group]
+            what = f"{state} of param group {group}"
+            tensors = np.array([self._index[self._family.name, state, n] for n in held.params])
+            if state in self._family.whole_states(held, self._layout):
+                itemsize = ITEMSIZE[held.flat_states()[state]]
+                whole = WholeMomentum(flat, slot, itemsize)
+                if self._map.stripped:
+                    whole.require_nothing_lost(self._source_map)
+                _require_lengths(slot, whole.lengths(), self._source_map, what)
+                whole.place(tensors, self._builder, self._source_map)
+                continue
+            lengths = [flat.partition_numel] * flat.world_size
+            if (self._map.stripped or state == MASTER) and not self._layout.bf16_optimizer:
+                lengths = _stripped_lengths(flat, slot)
+            _require_lengths(slot, lengths, self._source_map, what)
+            first = self._builder.slot(slot)
+            for tensor, start in zip(tensors.tolist(), flat.starts.tolist(), strict=True):
+                self._builder.place(tensor, first, piece_numel=flat.partition_numel, origin=start)
+        for rank, recorded in enumerate(self._map.recorded):
+            self._require_recorded(recorded, rank, groups)
+
+    def _require_recorded(
+        self, recorded: RecordedCut, rank: int, groups: Sequence[FlatGroup]
+    ) -> None:
+        """Refuse a source whose files describe another cut than the one computed from its config.
+
+        The lengths alone would not tell: stored in another order, parameters take as much room.
+        """
+        held = self._family.held_by(rank, self._layout)
+        cuts = [groups[group].cut(sharer) for group, sharer in held]
+        names = [self._family.spelled(self._family.groups[group]) for group, _ in held]
+        slices = tuple(
+            tuple((params[index], start, numel) for index, start, numel in cut.recorded)
+            for params, cut in zip(names, cuts, strict=True)
+        )
+        alignments = tuple(groups[group].alignments for group, _ in held)
+        paddings = tuple(cut.padding for cut in cuts)
+        counted_last = tuple(groups[group].padding_counted_last(sharer) for group, sharer in held)
+        computed = {
+            "group_paddings": (recorded.paddings, (paddings, counted_last)),
+            "param_alignment_paddings": (recorded.alignments, (alignments,)),
+            "param_slice_mappings": (recorded.slices, (slices,)),
+        }
+        for key, (found, expected) in computed.items():
+            if found is not None and found not in expected:
+                message = f"{recorded.path}: its {key} are not those of the layout that its"
+                raise DisagreementError(
+                    f"{message} ds_config describes ({_LAYOUT_KEYS}). Was the config changed "
+                    "after the save?"
+                )
+
+    def sub_groups(self) -> None:
+        """Place the shards of sub-groups (stage 3)."""
+        tensors, world_size = self._checkpoint.tensors, self._layout.world_size
+        for (unit, state), slot in self._map.sub_groups.items():
+            params = [
+                self._index[self._family.name, state, name]
+                for name in self._map.sub_group_params[unit]
+            ]
+            shares = [shard_numel(tensors[tensor].numel, world_size) for tensor in params]
+            lengths = [sum(shares)] * world_size
+            _require_lengths(slot, lengths, self._source_map, f"{state} of sub-group {unit}")
+            first, held = self._builder.slot(slot), 0
+            for tensor, share in zip(params, shares, strict=True):
+                lead = held * ITEMSIZE[tensors[tensor].dtype]
+                self._builder.place(tensor, first, piece_numel=share, lead=lead)
+                held += share
+
+
+def _stripped_lengths(flat: FlatGroup, found: Slot) -> list[int]:
+    """Count the masters that each rank saves of its partition: `partition[: numel - padding]`.
+
+    Padding that DeepSpeed before 0.16.4 counted on the last rank alone was left on the others, and
+    more of it than that rank holds made an end that Python counts from behind.
+    """
+    numel, ranks = flat.partition_numel, range(flat.world_size)
+    lengths = [len(range(numel)[: numel - flat.padding_counted_last(rank)]) for rank in ranks]
+    if found.numels.tolist() == lengths:
+        return lengths
+    return [numel - flat.padding(rank) for rank in ranks]
+
+
+def _require_lengths(slot: Slot, lengths: Sequence[int], source_map: SourceMap, what: str) -> None:
+    """Refuse a source whose tensors are not as long as the arithmetic says."""
+    for rank, (found, expected) in enumerate(zip(slot.numels.tolist(), lengths, strict=True)):
+        if found != expected:
+            path = source_map.files[int(slot.files[rank])].path
+            message = f"{path}: {what} has {found} elements on rank {rank}, {expected} belong there"
+            raise CorruptFileError(
+                f"{message}. Is the ds_config in the checkpoint ({_LAYOUT_KEYS}) that of the run "
+                "that saved it?"
+            )

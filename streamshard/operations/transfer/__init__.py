@@ -1,0 +1,1 @@
+"""What verbs that write do alike: plan, estimate, stage, run, read back, commit, report."""

@@ -1,0 +1,299 @@
+"""What a run would do, worth reading before it: files, memory, time, space, what becomes of what.
+
+This is what `--dry-run` tells, and what it prints with `--json` under the key `outlook`.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from streamshard.engine.io.disk_speed import (
+    Speed,
+    measure_encoding,
+    measure_reading,
+    measure_writing,
+)
+from streamshard.layout.memory_plan import SCRATCH_BYTES, SLACK_BYTES, MemoryPlan
+from streamshard.model import BLOB, FILE, MASTER, MODULE, SourceFile
+from streamshard.operations.resume.resizing import Change
+from streamshard.operations.source.source import Source
+from streamshard.operations.transfer.byte_accounting import Tally, read_bytes
+from streamshard.operations.transfer.report import Report
+from streamshard.operations.transfer.target import allocated_bytes, partial_of, place_of
+
+Encode = Callable[[memoryview], bytes]
+
+_SHARE: Final = 10
+"""No more than this part of the free space is written to measure the disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileBytes:
+    """A file, and how many of its bytes are read or written."""
+
+    path: str
+    """Of the source as it was given or found; of the target relative to it."""
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryParts:
+    """What the projected memory is made of, all in bytes.
+
+    `projected = floor + metadata + workers x (window + scratch + codec) + slack`
+    """
+
+    projected_bytes: int
+    floor_bytes: int
+    metadata_bytes: int
+    workers: int
+    window_bytes: int
+    scratch_bytes: int
+    codec_bytes: int
+    slack_bytes: int
+    limit_bytes: int
+    """Allowed above the floor."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimeEstimate:
+    """How long a run may take: an estimate, and no more, from a second's look at the disk."""
+
+    seconds: float | None
+    """Reading, compressing and writing one after the other, where in a run they overlap, and
+    compressed stores are smaller; what it takes to decompress is not counted. None where one of
+    them could not be measured."""
+    read_bytes_per_second: int
+    """Of pieces from all over the source, from wherever they were, disk or page cache."""
+    read_sample_bytes: int
+    write_bytes_per_second: int
+    """Of a file beside the target that was written and synced; 0 where that could not be done."""
+    write_sample_bytes: int
+    encode_bytes_per_second: int
+    """Of pieces of the source that were compressed by all workers; 0 where nothing is."""
+    encode_sample_bytes: int
+    problem: str | None
+    """Why something could not be measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Room on the target's file system."""
+
+    directory: str
+    """Where the target would lie, or what there is of it."""
+    free_bytes: int
+    free_after_bytes: int
+    """With what the target replaces given back; more where it is compressed."""
+    begun_bytes: int
+    """What an earlier run has left beside the target's place, and which is used or removed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Something that is in the source and not in the target, or the other way round."""
+
+    what: str
+    count: int
+    """Of tensors or files; 0 where that says nothing."""
+    nbytes: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a run would do."""
+
+    reads: tuple[FileBytes, ...]
+    """Every file of the source, with the bytes of content that are read of it."""
+    read_bytes: int
+    writes: tuple[FileBytes, ...]
+    """Every file of the target."""
+    written_bytes: int
+    is_upper_bound: bool
+    """Whether files are compressed, and no larger than is said here; else sizes are exact."""
+    reread_bytes: int
+    """Read besides to verify: what was written twice, and the source once; else 0."""
+    memory: MemoryParts
+    time: TimeEstimate | None
+    """None if it was not asked for."""
+    space: Space
+    changes: tuple[Change, ...]
+    """What another world size means for the job; empty where it is the same, or there is none."""
+    left_out: tuple[Part, ...]
+    made: tuple[Part, ...]
+    """What is not copied from the source."""
+
+
+def look_ahead(
+    source: Source,
+    tally: Tally,
+    memory_plan: MemoryPlan,
+    report: Report,
+    target: Path,
+    *,
+    changes: tuple[Change, ...] = (),
+    new_files: int = 0,
+    encode: Encode | None = None,
+    measures_disk: bool = True,
+) -> Outlook:
+    """Find out what a run would do; nothing is left of what is written to measure the disk.
+
+    Parameters
+    ----------
+    new_files
+        Count of files that are made for new ranks.
+    encode
+        Compresses what is written, if it is compressed.
+    """
+    read = read_bytes(source, tally.times)
+    read_sum, written = int(read.sum()), report.bytes_written
+    reread = 2 * written + read_sum if report.is_verified else 0
+    space = _space(target, written)
+    used = [file for file, nbytes in zip(source.files, read, strict=True) if nbytes]
+    return Outlook(
+        reads=tuple(
+            FileBytes(str(file.path), int(nbytes))
+            for file, nbytes in zip(source.files, read, strict=True)
+        ),
+        read_bytes=read_sum,
+        writes=tuple(FileBytes(path, nbytes) for path, nbytes in tally.sizes.items()),
+        written_bytes=written,
+        is_upper_bound=encode is not None,
+        reread_bytes=reread,
+        memory=_memory(memory_plan, report),
+        time=_time(used, memory_plan.workers, space, (read_sum + reread, written), encode)
+        if measures_disk
+        else None,
+        space=space,
+        changes=changes,
+        left_out=tuple(_left_out(source, tally, report)),
+        made=tuple(_made(tally, report, new_files)),
+    )
+
+
+def _memory(plan: MemoryPlan, report: Report) -> MemoryParts:
+    return MemoryParts(
+        projected_bytes=plan.projected_bytes,
+        floor_bytes=plan.floor_bytes,
+        metadata_bytes=plan.metadata_bytes,
+        workers=plan.workers,
+        window_bytes=plan.window_bytes,
+        scratch_bytes=SCRATCH_BYTES,
+        codec_bytes=plan.codec_bytes,
+        slack_bytes=SLACK_BYTES,
+        limit_bytes=report.limit_bytes,
+    )
+
+
+def _space(target: Path, written: int) -> Space:
+    place = place_of(target)
+    free, begun = shutil.disk_usage(place).free, allocated_bytes(partial_of(target))
+    after = free + begun + allocated_bytes(target) - written
+    return Space(str(place), free, after, begun)
+
+
+def _time(
+    files: list[SourceFile],
+    workers: int,
+    space: Space,
+    nbytes: tuple[int, int],
+    encode: Encode | None,
+) -> TimeEstimate:
+    """Measure the disk.
+
+    Parameters
+    ----------
+    nbytes
+        To be read, and to be written.
+    """
+    read, written = nbytes
+    reading = encoding = writing = Speed(0, 0)
+    problem = None
+    try:
+        reading = measure_reading(files, workers=workers)
+        if encode is not None:
+            encoding = measure_encoding(files, encode, workers=workers)
+        writing = measure_writing(Path(space.directory), most_bytes=space.free_bytes // _SHARE)
+    except OSError as error:
+        place = error.filename or space.directory
+        verb = "written" if reading.nbytes else "read"
+        problem = f"{place}: cannot be {verb} ({error.strerror})"
+    steps = [(read, reading.bytes_per_second), (written, writing.bytes_per_second)]
+    if encode is not None:
+        steps.append((written, encoding.bytes_per_second))
+    is_known = all(rate or not amount for amount, rate in steps)
+    seconds = sum(amount / rate for amount, rate in steps if rate) if is_known else None
+    return TimeEstimate(
+        seconds=None if seconds is None else round(seconds, 1),
+        read_bytes_per_second=reading.bytes_per_second,
+        read_sample_bytes=reading.nbytes,
+        write_bytes_per_second=writing.bytes_per_second,
+        write_sample_bytes=writing.nbytes,
+        encode_bytes_per_second=encoding.bytes_per_second,
+        encode_sample_bytes=encoding.nbytes,
+        problem=problem,
+    )
+
+
+_WHY_NOT: Final = {
+    "repartition": "follow from the master weights",
+    "export": "the master weights are exported in their place",
+}
+_NOT_THERE: Final = {
+    "repartition": "in no file of that ZeRO stage",
+    "export": "not part of what is exported",
+}
+_OTHERS: Final = {
+    MASTER: "weights that were not chosen",
+    MODULE: "buffers and frozen weights",
+    BLOB: "tensors in training state",
+    FILE: "files beside the tensors",
+}
+
+
+def _left_out(source: Source, tally: Tally, report: Report) -> Iterator[Part]:
+    """Tell what is in the source and not read, state by state."""
+    checkpoint = source.checkpoint
+    weights = {
+        (family.name, entry.name)
+        for family in checkpoint.families
+        for entry in family.module
+        if entry.kind == "param"
+    }
+    found: dict[tuple[str, str], list[int]] = {}
+    for number in np.flatnonzero(tally.times == 0).tolist():
+        tensor = checkpoint.tensors[number]
+        if tensor.state == MODULE and (tensor.family, tensor.name) in weights:
+            key = "module weights", _WHY_NOT.get(report.verb, "")
+        elif tensor.state == FILE and report.verb == "repartition":
+            key = tensor.name, "of a rank that the target does not have"
+        else:
+            other = _OTHERS.get(tensor.state, f"optimizer state {tensor.state}")
+            key = other, _NOT_THERE.get(report.verb, "")
+        found.setdefault(key, []).append(tensor.nbytes)
+    for (what, why), sizes in found.items():
+        yield Part(what, len(sizes), sum(sizes), why)
+    if source.kind != "store":
+        held = int(read_bytes(source, np.ones_like(tally.times)).sum())
+        nbytes = max(0, sum(file.nbytes for file in source.files) - held)
+        why = "spelled anew or not needed, as is what ranks keep alike"
+        yield Part("padding, headers, pickles", 0, nbytes, why)
+
+
+def _made(tally: Tally, report: Report, new_files: int) -> Iterator[Part]:
+    """Tell what is in the target and not as it was in the source."""
+    if tally.cast_bytes:
+        if report.verb == "export":
+            yield Part("weights", 0, tally.cast_bytes, f"cast to {report.dtype}")
+        else:
+            why = f"cast from the master weights, for ZeRO stage {report.zero_stage}"
+            yield Part("module weights", 0, tally.cast_bytes, why)
+    if tally.padding_bytes:
+        yield Part("padding", 0, tally.padding_bytes, "zeros that fill up partitions")
+    if new_files:
+        yield Part("files of new ranks", new_files, 0, "with the step, without random generators")

@@ -1,0 +1,134 @@
+"""What every verb that moves bytes does alike: fit memory, check space, run, measure."""
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Final
+
+from streamshard.engine.io.files import require_unchanged
+from streamshard.engine.run import resident_memory
+from streamshard.engine.run.phases import WRITING
+from streamshard.engine.run.runner import Engine, Resources
+from streamshard.engine.run.work import TargetFile
+from streamshard.errors import MemoryLimitError, UsageError
+from streamshard.layout.memory_plan import MIB, SCRATCH_BYTES, MemoryPlan, plan_memory
+from streamshard.operations.source.source import Source
+from streamshard.operations.transfer.report import Progress, Report
+from streamshard.operations.transfer.staging import PartialTarget
+
+DEFAULT_LIMIT_BYTES: Final = 1024 * MIB
+
+
+_STEP_BYTES: Final = 4 * MIB
+"""What planning takes differs a little from run to run: rounded up, the projection does not."""
+
+
+def default_workers(*, encodes: bool = False) -> int:
+    """Count of workers that keep a disk busy without crowding a login node.
+
+    Encoding is slower than a disk: one per core then, and one that writes meanwhile.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+    return min(16, cores + 1) if encodes else min(4, cores)
+
+
+def limit_or_default(asked: int | None, floor_bytes: int) -> int:
+    """Return the limit asked for; else 1 GiB, or half of what there is if that is less."""
+    if asked is not None:
+        return asked
+    return min(DEFAULT_LIMIT_BYTES, max(0, resident_memory.available_bytes() - floor_bytes) // 2)
+
+
+def fit_memory(
+    *,
+    floor_bytes: int,
+    codec_bytes: int,
+    workers: int | None,
+    limit_bytes: int,
+    copies_bytes: int = 0,
+    reopened: int = 0,
+    encodes: bool = False,
+) -> MemoryPlan:
+    """Fit a run into the limit, once everything is planned.
+
+    What planning took at its peak stands for the metadata, which the run will hold again.
+
+    Parameters
+    ----------
+    workers
+        How many; by default see `default_workers`, and fewer where memory is tight.
+    copies_bytes
+        What the copies of the files in flight take, which are found only during the run.
+    reopened
+        How many times as much as the source's headers those take that are read back after the run.
+    encodes
+        Whether what is written is compressed.
+    """
+    if workers is not None and workers < 1:
+        raise UsageError(f"--workers {workers}: at least one is needed")
+    held_bytes = (1 + reopened) * max(0, resident_memory.peak_bytes() - floor_bytes) + copies_bytes
+
+    def fit(count: int) -> MemoryPlan:
+        return plan_memory(
+            floor_bytes=floor_bytes,
+            metadata_bytes=-(-held_bytes // _STEP_BYTES) * _STEP_BYTES,
+            codec_bytes=codec_bytes,
+            workers=count,
+            limit_bytes=limit_bytes,
+        )
+
+    if workers is not None:
+        return fit(workers)
+    for count in range(default_workers(encodes=encodes), 1, -1):
+        with suppress(MemoryLimitError):
+            return fit(count)
+    return fit(1)
+
+
+def run(
+    source: Source,
+    files: Iterable[TargetFile],
+    target: PartialTarget,
+    memory_plan: MemoryPlan,
+    progress: Progress,
+) -> None:
+    """Write all files of a plan below the partial target, but for what is written there already."""
+    if target.is_written:
+        return
+    resources = Resources(
+        memory_plan.workers, memory_plan.window_bytes, SCRATCH_BYTES // 2, _is_large(source)
+    )
+    decoders, partial = source.decoders, target.partial
+    Engine(source.files, decoders, resources, progress, partial).run(files)
+    # Bytes that were read before a file changed do not belong to those that were read after it.
+    for file in source.files:
+        require_unchanged(file)
+
+
+def _is_large(source: Source) -> bool:
+    """Tell whether a run would push out of memory what other programs have read."""
+    read_bytes = sum(file.nbytes for file in source.files)
+    return 2 * read_bytes > resident_memory.available_bytes() // 2
+
+
+def measured(
+    report: Report, target: PartialTarget, progress: Progress, work: Callable[[], None]
+) -> Report:
+    """Do the work, and add to the report how long it took and how much memory at most."""
+    progress.start(report.bytes_written, WRITING)
+    began = time.monotonic()
+    try:
+        if target.is_written:
+            progress.keep(target.kept_bytes)
+            progress.advance(target.kept_bytes)
+        work()
+    finally:
+        progress.stop()
+    return replace(
+        report,
+        kept_bytes=target.kept_bytes,
+        peak_bytes=resident_memory.peak_bytes(),
+        seconds=time.monotonic() - began,
+    )

@@ -1,0 +1,161 @@
+"""`--if-needed`: whether what a run would make is there already, proved by reading it.
+
+Nothing is recorded in a target for that. Every file of it is compared, byte by byte, with what the
+run would write: that proves more than a name, a size or a date could, whoever wrote the files, and
+costs reading both sides once.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from streamshard.engine.io.files import target_errors
+from streamshard.engine.run.journal import Journal
+from streamshard.engine.run.phases import COMPARING
+from streamshard.engine.run.work import TargetFile
+from streamshard.engine.scan.target_comparison import first_difference
+from streamshard.errors import TargetExistsError
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.dumps.dump_names import Template
+from streamshard.layout.memory_plan import SCRATCH_BYTES, MemoryPlan
+from streamshard.model import ZeroLayout
+from streamshard.operations.native.target_settings import TargetSettings
+from streamshard.operations.source.source import Source
+from streamshard.operations.transfer.report import Progress, Report, Silent
+from streamshard.operations.transfer.target import JOURNAL, is_vacant, require_free, require_space
+from streamshard.posix import entries_below, stream_of
+
+_LATEST_BYTES: Final = 4096
+"""More than any tag has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a run would make, and where."""
+
+    report: Report
+    target: Path
+    source: Source
+    memory: MemoryPlan
+    sizes: Mapping[str, int]
+    """Size of every file by its path; at most, where there is compression."""
+    passes: Sequence[Callable[[], Iterable[TargetFile]]]
+    """Make the files, each of which may need what the pass before has seen."""
+    overwrite: bool
+    latest: str | None = None
+    """What the `latest` file is to name, which no pass makes."""
+    template: Template | None = None
+
+    def found(self, progress: Progress | None = None) -> Report | None:
+        """Return what to report if the target is what the run would make; None if it is not.
+
+        Raises
+        ------
+        TargetExistsError
+            Something else is there, which may not be replaced.
+        """
+        difference = None
+        with target_errors(self.target):
+            is_settled = is_vacant(self.target) or Journal(self.target / JOURNAL).is_whole
+        if not is_settled:
+            told = progress or Silent()
+            told.start(self.report.bytes_written, COMPARING)
+            try:
+                difference = self._difference(told)
+            finally:
+                told.stop()
+            if difference is None:
+                return nothing_done(self.report, "target", self.report.target)
+        try:
+            require_free(self.target, overwrite=self.overwrite, template=self.template)
+        except TargetExistsError as error:
+            if difference is not None:
+                error.add_note(f"{self.target}: is not what this command makes: {difference}")
+            raise
+        require_space(self.target, self.report.bytes_written)
+        return None
+
+    def _difference(self, progress: Progress) -> str | None:
+        """Say what is first found to be otherwise in the target."""
+        if not self.target.is_dir():
+            return "it is no directory"
+        with target_errors(self.target):
+            there = {
+                path.relative_to(self.target).as_posix()
+                for path in entries_below(self.target)
+                if path.is_symlink() or not path.is_dir()
+            }
+            named = latest_of(self.target) if self.latest is not None else None
+        if named != self.latest:
+            told = "there is no 'latest'" if named is None else f"its 'latest' names {named!r}"
+            return f"{told}, not {self.latest!r}"
+        for problem, paths in (
+            ("is missing", self.sizes.keys() - there),
+            ("is not one of its files", there - self.sizes.keys()),
+        ):
+            if paths:
+                more = f", and {len(paths) - 1:,} more" if len(paths) > 1 else ""
+                return f"{min(paths)} {problem}{more}"
+        if self.latest is not None:
+            progress.advance(len(self.latest.encode()))
+        for files in self.passes:
+            path = first_difference(
+                self.target,
+                files(),
+                self.source.files,
+                self.source.decoders,
+                workers=self.memory.workers,
+                window_bytes=self.memory.window_bytes,
+                scratch_bytes=SCRATCH_BYTES // 2,
+                progress=progress.advance,
+            )
+            if path is not None:
+                return f"{path} holds other bytes"
+        return None
+
+
+def nothing_done(report: Report, found: str, path: str) -> Report:
+    """Return what to report of a run that there was no need for."""
+    return replace(
+        report, found=found, path=path, files=0, bytes_written=0, is_verified=False, seconds=0.0
+    )
+
+
+def latest_of(run_dir: Path) -> str | None:
+    """Read which tag a job that resumes from a directory takes; None if nothing says so."""
+    path = run_dir / names.LATEST
+    if not path.is_file():
+        return None
+    with stream_of(path) as stream:
+        return stream.read(_LATEST_BYTES).decode(errors="replace").strip()
+
+
+def has_files_of(source: Source, world_size: int, settings: TargetSettings) -> bool:
+    """Tell whether a job with these settings resumes from the source's own files.
+
+    They are laid out as the job's would be, and what a plain `load_checkpoint` takes is this tag.
+    """
+    checkpoint = source.checkpoint
+    if source.kind == "store" or source.is_elastic or checkpoint.ranks != world_size:
+        return False
+    if source.kind == "native" and latest_of(source.path) != checkpoint.tag:
+        return False
+    if (settings.module_dtype, settings.is_bf16) != (checkpoint.module_dtype, checkpoint.is_bf16):
+        return False
+    return _shape(source, settings.layout) == _shape(source, checkpoint.layout)
+
+
+def _shape(source: Source, layout: ZeroLayout) -> ZeroLayout:
+    """Leave of a layout what shapes files at its stage."""
+    families = source.checkpoint.families
+    has_muon = any(family.is_muon(group) for family in families for group in family.groups)
+    has_experts = source.checkpoint.expert_parallel > 1
+    return replace(
+        layout,
+        sub_group_size=layout.sub_group_size if layout.stage == 3 else 0,
+        round_robin=layout.round_robin and layout.stage < 3,
+        parameter_alignment=layout.parameter_alignment and layout.stage < 3,
+        offload=layout.offload and has_muon,
+        data_before_experts=layout.data_before_experts and has_experts,
+    )

@@ -1,0 +1,82 @@
+"""Reads back what a run has written, and compares it with what it was made from."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from streamshard.engine.io.files import target_errors
+from streamshard.engine.io.page_cache import drop_cached
+from streamshard.engine.run.phases import COMPARING, VERIFYING
+from streamshard.errors import NotAsWrittenError, SourceError
+from streamshard.layout.memory_plan import MemoryPlan
+from streamshard.layout.sample import EVERYTHING
+from streamshard.operations.checks.problems import Findings
+from streamshard.operations.checks.structure import Request, look_at
+from streamshard.operations.compare.comparison import Comparing
+from streamshard.operations.compare.matching import pair_up
+from streamshard.operations.source.source import Source
+from streamshard.operations.transfer.report import Progress
+
+
+class BothSides:
+    """Counts bytes that are read of either side of a comparison, and tells of each pair once."""
+
+    def __init__(self, progress: Callable[[int], None]) -> None:
+        self._progress = progress
+        self._read = 0
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes of one side."""
+        with self._lock:
+            before, self._read = self._read, self._read + nbytes
+        self._progress((before + nbytes) // 2 - before // 2)
+
+
+def require_same(
+    written: Request, place: Path, source: Source, memory: MemoryPlan, progress: Progress
+) -> None:
+    """Refuse what was written unless its checksums are right and its content is the source's.
+
+    Parameters
+    ----------
+    written
+        What is looked at, synced to the disk already.
+    place
+        Directory in which it lies. What the system keeps of it in memory is dropped.
+
+    Raises
+    ------
+    NotAsWrittenError
+        It is not what it should be; the message says what is wrong first.
+    """
+    with target_errors(place):
+        drop_cached(place)
+    findings = Findings()
+    try:
+        wrong = _check(written, source, findings, memory, progress)
+    except SourceError as error:
+        wrong = [str(error)]
+    if wrong:
+        more = f", and {len(wrong) - 1:,} more" if len(wrong) > 1 else ""
+        raise NotAsWrittenError(
+            f"{place}: read back from disk, it is not what {source.path} holds. {wrong[0]}{more}. "
+            "It was not put into its place"
+        )
+
+
+def _check(
+    written: Request, source: Source, findings: Findings, memory: MemoryPlan, progress: Progress
+) -> list[str]:
+    looked = look_at(written, findings, EVERYTHING)
+    progress.start(looked.nbytes, VERIFYING)
+    looked.read(memory, progress.advance)
+    if findings.problems:
+        return [problem.message for problem in findings.problems]
+    opened = written.open()
+    pairing = pair_up(opened, source, converted=True)
+    comparing = Comparing(opened, source, pairing.pairs)
+    progress.start(comparing.nbytes, COMPARING)
+    both = BothSides(progress.advance).add
+    differences = [*pairing.differences, *comparing.run(memory, findings, both)]
+    return [*(p.message for p in findings.problems), *(d.message for d in differences)]

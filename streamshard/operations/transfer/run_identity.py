@@ -1,0 +1,94 @@
+"""What a run is about: all that the bytes of its target follow from."""
+
+import base64
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b, sha256
+from typing import Any, Final, Self
+
+from streamshard.formats.zarr import store_state
+from streamshard.model import SourceFile
+from streamshard.operations.source.source import Source
+
+_FORMAT: Final = 1
+_DIGEST_BYTES: Final = 8
+_MOST_SHOWN: Final = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Purpose:
+    """What a run is about."""
+
+    source: Source
+    header: Mapping[str, Any]
+    """How a journal spells it."""
+
+    @classmethod
+    def of(cls, source: Source, options: Mapping[str, str], *, replaces: bool) -> Self:
+        """Describe a run.
+
+        Parameters
+        ----------
+        options
+            The verb, and what was asked for, as far as bytes depend on it.
+        replaces
+            Whether what is at the target may be replaced, which does not change a byte.
+        """
+        header = {
+            "format": _FORMAT,
+            "options": dict(options),
+            "headers": sha256(store_state.dump(source.checkpoint, ())).hexdigest(),
+            "files": base64.b64encode(b"".join(map(_digest, source.files))).decode(),
+            "replaces": replaces,
+        }
+        return cls(source, header)
+
+    def difference(self, other: Mapping[str, Any]) -> str | None:
+        """Say what an earlier run was about, if not the same; `other` is what it spelled."""
+        own = self.header
+        if own["format"] != other.get("format"):
+            return "is of another version of streamshard"
+        options, others = own["options"], other["options"]
+        for key in (*others, *options):
+            if options.get(key) != others.get(key):
+                return (
+                    f"is of a run with {_told(key, others)}, and this one has {_told(key, options)}"
+                )
+        if own["files"] != other["files"]:
+            return f"is made from other files: {self._changed_file(other['files'])}"
+        if own["headers"] != other["headers"]:
+            return f"is made from other headers than those of {self.source.path}"
+        return None
+
+    def _changed_file(self, spelled: str) -> str:
+        files, digests = self.source.files, base64.b64decode(spelled)
+        starts = range(0, len(digests), _DIGEST_BYTES)
+        if len(starts) != len(files):
+            return f"{len(starts):,} files, where {self.source.path} has {len(files):,} now"
+        changed = [
+            file.path
+            for file, start in zip(files, starts, strict=True)
+            if _digest(file) != digests[start : start + _DIGEST_BYTES]
+        ]
+        more = f" and {len(changed) - 1:,} more have" if len(changed) > 1 else " has"
+        return f"{changed[0]}{more} changed since"
+
+
+def _digest(file: SourceFile) -> bytes:
+    """Return a digest of what a file looked like when the plan was made."""
+    looks = f"{file.nbytes} {file.mtime_ns} {file.inode}"
+    return blake2b(looks.encode(), digest_size=_DIGEST_BYTES).digest()
+
+
+def _told(key: str, options: Mapping[str, str]) -> str:
+    """Spell an option as a user knows it."""
+    if key not in options:
+        return f"no {key}"
+    if key == "verb":
+        return f"the verb {options[key]}"
+    return f"another {key}" if len(options[key]) > _MOST_SHOWN else f"{key} {options[key]}"
+
+
+def digest_of_settings(value: object) -> str:
+    """Return what stands for settings that are too long to be shown."""
+    return sha256(repr(value).encode()).hexdigest()

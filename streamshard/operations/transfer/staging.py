@@ -1,0 +1,222 @@
+"""`OUT.partial`: where a target is built, locked, and kept for the next run if this one fails.
+
+What is on the disk is at any moment one of these, and the same command finishes each of them:
+
+- no OUT, an empty one, or the old one, and no OUT.partial, or one whose journal tells what is
+  written;
+- OUT.partial with a journal that says it is whole: it is to be renamed, onto an empty OUT too;
+- with `--overwrite`, OUT.replaced and no OUT, or an empty one that somebody made since: what was
+  replaced goes back to its place;
+- OUT with that journal still in it: what it replaced is to be removed, then the journal.
+"""
+
+import os
+import shutil
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from streamshard.engine.io.durability import sync_path, write_durably
+from streamshard.engine.io.files import target_errors
+from streamshard.engine.io.lock import Lock
+from streamshard.engine.io.preallocation import Reservation
+from streamshard.engine.run.journal import Journal
+from streamshard.engine.run.staged_files import Partial
+from streamshard.errors import NotAsWrittenError, TargetExistsError
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.dumps.dump_names import Template
+from streamshard.operations.transfer.run_identity import Purpose
+from streamshard.operations.transfer.target import (
+    JOURNAL,
+    allocated_bytes,
+    exists,
+    is_vacant,
+    partial_of,
+    remove,
+    replaced_of,
+    replaces,
+    require_free,
+)
+from streamshard.posix import entries_below
+
+_LOCK: Final = f"{names.OWN_PREFIX}.lock"
+_RESERVED: Final = f"{names.OWN_PREFIX}.reserved"
+
+
+class PartialTarget:
+    """A target while it is being made."""
+
+    def __init__(
+        self,
+        target: Path,
+        purpose: Purpose,
+        *,
+        nbytes: int,
+        overwrite: bool,
+        template: Template | None = None,
+    ) -> None:
+        self._target = target.absolute()
+        self._purpose = purpose
+        self._nbytes = nbytes
+        self._overwrite = overwrite
+        self._template = template
+        self._lock = Lock(self._target.with_name(f"{_LOCK}.{target.name}"), self._target)
+        self._made: list[Path] = []
+        """Parents that were made for the target, innermost first."""
+        self._replaced = replaced_of(self._target)
+        self._reservation: Reservation | None = None
+        self._is_own = False
+        """Whether what is in the partial target is this run's, or was and is gone on from."""
+        self.path = partial_of(self._target)
+
+    def __enter__(self) -> Self:
+        with target_errors(self.path), ExitStack() as stack:
+            self._made = [p for p in self._target.parents if not p.exists()]
+            self._target.parent.mkdir(parents=True, exist_ok=True)
+            self._lock.take()
+            stack.callback(self._lock.release)
+            self.journal = Journal(self.path / JOURNAL)
+            stack.callback(self.journal.close)
+            stack.callback(self._remove_if_empty)
+            self._settle()
+            self._prepare()
+            self._held = stack.pop_all()
+        return self
+
+    def _settle(self) -> None:
+        """Finish or undo the change of names that an earlier run was in the middle of."""
+        self.is_done = False
+        """Whether the target is there, and is what this run is to make."""
+        done = Journal(self._target / JOURNAL)
+        if done.is_whole and done.header is not None:
+            self._tidy(done)
+            self.is_done = self._purpose.difference(done.header) is None and not self._overwrite
+        elif replaces(self.journal) and exists(self._replaced) and is_vacant(self._target):
+            self._replaced.rename(self._target)
+
+    def _prepare(self) -> None:
+        """Begin afresh, or find out what there is to go on from."""
+        if self.is_done:
+            return
+        template, header = self._template, self.journal.header
+        require_free(self._target, overwrite=self._overwrite, template=template)
+        if self._overwrite or header is None:
+            self._is_own = True
+            self.path.mkdir(exist_ok=True)
+            self._become_like_empty()
+            self.journal.begin(self._purpose.header)
+        else:
+            difference = self._purpose.difference(header)
+            if difference is not None:
+                message = f"{self.path}: {difference}. Run that one again to finish it, or give"
+                raise TargetExistsError(f"{message} --overwrite to start afresh")
+            self._is_own = True
+            self._become_like_empty()
+            self.journal.proceed()
+        if not self.journal.is_whole:
+            self._remove_unknown()
+            left = max(0, self._nbytes - allocated_bytes(self.path))
+            self._reservation = Reservation(self.path / _RESERVED, left)
+        self.partial = Partial(self.path, self.journal, self._reservation)
+
+    def _become_like_empty(self) -> None:
+        """Take over owner, mode and access list of the empty directory whose place is taken.
+
+        Before anything is written, so that it is as private as that one all the while, and its
+        files get the group that a set-group-ID bit gives them.
+        """
+        if not exists(self._target) or not is_vacant(self._target):
+            return
+        wanted, own = self._target.stat(), self.path.stat()
+        if (wanted.st_uid, wanted.st_gid) != (own.st_uid, own.st_gid):
+            os.chown(self.path, wanted.st_uid, wanted.st_gid)
+        shutil.copystat(self._target, self.path)
+
+    def _remove_unknown(self) -> None:
+        """Remove files of which nothing is noted, and which are not known to be ours therefore."""
+        for path in list(entries_below(self.path)):
+            relative = path.relative_to(self.path).as_posix()
+            is_directory = path.is_dir() and not path.is_symlink()
+            if not is_directory and relative != JOURNAL and not self.journal.holds(relative):
+                path.unlink()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether an earlier run wrote everything, so that at most names are to be changed."""
+        return self.is_done or self.journal.is_whole
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with suppress(OSError):
+            self._finish_reservation()
+        if isinstance(error, NotAsWrittenError):
+            shutil.rmtree(self.path, ignore_errors=True)
+        elif error is not None and not self.journal.is_empty and os.path.lexists(self.path):
+            how = "without --overwrite" if self._overwrite else "again"
+            error.add_note(
+                f"{self.path}: keeps what was written; run the same command {how} to go on"
+            )
+        self._held.close()
+
+    def _remove_if_empty(self) -> None:
+        """Remove a partial target that nobody gains anything from."""
+        if self._is_own and self.journal.is_empty:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def _finish_reservation(self) -> None:
+        if self._reservation is not None:
+            self._reservation.close()
+            self._reservation = None
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that an earlier run had written."""
+        return self._nbytes if self.is_written else self.partial.kept_bytes
+
+    def commit(self, latest: str | None = None) -> None:
+        """Move what was written, and is durable, into its place.
+
+        Parameters
+        ----------
+        latest
+            Tag that the `latest` file is to name; it is written after everything else.
+        """
+        if self.is_done:
+            return
+        with target_errors(self._target):
+            if not self.journal.is_whole:
+                self._finish_reservation()
+                if latest is not None:
+                    temporary = self.path / f"{names.OWN_PREFIX}.{names.LATEST}"
+                    write_durably(self.path / names.LATEST, latest.encode(), temporary)
+                sync_path(self.path)
+                self.journal.note_whole()
+            self._swap_in()
+            for parent in (self._target.parent, *(made.parent for made in self._made)):
+                sync_path(parent)
+            self._tidy(self.journal)
+
+    def _swap_in(self) -> None:
+        """Put the new directory into its place; what was there comes back if that fails."""
+        # Where somebody has put something meanwhile, the system refuses to rename.
+        if is_vacant(self._target) or not replaces(self.journal):
+            self.path.rename(self._target)
+            return
+        self._target.rename(self._replaced)
+        try:
+            self.path.rename(self._target)
+        except BaseException:
+            self._replaced.rename(self._target)
+            raise
+
+    def _tidy(self, done: Journal) -> None:
+        """Remove what the new target has replaced, then the journal that says so."""
+        if replaces(done) and exists(self._replaced):
+            remove(self._replaced)
+        (self._target / JOURNAL).unlink()
+        sync_path(self._target)

@@ -1,0 +1,1 @@
+"""`verify`: whether a checkpoint is whole and as it was written."""

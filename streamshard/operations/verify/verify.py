@@ -1,0 +1,212 @@
+"""`verify`: whether a checkpoint is whole and as it was written, or the same as another."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from streamshard import sizes
+from streamshard.engine.run import resident_memory
+from streamshard.engine.scan.pool import Count
+from streamshard.errors import (
+    IntegrityError,
+    SourceError,
+    SourceNotFoundError,
+    UnsupportedError,
+    UsageError,
+)
+from streamshard.layout.memory_plan import MemoryPlan
+from streamshard.layout.sample import EVERYTHING, Sample
+from streamshard.operations.checks.problems import Difference, Findings, Verification
+from streamshard.operations.checks.scan import scan
+from streamshard.operations.checks.structure import Request, look_at
+from streamshard.operations.checks.tensor_digests import tensor_units
+from streamshard.operations.compare.comparison import EXTRA_BYTES, Comparing, chosen
+from streamshard.operations.compare.matching import pair_up
+from streamshard.operations.source.source import read_hints
+from streamshard.operations.transfer import execution
+from streamshard.operations.transfer.report import Progress, Silent
+
+Path_ = str | os.PathLike[str]
+
+
+def verify(
+    path: Path_,
+    *,
+    against: Path_ | None = None,
+    sample: str | None = None,
+    digests: bool = False,
+    source_ds_config_file: Path_ | None = None,
+    like: Path_ | None = None,
+    tag: str | None = None,
+    memory_limit: int | None = None,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> Verification:
+    """Check a checkpoint, or compare it with another; changes nothing.
+
+    Every problem is in the result, not only the first. An error is raised only where there is no
+    checkpoint to speak of, or where what it is compared with cannot be read.
+
+    Parameters
+    ----------
+    path
+        Run directory with `latest`, tag directory, store, or a template of raw per-rank dumps.
+    against
+        Another checkpoint, of whatever format, stage and world size. Then the logical content of
+        both is compared, and nothing else is looked at.
+    sample
+        Part of the bytes to read: `3/20` for the third of twenty, or `5%` for the one of twenty
+        whose turn it is today. Structure is always checked as a whole.
+    digests
+        Take the digest of every tensor of shards too, which reads them once more. Those of a store
+        are taken anyway.
+    source_ds_config_file, like
+        For checkpoints that do not tell all that is needed; see `plan_repartition`.
+    tag
+        Tag to read of `path`; by default the one that `latest` names.
+    memory_limit
+        Bytes allowed above what the program itself occupies; by default 1 GiB, and never more than
+        half of what the machine, or the cgroup, leaves there.
+
+    Raises
+    ------
+    StreamshardError
+        One of its subclasses, each with its own exit code; see `streamshard.errors`.
+    """
+    floor_bytes = resident_memory.resident_bytes()
+    resident_memory.restart_peak()
+    if digests and against is not None:
+        raise UsageError("--digests: tensors that are compared are not digested; leave one out")
+    paths = [path] if against is None else [path, against]
+    config, known = read_hints(paths, source_ds_config_file, like)
+    request = Request(path, tag, config, known)
+    limit_bytes = execution.limit_or_default(memory_limit, floor_bytes)
+    limits = _Limits(floor_bytes, limit_bytes, workers)
+    run = _Run(_sample(sample), limits, progress or Silent())
+    began = time.monotonic()
+    if against is None:
+        run.check(request, digests=digests)
+    else:
+        run.compare(request, Request(against, None, config, known))
+    return Verification(
+        path=str(path),
+        against=None if against is None else str(against),
+        kind=run.kind,
+        tag=run.tag,
+        sample=str(run.sample),
+        files=run.findings.files,
+        checked=run.findings.checked,
+        tensors=run.findings.tensors,
+        bytes_read=run.read.value,
+        problems=tuple(run.findings.problems),
+        differences=tuple(run.differences),
+        digests=run.findings.digests,
+        notes=tuple(run.findings.notes),
+        floor_bytes=floor_bytes,
+        limit_bytes=limit_bytes,
+        projected_bytes=run.projected_bytes,
+        peak_bytes=resident_memory.peak_bytes(),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _sample(text: str | None) -> Sample:
+    """Read which part is asked for; a percentage stands for another one every day."""
+    if text is None:
+        return EVERYTHING
+    try:
+        part, parts = sizes.parse_part(text)
+    except ValueError as error:
+        raise UsageError(f"--sample {error}") from error
+    today = datetime.now(UTC).toordinal()
+    return Sample(today % parts + 1 if part is None else part, parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """What a run may use."""
+
+    floor_bytes: int
+    limit_bytes: int
+    workers: int | None
+
+    def fit(self, codec_bytes: int) -> MemoryPlan:
+        """Fit a run into the limit, once everything is opened."""
+        return execution.fit_memory(
+            floor_bytes=self.floor_bytes,
+            codec_bytes=codec_bytes,
+            workers=self.workers,
+            limit_bytes=self.limit_bytes,
+        )
+
+
+class _Run:
+    """One run of the verb, and what it has found."""
+
+    def __init__(self, sample: Sample, limits: _Limits, progress: Progress) -> None:
+        self.sample = sample
+        self.kind = ""
+        self.tag: str | None = None
+        self.findings = Findings()
+        self.differences: list[Difference] = []
+        self.read = Count(progress.advance)
+        self.projected_bytes = limits.floor_bytes
+        self._limits = limits
+        self._progress = progress
+
+    def check(self, request: Request, *, digests: bool) -> None:
+        """Look at the structure, then read everything that has a checksum."""
+        checked = look_at(request, self.findings, self.sample)
+        self.kind, self.tag = checked.kind, checked.tag
+        if checked.source is not None:
+            checked.source.require_use_of_like()
+        plan = self._limits.fit(checked.codec_bytes)
+        self.projected_bytes = plan.projected_bytes
+        source = checked.source if digests else None
+
+        def work() -> None:
+            checked.read(plan, self.read.add)
+            if source is not None:
+                units = tensor_units(source, self.findings, self.sample)
+                scan(units, source.files, source.decoders, plan, self.read.add)
+
+        times = 1 if source is None else 2
+        self._watched(times * checked.nbytes // self.sample.parts, work)
+
+    def compare(self, request: Request, other: Request) -> None:
+        """Compare the content of two checkpoints."""
+        right = other.open()
+        try:
+            left = request.open()
+        except (SourceNotFoundError, UnsupportedError):
+            raise
+        except (SourceError, IntegrityError) as error:
+            place = Path(request.path)
+            files = {*place.rglob("*")} if place.is_dir() else set()
+            self.findings.add_error(error, place, files)
+            self.projected_bytes = self._limits.fit(EXTRA_BYTES).projected_bytes
+            return
+        self.kind, self.tag = left.kind, left.checkpoint.tag
+        left.require_use_of_like(needed=right.needs_like)
+        pairing = pair_up(left, right)
+        self.findings.files = len(left.files) + len(right.files)
+        self.findings.notes += pairing.notes
+        self.differences += pairing.differences
+        comparing = Comparing(left, right, chosen(pairing.pairs, self.sample))
+        plan = self._limits.fit(left.codec_bytes + right.codec_bytes + EXTRA_BYTES)
+        self.projected_bytes = plan.projected_bytes
+
+        def work() -> None:
+            self.differences += comparing.run(plan, self.findings, self.read.add)
+
+        self._watched(2 * comparing.nbytes, work)
+
+    def _watched(self, total_bytes: int, work: Callable[[], None]) -> None:
+        self._progress.start(total_bytes)
+        try:
+            work()
+        finally:
+            self._progress.stop()

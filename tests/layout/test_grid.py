@@ -1,0 +1,76 @@
+"""Chunk grids against slicing an array of consecutive numbers."""
+
+import math
+from itertools import product
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamshard.layout.grid import chunk_counts, chunk_shape
+
+SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
+ITEMSIZES = st.sampled_from([1, 2, 4, 8, 16])
+CHUNK_BYTES = st.integers(1, 300)
+
+
+def pieces(shape: tuple[int, ...], chunk: tuple[int, ...]) -> list[list[int]]:
+    """List the elements of every chunk, in row-major order of the chunks."""
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    starts = [range(0, length, step) for length, step in zip(shape, chunk, strict=True)]
+    return [
+        numbers[
+            tuple(slice(at, at + step) for at, step in zip(corner, chunk, strict=True))
+        ].ravel().tolist()
+        for corner in product(*starts)
+    ]  # fmt: skip
+
+
+@given(SHAPES, ITEMSIZES, CHUNK_BYTES)
+def test_every_chunk_is_one_range_of_equal_length(
+    shape: tuple[int, ...], itemsize: int, chunk_bytes: int
+) -> None:
+    chunk = chunk_shape(shape, itemsize, chunk_bytes)
+    numel, step = math.prod(shape), math.prod(chunk)
+    wanted = [list(range(at, min(at + step, numel))) for at in range(0, numel, step)]
+    assert pieces(shape, chunk) == wanted
+
+
+@given(SHAPES, ITEMSIZES, CHUNK_BYTES)
+def test_no_chunk_is_larger_than_asked_for_unless_it_is_one_element(
+    shape: tuple[int, ...], itemsize: int, chunk_bytes: int
+) -> None:
+    chunk = chunk_shape(shape, itemsize, chunk_bytes)
+    assert len(chunk) == len(shape)
+    assert all(length >= 1 for length in chunk)
+    if math.prod(shape):
+        assert math.prod(chunk) * itemsize <= max(chunk_bytes, itemsize)
+
+
+@given(SHAPES, ITEMSIZES, CHUNK_BYTES)
+def test_counts_are_those_of_the_pieces(
+    shape: tuple[int, ...], itemsize: int, chunk_bytes: int
+) -> None:
+    chunk = chunk_shape(shape, itemsize, chunk_bytes)
+    assert math.prod(chunk_counts(shape, chunk)) == len(pieces(shape, chunk))
+
+
+@given(st.integers(1, 200), st.integers(1, 9), st.integers(1, 200))
+def test_rows_are_shared_out_with_little_padding(rows: int, row: int, chunk_bytes: int) -> None:
+    chunk = chunk_shape((rows, row), 1, chunk_bytes)
+    if row > chunk_bytes:
+        # A row that is too long is cut evenly, into as few parts as can be.
+        assert chunk[0] == 1
+        fitting = [n for n in range(1, row + 1) if row % n == 0 and n <= chunk_bytes]
+        assert chunk[1] == max(fitting)
+        return
+    (count, _) = chunk_counts((rows, row), chunk)
+    assert count == math.ceil(rows / (chunk_bytes // row))  # no more chunks than needed
+    assert count * chunk[0] - rows < count  # less than a row of padding per chunk
+
+
+def test_known_chunks() -> None:
+    # 4096 rows would fit; 13 chunks of 3866 rows waste one row, 13 of 4096 would waste 2991.
+    assert chunk_shape((50257, 4096), 4, 64 << 20) == (3866, 4096)
+    assert chunk_shape((1, 3, 100), 2, 100) == (1, 1, 50)
+    assert chunk_shape((7,), 2, 6) == (3,)

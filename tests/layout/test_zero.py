@@ -1,0 +1,193 @@
+"""ZeRO's cuts against lists that name the owner of every element."""
+
+from itertools import groupby, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamshard.layout.zero import (
+    alignment_unit,
+    flat_group,
+    round_robin_order,
+    shard_numel,
+    sub_groups,
+)
+from streamshard.model import SubGroup
+from tests.layout.brute import Owner, deal, flatten, rank_of_flat, shard
+
+NUMELS = st.lists(st.integers(1, 12), max_size=8)
+WORLDS = st.integers(1, 9)
+UNITS = st.sampled_from([1, 2, 4, 8])
+
+
+def slices_of(elements: list[Owner | None]) -> tuple[tuple[int, int, int], ...]:
+    """Read (parameter, first position, count) off a list of owners, in order of parameter."""
+    found = []
+    position = 0
+    for param, run in groupby(elements, key=lambda owner: None if owner is None else owner[0]):
+        count = len(list(run))
+        if param is not None:
+            found.append((param, position, count))
+        position += count
+    return tuple(sorted(found))
+
+
+@given(NUMELS, WORLDS, st.booleans(), UNITS)
+def test_a_flat_group_is_cut_as_the_list_of_owners_says(
+    numels: list[int], world_size: int, round_robin: bool, unit: int
+) -> None:
+    group = flat_group(numels, world_size=world_size, round_robin=round_robin, alignment=unit)
+    used, owners = flatten(numels, world_size, round_robin=round_robin, unit=unit)
+    assert group.numel == used
+    assert group.partition_numel * world_size == len(owners)
+    for rank in range(world_size):
+        mine = rank_of_flat(owners, world_size, rank)
+        cut = group.cut(rank)
+        assert cut.numel == len(mine)
+        behind = range(rank * len(mine), (rank + 1) * len(mine))
+        assert cut.padding == group.padding(rank) == sum(position >= used for position in behind)
+        assert cut.slices == slices_of(mine)
+        owned = tuple(dict.fromkeys(owner[0] for owner in mine if owner is not None))
+        assert group.owned(rank) == owned
+        assert cut.whole_numel == sum(numels[param] for param in owned)
+
+
+def test_whole_parameters_that_are_as_long_as_partitions_are_what_is_in_them() -> None:
+    fits = 0
+    for numels in (list(n) for count in range(1, 5) for n in product(range(1, 6), repeat=count)):
+        for world_size in range(1, 5):
+            group = flat_group(numels, world_size=world_size, round_robin=False, alignment=1)
+            cuts = [group.cut(rank) for rank in range(world_size)]
+            if any(cut.whole_numel != cut.numel for cut in cuts):
+                continue
+            fits += 1
+            _, owners = flatten(numels, world_size, round_robin=False, unit=1)
+            for rank in range(world_size):
+                whole = [(p, element) for p in group.owned(rank) for element in range(numels[p])]
+                assert rank_of_flat(owners, world_size, rank) == whole
+    assert fits > 100
+
+
+def test_gaps_can_make_whole_parameters_as_long_as_partitions_that_hold_others() -> None:
+    group = flat_group([4, 6, 4], world_size=2, round_robin=False, alignment=8)
+    cuts = [group.cut(rank) for rank in range(2)]
+    assert [cut.whole_numel for cut in cuts] == [cut.numel for cut in cuts] == [10, 10]
+    assert group.owned(0) == (0, 1)
+    assert cuts[0].slices == ((0, 0, 4), (1, 8, 2))
+
+
+@given(NUMELS, WORLDS, st.booleans(), UNITS)
+def test_partitions_tile_every_parameter(
+    numels: list[int], world_size: int, round_robin: bool, unit: int
+) -> None:
+    group = flat_group(numels, world_size=world_size, round_robin=round_robin, alignment=unit)
+    owned = [0] * len(numels)
+    for rank in range(world_size):
+        for param, _, count in group.cut(rank).slices:
+            owned[param] += count
+    assert owned == numels
+    assert group.partition_numel % 2 == 0
+    total = group.partition_numel * world_size
+    assert 0 <= total - group.numel < 2 * world_size
+    assert sum(group.padding(rank) for rank in range(world_size)) == total - group.numel
+
+
+@given(NUMELS, WORLDS, st.booleans(), UNITS)
+def test_spelling_names_every_rank_and_gap(
+    numels: list[int], world_size: int, round_robin: bool, unit: int
+) -> None:
+    group = flat_group(numels, world_size=world_size, round_robin=round_robin, alignment=unit)
+    cut = group.spell()
+    assert cut.partitions == tuple(group.cut(rank) for rank in range(world_size))
+    assert sorted(cut.order) == list(range(len(numels)))
+    assert list(cut.order) == (deal(len(numels), world_size) if round_robin else sorted(cut.order))
+    assert cut.alignments[-1:] in ((), (0,))
+    position = 0
+    for index, gap in zip(cut.order, cut.alignments, strict=True):
+        assert position % unit == 0
+        assert group.starts[index] == position
+        position += numels[index] + gap
+    assert position == group.numel
+
+
+@pytest.mark.parametrize(
+    ("numels", "world_size", "partition", "lean", "paddings"),
+    [
+        pytest.param([3], 4, 2, [2, 1, 0, 0], [0, 1, 2, 2], id="smaller than the world"),
+        pytest.param([3], 1, 4, [3], [1], id="one rank pads an odd group"),
+        pytest.param([4], 1, 4, [4], [0], id="one rank leaves an even group"),
+        pytest.param([5, 4], 3, 4, [4, 4, 1], [0, 0, 3], id="padding at the end"),
+        pytest.param([], 3, 0, [0, 0, 0], [0, 0, 0], id="nothing"),
+    ],
+)
+def test_known_flat_groups(
+    numels: list[int], world_size: int, partition: int, lean: list[int], paddings: list[int]
+) -> None:
+    group = flat_group(numels, world_size=world_size, round_robin=False, alignment=1)
+    cuts = group.spell().partitions
+    assert [cut.numel for cut in cuts] == [partition] * world_size
+    assert [cut.padding for cut in cuts] == paddings
+    assert [cut.numel - cut.padding for cut in cuts] == lean
+
+
+@given(st.integers(0, 40), WORLDS)
+def test_round_robin_deals_parameters_like_cards(count: int, world_size: int) -> None:
+    assert round_robin_order(count, world_size) == deal(count, world_size)
+
+
+@pytest.mark.parametrize(("itemsize", "unit"), [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)])
+def test_alignment_is_sixteen_bytes(itemsize: int, unit: int) -> None:
+    assert alignment_unit(itemsize) == unit
+
+
+@given(st.integers(0, 60), WORLDS)
+def test_shards_tile_a_parameter(numel: int, world_size: int) -> None:
+    shards = [shard(numel, world_size, rank) for rank in range(world_size)]
+    assert {len(own) for own in shards} == {shard_numel(numel, world_size)}
+    elements = [e for own in shards for e in own if e is not None]
+    assert elements == list(range(numel))
+
+
+def walk(groups: list[list[int]], world_size: int, size: int) -> list[list[tuple[int, int]]]:
+    """Put (group, parameter) into sub-groups, one at a time."""
+    done: list[list[tuple[int, int]]] = []
+    for group, numels in enumerate(groups):
+        bag: list[tuple[int, int]] = []
+        held = 0
+        for index, numel in enumerate(numels):
+            bag.append((group, index))
+            held += len(shard(numel, world_size, 0))
+            if held >= size:
+                done.append(bag)
+                bag, held = [], 0
+        if bag:
+            done.append(bag)
+    return done
+
+
+@given(st.lists(NUMELS, max_size=4), WORLDS, st.integers(1, 30))
+def test_sub_groups_are_those_of_a_walk(
+    groups: list[list[int]], world_size: int, size: int
+) -> None:
+    found = sub_groups(groups, world_size=world_size, sub_group_size=size)
+    members = [[(s.group, index) for index in range(s.first, s.stop)] for s in found]
+    assert members == walk(groups, world_size, size)
+    for unit in found:
+        numels = groups[unit.group][unit.first : unit.stop]
+        assert unit.numel == sum(len(shard(numel, world_size, 0)) for numel in numels)
+
+
+def test_known_sub_groups() -> None:
+    # A rank holds 2 + 2, then 3 + 1 elements; 4 closes a sub-group, and so does a group's end.
+    found = sub_groups([[4, 4, 5, 1], [], [9]], world_size=2, sub_group_size=4)
+    assert found == (SubGroup(0, 0, 2, 4), SubGroup(0, 2, 4, 4), SubGroup(2, 0, 1, 5))
+
+
+@given(st.lists(NUMELS, max_size=4), WORLDS)
+def test_a_large_sub_group_size_leaves_groups_whole(
+    groups: list[list[int]], world_size: int
+) -> None:
+    found = sub_groups(groups, world_size=world_size, sub_group_size=10**9)
+    whole = [(number, 0, len(numels)) for number, numels in enumerate(groups) if numels]
+    assert [(s.group, s.first, s.stop) for s in found] == whole
