@@ -134,10 +134,10 @@ def _write_crc32s(path: Path, descriptor: int, crc32s: dict[int, int]) -> None:
             name_bytes, extra_bytes = struct.unpack_from("<HH", header, 26)
             data = info.header_offset + 30 + name_bytes + extra_bytes
             if data in crc32s:
-                spelled = struct.pack("<I", crc32s[data])
-                os.pwrite(descriptor, spelled, entry + 16)
+                serialized = struct.pack("<I", crc32s[data])
+                os.pwrite(descriptor, serialized, entry + 16)
                 os.pwrite(
-                    descriptor, struct.pack("<I", _DESCRIPTOR) + spelled, data + info.file_size
+                    descriptor, struct.pack("<I", _DESCRIPTOR) + serialized, data + info.file_size
                 )
             fields = _CENTRAL.unpack(os.pread(descriptor, _CENTRAL.size, entry))
             entry += _CENTRAL.size + sum(fields[10:13])

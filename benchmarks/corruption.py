@@ -39,7 +39,7 @@ HEAD = ("checkpoint", "damage", "tried", "noticed", "silent in repartition", "ap
 
 
 @dataclass
-class Tally:
+class ByteCounts:
     """What came of one kind of damage."""
 
     tried: int = 0
@@ -79,20 +79,22 @@ class Subject:
             "an extra file": self._extra,
         }
 
-    def try_out(self, damage: Callable[[], AbstractContextManager[Path]], tally: Tally) -> None:
+    def try_out(
+        self, damage: Callable[[], AbstractContextManager[Path]], byte_counts: ByteCounts
+    ) -> None:
         """Do some damage, and see who notices."""
         with damage() as path:
             good = self._is_good()
             silent = self.is_store and self._repartitioned() not in (None, self._whole)
         if self.is_store or _has_checksums(path):
-            tally.tried += 1
-            tally.noticed += not good
-            tally.silent += silent
+            byte_counts.tried += 1
+            byte_counts.noticed += not good
+            byte_counts.silent += silent
             if good or silent:
-                tally.escaped.append(str(path.relative_to(self.root)))
+                byte_counts.escaped.append(str(path.relative_to(self.root)))
         else:
-            tally.apart += 1
-            tally.apart_noticed += not good
+            byte_counts.apart += 1
+            byte_counts.apart_noticed += not good
 
     def _is_good(self) -> bool:
         try:
@@ -276,14 +278,22 @@ def campaign(source: Path, directory: Path, seed: int, flips: int, others: int) 
     for name, root in {"native": native, **stores}.items():
         subject = Subject(name, root, seed)
         for what, damage in subject.damages().items():
-            tally = Tally()
+            byte_counts = ByteCounts()
             for _ in range(flips if what == "a flipped bit" else others):
-                subject.try_out(damage, tally)
-            print(f"{name}: {what}: {tally.tried + tally.apart:,} tried", file=sys.stderr)
-            numbers = (tally.tried, tally.noticed, tally.silent, tally.apart, tally.apart_noticed)
+                subject.try_out(damage, byte_counts)
+            print(
+                f"{name}: {what}: {byte_counts.tried + byte_counts.apart:,} tried", file=sys.stderr
+            )
+            numbers = (
+                byte_counts.tried,
+                byte_counts.noticed,
+                byte_counts.silent,
+                byte_counts.apart,
+                byte_counts.apart_noticed,
+            )
             rows.append([name, what, *(f"{number:,}" for number in numbers)])
             rows[-1][4] = rows[-1][4] if subject.is_store else ""
-            escaped += [f"{name}, {what}: {place}" for place in tally.escaped]
+            escaped += [f"{name}, {what}: {place}" for place in byte_counts.escaped]
     nbytes = sum(path.stat().st_size for path in files_in(native))
     print(f"\n{sizes.show_bytes(nbytes)} in {len(files_in(native))} files, seed {seed}")
     print_table(HEAD, rows)

@@ -20,7 +20,7 @@ from streamshard.errors import StreamshardError
 from streamshard.formats.pickle.inert import Call, Global, Node
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import Storage
-from streamshard.formats.zarr.chunks import spell_checksum
+from streamshard.formats.zarr.chunks import serialize_checksum
 from streamshard.operations.convert.convert import plan_convert
 from streamshard.operations.repartition.repartition import plan_repartition
 from tests.fabricated import client_state, load, write
@@ -194,7 +194,7 @@ def changed_values(chance: random.Random, path: Path, data: bytes) -> bytes:
             put_at(place, value_at(chance.choice(found)))
         else:
             put_at(place, chance.choice(VALUES)())
-    return put_together(torch_file.lay_out(torch_file.spell(root), path.stem), data + bytes(64))
+    return put_together(torch_file.lay_out(torch_file.serialize(root), path.stem), data + bytes(64))
 
 
 JOBS: dict[str, tuple[Job, Stages]] = {
@@ -236,6 +236,6 @@ def test_bytes_of_a_store_s_metadata(tmp_path: Path, what: str, codec: str) -> N
 
     def change(chance: random.Random, data: bytes) -> bytes:
         changed = changed_bytes(chance, data[:-4])
-        return changed + spell_checksum(google_crc32c.value(changed))
+        return changed + serialize_checksum(google_crc32c.value(changed))
 
     check_all([store / "meta" / what / "c/0"], change, store)

@@ -147,10 +147,10 @@ READ = {
 
 @pytest.mark.parametrize("case", READ)
 def test_read_and_written_as_it_was_meant(case: str, tmp_path: Path) -> None:
-    job, edit, spelled = READ[case]
+    job, edit, serialized = READ[case]
     source = respell(job, tmp_path / "source", edit)
     target = replace(job, world_size=3, garbage=False)
-    wanted = respell(target, tmp_path / "wanted", spelled or edit)
+    wanted = respell(target, tmp_path / "wanted", serialized or edit)
     streamshard.repartition(source, tmp_path / "found", world_size=3)
     streamshard.convert(source, tmp_path / "store.zarr")
     streamshard.repartition(tmp_path / "store.zarr", tmp_path / "of-store", world_size=3)

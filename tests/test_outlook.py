@@ -14,7 +14,7 @@ from streamshard.operations.export.export import ExportPlan
 from streamshard.operations.repartition.repartition import RepartitionPlan
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer import estimate
-from streamshard.operations.transfer.estimate import Outlook, look_ahead
+from streamshard.operations.transfer.estimate import Outlook, estimate_run
 from tests.fabricated import write
 from tests.job import Job
 from tests.test_momentum import MUON
@@ -225,7 +225,7 @@ def test_a_place_that_cannot_be_written_is_said_and_no_error(tmp_path: Path) -> 
         pytest.skip("no file system here in which nobody can write")
     plan = resize(2, 2)(tmp_path)
     assert isinstance(plan, RepartitionPlan)
-    told = look_ahead(plan.source, plan.tally, plan.memory, plan.report, Path("/proc/out"))
+    told = estimate_run(plan.source, plan.byte_counts, plan.memory, plan.report, Path("/proc/out"))
     assert told.time is not None
     assert told.time.seconds is None
     assert "/proc" in str(told.time.problem)

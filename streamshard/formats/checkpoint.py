@@ -131,7 +131,7 @@ class Family:
         whole = layout.whole_momentum and self.is_muon(group)
         return frozenset({names.MOMENTUM} & group.flat_states().keys()) if whole else frozenset()
 
-    def spelled(self, group: ParamGroup) -> tuple[str, ...]:
+    def serialized(self, group: ParamGroup) -> tuple[str, ...]:
         """Return a group's parameters as the files name them: each expert rank counts from 0."""
         first = (g for g in self.groups if g.number == group.number and g.expert_rank == 0)
         return next(first).params

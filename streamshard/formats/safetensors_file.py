@@ -114,15 +114,15 @@ def lay_out(tensors: Iterable[Described]) -> SafetensorsLayout:
         }
         ends.append(at)
         at += tensor.nbytes
-    spelled = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    spelled += b" " * (-len(spelled) % _ALIGNMENT)
-    if len(spelled) > LIMIT_BYTES:
-        message = f"{len(described):,} tensors take a header of {len(spelled):,} bytes, where"
+    serialized = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    serialized += b" " * (-len(serialized) % _ALIGNMENT)
+    if len(serialized) > LIMIT_BYTES:
+        message = f"{len(described):,} tensors take a header of {len(serialized):,} bytes, where"
         raise UnsupportedError(f"{message} {LIMIT_BYTES:,} is most: use a smaller --max-shard-size")
-    start = _LENGTH.size + len(spelled)
+    start = _LENGTH.size + len(serialized)
     both = zip(described, ends, strict=True)
     return SafetensorsLayout(
-        _LENGTH.pack(len(spelled)) + spelled,
+        _LENGTH.pack(len(serialized)) + serialized,
         tuple(Stored(tensor, start + offset) for tensor, offset in both),
     )
 
@@ -147,9 +147,9 @@ def read(path: Path) -> Sequence[Stored]:
         length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else nbytes
         if length > min(LIMIT_BYTES, nbytes - _LENGTH.size):
             raise CorruptFileError(f"{path}: no whole safetensors file ({nbytes} bytes)")
-        spelled = stream.read(length)
+        serialized = stream.read(length)
     try:
-        header = strict_json.parse(spelled)
+        header = strict_json.parse(serialized)
         start = _LENGTH.size + length
         found = [_stored(name, held, start) for name, held in header.items() if name != _METADATA]
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -96,7 +96,7 @@ class FlatGroup:
         owned = (index for index, _, _ in self.cut(rank).slices)
         return tuple(sorted(owned, key=lambda index: int(self.starts[index])))
 
-    def spell(self) -> FlatCut:
+    def serialize(self) -> FlatCut:
         """Say what every rank owns, for those who have to write it down."""
         ranks = tuple(self.cut(rank) for rank in range(self.world_size))
         return FlatCut(self.order, self.alignments, ranks)

@@ -1,10 +1,10 @@
 """Memory that is used again."""
 
-from streamshard.engine.io.buffers import KeptMemory
+from streamshard.engine.io.buffers import ReusableBuffer
 
 
 def test_it_is_as_large_as_was_asked_for_and_the_same_where_it_suffices() -> None:
-    kept = KeptMemory()
+    kept = ReusableBuffer()
     large = kept(100)
     large[:] = bytes(range(100))
     small = kept(10)

@@ -44,7 +44,9 @@ def test_the_zip_made_of_it_is_what_torch_would_save(tmp_path: Path, name: str) 
     assert found.is_legacy
     made, wanted, again = (tmp_path / f"{word}.pt" for word in ("made", "wanted", "again"))
     made.write_bytes(
-        put_together(torch_file.lay_out(torch_file.spell(found.root), "made"), path.read_bytes())
+        put_together(
+            torch_file.lay_out(torch_file.serialize(found.root), "made"), path.read_bytes()
+        )
     )
     torch.save(content, wanted)
     torch.save(torch.load(made, weights_only=False), again)
@@ -71,7 +73,9 @@ def test_a_module_saved_whole(tmp_path: Path) -> None:
     assert str(found.root.function) == "torch.nn.modules.linear.Linear"
     made = tmp_path / "made.pt"
     made.write_bytes(
-        put_together(torch_file.lay_out(torch_file.spell(found.root), "made"), path.read_bytes())
+        put_together(
+            torch_file.lay_out(torch_file.serialize(found.root), "made"), path.read_bytes()
+        )
     )
     one, other = (torch.load(p, weights_only=False).state_dict() for p in (made, path))
     assert one.keys() == other.keys()

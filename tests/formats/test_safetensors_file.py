@@ -92,8 +92,8 @@ HEADERS: dict[str, Any] = {
 @pytest.mark.parametrize("what", HEADERS)
 def test_a_header_that_is_not_sound_is_refused(what: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    spelled = json.dumps(HEADERS[what]).encode()
-    path.write_bytes(struct.pack("<Q", len(spelled)) + spelled + bytes(4))
+    serialized = json.dumps(HEADERS[what]).encode()
+    path.write_bytes(struct.pack("<Q", len(serialized)) + serialized + bytes(4))
     with pytest.raises(CorruptFileError, match=r"model\.safetensors"):
         read(path)
 

@@ -13,7 +13,7 @@ import streamshard
 from streamshard.errors import CorruptFileError, IntegrityError, SourceError
 from streamshard.formats.checkpoint import Checkpoint, ModuleEntry, OtherFile, ScalarState
 from streamshard.formats.zarr import store_state
-from streamshard.formats.zarr.chunks import BloscChunk, spell_checksum
+from streamshard.formats.zarr.chunks import BloscChunk, serialize_checksum
 from streamshard.model import FILE, LogicalTensor
 
 CHUNK = "state/exp_avg/embed.weight/c/1/0"
@@ -22,7 +22,7 @@ CHUNK = "state/exp_avg/embed.weight/c/1/0"
 def put(store: Path, what: str, data: bytes) -> None:
     """Write one of a store's small arrays with a checksum that fits."""
     place = store / "meta" / what / "c/0"
-    place.write_bytes(data + spell_checksum(google_crc32c.value(data)))
+    place.write_bytes(data + serialize_checksum(google_crc32c.value(data)))
 
 
 def restate(
@@ -217,7 +217,7 @@ def test_a_compressed_chunk_that_says_it_is_larger(tmp_path: Path, said: int) ->
     codec = BloscChunk("zstd", 4)
     stored = bytearray(codec.encode(memoryview(bytes(80))))
     stored[4:8] = said.to_bytes(4, "little")
-    lying = bytes(stored) + spell_checksum(google_crc32c.value(bytes(stored)))
+    lying = bytes(stored) + serialize_checksum(google_crc32c.value(bytes(stored)))
     with pytest.raises(IntegrityError, match=rf"says it decodes to {said} bytes where 80 belong"):
         codec.decode(lying, tmp_path, memoryview(bytearray(80)))
 

@@ -48,7 +48,7 @@ class Pipe(io.RawIOBase):
 
 def test_what_torch_and_what_we_write_is_whole(tmp_path: Path) -> None:
     path = saved(tmp_path)
-    layout = torch_file.lay_out(torch_file.spell(torch_file.read(path, 0).root), "ours")
+    layout = torch_file.lay_out(torch_file.serialize(torch_file.read(path, 0).root), "ours")
     (tmp_path / "ours.pt").write_bytes(put_together(layout, path.read_bytes()))
     for place, root in ((path, "whole"), (tmp_path / "ours.pt", "ours")):
         found = audit(place)

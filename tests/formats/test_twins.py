@@ -18,7 +18,7 @@ from streamshard.formats.torch.torch_tensor import Storage
 from tests.formats.conftest import Device
 
 
-def spelled(root: Node, twin: Twin | None) -> bytes:
+def serialized(root: Node, twin: Twin | None) -> bytes:
     """Spell an object, with all that is told of its storages but the file's name."""
 
     def persistent_id(node: Node) -> Node | None:
@@ -33,7 +33,7 @@ def require_rightly_known(known: Twins, path: Path) -> bool:
     """Tell whether a file is known as a twin; then parsing it must find just what is known."""
     twin = known.find(path)
     if twin is not None:
-        assert spelled(twin.root, twin) == spelled(torch_file.read(path, 0).root, None)
+        assert serialized(twin.root, twin) == serialized(torch_file.read(path, 0).root, None)
     return twin is not None
 
 

@@ -98,7 +98,7 @@ def test_spelling_names_every_rank_and_gap(
     numels: list[int], world_size: int, round_robin: bool, unit: int
 ) -> None:
     group = flat_group(numels, world_size=world_size, round_robin=round_robin, alignment=unit)
-    cut = group.spell()
+    cut = group.serialize()
     assert cut.partitions == tuple(group.cut(rank) for rank in range(world_size))
     assert sorted(cut.order) == list(range(len(numels)))
     assert list(cut.order) == (deal(len(numels), world_size) if round_robin else sorted(cut.order))
@@ -125,7 +125,7 @@ def test_known_flat_groups(
     numels: list[int], world_size: int, partition: int, lean: list[int], paddings: list[int]
 ) -> None:
     group = flat_group(numels, world_size=world_size, round_robin=False, alignment=1)
-    cuts = group.spell().partitions
+    cuts = group.serialize().partitions
     assert [cut.numel for cut in cuts] == [partition] * world_size
     assert [cut.padding for cut in cuts] == paddings
     assert [cut.numel - cut.padding for cut in cuts] == lean

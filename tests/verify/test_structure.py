@@ -15,7 +15,7 @@ import torch
 
 import streamshard
 from streamshard.errors import SourceNotFoundError, UsageError
-from streamshard.formats.zarr.chunks import spell_checksum
+from streamshard.formats.zarr.chunks import serialize_checksum
 from streamshard.formats.zarr.zarr_writer import small_array_document
 from tests.fabricated import client_state, load, save, write
 from tests.job import TAG, Job
@@ -261,7 +261,7 @@ def edit_manifest(store: Path, edit: Edit) -> None:
     document = json.loads(chunk.read_bytes()[:-4])
     edit(document)
     data = json.dumps(document).encode()
-    chunk.write_bytes(data + spell_checksum(google_crc32c.value(data)))
+    chunk.write_bytes(data + serialize_checksum(google_crc32c.value(data)))
     (store / "meta/manifest/zarr.json").write_bytes(small_array_document(len(data)))
 
 

@@ -1,7 +1,7 @@
 """Memory that is used again."""
 
 
-class KeptMemory:
+class ReusableBuffer:
     """A buffer as large as the most that was asked for, in place of a new one each time.
 
     The system has to clear new memory, which can take longer than reading into it.

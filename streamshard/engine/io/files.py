@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from streamshard.engine.io import page_cache
-from streamshard.engine.io.buffers import KeptMemory
+from streamshard.engine.io.buffers import ReusableBuffer
 from streamshard.engine.io.direct_io import BLOCK_BYTES, LEAST_BYTES
 from streamshard.engine.io.retry import try_again
 from streamshard.engine.numeric.checksums import crc32
@@ -76,7 +76,7 @@ class SourceReader:
         self._open: OrderedDict[int, int] = OrderedDict()
         self._decoded: tuple[int, memoryview] = (-1, memoryview(b""))
         """File that was decoded last, and its content: the next read likely wants more of it."""
-        self._stored, self._content = KeptMemory(), KeptMemory()
+        self._stored, self._content = ReusableBuffer(), ReusableBuffer()
         self._run = (-1, 0, 0)
         """File and range of the last reads that followed each other."""
         self._kept: tuple[int, int, memoryview] = (-1, -1, memoryview(b""))

@@ -6,7 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from streamshard.engine.io.buffers import KeptMemory
+from streamshard.engine.io.buffers import ReusableBuffer
 from streamshard.engine.io.direct_io import BLOCK_BYTES
 from streamshard.engine.io.durability import finish_writeback, start_writeback
 from streamshard.engine.io.files import SourceReader, write_blocks
@@ -72,7 +72,7 @@ class Window:
         self._crc32 = 0
         """Of what of it was written."""
         self._makes_holes = True
-        self._content = KeptMemory()
+        self._content = ReusableBuffer()
         """For content that is to be encoded."""
 
     def write(

@@ -182,9 +182,9 @@ class _Skeleton:
         )
 
 
-def _numbers(spelled: Bytes) -> NDArray[np.uint32]:
+def _numbers(serialized: Bytes) -> NDArray[np.uint32]:
     """Read numbers of 32 bits, of which each is a row of bytes."""
-    return np.frombuffer(spelled.tobytes(), dtype="<u4")
+    return np.frombuffer(serialized.tobytes(), dtype="<u4")
 
 
 def _joined(regions: list[tuple[int, int]]) -> list[tuple[int, int]]:

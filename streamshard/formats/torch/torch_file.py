@@ -259,14 +259,14 @@ class TorchLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Spelled:
+class Serialized:
     """An object as torch.save pickles it, and the storages that it refers to by their numbers."""
 
     pickled: bytes
     storages: Sequence[Storage]
 
 
-def spell(root: Node) -> Spelled:
+def serialize(root: Node) -> Serialized:
     """Spell an object as torch.save does."""
     keys: dict[int, str] = {}
     storages: list[Storage] = []
@@ -279,17 +279,17 @@ def spell(root: Node) -> Spelled:
             storages.append(node)
         return storage_id(node, keys[id(node)])
 
-    return Spelled(inert_dump.dump(root, persistent_id), storages)
+    return Serialized(inert_dump.dump(root, persistent_id), storages)
 
 
-def lay_out(spelled: Spelled, stem: str) -> TorchLayout:
+def lay_out(serialized: Serialized, stem: str) -> TorchLayout:
     """Lay out the file that torch.save would write for an object, under `stem` as root folder."""
     contents: list[tuple[str, Storage | Literal]] = [
-        (PICKLE, Literal(spelled.pickled)),
+        (PICKLE, Literal(serialized.pickled)),
         (".format_version", Literal(b"1")),
         (".storage_alignment", Literal(str(_ALIGNMENT).encode())),
         ("byteorder", Literal(b"little")),
-        *((f"data/{key}", storage) for key, storage in enumerate(spelled.storages)),
+        *((f"data/{key}", storage) for key, storage in enumerate(serialized.storages)),
         ("version", Literal(b"3\n")),
     ]
     records: list[Record] = []

@@ -143,8 +143,8 @@ def _normal(node: Node) -> tuple[Node, int]:
         storages.append(part)
         return len(storages) - 1
 
-    spelled = inert_dump.dump(node, persistent_id)
-    return inert_load.load(spelled, lambda number: storages[number]), len(spelled)
+    serialized = inert_dump.dump(node, persistent_id)
+    return inert_load.load(serialized, lambda number: storages[number]), len(serialized)
 
 
 def _tensor(node: Node) -> Tensor | None:
@@ -233,11 +233,11 @@ def _members(node: Call, effort: _Effort) -> list[Node] | None:
     """List a set's members in an order that only depends on them; None if it is no set."""
     if node.function not in _SETS or len(node.args) != 1 or not isinstance(node.args[0], list):
         return None
-    spelled = []
+    serialized = []
     for member in node.args[0]:
-        spelled.append(inert_dump.dump(member, _spell_storage))
-        effort.spend(len(spelled[-1]))
-    order = sorted(range(len(spelled)), key=spelled.__getitem__)
+        serialized.append(inert_dump.dump(member, _spell_storage))
+        effort.spend(len(serialized[-1]))
+    order = sorted(range(len(serialized)), key=serialized.__getitem__)
     return [node.args[0][number] for number in order]
 
 

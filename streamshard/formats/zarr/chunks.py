@@ -24,7 +24,7 @@ _BLOSC_SIZE: Final = slice(4, 8)
 """Where Blosc's header tells the size of what it has compressed, for which it makes room."""
 
 
-def spell_checksum(crc32c: int) -> bytes:
+def serialize_checksum(crc32c: int) -> bytes:
     """Spell the end of a chunk as Zarr's crc32c codec does."""
     return struct.pack("<I", crc32c)
 
@@ -101,6 +101,6 @@ def require_checksum(stored: Stored, path: Path) -> memoryview:
     """Return stored bytes without the CRC-32C at their end, after checking it; copies nothing."""
     data, end = memoryview(stored)[:-CHECKSUM_BYTES], stored[-CHECKSUM_BYTES:]
     found = google_crc32c.value(np.frombuffer(data, dtype=np.uint8)) if len(data) else 0
-    if len(stored) < CHECKSUM_BYTES or end != spell_checksum(found):
+    if len(stored) < CHECKSUM_BYTES or end != serialize_checksum(found):
         raise IntegrityError(f"{path}: damaged: its bytes do not fit the checksum at its end")
     return data

@@ -39,7 +39,7 @@ class Manifest:
     """Array → the digest of its tensor's elements; None where an early version recorded none."""
 
 
-def spell(records: Mapping[str, FileRecord], codec: str, digests: Mapping[str, str]) -> bytes:
+def serialize(records: Mapping[str, FileRecord], codec: str, digests: Mapping[str, str]) -> bytes:
     """Spell the manifest; `digests` has for every array the CRC-32 and CRC-32C of its elements."""
     files = {
         path: [record.nbytes, base64.b64encode(record.crc32s.astype("<u4").tobytes()).decode()]
@@ -55,7 +55,7 @@ def read(data: bytes) -> Manifest:
     Raises
     ------
     CorruptFileError
-        It is not as `spell` makes it.
+        It is not as `serialize` makes it.
     """
     try:
         document: Any = strict_json.parse(data)

@@ -209,11 +209,11 @@ def _spell_family(family: Family) -> dict[str, Node]:
     }
 
 
-def _read_family(spelled: Node) -> Family:
-    module = tuple(_entry(*values) for values in spelled["module"])
+def _read_family(serialized: Node) -> Family:
+    module = tuple(_entry(*values) for values in serialized["module"])
     require_tied_to_weights(module)
     return Family(
-        name=_family_name(spelled["name"]),
+        name=_family_name(serialized["name"]),
         groups=tuple(
             ParamGroup(
                 params=tuple(map(name_of, group["params"])),
@@ -223,12 +223,12 @@ def _read_family(spelled: Node) -> Family:
                 expert_parallel=_count(group["expert_parallel"], least=1),
                 expert_rank=_count(group["expert_rank"]),
             )
-            for group in spelled["groups"]
+            for group in serialized["groups"]
         ),
         module=module,
-        model_state=_mapping(spelled["model_state"]),
-        optimizer_file=_mapping(spelled["optimizer_file"]),
-        param_ids={name_of(k): _count(v) for k, v in _mapping(spelled["param_ids"]).items()},
+        model_state=_mapping(serialized["model_state"]),
+        optimizer_file=_mapping(serialized["optimizer_file"]),
+        param_ids={name_of(k): _count(v) for k, v in _mapping(serialized["param_ids"]).items()},
     )
 
 
@@ -236,8 +236,10 @@ def _spell_states(states: Mapping[str, Node] | None) -> Node:
     return None if states is None else {k: _spell_state(v) for k, v in states.items()}
 
 
-def _read_states(spelled: Node) -> dict[str, Node] | None:
-    return None if spelled is None else {name_of(k): _read_state(v) for k, v in spelled.items()}
+def _read_states(serialized: Node) -> dict[str, Node] | None:
+    return (
+        None if serialized is None else {name_of(k): _read_state(v) for k, v in serialized.items()}
+    )
 
 
 def _spell_state(value: Node) -> Node:
@@ -248,8 +250,8 @@ def _spell_state(value: Node) -> Node:
     return (_PLAIN, value)
 
 
-def _read_state(spelled: Node) -> Node:
-    kind, *values = spelled
+def _read_state(serialized: Node) -> Node:
+    kind, *values = serialized
     if kind == _FLAT:
         (dtype,) = values
         return FlatState(_dtype(dtype))

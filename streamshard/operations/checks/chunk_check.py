@@ -13,7 +13,7 @@ from streamshard.engine.numeric import digests
 from streamshard.engine.numeric.digests import CRC32
 from streamshard.engine.scan.probe import Probe
 from streamshard.errors import IntegrityError, StreamshardError
-from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, spell_checksum
+from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, serialize_checksum
 from streamshard.formats.zarr.store_files import ChunkPlace
 from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord
 from streamshard.model import Digest
@@ -67,7 +67,7 @@ class ChunkCheck:
             return [f"{message} {len(found)} blocks"]
         damaged = np.flatnonzero(np.array(found, dtype=np.uint32) != self.record.crc32s)
         wrong = [self._damage(run) for run in _runs(damaged.tolist())]
-        if not wrong and trailer != spell_checksum(digests.joined(pieces).crc32c):
+        if not wrong and trailer != serialize_checksum(digests.joined(pieces).crc32c):
             wrong.append(f"{self.path}: its content does not fit the checksum at its end")
         return wrong
 
@@ -169,6 +169,6 @@ def _read_end(file: int, start: int, stop: int, probe: Probe) -> bytes:
 
 def own_checksum(path: Path, trailer: bytes, found: Digest) -> list[str]:
     """Hold a chunk against the checksum at its end."""
-    if trailer == spell_checksum(found.crc32c):
+    if trailer == serialize_checksum(found.crc32c):
         return []
     return [f"{path}: damaged: its bytes do not fit the checksum at its end"]

@@ -21,11 +21,11 @@ from streamshard.operations.compare.comparison import EXTRA_BYTES
 from streamshard.operations.convert.store_targets import StoreTargets
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.transfer import execution, needed, plan_file, read_back
-from streamshard.operations.transfer.byte_accounting import Tally
-from streamshard.operations.transfer.estimate import Outlook, look_ahead
+from streamshard.operations.transfer.byte_accounting import ByteCounts
+from streamshard.operations.transfer.estimate import Outlook, estimate_run
 from streamshard.operations.transfer.plan_file import Asked
 from streamshard.operations.transfer.report import Progress, Report, Silent
-from streamshard.operations.transfer.run_identity import Purpose
+from streamshard.operations.transfer.run_identity import RunIdentity
 from streamshard.operations.transfer.staging import PartialTarget
 from streamshard.operations.transfer.target import (
     place_to_make,
@@ -69,7 +69,7 @@ class ConvertPlan:
     asked: Asked | None
     source: Source
     target: Path
-    purpose: Purpose
+    purpose: RunIdentity
     files: StoreTargets
     memory: MemoryPlan
     overwrite: bool
@@ -139,10 +139,10 @@ class ConvertPlan:
     def outlook(self, *, measures_disk: bool = True) -> Outlook:
         """Tell more of what running it will do, and how long it may take."""
         times = np.ones(len(self.source.checkpoint.tensors), dtype=np.int64)
-        tally = Tally(self.sizes(), times)
-        return look_ahead(
+        byte_counts = ByteCounts(self.sizes(), times)
+        return estimate_run(
             self.source,
-            tally,
+            byte_counts,
             self.memory,
             self.report,
             self.target,
@@ -273,7 +273,7 @@ def plan_store(
         "--codec": codec,
         "--chunk-size": str(shape.chunk_size),
     }
-    purpose = Purpose.of(opened, options, replaces=overwrite)
+    purpose = RunIdentity.of(opened, options, replaces=overwrite)
     limit_bytes = execution.limit_or_default(limits.memory_limit, floor_bytes)
     memory_plan = execution.fit_memory(
         floor_bytes=floor_bytes,

@@ -13,7 +13,7 @@ from streamshard.engine.numeric.checksums import ChunkChecksums, crc32
 from streamshard.engine.run.work import Encoding, Fixed, Region, Span, TargetFile
 from streamshard.errors import UnsupportedError
 from streamshard.formats.zarr import store_manifest, store_paths, store_state, zarr_writer
-from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, BloscChunk, spell_checksum
+from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, BloscChunk, serialize_checksum
 from streamshard.formats.zarr.documents import MANIFEST_PATH, STATE_PATH, array_path, chunk_keys
 from streamshard.formats.zarr.store_files import MANIFEST_FILES, STATE_FILES
 from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord
@@ -89,7 +89,7 @@ class StoreTargets:
             records[chunk.path] = FileRecord(chunk.nbytes + extra, zeros)
         tensors = self._source.checkpoint.tensors
         held = {array_path(tensor): digests.EMPTY.text for tensor in tensors}
-        manifest = store_manifest.spell(records, self._codec, held)
+        manifest = store_manifest.serialize(records, self._codec, held)
         small = small_array(MANIFEST_PATH, manifest)
         sizes = {path: record.nbytes for path, record in records.items()}
         sizes |= {path: len(data) for path, data in small.items()}
@@ -110,7 +110,7 @@ class StoreTargets:
             for index, tensor in enumerate(self._source.checkpoint.tensors)
         }
         # Sorted, because workers and runs that go on note them in any order.
-        manifest = store_manifest.spell(dict(sorted(self._records.items())), self._codec, held)
+        manifest = store_manifest.serialize(dict(sorted(self._records.items())), self._codec, held)
         small = small_array(MANIFEST_PATH, manifest)
         if self._records:
             written = (record.nbytes for record in self._records.values())
@@ -158,7 +158,7 @@ class StoreTargets:
             size = chunk.nbytes + CHECKSUM_BYTES
             self._records[chunk.path] = FileRecord(size, sums.blocks.values())
             self._note(chunk, digests.of_chunk(sums, chunk.nbytes, BLOCK_BYTES), itemsize)
-            return spell_checksum(sums.crc32c.value)
+            return serialize_checksum(sums.crc32c.value)
 
         return Region(chunk.nbytes, copies, sums, trailer, CHECKSUM_BYTES)
 
@@ -167,7 +167,7 @@ class StoreTargets:
         stored_digest = digests.RunningDigest()
 
         def trailer() -> bytes:
-            end = spell_checksum(stored_digest.value.crc32c)
+            end = serialize_checksum(stored_digest.value.crc32c)
             stored_digest.update(memoryview(end))
             note()
             return end
@@ -199,7 +199,7 @@ def small_array(path: str, data: bytes) -> dict[str, bytes]:
     """Spell an array of raw bytes: its document and its only chunk, by path."""
     return {
         f"{path}/zarr.json": zarr_writer.small_array_document(len(data)),
-        f"{path}/c/0": data + spell_checksum(google_crc32c.value(data)),
+        f"{path}/c/0": data + serialize_checksum(google_crc32c.value(data)),
     }
 
 

@@ -21,11 +21,11 @@ from streamshard.operations.export.weight_files import WeightFiles
 from streamshard.operations.export.weights import Selection, Weights, choose_weights
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.transfer import execution, needed, plan_file
-from streamshard.operations.transfer.byte_accounting import Tally
-from streamshard.operations.transfer.estimate import Outlook, look_ahead
+from streamshard.operations.transfer.byte_accounting import ByteCounts
+from streamshard.operations.transfer.estimate import Outlook, estimate_run
 from streamshard.operations.transfer.plan_file import Asked
 from streamshard.operations.transfer.report import Progress, Report, Silent
-from streamshard.operations.transfer.run_identity import Purpose
+from streamshard.operations.transfer.run_identity import RunIdentity
 from streamshard.operations.transfer.staging import PartialTarget
 from streamshard.operations.transfer.target import (
     place_to_make,
@@ -48,11 +48,11 @@ class ExportPlan:
 
     asked: Asked
     target: Path
-    purpose: Purpose
+    purpose: RunIdentity
     companions: Companions
     """Files that come along, and the source to read from."""
     files: WeightFiles | UniversalFiles
-    tally: Tally
+    byte_counts: ByteCounts
     memory: MemoryPlan
     overwrite: bool
     report: Report
@@ -110,7 +110,7 @@ class ExportPlan:
 
     def sizes(self) -> Mapping[str, int]:
         """Return the size of every file that will be written, by its path."""
-        return self.tally.sizes
+        return self.byte_counts.sizes
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan down, for `load_plan` or `streamshard apply`."""
@@ -118,9 +118,9 @@ class ExportPlan:
 
     def outlook(self, *, measures_disk: bool = True) -> Outlook:
         """Tell more of what running it will do, and how long it may take."""
-        return look_ahead(
+        return estimate_run(
             self.companions.source,
-            self.tally,
+            self.byte_counts,
             self.memory,
             self.report,
             self.target,
@@ -259,10 +259,10 @@ def plan_export(
     except (UsageError, UnsupportedError) as error:
         raise type(error)(f"{opened.path}: {error}") from error
     files, companions = prepared.files, prepared.companions
-    tally = companions.added_to(files.tally())
-    bytes_written = sum(tally.sizes.values())
+    byte_counts = companions.added_to(files.byte_counts())
+    bytes_written = sum(byte_counts.sizes.values())
     options = _options(opened, selection, format, max_shard_size)
-    purpose = Purpose.of(companions.source, options, replaces=overwrite)
+    purpose = RunIdentity.of(companions.source, options, replaces=overwrite)
     limit_bytes = execution.limit_or_default(memory_limit, floor_bytes)
     memory_plan = execution.fit_memory(
         floor_bytes=floor_bytes,
@@ -282,7 +282,7 @@ def plan_export(
         zero_stage=opened.checkpoint.layout.stage,
         source_world_size=opened.checkpoint.ranks,
         world_size=None,
-        files=len(tally.sizes),
+        files=len(byte_counts.sizes),
         bytes_written=bytes_written,
         floor_bytes=floor_bytes,
         limit_bytes=limit_bytes,
@@ -299,7 +299,7 @@ def plan_export(
         purpose=purpose,
         companions=companions,
         files=files,
-        tally=tally,
+        byte_counts=byte_counts,
         memory=memory_plan,
         overwrite=overwrite,
         report=report,

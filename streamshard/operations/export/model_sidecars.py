@@ -13,7 +13,7 @@ from streamshard.formats.links import is_inside
 from streamshard.layout.cutting import whole_segment
 from streamshard.model import FILE, LogicalTensor, SourceFile
 from streamshard.operations.source.source import Source
-from streamshard.operations.transfer.byte_accounting import Tally
+from streamshard.operations.transfer.byte_accounting import ByteCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,14 @@ class Companions:
             span = Span(0, [Region(numel, copies)])
             yield TargetFile(one.path, [span], mode=one.mode)
 
-    def added_to(self, tally: Tally) -> Tally:
+    def added_to(self, byte_counts: ByteCounts) -> ByteCounts:
         """Count these files too."""
         tensors = self.source.checkpoint.tensors
-        sizes, times = dict(tally.sizes), tally.times.copy()
+        sizes, times = dict(byte_counts.sizes), byte_counts.times.copy()
         for one in self.found:
             sizes[one.path] = tensors[one.tensor].numel
             times[one.tensor] += 1
-        return replace(tally, sizes=sizes, times=times)
+        return replace(byte_counts, sizes=sizes, times=times)
 
 
 def find_companions(source: Source) -> Companions:

@@ -12,7 +12,7 @@ from streamshard.model import LogicalTensor, Whole
 from streamshard.operations.export.weights import only_family
 from streamshard.operations.native.storage_regions import NativeFiles, cut_family
 from streamshard.operations.source.source import Source
-from streamshard.operations.transfer.byte_accounting import NativeTally, Tally
+from streamshard.operations.transfer.byte_accounting import ByteCounts, NativeTally
 
 _NAMELESS: Final = (
     "saved without ZeRO (stage 0), whose optimizer does not name the parameters, and a universal "
@@ -66,7 +66,7 @@ class UniversalFiles:
                 config=checkpoint.config,
                 module_dtype=checkpoint.module_dtype,
                 is_bf16=checkpoint.is_bf16,
-                flat_cuts=[group.spell() for group in cut.flat_groups],
+                flat_cuts=[group.serialize() for group in cut.flat_groups],
                 sub_groups=cut.sub_groups,
             )
         )
@@ -100,13 +100,13 @@ class UniversalFiles:
         """Return one of the source's tensors."""
         return self._tensors[number]
 
-    def tally(self) -> Tally:
+    def byte_counts(self) -> ByteCounts:
         """Count what is written, and what is read for that."""
-        tally = NativeTally(self._source, self.native)
-        tally.add((image, [image.path]) for image in self.images.all())
+        byte_counts = NativeTally(self._source, self.native)
+        byte_counts.add((image, [image.path]) for image in self.images.all())
         for path, data in self._latest.items():
-            tally.add_bytes(path, len(data))
-        return tally.done()
+            byte_counts.add_bytes(path, len(data))
+        return byte_counts.done()
 
     def copies_bytes(self, workers: int) -> int:
         """Bound what the copies take of the files that are in flight."""
@@ -128,7 +128,7 @@ class UniversalFiles:
         for image in self.images.all():
             whole = {
                 str(key): storage.content.tensor
-                for key, storage in enumerate(image.spelled.storages)
+                for key, storage in enumerate(image.serialized.storages)
                 if isinstance(storage.content, Whole)
             }
-            yield image.path, image.spelled.pickled, whole
+            yield image.path, image.serialized.pickled, whole

@@ -23,7 +23,7 @@ from streamshard.layout.shards import shards
 from streamshard.model import ITEMSIZE, Literal, Whole
 from streamshard.operations.export.weights import Weight
 from streamshard.operations.source.source import Source
-from streamshard.operations.transfer.byte_accounting import Tally
+from streamshard.operations.transfer.byte_accounting import ByteCounts
 
 _SPAN_BYTES: Final = 128 * MIB
 """Files are shared out among workers in spans of about this size."""
@@ -116,7 +116,7 @@ class WeightFiles:
         documents = {path: len(data) for path, data in self.documents().items()}
         return {path: self._lay_out(path).nbytes for path in self._held} | documents
 
-    def tally(self) -> Tally:
+    def byte_counts(self) -> ByteCounts:
         """Count what is written, and what is read for that."""
         tensors = self._source.checkpoint.tensors
         times, cast_bytes = np.zeros(len(tensors), dtype=np.int64), 0
@@ -124,7 +124,7 @@ class WeightFiles:
             times[weight.tensor] += 1
             if weight.dtype != tensors[weight.tensor].dtype:
                 cast_bytes += weight.nbytes
-        return Tally(self.sizes(), times, cast_bytes)
+        return ByteCounts(self.sizes(), times, cast_bytes)
 
     def copies_bytes(self, workers: int) -> int:
         """Bound what the spans take that are in flight, and the work of finding their copies."""
@@ -153,7 +153,7 @@ class WeightFiles:
             storages = [Storage(w.dtype, w.numel, Whole(n)) for n, w in enumerate(weights)]
             both = list(zip(weights, storages, strict=True))
             state = {name: make_tensor(s, w.shape) for w, s in both for name in w.names}
-            return torch_file.lay_out(torch_file.spell(state), PurePosixPath(path).stem)
+            return torch_file.lay_out(torch_file.serialize(state), PurePosixPath(path).stem)
         return safetensors_file.lay_out(Described(w.names[0], w.dtype, w.shape) for w in weights)
 
     def _safetensors_target(self, path: str, layout: SafetensorsLayout) -> TargetFile:

@@ -88,7 +88,7 @@ class NativeFiles:
 
     def lay_out(self, image: FileImage) -> torch_file.TorchLayout:
         """Lay out a file; its size and its pickle are known then."""
-        return torch_file.lay_out(image.spelled, PurePosixPath(image.path).stem)
+        return torch_file.lay_out(image.serialized, PurePosixPath(image.path).stem)
 
     def torch_target(self, image: FileImage) -> TargetFile:
         """Turn one spelled file into work."""

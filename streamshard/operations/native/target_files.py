@@ -18,7 +18,7 @@ from streamshard.model import FILE
 from streamshard.operations.native.storage_regions import NativeFiles, cut_family
 from streamshard.operations.native.target_settings import TargetSettings
 from streamshard.operations.source.source import Source
-from streamshard.operations.transfer.byte_accounting import NativeTally, Tally
+from streamshard.operations.transfer.byte_accounting import ByteCounts, NativeTally
 
 _COPY_BYTES: Final = 4 * 8 * 8
 """Four integers a copy, in each of the few files that are in flight at once."""
@@ -26,7 +26,7 @@ _LOCATE_BYTES: Final = 16 * 8
 """Arrays that finding a copy takes for a moment."""
 
 
-def spell(
+def serialize(
     source: Source,
     settings: TargetSettings,
     template: Template | None,
@@ -53,7 +53,7 @@ def spell(
             config=settings.config,
             module_dtype=settings.module_dtype,
             is_bf16=settings.is_bf16,
-            flat_cuts=[group.spell() for group in cut.flat_groups],
+            flat_cuts=[group.serialize() for group in cut.flat_groups],
             sub_groups=cut.sub_groups,
         )
         for mp_rank, (family, cut) in enumerate(zip(checkpoint.families, cuts, strict=True))
@@ -68,23 +68,23 @@ def spell(
     return files, images
 
 
-def tally_of(
+def count_bytes(
     source: Source,
     files: NativeFiles,
     images: Sequence[Images],
     resized: frameworks.Resized,
     *,
     has_latest: bool,
-) -> Tally:
+) -> ByteCounts:
     """Count what will be made of the source's files."""
-    tally, checkpoint = NativeTally(source, files), source.checkpoint
-    for spelled in images:
-        tally.add(spelled.sizes())
+    byte_counts, checkpoint = NativeTally(source, files), source.checkpoint
+    for serialized in images:
+        byte_counts.add(serialized.sizes())
     numbered = ((n, t.name) for n, t in enumerate(checkpoint.tensors) if t.state == FILE)
-    tally.add_files({n: resized.paths[name] for n, name in numbered if name in resized.paths})
+    byte_counts.add_files({n: resized.paths[name] for n, name in numbered if name in resized.paths})
     if has_latest:
-        tally.add_bytes(names.LATEST, len(checkpoint.tag.encode()))
-    return tally.done()
+        byte_counts.add_bytes(names.LATEST, len(checkpoint.tag.encode()))
+    return byte_counts.done()
 
 
 def copies_bytes(source: Source, world_size: int) -> int:

@@ -18,7 +18,7 @@ from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.operations.checks.structure import Request
 from streamshard.operations.compare.comparison import EXTRA_BYTES
 from streamshard.operations.native.storage_regions import NativeFiles
-from streamshard.operations.native.target_files import copies_bytes, spell, tally_of
+from streamshard.operations.native.target_files import copies_bytes, count_bytes, serialize
 from streamshard.operations.native.target_settings import (
     TargetSettings,
     require_allowed,
@@ -29,11 +29,11 @@ from streamshard.operations.resume.resizing import Change
 from streamshard.operations.source import muon_order
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.transfer import execution, needed, plan_file, read_back
-from streamshard.operations.transfer.byte_accounting import Tally
-from streamshard.operations.transfer.estimate import Outlook, look_ahead
+from streamshard.operations.transfer.byte_accounting import ByteCounts
+from streamshard.operations.transfer.estimate import Outlook, estimate_run
 from streamshard.operations.transfer.plan_file import Asked
 from streamshard.operations.transfer.report import Progress, Report, Silent
-from streamshard.operations.transfer.run_identity import Purpose, digest_of_settings
+from streamshard.operations.transfer.run_identity import RunIdentity, digest_of_settings
 from streamshard.operations.transfer.staging import PartialTarget
 from streamshard.operations.transfer.target import (
     place_to_make,
@@ -55,7 +55,7 @@ class RepartitionPlan:
     asked: Asked
     source: Source
     target: Path
-    purpose: Purpose
+    purpose: RunIdentity
     template: Template | None
     """How dumps are named, where the target is a directory of them."""
     images: Sequence[Images]
@@ -63,7 +63,7 @@ class RepartitionPlan:
     files: NativeFiles
     resized: frameworks.Resized
     """What becomes of the files that come along."""
-    tally: Tally
+    byte_counts: ByteCounts
     changes: tuple[Change, ...]
     written: Request | None
     """How to open what was written, where it is to be verified; the path is still to be put in."""
@@ -134,7 +134,7 @@ class RepartitionPlan:
 
     def sizes(self) -> Mapping[str, int]:
         """Return the size of every file that will be written, by its path."""
-        return self.tally.sizes
+        return self.byte_counts.sizes
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan down, for `load_plan` or `streamshard apply`."""
@@ -142,9 +142,9 @@ class RepartitionPlan:
 
     def outlook(self, *, measures_disk: bool = True) -> Outlook:
         """Tell more of what running it will do, and how long it may take."""
-        return look_ahead(
+        return estimate_run(
             self.source,
-            self.tally,
+            self.byte_counts,
             self.memory,
             self.report,
             self.target,
@@ -266,11 +266,11 @@ def plan_repartition(
         source_world_size=opened.checkpoint.ranks,
         world_size=world_size,
     )
-    files, images = spell(opened, settings, template, resized)
-    tally = tally_of(opened, files, images, resized, has_latest=template is None)
-    bytes_written = sum(tally.sizes.values())
+    files, images = serialize(opened, settings, template, resized)
+    byte_counts = count_bytes(opened, files, images, resized, has_latest=template is None)
+    bytes_written = sum(byte_counts.sizes.values())
     options = _options(opened, world_size, settings, template)
-    purpose = Purpose.of(opened, options, replaces=overwrite)
+    purpose = RunIdentity.of(opened, options, replaces=overwrite)
     may_resume = if_needed and needed.has_files_of(opened, world_size, settings)
     resizes = resizing.explain(
         opened, world_size, resized, dp_world_size=dp_world_size, config=settings.config
@@ -294,7 +294,7 @@ def plan_repartition(
         zero_stage=stage,
         source_world_size=opened.checkpoint.ranks,
         world_size=world_size,
-        files=len(tally.sizes),
+        files=len(byte_counts.sizes),
         bytes_written=bytes_written,
         floor_bytes=floor_bytes,
         limit_bytes=limit_bytes,
@@ -317,7 +317,7 @@ def plan_repartition(
         images=images,
         files=files,
         resized=resized,
-        tally=tally,
+        byte_counts=byte_counts,
         changes=resizes.changes,
         written=written if verify else None,
         memory=memory_plan,

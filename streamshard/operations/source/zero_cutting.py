@@ -123,7 +123,7 @@ class _Placing:
         """
         held = self._family.held_by(rank, self._layout)
         cuts = [groups[group].cut(sharer) for group, sharer in held]
-        names = [self._family.spelled(self._family.groups[group]) for group, _ in held]
+        names = [self._family.serialized(self._family.groups[group]) for group, _ in held]
         slices = tuple(
             tuple((params[index], start, numel) for index, start, numel in cut.recorded)
             for params, cut in zip(names, cuts, strict=True)

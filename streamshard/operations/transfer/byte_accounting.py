@@ -29,7 +29,7 @@ _PIECES_AT_ONCE: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class ByteCounts:
     """What a plan writes, and what of its source it reads for that."""
 
     sizes: Mapping[str, int]
@@ -59,7 +59,7 @@ class NativeTally:
         for image, paths in images:
             nbytes = self._files.lay_out(image).nbytes
             self._sizes.update(dict.fromkeys(paths, nbytes))
-            for storage in image.spelled.storages:
+            for storage in image.serialized.storages:
                 self._add(storage, image, len(paths))
 
     def add_files(self, tensors: Mapping[int, str]) -> None:
@@ -94,9 +94,9 @@ class NativeTally:
         numel = sum(self._tensors[tensor].numel for tensor in members.tolist())
         self._padding_bytes -= numel * ITEMSIZE[storage.dtype]
 
-    def done(self) -> Tally:
+    def done(self) -> ByteCounts:
         """Return what was counted."""
-        return Tally(self._sizes, self._times, self._cast_bytes, self._padding_bytes)
+        return ByteCounts(self._sizes, self._times, self._cast_bytes, self._padding_bytes)
 
 
 def _key(content: PartitionOf | ShardsOf | ShardOf, image: FileImage) -> tuple[int, str, int, str]:

@@ -21,7 +21,7 @@ from streamshard.layout.memory_plan import SCRATCH_BYTES, SLACK_BYTES, MemoryPla
 from streamshard.model import BLOB, FILE, MASTER, MODULE, SourceFile
 from streamshard.operations.resume.resizing import Change
 from streamshard.operations.source.source import Source
-from streamshard.operations.transfer.byte_accounting import Tally, read_bytes
+from streamshard.operations.transfer.byte_accounting import ByteCounts, read_bytes
 from streamshard.operations.transfer.report import Report
 from streamshard.operations.transfer.target import allocated_bytes, partial_of, place_of
 
@@ -129,9 +129,9 @@ class Outlook:
     """What is not copied from the source."""
 
 
-def look_ahead(
+def estimate_run(
     source: Source,
-    tally: Tally,
+    byte_counts: ByteCounts,
     memory_plan: MemoryPlan,
     report: Report,
     target: Path,
@@ -150,7 +150,7 @@ def look_ahead(
     encode
         Compresses what is written, if it is compressed.
     """
-    read = read_bytes(source, tally.times)
+    read = read_bytes(source, byte_counts.times)
     read_sum, written = int(read.sum()), report.bytes_written
     reread = 2 * written + read_sum if report.is_verified else 0
     space = _space(target, written)
@@ -161,7 +161,7 @@ def look_ahead(
             for file, nbytes in zip(source.files, read, strict=True)
         ),
         read_bytes=read_sum,
-        writes=tuple(FileBytes(path, nbytes) for path, nbytes in tally.sizes.items()),
+        writes=tuple(FileBytes(path, nbytes) for path, nbytes in byte_counts.sizes.items()),
         written_bytes=written,
         is_upper_bound=encode is not None,
         reread_bytes=reread,
@@ -171,8 +171,8 @@ def look_ahead(
         else None,
         space=space,
         changes=changes,
-        left_out=tuple(_left_out(source, tally, report)),
-        made=tuple(_made(tally, report, new_files)),
+        left_out=tuple(_left_out(source, byte_counts, report)),
+        made=tuple(_made(byte_counts, report, new_files)),
     )
 
 
@@ -256,7 +256,7 @@ _OTHERS: Final = {
 }
 
 
-def _left_out(source: Source, tally: Tally, report: Report) -> Iterator[Part]:
+def _left_out(source: Source, byte_counts: ByteCounts, report: Report) -> Iterator[Part]:
     """Tell what is in the source and not read, state by state."""
     checkpoint = source.checkpoint
     weights = {
@@ -266,7 +266,7 @@ def _left_out(source: Source, tally: Tally, report: Report) -> Iterator[Part]:
         if entry.kind == "param"
     }
     found: dict[tuple[str, str], list[int]] = {}
-    for number in np.flatnonzero(tally.times == 0).tolist():
+    for number in np.flatnonzero(byte_counts.times == 0).tolist():
         tensor = checkpoint.tensors[number]
         if tensor.state == MODULE and (tensor.family, tensor.name) in weights:
             key = "module weights", _WHY_NOT.get(report.verb, "")
@@ -279,21 +279,21 @@ def _left_out(source: Source, tally: Tally, report: Report) -> Iterator[Part]:
     for (what, why), sizes in found.items():
         yield Part(what, len(sizes), sum(sizes), why)
     if source.kind != "store":
-        held = int(read_bytes(source, np.ones_like(tally.times)).sum())
+        held = int(read_bytes(source, np.ones_like(byte_counts.times)).sum())
         nbytes = max(0, sum(file.nbytes for file in source.files) - held)
         why = "spelled anew or not needed, as is what ranks keep alike"
         yield Part("padding, headers, pickles", 0, nbytes, why)
 
 
-def _made(tally: Tally, report: Report, new_files: int) -> Iterator[Part]:
+def _made(byte_counts: ByteCounts, report: Report, new_files: int) -> Iterator[Part]:
     """Tell what is in the target and not as it was in the source."""
-    if tally.cast_bytes:
+    if byte_counts.cast_bytes:
         if report.verb == "export":
-            yield Part("weights", 0, tally.cast_bytes, f"cast to {report.dtype}")
+            yield Part("weights", 0, byte_counts.cast_bytes, f"cast to {report.dtype}")
         else:
             why = f"cast from the master weights, for ZeRO stage {report.zero_stage}"
-            yield Part("module weights", 0, tally.cast_bytes, why)
-    if tally.padding_bytes:
-        yield Part("padding", 0, tally.padding_bytes, "zeros that fill up partitions")
+            yield Part("module weights", 0, byte_counts.cast_bytes, why)
+    if byte_counts.padding_bytes:
+        yield Part("padding", 0, byte_counts.padding_bytes, "zeros that fill up partitions")
     if new_files:
         yield Part("files of new ranks", new_files, 0, "with the step, without random generators")

@@ -18,7 +18,7 @@ from streamshard.engine.io.files import target_errors
 from streamshard.errors import TargetError, TargetExistsError, UsageError
 from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import names
-from streamshard.operations.transfer.run_identity import Purpose
+from streamshard.operations.transfer.run_identity import RunIdentity
 from streamshard.operations.transfer.target import exists, partial_of, place_to_make
 from streamshard.posix import stream_of
 
@@ -127,7 +127,7 @@ class SavedPlan:
     """Digest of their paths and sizes."""
 
 
-def write(path: Path, asked: Asked, purpose: Purpose, sizes: Mapping[str, int]) -> None:
+def write(path: Path, asked: Asked, purpose: RunIdentity, sizes: Mapping[str, int]) -> None:
     """Write a plan down.
 
     Raises

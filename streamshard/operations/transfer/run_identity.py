@@ -16,7 +16,7 @@ _MOST_SHOWN: Final = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Purpose:
+class RunIdentity:
     """What a run is about."""
 
     source: Source
@@ -60,8 +60,8 @@ class Purpose:
             return f"is made from other headers than those of {self.source.path}"
         return None
 
-    def _changed_file(self, spelled: str) -> str:
-        files, digests = self.source.files, base64.b64decode(spelled)
+    def _changed_file(self, serialized: str) -> str:
+        files, digests = self.source.files, base64.b64decode(serialized)
         starts = range(0, len(digests), _DIGEST_BYTES)
         if len(starts) != len(files):
             return f"{len(starts):,} files, where {self.source.path} has {len(files):,} now"

@@ -26,7 +26,7 @@ from streamshard.engine.run.staged_files import Partial
 from streamshard.errors import NotAsWrittenError, TargetExistsError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
-from streamshard.operations.transfer.run_identity import Purpose
+from streamshard.operations.transfer.run_identity import RunIdentity
 from streamshard.operations.transfer.target import (
     JOURNAL,
     allocated_bytes,
@@ -50,7 +50,7 @@ class PartialTarget:
     def __init__(
         self,
         target: Path,
-        purpose: Purpose,
+        purpose: RunIdentity,
         *,
         nbytes: int,
         overwrite: bool,

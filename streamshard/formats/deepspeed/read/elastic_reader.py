@@ -62,14 +62,14 @@ def _rigid(state: dict[str, Node], path: Path, groups: Sequence[Mapping[str, Any
         raise DisagreementError(message)
     counted = names.ELASTIC_STEP in state
     step = state.pop(names.ELASTIC_STEP, None)
-    spelled = []
+    serialized = []
     for number, group in enumerate(groups):
         if ("step" in group) != counted:
             message = f"{path}: of another optimizer than the checkpoint given with --like: one of"
             raise DisagreementError(f"{message} the two counts steps in its param groups")
         own = {"step": step} if counted else {}
-        spelled.append({**group, **own, "params": [number]})
-    return {"state": {k: v for k, v in enumerate(held) if v}, "param_groups": spelled}
+        serialized.append({**group, **own, "params": [number]})
+    return {"state": {k: v for k, v in enumerate(held) if v}, "param_groups": serialized}
 
 
 def require_same_groups(params: Sequence[Sequence[str]], like: Family, path: Path) -> None:

@@ -225,12 +225,12 @@ def optimizer_tensors(
     shapes
         Of the parameters as the files name them: every expert rank counts its experts from 0.
     """
-    spelled = {group.number: group.params for group in groups if group.expert_rank == 0}
+    serialized = {group.number: group.params for group in groups if group.expert_rank == 0}
     tensors = [
         LogicalTensor(state, name, dtype, shapes[own], family)
         for group in groups
         for state, dtype in {MASTER: group.master_dtype, **group.flat_states()}.items()
-        for name, own in zip(group.params, spelled[group.number], strict=True)
+        for name, own in zip(group.params, serialized[group.number], strict=True)
     ]
     names_of = Counter((tensor.state, tensor.name) for tensor in tensors)
     for (_, name), count in names_of.items():

@@ -250,9 +250,9 @@ def fingerprints(
     """
     found, spent, together = {}, 0, 0
     for key, node in nodes.items():
-        spelled = pickled(node, checksum)
-        found[key] = sha256(spelled).digest()
-        spent += len(spelled)
+        serialized = pickled(node, checksum)
+        found[key] = sha256(serialized).digest()
+        spent += len(serialized)
         if spent > _FREE_BYTES:
             together = together or len(pickled(list(nodes.values()), checksum))
             if spent > _FREE_BYTES + _LIMIT_AGAIN * together:

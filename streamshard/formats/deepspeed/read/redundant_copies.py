@@ -25,8 +25,8 @@ _OTHER_COPY: Final = "take another copy of the checkpoint, or an earlier tag"
 
 def ranks_differ(keys: set[Node]) -> str:
     """Tell what ranks hold besides their shards and do not agree about."""
-    spelled = spell_few(sorted(keys, key=spell_key))
-    return f"{RANKS_DIFFER} {spelled}; rank 0's are taken for all."
+    serialized = spell_few(sorted(keys, key=spell_key))
+    return f"{RANKS_DIFFER} {serialized}; rank 0's are taken for all."
 
 
 def unlike_optimizers(

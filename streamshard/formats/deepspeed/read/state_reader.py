@@ -131,14 +131,14 @@ class HeldState:
         )
 
     def _plain(self) -> Node:
-        spelled: dict[int, bytes] = {}
+        serialized: dict[int, bytes] = {}
         for rank, node in self.nodes.items():
-            spelled[rank] = pickled(node)
-            size = len(spelled[rank])
+            serialized[rank] = pickled(node)
+            size = len(serialized[rank])
             if size > _PLAIN_LIMIT_BYTES:
                 message = f"{self._place(rank)} is {_kind(node)} and takes {size:,} bytes, which"
                 raise UnsupportedError(f"{message} is no plain value; not supported. {_ANEW}")
-        self._require_agreement(spelled)
+        self._require_agreement(serialized)
         return next(iter(self.nodes.values()))
 
     def _scalar(self, rank: int, tensor: Tensor, sources: SourceFiles) -> ScalarState:

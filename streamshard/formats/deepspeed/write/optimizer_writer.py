@@ -181,7 +181,7 @@ class OptimizerWriter:
         return sum(own.padding for own in cut.partitions) if last else 0
 
     def _slice_mapping(self, group: ParamGroup, own: RankPartition) -> OrderedDict[str, Node]:
-        params = self._family.spelled(group)
+        params = self._family.serialized(group)
         return OrderedDict(
             (params[index], _fragment_address(start, numel)) for index, start, numel in own.recorded
         )

@@ -15,7 +15,7 @@ from streamshard.formats.deepspeed.write.optimizer_writer import OptimizerWriter
 from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
 from streamshard.formats.deepspeed.write.zero_writer import FileImage, NativeImages
 from streamshard.formats.pickle.inert import Node
-from streamshard.formats.torch.torch_file import spell
+from streamshard.formats.torch.torch_file import serialize
 from streamshard.formats.torch.torch_tensor import Storage, make_tensor
 from streamshard.model import MASTER, Literal, Whole
 
@@ -52,11 +52,11 @@ class UniversalImages:
         """Spell all files."""
         yield from NativeImages(self._target).models()
         place = f"{self._target.checkpoint.tag}/zero"
-        yield FileImage(f"{place}/{_GLOBAL}", spell(self._global_state()))
+        yield FileImage(f"{place}/{_GLOBAL}", serialize(self._global_state()))
         for group in self._family.groups:
             for name in group.params:
                 for key, node in self._states(group, name):
-                    yield FileImage(f"{place}/{name}/{key}.pt", spell(node))
+                    yield FileImage(f"{place}/{name}/{key}.pt", serialize(node))
 
     def _states(self, group: ParamGroup, name: str) -> Iterator[tuple[str, Node]]:
         for key, dtype in {MASTER: group.master_dtype, **group.flat_states()}.items():

@@ -11,7 +11,7 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.write.module_writer import ModuleWriter
 from streamshard.formats.deepspeed.write.optimizer_writer import OptimizerWriter
 from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
-from streamshard.formats.torch.torch_file import Spelled, spell
+from streamshard.formats.torch.torch_file import Serialized, serialize
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class FileImage:
 
     path: str
     """Relative to the run directory."""
-    spelled: Spelled
+    serialized: Serialized
     """The same for all ranks whose objects differ in nothing but what fills the storages."""
     family: int = 0
     """Number of the family that its contents are of."""
@@ -38,7 +38,7 @@ class WholeImages:
         """Spell all files."""
         target = self._target
         path = f"{target.checkpoint.tag}/{names.model_file(None, target.mp_rank)}"
-        yield FileImage(path, spell(ModuleWriter(target).file(None)), target.mp_rank)
+        yield FileImage(path, serialize(ModuleWriter(target).file(None)), target.mp_rank)
 
     def sizes(self) -> Iterator[tuple[FileImage, Sequence[str]]]:
         """Spell one of all files that are equally large, with the paths of all of them."""
@@ -53,7 +53,7 @@ class NativeImages:
         self._model = ModuleWriter(target)
         self._optimizer = OptimizerWriter(target)
         self._ranks = range(target.layout.world_size)
-        self._of_all: dict[bool, Spelled] = {}
+        self._of_all: dict[bool, Serialized] = {}
         """Model files of stage 3, by whether they list the tied parameters."""
 
     def all(self) -> Iterator[FileImage]:
@@ -86,14 +86,14 @@ class NativeImages:
     def _model_image(self, rank: int | None) -> FileImage:
         name = self._model_name(rank)
         if rank is None:
-            return self._image(name, spell(self._model.file(None)))
+            return self._image(name, serialize(self._model.file(None)))
         lists_tied = bool(self._model.shared_params(rank))
         if lists_tied not in self._of_all:
-            self._of_all[lists_tied] = spell(self._model.file(rank))
+            self._of_all[lists_tied] = serialize(self._model.file(rank))
         return self._image(name, self._of_all[lists_tied], rank)
 
     def _optimizer_image(self, rank: int) -> FileImage:
-        return self._image(self._optimizer_name(rank), spell(self._optimizer.file(rank)))
+        return self._image(self._optimizer_name(rank), serialize(self._optimizer.file(rank)))
 
     def _model_name(self, rank: int | None) -> str:
         return names.model_file(rank, self._target.mp_rank)
@@ -105,8 +105,8 @@ class NativeImages:
     def _path(self, name: str) -> str:
         return f"{self._target.checkpoint.tag}/{name}"
 
-    def _image(self, name: str, spelled: Spelled, rank: int | None = None) -> FileImage:
-        return FileImage(self._path(name), spelled, self._target.mp_rank, rank)
+    def _image(self, name: str, serialized: Serialized, rank: int | None = None) -> FileImage:
+        return FileImage(self._path(name), serialized, self._target.mp_rank, rank)
 
 
 def _alike(ranks: Iterable[int], key: Callable[[int], Hashable]) -> Iterator[list[int]]:
@@ -127,7 +127,7 @@ class StepImages:
     def all(self) -> Iterator[FileImage]:
         """Spell all files."""
         for path in self.paths:
-            yield FileImage(path, spell({"step": self.step}))
+            yield FileImage(path, serialize({"step": self.step}))
 
     def sizes(self) -> Iterator[tuple[FileImage, Sequence[str]]]:
         """Spell one of all files that are equally large, with the paths of all of them."""
@@ -155,7 +155,7 @@ class DumpImages:
     def all(self) -> Iterator[FileImage]:
         """Spell all files."""
         for rank in self._ranks:
-            yield FileImage(self._name(rank), spell(self._optimizer.dump(rank)))
+            yield FileImage(self._name(rank), serialize(self._optimizer.dump(rank)))
 
     def sizes(self) -> Iterator[tuple[FileImage, Sequence[str]]]:
         """Spell one of all files that are equally large, with the paths of all of them."""

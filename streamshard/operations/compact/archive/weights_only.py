@@ -150,7 +150,7 @@ class Remainder:
         written = {path: data for path, data in written.items() if path not in kept}
         records = {**kept, **{path: record_of(data) for path, data in written.items()}}
         digests = {array: held[array] for array in arrays}
-        manifest = store_manifest.spell(dict(sorted(records.items())), codec, digests)
+        manifest = store_manifest.serialize(dict(sorted(records.items())), codec, digests)
         return {**written, **small_array(MANIFEST_PATH, manifest)}
 
 
