@@ -107,7 +107,7 @@ def show_duration(time: timedelta) -> str:
 def show_bytes(nbytes: int) -> str:
     """Format a size for people.
 
-    >>> show(0), show(1536), show(5 << 30)
+    >>> show_bytes(0), show_bytes(1536), show_bytes(5 << 30)
     ('0 B', '1.5 KiB', '5.0 GiB')
     """
     value = float(nbytes)
