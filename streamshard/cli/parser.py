@@ -79,7 +79,7 @@ class _Parser(argparse.ArgumentParser):
         args: Sequence[str] | None = None,
         namespace: argparse.Namespace | None = None,
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse arguments, and refuse unknown ones; a verb's parser gets only the words after it."""
+        """Parse arguments and refuse unknown ones; a verb's parser gets only the words after it."""
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             options = [word.partition("=")[0] for word in unknown if word.startswith("-")]

@@ -359,7 +359,7 @@ def _stage(found: Inspection) -> str:
 
 
 def _uncut_facts(found: Inspection, also: Sequence[str]) -> list[tuple[str, object]]:
-    """Return the facts of a checkpoint without ZeRO (stage 0), with those that no file records."""
+    """Return facts of a checkpoint without ZeRO (stage 0), whose files do not record everything."""
     return [
         ("states", "whole, in the model file, by number of the parameter"),
         ("parameters", f"{found.weights:,}, not told which of them are trained"),
