@@ -121,7 +121,7 @@ class ZeroLayout:
         return self.stage < 3 and not self.bf16_optimizer and not self.offload
 
     def expert_place(self, rank: int, expert_parallel: int) -> tuple[int, int]:
-        """Return a data-parallel rank's expert rank, and its rank among those with these experts.
+        """Return a data-parallel rank's expert rank, and its index among ranks with these experts.
 
         By `_get_expert_parallel_ranks` of `deepspeed/utils/groups.py` (0.19.8).
         """
