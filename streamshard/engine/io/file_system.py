@@ -12,14 +12,18 @@ LOCAL: Final = {EXT4, XFS, BTRFS, F2FS, TMPFS}
 _STATFS_BYTES: Final = 256
 
 
-def libc(name: str, *types: Any) -> Callable[..., int] | None:  # noqa: ANN401
+def libc(
+    name: str,
+    *types: Any,  # noqa: ANN401
+    result: Any = ctypes.c_int,  # noqa: ANN401
+) -> Callable[..., int] | None:
     """Find a function of the C library; None if it has no function of that name."""
     try:
         found = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (AttributeError, OSError, TypeError):
         return None
     found.argtypes = list(types)
-    found.restype = ctypes.c_int
+    found.restype = result
     call: Callable[..., int] = found
     return call
 

@@ -12,6 +12,7 @@ from typing import Final, Protocol
 from streamshard.engine.io import page_cache
 from streamshard.engine.io.buffers import ReusableBuffer
 from streamshard.engine.io.direct_io import BLOCK_BYTES, LEAST_BYTES
+from streamshard.engine.io.memory_map import map_range
 from streamshard.engine.io.retry import try_again
 from streamshard.engine.numeric.checksums import crc32
 from streamshard.errors import (
@@ -104,6 +105,35 @@ class SourceReader:
             message = f"{self._files[file].path}: cannot be read ({error.strerror})"
             raise SourceError(message) from error
 
+    def map(
+        self, file: int, offset: int, nbytes: int, *, is_private: bool, is_checked: bool
+    ) -> memoryview:
+        """Map a range of a file that holds its content as it is; see `map_range`.
+
+        Parameters
+        ----------
+        is_checked
+            Whether the range is read first and compared with what was recorded of it, if anything
+            was. No change after that is noticed.
+
+        Raises
+        ------
+        CorruptFileError
+            The file is not the one that the plan was made for.
+        IntegrityError
+            The bytes are not those that were recorded.
+        """
+        digests = self._decoders.get(file)
+        if is_checked and isinstance(digests, BlockDigests):
+            buffer = memoryview(bytearray(min(nbytes, digests.block_bytes)))
+            for start in range(offset, offset + nbytes, digests.block_bytes):
+                self.read_into(file, start, buffer[: offset + nbytes - start])
+        try:
+            return try_again(lambda: self._map(file, offset, nbytes, is_private), self._stop)
+        except OSError as error:
+            message = f"{self._files[file].path}: cannot be mapped ({error.strerror})"
+            raise SourceError(message) from error
+
     def will_need(self, file: int, offset: int, nbytes: int) -> None:
         """Tell the system to start reading a range that is needed soon; system errors are ignored.
 
@@ -114,6 +144,16 @@ class SourceReader:
         """
         with suppress(OSError):  # the actual read retries, and reports the error
             page_cache.read_ahead(self._descriptor(file), offset, nbytes)
+
+    def _map(self, file: int, offset: int, nbytes: int, is_private: bool) -> memoryview:
+        try:
+            descriptor = self._descriptor(file)
+            # It may have been open for long, and a map that leaves the file ends the process.
+            _require_same(self._files[file], os.fstat(descriptor))
+            return map_range(descriptor, offset, nbytes, is_private=is_private)
+        except OSError:
+            self._forget(file)
+            raise
 
     def _fill(self, file: int, offset: int, view: memoryview) -> None:
         decoder = self._decoders.get(file)
@@ -128,10 +168,13 @@ class SourceReader:
                     self._decoded = (file, self._decode(file, decoder))
                 view[:] = self._decoded[1][offset : offset + len(view)]
         except OSError:
-            # The file server may no longer know the open file: open it again for the next try.
-            if file in self._open:
-                os.close(self._open.pop(file))
+            self._forget(file)
             raise
+
+    def _forget(self, file: int) -> None:
+        """Close a file: its server may no longer know it, so the next try opens it again."""
+        if file in self._open:
+            os.close(self._open.pop(file))
 
     def _decode(self, file: int, decoder: Encoded) -> memoryview:
         return decoder.decode(self._descriptor(file), self._stored, self._content)
