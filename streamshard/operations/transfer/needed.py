@@ -123,7 +123,7 @@ def nothing_done(report: Report, found: str, path: str) -> Report:
 
 
 def latest_of(run_dir: Path) -> str | None:
-    """Read which tag a job that resumes from a directory takes; None if nothing says so."""
+    """Return the tag that a job loads from a run directory; None if there is no `latest`."""
     path = run_dir / names.LATEST
     if not path.is_file():
         return None
