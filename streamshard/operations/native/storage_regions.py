@@ -147,7 +147,7 @@ class NativeFiles:
         record: torch_file.Record,
         crc: JoinedCrc32,
     ) -> Iterator[Region]:
-        """Yield the regions of a record's data; if there is only one, it includes the descriptor."""
+        """Yield the regions of a record's data; a single region also holds the descriptor."""
         source_dtype, target_dtype = self._dtypes(storage, content)
         source_itemsize, target_itemsize = ITEMSIZE[source_dtype], ITEMSIZE[target_dtype]
         segments = self._segments(content, image, target_itemsize)
