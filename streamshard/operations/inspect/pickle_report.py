@@ -45,7 +45,7 @@ class NamedGlobal:
     name: str
     """Module and qualified name."""
     is_known: bool
-    """Whether it is one that pickles of DeepSpeed, torch, NumPy and collections contain anyway."""
+    """Whether it is one of the names that DeepSpeed, torch, NumPy and collections write."""
     count: int
     files: tuple[str, ...]
 

@@ -117,8 +117,7 @@ class NativeFiles:
         return TargetFile(image.path, spans.all(), endings)
 
     def fill(self, content: Content, image: FileImage) -> NDArray[np.int64]:
-        """List the tensors in a cut storage: those that all its ranks hold parts of together, or
-        for `WholesOf` those of its own rank."""
+        """List the tensors in a cut storage: of all ranks together, or of its rank (`WholesOf`)."""
         if isinstance(content, PartitionOf):
             return self._members[image.family, content.group, content.state]
         if isinstance(content, ShardsOf):

@@ -105,7 +105,7 @@ def _where(checkpoint: Checkpoint, world_size: int, cut: int) -> str:
 def _ranks_counted_per_rank(checkpoint: Checkpoint) -> int:
     """Return how many ranks DeepSpeed counts into the batch for each data-parallel rank.
 
-    AutoTP passes no model-parallel unit, so all ranks are counted (`DeepSpeedConfig.__init__`).
+    With AutoTP there is no model-parallel unit, so all ranks count (`DeepSpeedConfig.__init__`).
     """
     is_auto = ds_config.features(checkpoint.config).tensor_parallel > 1
     return len(checkpoint.families) if is_auto else 1
