@@ -108,7 +108,9 @@ def compact(
     """
     began = time.monotonic()
     _require_lists(keep_tags=keep_tags, undelete=undelete, purge=purge, acknowledge=acknowledge)
-    _require_times(now, min_age=min_age, grace=grace)
+    _require_times(
+        now, min_age=min_age, grace=grace, weights_only_older_than=weights_only_older_than
+    )
     if keep_last < _LEAST_KEPT:
         raise UsageError(f"--keep-last {keep_last}: at least {_LEAST_KEPT}; one may be damaged")
     if keep_every is not None and keep_every < 1:
@@ -185,11 +187,11 @@ def _require_lists(**given: Sequence[str]) -> None:
             raise UsageError(f"{name}={value!r}: a list is needed, and this is one name")
 
 
-def _require_times(now: datetime | None, **given: timedelta) -> None:
+def _require_times(now: datetime | None, **given: timedelta | None) -> None:
     if now is not None and now.tzinfo is None:
         raise UsageError(f"now={now}: of which time zone?")
     for name, value in given.items():
-        if value < timedelta(0):
+        if value is not None and value < timedelta(0):
             raise UsageError(f"{name}={value}: is less than no time")
 
 

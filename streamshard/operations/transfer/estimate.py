@@ -282,7 +282,7 @@ def _left_out(source: Source, byte_counts: ByteCounts, report: Report) -> Iterat
     if source.kind != "store":
         held = int(read_bytes(source, np.ones_like(byte_counts.times)).sum())
         nbytes = max(0, sum(file.nbytes for file in source.files) - held)
-        why = "spelled anew or not needed, as is what ranks keep alike"
+        why = "not copied: written anew, or redundant among ranks"
         yield Part("padding, headers, pickles", 0, nbytes, why)
 
 
