@@ -1,1 +1,1 @@
-"""Other people's bytes: torch files, inert pickles, DeepSpeed's names and keys, Zarr."""
+"""File formats of others: torch files, inert pickles, DeepSpeed's names and keys, Zarr."""

@@ -1,4 +1,4 @@
-"""A checkpoint freed of its cutting: what every reader delivers and every writer starts from."""
+"""A checkpoint without its partitioning: readers return it, writers start from it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ class ScalarState:
 
 @dataclass(frozen=True, slots=True)
 class ParamGroup:
-    """What the optimizer holds for one param group."""
+    """One param group of the optimizer, with the states of its parameters."""
 
     params: tuple[str, ...]
     """Parameter names in the optimizer's order."""
@@ -37,13 +37,13 @@ class ParamGroup:
     states: Mapping[str, Node] | None
     """State key → `FlatState`, `ScalarState`, or a plain value; None before the first step."""
     number: int = 0
-    """Its number in the optimizer. A group of experts comes once for each of its expert ranks."""
+    """Index of the group in the optimizer. A group of experts is listed once per expert rank."""
     expert_parallel: int = 1
-    """Count of expert ranks, each of which has other experts in this group; 1 without experts."""
+    """Count of expert ranks; each has its own experts in this group. 1 without experts."""
     expert_rank: int = 0
 
     def flat_states(self) -> dict[str, str]:
-        """Return state → dtype of all states that are cut, the optimizer's own in their order."""
+        """Return state → dtype of the group's flat states, in the optimizer's order."""
         return {k: v.dtype for k, v in (self.states or {}).items() if isinstance(v, FlatState)}
 
 
@@ -53,29 +53,29 @@ class ModuleEntry:
 
     name: str
     kind: str
-    """`param` (trained), `frozen`, `weight` (stage 0 does not tell which of the two), `buffer`,
-    `alias` (another name of a tied parameter), `loose` (no param group trains it), `extra` (no
-    dense tensor), or `excluded` (another name of a frozen weight that `exclude_frozen_parameters`
+    """`param` (trained), `frozen`, `weight` (either of these: stage 0 does not record which),
+    `buffer`, `alias` (another name of a tied parameter), `loose` (in no param group), `extra` (not
+    a dense tensor), or `excluded` (another name of a frozen weight that `exclude_frozen_parameters`
     left out)."""
     dtype: str
     shape: tuple[int, ...]
-    """Of an excluded weight in stage 3, where its shape is in no file, that of its placeholder."""
+    """For an excluded weight in stage 3: the placeholder's, as no file records the real shape."""
     alias_of: str = ""
-    """The name that it is tied to, where it is `alias` or `excluded`."""
+    """The name that an `alias` or `excluded` entry is tied to."""
 
     @property
     def held_as(self) -> str:
-        """The name under which its values are kept."""
+        """The name under which the entry's values are stored."""
         return self.alias_of if self.kind == "alias" else self.name
 
 
 def require_tied_to_weights(entries: Sequence[ModuleEntry]) -> None:
-    """Refuse entries that are said to be another name of what is no tensor of its own.
+    """Refuse aliases of a name that is not a tensor of the module.
 
     Raises
     ------
     CorruptFileError
-        There is one.
+        An entry is such an alias.
     """
     own = {entry.name for entry in entries if entry.kind not in ("alias", "extra")}
     for entry in entries:
@@ -86,7 +86,7 @@ def require_tied_to_weights(entries: Sequence[ModuleEntry]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class OtherFile:
-    """A file that comes along unread."""
+    """A file that is copied without being read."""
 
     path: str
     """Relative to the run directory, with forward slashes."""
@@ -98,46 +98,48 @@ class OtherFile:
 class Family:
     """A part of the model that one data-parallel group of ranks trains.
 
-    Tensor and pipeline parallelism make several, numbered by `mp_rank`; without them there is one.
+    Tensor and pipeline parallelism create several families, numbered by `mp_rank`; without them
+    there is one.
     """
 
     name: str
-    """Empty where there is one family, else unique: `mp_rank_01`."""
+    """Empty if there is one family, else unique, such as `mp_rank_01`."""
     groups: tuple[ParamGroup, ...]
-    """In the optimizer's order, expert ranks of one group side by side. None at stage 0, which does
-    not tell which parameters the states are of."""
+    """In the optimizer's order, the expert ranks of one group next to each other. Empty at stage 0,
+    whose files do not record which parameter a state belongs to."""
     module: tuple[ModuleEntry, ...]
     model_state: Mapping[str, Node]
-    """The model file's dict. What depends on the cutting is emptied, storages name blobs."""
+    """The model file's dict. Entries that depend on the partitioning are empty, and storages refer
+    to blobs."""
     optimizer_file: Mapping[str, Node]
-    """The optimizer file's dict, emptied likewise. Empty at stage 0, where the model file holds the
-    optimizer's state."""
+    """The optimizer file's dict, stripped in the same way. Empty at stage 0, where the model file
+    holds the optimizer's state."""
     param_ids: Mapping[str, int]
-    """ZeRO-3's `ds_id` of the parameters for which a file tells it."""
+    """ZeRO-3's `ds_id` of each parameter whose id is known from the files."""
 
     @property
     def wrapped_optimizer(self) -> Mapping[str, Node]:
-        """State dict of the optimizer that ZeRO wraps: hyper-parameters, without states."""
+        """State dict of the optimizer that ZeRO wraps: its hyper-parameters, without states."""
         state = self.optimizer_file[names.OPTIMIZER]
         wrapped: Mapping[str, Node] = state.get(names.BASE_OPTIMIZER) or state[names.OPTIMIZER]
         return wrapped
 
     def is_muon(self, group: ParamGroup) -> bool:
-        """Tell whether DeepSpeed's Muon trains a group, rather than its auxiliary Adam."""
+        """Tell whether DeepSpeed's Muon trains a group, and not its auxiliary Adam."""
         return self.wrapped_optimizer["param_groups"][group.number].get(names.IS_MUON) is True
 
     def whole_states(self, group: ParamGroup, layout: ZeroLayout) -> frozenset[str]:
-        """Return the states that a rank keeps whole for every parameter it owns a part of."""
+        """Return the states that a rank keeps whole for each parameter that it owns a part of."""
         whole = layout.whole_momentum and self.is_muon(group)
         return frozenset({names.MOMENTUM} & group.flat_states().keys()) if whole else frozenset()
 
     def serialized(self, group: ParamGroup) -> tuple[str, ...]:
-        """Return a group's parameters as the files name them: each expert rank counts from 0."""
+        """Return a group's parameter names as in the files: each expert rank counts from 0."""
         first = (g for g in self.groups if g.number == group.number and g.expert_rank == 0)
         return next(first).params
 
     def held_by(self, rank: int, layout: ZeroLayout) -> list[tuple[int, int]]:
-        """List what a data-parallel rank holds: (index in `groups`, rank among its sharers)."""
+        """List a data-parallel rank's groups: (index in `groups`, rank among those sharing it)."""
         held = []
         for index, group in enumerate(self.groups):
             expert_rank, sharer = layout.expert_place(rank, group.expert_parallel)
@@ -148,16 +150,16 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Optimizer states that somebody wanted left out, so that no job can resume from the rest."""
+    """Optimizer states that were dropped on request. No job can resume from the rest."""
 
     at: str
-    """When, in UTC, as ISO 8601 has it."""
+    """Time in UTC, in ISO 8601."""
     why: str
     states: tuple[str, ...]
-    """Their names."""
+    """Names of the dropped states."""
 
     def __str__(self) -> str:
-        """Say what is not there, when it was dropped and why.
+        """Return which states were dropped, when and why.
 
         >>> str(Dropped("2026-12-24T04:00:00+00:00", "by hand", ("exp_avg", "step")))
         'its optimizer states (exp_avg, step) were dropped on 2026-12-24 by hand'
@@ -172,50 +174,50 @@ class Checkpoint:
 
     tag: str
     layout: ZeroLayout
-    """How the source was cut: provenance, and the default for a target."""
+    """How the source was partitioned: its provenance, and the default for a target."""
     tensors: tuple[LogicalTensor, ...]
     families: tuple[Family, ...]
     module_dtype: str
     files: tuple[OtherFile, ...]
     notes: tuple[str, ...] = ()
-    """What a user should know about the reading of it."""
+    """Facts that the user should know about how the checkpoint was read."""
     is_bf16: bool = False
-    """Whether the engine had bf16 switched on, which the files' names tell."""
+    """Whether bf16 was on in the engine. The file names show it."""
     accelerate_step: int | None = None
-    """`Accelerator.step`, which Accelerate keeps with each rank's random generators."""
+    """`Accelerator.step`, which Accelerate saves with each rank's random state."""
     dropped: Dropped | None = None
-    """What was left out on purpose; None where all is there that was saved."""
+    """States that were dropped on request; None if the checkpoint is complete."""
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Return the notes, and before them that this is no whole checkpoint if it is none."""
+        """Return the notes. If states were dropped, the first remark says so."""
         if self.dropped is None:
             return self.notes
         return (f"Weights only: {self.dropped}. No job can resume from it.", *self.notes)
 
     @property
     def is_dumps(self) -> bool:
-        """Whether this is the optimizer alone, as raw per-rank dumps have it."""
+        """Whether this is the optimizer alone, read from raw per-rank dumps."""
         return not self.families[0].model_state
 
     @property
     def expert_parallel(self) -> int:
-        """Smallest count of data-parallel ranks that holds all experts; 1 without experts."""
+        """Smallest count of data-parallel ranks that hold all experts; 1 without experts."""
         return math.lcm(*(g.expert_parallel for family in self.families for g in family.groups))
 
     @property
     def replicas(self) -> int:
-        """Count of ranks that hold each partition alike, of which one saves it."""
+        """Count of ranks that hold the same partition. One of them saves it."""
         return ds_config.sequence_replicas(self.config, self.layout.world_size)
 
     @property
     def ranks(self) -> int:
-        """Count of ranks that trained it."""
+        """Count of ranks that trained the checkpoint."""
         return self.layout.world_size * len(self.families) * self.replicas
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The DeepSpeed config that the files keep; empty if they keep none."""
+        """The DeepSpeed config in the files; empty if they have none."""
         first = self.families[0]
         config = (first.optimizer_file or first.model_state).get(names.DS_CONFIG)
         return config if isinstance(config, dict) else {}
@@ -225,7 +227,7 @@ class Checkpoint:
         return {(t.family, t.state, t.name): i for i, t in enumerate(self.tensors)}
 
     def group_shapes(self, family: Family) -> list[dict[str, tuple[int, ...]]]:
-        """Return the shapes of the parameters of each of a family's groups, in their order."""
+        """Return the parameter shapes of each group of a family, in the group's order."""
         shapes = {
             t.name: t.shape for t in self.tensors if t.state == MASTER and t.family == family.name
         }

@@ -1,6 +1,6 @@
-"""Says what lies at a path that holds no ZeRO checkpoint, and what can be done with it.
+"""Detects what a path without a ZeRO checkpoint holds, and says what can be done with it.
 
-By names as far as they tell. A file that might be one of several things is opened, as inertly as
+File names decide if they suffice. A file that may be one of several kinds is opened, inertly like
 any other.
 """
 
@@ -20,40 +20,40 @@ _WEIGHTS: Final = re.compile(
     r"|(pytorch_model|adapter_model|model|diffusion_pytorch_model)(-\d+-of-\d+)?\.bin"
     r"|consolidated(\.\d+)?\.pth"
 )
-"""Hugging Face's names of weights, and those of Llama's first release."""
+"""Names of weight files of Hugging Face and of Llama's first release."""
 _WHOLE_OPTIMIZER: Final = re.compile(r"optimizer(_\d+)?\.(pt|bin)")
-"""Of HF Trainer and Accelerate without DeepSpeed."""
+"""Optimizer files of HF Trainer and Accelerate without DeepSpeed."""
 _TORCH_DCP: Final = re.compile(r"__\d+_\d+\.distcp|\.metadata")
-"""What `torch.distributed.checkpoint.FileSystemWriter` writes (torch 2.13)."""
+"""Files that `torch.distributed.checkpoint.FileSystemWriter` writes (torch 2.13)."""
 _MEGATRON: Final = frozenset(
     {"latest_checkpointed_iteration.txt", "common.pt", "model_optim_rng.pt", "distrib_optim.pt"}
 )
-"""What Megatron-LM's `checkpointing.py` and `dist_checkpointing` write."""
+"""Files that Megatron-LM's `checkpointing.py` and `dist_checkpointing` write."""
 _UNIVERSAL_PARAM: Final = "fp32.pt"
-"""In a directory for each parameter (`deepspeed/checkpoint/ds_to_universal.py`, 0.19.8)."""
+"""File in each parameter's directory (`deepspeed/checkpoint/ds_to_universal.py`, 0.19.8)."""
 _FIRST_WITHOUT_BF16_OPTIMIZER: Final = (0, 17, 6)
 
 _TORCH_OPTIMIZER: Final = frozenset({"state", "param_groups"})
 _WHOLE_MASTERS: Final = frozenset({"fp32_groups_flat", "fp32_groups"})
-"""Master weights in what DeepSpeed's optimizers without ZeRO save, fused and not fused."""
+"""Keys of the master weights that DeepSpeed's fused and unfused optimizers save without ZeRO."""
 _CUT: Final = frozenset({names.FLAT_GROUPS, names.FLAT_GROUPS_3, names.PARTITION_COUNT})
-"""In what ZeRO's optimizers save."""
+"""Keys that ZeRO's optimizers save."""
 
 _NOTHING_CUT: Final = "nothing in it depends on the count of ranks, so it needs no resharding"
 
 
 def directory(path: Path) -> str | None:
-    """Say what a directory is; None where its names do not tell."""
+    """Describe a directory; None if it is not recognized."""
     return next((text for rule in _DIRECTORIES if (text := rule(path)) is not None), None)
 
 
 def file(path: Path) -> str | None:
-    """Say what a file is; None where neither its name nor its content tells.
+    """Describe a file; None if neither its name nor its content is recognized.
 
     Raises
     ------
     SourceError
-        It is a torch file by its name, and cannot be read.
+        The file is a torch file by its name, but cannot be read.
     """
     if names.parse(path.name) is not None or path.name == names.LATEST:
         return f"one file of a DeepSpeed checkpoint; give its directory, {path.parent}"
@@ -61,7 +61,7 @@ def file(path: Path) -> str | None:
         return f"a model's weights; {_NOTHING_CUT}"
     if _TORCH_DCP.fullmatch(path.name):
         return f"one file of {_DCP}"
-    expected = path.suffix in (".pt", ".pth", ".bin", ".ckpt") and path.is_file()  # and no pipe
+    expected = path.suffix in (".pt", ".pth", ".bin", ".ckpt") and path.is_file()  # not a pipe
     return _torch_file(path) if expected else None
 
 
@@ -86,7 +86,7 @@ def _torch_file(path: Path) -> str | None:
 
 
 def kind_of_whole_dump(root: Mapping[str, Node]) -> str | None:
-    """Say whose state dict a dump is that ZeRO has no part in; None of any other file.
+    """Describe the optimizer of a dump without ZeRO; None for any other file.
 
     Checked with DeepSpeed 0.19.8: without ZeRO (stage 0), `engine.optimizer` is torch's own in
     fp32, an `FP16_Optimizer` or `FP16_UnfusedOptimizer` (`deepspeed/runtime/fp16`) in 16 bits.
@@ -99,7 +99,7 @@ def kind_of_whole_dump(root: Mapping[str, Node]) -> str | None:
 
 
 def _template(path: Path) -> str:
-    """Suggest the template that the dumps beside one are made by, if it is the only one."""
+    """Suggest the template of the dumps in a file's directory, if only one fits."""
     beside = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
     name = template_of(path.name, beside)
     return f", '{path.with_name(name)}'" if name else " such as 'optimizer.{rank:02d}.pt'"
@@ -184,10 +184,10 @@ _DIRECTORIES: Final[tuple[Callable[[Path], str | None], ...]] = (
 
 
 def is_stage_0(model_file: Path) -> bool:
-    """Tell whether a model file holds the optimizer's state too, as it does without ZeRO.
+    """Tell whether a model file also holds the optimizer's state, as it does without ZeRO.
 
-    By `DeepSpeedEngine._common_checkpoint_state` (0.19.8), which lists the shapes of what ZeRO cuts
-    in place of that state. An entry called `optimizer` alone may be the user's.
+    With ZeRO, `DeepSpeedEngine._common_checkpoint_state` (0.19.8) saves the parameter shapes in
+    place of that state. An entry `optimizer` alone proves nothing: it may be the user's.
     """
     root = torch_file.read(model_file, -1).root
     if not isinstance(root, dict) or root.get(names.WHOLE_OPTIMIZER) is None:
@@ -203,11 +203,11 @@ def without_shards(tag_dir: Path, models: Sequence[Path], parts: Sequence[Path])
     Parameters
     ----------
     models
-        Model files in it.
+        Model files in the directory.
     parts
-        Files of pipeline layers and experts in it.
+        Files of pipeline layers and experts in the directory.
     """
-    # Weights that lie beside model files of DeepSpeed's are not all there was.
+    # Weights beside DeepSpeed's model files are not the whole checkpoint.
     text = _universal(tag_dir) if models else directory(tag_dir)
     if text is not None:
         return UnsupportedError(f"{tag_dir}: {text}")
@@ -220,7 +220,7 @@ def without_shards(tag_dir: Path, models: Sequence[Path], parts: Sequence[Path])
     model: dict[str, Node] = root if isinstance(root, dict) else {}
     kept = model.get(names.DS_CONFIG)
     config = kept if isinstance(kept, dict) else {}
-    # With a stage it is client state of that name.
+    # With a ZeRO stage, an entry of this name is client state.
     if model.get(names.WHOLE_OPTIMIZER) is not None and not ds_config.zero_stage(config):
         return UnsupportedError(f"{models[0]}: {_STAGE_0}. {_AS_IT_IS} on any count of them")
     if config and not ds_config.zero_stage(config) and not _had_bf16_optimizer(model, config):
@@ -238,9 +238,9 @@ _AS_IT_IS: Final = "Load it as it is, with engine.load_checkpoint(),"
 
 
 def _had_bf16_optimizer(model: dict[str, Node], config: ds_config.Config) -> bool:
-    """Tell whether stage 0 was trained by a `BF16_Optimizer`, which saves files of its own.
+    """Tell whether a job of stage 0 had a `BF16_Optimizer`, which saves optimizer files.
 
-    By `DeepSpeedEngine._do_optimizer_sanity_check` before 0.17.6.
+    See `DeepSpeedEngine._do_optimizer_sanity_check` before 0.17.6.
     """
     text = model.get(names.DS_VERSION)
     numbers = re.findall(r"[0-9]{1,9}", text) if isinstance(text, str) else []

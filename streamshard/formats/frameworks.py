@@ -1,8 +1,8 @@
-"""What frameworks keep beside a DeepSpeed checkpoint for each rank, and what becomes of it.
+"""Decides what happens to the per-rank files that frameworks save beside a DeepSpeed checkpoint.
 
 Checked with transformers 5.23, accelerate 1.15 and lightning 2.6. The policy: ranks that exist
-before and after keep their files; files of ranks that are gone are left out; a new rank never gets
-another rank's random generators, only what it needs not to fall out of step with the others.
+before and after keep their files. Files of ranks that no longer exist are left out. A new rank
+never gets another rank's random state, only what it needs to stay in step with the others.
 """
 
 import re
@@ -14,17 +14,17 @@ HF_TRAINER: Final = "HF Trainer"
 ACCELERATE: Final = "Accelerate"
 LIGHTNING: Final = "Lightning"
 FABRIC: Final = "Lightning Fabric"
-"""Saves under the same tag, but nothing of Lightning's own."""
+"""Saves under the same tag as Lightning, but without Lightning's own entries."""
 LIGHTNING_VERSION: Final = "pytorch-lightning_version"
 """Key of the client state that Lightning's Trainer saves."""
 TRAINER_STATE: Final = "trainer_state.json"
 
 _HF_RANK: Final = re.compile(r"rng_state_(\d+)\.pth")
 _HF_ALONE: Final = "rng_state.pth"
-"""HF Trainer's name where there is one rank only."""
+"""HF Trainer's file name if there is only one rank."""
 _HF_STEP: Final = re.compile(rb'^  "global_step": (\d{1,15}),?\r?$', re.MULTILINE)
 _HF_EPOCH: Final = re.compile(rb'^  "epoch": (\d{1,15}(?:\.\d*)?(?:e-?\d+)?),?\r?$', re.MULTILINE)
-"""Trainer writes one key a line, in their order, and what is nested further to the right."""
+"""Trainer writes one key per line, in sorted order, and indents nested keys further."""
 _ACCELERATE_RANK: Final = re.compile(r"random_states_(\d+)\.pkl")
 _ACCELERATE_SCHEDULER: Final = re.compile(r"scheduler(_\d+)?\.bin")
 _ACCELERATE_SCHEDULE: Final = """\
@@ -44,22 +44,22 @@ _MOST_NAMED: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Resized:
-    """What becomes of a framework's files at another world size."""
+    """What happens to a framework's files at another world size."""
 
     framework: str | None
     paths: Mapping[str, str]
-    """File of the source → its path in the target; files that are missing here are left out."""
+    """Source file → its path in the target. Files that are not listed are left out."""
     new_steps: tuple[str, ...]
-    """Files to be made for new ranks that hold nothing but Accelerate's step."""
+    """Files to make for new ranks. They hold only Accelerate's step."""
     notes: tuple[str, ...]
-    """What becomes of the random state of ranks."""
+    """Notes on the random state of ranks."""
     schedule: str = ""
-    """What to do about the learning rate, if anything."""
+    """Note on the learning rate; empty if nothing has to be done."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """How far HF Trainer was."""
+    """The progress of HF Trainer."""
 
     step: int
     epoch: float | None
@@ -67,18 +67,18 @@ class TrainerState:
 
 
 def accelerate_file(rank: int) -> str:
-    """Name the file in which Accelerate keeps a rank's random generators and its step."""
+    """Return the name of the file in which Accelerate saves a rank's random state and step."""
     return f"random_states_{rank}.pkl"
 
 
 def accelerate_rank(path: str) -> int | None:
-    """Tell whose random generators a file of an Accelerate directory holds, if any rank's."""
+    """Return the rank whose random state a file of an Accelerate directory holds, or None."""
     match = _ACCELERATE_RANK.fullmatch(path)
     return int(match[1]) if match else None
 
 
 def trainer_state(head: bytes) -> TrainerState | None:
-    r"""Read the beginning of `trainer_state.json`; None where it does not tell the step.
+    r"""Read the beginning of `trainer_state.json`; None if it does not contain the step.
 
     >>> trainer_state(b'{\n  "epoch": 0.5,\n  "global_step": 10,\n  "log_history": [')
     TrainerState(step=10, epoch=0.5)
@@ -88,7 +88,7 @@ def trainer_state(head: bytes) -> TrainerState | None:
 
 
 def framework_of(tag: str, paths: Sequence[str]) -> str | None:
-    """Tell which framework a run directory belongs to, by the names in it."""
+    """Return the framework that a run directory belongs to, by its file names."""
     top = {path for path in paths if "/" not in path}
     if TRAINER_STATE in top:
         return HF_TRAINER
@@ -118,12 +118,12 @@ def _hf_trainer(paths: Sequence[str], source_world_size: int, world_size: int) -
 
 
 def _hf_rank(path: str, world_size: int) -> int | None:
-    """Tell whose generators a file holds: a rank's, nobody's (None), or a stale rank's (-1)."""
+    """Return the rank whose random state a file holds: None without any, -1 for a stale file."""
     match = _HF_RANK.fullmatch(path)
     if match is None and path != _HF_ALONE:
         return None
     rank = int(match[1]) if match else 0
-    # A file of another world size, or spelled as for one, was left behind by an earlier run.
+    # A file of another world size, or with the name for one, is left over from an earlier run.
     return rank if path == _hf_name(rank, world_size) and rank < world_size else _STALE
 
 
@@ -177,7 +177,7 @@ def _rank_notes(
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Name ranks, those that follow each other together.
+    """List ranks as text, with consecutive ranks as ranges.
 
     >>> _ranks([3]), _ranks([4, 5, 6, 9])
     ('rank 3', 'ranks 4 to 6 and 9')

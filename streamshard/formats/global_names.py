@@ -1,4 +1,4 @@
-"""Counts the names that a pickle asks for, and knows those that the libraries themselves write."""
+"""Counts the names in a pickle, and lists the names that the libraries themselves write."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -52,14 +52,14 @@ _WRITTEN: Final[Mapping[str, str]] = {
 KNOWN: Final = frozenset(
     Global(module, name) for module, names in _WRITTEN.items() for name in names.split()
 )
-"""What DeepSpeed, torch, NumPy and Python's collections name by themselves.
+"""Names that DeepSpeed, torch, NumPy and Python's collections write themselves.
 
-None of it does more than to make a value of what it is given.
+Each of them only builds a value from its arguments.
 """
 
 
 class NameCounter(PickleMachine):
-    """Reads a pickle like any other, and counts how often each name is used."""
+    """A pickle machine that also counts how often each name is used."""
 
     def __init__(self, data: bytes, start: int) -> None:
         super().__init__(data, start, lambda _identifier: None)
@@ -71,28 +71,28 @@ class NameCounter(PickleMachine):
         self._count()
 
     def get(self, index: int) -> None:
-        """Push what was put into the memo, which may be a name."""
+        """Push a value from the memo, which may be a name."""
         super().get(index)
         self._count()
 
     def call(self, *, new: bool = False, kwargs: Node = None) -> None:
-        """Replace a function and its arguments by the call, or by what an attribute is called."""
+        """Replace a function and its arguments by the call, or by the name of an attribute."""
         super().call(new=new, kwargs=kwargs)
         self._resolve()
 
     def instance(self, parts: list[Node]) -> None:
-        """Push an instance, or what an attribute is called: protocols 0 and 1 call functions so."""
+        """Push an instance, or an attribute's name: protocols 0 and 1 also call functions here."""
         super().instance(parts)
         self._resolve()
 
     def _resolve(self) -> None:
-        """Replace the call that looks up an attribute of a name by the attribute's name."""
+        """Replace a `getattr` call on a name by the attribute's dotted name."""
         made = self.stack[-1]
         if type(made) is Call and made.function in GETATTR and len(made.args) == 2:
             owner, attribute = made.args
             if type(owner) is Global and type(attribute) is str:
                 self.stack.pop()
-                self._uncount(made.function)  # the attribute stands for it
+                self._uncount(made.function)  # only the attribute's name counts
                 self.name(owner.module, f"{owner.name}.{attribute}")
 
     def _count(self) -> None:

@@ -1,4 +1,4 @@
-"""Symbolic links in a source: followed where they stay in it."""
+"""Checks the symbolic links in a source: they are followed only if they stay inside it."""
 
 import os
 from pathlib import Path
@@ -13,7 +13,7 @@ def require_inside(path: Path, *roots: Path) -> None:
     Raises
     ------
     SourceError
-        It does; the message says where to.
+        The link leads out; the message says where to.
     """
     if not is_inside(path, *roots):
         message = (
@@ -25,16 +25,16 @@ def require_inside(path: Path, *roots: Path) -> None:
 
 
 def require_regular(path: Path, *roots: Path) -> None:
-    """Refuse what is no file that can be read to its end, or leads out of the directories.
+    """Refuse a path that is not a regular file, or leads out of the directories.
 
     Raises
     ------
     SourceError
         See `require_inside`.
     CorruptFileError
-        It is a pipe, a device, or a link to nothing.
+        The path is no regular file, but for example a pipe or a device.
     OSError
-        It cannot be looked at.
+        The path cannot be examined, such as a link to nothing.
     """
     require_inside(path, *roots)
     if not S_ISREG(path.stat().st_mode):
@@ -42,14 +42,14 @@ def require_regular(path: Path, *roots: Path) -> None:
 
 
 def is_inside(path: Path, *roots: Path) -> bool:
-    """Tell whether no symbolic link, wherever in a path, leads out of all of these directories.
+    """Tell whether a path, with all its symbolic links followed, is in one of these directories.
 
-    A link that leads round in a ring, and so nowhere, leads out of none.
+    Links that form a cycle do not lead out.
     """
     place = place_of(path)
     return any(place.is_relative_to(place_of(root)) for root in roots)
 
 
 def place_of(path: Path) -> Path:
-    """Follow all symbolic links in a path as far as they lead."""
+    """Resolve all symbolic links in a path, as far as possible."""
     return Path(os.path.realpath(path))

@@ -16,12 +16,12 @@ from streamshard.formats.torch.legacy_file import MAGIC_NUMBER
 from streamshard.formats.torch.readable import Readable
 
 _SUFFIXES: Final = frozenset({".bin", ".ckpt", ".p", ".pickle", ".pkl", ".pt", ".pth"})
-"""Files of these are unpickled by somebody, whatever they begin with."""
+"""Files with these suffixes are unpickled by some program, whatever their first bytes are."""
 _HEAD_BYTES: Final = 512
 _TAR: Final = (257, b"ustar")
 _FIRST_READ_BYTES: Final = 1 << 20
 _LEGACY_PICKLES: Final = 4
-"""Pickles behind the magic number of a torch file from before the zip."""
+"""Count of pickles after the magic number of torch's legacy format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class Finding:
 
     pickles: int
     names: Mapping[Global, int]
-    """What they name, and how often."""
+    """Name → how often the pickles use it."""
     problem: str | None = None
-    """Why there may be more that was not found."""
+    """Why the file may hold more than was found."""
 
 
 def look_into(source: Readable, name: str) -> Finding | None:
-    """Count the names in a file's pickles; None if it is no kind of file that holds any."""
+    """Count the names in a file's pickles; None if this kind of file holds no pickles."""
     head = source.read_at(0, _HEAD_BYTES)
     expected = PurePosixPath(name).suffix.lower() in _SUFFIXES
     if head.startswith(zip_directory.MAGIC):
@@ -47,12 +47,12 @@ def look_into(source: Readable, name: str) -> Finding | None:
     if not expected and head[:1] != b"\x80":
         return None
     found = _in_stream(source)
-    # What merely begins like a pickle, such as one safetensors file in 256, is none.
+    # A file may only begin like a pickle, as one safetensors file in 256 does.
     return found if expected or found.pickles or found.names else None
 
 
 def look_into_state(stored: bytes) -> Finding:
-    """Count the names in a pickle that is all there is in some bytes."""
+    """Count the names in bytes that hold exactly one pickle."""
     counter = NameCounter(stored, 0)
     try:
         inert_load.run(counter)
@@ -62,7 +62,7 @@ def look_into_state(stored: bytes) -> Finding:
 
 
 def _in_zip(source: Readable, *, expected: bool) -> Finding | None:
-    """Look into a zip's records that are pickles by their names."""
+    """Count the names in the records of a zip that are pickles by their names."""
     try:
         records = zip_directory.read(source)
     except SourceError as error:
@@ -90,7 +90,7 @@ def _in_zip(source: Readable, *, expected: bool) -> Finding | None:
 
 
 def _in_stream(source: Readable) -> Finding:
-    """Look into pickles that follow one another, as in torch's legacy format."""
+    """Count the names in consecutive pickles, as in torch's legacy format."""
     stream = _Stream(source)
     try:
         if stream.next() == MAGIC_NUMBER:
@@ -105,18 +105,18 @@ def _in_stream(source: Readable) -> Finding:
 
 
 class _Stream:
-    """Reads pickles one after the other, and no more of the file than they take."""
+    """Reads consecutive pickles, without reading the rest of the file."""
 
     def __init__(self, source: Readable) -> None:
         self._source = source
         self._data = source.read_at(0, _FIRST_READ_BYTES)
         self.at = 0
-        """Byte at which the next one begins."""
+        """Byte offset of the next pickle."""
         self.pickles = 0
         self.names: Counter[Global] = Counter()
 
     def next(self) -> Node:
-        """Count the names of the next pickle, even if it turns out to be none; returns it."""
+        """Count the names of the next pickle, even if it is invalid, and return its node."""
         while True:
             counter = NameCounter(self._data, self.at)
             try:
@@ -135,7 +135,7 @@ class _Stream:
             return node
 
     def _read_on(self) -> bool:
-        """Read four times as much as so far; False if there is no more."""
+        """Extend the data to four times its length; False if there is no more."""
         room = inert_load.LIMIT_BYTES - len(self._data)
         more = self._source.read_at(len(self._data), min(3 * len(self._data), room))
         self._data += more

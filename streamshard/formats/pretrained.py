@@ -1,4 +1,4 @@
-"""Directories that transformers' `from_pretrained` loads: names of files, and their index.
+"""File names and index of directories that transformers' `from_pretrained` loads.
 
 Checked with transformers 5.23.
 """
@@ -12,7 +12,7 @@ SAFETENSORS: Final = "safetensors"
 TORCH: Final = "torch"
 
 CONFIG: Final = "config.json"
-"""Without it `from_pretrained` does not know what to make of the weights."""
+"""`from_pretrained` needs this file to interpret the weights."""
 
 _STEMS: Final = {SAFETENSORS: ("model", "safetensors"), TORCH: ("pytorch_model", "bin")}
 _COME_ALONG: Final = (
@@ -42,7 +42,7 @@ _WEIGHTS: Final = tuple(
 
 
 def weight_files(form: str, count: int) -> list[str]:
-    """Name the files that hold the weights.
+    """Return the names of the files that hold the weights.
 
     >>> weight_files("safetensors", 1), weight_files("torch", 2)[1]
     (['model.safetensors'], 'pytorch_model-00002-of-00002.bin')
@@ -54,41 +54,41 @@ def weight_files(form: str, count: int) -> list[str]:
 
 
 def index_file(form: str) -> str:
-    """Name the file that says where each tensor is, if the weights are in several files."""
+    """Return the name of the index, which locates each tensor if there are several files."""
     stem, suffix = _STEMS[form]
     return f"{stem}.{suffix}.index.json"
 
 
 def index(files: Mapping[str, str], total_bytes: int) -> bytes:
-    """Spell the index.
+    """Serialize the index.
 
     Parameters
     ----------
     files
         Tensor → the file that holds it.
     total_bytes
-        Size of all tensors, tied ones once.
+        Size of all tensors, with tied tensors counted once.
     """
     content = {"metadata": {"total_size": total_bytes}, "weight_map": dict(files)}
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 
 
 def comes_along(path: str) -> bool:
-    """Tell whether a file belongs to a model's weights; the path is relative to where they lie."""
+    """Tell whether a file is copied with a model's weights; its path is relative to theirs."""
     slashes = path.count("/")
     return any(slashes == p.count("/") and fnmatchcase(path, p) for p in _COME_ALONG)
 
 
 def is_export(paths: Collection[str]) -> bool:
-    """Tell whether files, by their paths in a directory, are a model's weights and no more."""
+    """Tell whether the files of a directory are a model's weights and files copied with them."""
     weights = [path for path in paths if any(fnmatchcase(path, p) for p in _WEIGHTS)]
     return bool(weights) and all(path in weights or comes_along(path) for path in paths)
 
 
 def in_order_of_preference(paths: Sequence[str], tag: str) -> dict[str, str]:
-    """Choose what comes along of a checkpoint: name in the model's directory → path in the source.
+    """Choose the files to copy with the weights: name in the model's directory → source path.
 
-    Of files in the run directory and the tag directory that have one name, the first counts.
+    If the run directory and the tag directory have a file of the same name, the first is chosen.
     """
     found: dict[str, str] = {}
     for prefix in ("", f"{tag}/"):

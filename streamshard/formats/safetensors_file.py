@@ -1,8 +1,8 @@
-"""The safetensors container: a JSON header that says where each tensor lies, then the tensors.
+"""The safetensors container: a JSON header with the place of each tensor, then the tensors.
 
-Laid out as the safetensors library does (0.8): largest alignment first, then by name, the header
-padded with spaces to 8 bytes. `tests/formats/test_safetensors_file.py` compares ours with the
-library's own, byte by byte.
+The layout is that of the safetensors library (0.8): largest alignment first, then by name, the
+header padded with spaces to 8 bytes. `tests/formats/test_safetensors_file.py` compares our files
+with the library's, byte by byte.
 """
 
 import json
@@ -36,7 +36,7 @@ _DTYPES: Final = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-"""Names of the dtypes, in the order in which their tensors lie in a file."""
+"""Dtype → its name in the format, in the order of the tensors in a file."""
 _NAMES: Final = {name: dtype for dtype, name in _DTYPES.items()}
 _ORDER: Final = {dtype: place for place, dtype in enumerate(_DTYPES)}
 _METADATA: Final = "__metadata__"
@@ -48,7 +48,7 @@ LIMIT_BYTES: Final = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A tensor to be stored."""
+    """A tensor's name, dtype and shape."""
 
     name: str
     dtype: str
@@ -71,12 +71,12 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsLayout:
-    """Where everything will lie in a file to be written."""
+    """The layout of a file to be written."""
 
     header: bytes
-    """The length before it and the padding behind it included."""
+    """The header, with the length before it and the padding behind it."""
     tensors: tuple[Stored, ...]
-    """In the order in which they lie in the file, without a gap."""
+    """In file order, without gaps."""
 
     @property
     def nbytes(self) -> int:
@@ -92,8 +92,8 @@ def lay_out(tensors: Iterable[Described]) -> SafetensorsLayout:
     Raises
     ------
     UnsupportedError
-        The format has no name for a dtype, cannot spell a tensor's name, or the header would be
-        longer than the library reads.
+        The format has no name for a dtype, cannot represent a tensor's name, or the header would
+        be longer than the library reads.
     """
     described = list(tensors)
     for tensor in described:
@@ -132,14 +132,14 @@ def _is_text(name: str) -> bool:
 
 
 def read(path: Path) -> Sequence[Stored]:
-    """Read where a file keeps its tensors.
+    """Read the places of the tensors in a file.
 
     Raises
     ------
     CorruptFileError
-        It is no such file, or its tensors do not fill it from the header to the end.
+        The file is no safetensors file, or its tensors do not fill it from the header to the end.
     OSError
-        It cannot be read.
+        The file cannot be read.
     """
     nbytes = path.stat().st_size
     with path.open("rb") as stream:

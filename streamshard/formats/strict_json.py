@@ -1,4 +1,4 @@
-"""Reads JSON that says one thing to every reader: in UTF-8, each key once, no NaN, not endless."""
+"""Reads JSON that all readers interpret alike: in UTF-8, each key once, no NaN, not endless."""
 
 import json
 from typing import Any, NoReturn
@@ -10,7 +10,7 @@ def parse(data: bytes) -> Any:  # noqa: ANN401
     Raises
     ------
     ValueError
-        It is none, or one that readers may understand in several ways.
+        The data is no JSON, or readers may interpret it in several ways.
     """
     try:
         return json.loads(data.decode(), object_pairs_hook=_each_once, parse_constant=_refuse)

@@ -1,1 +1,1 @@
-"""DeepSpeed's checkpoints: names, configs, what cannot be resharded."""
+"""DeepSpeed's checkpoints: names, configs, and features that cannot be resharded."""

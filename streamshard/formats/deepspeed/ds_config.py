@@ -1,4 +1,4 @@
-"""What in a DeepSpeed config shapes the files of a checkpoint, and nothing else of it.
+"""Reads the settings of a DeepSpeed config that shape the checkpoint files, and no others.
 
 Key names and defaults: `deepspeed/runtime/zero/config.py`, `runtime/precision_config.py`.
 """
@@ -31,7 +31,7 @@ def read_file(path: Path) -> Config:
     Raises
     ------
     UsageError
-        There is no such file, it is no JSON object, or one of its keys looks mistyped.
+        The file cannot be read, is not a JSON object, or has a key that looks mistyped.
     """
     try:
         config = strict_json.parse(path.read_bytes())
@@ -56,12 +56,12 @@ def _zero(config: Config) -> Mapping[str, Any]:
 
 
 def _number(section: Config, key: str) -> int | None:
-    """Read a count, None where it is not given.
+    """Read a count; None if the config does not give it.
 
     Raises
     ------
     UsageError
-        What is given is no count.
+        The value is not a count.
     """
     value = section.get(key)
     if value is None or value == "auto":
@@ -73,12 +73,12 @@ def _number(section: Config, key: str) -> int | None:
 
 
 def _flag(section: Config, key: str) -> bool:
-    """Read a switch as DeepSpeed's own models do, which also take 1 and "true"; off if not given.
+    """Read a switch as DeepSpeed's config models do, which accept 1 and "true". Default: off.
 
     Raises
     ------
     UsageError
-        What is given is no switch.
+        The value is not a switch.
     """
     value = section.get(key)
     if value is None or value == "auto":
@@ -90,19 +90,19 @@ def _flag(section: Config, key: str) -> bool:
 
 
 def zero_stage(config: Config) -> int | None:
-    """Tell the ZeRO stage that a config asks for, None if it names none."""
+    """Return the ZeRO stage that a config sets, None if it sets none."""
     return _number(_zero(config), "stage")
 
 
 def zero_layout(
     config: Config, *, stage: int, world_size: int, bf16_optimizer: bool | None = None
 ) -> ZeroLayout:
-    """Read how an engine with this config would cut its optimizer state.
+    """Return how an engine with this config would partition its optimizer state.
 
     Parameters
     ----------
     bf16_optimizer
-        Whether the engine has a `BF16_Optimizer`, where that is known better than from the config.
+        Whether the engine has a `BF16_Optimizer`; by default, derived from the config.
     """
     zero = _zero(config)
     size = _number(zero, "sub_group_size")
@@ -122,31 +122,31 @@ def zero_layout(
 
 
 def _offloads(config: Config) -> bool:
-    """Tell whether the optimizer's states are kept off the device that computes."""
+    """Tell whether the optimizer's states are offloaded from the accelerator."""
     zero = _zero(config)
     section = zero.get("offload_optimizer")
     if isinstance(section, Mapping):
         return section.get("device", "none") not in ("none", None)
-    return _flag(zero, "cpu_offload")  # the older spelling, which is still taken
+    return _flag(zero, "cpu_offload")  # the older key, which DeepSpeed still accepts
 
 
 def sequence_parallel_size(config: Config) -> int | None:
-    """Tell among how many ranks a config cuts each sequence, None where it does not say."""
+    """Return how many ranks share each sequence, None if the config does not say."""
     return _number(config, "sequence_parallel_size")
 
 
 def sequence_mesh(config: Config) -> tuple[int, int] | None:
-    """Read (data-parallel ranks, ranks that each sequence is cut among) where a config gives both.
+    """Read (data-parallel ranks, ranks that share each sequence) if a config gives both.
 
-    Then the state is cut among the data-parallel ranks only (`deepspeed.initialize`, 0.19.8); with
-    a model-parallel unit it is cut among all ranks.
+    Then only the data-parallel ranks partition the state (`deepspeed.initialize`, 0.19.8). With
+    a model-parallel unit, all ranks do.
     """
     data, sequence = _number(config, "data_parallel_size"), sequence_parallel_size(config)
     return (data, sequence) if data and sequence and sequence > 1 else None
 
 
 def sequence_replicas(config: Config, dp_world_size: int) -> int:
-    """Tell how many ranks hold each partition alike, of which one saves it."""
+    """Return how many ranks hold the same partition. One of them saves it."""
     mesh = sequence_mesh(config)
     return mesh[1] if mesh and mesh[0] == dp_world_size else 1
 
@@ -154,8 +154,8 @@ def sequence_replicas(config: Config, dp_world_size: int) -> int:
 def _uses_bf16_optimizer(config: Config) -> bool:
     """Tell whether an engine at stage 1 would choose `BF16_Optimizer`.
 
-    By `DeepSpeedEngine._do_optimizer_sanity_check` (0.19.8): bf16 weights, fp32 gradients, and no
-    optimizer offload to the CPU.
+    It does with bf16 weights, fp32 gradients, and no optimizer offload to the CPU
+    (`DeepSpeedEngine._do_optimizer_sanity_check`, 0.19.8).
     """
     types = config.get("data_types")
     gradients = types.get("grad_accum_dtype") if isinstance(types, Mapping) else None
@@ -163,7 +163,7 @@ def _uses_bf16_optimizer(config: Config) -> bool:
 
 
 def module_dtype(config: Config) -> str:
-    """Tell the dtype that an engine with this config trains the module in."""
+    """Return the dtype in which an engine with this config trains the module."""
     for dtype, names in _PRECISIONS.items():
         for name in names:
             section = config.get(name)
@@ -173,9 +173,9 @@ def module_dtype(config: Config) -> str:
 
 
 def resolved(given: Config, kept: Config) -> dict[str, Any]:
-    """Return a job's config with every "auto" replaced by what the last run had in its place.
+    """Return a job's config with every "auto" replaced by the value of the last run.
 
-    Frameworks fill "auto" in when the job starts; where the last run had nothing, the key goes.
+    Frameworks replace "auto" when the job starts. A key that the last run did not have is removed.
     """
     result: dict[str, Any] = {}
     for key, value in given.items():
@@ -190,17 +190,17 @@ def resolved(given: Config, kept: Config) -> dict[str, Any]:
 
 
 def with_stage(config: Config, stage: int) -> dict[str, Any]:
-    """Return a config that asks for another ZeRO stage."""
+    """Return the config with another ZeRO stage."""
     return {**config, _ZERO: {**_zero(config), "stage": stage}}
 
 
 def with_data_parallel_size(config: Config, data_parallel_size: int) -> dict[str, Any]:
-    """Return a config that names another count of data-parallel ranks."""
+    """Return the config with another count of data-parallel ranks."""
     return {**config, "data_parallel_size": data_parallel_size}
 
 
 def gradient_clipping(config: Config) -> float | None:
-    """Tell the gradient clipping that a config asks for, None if it leaves it to the default."""
+    """Return the gradient clipping that a config sets, None if it does not set one."""
     value = config.get("gradient_clipping")
     try:
         return float(value) if isinstance(value, int | float) else None
@@ -220,16 +220,16 @@ def batch_sizes(config: Config) -> tuple[int | None, int | None, int | None]:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What a config switches on that puts state elsewhere than into ZeRO's files, or in otherwise.
+    """Features that keep state outside of ZeRO's files, or change how the files store it.
 
-    Keys and defaults by `deepspeed/runtime/zero/config.py`, `zero/offload_config.py`,
+    Keys and defaults: `deepspeed/runtime/zero/config.py`, `zero/offload_config.py`,
     `tensor_parallel/config.py` and `module_inject/auto_ep_config.py` (0.19.8).
     """
 
     swaps_optimizer: bool
     """`offload_optimizer.device` is `nvme`."""
     offload_ratio: float
-    """`offload_optimizer.ratio`: the part of the sub-groups whose states are offloaded."""
+    """`offload_optimizer.ratio`: the fraction of the sub-groups whose states are offloaded."""
     super_offload: bool
     zenflow: bool
     quantized_frozen: bool
@@ -237,7 +237,7 @@ class Features:
     mics_shard_size: int | None
     """Ranks that hold all states together; None without MiCS, which 0.19.7 removed."""
     tensor_parallel: int
-    """`tensor_parallel.autotp_size`, 1 without."""
+    """`tensor_parallel.autotp_size`, by default 1."""
     auto_experts: bool
     """`expert_parallel.enabled`, AutoEP's section."""
     loads_universal: bool
@@ -245,12 +245,12 @@ class Features:
 
 
 def features(config: Config) -> Features:
-    """Read what a config switches on.
+    """Read the features that a config switches on.
 
     Raises
     ------
     UsageError
-        A switch or a count is none.
+        The value of a switch is not a switch, or that of a count is not a count.
     """
     zero = _zero(config)
     offload = _section(zero, "offload_optimizer")
@@ -274,7 +274,7 @@ def _section(config: Config, key: str) -> Config:
 
 
 def _fraction(section: Config, key: str) -> float:
-    """Read a part of 1, which is 1 where it is not given."""
+    """Read a number from 0 to 1; 1 if the config does not give it."""
     value = section.get(key)
     if value is None or value == "auto":
         return 1.0

@@ -1,7 +1,7 @@
-"""Which keys of a DeepSpeed config are read here, and which look like a mistyped one of them.
+"""Lists the keys of a DeepSpeed config that are read here, and finds keys that look mistyped.
 
-DeepSpeed ignores a key at the top that it does not know, so that a job with `zero_optimisation`
-trains without ZeRO; in most sections it refuses the key.
+DeepSpeed ignores an unknown key at the top level: a job with `zero_optimisation` trains without
+ZeRO. In most sections it refuses an unknown key.
 """
 
 from collections.abc import Mapping
@@ -46,18 +46,18 @@ _READ: Final[Mapping[tuple[str, ...], tuple[str, ...]]] = {
     ("expert_parallel",): ("enabled",),
     ("checkpoint",): ("load_universal",),
 }
-"""Section → keys in it that say something here."""
+"""Section → keys that are read from it."""
 _OTHERS: Final = frozenset({"bfloat16"})
-"""Keys of DeepSpeed's own that are near to one of these, and something else."""
+"""DeepSpeed's own keys that resemble one of these but are not mistyped."""
 _NEAR: Final = 0.8
-"""How alike two keys have to be: 1 where they are the same."""
+"""Minimum similarity of two keys; equal keys have 1."""
 
 
 def mistyped(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Find the first key that looks like one that is read here and is not given.
+    """Find the first unknown key that resembles a known key which the config lacks.
 
-    Returns the key and what it looks like, each with its section before it. What begins with a
-    sign, as in `"_fp16"`, has been put aside by somebody.
+    Returns both keys, each with its section before it. A key that does not begin with a letter,
+    such as `"_fp16"`, was disabled by the user on purpose.
 
     >>> mistyped({"zero_optimisation": {"stage": 3}})
     ('zero_optimisation', 'zero_optimization')

@@ -1,4 +1,4 @@
-"""File names and dictionary keys that DeepSpeed decided (`deepspeed/checkpoint/constants.py`)."""
+"""File names and dictionary keys of DeepSpeed (`deepspeed/checkpoint/constants.py`)."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ LATEST: Final = "latest"
 LATEST_UNIVERSAL: Final = "latest_universal"
 _NO_DIRECTORY: Final = (LATEST, LATEST_UNIVERSAL)
 OWN_PREFIX: Final = ".streamshard"
-"""Beginning of the names of files that streamshard needs while it works."""
+"""Prefix of the names of streamshard's own working files."""
 
 _RANK_FILE: Final = re.compile(
     r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)"
@@ -25,7 +25,7 @@ _PART_FILE: Final = re.compile(
 _WRITER_PART: Final = re.compile(r".*_states\.pt-\d+\.(?P<count>\d+)")
 _DROPPING_LAYER: Final = ".random_ltd_layer"
 _LAST_NUMBER: Final = re.compile(r"(?<![0-9])(?<![0-9][.,])[0-9]+$")
-"""What is behind a decimal point counts nothing: after `epoch3.75` comes `epoch4.0`."""
+"""Digits after a decimal point are not a step: after `epoch3.75` comes `epoch4.0`."""
 
 _ESCAPE: Final = re.compile(r"%(?=2F|25)")
 _ESCAPED: Final = re.compile(r"%2F|%25")
@@ -33,10 +33,10 @@ _ESCAPED: Final = re.compile(r"%2F|%25")
 _EXPERT: Final = re.compile(r"(?P<layer>.*\bdeepspeed_experts\.)(?P<local>\d+)(?P<rest>\..*)")
 
 WHOLE_EXPERT_OPTIMIZER: Final = "expp_rank_"
-"""Beginning of the names of files that hold an optimizer where there are experts and no ZeRO."""
+"""Prefix of the names of optimizer files of jobs with experts and without ZeRO."""
 
 OPTIMIZER: Final = "optimizer_state_dict"
-"""In an optimizer file: the ZeRO optimizer's state; inside that, in stage 3, the wrapped one's."""
+"""In an optimizer file: the ZeRO optimizer's state. In that, at stage 3: the wrapped one's."""
 BASE_OPTIMIZER: Final = "base_optimizer_state"
 """Stages 1 and 2: the wrapped optimizer's state."""
 ELASTIC_STEP: Final = "base_optimizer_state_step"
@@ -52,11 +52,11 @@ STAGE_ENUM: Final = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
 STAGES: Final[Mapping[Any, int]] = {
     "disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3
 }  # fmt: skip
-"""Members of the enum, which `ZERO_STAGE` is of since 0.7.0."""
+"""Members of the enum that `ZERO_STAGE` is a member of since 0.7.0."""
 IS_EXPERTS: Final = "moe"
-"""In a param group of the wrapped optimizer, where it holds experts."""
+"""Set in a param group of the wrapped optimizer that holds experts."""
 IS_MUON: Final = "use_muon"
-"""In a param group of the wrapped optimizer, where DeepSpeed's Muon trains it."""
+"""Set in a param group of the wrapped optimizer that DeepSpeed's Muon trains."""
 MOMENTUM: Final = "momentum_buffer"
 """Muon's only state."""
 CLIP_GRAD: Final = "clip_grad"
@@ -72,19 +72,19 @@ SHARED_PARAMS: Final = "shared_params"
 DP_WORLD_SIZE: Final = "dp_world_size"
 MP_WORLD_SIZE: Final = "mp_world_size"
 PARALLEL_DEGREES: Final = "checkpoint_parallel_dimensions"
-"""Pipeline and tensor parallel degrees as the model-parallel unit tells them, since 0.19.5."""
+"""Pipeline and tensor parallel degrees as the model-parallel unit reports them, since 0.19.5."""
 EXPERT_COUNTS: Final = "num_experts"
 """Count of experts of each expert layer."""
 AUTO_EXPERTS: Final = ("ds_autoep_layers", "autoep_layers")
-"""Entries of a model file that AutoEP alone fills; the second is how 0.19.2 spelled it."""
+"""Entries of a model file that only AutoEP fills; the second is the name in 0.19.2."""
 AUTO_EXPERT_GROUPS: Final = "ds_zero_partition_groups"
-"""The same of an optimizer's state, in stage 3."""
+"""Entry of an optimizer's state that only AutoEP fills, at stage 3."""
 WHOLE_OPTIMIZER: Final = "optimizer"
-"""Entry of a model file for an optimizer that nothing cuts."""
+"""Entry of a model file for an optimizer that is not partitioned."""
 RANDOM_LTD: Final = "random_ltd"
-"""Entry of a model file for the state of random layer token dropping, where it is on."""
+"""Entry of a model file for the state of random layer token dropping, if that is on."""
 SWAP_DIR: Final = "offloaded_tensors"
-"""Directory beside the shards for what is swapped out to NVMe."""
+"""Directory beside the shards that holds the states swapped out to NVMe."""
 
 LOOKED_INTO: Final = frozenset(
     {
@@ -106,17 +106,17 @@ LOOKED_INTO: Final = frozenset(
         EXPERT_COUNTS,
     }
 )
-"""Entries of files and of dumps that are more than a number, and are not just carried."""
+"""Entries of files and dumps that are interpreted, not only copied, and are more than a number."""
 
 
 class RankFile:
-    """What the name of a checkpoint file says about it."""
+    """The facts in the name of a checkpoint file."""
 
     __slots__ = ("dp_rank", "kind", "mp_rank", "prefix")
 
     def __init__(self, kind: str, prefix: str, dp_rank: int | None, mp_rank: int) -> None:
         self.kind = kind
-        """`optim`, `model`, or `part` for the weights of a pipeline layer or of an expert."""
+        """`optim`, `model`, or `part` (the weights of a pipeline layer or of an expert)."""
         self.prefix = prefix
         self.dp_rank = dp_rank
         """None for the model file of stages 1 and 2, which all ranks share."""
@@ -124,7 +124,7 @@ class RankFile:
 
 
 def parse(name: str) -> RankFile | None:
-    """Understand a file name of a tag directory; None if it is not DeepSpeed's."""
+    """Parse a file name of a tag directory; None if it is not DeepSpeed's."""
     if match := _RANK_FILE.fullmatch(name):
         return RankFile(match["kind"], match["prefix"] or "", int(match["dp"]), int(match["mp"]))
     if match := _MODEL_FILE.fullmatch(name):
@@ -135,7 +135,9 @@ def parse(name: str) -> RankFile | None:
 
 
 def writer_parts(name: str) -> int:
-    """Count the parts of a file that `deepspeed/io/fast_file_writer.py` names one of; else 0.
+    """Return the part count in the name of a file part; 0 if the name is not that of a part.
+
+    `deepspeed/io/fast_file_writer.py` writes files in parts.
 
     >>> [writer_parts(f"mp_rank_00_model_states.pt{end}") for end in ("-0.1", "-3.4", "")]
     [1, 4, 0]
@@ -145,9 +147,9 @@ def writer_parts(name: str) -> int:
 
 
 def without_dropping(name: str) -> str:
-    """Leave out of a name what `RandomLayerTokenDrop` adds to it around a layer.
+    """Remove from a name the part that `RandomLayerTokenDrop` adds when it wraps a layer.
 
-    DeepSpeed does so in the module's state dict alone (`remove_random_ltd_state_dict`).
+    DeepSpeed removes it in the module's state dict only (`remove_random_ltd_state_dict`).
 
     >>> without_dropping("blocks.0.random_ltd_layer.up.weight")
     'blocks.0.up.weight'
@@ -156,7 +158,7 @@ def without_dropping(name: str) -> str:
 
 
 def count_local_experts(params: Iterable[str]) -> dict[str, int]:
-    """Count the experts that one rank has of each layer, by the layer's name."""
+    """Count the experts that one rank has in each layer, by the layer's name."""
     counts: dict[str, int] = {}
     for match in filter(None, map(_EXPERT.fullmatch, params)):
         counts[match["layer"]] = max(counts.get(match["layer"], 0), int(match["local"]) + 1)
@@ -164,9 +166,9 @@ def count_local_experts(params: Iterable[str]) -> dict[str, int]:
 
 
 def of_expert_rank(name: str, expert_rank: int, counts: Mapping[str, int]) -> str:
-    """Number the expert in a parameter's name throughout the model.
+    """Replace the expert's number in a parameter name by its number in the whole model.
 
-    Every expert rank counts its own experts from 0 on (`deepspeed/moe/experts.py`).
+    Each expert rank counts its own experts from 0 (`deepspeed/moe/experts.py`).
 
     >>> of_expert_rank("moe.deepspeed_experts.1.w", 2, {"moe.deepspeed_experts.": 2})
     'moe.deepspeed_experts.5.w'
@@ -179,7 +181,7 @@ def of_expert_rank(name: str, expert_rank: int, counts: Mapping[str, int]) -> st
 
 
 def is_tag(text: str) -> bool:
-    """Tell whether a text can be a tag: the path of a directory in the run directory.
+    """Tell whether a text can be a tag: the path of a directory below the run directory.
 
     >>> [is_tag(text) for text in ("global_step5", "epoch/1", "..", "a/../b", "a\\nb", "")]
     [True, True, False, False, False, False]
@@ -187,7 +189,7 @@ def is_tag(text: str) -> bool:
     if not is_inside(text) or not text.isprintable():
         return False
     first, *deeper = text.split("/")
-    # Deeper than that is what is ours, and where the file `latest` is, there is no directory.
+    # A path below our own directories is no tag, nor is one below the file `latest`.
     return not deeper or not (first in _NO_DIRECTORY or first.startswith(OWN_PREFIX))
 
 
@@ -201,7 +203,7 @@ def is_name(text: str) -> bool:
 
 
 def flat(tag: str) -> str:
-    """Make one file name of a tag, which may be a path; no two tags have the same.
+    """Turn a tag, which may be a path, into a file name. Each tag has a different file name.
 
     >>> flat("global_step5"), flat("epoch/1"), flat("epoch%2F1")
     ('global_step5', 'epoch%2F1', 'epoch%252F1')
@@ -210,7 +212,7 @@ def flat(tag: str) -> str:
 
 
 def unflat(name: str) -> str:
-    """Return the tag of which `flat` made a name.
+    """Return the tag that `flat` turned into this name.
 
     >>> [unflat(flat(tag)) == tag for tag in ("epoch/1", "epoch%2F1", "100%", "%/", "%%2F", "%25")]
     [True, True, True, True, True, True]
@@ -219,7 +221,7 @@ def unflat(name: str) -> str:
 
 
 def is_inside(path: str) -> bool:
-    """Tell whether a path, taken from a directory, stays in that directory.
+    """Tell whether a path relative to a directory stays in that directory.
 
     >>> [is_inside(path) for path in ("a/b", "a//b", "../a", "a/../b", "/a", "a/", "")]
     [True, False, False, False, False, False, False]
@@ -228,30 +230,30 @@ def is_inside(path: str) -> bool:
 
 
 def family(mp_rank: int) -> str:
-    """Name a family as the names of its files do."""
+    """Return a family's name as it occurs in its file names."""
     return f"mp_rank_{mp_rank:02d}"
 
 
 def expert_file(layer: int, expert: int, mp_rank: int) -> str:
-    """Name the file of one expert's weights, numbered throughout the model."""
+    """Return the name of the file of one expert's weights. `expert` counts in the whole model."""
     return f"layer_{layer}_expert_{expert}_mp_rank_{mp_rank:02d}_model_states.pt"
 
 
 def optimizer_file(dp_rank: int, *, bf16: bool, mp_rank: int = 0) -> str:
-    """Name the optimizer file that an engine looks for."""
+    """Return the name of the optimizer file that an engine looks for."""
     prefix = "bf16_" if bf16 else ""
     return f"{prefix}zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
 
 
 def model_file(dp_rank: int | None, mp_rank: int = 0) -> str:
-    """Name the model file; without a rank the one that stages 1 and 2 share."""
+    """Return the name of a rank's model file; without a rank, of the file that all ranks share."""
     if dp_rank is None:
         return f"mp_rank_{mp_rank:02d}_model_states.pt"
     return f"zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_model_states.pt"
 
 
 def step_of(name: str) -> int | None:
-    """Read the step in a tag's name, which is the whole number at its end.
+    """Read the step from a tag's name: the whole number at its end.
 
     >>> step_of("global_step1000"), step_of("checkpoint-7"), step_of("best"), step_of("epoch3.75")
     (1000, 7, None, None)

@@ -1,6 +1,6 @@
-"""Settings of the job that resumes with which DeepSpeed would not take its state from the files.
+"""Finds settings of the resuming job with which DeepSpeed would not load the state in the files.
 
-The comments tell where DeepSpeed 0.19.8 decides it.
+The comments name the DeepSpeed 0.19.8 code behind each rule.
 """
 
 from collections.abc import Callable
@@ -16,28 +16,28 @@ class Resuming:
     """A job that is to resume from the files of a target."""
 
     config: ds_config.Config
-    """Its DeepSpeed config."""
+    """DeepSpeed config of the resuming job."""
     kept: ds_config.Config
-    """The config of the job that saved; empty if the checkpoint keeps none."""
+    """Config of the job that saved; empty if the checkpoint has none."""
     stage: int
     world_size: int
-    """Count of its data-parallel ranks."""
+    """Count of the resuming job's data-parallel ranks."""
     has_frozen: bool
     """Whether the checkpoint holds frozen weights."""
 
 
 def objection(job: Resuming) -> str | None:
-    """Say what in a job's config the files cannot be made for, and what to set instead."""
+    """Return which setting of a job the files cannot support, and what to set; None without one."""
     features = ds_config.features(job.config)
     found = (rule(job, features) for rule in _RULES)
     return next((text for text in found if text is not None), None)
 
 
 def notes(config: ds_config.Config) -> tuple[str, ...]:
-    """Say what a job has to change in its config to load native files."""
+    """Return notes on config changes that a job needs to load native files."""
     if not ds_config.features(config).loads_universal:
         return ()
-    # `DeepSpeedEngine.load_checkpoint` looks for `latest_universal` then.
+    # With it, `DeepSpeedEngine.load_checkpoint` looks for `latest_universal`.
     text = (
         "The config has checkpoint.load_universal on, with which DeepSpeed does not load these "
         "files: set it to false in the DeepSpeed config of the job that resumes."
@@ -49,7 +49,7 @@ _Rule = Callable[[Resuming, Features], str | None]
 
 
 def _nvme(job: Resuming, features: Features) -> str | None:
-    # `DeepSpeedEngine.load_checkpoint` leaves the optimizer files unread and copies swap files.
+    # `DeepSpeedEngine.load_checkpoint` copies swap files and does not read the optimizer files.
     if job.stage < 3 or not features.swaps_optimizer:
         return None
     return (
@@ -59,7 +59,8 @@ def _nvme(job: Resuming, features: Features) -> str | None:
 
 
 def _partial_offload(job: Resuming, features: Features) -> str | None:
-    # `DeepSpeedZeroOptimizer_Stage3._optimizer_step`: a second optimizer, which nothing loads.
+    # `DeepSpeedZeroOptimizer_Stage3._optimizer_step` has a second optimizer, whose state is not
+    # loaded.
     if job.stage < 3 or features.offload_ratio == 1:
         return None
     return (
@@ -69,7 +70,8 @@ def _partial_offload(job: Resuming, features: Features) -> str | None:
 
 
 def _super_offload(job: Resuming, features: Features) -> str | None:
-    # `SuperOffloadCPUOptimizer` of `runtime/superoffload/superoffload_utils.py` starts without any.
+    # `SuperOffloadCPUOptimizer` of `runtime/superoffload/superoffload_utils.py` starts without
+    # states.
     if job.stage < 3 or not features.super_offload:
         return None
     return (

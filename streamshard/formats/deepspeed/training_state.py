@@ -1,7 +1,7 @@
-"""What a checkpoint holds besides its tensors, made comparable to another's.
+"""Compares the training state of two checkpoints: everything besides their tensors.
 
-What depends on the world size or the ZeRO stage is left out; what is left must be the same
-wherever the same training run is continued from.
+Values that depend on the world size or the ZeRO stage are left out. All others must be equal if
+both checkpoints continue the same training run.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,10 +17,10 @@ from streamshard.formats.torch.tree_comparison import Disparity, Found, compare_
 from streamshard.model import ZeroLayout
 
 _CUT_IN_MODEL: Final = module_reader.CUT_KEYS - {names.MODULE_STATE}
-"""What is left of the module's state once its tensors are known is compared."""
+"""Excludes the module's state: its entries other than tensors are compared."""
 _CUT_IN_OPTIMIZER: Final = agreement.CUT_KEYS | {names.ZERO_STAGE}
 PROVENANCE: Final = frozenset({names.DS_CONFIG, names.DS_VERSION})
-"""What says how it was trained and by what, and is no state: the job that resumes has its own."""
+"""Entries that describe the job that saved. They are not state: a resuming job has its own."""
 
 _KEPT_WITHOUT_STAGE: Final = frozenset({names.CLIP_GRAD})
 _KEPT_AT_12: Final = frozenset({"loss_scaler", "dynamic_loss_scale", "overflow", names.CLIP_GRAD})
@@ -52,14 +52,14 @@ def compare(left: Checkpoint, right: Checkpoint) -> Iterator[Found]:
 
 
 def provenance(checkpoint: Checkpoint) -> Mapping[str, Node]:
-    """Return what is no state, by key."""
+    """Return the entries that describe the job that saved, by key."""
     first = checkpoint.families[0]
     held = {**first.model_state, **first.optimizer_file}
     return {key: held[key] for key in sorted(PROVENANCE) if held.get(key) is not None}
 
 
 def differing_keys(left: Node, right: Node) -> list[str]:
-    """List where two plain values differ, by the path of keys that leads there."""
+    """List the places where two plain values differ, each as a path of keys."""
     return [found.name for found in compare_nodes(left, right, "") if isinstance(found, Disparity)]
 
 
@@ -71,7 +71,7 @@ def _compare_optimizers(
     one: Family, other: Family, left: ZeroLayout, right: ZeroLayout, prefix: str
 ) -> Iterator[Found]:
     if not one.optimizer_file or not other.optimizer_file:
-        return  # at stage 0 it is in the model file, and compared with that
+        return  # at stage 0 the model file holds the optimizer's state, and is compared elsewhere
     aside = _CUT_IN_OPTIMIZER | PROVENANCE
     held = [_kept(family.optimizer_file[names.OPTIMIZER], aside) for family in (one, other)]
     for mine, layout in ((held[0], right), (held[1], left)):
@@ -85,14 +85,14 @@ def _compare_optimizers(
 
 
 def _kept_by(layout: ZeroLayout) -> frozenset[str]:
-    """Tell which entries the optimizer of a stage saves, of those that not all do."""
+    """Return which of the entries that only some stages save the optimizer of a layout saves."""
     if layout.bf16_optimizer:
         return _KEPT_WITHOUT_STAGE
     return _KEPT_AT_3 if layout.stage == 3 else _KEPT_AT_12
 
 
 def _compare_scalars(one: Family, other: Family, prefix: str) -> Iterator[Found]:
-    """Compare what the optimizer keeps of each group and does not cut, such as step counters."""
+    """Compare the unpartitioned states of each group, such as step counters."""
     held = [
         {
             f"group {group.number}" + (f", expert rank {group.expert_rank}" if experts else ""): {
@@ -122,9 +122,9 @@ def _compare_dicts(
 
 
 def _spelled(value: ScalarState) -> str:
-    """Spell a small tensor so that equal texts mean equal bits."""
+    """Serialize a small tensor as text, so that equal texts mean equal bits."""
     try:
         shown = np.frombuffer(value.data, dtype=value.dtype).tolist()
-    except (TypeError, ValueError):  # a dtype that NumPy has not, or no whole elements
+    except (TypeError, ValueError):  # a dtype that NumPy lacks, or an incomplete element
         shown = []
     return f"{shown} {value.dtype}{list(value.shape)} {value.data.hex()}"

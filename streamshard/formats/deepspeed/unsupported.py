@@ -1,7 +1,7 @@
-"""Names what a ZeRO checkpoint holds that cannot be resharded, before any work is done.
+"""Refuses ZeRO checkpoints that cannot be resharded, before any work is done.
 
-Each rule looks for one feature of the job that saved, and returns what it is and what the user can
-do about it. The comments tell where DeepSpeed (0.19.8 where nothing else is said) decides it.
+Each rule detects one feature of the job that saved. It returns what the feature is and what the
+user can do. The comments name the DeepSpeed code (0.19.8 unless stated otherwise).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,16 +21,16 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What the files of one data-parallel group of ranks say, not yet interpreted."""
+    """The uninterpreted contents of the files of one data-parallel group of ranks."""
 
     stage: int
     config: ds_config.Config
-    """Empty where the files keep none."""
+    """Empty if the files have none."""
     states: Sequence[Mapping[str, Node]]
     """The ZeRO optimizer's state of each rank."""
     optimizer_paths: Sequence[Path]
     models: Sequence[Mapping[str, Node]] = ()
-    """What the model files hold; nothing for raw dumps."""
+    """Contents of the model files; empty for raw dumps."""
     model_paths: Sequence[Path] = ()
 
     @property
@@ -40,7 +40,7 @@ class Saved:
 
 
 def refuse(saved: Saved) -> None:
-    """Refuse what the files show that cannot be resharded.
+    """Refuse files of a job with a feature that cannot be resharded.
 
     Raises
     ------
@@ -54,7 +54,7 @@ def refuse(saved: Saved) -> None:
 
 
 def refuse_uncut(saved: Saved) -> None:
-    """Refuse what a model file shows whose optimizer's state is not cut (stage 0).
+    """Refuse a model file of stage 0 of a job with a feature that cannot be resharded.
 
     Raises
     ------
@@ -67,23 +67,23 @@ def refuse_uncut(saved: Saved) -> None:
 
 
 def refuse_files(tag_dir: Path, others: Iterable[Path]) -> None:
-    """Refuse a tag directory for files in it that are not ZeRO's own.
+    """Refuse a tag directory because of files that are not ZeRO's own.
 
     Raises
     ------
     UnsupportedError
-        Part of the optimizer's state is in swap files, or files have the names of parts.
+        The directory has swap files with optimizer state, or files named as parts of a file.
     """
     for path in others:
         if count := names.writer_parts(path.name):
             raise UnsupportedError(f"{path}: {_ONE_PART if count == 1 else _PARTS}")
-    # `DeepSpeedEngine.save_checkpoint` copies the swap folder; through 0.16 without a rank's name.
+    # `DeepSpeedEngine.save_checkpoint` copies the swap folder; through 0.16 its name has no rank.
     for path in others:
         if path.relative_to(tag_dir).parts[0] == names.SWAP_DIR:
             raise UnsupportedError(f"{path}: {_SWAPPED}")
 
 
-# `CheckpointWriterFactory.create_writer`: below stage 3, whatever else the config says.
+# `CheckpointWriterFactory.create_writer`: below stage 3, independent of the rest of the config.
 _BY_WRITER: Final = (
     'written by DeepSpeed\'s fast checkpoint writer ("checkpoint": {"writer": …}), which below '
     "stage 3 gives files names that DeepSpeed itself does not look for."
@@ -109,7 +109,7 @@ _SAVE_ANEW: Final = (
 
 def _swapped_out(saved: Saved) -> str | None:
     # `OptimizerStateSwapInfo.release_memory` of `runtime/swap_tensor/optimizer_utils.py` leaves an
-    # empty tensor where a sub-group was swapped out. A sub-group is never empty by itself.
+    # empty tensor for a sub-group that was swapped out. Other sub-groups are never empty.
     if saved.stage < 3:
         return None
     for state, path in zip(saved.states, saved.optimizer_paths, strict=True):
@@ -122,9 +122,9 @@ def _swapped_out(saved: Saved) -> str | None:
 
 
 def _states_elsewhere(saved: Saved) -> str | None:
-    # `DeepSpeedZeroOptimizer_Stage3._optimizer_step` steps the sub-groups that `ratio` leaves on
-    # the device with a second optimizer, `SuperOffloadOptimizer_Stage3` steps all in processes of
-    # its own. `_rigid_state_dict` saves neither.
+    # `DeepSpeedZeroOptimizer_Stage3._optimizer_step` uses a second optimizer for the sub-groups
+    # that `ratio` leaves on the device. `SuperOffloadOptimizer_Stage3` steps all sub-groups in
+    # separate processes. `_rigid_state_dict` saves the states of neither.
     missing = _units_without_state(saved)
     if not missing:
         return None
@@ -159,8 +159,8 @@ def _has_stepped(model: Mapping[str, Node]) -> bool:
 
 
 def _late_groups(saved: Saved) -> str | None:
-    # No ZeRO optimizer has an `add_param_group`: whoever calls the wrapped optimizer's after
-    # `deepspeed.initialize()` adds what is not cut and, at stages 1 and 2, not trained.
+    # No ZeRO optimizer has an `add_param_group`. A group that a user adds to the wrapped optimizer
+    # after `deepspeed.initialize()` is not partitioned and, at stages 1 and 2, not trained.
     key, flats = (
         (names.OPTIMIZER, names.FLAT_GROUPS_3)
         if saved.stage == 3
@@ -189,9 +189,9 @@ def _late_groups(saved: Saved) -> str | None:
 
 
 def _zenflow(saved: Saved) -> str | None:
-    # `runtime/zenflow/zenflow_utils.py` flattens matrices transposed at stages 1 and 2,
-    # `engine_stage3.py` transposes the parameters themselves at stage 3, and the optimizer of the
-    # selected columns is saved at no stage. The files look like any others.
+    # At stages 1 and 2 `runtime/zenflow/zenflow_utils.py` flattens matrices transposed; at stage 3
+    # `engine_stage3.py` transposes the parameters themselves. No stage saves the optimizer of the
+    # selected columns. The files look like those of other jobs.
     if not ds_config.features(saved.config).zenflow:
         return None
     return (
@@ -203,7 +203,8 @@ def _zenflow(saved: Saved) -> str | None:
 
 
 def _mics(saved: Saved) -> str | None:
-    # `runtime/zero/mics.py` of DeepSpeed through 0.19.6: one group of ranks saves what all hold.
+    # `runtime/zero/mics.py` of DeepSpeed through 0.19.6: all groups of ranks hold the same states,
+    # and one group saves them.
     if saved.stage < 3 or not saved.models:
         return None
     trained, shards = saved.models[0].get(names.DP_WORLD_SIZE), saved.ranks
@@ -233,8 +234,8 @@ def _auto_experts(saved: Saved) -> str | None:
 
 
 def _unnumbered_experts(saved: Saved) -> str | None:
-    # `module_inject/auto_ep_layer.py` fuses the experts of a rank under a name that all ranks give;
-    # raw dumps show nothing else of AutoEP.
+    # `module_inject/auto_ep_layer.py` fuses the experts of a rank under a name that all ranks use.
+    # Raw dumps have no other sign of AutoEP.
     state = saved.states[0]
     wrapped, mappings = state.get(names.BASE_OPTIMIZER), state.get(names.SLICE_MAPPINGS)
     if not isinstance(wrapped, dict) or not isinstance(mappings, list):
@@ -258,7 +259,7 @@ _OWN_EXPERTS: Final = (
 
 def _sharded_base_weights(saved: Saved) -> str | None:
     # `LoRAOptimizedLinear` of `deepspeed/linear/optimized_linear.py` with `base_weight_sharding`:
-    # every rank has another part of the frozen weight, and DeepSpeed saves it as if all had one.
+    # each rank has a different part of the frozen weight, and DeepSpeed saves only one rank's.
     if not saved.models:
         return None
     with of_file(saved.model_paths[0]):
@@ -284,7 +285,7 @@ _LORA_SECOND: Final = ".lora_weight_2.weight"
 
 
 def _shapes(model: Mapping[str, Node]) -> dict[str, Shape]:
-    """Tell the shapes of a model file's weights, whether they are in it or lie cut elsewhere."""
+    """Return the shapes of the weights that a model file holds or lists."""
     module = model.get(names.MODULE_STATE) or {}
     held = {name: tensor.shape for name, node in module.items() if (tensor := tensor_of(node))}
     listed = [*(model.get(names.PARAM_SHAPES) or []), model.get(names.FROZEN_SHAPES) or {}]
@@ -292,9 +293,9 @@ def _shapes(model: Mapping[str, Node]) -> dict[str, Shape]:
 
 
 def _second_optimizer(saved: Saved) -> str | None:
-    # `DeepSpeedEngine._common_checkpoint_state` keeps the optimizer's state in the model file
-    # where there is no ZeRO stage; in bf16 a pipeline then has a BF16_Optimizer all the same.
-    # Anywhere else the entry is None, or what a user gave as client state under its name.
+    # Without a ZeRO stage `DeepSpeedEngine._common_checkpoint_state` saves the optimizer's state in
+    # the model file; a pipeline in bf16 then still has a BF16_Optimizer. In other jobs the entry is
+    # None, or client state that a user saved under this name.
     if not saved.models or saved.models[0].get(names.WHOLE_OPTIMIZER) is None:
         return None
     model, is_bf16_optimizer = saved.models[0], names.ZERO_STAGE not in saved.states[0]
@@ -308,7 +309,7 @@ def _second_optimizer(saved: Saved) -> str | None:
 
 
 def _replaced(saved: Saved) -> str | None:
-    # `DeepSpeedEngine._save_checkpoint` lays the client state over its own entries.
+    # In `DeepSpeedEngine._save_checkpoint` client state replaces DeepSpeed's entries of that name.
     for model, path in zip(saved.models, saved.model_paths, strict=True):
         for key, is_own in _FORMS.items():
             held = model.get(key)
@@ -343,7 +344,7 @@ _FORMS: Final[Mapping[str, Callable[[Node], bool]]] = {
     ),
     names.EXPERT_COUNTS: lambda node: isinstance(node, list) and all(map(_is_number, node)),
 }
-"""What DeepSpeed saves under those of its names that are looked into, where it is not None."""
+"""Interpreted entry → test for the type that DeepSpeed saves there. None is always allowed."""
 
 _RULES: Final[tuple[Callable[[Saved], str | None], ...]] = (
     _replaced,

@@ -1,4 +1,4 @@
-"""Keeps a pickle from making Python hash for ever, before a dict is made to try."""
+"""Refuses pickles that would keep Python hashing forever, before a dict is built from them."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -6,35 +6,35 @@ from typing import Any, Final
 from streamshard.errors import UnsupportedError
 
 _LIMIT_DEPTH: Final = 200
-"""Tuples that lie in one another: Python hashes them by recursion, without a check of its own."""
+"""Most levels of nested tuples: Python hashes them by recursion, without checking the depth."""
 _LIMIT_SHARED: Final = 1_000_000
-"""Parts of a tuple, those of tuples in it included, beyond what the pickle has bytes."""
+"""A tuple and its nested tuples may have this many more parts than the pickle has bytes."""
 _LIMIT_KEY_PARTS: Final = 1000
 _FREE_KEYS: Final = 1000
-"""Keys of a dict that may collide as they like."""
+"""Keys of a dict that may collide without limit."""
 _LIMIT_STEPS: Final = 100
-"""Steps per key on average. Keys that nobody chose take one or two, multiples of 2^42 forty."""
+"""Most steps per key on average. Ordinary keys take one or two, multiples of 2^42 forty."""
 _PERTURB_SHIFT: Final = 5
 _HASH_MASK: Final = (1 << 64) - 1
 
 
 class HashGuard:
-    """Knows the tuples and the large dicts of one pickle."""
+    """Checks the tuples and the large dicts of one pickle."""
 
     def __init__(self, pickle_bytes: int) -> None:
         self._limit_parts = pickle_bytes + _LIMIT_SHARED
         self._nested: dict[int, tuple[object, int, int]] = {}
-        """Id of a tuple with tuples in it → itself, how deep it goes, how many parts it has."""
+        """Id of a tuple that contains tuples → the tuple, its depth, its count of parts."""
         self._probes: dict[int, tuple[object, HashProbes]] = {}
-        """Id of a large dict with keys other than text → itself, and how they collide."""
+        """Id of a large dict with keys other than text → the dict, and its keys' collisions."""
 
     def weigh(self, made: tuple[Any, ...]) -> None:
-        """Take in a tuple that has tuples in it.
+        """Check and record a tuple that contains tuples.
 
         Raises
         ------
         UnsupportedError
-            Hashing it would take for ever, or more stack than there is.
+            Hashing the tuple would take forever, or overflow the stack.
         """
         depth, parts = 0, len(made)
         for part in made:
@@ -50,12 +50,12 @@ class HashGuard:
         self._nested[id(made)] = made, depth + 1, parts
 
     def check(self, target: Mapping[Any, Any], keys: Sequence[Any]) -> None:
-        """Look at keys that are to be set in a dict.
+        """Check keys before they are set in a dict.
 
         Raises
         ------
         UnsupportedError
-            They take long to hash, or were chosen to collide.
+            The keys take long to hash, or were chosen to collide.
         """
         if not self._probes and {*map(type, keys)} == {str}:
             return
@@ -71,10 +71,10 @@ class HashGuard:
 
 
 class HashProbes:
-    """Follows CPython's dict (3.7 to 3.14) as it finds places for keys, and counts the steps.
+    """Simulates how CPython's dict (3.7 to 3.14) finds slots for keys, and counts the steps.
 
-    Text is hashed with a secret of the process, but the hashes of numbers and of tuples of them are
-    known to everyone: a dict of well-chosen ones takes time by the square of their count.
+    Python hashes text with a secret of the process, but everyone can compute the hashes of numbers
+    and of tuples of numbers: a dict of well-chosen keys takes time quadratic in their count.
     """
 
     def __init__(self, keys: Iterable[Hashable]) -> None:
@@ -84,12 +84,12 @@ class HashProbes:
         self.add(keys)
 
     def add(self, keys: Iterable[Hashable]) -> None:
-        """Take in keys that are to be set next.
+        """Add the keys that are set next.
 
         Raises
         ------
         UnsupportedError
-            They collide so much that they must have been chosen for that.
+            The keys collide so much that they must have been chosen to do so.
         """
         for key in keys:
             if len(self._hashes) >= 2 * len(self._slots) // 3:

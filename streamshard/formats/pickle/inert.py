@@ -1,6 +1,6 @@
-"""Stand-ins for whatever a pickle names: what it would import or call is remembered, never done.
+"""Stand-ins for the imports and calls of a pickle: they are recorded, never done.
 
-`inert_load` reads pickles into such nodes, `inert_dump` writes the same requests back.
+`inert_load` reads pickles into such nodes, `inert_dump` writes nodes as pickles.
 """
 
 from collections import OrderedDict
@@ -11,16 +11,16 @@ from typing import Any, Final
 Node = Any
 """A plain Python value, a container of nodes, a `Global`, a `Call`, or a persistent object.
 
-Nodes come from strangers: they may contain themselves, be nested without end, and share parts so
-often that to walk along every path takes for ever. So nodes are not compared with each other,
-shown by `repr`, or copied, but looked at with `isinstance`, and quoted with `show`. Hashing one is
+Nodes come from untrusted files: they may contain themselves, be nested without end, and share
+parts so often that a walk along every path takes forever. So never compare nodes, copy them, or
+show them with `repr`: test them with `isinstance`, and quote them with `show`. Hashing a node is
 safe.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A name that a pickle asks for. Nothing is imported for it."""
+    """A name that a pickle would import. It is not imported."""
 
     module: str
     name: str
@@ -30,39 +30,39 @@ class Global:
 
 
 UNSET: Final = Global("streamshard", "UNSET")
-"""Marks a call without a BUILD state: None is a state that a pickle can ask for."""
+"""Marks a call without a BUILD state, because a pickle can set None as the state."""
 
 
 GETATTR: Final = (Global("__builtin__", "getattr"), Global("builtins", "getattr"))
-"""What looks up an attribute; pickles of protocol 2 call it by its name in Python 2."""
+"""Names of `getattr`. Pickles of protocol 2 use its name in Python 2."""
 
 
 @dataclass(eq=False, slots=True, repr=False)
 class Call:
-    """An object that a pickle builds by calling something; nothing has been called.
+    """An object that a pickle would build by a call. The call was not made.
 
-    Compared by identity, as two objects of an unknown class must be.
+    Calls are compared by identity, as objects of an unknown class must be.
     """
 
     function: Node
     args: Node
     new: bool = False
-    """Built by NEWOBJ (`cls.__new__(cls, *args)`) rather than by REDUCE (`function(*args)`)."""
+    """Whether NEWOBJ (`cls.__new__(cls, *args)`) builds it, not REDUCE (`function(*args)`)."""
     kwargs: Node = None
-    """Keyword arguments of NEWOBJ_EX; None for the other ways."""
+    """Keyword arguments of NEWOBJ_EX; None for the other opcodes."""
     state: Node = UNSET
     setter: Node = None
-    """What is called with the object and its state, where that is not left to BUILD."""
+    """Function that sets the state, called with the object and the state; None for BUILD."""
     shares: bool = False
-    """Of an object that is among its own arguments: it takes the very lists that it is in."""
+    """For an object inside its own arguments: whether it keeps the same lists, not copies."""
     items: Sequence[Node] = ()
-    """What APPEND and APPENDS added."""
+    """Values that APPEND and APPENDS added."""
     entries: Sequence[tuple[Node, Node]] = ()
-    """What SETITEM and SETITEMS set."""
+    """Pairs that SETITEM and SETITEMS set."""
 
     @property
     def name(self) -> str:
-        """Dotted name of what would be called, or the empty string where that is no name."""
+        """Dotted name of the function, or the empty string if the function is not a name."""
         return str(self.function) if isinstance(self.function, Global) else ""
 
     def __repr__(self) -> str:
@@ -72,14 +72,14 @@ class Call:
 ORDERED_DICT: Final = Global("collections", "OrderedDict")
 SET: Final = Global("__builtin__", "set")
 FROZENSET: Final = Global("__builtin__", "frozenset")
-"""Below protocol 4 sets are calls with the list of their members; here they always are."""
+"""Below protocol 4 a set is a call with the list of its members; here it is one always."""
 
 _SHOWN_LETTERS: Final = 80
 _SHOWN_PARTS: Final = 8
 
 
 def show(node: Node) -> str:
-    """Quote a node in a message: in a few words, whatever is in it.
+    """Quote a node in a message. The text is short, whatever the node holds.
 
     >>> show([4, 4]), show({"a": []}), show("x" * 1000)[:6]
     ('[4, 4]', 'a dict of 1', "'xxxxx")

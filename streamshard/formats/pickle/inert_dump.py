@@ -14,28 +14,27 @@ from streamshard.formats.pickle.inert import ORDERED_DICT, UNSET, Call, Global, 
 from streamshard.formats.pickle.inert_load import LIMIT_BYTES
 
 _PythonPickler: Any = pickle._Pickler
-"""The standard library's pickler in Python: the C one insists on importing what it writes."""
+"""The standard library's pickler in Python. The C pickler imports the names that it writes."""
 
 _GETATTR = Global("__builtin__", "getattr")
 _NEWOBJ_EX = Global("copyreg", "__newobj_ex__")
 
 _FRAMES: Final = 3000
-"""Of Python's stack, for the pickler: some three for a level of nesting."""
+"""Stack frames for the pickler, which takes about three per level of nesting."""
 _LIMIT_LOCK: Final = RLock()
-"""Python's recursion limit is one for all threads."""
+"""Guards Python's recursion limit, which all threads share."""
 
 
 def dump(node: Node, persistent_id: Callable[[Node], Node | None]) -> bytes:
-    """Write nodes so that unpickling makes the calls that they remember.
+    """Serialize nodes as a pickle. Unpickling it makes the recorded calls.
 
-    Equal strings and equal globals are written once, whatever object holds them, so that the
-    bytes depend on the value alone and not on the way by which it came here.
+    Equal strings and equal globals are written once, even if they are different objects, so that
+    the bytes depend only on the value, and not on its origin.
 
     Raises
     ------
     UnsupportedError
-        The nodes are nested more deeply than a pickler can follow, or take more bytes than are
-        read.
+        The nodes are nested too deeply for a pickler, or take more bytes than `inert_load` reads.
     """
     buffer = io.BytesIO()
     with _room_to_recurse():
@@ -51,10 +50,10 @@ def dump(node: Node, persistent_id: Callable[[Node], Node | None]) -> bytes:
 
 @contextmanager
 def _room_to_recurse() -> Iterator[None]:
-    """Give the pickler the same stack wherever it is called from.
+    """Give the pickler the same stack depth wherever it is called from.
 
-    So what could be serialized when a run was planned can be when it is written, and torch, whose
-    pickler takes fewer frames for a level, saves nothing that is refused here.
+    So a node that could be serialized when a run was planned can be serialized when it is written.
+    The depth suffices for all that torch can save, whose pickler takes fewer frames per level.
     """
     depth, frame = 0, sys._getframe()
     while frame.f_back is not None:
@@ -97,7 +96,7 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
             return
         head, _, tail = node.name.rpartition(".")
         if head:
-            # Protocol 2 has no dotted names: a nested class is an attribute of its outer one.
+            # Protocol 2 has no dotted names: a nested class is an attribute of its outer class.
             self.save(_GETATTR)
             self.save((Global(node.module, head), tail))
             self.write(pickle.REDUCE)
@@ -111,8 +110,8 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
     def save_call(self, node: Call) -> None:
         args = node.args
         if id(node) in self._unmade:
-            # Among its own arguments: pickle makes the inner one whole, and takes that. Sets, which
-            # below protocol 4 are calls, are each made from a list of their own.
+            # The object is in its own arguments: pickle builds the inner one completely, and uses
+            # that. Sets, which are calls below protocol 4, are each built from a separate list.
             own = not node.shares
             args = tuple([list(arg) if own and type(arg) is list else arg for arg in args])
         self._unmade.add(id(node))
@@ -121,7 +120,7 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
             self.save(args)
             self.write(pickle.NEWOBJ if node.new else pickle.REDUCE)
         else:
-            # Protocol 2 has no NEWOBJ_EX either; the function behind it does the same.
+            # Protocol 2 has no NEWOBJ_EX either. This function does the same.
             self.save(_NEWOBJ_EX)
             self.save((node.function, args, node.kwargs))
             self.write(pickle.REDUCE)

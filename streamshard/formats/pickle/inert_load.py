@@ -1,8 +1,8 @@
 """Reads pickles into inert nodes: the opcodes of protocols 0-5, with effects on our own stack only.
 
-Nothing is imported or called: wherever a pickle would, a `Global` or a `Call` remembers what it
-asked for. What that takes is bounded by the pickle's size: a byte of it makes some 80 bytes at
-most, and no opcode takes longer than the bytes that it consumes.
+Nothing is imported or called: a `Global` or a `Call` records what the pickle would import or call.
+The pickle's size bounds memory and time: each byte makes some 80 bytes at most, and no opcode
+takes longer than the bytes that it consumes.
 """
 
 import struct
@@ -17,11 +17,11 @@ from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
 LIMIT_BYTES: Final = 1 << 30
 """Size of the largest pickle that is read; tensors are not part of it."""
 _LIMIT_OPCODES: Final = 1 << 25
-"""A file of 20,000 tensors takes a million."""
+"""Most opcodes of a pickle. A file of 20,000 tensors takes a million."""
 
 
 def load(data: bytes, persistent_load: PersistentLoad) -> Node:
-    """Read one pickle into inert nodes; what follows it is not looked at.
+    """Read one pickle into inert nodes. Bytes after it are ignored.
 
     Raises
     ------
@@ -32,23 +32,23 @@ def load(data: bytes, persistent_load: PersistentLoad) -> Node:
 
 
 def load_at(data: bytes, start: int, persistent_load: PersistentLoad) -> tuple[Node, int]:
-    """Read the pickle that starts at a byte; also returns the byte behind its end.
+    """Read the pickle at a byte offset; return its node and the offset just behind its end.
 
     Raises
     ------
     EndedTooEarlyError
-        There may be more of it behind the bytes that are given.
+        The pickle may continue after the given bytes.
     CorruptFileError
-        This is no pickle, or one that asks for what no checkpoint needs.
+        The bytes are no pickle, or a pickle with features that no checkpoint needs.
     UnsupportedError
-        It is larger than any that is known, or built to take for ever.
+        The pickle is larger than any known one, or was built to take forever.
     """
     machine = PickleMachine(data, start, persistent_load)
     return run(machine), machine.at
 
 
 def run(machine: PickleMachine) -> Node:
-    """Run a pickle to its end; returns what it has built. See `load_at` for errors."""
+    """Run a pickle to its end and return the node that it builds. See `load_at` for errors."""
     try:
         return _run(machine)
     except SourceError:
@@ -148,5 +148,5 @@ _OPCODES: Final[dict[str, Callable[[PickleMachine], None]]] = {
     "r": lambda m: m.put(m.number()),
     "\x94": PickleMachine.memoize,
 }
-"""Every opcode but STOP; the extension registry and out-of-band buffers are refused."""
+"""All opcodes but STOP. Those for the extension registry and out-of-band buffers are refused."""
 _TABLE: Final = [_OPCODES.get(chr(code), _refuse) for code in range(256)]

@@ -1,4 +1,4 @@
-"""The stack, the memo and the objects of a pickle that is being read, without running any of it."""
+"""The stack, the memo and the objects of a pickle that is read without running it."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -10,25 +10,25 @@ from streamshard.formats.pickle.inert import ORDERED_DICT, SET, UNSET, Call, Glo
 from streamshard.formats.pickle.opcode_arguments import PickleBytes
 
 _LIMIT_NAME: Final = 1000
-"""Letters of a module's and a class's name."""
+"""Most letters of a module name and a class name together."""
 _LIMIT_ARGUMENTS: Final = 100
-"""Of a call that is looked at more closely."""
+"""Most arguments of a call that `drop` examines."""
 _HOLE: Final = object()
-"""Stands in the memo where nothing was put."""
+"""Marks an empty place in the memo."""
 
 PersistentLoad = Callable[[Node], Node]
-"""Returns what a persistent id stands for."""
+"""Returns the object for a persistent id."""
 
 
 class PickleMachine(PickleBytes):
-    """What the opcodes of a pickle work on. None of its methods does more than its name says."""
+    """The state on which a pickle's opcodes work. No method does more than its name says."""
 
     def __init__(self, data: bytes, start: int, persistent_load: PersistentLoad) -> None:
         super().__init__(data, start)
         self.stack: list[Node] = []
-        """What lies above the last mark."""
+        """Values above the last mark."""
         self.below: list[list[Node]] = []
-        """What lies below each mark."""
+        """Values below each mark."""
         self.persistent_load = persistent_load
         self._memo: list[Node] = []
         self._holes = 0
@@ -42,7 +42,7 @@ class PickleMachine(PickleBytes):
         self.stack.append(value)
 
     def mark(self) -> None:
-        """Begin a run of values."""
+        """Set a mark."""
         self.below.append(self.stack)
         self.stack = []
 
@@ -57,7 +57,7 @@ class PickleMachine(PickleBytes):
         self.pop_mark()
 
     def drop(self) -> None:
-        """Drop what is on top; what a call that is dropped does to another is kept with that."""
+        """Drop the top value. If it is a call that changes another object, record it there."""
         if not self.stack:
             self.pop_mark()
             return
@@ -71,12 +71,12 @@ class PickleMachine(PickleBytes):
             return
         made = self._gets_next()
         if type(made) is Call:
-            # It was made inside its own arguments, and is taken from there.
+            # The object was built inside its own arguments. The pickle takes it from the memo.
             lists = {id(arg) for arg in dropped.args if type(arg) is list}
             made.shares |= any(id(arg) in lists for arg in made.args[:_LIMIT_ARGUMENTS])
 
     def _gets_next(self) -> Node:
-        """Look ahead at what the next opcode takes from the memo, if it does."""
+        """Return the memo value that the next opcode would push; None if it pushes none."""
         at, code = self.at, self.data[self.at : self.at + 1]
         self.at += 1
         index = -1
@@ -90,14 +90,14 @@ class PickleMachine(PickleBytes):
         return self._memo[index] if 0 <= index < len(self._memo) else None
 
     def get(self, index: int) -> None:
-        """Push what was put into the memo."""
+        """Push a value from the memo."""
         value = self._memo[index]
         if value is _HOLE:
             raise CorruptFileError(f"pickle takes what was never put into its memo, at {index}")
         self.stack.append(value)
 
     def put(self, index: int) -> None:
-        """Remember what is on top."""
+        """Put the top value into the memo."""
         value, memo = self.stack[-1], self._memo
         if index == len(memo):
             memo.append(value)
@@ -112,7 +112,7 @@ class PickleMachine(PickleBytes):
             memo.append(value)
 
     def memoize(self) -> None:
-        """Remember what is on top under the next number."""
+        """Put the top value into the memo under the next number."""
         self.put(len(self._memo) - self._holes)
 
     # Containers --------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class PickleMachine(PickleBytes):
         self.stack.append(made)
 
     def small_tuple(self, count: int) -> None:
-        """Make a tuple of what is on top."""
+        """Replace the top values by a tuple of them."""
         made = tuple(self.stack[-count:])
         if len(made) < count:
             raise CorruptFileError("pickle makes a tuple of what is not there")
@@ -132,7 +132,7 @@ class PickleMachine(PickleBytes):
         self.push_tuple(made)
 
     def append(self, values: list[Node]) -> None:
-        """Append to the list, or what is to be one, on top."""
+        """Append to the list on top, or to a call that builds one."""
         target = self.stack[-1]
         if type(target) is list:
             target.extend(values)
@@ -149,7 +149,7 @@ class PickleMachine(PickleBytes):
         target.args[0].extend(values)
 
     def set_items(self, flat: list[Node]) -> None:
-        """Set items of the dict, or what is to be one, on top."""
+        """Set items of the dict on top, or of a call that builds one."""
         target, keys, values = self.stack[-1], flat[::2], flat[1::2]
         if len(keys) != len(values):
             raise CorruptFileError("pickle sets a key without a value")
@@ -170,7 +170,7 @@ class PickleMachine(PickleBytes):
     # Objects -----------------------------------------------------------------------------------
 
     def name(self, module: str, name: str) -> None:
-        """Push a name; nothing is looked up."""
+        """Push a name without importing it."""
         found = self._globals.get((module, name))
         if found is None:
             found = self._globals[module, name] = _global(module, name)
@@ -194,12 +194,12 @@ class PickleMachine(PickleBytes):
             self.stack.append(Call(function, args, new, kwargs))
 
     def instance(self, parts: list[Node]) -> None:
-        """Push an instance as protocols 0 and 1 make it: without arguments, without __init__."""
+        """Push an instance as protocols 0 and 1 build it: without arguments, without __init__."""
         function, *args = parts
         self.stack.append(Call(function, tuple(args), new=not args))
 
     def named_instance(self) -> None:
-        """Push an instance of a class that is named behind the opcode."""
+        """Push an instance of the class whose name follows the opcode."""
         args = self.pop_mark()
         self.name(self.line(), self.line())
         self.instance([self.stack.pop(), *args])
@@ -210,13 +210,13 @@ class PickleMachine(PickleBytes):
         if type(target) is Call and target.state is UNSET:
             target.state = state
         elif type(target) is OrderedDict and isinstance(state, dict) and not vars(target):
-            target.__dict__ = state  # to copy it for each of many would take their product
+            target.__dict__ = state  # not copied: many objects may share one large state
         else:
             raise CorruptFileError(f"pickle sets the state of a {type(target).__name__}")
 
 
 def _global(module: str, name: str) -> Global:
-    # A line break would end the name where protocol 2 writes it, and the rest would be opcodes.
+    # In protocol 2 a line break would end the name, and the rest would be read as opcodes.
     if "\n" in module + name or len(module) + len(name) > _LIMIT_NAME:
         raise CorruptFileError("pickle names something by what is no name")
     (module + name).encode()  # raises ValueError at what protocol 2 cannot write
@@ -224,7 +224,7 @@ def _global(module: str, name: str) -> Global:
 
 
 def _extended(sequence: Sequence[Node], values: Iterable[Node]) -> Sequence[Node]:
-    """Return a list with the values behind those of a sequence: the sequence itself if it can."""
+    """Append values to a list and return it; begin a new list if the sequence is not one yet."""
     if not isinstance(sequence, list):
         return list(values)
     sequence.extend(values)

@@ -1,4 +1,4 @@
-"""What has to hold of nodes before they are looked into as DeepSpeed's own data."""
+"""Checks nodes before they are interpreted as DeepSpeed's own data."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,16 +16,16 @@ _LIMIT_NAME: Final = 4096
 
 
 def require_unrolled(nodes: Iterable[Node]) -> None:
-    """Refuse containers that, with all that they share written out, are out of proportion.
+    """Refuse containers that are far too large when their shared parts are written out.
 
-    A few bytes of pickle make a list of lists that share their parts down to any number of paths,
-    or a list that contains itself. In a user's own objects, which are only carried, that is their
-    affair. What passes here can be compared, counted and gone through like any other data.
+    A few bytes of pickle make nested lists that share their parts along any number of paths, or a
+    list that contains itself. In a user's own objects, which are only copied, that is allowed.
+    Containers that pass this check can be compared, counted and iterated like any other data.
 
     Raises
     ------
     UnsupportedError
-        They are nested without end, or share so much that going through them would take for ever.
+        The containers are nested without end, or share so much that iterating takes forever.
     """
     parts = again = 0
     seen: set[int] = set()
@@ -47,12 +47,12 @@ def require_unrolled(nodes: Iterable[Node]) -> None:
 
 
 def name_of(node: Node) -> str:
-    """Require of a node that it can be a tensor's name.
+    """Return a node as a tensor's name.
 
     Raises
     ------
     CorruptFileError
-        It is none.
+        The node cannot be a tensor's name.
     """
     if not isinstance(node, str) or len(node) > _LIMIT_NAME or not _is_text(node):
         raise CorruptFileError(f"{show(node)} is no name of a tensor")
@@ -61,7 +61,7 @@ def name_of(node: Node) -> str:
 
 @contextmanager
 def of_file(path: Path) -> Iterator[None]:
-    """Name the file in errors about what was found in it."""
+    """Add the file's path to errors about its content."""
     try:
         yield
     except (CorruptFileError, UnsupportedError) as error:

@@ -1,4 +1,4 @@
-"""Reads the arguments of pickle opcodes from bytes that may say anything."""
+"""Reads the arguments of pickle opcodes from untrusted bytes."""
 
 import re
 import struct
@@ -7,29 +7,29 @@ from typing import Final
 from streamshard.errors import CorruptFileError, UnsupportedError
 
 _LIMIT_INTEGER_BYTES: Final = 1024
-"""Python refuses to spell much larger integers, and some of its operations on them are slow."""
+"""Python refuses to print much larger integers, and some of its operations on them are slow."""
 _LIMIT_LINE: Final = 4096
-"""Digits or letters in one line, where a name or a number is written as text."""
+"""Most digits or letters of a name or a number that is written as a line of text."""
 _UNSIGNED_32: Final = struct.Struct("<I").unpack_from
 _ESCAPE: Final = re.compile(r"\\(x[0-9a-fA-F]{2}|.?)", re.DOTALL)
 _ESCAPED: Final = {"\\": "\\", "'": "'", '"': '"', "n": "\n", "r": "\r", "t": "\t"}
 
 
 class EndedTooEarlyError(CorruptFileError):
-    """The bytes end before what they hold does."""
+    """The bytes end before their content is complete."""
 
 
 class PickleBytes:
-    """A place in a pickle's bytes.
+    """A position in a pickle's bytes.
 
-    Numbers are read after moving on: where too few bytes are left, the place is then behind the
-    end, which tells a pickle that was cut off from one that is wrong.
+    The position moves before a number is read. If too few bytes are left, the position is then
+    past the end, which distinguishes a truncated pickle from an invalid one.
     """
 
     def __init__(self, data: bytes, start: int) -> None:
         self.data = data
         self.at = start
-        """Byte that is read next."""
+        """Offset of the next byte to read."""
 
     def byte(self) -> int:
         """Read an unsigned number of one byte."""
@@ -90,19 +90,19 @@ class PickleBytes:
         return text.decode()
 
     def line_integer(self) -> int | bool:
-        """Read an integer of protocol 0, which spells truth values as such."""
+        """Read an integer of protocol 0, which writes booleans as the integers 00 and 01."""
         text = self.line()
         return {"00": False, "01": True}[text] if text in ("00", "01") else int(text)
 
     def line_index(self) -> int:
-        """Read a number of the memo that is written as text."""
+        """Read a memo number that is written as text."""
         text = self.line()
         if not text.isdecimal():
             raise CorruptFileError(f"pickle numbers its memo by {text!r:.20}")
         return int(text)
 
     def quoted(self) -> str:
-        """Read a quoted string of Python 2, which is taken as text."""
+        """Read a quoted string of Python 2 as text."""
         text = self.raw_line().decode("latin1").strip()
         if len(text) < 2 or text[0] != text[-1] or text[0] not in "'\"":
             raise CorruptFileError("pickle holds an unquoted string")

@@ -1,1 +1,1 @@
-"""torch.save's containers, and tensors as they stand in them."""
+"""torch.save's containers, and the tensors in them."""

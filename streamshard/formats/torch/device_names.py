@@ -1,4 +1,4 @@
-"""Finds in a pickle where it says on which device a storage lay, which reading leaves aside."""
+"""Finds the device names of the storages in a pickle, which reading ignores."""
 
 import re
 from functools import cached_property
@@ -15,11 +15,11 @@ from streamshard.formats.torch.torch_tensor import Storage, storage_from_id, sto
 _NAME: Final = re.compile(
     rb"X(.)\0\0\0([a-z]+:([0-9]+))(?:q.|r....)?(?:K.|M..|J....)t(?:q.|r....)?Q", re.DOTALL
 )
-"""The end of a storage's persistent id as torch spells it: the device, the count of elements."""
+"""The end of a storage's persistent id as torch writes it: the device, the count of elements."""
 
 
 class DeviceNumbers:
-    """The numbers in the names of devices, such as `cuda:3`, that a pickle gives for storages."""
+    """The numbers in the device names of a pickle's storages, such as `cuda:3`."""
 
     def __init__(self, pickled: bytes) -> None:
         self._pickled = pickled
@@ -28,14 +28,14 @@ class DeviceNumbers:
         """Offset of a device's name → its size in bytes."""
         digits = [at for match in found for at in range(match.start(3), match.end(3))]
         self.places: NDArray[np.int64] = np.array(digits, dtype=np.int64)
-        """Offsets of their digits."""
+        """Offsets of the digits of the numbers."""
 
     @cached_property
     def mean_nothing(self) -> bool:
-        """Whether the same object comes of the pickle, whatever the numbers are.
+        """Whether the pickle makes the same object, whatever the numbers are.
 
-        What looks like a device's name may be part of something else, or be used twice. So the
-        pickle is read with a marker in place of each, which must not be found in the object.
+        Bytes that look like a device name may be part of something else, or be used twice. So the
+        pickle is read with a marker in place of each name. The object must not contain the marker.
         """
         machine = _Marking(self._pickled, self._sizes)
         try:
@@ -54,10 +54,10 @@ class _Marking(PickleMachine):
         super().__init__(data, 0, lambda identifier: storage_from_id(identifier)[0])
         self.marker = Storage("uint8", 0)
         self.unmarked = dict(sizes)
-        """Offset of a text that was not met yet → its size in bytes."""
+        """Offset of a text that was not read yet → its size in bytes."""
 
     def text(self, count: int) -> str:
-        """Read a text, or take the marker for it."""
+        """Read a text; return the marker in place of a text at a given offset."""
         at = self.at
         found = super().text(count)
         if self.unmarked.get(at) != count:

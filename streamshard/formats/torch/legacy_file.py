@@ -1,9 +1,9 @@
-"""torch's container from before the zip: pickles one after the other, then the storages' bytes.
+"""torch's legacy container, older than the zip: consecutive pickles, then the storages' bytes.
 
-By `torch.serialization._legacy_save` (torch 2.13): a magic number, a version, what the machine was
-like, the object, the keys of its storages; then, in the order of the keys, each storage's count of
-elements and its bytes. DeepSpeed writes it with ``"checkpoint_serialization": false``. Nothing in
-it is a checksum.
+`torch.serialization._legacy_save` (torch 2.13) writes a magic number, a version, properties of the
+machine, the object, the keys of its storages; then, in the order of the keys, each storage's count
+of elements and its bytes. DeepSpeed writes this format with ``"checkpoint_serialization": false``.
+It has no checksums.
 """
 
 from typing import Final
@@ -25,19 +25,19 @@ _FIRST_READ_BYTES: Final = 1 << 20
 
 
 def is_legacy(start: bytes) -> bool:
-    """Tell by its first bytes whether a file is a pickle of protocol 2 or later, and no zip."""
+    """Tell by its first bytes whether a file is a pickle of protocol 2 or later, not a zip."""
     return start[:1] == b"\x80"
 
 
 def read(source: Readable) -> tuple[Node, dict[str, Storage]]:
-    """Read the object, inert, and its storages by key; no tensor data is read.
+    """Read the inert object and its storages by key, without any tensor data.
 
     Raises
     ------
     CorruptFileError
         The file is truncated, or no torch file.
     UnsupportedError
-        It is one that torch has not written for years, or of another kind of machine.
+        torch has not written such a file for years, or a big-endian machine wrote it.
     """
     pickles = _Pickles(source)
     if pickles.read() != MAGIC_NUMBER:
@@ -55,13 +55,13 @@ def read(source: Readable) -> tuple[Node, dict[str, Storage]]:
 
 
 class _Pickles:
-    """Reads pickles that follow one another, and no more of the file than they take."""
+    """Reads consecutive pickles, without reading the rest of the file."""
 
     def __init__(self, source: Readable) -> None:
         self._source = source
         self._data = source.read_at(0, _FIRST_READ_BYTES)
         self.at = 0
-        """Byte behind what was read last."""
+        """Byte offset just behind the last pickle that was read."""
 
     def read(self, storages: "_Storages | None" = None) -> Node:
         """Read the next pickle."""
@@ -70,14 +70,14 @@ class _Pickles:
             try:
                 node, self.at = inert_load.load_at(self._data, self.at, persistent_load)
             except EndedTooEarlyError:
-                # How long a pickle is shows only at its end: begin again with more of the file.
+                # A pickle's length is known only at its end: begin again with more of the file.
                 if not self._read_on():
                     raise
             else:
                 return node
 
     def _read_on(self) -> bool:
-        """Read four times as much as so far; False if there is no more."""
+        """Extend the data to four times its length; False if there is no more."""
         wanted = min(3 * len(self._data), LIMIT_BYTES - len(self._data))
         more = self._source.read_at(len(self._data), wanted)
         self._data += more
@@ -85,17 +85,17 @@ class _Pickles:
 
 
 class _Storages:
-    """Collects the storages that an object refers to, and finds out where they lie."""
+    """Collects the storages that an object refers to, and locates them in the file."""
 
     def __init__(self) -> None:
         self.by_key: dict[str, Storage] = {}
 
     def persistent_load(self, identifier: Node) -> Node:
-        """Return what a persistent id stands for."""
+        """Return the object for a persistent id."""
         if not isinstance(identifier, tuple) or not identifier:
             raise CorruptFileError("a persistent id does not describe a storage")
         if identifier[0] == "module" and len(identifier) == 4:
-            return identifier[1]  # a class, with its source text for those who want to compare
+            return identifier[1]  # a class, saved with its source text for comparison
         *known, view = identifier
         storage, key = storage_from_id(tuple(known))
         if view is not None:
@@ -104,7 +104,7 @@ class _Storages:
         return self.by_key.setdefault(key, storage).require_like(storage, key)
 
     def place(self, keys: Node, source: Readable, start: int) -> None:
-        """Work out where each storage lies: one after the other behind the last pickle."""
+        """Set the offset of each storage. The storages follow each other after the last pickle."""
         if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
             raise CorruptFileError("the list of storages is no list of keys")
         if sorted(keys) != sorted(self.by_key):

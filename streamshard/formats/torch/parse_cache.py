@@ -1,10 +1,10 @@
-"""Knows files of torch that hold the same object as one read before, without parsing them.
+"""Parse cache: detects torch files with the same object as an earlier file, without parsing them.
 
-The ranks of stage 3 save the same module over and over: only what lies in its storages differs.
-All of a file that reading looks at, which is everything but the storages' bytes, is its skeleton.
-A file whose skeleton equals that of another, but for the few numbers that may differ, is its twin:
-to parse it would find the same object, with every storage at the same offset, and only other
-checksums. Whatever is no twin has to be parsed, be it sound or not.
+All ranks of stage 3 save the same module: only the bytes of its storages differ. The skeleton of a
+file is everything that reading examines, which is all but the storages' bytes. Two files are twins
+if their skeletons are equal, except for the few numbers that may differ. Parsing a twin would give
+the same object, with every storage at the same offset, and only other checksums. A file that is
+not a twin must be parsed, whether it is valid or not.
 """
 
 import zlib
@@ -25,7 +25,7 @@ from streamshard.formats.torch.zip_directory import CRC32_IN_ENTRY, NAME_IN_ENTR
 from streamshard.posix import read_into, stream_of
 
 _LIMIT_BYTES: Final = 1 << 26
-"""Size of all skeletons that are kept; two more are held while a file is compared."""
+"""Most bytes of all skeletons in the cache; two more are in memory while a file is compared."""
 _CRC32_BYTES: Final = 4
 
 Offsets = NDArray[np.int64]
@@ -34,24 +34,24 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """What a file that holds the same object as another has of its own."""
+    """The values in which a file differs from an earlier file with the same object."""
 
     root: Node
-    """The other's object: its storages name that file, at the offsets that hold here too."""
+    """The earlier file's object. Its storages refer to that file; the offsets fit both files."""
     places: Offsets
-    """Offsets of the records of which the checksum may be another than there; ascending."""
+    """Offsets of the records whose checksums may differ between the files; ascending."""
     crc32s: NDArray[np.uint32]
-    """Of these records; 0 where the file does not tell."""
+    """Checksums of these records in this file; 0 if the file does not record one."""
     others: NDArray[np.uint32]
-    """Likewise, of the other file."""
+    """Checksums of these records in the earlier file; 0 likewise."""
 
     def changed(self) -> frozenset[int]:
-        """Return offsets of records that may hold other bytes than those of the other file."""
+        """Return the offsets of records whose bytes may differ from the earlier file's."""
         unlike = (self.crc32s != self.others) | (self.crc32s == 0)
         return frozenset(self.places[unlike].tolist())
 
     def crc32(self, storage: Storage) -> int | None:
-        """Tell what the file says of the bytes of one of the object's storages."""
+        """Return this file's recorded CRC-32 of one of the object's storages; None without one."""
         index = int(np.searchsorted(self.places, storage.offset))
         if index == len(self.places) or self.places[index] != storage.offset:
             return storage.crc32
@@ -59,14 +59,14 @@ class Twin:
 
 
 class Twins:
-    """Recognises the twins of files that were read before."""
+    """The cache of parsed files, which finds the twins of later files."""
 
     def __init__(self) -> None:
         self._skeletons: dict[int, _Skeleton] = {}
-        """Size of a file → the last one of that size that was parsed."""
+        """File size → skeleton of the last parsed file of that size."""
 
     def remember(self, path: Path, found: TorchFile) -> None:
-        """Take in a file that was parsed."""
+        """Add a parsed file to the cache."""
         if found.is_legacy:
             return
         skeleton = _Skeleton(path, found)
@@ -80,13 +80,13 @@ class Twins:
             kept_bytes -= oldest.nbytes
 
     def find(self, path: Path) -> Twin | None:
-        """Compare a file with those that were parsed; None if it has to be parsed itself."""
+        """Compare a file with those in the cache; None if it must be parsed."""
         skeleton = self._skeletons.get(path.stat().st_size)
         return skeleton.twin(path) if skeleton is not None else None
 
 
 class _Skeleton:
-    """All of a parsed file that reading looks at, and where in it a twin may have its own."""
+    """The bytes of a parsed file that reading examines, and the places where a twin may differ."""
 
     def __init__(self, path: Path, found: TorchFile) -> None:
         self._path = path
@@ -109,7 +109,7 @@ class _Skeleton:
         self._names = self._place(
             np.concatenate([headers + NAME_IN_HEADER, entries + NAME_IN_ENTRY])
         )
-        """Where the name of the root folder is, which begins every record's."""
+        """Offsets of the root folder's name, with which the name of every record begins."""
         self._name_bytes = len(found.records[0].name.partition("/")[0].encode())
         pickled = paths.index(torch_file.PICKLE)
         start = int(self._place(np.array([found.records[pickled].start]))[0])
@@ -118,14 +118,14 @@ class _Skeleton:
         own = np.flatnonzero(filled & ~np.array(looked_into))
         self._places = np.array([found.records[index].start for index in own], dtype=np.int64)
         self._crc32s = self._place(entries[[*own, pickled]] + CRC32_IN_ENTRY)
-        """Where the checksums are that a twin may have for itself, the pickle's last."""
+        """Offsets of the checksums in which a twin may differ. The pickle's checksum is last."""
         self._data: Bytes = np.zeros(0, dtype=np.uint8)
         self._told = _numbers(self._data)
         """The checksums."""
         self._devices: DeviceNumbers | None = None
 
     def read(self) -> bool:
-        """Read it; False if the file is not as long any more."""
+        """Read the skeleton; False if the file has become shorter."""
         self._data = self._read(self._path)
         if len(self._data) < self.nbytes:
             return False
@@ -133,7 +133,7 @@ class _Skeleton:
         return True
 
     def _read(self, path: Path) -> Bytes:
-        """Read what lies in the regions; fewer bytes where the file ends before."""
+        """Read the bytes of the regions; fewer bytes if the file ends before."""
         data, at = bytearray(self.nbytes), 0
         with stream_of(path) as stream:
             for start, stop in self._regions:
@@ -150,12 +150,13 @@ class _Skeleton:
         return placed
 
     def twin(self, path: Path) -> Twin | None:
-        """Compare a file of the same size; None if it is no twin, or not a sound one."""
+        """Compare a file of the same size; None if it is not a twin, or damaged."""
         own = self._read(path)
         name = own[self._names[0] :][: self._name_bytes]
         if len(own) != self.nbytes or not _is_folder(name.tobytes()):
             return None
-        # What the file has to hold, where it may have its own: just that, and the same everywhere.
+        # Expected: the file's own folder name, the same in all records; its own checksums; and
+        # otherwise the bytes of the skeleton.
         expected = self._data.copy()
         sliding_window_view(expected, self._name_bytes, writeable=True)[self._names] = name
         crc32s = sliding_window_view(own, _CRC32_BYTES)[self._crc32s]
@@ -164,13 +165,13 @@ class _Skeleton:
         if unlike.any() and not self._differs_in_devices(own, unlike):
             return None
         told = _numbers(crc32s)
-        # As in reading: 0 says that torch was told to leave checksums out.
+        # As in reading, 0 means that torch was told to leave checksums out.
         if told[-1] not in (0, zlib.crc32(own[self._pickle].data)):
             return None
         return Twin(self._root, self._places, told[:-1], self._told[:-1])
 
     def _differs_in_devices(self, own: Bytes, unlike: NDArray[np.bool_]) -> bool:
-        """Tell whether all that differs are the numbers of devices on which storages lay."""
+        """Tell whether the files differ only in the device numbers of storages."""
         if self._devices is None:
             self._devices = DeviceNumbers(self._data[self._pickle].tobytes())
         places = self._devices.places + self._pickle.start
@@ -183,7 +184,7 @@ class _Skeleton:
 
 
 def _numbers(serialized: Bytes) -> NDArray[np.uint32]:
-    """Read numbers of 32 bits, of which each is a row of bytes."""
+    """Read 32-bit numbers from rows of bytes, one number per row."""
     return np.frombuffer(serialized.tobytes(), dtype="<u4")
 
 

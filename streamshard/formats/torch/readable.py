@@ -1,4 +1,4 @@
-"""Bytes that can be read from anywhere, wherever they are."""
+"""Bytes that can be read at any offset, whatever holds them."""
 
 import os
 from typing import Protocol
@@ -14,7 +14,7 @@ class Readable(Protocol):
         """Size in bytes."""
 
     def read_at(self, offset: int, count: int) -> bytes:
-        """Read bytes from an offset on: fewer than asked for only where the file ends."""
+        """Read bytes from an offset; fewer than requested only at the end of the file."""
 
 
 class ReadableFile:
@@ -26,7 +26,7 @@ class ReadableFile:
         """Size in bytes."""
 
     def read_at(self, offset: int, count: int) -> bytes:
-        """Read bytes from an offset on: fewer than asked for only where the file ends."""
+        """Read bytes from an offset; fewer than requested only at the end of the file."""
         data = bytearray(max(0, min(count, self.nbytes - offset)))
         done = read_into(self._descriptor, memoryview(data), offset)
         return bytes(data[:done])

@@ -1,12 +1,12 @@
 """torch.save's container: a zip of stored records, read as extents and laid out before writing.
 
-Files of the format before it are read too, by `legacy_file`; what is written is always a zip, which
-every torch since 1.6 takes for the same thing.
+`legacy_file` reads files of the older format. Files are always written as a zip, which every torch
+since 1.6 loads with the same result.
 
 The layout is that of `PyTorchStreamWriter` (torch 2.13): record data aligned to 64 bytes by an
 `FB` extra field, CRC and sizes in a data descriptor behind the data, Zip64 fields only where a
-number needs them, a Zip64 end record always. `tests/formats/test_torch_file.py` compares ours
-with torch's own, byte by byte.
+number needs them, a Zip64 end record always. `tests/formats/test_torch_file.py` compares our files
+with torch's, byte by byte.
 """
 
 import struct
@@ -30,11 +30,11 @@ from streamshard.posix import stream_of
 PICKLE: Final = "data.pkl"
 """Record that holds the object."""
 LOOKED_INTO: Final = frozenset({PICKLE, "byteorder"})
-"""Records of which reading takes the content; of the others it takes the place and the size."""
+"""Records whose content is read. Of other records only the place and the size are used."""
 _KNOWN: Final = LOOKED_INTO | {
     "version", ".format_version", ".storage_alignment", ".data/serialization_id"
 }  # fmt: skip
-"""Records of a file of torch, beside its storages."""
+"""Records that torch writes besides the storages."""
 _PIECE_BYTES: Final = 1 << 20
 _ALIGNMENT: Final = 64
 _LIMIT_32: Final = 0xFFFFFFFF
@@ -50,16 +50,16 @@ _END: Final = struct.Struct("<IHHHHIIH")
 
 @dataclass(frozen=True, slots=True)
 class TorchFile:
-    """What a file saved by torch holds: its object, inert, and where its storages lie."""
+    """The contents of a file saved by torch: its inert object, and the places of its storages."""
 
     root: Node
     storages: Mapping[str, Storage]
     is_legacy: bool = False
-    """Whether it is of the format before the zip container."""
+    """Whether the file has torch's legacy format, older than the zip container."""
     records: tuple[ZipRecord, ...] = ()
-    """Of a zip, in the order in which they lie in it."""
+    """Records of a zip, in file order."""
     unknown: tuple[str, ...] = ()
-    """Names of those that torch does not write, or of storages that the object does not name."""
+    """Names of records that torch does not write, or of storages that the object does not use."""
 
 
 def read(path: Path, file: int) -> TorchFile:
@@ -68,19 +68,19 @@ def read(path: Path, file: int) -> TorchFile:
     Parameters
     ----------
     file
-        The index by which the storages found are to name this file.
+        Index by which the storages refer to this file.
 
     Raises
     ------
     CorruptFileError
         The file is truncated, or no torch file.
     UnsupportedError
-        It was written on a big-endian machine, or by a torch of long ago.
+        The file was written on a big-endian machine, or by a very old torch.
     """
     try:
         with stream_of(path) as stream:
             source = ReadableFile(stream.fileno())
-            # As torch does, by how the file begins: it may end like one of the other kind.
+            # As torch does, decide by the first bytes: the end may look like the other format.
             if legacy_file.is_legacy(source.read_at(0, len(zip_directory.MAGIC))):
                 found = TorchFile(*legacy_file.read(source), is_legacy=True)
             else:
@@ -99,7 +99,7 @@ def read(path: Path, file: int) -> TorchFile:
 
 
 def pickled(path: Path, found: TorchFile) -> bytes:
-    """Read the pickle of a zip that was opened: all that it holds but for its storages."""
+    """Read the pickle of an opened zip: its contents without the storages."""
     record = next(record for record in found.records if record.name.endswith(f"/{PICKLE}"))
     with path.open("rb") as stream:
         stream.seek(record.start)
@@ -107,7 +107,7 @@ def pickled(path: Path, found: TorchFile) -> bytes:
 
 
 def checksum(storage: Storage) -> int:
-    """CRC-32 of a storage that was read from a file: what the file says of it, else of its bytes.
+    """Return the CRC-32 of a source storage: as the file records it, else of the bytes.
 
     Raises
     ------
@@ -152,7 +152,7 @@ def _read_archive(source: Readable) -> TorchFile:
             return storages[key].require_like(storage, key)
         record = records.get(f"data/{key}")
         have = -1 if record is None else record.nbytes
-        # A storage that is no multiple of its elements' size is described by those that fit.
+        # If a storage's size is no multiple of the element size, only whole elements count.
         if record is None or not 0 <= have - storage.nbytes < ITEMSIZE[storage.dtype]:
             held = "no record" if record is None else f"{have} bytes"
             message = f"storage {show(key)} of {storage.nbytes} bytes has {held} in the file"
@@ -195,13 +195,13 @@ class Record:
         return self.nbytes >= _LIMIT_32 or self.start >= _LIMIT_32
 
     def zip64(self) -> bytes:
-        """Spell the extra field that holds what 32 bits cannot."""
+        """Serialize the extra field for the numbers that 32 bits cannot hold."""
         numbers = [self.nbytes, self.nbytes] if self.nbytes >= _LIMIT_32 else []
         numbers += [self.start] if self.start >= _LIMIT_32 else []
         return struct.pack(f"<HH{len(numbers)}Q", 1, 8 * len(numbers), *numbers) if numbers else b""
 
     def header(self) -> bytes:
-        """Spell the local header with the padding that aligns the data."""
+        """Serialize the local header with the padding that aligns the data."""
         name, extra = self.name.encode(), self.zip64()
         bare = self.start + _LOCAL.size + len(name) + len(extra) + 4
         gap = -bare % _ALIGNMENT
@@ -211,14 +211,14 @@ class Record:
         return _LOCAL.pack(*numbers) + name + extra
 
     def descriptor(self, crc32: int) -> bytes:
-        """Spell what follows the data; empty records have nothing there."""
+        """Serialize the descriptor that follows the data. Empty records have none."""
         if not self.nbytes:
             return b""
         form = "<IIQQ" if self.is_large else "<IIII"
         return struct.pack(form, 0x08074B50, crc32, self.nbytes, self.nbytes)
 
     def central(self, crc32: int) -> bytes:
-        """Spell the record's entry in the central directory."""
+        """Serialize the record's entry in the central directory."""
         name, extra = self.name.encode(), self.zip64()
         size, start = min(self.nbytes, _LIMIT_32), min(self.start, _LIMIT_32)
         flags = _FLAGS if self.nbytes else _FLAGS_EMPTY
@@ -233,7 +233,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class TorchLayout:
-    """Where everything will lie in a file to be written."""
+    """The layout of a file to be written."""
 
     records: tuple[Record, ...]
 
@@ -243,7 +243,7 @@ class TorchLayout:
         return self.records[-1].end + len(self.ending([0] * len(self.records)))
 
     def ending(self, crc32s: Sequence[int]) -> bytes:
-        """Spell the central directory and the end records, given each record's CRC-32."""
+        """Serialize the central directory and the end records, given each record's CRC-32."""
         start = self.records[-1].end
         central = b"".join(
             record.central(crc) for record, crc in zip(self.records, crc32s, strict=True)
@@ -267,7 +267,7 @@ class Serialized:
 
 
 def serialize(root: Node) -> Serialized:
-    """Spell an object as torch.save does."""
+    """Serialize an object as torch.save does."""
     keys: dict[int, str] = {}
     storages: list[Storage] = []
 
@@ -302,5 +302,5 @@ def lay_out(serialized: Serialized, stem: str) -> TorchLayout:
 
 
 def crc32_of(literal: Literal) -> int:
-    """CRC-32 of bytes that are at hand."""
+    """Return the CRC-32 of literal bytes."""
     return zlib.crc32(literal.data)

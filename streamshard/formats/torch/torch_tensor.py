@@ -1,4 +1,4 @@
-"""Tensors and storages as they stand in a torch pickle: nodes to look into and to make."""
+"""Tensors and storages in a torch pickle: interprets their nodes, and makes such nodes."""
 
 import math
 from collections import OrderedDict
@@ -12,9 +12,9 @@ from streamshard.formats.pickle.inert import Call, Global, Node, show
 from streamshard.model import ITEMSIZE, Content
 
 _LIMIT_DIMENSIONS: Final = 64
-"""As many as torch can step through."""
+"""Most dimensions that torch can iterate over."""
 _LIMIT_NUMEL: Final = 1 << 44
-"""Elements of a tensor that nobody has; the sum of many such numbers still is an int64."""
+"""More elements than any real tensor has. The sum of many such numbers still fits an int64."""
 
 _STORAGE_DTYPES: Final[Mapping[str, str]] = {
     "DoubleStorage": "float64",
@@ -51,20 +51,20 @@ _SIZE: Final = Global("torch", "Size")
 class Storage:
     """A storage that a pickle refers to by a persistent id; compared by identity.
 
-    Read from a file it has a `key` and `offset`; made for a file it has `content`.
+    A storage read from a file has an `offset`; a storage made for a file has `content`.
     """
 
     dtype: str
     numel: int
     content: Content | None = None
     file: int = -1
-    """Index of the source file it was read from."""
+    """Index of the source file that the storage was read from."""
     offset: int = -1
     """Byte offset of its first element in that file."""
     path: Path | None = None
     """The source file itself."""
     crc32: int | None = None
-    """What the file's directory says of its bytes; None where it does not tell."""
+    """CRC-32 of the bytes, recorded in the file or computed later; None if neither."""
 
     @property
     def nbytes(self) -> int:
@@ -79,7 +79,7 @@ class Storage:
 
 
 def storage_from_id(identifier: Node) -> tuple[Storage, str]:
-    """Read torch.save's persistent id; returns the storage and its key in the file."""
+    """Read torch.save's persistent id; return the storage and its key in the file."""
     if not (isinstance(identifier, tuple) and len(identifier) == 5 and identifier[0] == "storage"):
         raise CorruptFileError("a persistent id does not describe a storage")
     _, kind, key, _location, numel = identifier
@@ -94,7 +94,7 @@ def storage_from_id(identifier: Node) -> tuple[Storage, str]:
 
 
 def storage_id(storage: Storage, key: str) -> Node:
-    """Spell the persistent id by which torch.load finds a storage, always on the CPU."""
+    """Build the persistent id by which torch.load finds a storage, always on the CPU."""
     kind = _STORAGE_CLASSES.get(storage.dtype, _UNTYPED)
     numel = storage.nbytes if kind == _UNTYPED else storage.numel
     return ("storage", kind, key, "cpu", numel)
@@ -102,17 +102,17 @@ def storage_id(storage: Storage, key: str) -> Node:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor seen through its pickle node."""
+    """A tensor that a pickle node describes."""
 
     storage: Storage
     start: int
-    """First element in the storage."""
+    """Index of the first element in the storage."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: str
     requires_grad: bool
     attributes: Mapping[str, Node]
-    """Python attributes saved with it, such as ZeRO-3's `ds_id`."""
+    """Python attributes saved with the tensor, such as ZeRO-3's `ds_id`."""
 
     @property
     def numel(self) -> int:
@@ -129,11 +129,11 @@ class Tensor:
 
     @property
     def place(self) -> tuple[int, int]:
-        """(file, byte offset): equal for two tensors that are one in memory."""
+        """(file, byte offset): equal for two tensors that began at one address in memory."""
         return self.storage.file, self.offset
 
     def require_contiguous(self, what: str) -> "Tensor":
-        """Return the tensor itself if its elements lie one after the other inside its storage."""
+        """Return the tensor itself if it is contiguous and inside its storage; else refuse it."""
         expected, step = [], 1
         for length in reversed(self.shape):
             expected.append(step)
@@ -154,14 +154,14 @@ class Tensor:
 
 
 def tensor_of(node: Node) -> Tensor | None:
-    """Look at a node as a tensor; None if it is none.
+    """Interpret a node as a tensor; None if it is not one.
 
     Raises
     ------
     CorruptFileError
-        Its shape and stride lead out of its storage.
+        The tensor's shape and stride lead out of its storage.
     UnsupportedError
-        It is of a dtype that is not known.
+        The tensor's dtype is not known.
     """
     function, args, attributes = _rebuilding(node)
     if function not in (_REBUILD_V2, _REBUILD_V3) or len(args) < 6:
@@ -188,7 +188,7 @@ def tensor_of(node: Node) -> Tensor | None:
 
 
 def _rebuilding(node: Node) -> tuple[Node, tuple[Node, ...], Mapping[str, Node]]:
-    """Find the call that makes a tensor's own Python object: function, arguments, attributes."""
+    """Unwrap the call that rebuilds a plain tensor: return function, arguments, attributes."""
     if not isinstance(node, Call):
         return None, (), {}
     function, args, attributes = node.function, node.args, {}
@@ -205,7 +205,7 @@ def _rebuilding(node: Node) -> tuple[Node, tuple[Node, ...], Mapping[str, Node]]
 def _numbers(
     start: Node, shape: Node, stride: Node
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Require of a tensor's numbers that they can be some tensor's."""
+    """Check that the start, shape and stride of a tensor are possible, and return them."""
     shape = shape.args[0] if isinstance(shape, Call) and shape.function == _SIZE else shape
     sound = (
         isinstance(start, int)
@@ -244,7 +244,7 @@ def make_tensor(
 
 
 def shape_of(node: Node) -> tuple[int, ...]:
-    """Read a torch.Size, or the tuple or list that some writers leave in its place."""
+    """Read a torch.Size, or the tuple or list that some programs write in its place."""
     if isinstance(node, Call) and node.function == _SIZE and len(node.args) == 1:
         node = node.args[0]
     if (
@@ -263,7 +263,7 @@ def make_size(shape: tuple[int, ...]) -> Call:
 
 
 def storages_in(node: Node) -> Iterator[Storage]:
-    """Yield every storage below a node once, in the order in which torch.save would meet them."""
+    """Yield every storage below a node once, in the order in which torch.save would visit them."""
     seen: set[int] = set()
     stack = [node]
     while stack:
@@ -278,7 +278,7 @@ def storages_in(node: Node) -> Iterator[Storage]:
 
 
 def children(node: Node) -> list[Node]:
-    """List the nodes directly below one."""
+    """List the nodes directly below a node."""
     if isinstance(node, Call):
         pairs = [part for entry in node.entries for part in entry]
         built = [node.function, node.args, node.kwargs, *node.items, *pairs]

@@ -1,4 +1,4 @@
-"""Compares two inert values place by place: what differs, and which tensors stand side by side."""
+"""Compares two inert values place by place: finds differences, and pairs tensors."""
 
 import struct
 from collections import OrderedDict
@@ -23,7 +23,7 @@ class Disparity:
 
 @dataclass(frozen=True, slots=True)
 class SamePlace:
-    """Bytes of two blobs that stand at the same place in two values, and are yet to be read."""
+    """Bytes of two blobs at the same place in two values. They still have to be compared."""
 
     name: str
     left: tuple[int, int]
@@ -36,29 +36,29 @@ class SamePlace:
 Found = Disparity | SamePlace
 
 _ABSENT: Final = Global("streamshard", "ABSENT")
-"""Stands for what one of two containers does not have."""
+"""Stands for an element that one of two containers lacks."""
 
 
 _SETS: Final = [
     Global(module, name) for module in ("builtins", "__builtin__") for name in ("set", "frozenset")
 ]
 _MOST_TOLD: Final = 1000
-"""Differences within one value that are told one by one."""
+"""Most differences within one value that are listed one by one."""
 _LIMIT_AGAIN: Final = 16
-"""How often parts may be looked at on average, in bytes of the values' pickles."""
+"""How often parts may be visited on average, in bytes of the values' pickles."""
 _FREE_BYTES: Final = 1 << 22
 _PAIR_BYTES: Final = 16
-"""What looking at a pair counts as."""
+"""Bytes that the visit of a pair counts as."""
 _LIMIT_PLACE: Final = 400
-"""Letters by which a place is told."""
+"""Most letters of a place in a message."""
 _LIMIT_KEY: Final = 80
 _MOST_KEYS: Final = 8
-"""Keys that are named where there are many."""
+"""Most keys that a message names."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Place:
-    """Where in a value a part is: spelled only when it is told, as it may be long."""
+    """The place of a part in a value. Its text is made only for a message, as it may be long."""
 
     above: "_Place | None"
     step: str
@@ -80,7 +80,7 @@ Pair = tuple[Node, Node, _Place]
 
 
 class _Effort:
-    """Work that may still be done, by the size of what is compared."""
+    """The remaining work, which the size of the compared values limits."""
 
     def __init__(self, pickle_bytes: int) -> None:
         self._left = _FREE_BYTES + _LIMIT_AGAIN * pickle_bytes
@@ -92,10 +92,10 @@ class _Effort:
 
 
 def compare_nodes(left: Node, right: Node, name: str) -> Iterator[Found]:
-    """Walk through two values side by side; shared and recursive parts are looked at once.
+    """Compare two values part by part; shared and recursive parts are visited once.
 
-    What comes from strangers may be made to be compared for ever. Such values, and those that no
-    pickler could follow, are a disparity: they are not known to be the same.
+    Untrusted values may be built so that their comparison takes forever. Such values, and values
+    that no pickler can serialize, count as a disparity: they are not known to be equal.
     """
     told = 0
     try:
@@ -111,7 +111,7 @@ def compare_nodes(left: Node, right: Node, name: str) -> Iterator[Found]:
 
 
 def _compare(left: Node, right: Node, name: str) -> Iterator[Found]:
-    # Held to the end: their parts are known by identity.
+    # Both values stay in memory to the end, because `seen` knows their parts by identity.
     (one, size), (other, other_size) = _normal(left), _normal(right)
     effort = _Effort(size + other_size)
     stack: list[Pair] = [(one, other, _Place(None, name))]
@@ -134,7 +134,7 @@ def _compare(left: Node, right: Node, name: str) -> Iterator[Found]:
 
 
 def _normal(node: Node) -> tuple[Node, int]:
-    """Bring a value into the form in which any way of pickling it ends; also tells its size."""
+    """Return a value in the form that pickling and loading gives it, and its pickle's size."""
     storages: list[Storage] = []
 
     def persistent_id(part: Node) -> Node | None:
@@ -148,14 +148,14 @@ def _normal(node: Node) -> tuple[Node, int]:
 
 
 def _tensor(node: Node) -> Tensor | None:
-    """Look at a node as a tensor whose elements are known to be somewhere."""
+    """Interpret a node as a tensor; None if it is not one whose elements can be located."""
     if isinstance(node, Storage):
-        # Saved without a tensor around it.
+        # A storage that was saved without a tensor.
         return Tensor(node, 0, (node.numel,), (1,), node.dtype, False, {})
     try:
         return tensor_of(node)
     except SourceError:
-        return None  # of a kind that is carried as it is
+        return None  # a kind of tensor that is copied as it is
 
 
 def _compare_tensors(left: Tensor, right: Tensor, at: str) -> Found:
@@ -194,7 +194,7 @@ def _blob(storage: Storage) -> int:
 
 
 def _below(one: Node, other: Node, at: _Place, effort: _Effort) -> list[Pair] | None:
-    """Pair what is directly below two nodes; None where they differ themselves."""
+    """Pair the nodes directly below two nodes; None if the two nodes themselves differ."""
     if type(one) is not type(other):
         return None
     if isinstance(one, dict):
@@ -230,7 +230,7 @@ def _below_calls(one: Call, other: Call, at: _Place, effort: _Effort) -> list[Pa
 
 
 def _members(node: Call, effort: _Effort) -> list[Node] | None:
-    """List a set's members in an order that only depends on them; None if it is no set."""
+    """List a set's members in an order that depends only on them; None if it is not a set."""
     if node.function not in _SETS or len(node.args) != 1 or not isinstance(node.args[0], list):
         return None
     serialized = []
@@ -242,7 +242,7 @@ def _members(node: Call, effort: _Effort) -> list[Node] | None:
 
 
 def _spell_storage(node: Node) -> Node | None:
-    """Spell a storage for the order of a set: not by where it lies, which is not of its value."""
+    """Serialize a storage to sort a set: without its place, which is not part of its value."""
     return (node.dtype, node.numel) if isinstance(node, Storage) else None
 
 
@@ -253,7 +253,7 @@ def _below_dicts(
     found: list[Pair] = [(extra[0], extra[1], at)] if any(extra) else []
     effort.spend(sum(len(key) for key in (*one, *other) if isinstance(key, tuple)))
     if any(map(_is_by_identity, (*one, *other))):
-        # Such keys stand at the same place.
+        # Keys that are compared by identity are paired by position.
         items = at.below(", items")
         found.append((list(map(list, one.items())), list(map(list, other.items())), items))
         return found
@@ -264,24 +264,24 @@ def _below_dicts(
 
 
 def _is_by_identity(key: Node) -> bool:
-    """Tell whether a key is, or may hold, what is only known by identity."""
+    """Tell whether a key is, or may contain, an object that is compared by identity."""
     if isinstance(key, tuple):
         return any(isinstance(part, Call | tuple) for part in key)
     return isinstance(key, Call)
 
 
 def spell_few(keys: Sequence[Node]) -> str:
-    """Spell the first of some keys, which may be many."""
+    """Return the first of possibly many keys as text for a message."""
     return ", ".join(map(spell_key, keys[:_MOST_KEYS])) + ", ..." * (len(keys) > _MOST_KEYS)
 
 
 def spell_key(key: Node) -> str:
-    """Spell a key as a part of a name: text as it is, if it is short."""
+    """Return a key as part of a name: short text as it is, anything else quoted."""
     return key if isinstance(key, str) and len(key) <= _LIMIT_KEY else show(key)
 
 
 def _is_same(one: Node, other: Node) -> bool:
-    """Compare two values of one type that hold no others; floats by their bits."""
+    """Compare two values of one type that are no containers; floats by their bits."""
     if isinstance(one, float):
         return struct.pack("<d", one) == struct.pack("<d", other)
     return bool(one == other)

@@ -1,10 +1,10 @@
-"""Holds every byte of a torch file's zip container against what else the file says of it.
+"""Checks every byte of a torch file's zip container against the rest of the file.
 
-A reader needs little of a zip file: the directory at its end, and the bytes that it points to. Here
-everything is looked at, so that a damaged byte is noticed wherever it is. The data is covered by
-CRCs, which whoever reads it has to compare. What is written twice, in a record's own header and in
-the directory, must be the same; what no reader needs must be as one writer leaves it for all
-records; and the records must fill the file.
+A reader needs little of a zip file: the directory at its end, and the bytes that it points to. The
+audit examines everything, so that a damaged byte is found wherever it is. CRCs cover the data; the
+code that reads the data must compare them. Values that are in both a record's own header and the
+directory must be equal. Values that no reader needs must be the same for all records, as one
+writer writes them. The records must fill the file.
 """
 
 import os
@@ -32,19 +32,19 @@ _ZIP64: Final = 0x0001
 _PADDING: Final = 0x4246
 """Extra field by which torch aligns the data."""
 _MADE_BY: Final = (0x031E, 0x002D, 0x032D)
-"""What writers of torch files call themselves in a Zip64 end record: torch, then zipfile."""
+"""Values of "version made by" in a Zip64 end record of known writers: torch, then zipfile."""
 _MOST_RECORDS: Final = 1 << 22
 _MOST_TOLD: Final = 1000
-"""Problems of one file that are told one by one."""
+"""Most problems of one file that are listed one by one."""
 _LIMIT_SHOWN: Final = 100
 
 DATA: Final = "data/"
-"""Beginning of the names of the records that hold storages."""
+"""Prefix of the names of the records that hold storages."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRecord:
-    """A record of a torch file, by the directory at the file's end."""
+    """A record of a torch file, as the directory at the file's end lists it."""
 
     name: str
     """Without the root folder."""
@@ -56,19 +56,19 @@ class StoredRecord:
 
 @dataclass(frozen=True, slots=True)
 class TorchAudit:
-    """What there is to a torch file but for the bytes of its records."""
+    """The result of an audit: everything in a torch file but the bytes of its records."""
 
     root: str
     """Folder of all records: the name under which the file was saved, or `archive`."""
     records: tuple[StoredRecord, ...]
-    """Those that can be found, in order of place."""
+    """Records that can be found, in file order."""
     problems: tuple[str, ...]
 
 
 def is_torch_file(path: Path) -> bool:
-    """Tell whether a file is what torch.save makes, whole or damaged at one end.
+    """Tell whether torch.save wrote a file, even if the file is damaged at one end.
 
-    TorchScript's archives, which are not, look alike and have constants besides.
+    TorchScript's archives look alike, but also have constants; they do not count.
     """
     with stream_of(path) as stream:
         start = stream.read(_LOCAL.size + _LIMIT_16)
@@ -81,13 +81,13 @@ def is_torch_file(path: Path) -> bool:
 
 
 def is_legacy(path: Path) -> bool:
-    """Tell whether a file begins like a pickle: torch's format from before the zip container."""
+    """Tell whether a file begins like a pickle, as in torch's legacy format."""
     with stream_of(path) as stream:
         return stream.read(1) == b"\x80"
 
 
 def audit(path: Path) -> TorchAudit:
-    """Look at everything in a torch file but the bytes of its records."""
+    """Check everything in a torch file but the bytes of its records."""
     with stream_of(path) as stream:
         auditor = _Auditor(stream)
         records = auditor.run()
@@ -98,7 +98,7 @@ def audit(path: Path) -> TorchAudit:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """Where the directory lies."""
+    """The place of the directory, as the end records give it."""
 
     start: int
     stop: int
@@ -111,15 +111,15 @@ class _AuditedEntry:
 
     name: bytes
     common: tuple[int, ...]
-    """What a record's own header repeats: version needed, flags, method, time, date."""
+    """Values that the record's own header repeats: version needed, flags, method, time, date."""
     unrepeated: tuple[int, ...]
-    """What no header repeats and no reader needs: version made by, attributes."""
+    """Values that no header repeats and no reader needs: version made by, attributes."""
     crc32: int
     nbytes: int
     header: int
     """Byte offset of the record's own header."""
     is_stored: bool
-    """Whether the data is as it is, not compressed."""
+    """Whether the data is not compressed."""
 
     @property
     def follows(self) -> bool:
@@ -128,7 +128,7 @@ class _AuditedEntry:
 
 
 class _Damaged(Exception):
-    """What is looked at cannot be understood, nor what depends on it."""
+    """A structure cannot be read, nor anything that depends on it."""
 
 
 class _Auditor:
@@ -164,7 +164,7 @@ class _Auditor:
         return found
 
     def names(self) -> list[bytes]:
-        """List what the directory names; nothing if it is damaged."""
+        """List the names in the directory; none if the directory is damaged."""
         try:
             return [entry.name for entry in self._entries(self._end())]
         except _Damaged:
@@ -177,7 +177,7 @@ class _Auditor:
             self.untold += 1
 
     def _read(self, form: struct.Struct, offset: int, signature: bytes, what: str) -> list[int]:
-        """Read a structure; returns its fields but for the signature."""
+        """Read a structure; return its fields without the signature."""
         data = self._bytes(offset, form.size)
         if len(data) < form.size or not data.startswith(signature):
             raise _Damaged(f"no {what} at byte {max(offset, 0)} of {self._nbytes}")
@@ -212,7 +212,7 @@ class _Auditor:
         return _End(start, at, count)
 
     def _end_64(self, locator: int) -> tuple[int, tuple[int, ...]]:
-        """Read the Zip64 end records; returns where they begin, and (count, count, size, start)."""
+        """Read the Zip64 end records; return their offset, and (count, count, size, start)."""
         disk, at, disks = self._read(_LOCATOR_64, locator, b"PK\x06\x07", "Zip64 locator")
         size, made_by, needed, *numbers = self._read(_END_64, at, b"PK\x06\x06", "Zip64 end record")
         known = (disk, disks, size, needed, *numbers[:2]) == (0, 1, _END_64.size - 12, 45, 0, 0)
@@ -249,7 +249,7 @@ class _Auditor:
             raise _Damaged(f"its directory of {end.count} records ends at byte {at} of {end.stop}")
 
     def _zip64(self, extra: bytes, name: str) -> list[int]:
-        """Read the Zip64 field among extra fields, of which only torch's padding may be another."""
+        """Read the Zip64 field among extra fields. The only other field may be torch's padding."""
         found: list[int] = []
         at, is_odd = 0, False
         while at < len(extra):
@@ -267,7 +267,7 @@ class _Auditor:
         return found
 
     def _check_alike(self, entries: Sequence[_AuditedEntry]) -> None:
-        """Hold what nothing else depends on against the other records."""
+        """Check that values on which nothing depends are equal in all records."""
         seen = Counter(entry.unrepeated for entry in entries)
         if len(seen) > 1:
             usual = seen.most_common(1)[0][0]
@@ -287,10 +287,10 @@ class _Auditor:
     # The records -------------------------------------------------------------------------------
 
     def _record(self, entry: _AuditedEntry, stop: int) -> StoredRecord:
-        """Hold a record's own header and what follows its data against the directory."""
+        """Compare a record's own header, and the bytes after its data, with the directory."""
         fields = self._read(_LOCAL, entry.header, b"PK\x03\x04", "header")
         common, (crc32, packed, nbytes, name_bytes, extra_bytes) = fields[:5], fields[5:]
-        # First of all: what does not overlap is read once, however many records there are.
+        # Checked first: without overlaps, each byte is read once, however many records there are.
         data_end = entry.header + _LOCAL.size + name_bytes + extra_bytes + entry.nbytes
         if data_end > stop:
             raise _Damaged(f"its data ends at byte {data_end}, where what follows begins at {stop}")
@@ -304,7 +304,7 @@ class _Auditor:
         later = entry.follows and crc32 == 0 and packed == nbytes and nbytes in (0, small)
         if not later and (crc32, packed, nbytes) != (entry.crc32, small, small):
             self._say(f"record {_shown(name)}: its header and the directory disagree")
-        # torch does not know the packed size yet, and zipfile into a pipe neither of them.
+        # torch does not know the packed size yet; zipfile, into a pipe, knows neither size.
         early: list[list[int]] = [[], sizes, [entry.nbytes, 0], [0, 0]]
         if held not in (*early, *([*numbers, entry.header] for numbers in early)):
             self._say(f"record {_shown(name)}: its Zip64 field and the directory disagree")
@@ -313,7 +313,7 @@ class _Auditor:
         return StoredRecord(_spelled(own or folder), start, entry.nbytes, entry.crc32)
 
     def _check_end(self, entry: _AuditedEntry, data_end: int, stop: int) -> None:
-        """Hold what lies between a record's data and the next record against the directory."""
+        """Compare the bytes between a record's data and the next record with the directory."""
         between = self._bytes(data_end, min(stop - data_end, 64))
         expected = {b""}
         if entry.follows:

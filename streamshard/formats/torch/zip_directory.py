@@ -1,8 +1,8 @@
-"""Reads a zip's directory as torch.save leaves it, and takes nothing in it on trust.
+"""Reads a zip's directory as torch.save writes it, and trusts nothing in it.
 
-A zip says most things twice, and readers that believe different halves see different files in it.
-So whatever is said twice has to agree here, and nothing may lie in another thing's place. What
-torch never writes, such as compression or comments, is refused.
+A zip stores most values twice, and readers that use different copies see different files in it. So
+both copies must agree here, and records must not overlap. Features that torch never uses, such as
+compression or comments, are refused.
 """
 
 import struct
@@ -16,7 +16,7 @@ from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
 from streamshard.formats.torch.readable import Readable
 
 MAGIC: Final = b"PK\x03\x04"
-"""What a zip begins with, unless something was put before it."""
+"""First bytes of a zip, unless something was put before it."""
 _LIMIT_BYTES: Final = 1 << 28
 """Size of the largest directory that is read: room for millions of records."""
 _LIMIT_32: Final = 0xFFFFFFFF
@@ -33,13 +33,13 @@ _END_64: Final = struct.Struct("<IQHHIIQQQQ")
 _LOCATOR_64: Final = struct.Struct("<IIQI")
 _END: Final = struct.Struct("<IHHHHIIH")
 _USUAL_EXTRA: Final = 96
-"""Enough for the extra fields of a local header by torch, so that it takes one read."""
+"""Enough for the extra fields of torch's local headers, so that one read gets a whole header."""
 NAME_IN_HEADER: Final = _LOCAL.size
-"""Where in a local header the record's name begins."""
+"""Offset of the record's name in a local header."""
 NAME_IN_ENTRY: Final = _CENTRAL.size
-"""Where in an entry of the directory the record's name begins."""
+"""Offset of the record's name in an entry of the directory."""
 CRC32_IN_ENTRY: Final = 16
-"""Where in an entry of the directory the checksum begins."""
+"""Offset of the checksum in an entry of the directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class ZipRecord:
     """Byte offset of its data."""
     nbytes: int
     crc32: int | None
-    """None where the writer left checksums out, as torch can be told to."""
+    """None if the writer left checksums out, as torch can be told to."""
     header: int
     """Byte offset of its local header."""
     entry: int
@@ -60,7 +60,7 @@ class ZipRecord:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What the central directory says of a record."""
+    """A record's entry in the central directory."""
 
     name: bytes
     flags: int
@@ -73,14 +73,14 @@ class _Entry:
 
 
 def read(source: Readable) -> dict[str, ZipRecord]:
-    """List the records of a zip by name, in the order in which they lie in it.
+    """List the records of a zip by name, in file order.
 
     Raises
     ------
     CorruptFileError
-        It is no zip, or not whole, or what it says in two places does not agree.
+        The bytes are no zip, or an incomplete one, or two copies of a value do not agree.
     UnsupportedError
-        It uses what torch does not.
+        The zip uses a feature that torch does not use.
     """
     start, count, data = _read_directory(source)
     entries = sorted(_entries(data, count), key=lambda entry: entry.header)
@@ -97,7 +97,7 @@ def read(source: Readable) -> dict[str, ZipRecord]:
 
 
 def _read_directory(source: Readable) -> tuple[int, int, bytes]:
-    """Find the central directory from the end; returns its offset, its count and its bytes."""
+    """Find the central directory from the end; return its offset, record count and bytes."""
     size = source.nbytes
     span = _END_64.size + _LOCATOR_64.size + _END.size
     tail = source.read_at(max(size - span, 0), span)
@@ -136,7 +136,7 @@ def _read_end_64(end: bytes, locator: bytes, at: int) -> tuple[int, int, int]:
 
 
 def _entries(data: bytes, count: int) -> Iterator[_Entry]:
-    """Read the central directory's entries, which have to fill it."""
+    """Read the central directory's entries, which must fill it."""
     at = 0
     for _ in range(count):
         if len(data) - at < _CENTRAL.size:
@@ -172,7 +172,7 @@ def _shown(name: bytes) -> str:
 
 
 def _large(extra: bytes, *numbers: int) -> tuple[int, ...]:
-    """Replace numbers that do not fit by those in the Zip64 field, which holds just them."""
+    """Replace numbers that do not fit by those in the Zip64 field, which must hold just these."""
     limits = (_LIMIT_32, _LIMIT_32, _LIMIT_32, _LIMIT_16)[: len(numbers)]
     at = 0
     while at + 4 <= len(extra):
@@ -195,7 +195,7 @@ def _large(extra: bytes, *numbers: int) -> tuple[int, ...]:
 
 
 def _located(source: Readable, entry: _Entry, end: int, directory: int) -> ZipRecord:
-    """Hold a record's local header against its entry; its data has to end before `end`.
+    """Compare a record's local header with its entry. Its data must not reach past `end`.
 
     Parameters
     ----------
@@ -226,7 +226,7 @@ def _located(source: Readable, entry: _Entry, end: int, directory: int) -> ZipRe
     if stop > end:
         message = f"record {_shown(entry.name)} reaches to byte {stop}, others begin at {end}"
         raise CorruptFileError(message)
-    # Of a record that is not empty, 0 says that torch was told to leave checksums out.
+    # For a record that is not empty, 0 means that torch was told to leave checksums out.
     known = entry.crc32 if entry.crc32 or not entry.nbytes else None
     name = _decoded(entry.name)
     return ZipRecord(name, start, entry.nbytes, known, entry.header, directory + entry.at)

@@ -18,14 +18,14 @@ Stored = bytes | bytearray | memoryview
 LIMIT_BYTES: Final = (1 << 31) - 1
 """More than Blosc compresses in one piece."""
 CHECKSUM_BYTES: Final = 4
-"""Length of what Zarr's crc32c codec appends."""
+"""Length of the checksum that Zarr's crc32c codec appends."""
 _BLOSC_HEADER_BYTES: Final = 16
 _BLOSC_SIZE: Final = slice(4, 8)
-"""Where Blosc's header tells the size of what it has compressed, for which it makes room."""
+"""Place of the uncompressed size in Blosc's header. Blosc allocates that many bytes."""
 
 
 def serialize_checksum(crc32c: int) -> bytes:
-    """Spell the end of a chunk as Zarr's crc32c codec does."""
+    """Serialize the checksum at the end of a chunk as Zarr's crc32c codec does."""
     return struct.pack("<I", crc32c)
 
 
@@ -38,12 +38,12 @@ class BloscChunk:
         self._itemsize = itemsize
 
     def encode(self, content: memoryview) -> bytes:
-        """Return what is stored for a chunk's content, before its checksum."""
-        # Blosc shuffles by the item size of the array that it is handed.
+        """Compress a chunk's content, without the checksum."""
+        # Blosc shuffles by the item size of the array that it is given.
         return bytes(self._blosc.encode(np.frombuffer(content, dtype=f"V{self._itemsize}")))
 
     def decode(self, stored: Stored, path: Path, content: memoryview) -> None:
-        """Fill a view of a chunk's size with its content.
+        """Decompress a chunk's content into a view of its size.
 
         Raises
         ------
@@ -78,18 +78,18 @@ class EncodedChunk:
 
     @property
     def codec_name(self) -> str:
-        """How it is compressed: `lz4`, `zstd`."""
+        """Name of the compression: `lz4`, `zstd`."""
         return self._codec.name
 
     def decode(self, descriptor: int, stored: Memory, content: Memory) -> memoryview:
-        """Read and decompress the chunk, into memory of the caller's."""
+        """Read and decompress the chunk into the caller's memory."""
         data = stored(self._stored_bytes + 1)
         found = read_into(descriptor, data, 0)
         if found != self._stored_bytes:
             message = f"{self._path}: {found} bytes where {self._stored_bytes} were written"
             raise IntegrityError(message)
         data = data[:-1]
-        # A chunk that is whole in itself may still be another one.
+        # A chunk with a correct checksum of its own may still be another chunk.
         if isal_zlib.crc32(data) != self._stored_crc32:
             raise IntegrityError(f"{self._path}: damaged: its bytes are not those in the manifest")
         view = content(self._content_bytes)
@@ -98,7 +98,7 @@ class EncodedChunk:
 
 
 def require_checksum(stored: Stored, path: Path) -> memoryview:
-    """Return stored bytes without the CRC-32C at their end, after checking it; copies nothing."""
+    """Check the CRC-32C at the end of stored bytes; return the bytes before it, not copied."""
     data, end = memoryview(stored)[:-CHECKSUM_BYTES], stored[-CHECKSUM_BYTES:]
     found = google_crc32c.value(np.frombuffer(data, dtype=np.uint8)) if len(data) else 0
     if len(stored) < CHECKSUM_BYTES or end != serialize_checksum(found):

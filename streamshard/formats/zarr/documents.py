@@ -1,8 +1,8 @@
 """The documents and keys of a plain Zarr v3 hierarchy (https://zarr-specs.readthedocs.io, v3 core).
 
-zarr-python would do this too, but needs a millisecond or more for every array and holds whole
-chunks; a checkpoint has tens of thousands of arrays, and a chunk is streamed here. Tests open what
-is written with zarr-python and TensorStore.
+zarr-python is not used for writing: it needs a millisecond or more per array and holds whole
+chunks. A checkpoint has tens of thousands of arrays, and chunks are streamed here. Tests open the
+written stores with zarr-python and TensorStore.
 """
 
 import json
@@ -16,49 +16,49 @@ from urllib.parse import quote
 from streamshard.model import BLOB, FILE, ITEMSIZE, MODULE, LogicalTensor
 
 ROOT_DOCUMENT: Final = "zarr.json"
-"""The root group's document; a node of that name would take the place of its parent's."""
+"""The root group's document. A node of this name would replace its parent's document."""
 ROOT_KEY: Final = "streamshard"
 """Attribute of the root group that makes a hierarchy a store."""
 STATE_PATH: Final = "meta/state"
 MANIFEST_PATH: Final = "meta/manifest"
 
 _LIMIT_NAME: Final = 255
-"""Bytes of the longest name of a directory, on nearly every file system."""
+"""Most bytes of a directory's name on nearly every file system."""
 _SHORTENED: Final = "%~"
 """Stands for the rest of a name that is too long; the SHA-256 of the whole name follows."""
 _CUT_ESCAPE: Final = re.compile("%[0-9A-F]?$")
 
 _STORED_DTYPES: Final = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
-"""Dtypes that Zarr's core has no name for are stored as the integers that have their bits."""
+"""Dtype without a name in Zarr's core → the integer dtype that stores its bits."""
 
 
 def array_path(tensor: LogicalTensor) -> str:
-    """Name a logical tensor's array in the hierarchy."""
+    """Return the path of a logical tensor's array in the hierarchy."""
     top = tensor.state if tensor.state in (MODULE, BLOB, FILE) else f"state/{_escape(tensor.state)}"
     path = f"{top}/{_escape(tensor.name)}"
     return f"{tensor.family}/{path}" if tensor.family else path
 
 
 def _escape(name: str) -> str:
-    """Make a node name of any text: nothing that is reserved, nothing empty, nothing too long."""
+    """Turn any text into a node name that is not reserved, not empty and not too long."""
     escaped = quote(name, safe=" !#$&'()+,;=@[]{}~^")
     if not escaped.strip(".") or escaped.startswith("__") or escaped == ROOT_DOCUMENT:
         escaped = "".join(f"%{byte:02X}" for byte in name[:1].encode()) + escaped[1:]
     if len(escaped) > _LIMIT_NAME:
         digest = sha256(name.encode()).hexdigest()
-        # Not cut within an escape; no escape begins with what comes behind.
+        # Do not cut within an escape. No escape begins with the mark that follows.
         start = _CUT_ESCAPE.sub("", escaped[: _LIMIT_NAME - len(_SHORTENED) - len(digest)])
         escaped = f"{start}{_SHORTENED}{digest}"
     return escaped or "%"
 
 
 def group_document(attributes: Mapping[str, Any] | None = None) -> bytes:
-    """Spell the zarr.json of a group."""
+    """Serialize the zarr.json of a group."""
     return _json({"zarr_format": 3, "node_type": "group", "attributes": dict(attributes or {})})
 
 
 def array_document(tensor: LogicalTensor, chunk: tuple[int, ...], codec: str) -> bytes:
-    """Spell the zarr.json of a tensor's array."""
+    """Serialize the zarr.json of a tensor's array."""
     stored = _STORED_DTYPES.get(tensor.dtype, tensor.dtype)
     fill: Any = False if stored == "bool" else [0.0, 0.0] if stored.startswith("complex") else 0
     attributes = {"dtype": tensor.dtype} if stored != tensor.dtype else {}
@@ -86,7 +86,7 @@ def array_document(tensor: LogicalTensor, chunk: tuple[int, ...], codec: str) ->
 
 
 def blosc_configuration(dtype: str, codec: str) -> dict[str, Any]:
-    """Spell how Blosc compresses: bits of equal weight side by side, which suits floats."""
+    """Return Blosc's settings: it puts bits of equal weight together, which suits floats."""
     return {
         "cname": codec,
         "clevel": 5,

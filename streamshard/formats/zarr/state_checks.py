@@ -1,7 +1,7 @@
-"""Holds the parts of a store's training state against each other.
+"""Checks that the parts of a store's training state agree with each other.
 
-Each part was checked by itself when it was read. What readers of shards make agrees by the way in
-which it is made; a store was made by whoever made it.
+Each part was checked by itself when it was read. A checkpoint read from shards is consistent by
+construction; a store may come from an unknown source.
 """
 
 import math
@@ -15,12 +15,12 @@ from streamshard.model import BLOB, FILE, MASTER, MODULE
 
 
 def require_consistent(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint whose parts name what is not there.
+    """Refuse a checkpoint whose parts refer to something missing.
 
     Raises
     ------
     CorruptFileError
-        Something is named that is not there, or is there twice.
+        A part refers to something missing, or two tensors have one name.
     """
     index = checkpoint.tensor_index()
     if len(index) != len(checkpoint.tensors):
@@ -39,7 +39,7 @@ def require_consistent(checkpoint: Checkpoint) -> None:
 
 
 def _require_no_states(checkpoint: Checkpoint) -> None:
-    """Refuse what is said to be without optimizer states and has some."""
+    """Refuse a checkpoint that is marked as weights only and has optimizer states."""
     left = {tensor.state for tensor in checkpoint.tensors} - {MASTER, MODULE, BLOB, FILE}
     for family in checkpoint.families:
         for group in family.groups:
@@ -49,7 +49,7 @@ def _require_no_states(checkpoint: Checkpoint) -> None:
 
 
 def _require_tensors(family: Family, index: Mapping[tuple[str, str, str], int]) -> None:
-    """Require the tensors that the param groups and the module name."""
+    """Require the tensors to which the param groups and the module refer."""
     for group in family.groups:
         for state in (MASTER, *group.flat_states()):
             for param in group.params:
@@ -65,7 +65,7 @@ def _require_tensors(family: Family, index: Mapping[tuple[str, str, str], int]) 
 
 
 def _require_shapes(family: Family, checkpoint: Checkpoint) -> None:
-    """Require of the module's weights to be as large as the tensors that hold them."""
+    """Require that the module's weights have as many elements as the tensors that hold them."""
     index = checkpoint.tensor_index()
     for entry in family.module:
         if entry.kind == "extra":
@@ -82,7 +82,7 @@ def _require_shapes(family: Family, checkpoint: Checkpoint) -> None:
 
 
 def _require_uncut(family: Family) -> None:
-    """Require the entries that a model file has whose optimizer's state is not cut (stage 0)."""
+    """Require the entries of a model file at stage 0, where nothing is partitioned."""
     if family.groups or family.optimizer_file:
         raise CorruptFileError("is said to be of stage 0, and holds what a ZeRO stage has cut")
     if not {names.MODULE_STATE, names.WHOLE_OPTIMIZER} <= {*family.model_state}:

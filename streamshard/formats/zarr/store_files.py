@@ -1,4 +1,4 @@
-"""What files a store must consist of, by its training state and by its manifest."""
+"""Lists the files that a store must have, by its training state and by its manifest."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ MANIFEST_FILES: Final = (f"{MANIFEST_PATH}/zarr.json", f"{MANIFEST_PATH}/c/0")
 STATE_FILES: Final = (f"{STATE_PATH}/zarr.json", f"{STATE_PATH}/c/0")
 
 _TOLD_TWICE: Final = ("node_type", "shape", "data_type", "chunk_grid", "codecs")
-"""What a document says of an array that the training state says as well."""
+"""Keys of an array's document whose values the training state determines as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +31,23 @@ class ChunkPlace:
 
     path: str
     nbytes: int
-    """Content, what lies past the tensor's end included."""
+    """Size of the content, including the part past the tensor's end."""
     own_bytes: int
-    """Content that is the tensor's."""
+    """Size of the content that belongs to the tensor."""
 
 
 def may_be_store(root: Path) -> bool:
-    """Tell whether a directory has what a store of ours has, though it may be damaged."""
+    """Tell whether a directory looks like a store, which may be damaged."""
     return any((root / path).is_file() for path in (MANIFEST_FILES[1], STATE_FILES[1]))
 
 
 def read_manifest(root: Path) -> Manifest:
-    """Read a store's manifest, and hold the document of its array against it.
+    """Read a store's manifest, and check the document of the manifest's array.
 
     Raises
     ------
     SourceError, IntegrityError
-        It is missing or damaged; the message names the file.
+        The manifest is missing or damaged; the message names the file.
     """
     for path in MANIFEST_FILES:
         require_inside(root / path, root)
@@ -65,13 +65,13 @@ def read_manifest(root: Path) -> Manifest:
 def read_state(root: Path, manifest: Manifest) -> tuple[Checkpoint, store_state.ChunkShapes]:
     """Read a store's training state, and the shape of the chunks of every tensor.
 
-    There are no more chunks of all tensors than the manifest lists files, nor chunks that are
-    larger than what can be compressed.
+    The tensors together have no more chunks than the manifest lists files. No chunk is too large
+    to be compressed.
 
     Raises
     ------
     SourceError, IntegrityError
-        It is missing or damaged; the message names the file.
+        The training state is missing or damaged; the message names the file.
     """
     try:
         require_inside(root / STATE_FILES[1], root)
@@ -105,7 +105,7 @@ def _require_listed(
 def places(
     checkpoint: Checkpoint, shapes: store_state.ChunkShapes
 ) -> Iterator[tuple[str, list[ChunkPlace]]]:
-    """Yield the path of every tensor's array and its chunks, in the order of the elements."""
+    """Yield the path of every tensor's array, and its chunks in the order of their elements."""
     for tensor, shape in zip(checkpoint.tensors, shapes, strict=True):
         itemsize, step = ITEMSIZE[tensor.dtype], math.prod(shape)
         counts = [-(-n // c) for n, c in zip(tensor.shape, shape, strict=True)]
@@ -126,7 +126,7 @@ def places(
 def documents(
     checkpoint: Checkpoint, shapes: store_state.ChunkShapes, codec: str
 ) -> Mapping[str, bytes]:
-    """Spell the documents that a store must hold, but for those of the manifest."""
+    """Serialize the documents that a store must hold, except that of the manifest."""
     found = zarr_writer.documents(checkpoint, shapes, codec)
     return {**found, STATE_FILES[0]: b""}
 
@@ -142,5 +142,5 @@ def is_same_array(found: bytes, expected: bytes) -> bool:
 
 
 def content_bytes(record: FileRecord) -> int:
-    """Tell how much of an uncompressed chunk's file is content."""
+    """Return the size of the content in an uncompressed chunk's file."""
     return record.nbytes - CHECKSUM_BYTES

@@ -1,4 +1,4 @@
-"""The list of everything that a store consists of: sizes, checksums, digests of the tensors."""
+"""The manifest of a store: sizes and checksums of its files, digests of its tensors."""
 
 import base64
 import json
@@ -30,17 +30,17 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a store says of itself."""
+    """The contents of a store's manifest."""
 
     records: Mapping[str, FileRecord]
     """Every file but the manifest's own, by path relative to the store's root."""
     codec: str
     digests: Mapping[str, str] | None
-    """Array → the digest of its tensor's elements; None where an early version recorded none."""
+    """Array → the digest of its tensor's elements; None if an early version wrote the manifest."""
 
 
 def serialize(records: Mapping[str, FileRecord], codec: str, digests: Mapping[str, str]) -> bytes:
-    """Spell the manifest; `digests` has for every array the CRC-32 and CRC-32C of its elements."""
+    """Serialize the manifest; `digests` has the CRC-32 and CRC-32C of each array's elements."""
     files = {
         path: [record.nbytes, base64.b64encode(record.crc32s.astype("<u4").tobytes()).decode()]
         for path, record in records.items()
@@ -55,7 +55,7 @@ def read(data: bytes) -> Manifest:
     Raises
     ------
     CorruptFileError
-        It is not as `serialize` makes it.
+        The manifest does not have the form that `serialize` writes.
     """
     try:
         document: Any = strict_json.parse(data)

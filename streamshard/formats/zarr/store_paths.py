@@ -1,4 +1,4 @@
-"""Small files of a store, and paths in it: both are as whoever made it left them."""
+"""Reads small files of a store and checks paths in it. Neither is trusted."""
 
 from pathlib import Path
 from stat import S_ISREG
@@ -10,16 +10,16 @@ from streamshard.formats.zarr.chunks import require_checksum
 from streamshard.posix import read_all
 
 LIMIT_BYTES: Final = 1 << 30
-"""Size of the largest document, manifest or training state: a hole in a file costs nothing."""
+"""Most bytes of a document, manifest or training state. A sparse file can claim any size."""
 
 
 def require_inside(path: Path, root: Path) -> None:
-    """Refuse a path that symbolic links lead out of the store, wherever in it they are.
+    """Refuse a path in which a symbolic link leads out of the store.
 
     Raises
     ------
     SourceError
-        They do; the message says where to.
+        A link leads out; the message says where to.
     """
     if not is_inside(path, root):
         message = f"{path}: a symbolic link leads out of the store here, to {place_of(path)}"
@@ -27,16 +27,16 @@ def require_inside(path: Path, root: Path) -> None:
 
 
 def read_small(path: Path) -> bytes:
-    """Read a file that is no chunk.
+    """Read a small file: a document, the manifest or the training state.
 
     Raises
     ------
     IncompleteError
-        It is not there.
+        The file is missing.
     CorruptFileError
-        It is no regular file, or larger than any such file is.
+        The path is no regular file, or the file is larger than any such file.
     OSError
-        It cannot be read.
+        The file cannot be read.
     """
     try:
         stat = path.stat()
@@ -50,12 +50,12 @@ def read_small(path: Path) -> bytes:
 
 
 def read_checked(path: Path) -> bytes:
-    """Read a small array's only chunk; the checksum at its end is compared and left out.
+    """Read a small array's only chunk. The checksum at its end is checked and left out.
 
     Raises
     ------
     IntegrityError
-        The checksum is another.
+        The checksum does not match.
     SourceError, OSError
         See `read_small`.
     """

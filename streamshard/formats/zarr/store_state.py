@@ -1,4 +1,4 @@
-"""Training state of a store: a checkpoint's inert nodes as one pickle, read and written inertly."""
+"""The training state of a store: one pickle of inert nodes, read and written without running it."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -28,10 +28,10 @@ from streamshard.model import FILE, ITEMSIZE, LogicalTensor, Whole, ZeroLayout
 VERSION: Final = 1
 """Version of a store's format."""
 WEIGHTS_ONLY_VERSION: Final = 2
-"""Version of a store without optimizer states, which older readers would take for a checkpoint
-from before the first step."""
+"""Version of a store without optimizer states. As version 1, older readers would take it for a
+checkpoint from before the first step."""
 VERSIONS: Final = (VERSION, WEIGHTS_ONLY_VERSION)
-"""Versions that are read."""
+"""Versions that can be read."""
 
 _FLAT: Final = "flat"
 _SCALAR: Final = "scalar"
@@ -44,7 +44,7 @@ ChunkShapes = Sequence[tuple[int, ...]]
 
 
 def version_of(checkpoint: Checkpoint) -> int:
-    """Tell of which version a checkpoint's store is."""
+    """Return the format version of a checkpoint's store."""
     return VERSION if checkpoint.dropped is None else WEIGHTS_ONLY_VERSION
 
 
@@ -53,12 +53,12 @@ def dump(
     chunk_shapes: ChunkShapes,
     numbers: Mapping[int, int] | None = None,
 ) -> bytes:
-    """Spell everything of a checkpoint that is not a logical tensor's bytes.
+    """Serialize a checkpoint, except the bytes of its logical tensors.
 
     Parameters
     ----------
     numbers
-        Tensor → its number in what is spelled, where it is to have another one.
+        Tensor → its number in the result; by default all tensors keep their numbers.
     """
 
     def persistent_id(node: Node) -> Node | None:
@@ -69,7 +69,7 @@ def dump(
         tensor = node.content.tensor
         return ("blob", node.dtype, node.numel, tensor if numbers is None else numbers[tensor])
 
-    # Only where there is some, so that all other stores are as they always were.
+    # Present only if states were dropped, so that the format of all other stores is unchanged.
     dropped = {} if checkpoint.dropped is None else {"dropped": _values(checkpoint.dropped)}
     return inert_dump.dump(
         {
@@ -90,12 +90,12 @@ def dump(
 
 
 def load(data: bytes) -> tuple[Checkpoint, ChunkShapes]:
-    """Read what `dump` spelled.
+    """Read the bytes that `dump` returned.
 
     Raises
     ------
     CorruptFileError
-        The bytes are not what `dump` spells.
+        The bytes do not have the form that `dump` writes.
     """
     blobs: dict[tuple[str, int, int], Storage] = {}
 
@@ -103,7 +103,7 @@ def load(data: bytes) -> tuple[Checkpoint, ChunkShapes]:
         kind, dtype, numel, tensor = identifier
         if kind != "blob":
             raise CorruptFileError("a persistent id does not name a blob")
-        # One object for one blob: tensors that shared a storage are to share it again.
+        # One object per blob, so that tensors that shared a storage share it again.
         key = (_dtype(dtype), _count(numel), _count(tensor))
         return blobs.setdefault(key, Storage(*key[:2], Whole(tensor)))
 
@@ -134,12 +134,12 @@ def load(data: bytes) -> tuple[Checkpoint, ChunkShapes]:
 
 
 def require_readable(data: bytes) -> None:
-    """Read back what is about to be written, so that no store is written that cannot be read.
+    """Read back the bytes before they are written, so that no unreadable store is written.
 
     Raises
     ------
     UnsupportedError
-        What `dump` has serialized is beyond what `load` takes.
+        `load` refuses the bytes that `dump` returned.
     """
     try:
         load(data)
@@ -149,7 +149,7 @@ def require_readable(data: bytes) -> None:
 
 
 def blobs_in(checkpoint: Checkpoint) -> set[int]:
-    """List the tensors that hold storages of the training state."""
+    """Return the numbers of the tensors that hold storages of the training state."""
     found: set[int] = set()
 
     class Noting(dict[int, int]):
@@ -162,19 +162,19 @@ def blobs_in(checkpoint: Checkpoint) -> set[int]:
 
 
 def without(checkpoint: Checkpoint, left_out: Collection[int]) -> Checkpoint:
-    """Return a checkpoint that lacks some tensors, and files of them; it must not need them."""
+    """Return a checkpoint without some tensors and their files, which nothing else may need."""
     kept = [number for number in range(len(checkpoint.tensors)) if number not in left_out]
     tensors = tuple(checkpoint.tensors[number] for number in kept)
     held = {tensor.name for tensor in tensors if tensor.state == FILE}
     files = tuple(file for file in checkpoint.files if file.path in held)
-    # The training state names tensors by their numbers, deep inside.
+    # Nodes deep inside the training state refer to tensors by number.
     numbers = {number: new for new, number in enumerate(kept)}
     smaller = replace(checkpoint, tensors=tensors, files=files)
     return load(dump(smaller, (), numbers))[0]
 
 
 def _looked_into(root: Node) -> list[Node]:
-    """List what is not just carried, of which readers of shards ask no more than `LOOKED_INTO`."""
+    """List the interpreted values: all but copied ones. Of DeepSpeed's files: `LOOKED_INTO`."""
     found = [value for key, value in root.items() if key != "families"]
     for family in root["families"]:
         for key, value in family.items():
@@ -280,14 +280,14 @@ def _tensor(state: Node, name: Node, dtype: Node, shape: Node, family: Node) -> 
 
 
 def _family_name(value: Node) -> str:
-    """Read the name of a group around a family's arrays: the one name that no array escapes."""
+    """Read a family's name: the group around its arrays, the only unescaped part of their paths."""
     if value != "" and not names.is_name(_text(value)):
         raise CorruptFileError(f"{show(value)} is no name of a part of the model")
     return name_of(value)
 
 
 def _entry(name: Node, kind: Node, dtype: Node, shape: Node, alias_of: Node) -> ModuleEntry:
-    # What is kept as it is, such as `get_extra_state`, has neither dtype nor shape.
+    # An entry that is kept as it is, such as `get_extra_state`, has neither dtype nor shape.
     dtype = dtype if dtype == "" else _dtype(dtype)
     return ModuleEntry(name_of(name), _text(kind), dtype, shape_of(shape), name_of(alias_of))
 

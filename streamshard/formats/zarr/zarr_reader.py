@@ -1,4 +1,4 @@
-"""Opens a store: training state, manifest, and where the chunks of every logical tensor lie."""
+"""Opens a store: its training state, its manifest, and the chunk files of each logical tensor."""
 
 import math
 import os
@@ -51,7 +51,7 @@ def read(root: Path) -> Store:
     Raises
     ------
     SourceError, IntegrityError
-        It is no store, or not whole, or damaged; the message names the file.
+        The path is no store, or the store is incomplete or damaged; the message names the file.
     """
     for path in (ROOT_DOCUMENT, f"{MANIFEST_PATH}/c/0", f"{STATE_PATH}/c/0"):
         require_inside(root / path, root)
@@ -72,12 +72,12 @@ def read(root: Path) -> Store:
 
 
 def is_store(root: Path) -> bool:
-    """Tell whether a Zarr hierarchy is one of streamshard's stores, of whatever version."""
+    """Tell whether a Zarr hierarchy is one of streamshard's stores, of any version."""
     return _version(root) is not None
 
 
 def is_of_known_version(root: Path) -> bool:
-    """Tell whether a store says of itself that it is of a version that is read here."""
+    """Tell whether a store's recorded version can be read here."""
     return _version(root) in store_state.VERSIONS
 
 
@@ -140,7 +140,7 @@ class _StoreReader:
         return Store(self._checkpoint, source_map, self._decoders, self._codec_bytes)
 
     def _add(self, path: str, numel: int, itemsize: int) -> None:
-        """Add one chunk: Zarr would read a missing one as zeros, so it must be there, and whole."""
+        """Add one chunk. It must be complete: Zarr would read a missing chunk as zeros."""
         full, record = self._root / path, self._records.get(path)
         if record is None:
             raise CorruptFileError(f"{full}: a chunk that the manifest does not list")
@@ -175,6 +175,6 @@ class _StoreReader:
                 content_bytes=content_bytes,
             )
             self._decoders[len(self._files)] = chunk
-            # Twice, because the allocator keeps what the chunk before took.
+            # Twice, because the allocator keeps the memory of the previous chunk.
             self._codec_bytes = max(self._codec_bytes, 2 * (content_bytes + record.nbytes))
         self._files.append(SourceFile.of(full, stat))

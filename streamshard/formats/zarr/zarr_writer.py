@@ -1,4 +1,4 @@
-"""Spells the documents of a store."""
+"""Serializes the documents of a store."""
 
 from dataclasses import asdict, fields
 from typing import Any
@@ -12,7 +12,7 @@ from streamshard.model import BLOB, LogicalTensor
 def documents(
     checkpoint: Checkpoint, chunk_shapes: store_state.ChunkShapes, codec: str
 ) -> dict[str, bytes]:
-    """Spell the zarr.json of every group and of every tensor's array, by path."""
+    """Serialize the zarr.json of every group and of every tensor's array, by path."""
     found = {
         "zarr.json": group_document({ROOT_KEY: _attributes(checkpoint)}),
         "meta/zarr.json": group_document(),
@@ -27,7 +27,7 @@ def documents(
 
 
 def small_array_document(nbytes: int) -> bytes:
-    """Spell the zarr.json of raw bytes in one uncompressed chunk, whose key is `c/0`."""
+    """Serialize the zarr.json of raw bytes in one uncompressed chunk, whose key is `c/0`."""
     return array_document(LogicalTensor(BLOB, "", "uint8", (nbytes,)), (nbytes,), "none")
 
 

@@ -18,13 +18,13 @@ _MOST_SHOWN: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """Files in one directory whose names differ by rank only: ``optimizer.{rank:02d}.pt``."""
+    """Files in one directory whose names differ only in the rank: ``optimizer.{rank:02d}.pt``."""
 
     directory: Path
     name: str
 
     def file_name(self, rank: int) -> str:
-        """Name one rank's file.
+        """Return the name of one rank's file.
 
         >>> Template(Path("."), "optimizer.{rank:02d}.pt").file_name(3)
         'optimizer.03.pt'
@@ -32,7 +32,7 @@ class Template:
         return self.name.format(rank=rank)
 
     def rank_of(self, file_name: str) -> int | None:
-        """Tell the rank that a file name stands for; None if the template does not make it.
+        """Return the rank in a file name; None if the name does not fit the template.
 
         >>> Template(Path("."), "optimizer.{rank:02d}.pt").rank_of("optimizer.12.pt")
         12
@@ -49,7 +49,7 @@ class Template:
         Raises
         ------
         SourceError
-            There are none, or one is missing between others.
+            There are no files, or the file of a rank is missing between others.
         """
         where = self.directory / self.name
         if not self.directory.is_dir():
@@ -77,7 +77,7 @@ def parse(path: str) -> Template:
     Raises
     ------
     UsageError
-        It does not name the rank exactly once, in the file's name.
+        The template does not name the rank exactly once, in the file's name.
     """
     whole = Path(path)
     try:
@@ -93,24 +93,24 @@ def parse(path: str) -> Template:
     return template
 
 
-# Of files that are there --------------------------------------------------------------------------
+# Templates of existing files ----------------------------------------------------------------------
 
 
 def is_source_template(path: str) -> bool:
-    """Tell whether a path stands for the files of all ranks: a template, or a pattern of names."""
+    """Tell whether a path stands for the files of all ranks: a template or a file name pattern."""
     whole = Path(path)
     return is_template(path) or (bool(_WILDCARDS & {*whole.name}) and not whole.exists())
 
 
 def parse_source(path: str) -> Template:
-    """Read a template of files that are there, by their names: `raw/*.pt`, `{rank}` for `00`.
+    """Read a template of existing files: from a pattern `raw/*.pt`, or `{rank}` with its padding.
 
     Raises
     ------
     UsageError
-        It is no template, or more than one template makes the files that a pattern stands for.
+        The path is no template, or not exactly one template fits the files of a pattern.
     SourceNotFoundError
-        A pattern stands for no file.
+        A pattern matches no file.
     """
     whole = Path(path)
     if is_template(path):
@@ -132,7 +132,7 @@ def template_for(paths: Sequence[Path]) -> str:
     Raises
     ------
     UsageError
-        No template makes these files and no others; the message shows those that there are.
+        No template fits exactly these files; the message shows the templates that exist.
     """
     name = fitting([path.name for path in paths])
     where = paths[0].with_name(name or paths[0].name)
@@ -143,19 +143,19 @@ def template_for(paths: Sequence[Path]) -> str:
 
 
 def fitting(file_names: Sequence[str]) -> str | None:
-    """Find the one template that makes all of these names.
+    """Find the only template that fits all of these names; None if there is not exactly one.
 
     >>> fitting(["7b-00.pt", "7b-01.pt"]), fitting(["7b-0.pt", "7b-10.pt"]), fitting(["a", "b"])
     ('7b-{rank:02d}.pt', '7b-{rank}.pt', None)
     """
     found = [name for name, made in _templates(file_names) if len(made) == len(file_names)]
-    if len(found) > 1:  # of a single file: its name may hold other numbers than the rank
+    if len(found) > 1:  # a single file: its name may hold numbers other than the rank
         found = [name for name in found if Template(Path(), name).rank_of(file_names[0]) == 0]
     return found[0] if len(found) == 1 else None
 
 
 def template_of(file_name: str, beside: Iterable[str]) -> str | None:
-    """Find the template that makes a file's name and those of the other ranks' files beside it."""
+    """Find the template that fits a file and the other ranks' files in its directory."""
     made = {
         name: m
         for name, m in _templates(beside)
@@ -167,14 +167,14 @@ def template_of(file_name: str, beside: Iterable[str]) -> str | None:
 
 
 def hint_of_templates(path: Path) -> str:
-    """Say which templates make the files that lie where a path leads to."""
+    """Say which templates fit the files in a path's directory."""
     made = {
         name: ranks
         for name, ranks in _templates(_files_in(path.parent))
         if {*ranks} == {*range(len(ranks))} and name.endswith(_SUFFIXES)
     }
     most = sorted(made, key=lambda name: (-len(made[name]), name))
-    if len(most) > 1:  # of names such as `step0-rank3` every number might be a rank
+    if len(most) > 1:  # in names such as `step0-rank3` each number might be the rank
         most = [name for name in most if len(made[name]) > 1]
     if not most:
         return "; give a template such as 'ckpt/optimizer.{rank:02d}.pt'"
@@ -183,7 +183,7 @@ def hint_of_templates(path: Path) -> str:
 
 
 def _as_padded(template: Template) -> Template:
-    """Give a template the padding that all of the files have, where its own leaves some out."""
+    """Use the padding of the existing files if the template's own padding misses some of them."""
     before, after = _literals(template.name)
     names = _files_in(template.directory)
     alike = [n for n in names if re.fullmatch(f"{re.escape(before)}[0-9]+{re.escape(after)}", n)]
@@ -203,7 +203,7 @@ def _files_in(directory: Path) -> list[str]:
 
 
 def _templates(file_names: Iterable[str]) -> Iterator[tuple[str, list[int]]]:
-    """Yield every template that makes some of these names, each number in turn as the rank."""
+    """Yield each template that fits some names, with its ranks; each number in turn is the rank."""
     numbers: dict[tuple[str, str], list[str]] = {}
     for name in file_names:
         for match in _NUMBER.finditer(name):

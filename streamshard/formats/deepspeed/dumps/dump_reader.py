@@ -1,8 +1,8 @@
-"""Reads raw per-rank dumps: what `torch.save(optimizer.state_dict(), …)` on every rank leaves.
+"""Reads raw per-rank dumps: files that `torch.save(optimizer.state_dict(), …)` wrote on each rank.
 
-They have neither model files nor a config. Stages 1 and 2 name the parameters and tell their
-sizes in `param_slice_mappings`; stage 3 tells neither, so another checkpoint of the same model
-has to.
+Dumps come without model files and without a config. Stages 1 and 2 record the parameters' names
+and sizes in `param_slice_mappings`. Stage 3 records neither, so it needs a reference checkpoint of
+the same model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -54,12 +54,12 @@ def read(
     Parameters
     ----------
     name
-        What to call the set.
+        Name for the set of dumps.
     config
         DeepSpeed config of the job, if known.
     like
-        Another checkpoint of the same job: for names and shapes of the parameters, which stage 3
-        cannot do without, and for hyper-parameters that `elastic_checkpoint` does not keep.
+        Reference checkpoint of the same job. It supplies the names and shapes of the parameters,
+        which stage 3 needs, and the hyper-parameters that `elastic_checkpoint` does not save.
 
     Raises
     ------
@@ -127,7 +127,7 @@ def read(
 def _require_known_momentum(
     family: Family, layout: ZeroLayout, config: ds_config.Config | None, path: Path
 ) -> None:
-    """Refuse to guess how the ranks that resume will want Muon's momentum."""
+    """Refuse Muon without a config: how to store its momentum for resuming is then unknown."""
     if config is None and any(family.whole_states(group, layout) for group in family.groups):
         message = (
             f"{path}: trained with Muon, whose '{names.MOMENTUM}' is kept in one way with "
@@ -157,7 +157,7 @@ def _check_world_size(states: Sequence[Mapping[str, Node]], paths: Sequence[Path
 def _units_like(
     optimizer: OptimizerReader, path: Path, like: Checkpoint | None, world_size: int
 ) -> list[Shapes]:
-    """Find which of another checkpoint's parameters each sub-group holds, by their lengths."""
+    """Assign the reference checkpoint's parameters to the sub-groups, by length."""
     if like is None:
         message = (
             f"{path}: dumps of stage 3 tell neither names nor shapes of the parameters, without "
@@ -193,7 +193,7 @@ def _units_like(
 
 
 def _require_known_order(like: Checkpoint, path: Path) -> None:
-    """Refuse to take the order of Muon's parameters from another stage, where it may be another."""
+    """Refuse the order of Muon's parameters from another stage, which may order them otherwise."""
     family = like.families[0]
     for group, shapes in zip(family.groups, like.group_shapes(family), strict=True):
         if like.layout.stage < 3 and family.is_muon(group) and len({*shapes.values()}) > 1:

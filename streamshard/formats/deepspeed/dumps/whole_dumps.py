@@ -1,4 +1,4 @@
-"""Refuses dumps of optimizers that ZeRO has not cut: each rank's file holds all there is."""
+"""Refuses dumps of optimizers that ZeRO did not partition: each rank's file is complete."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,12 +11,12 @@ from streamshard.formats.torch.tree_comparison import spell_few
 
 
 def refuse_whole(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> None:
-    """Refuse dumps of which any one is all there is to load.
+    """Refuse dumps in which nothing is partitioned. Any rank's file alone can be loaded.
 
     Raises
     ------
     UnsupportedError
-        They are such dumps; or are no dumps of ZeRO's, and not alike.
+        The dumps are not partitioned. If they differ, the message says so.
     """
     kind = kind_of_whole_dump(states[0])
     if kind is None:

@@ -1,1 +1,1 @@
-"""Reads DeepSpeed's shards into a checkpoint that knows no ranks."""
+"""Reads DeepSpeed's shards into a checkpoint that is independent of ranks."""

@@ -1,4 +1,4 @@
-"""Requires of the ranks' files that they are of one save, and that none is missing."""
+"""Checks that the ranks' files belong to one save, and that none is missing."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,11 +22,11 @@ CUT_KEYS: Final = frozenset(
         names.SLICE_MAPPINGS,
     }
 )
-"""Entries of the optimizer's state that depend on the cutting."""
+"""Entries of the optimizer's state that depend on the partitioning."""
 
 
 def family_stage(states: Sequence[Mapping[str, Node]], files: FamilyFiles) -> int:
-    """Read the ZeRO stage, which the kind of model files has to fit as well."""
+    """Return the ZeRO stage. Refuse model files that do not fit this stage."""
     stage = stage_of(states, files.optimizer_files)
     if (stage == 3) != (len(files.model_files) > 1 or "zero_pp" in files.model_files[0].name):
         message = f"{files.model_files[0]} does not belong to optimizer files of stage {stage}"
@@ -35,8 +35,8 @@ def family_stage(states: Sequence[Mapping[str, Node]], files: FamilyFiles) -> in
 
 
 def stage_of(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> int:
-    """Read the ZeRO stage that all ranks' optimizer states agree about."""
-    # BF16_Optimizer, which does what stage 1 does, does not say so.
+    """Return the ZeRO stage in which the optimizer states of all ranks agree."""
+    # BF16_Optimizer works like stage 1, but does not record a stage.
     stages = [_enum_value(state.get(names.ZERO_STAGE, 1)) for state in states]
     for stage, path in zip(stages, paths, strict=True):
         if stage not in (1, 2, 3):
@@ -48,9 +48,9 @@ def stage_of(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> int
 
 
 def _enum_value(node: Node) -> Node:
-    """Read an int or an enum of ints, which pickles as a call of its class with the value.
+    """Read an int, or a member of an int enum, which is pickled as a call of its class.
 
-    Python 3.11 pickled it as an attribute of its class at first; Debian 12 has such a version.
+    Early Python 3.11 pickled it as an attribute of its class; Debian 12 has such a version.
     """
     if not isinstance(node, Call):
         return node
@@ -64,7 +64,7 @@ def _enum_value(node: Node) -> Node:
 def check_world_size(
     states: Sequence[Mapping[str, Node]], models: Sequence[Mapping[str, Node]], files: FamilyFiles
 ) -> None:
-    """Refuse sets in which a file says that there were more or fewer ranks than there are files."""
+    """Refuse a set of files if a file records another count of ranks than there are files."""
     found = len(states)
     said = [
         (require(model, names.DP_WORLD_SIZE, path), path)
@@ -89,9 +89,10 @@ def check_world_size(
 
 
 def rank_counts(state: Mapping[str, Node], path: Path) -> list[Node]:
-    """Read among how many ranks an optimizer's state was cut, from all that tells it.
+    """Return all counts of ranks that an optimizer's state records for its partitioning.
 
-    A group of experts tells how many ranks share each expert, of which any divisor will do.
+    Groups of experts are left out: they record how many ranks share each expert, which may be any
+    divisor of the count of ranks.
     """
     counts = require(state, names.PARTITION_COUNT, path)
     if not isinstance(counts, list):
@@ -106,7 +107,7 @@ def rank_counts(state: Mapping[str, Node], path: Path) -> list[Node]:
 
 
 def check_agreement(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> None:
-    """Refuse ranks that disagree about what does not depend on the rank."""
+    """Refuse ranks that disagree about values that do not depend on the rank."""
     first, *rest = [
         fingerprints({k: value for k, value in state.items() if k not in CUT_KEYS}, path)
         for state, path in zip(states, paths, strict=True)

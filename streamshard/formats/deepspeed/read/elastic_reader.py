@@ -1,7 +1,7 @@
-"""Reads what `elastic_checkpoint` saves as if it had been saved without.
+"""Reads optimizer states saved with `elastic_checkpoint` as if saved without it.
 
-`DeepSpeedZeroOptimizer.state_dict` (0.19.8) then keeps a list of the groups' states, without their
-padding, in place of the wrapped optimizer's state dict, and no hyper-parameters.
+With it, `DeepSpeedZeroOptimizer.state_dict` (0.19.8) saves a list of the groups' states, without
+padding, in place of the wrapped optimizer's state dict. It saves no hyper-parameters.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,20 +24,20 @@ def is_elastic(states: Sequence[Mapping[str, Node]]) -> bool:
 def make_rigid(
     states: Sequence[dict[str, Node]], paths: Sequence[Path], like: Family | None
 ) -> None:
-    """Put the wrapped optimizer's state dict where `elastic_checkpoint` left a list.
+    """Replace the list that `elastic_checkpoint` saved by the wrapped optimizer's state dict.
 
     Parameters
     ----------
     like
-        The same part of the model in another checkpoint of the same job, whose hyper-parameters
-        are taken.
+        The same part of the model in a reference checkpoint of the same job. It supplies the
+        hyper-parameters.
 
     Raises
     ------
     UnsupportedError
-        No such checkpoint is given, or its hyper-parameters are tensors.
+        There is no reference checkpoint, or its hyper-parameters are tensors.
     DisagreementError
-        It is not of the same optimizer, or only some ranks' states are elastic.
+        The reference has another optimizer, or only some ranks' states are elastic.
     """
     if like is None:
         message = (
@@ -73,12 +73,12 @@ def _rigid(state: dict[str, Node], path: Path, groups: Sequence[Mapping[str, Any
 
 
 def require_same_groups(params: Sequence[Sequence[str]], like: Family, path: Path) -> None:
-    """Refuse hyper-parameters of groups that hold other parameters.
+    """Refuse a reference checkpoint whose param groups hold other parameters.
 
     Parameters
     ----------
     params
-        Names of each group's parameters, as the files spell them.
+        Names of each group's parameters, as in the files.
     """
     theirs = {g.number: g.params for g in like.groups if g.expert_rank == 0}
     for number, own in enumerate(params):

@@ -1,4 +1,4 @@
-"""Reads what one family of a native ZeRO checkpoint saved: its optimizer and model files."""
+"""Reads one family of a native ZeRO checkpoint: its optimizer and model files."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -36,18 +36,18 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class FamilyReading:
-    """A family as it was read, with its logical tensors and where they lie."""
+    """A family that was read, with its logical tensors and their places in the files."""
 
     family: Family
     family_map: FamilyMap
     layout: ZeroLayout
     tensors: Sequence[LogicalTensor]
-    """Numbered by the checkpoint from `first` on."""
+    """Their numbers in the checkpoint begin with `first`."""
     whole: Mapping[int, tuple[int, int]]
     shards: Mapping[int, Slot]
     module_dtype: str
     tied: Mapping[str, str]
-    """Parameter → the other name under which its values are kept, as the files list it."""
+    """Parameter → the other name under which its values are saved, as the files list it."""
     notes: Sequence[str]
 
 
@@ -65,14 +65,14 @@ def read_family(
     Parameters
     ----------
     name
-        What the family is called in a checkpoint that has several, else empty.
+        Name of the family if the checkpoint has several, else empty.
     first
         Number of the family's first logical tensor in the checkpoint.
     tied
-        What the first family's files list as tied: the first of all ranks alone knows it.
+        Tied parameters that the first family's files list: only the first of all ranks saves them.
     like
-        The same part of the model in another checkpoint of the job, for hyper-parameters that
-        these files do not keep.
+        The same part of the model in a reference checkpoint of the job, for hyper-parameters that
+        these files lack.
 
     Raises
     ------
@@ -118,7 +118,7 @@ def read_family(
     tensors += module.tensors
 
     param_ids = optimizer.param_ids([list(unit) for unit in shapes], entries)
-    where = family_map(optimizer, layout, shapes)  # also from what is stripped now
+    where = family_map(optimizer, layout, shapes)  # before the next lines strip what it reads
     strip_optimizer(states[0], stage)
     module.strip(entries)
     whole = dict(module_map.whole)
@@ -139,7 +139,7 @@ def read_family(
 def family_map(
     optimizer: OptimizerReader, layout: ZeroLayout, units: Sequence[Mapping[str, object]]
 ) -> FamilyMap:
-    """Say where a family's optimizer keeps its states, once its groups have been read."""
+    """Return where a family's optimizer keeps its states. Its groups must have been read."""
     if layout.stage == 3:
         return FamilyMap(
             sub_groups=optimizer.slots, sub_group_params=tuple(tuple(unit) for unit in units)
@@ -156,7 +156,7 @@ def _param_shapes(
     first = models[0].root
     units = first.get(names.PARAM_SHAPES)
     if names.PARAM_SHAPES in first and units is None and optimizer.is_bf16_optimizer:
-        # Without a ZeRO stage the model file lists none, and BF16_Optimizer saves all the same.
+        # Without a ZeRO stage the model file lists no shapes, but BF16_Optimizer saves its states.
         return _with_shapes(
             recorded_units(optimizer, files.optimizer_files), first[names.MODULE_STATE]
         )
@@ -172,9 +172,9 @@ def _param_shapes(
 
 
 def recorded_units(optimizer: OptimizerReader, paths: Sequence[Path]) -> list[Shapes]:
-    """Read names and sizes from the slices that the ranks record, in the group's own order.
+    """Read parameter names and sizes from the slices that the ranks record, in the group's order.
 
-    A parameter's slices on all ranks add up to it. Its shape is not known and not needed.
+    A parameter's size is the sum of its slices on all ranks. Its shape is unknown and not needed.
     """
     found: list[dict[str, int]] = []
     for recorded, path in zip(optimizer.recorded(), paths, strict=True):
@@ -188,7 +188,7 @@ def recorded_units(optimizer: OptimizerReader, paths: Sequence[Path]) -> list[Sh
         for unit, slices in zip(found, recorded.slices, strict=True):
             for name, _, numel in slices:
                 unit[name] = unit.get(name, 0) + numel
-    # All expert ranks name their experts alike, and each of them adds its own.
+    # All expert ranks use the same names for their experts, so each name adds up all of them.
     return [
         {name: (numel // optimizer.expert_parallel(number),) for name, numel in unit.items()}
         for number, unit in enumerate(found)
@@ -196,7 +196,7 @@ def recorded_units(optimizer: OptimizerReader, paths: Sequence[Path]) -> list[Sh
 
 
 def _with_shapes(units: Sequence[Shapes], module: Node) -> list[Shapes]:
-    """Give parameters of known size the shape that the module's weights have, if they are there."""
+    """Replace flat shapes by those of the module's weights, if the module has the weights."""
     held = module if isinstance(module, dict) else {}
     weights = {name: tensor_of(held.get(name)) for unit in units for name in unit}
     return [
@@ -223,7 +223,7 @@ def optimizer_tensors(
     Parameters
     ----------
     shapes
-        Of the parameters as the files name them: every expert rank counts its experts from 0.
+        Shape of each parameter, by its name in the files: each expert rank counts from 0.
     """
     serialized = {group.number: group.params for group in groups if group.expert_rank == 0}
     tensors = [
@@ -240,7 +240,7 @@ def optimizer_tensors(
 
 
 def strip_optimizer(state: dict[str, Node], stage: int) -> None:
-    """Empty what depends on the cutting, leaving every key where it stands."""
+    """Empty the entries that depend on the partitioning, and keep every key in its place."""
     inner = state[names.OPTIMIZER if stage == 3 else names.BASE_OPTIMIZER]
     inner["state"] = {}
     for group in inner["param_groups"]:
@@ -258,7 +258,7 @@ def adopt_blobs(
     first: int,
     family: str,
 ) -> None:
-    """Make every storage that is left in the training state a logical tensor of raw bytes.
+    """Turn each storage that is left in the training state into a logical tensor of raw bytes.
 
     Parameters
     ----------

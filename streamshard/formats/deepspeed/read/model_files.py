@@ -1,4 +1,4 @@
-"""Opens the model files of a family, of which stage 3 saves one per rank, and compares them."""
+"""Opens and compares the model files of a family: one per rank in stage 3, else one."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,17 +16,17 @@ Entries = Mapping[Node, Node]
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """A model file: an object that may be another file's as well, and where it lies."""
+    """A model file and the object in it, which may be shared with an earlier file."""
 
     path: Path
     number: int
-    """By which storages of this file name it."""
+    """Number by which the storages of this file refer to it."""
     root: dict[str, Any]
     twin: Twin | None = None
-    """Set where the object is that of a file before, whose name and checksums its storages bear."""
+    """Set if `root` is an earlier file's object. Its storages have that file's path and CRC-32."""
 
     def checksum(self, storage: Storage) -> int:
-        """CRC-32 of what one of the object's storages holds in this file."""
+        """Return the CRC-32 of a storage's content in this file."""
         if self.twin is None:
             return torch_file.checksum(storage)
         crc32 = self.twin.crc32(storage)
@@ -35,12 +35,12 @@ class ModelFile:
 
 
 def read_models(sources: SourceFiles, paths: Sequence[Path]) -> list[ModelFile]:
-    """Open a family's model files, parsing those that hold the same object only once.
+    """Open a family's model files. Files with the same object are parsed only once.
 
     Raises
     ------
     SourceError
-        One of them cannot be read.
+        A file cannot be read.
     """
     twins = Twins()
     files: list[ModelFile] = []
@@ -58,26 +58,26 @@ def read_models(sources: SourceFiles, paths: Sequence[Path]) -> list[ModelFile]:
 
 @dataclass(frozen=True, slots=True)
 class _Looked:
-    """What came of comparing one file with the first."""
+    """The result of comparing one file with the first."""
 
     entries: Entries
     wrong: Sequence[Node]
     """Keys of entries that differ."""
     places: Mapping[Node, frozenset[int]]
-    """Of every entry, the offsets of its storages."""
+    """Entry → the offsets of its storages."""
 
 
 def differences(
     files: Sequence[ModelFile], entries: Callable[[ModelFile], Entries]
 ) -> Iterator[tuple[ModelFile, list[Node]]]:
-    """Yield every file that differs from the first in some entries, with these entries' keys.
+    """Yield each file that differs from the first in some entries, with the keys of these entries.
 
-    Of files that hold one object only what has other checksums is compared again.
+    If files share one object, only the entries with other checksums are compared again.
 
     Parameters
     ----------
     entries
-        Picks what is to be compared of a file; it is asked once for every object.
+        Selects the entries of a file to compare; called once for each object.
 
     Raises
     ------
@@ -101,7 +101,7 @@ def differences(
 
 
 def _of_twin(file: ModelFile, twin: Twin, like: _Looked, first: Mapping[Node, bytes]) -> list[Node]:
-    """List the keys of entries in which a twin differs from the first file."""
+    """List the keys of entries in which a file with a shared object differs from the first."""
     changed = twin.changed()
     again = {
         key: like.entries[key] for key, at in like.places.items() if not changed.isdisjoint(at)

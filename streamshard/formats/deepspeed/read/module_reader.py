@@ -1,4 +1,4 @@
-"""Reads what the model files hold: module weights, buffers, frozen weights, tied names."""
+"""Reads the contents of model files: module weights, buffers, frozen weights, tied names."""
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ CUT_KEYS: Final = frozenset(
         names.DP_WORLD_SIZE,
     }
 )
-"""Entries of a model file that depend on the cutting, or that the module's entries restate."""
+"""Entries of a model file that depend on the partitioning, or follow from the module's entries."""
 
 _EXTRA_STATE = "_extra_state"
 """Last part of the key under which `Module.get_extra_state` is saved; it may be a tensor."""
@@ -36,14 +36,14 @@ _EXTRA_STATE = "_extra_state"
 
 @dataclass(slots=True)
 class ModuleMap:
-    """Where the module's own tensors lie."""
+    """The places of the module's own tensors in the files."""
 
     whole: dict[int, tuple[int, int]] = field(default_factory=dict)
     shards: dict[int, Slot] = field(default_factory=dict)
 
 
 class ModuleReader:
-    """Understands the model files of one tag."""
+    """Reads the model files of one family."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class ModuleReader:
         self._path = files[0].path
         self._stage = stage
         module = require(self._first, names.MODULE_STATE, self._path)
-        # With pipeline parallelism each layer's weights are in a file of their own.
+        # With pipeline parallelism each layer's weights are in a separate file.
         self._module: dict[str, Node] = {} if module is None else module
         if not isinstance(self._module, dict):
             raise CorruptFileError(f"{self._path}: its '{names.MODULE_STATE}' is no state dict")
@@ -68,9 +68,9 @@ class ModuleReader:
         )
 
     def _as_in_module(self, listed: Mapping[str, str]) -> Mapping[str, str]:
-        """Name what a model file lists as its module's state dict does.
+        """Rename the listed parameters to their names in the module's state dict.
 
-        Random layer token dropping wraps layers; the state dict alone is saved without that.
+        Random layer token dropping wraps layers. Only the state dict is saved without the wrapper.
         """
         if self._first.get(names.RANDOM_LTD) is None:
             return listed
@@ -78,12 +78,12 @@ class ModuleReader:
         return {plain(name): plain(other) for name, other in listed.items()}
 
     def entries(self, trained: Mapping[str, tuple[int, ...]]) -> tuple[ModuleEntry, ...]:
-        """Say what each entry of the module's state dict is.
+        """Classify each entry of the module's state dict.
 
         Parameters
         ----------
         trained
-            Shapes of the trained parameters: in stage 3 the entries are empty placeholders.
+            Shapes of the trained parameters, whose entries in stage 3 are empty placeholders.
         """
         with of_file(self._path):
             return self._entries(trained)
@@ -124,12 +124,12 @@ class ModuleReader:
         seen: dict[tuple[object, ...], str],
         listed: Mapping[str, object],
     ) -> str:
-        """Find the entry that this one is another name of; empty if it is the first of its own.
+        """Return the entry that this entry is another name of; empty if it is not an alias.
 
-        Only stages 0 to 2 show it in memory: in stage 3 all that is left is the list that rank 0
-        keeps. Below stage 3 that list names whatever begins at one address
-        (`DeepSpeedEngine._get_shared_params`, 0.19.8): slices, and all that has no elements. So
-        the values decide there, and in any stage what is listed as a parameter is one of its own.
+        Below stage 3 aliases share memory. In stage 3 only the list that rank 0 saves shows them.
+        Below stage 3 that list also has tensors that merely begin at the same address
+        (`DeepSpeedEngine._get_shared_params`, 0.19.8): slices, and tensors without elements. There
+        the values decide. In any stage a name listed as a parameter is not an alias.
         """
         tied = self.tied.get(name, "")
         if self._stage == 3:
@@ -153,29 +153,29 @@ class ModuleReader:
             return "param"
         if self._is_excluded(name, trained):
             return "excluded"
-        # Without a list of frozen parameters, which stage 1 and DeepSpeed before 0.9.1 do not keep,
-        # whatever is no buffer and not trained is one.
+        # Stage 1 and DeepSpeed before 0.9.1 save no list of frozen parameters: there, an entry that
+        # is neither a buffer nor trained is frozen.
         listed = self._stage > 1 and names.FROZEN_SHAPES in self._first
         return "frozen" if name in self._frozen_shapes or not listed else "loose"
 
     def _is_excluded(self, name: str, trained: Mapping[str, object]) -> bool:
-        """Tell whether a name is one of a frozen weight that was saved under none of the others.
+        """Tell whether a name belongs to a frozen weight whose values were left out.
 
-        `DeepSpeedEngine.module_state_dict` (0.19.8) takes frozen weights out under the first of
-        their names alone.
+        `DeepSpeedEngine.module_state_dict` (0.19.8) removes a frozen weight under the first of its
+        names only, so its other names remain.
         """
         other = self.tied.get(name)
         listed = self._first.get(names.FROZEN_SHAPES) is not None
         return other not in (None, *self._module, *trained) and not listed
 
     def dtype(self, entries: Sequence[ModuleEntry]) -> str | None:
-        """Tell the dtype of the trained weights as the module holds them."""
+        """Return the dtype of the trained weights in the module; None if there are none."""
         return next((entry.dtype for entry in entries if entry.kind == "param"), None)
 
     def place(self, entries: Sequence[ModuleEntry], *, first: int, family: str) -> ModuleMap:
-        """Number the module's own tensors from `first` on and say where they lie.
+        """Number the module's own tensors from `first` on, and return their places.
 
-        Stage 3 keeps no module weights of trained parameters: they are casts of the masters.
+        Stage 3 saves no module weights of trained parameters: they are casts of the masters.
         """
         found = ModuleMap()
         for entry in entries:
@@ -235,7 +235,7 @@ class ModuleReader:
         return shard.require_contiguous(what)
 
     def _compare_ranks(self, entries: Sequence[ModuleEntry]) -> None:
-        """Note what rank files hold besides their shards and do not agree about."""
+        """Note the entries besides the shards about which the ranks' files disagree."""
         for file in self._files[1:]:
             module = file.root.get(names.MODULE_STATE)
             if not isinstance(module, dict):
@@ -254,9 +254,9 @@ class ModuleReader:
             self.notes.append(ranks_differ(differing))
 
     def strip(self, entries: Sequence[ModuleEntry]) -> None:
-        """Empty what depends on the cutting in rank 0's file, leaving every key where it stands."""
+        """Empty the entries of rank 0's file that depend on the partitioning; keep the keys."""
         tied = self._as_in_module(self._first.get(names.SHARED_PARAMS) or {})
-        # Of no weight that is in the module: of a pipeline's layers, or left out as frozen.
+        # Ties of weights outside of the module: of pipeline layers, or of frozen weights left out.
         elsewhere = OrderedDict(pair for pair in tied.items() if pair[0] not in self._module)
         self.strip_module(entries)
         if self._first.get(names.RANDOM_LTD) is not None:
@@ -265,18 +265,18 @@ class ModuleReader:
             self._first[names.BUFFER_NAMES] = [names.without_dropping(name) for name in listed]
         for key in CUT_KEYS - {names.MODULE_STATE}:
             if self._first.get(key) is not None:
-                # An empty value, not None: that is what says that frozen weights were left out.
+                # An empty value, because None means that frozen weights were left out.
                 self._first[key] = elsewhere if key == names.SHARED_PARAMS else OrderedDict()
 
     def strip_module(self, entries: Sequence[ModuleEntry]) -> None:
-        """Take the tensors that have become logical tensors out of the module's state dict."""
+        """Remove the tensors that are now logical tensors from the module's state dict."""
         kept = {entry.name for entry in entries if entry.kind == "extra"}
         for name in [name for name in self._module if name not in kept]:
             del self._module[name]
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Tell whether a tensor can be stored as its elements in a row; others go as whole storages."""
+    """Tell whether a tensor is contiguous. Other tensors are copied as whole storages."""
     try:
         tensor.require_contiguous("")
     except UnsupportedError:

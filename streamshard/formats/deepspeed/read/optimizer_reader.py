@@ -1,7 +1,7 @@
-"""Reads what the ranks' optimizer files hold, group by group or sub-group by sub-group.
+"""Reads the ranks' optimizer files, group by group or sub-group by sub-group.
 
-"Unit" is what a rank flattens into one tensor: a param group in stages 1 and 2, a sub-group in
-stage 3.
+A "unit" is a set of parameters that a rank flattens into one tensor: a param group in stages 1
+and 2, a sub-group in stage 3.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,11 +28,11 @@ from streamshard.formats.torch.torch_tensor import Tensor, storages_in, tensor_o
 from streamshard.model import MASTER, RecordedCut, Slot, ZeroLayout
 
 _STATES_LIMIT: Final = 100
-"""Of one group; each takes a tensor's worth of work on every rank."""
+"""Most states of one group. Each state takes the work of one tensor on every rank."""
 
 
 class OptimizerReader:
-    """Collects the optimizer's groups and where each rank keeps its part of every state."""
+    """Collects the optimizer's groups, and the place of each rank's part of every state."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class OptimizerReader:
         strips_states: bool = False,
     ) -> None:
         self.slots: dict[tuple[int, str], Slot] = {}
-        """(param group, state), in stage 3 (unit, state) → where each rank that has it keeps it."""
+        """(param group, state), in stage 3 (unit, state) → its places in the files of its ranks."""
         self.strips_states = strips_states
-        """Whether states are saved without their padding, as masters are."""
+        """Whether states are saved without padding, as masters are."""
         self._sources = sources
         self._paths = paths
         self._states = states
@@ -65,7 +65,7 @@ class OptimizerReader:
         self._require_known()
 
     def _require_paddings(self) -> None:
-        """Refuse files that do not tell how much of the masters' padding they leave out."""
+        """Refuse files that leave out padding of the masters and do not record how much."""
         for rank, path in enumerate(self._paths):
             if self._strips_masters(rank) and names.GROUP_PADDINGS not in self._states[rank]:
                 message = f"{path}: no '{names.GROUP_PADDINGS}' in it; saved before DeepSpeed 0.7"
@@ -78,7 +78,7 @@ class OptimizerReader:
         return inner
 
     def _require_known(self) -> None:
-        """Refuse an optimizer with tensors that are no group's state, or of which ranks differ."""
+        """Refuse tensors that are no group's state, and other entries in which ranks differ."""
         known = {"state", "param_groups"}
         plain = [{key: n for key, n in inner.items() if key not in known} for inner in self._inner]
         for rank, (inner, beside) in enumerate(zip(self._inner, plain, strict=True)):
@@ -106,7 +106,7 @@ class OptimizerReader:
         Raises
         ------
         DisagreementError
-            Ranks, or sub-groups of one group, differ in what they must have in common.
+            Ranks, or sub-groups of one group, differ in values that must be equal.
         UnsupportedError
             A state is neither per element nor a scalar.
         """
@@ -139,7 +139,7 @@ class OptimizerReader:
     def _require_one_kind(self, groups: Sequence[ParamGroup]) -> None:
         """Refuse a state that has an element per parameter element in some groups only.
 
-        Where a rank holds one element of a group, a scalar of shape (1,) looks like such a state.
+        If a rank holds one element of a group, a scalar of shape (1,) looks like such a state.
         """
         flat = {key for group in groups for key in group.flat_states()}
         for group in groups:
@@ -154,11 +154,11 @@ class OptimizerReader:
 
     @property
     def is_bf16_optimizer(self) -> bool:
-        """Whether it was a `BF16_Optimizer` that saved."""
+        """Whether a `BF16_Optimizer` saved the files."""
         return self._layout.bf16_optimizer
 
     def expert_parallel(self, number: int) -> int:
-        """Tell how many expert ranks there are to a param group: 1 if it holds no experts."""
+        """Return the count of expert ranks of a param group: 1 if it holds no experts."""
         if self._inner[0]["param_groups"][number].get(names.IS_EXPERTS) is not True:
             return 1
         world_size = self._layout.world_size
@@ -175,7 +175,7 @@ class OptimizerReader:
     def _states_of(
         self, members: Sequence[int], group: int, expert_parallel: int, expert_rank: int
     ) -> dict[str, Node] | None:
-        """Read the states of one param group, whose units must agree about what is not cut."""
+        """Read the states of one param group. Its units must agree about unpartitioned values."""
         places = enumerate(
             self._layout.expert_place(rank, expert_parallel) for rank in range(len(self._states))
         )
@@ -190,7 +190,7 @@ class OptimizerReader:
         return states[0] if states else None
 
     def members(self, unit_count: int) -> list[list[int]]:
-        """Tell which units each param group consists of."""
+        """Return the units of each param group."""
         listed = [group.get("params") for group in self._inner[0]["param_groups"]]
         if list(chain.from_iterable(listed)) != list(range(unit_count)):
             message = f"{self._paths[0]}: param groups do not number {unit_count} groups"
@@ -198,7 +198,7 @@ class OptimizerReader:
         return [list(params) for params in listed]
 
     def lengths(self) -> list[int]:
-        """Tell how many elements of each unit a rank holds."""
+        """Return how many elements of each unit a rank holds."""
         return [master.numel for master in self._masters[0]]
 
     def _check_hyper_parameters(self) -> None:
@@ -209,13 +209,13 @@ class OptimizerReader:
                 raise DisagreementError(f"{message}: they are not of one step of one run")
 
     def _unit_states(self, unit: int, slot: int, ranks: Sequence[int]) -> dict[str, Node] | None:
-        """Read one unit's states on some ranks and note where they lie; None if there are none."""
+        """Read one unit's states on some ranks and record their places; None without states."""
         self._add_slot(slot, MASTER, ranks, {rank: self._masters[rank][unit] for rank in ranks})
         if not any(unit in self._inner[rank]["state"] for rank in ranks):
             return None
         held = {rank: self._inner[rank]["state"].get(unit, {}) for rank in ranks}
         if self._is_muon(unit):
-            # A rank that owns no parameter has no momentum; that it owns none is checked later.
+            # A rank that owns no parameter has no momentum. That it owns none is checked later.
             held = {rank: states for rank, states in held.items() if states} or held
         first = next(iter(held))
         with of_file(self._paths[first]):
@@ -238,7 +238,7 @@ class OptimizerReader:
     def _state(
         self, unit: int, slot: int, key: str, nodes: Mapping[int, Node], ranks: Sequence[int]
     ) -> Node:
-        """Understand one state of a unit from what each rank that has it holds under its key."""
+        """Interpret one state of a unit from the values that the ranks hold under its key."""
         held = HeldState(
             what=f"optimizer state '{key}' of group {unit}",
             nodes=nodes,
@@ -246,7 +246,7 @@ class OptimizerReader:
             paths=self._paths,
         )
         tensors = held.tensors()
-        # Of whole parameters: how many elements that makes on each rank takes arithmetic to tell.
+        # A state of whole parameters: its element count on a rank needs the layout's arithmetic.
         whole = self._is_muon(unit) and key == names.MOMENTUM and bool(tensors)
         state = held.flat(tensors) if whole else held.understand(self._sources)
         if isinstance(state, FlatState):
@@ -254,15 +254,15 @@ class OptimizerReader:
         return state
 
     def _is_muon(self, unit: int) -> bool:
-        """Tell whether a param group's momentum may be that of whole parameters."""
+        """Tell whether a param group's momentum may cover whole parameters."""
         group = self._inner[0]["param_groups"][unit] if self._stage < 3 else {}
         return group.get(names.IS_MUON) is True
 
     def _state_numel(self, unit: int, rank: int, first: int) -> int:
-        """Count the elements of a state that has one for each element of the unit's partition.
+        """Return the element count of a flat state: one for each element of the unit's partition.
 
-        Partitions are equally long, and the first rank's tells how long. The last one's may not:
-        before 0.16.4, padding that several ranks have was counted on the last of them alone.
+        All partitions have the length of the first rank's. The last rank's record may be wrong:
+        before 0.16.4, padding on several ranks was counted on the last of them only.
         """
         if self.strips_states or not self._strips_masters(rank):
             return self._masters[rank][unit].numel
@@ -273,14 +273,15 @@ class OptimizerReader:
     def _strips_masters(self, rank: int) -> bool:
         """Tell whether a rank's masters are saved without the padding that its states have.
 
-        BF16_Optimizer, which names no stage, saves both with it; its paddings are of another kind.
+        BF16_Optimizer, which records no stage, saves both with padding. Its `group_paddings` mean
+        something else.
         """
         return self._stage < 3 and names.ZERO_STAGE in self._states[rank]
 
     def _add_slot(
         self, slot: int, state: str, ranks: Sequence[int], tensors: Mapping[int, Tensor]
     ) -> None:
-        """Note where the ranks keep a state; where one has none of it, that it holds 0 elements."""
+        """Record the places of a state on the ranks; a rank without the state has 0 elements."""
         dtype = next(iter(tensors.values())).dtype
         for rank, tensor in tensors.items():
             if tensor.dtype != dtype:
@@ -296,7 +297,7 @@ class OptimizerReader:
         )
 
     def recorded(self) -> tuple[RecordedCut, ...]:
-        """Read what each rank's file says of its own cut."""
+        """Read what each rank's file records about its own partition."""
         return tuple(
             recorded_cut(state, path, has_paddings=self._strips_masters(rank))
             for rank, (state, path) in enumerate(zip(self._states, self._paths, strict=True))
@@ -305,11 +306,11 @@ class OptimizerReader:
     def param_ids(
         self, units: Sequence[Sequence[str]], entries: Sequence[ModuleEntry]
     ) -> dict[str, int]:
-        """Tell ZeRO-3's `ds_id` of the parameters.
+        """Return ZeRO-3's `ds_id` of the parameters.
 
-        The files name the first and last id of each sub-group. The engine counts parameters in
-        the module's order unless they were made under `zero.Init`; where the order explains every
-        id that the files name, all ids are known, else only those.
+        The files record the first and last id of each sub-group. The engine numbers parameters in
+        the module's order unless they were created under `zero.Init`. If the module's order fits
+        every recorded id, all ids are known, else only the recorded ones.
         """
         counted = [e.name for e in entries if e.kind in ("param", "frozen")]
         derived = {name: number for number, name in enumerate(counted)}

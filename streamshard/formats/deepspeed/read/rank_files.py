@@ -1,4 +1,4 @@
-"""Finds the files of a ZeRO checkpoint and opens them, refusing what is missing or does not fit."""
+"""Finds and opens the files of a ZeRO checkpoint. Refuses sets with missing or foreign files."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ from streamshard.model import SourceFile
 from streamshard.posix import entries_below, stream_of
 
 _FREE_BYTES: Final = 1 << 24
-"""Fingerprints of a file may take this much work, whatever they share."""
+"""Fingerprints of a file may serialize this many bytes, however much the entries share."""
 _LIMIT_AGAIN: Final = 4
-"""How often parts may be shared on average."""
+"""How often parts may be shared between entries, on average."""
 SAVE_AGAIN: Final = "Load it with a later version at its own world size, and save it again"
 """What to do about a checkpoint that a very old DeepSpeed saved."""
 UNREAD: Final = "Not read, as torch.save writes no such records:"
-"""Begins the note about what else a file holds."""
+"""Beginning of the note about other records in a file."""
 _LEGACY = (
     'Saved in torch\'s legacy format ("checkpoint_serialization": false), which keeps no '
     "checksums. What is written from it is in the zip format, which loads with either setting."
@@ -42,7 +42,7 @@ class FamilyFiles:
     model_files: tuple[Path, ...]
     """One in stages 1 and 2, one per rank in stage 3."""
     optimizer_files: tuple[Path, ...]
-    """One per rank, in order of rank; none at stage 0, where the model file holds all."""
+    """One per rank, in order of rank; none at stage 0, where the model file holds everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +68,14 @@ class _Found:
 
 
 def find(tag_dir: Path) -> ShardSet:
-    """Sort the files of a tag directory by what their names say.
+    """Sort the files of a tag directory by their names.
 
     Raises
     ------
     IncompleteError
-        A rank is missing between those that are there, or files of two runs lie together.
+        The file of a rank is missing, or the directory has files of two runs.
     UnsupportedError
-        They are not what ZeRO saves, or not all of it; the message says what they are.
+        The files are not a ZeRO checkpoint, or not a complete one; the message says what they are.
     """
     families: dict[int, _Found] = {}
     prefixes: dict[str, Path] = {}
@@ -122,7 +122,7 @@ def _sort(path: Path, parsed: names.RankFile, found: _Found) -> None:
 def _families(
     tag_dir: Path, families: Mapping[int, _Found], prefix: str
 ) -> tuple[FamilyFiles, ...]:
-    """Check that every family is whole, and that all have as many ranks."""
+    """Check that every family is complete, and that all have the same count of ranks."""
     bf16 = prefix == "bf16_"
     ranks = max(max(found.optimizer, default=-1) for found in families.values()) + 1
     whole = []
@@ -144,7 +144,7 @@ def _families(
 def _model_files(
     tag_dir: Path, model: Mapping[int | None, Path], world_size: int, mp_rank: int
 ) -> tuple[Path, ...]:
-    """Choose the shared model file, or check that there is one for every rank."""
+    """Return the shared model file, or check that there is one for every rank."""
     if None in model:
         if len(model) > 1:
             stale = next(path for rank, path in model.items() if rank is not None)
@@ -167,7 +167,7 @@ def _model_files(
 
 
 class SourceFiles:
-    """Opens source files and numbers them, so that every storage can say where it lies."""
+    """Opens and numbers source files, so that every storage can refer to its file."""
 
     def __init__(self) -> None:
         self.files: list[SourceFile] = []
@@ -175,11 +175,11 @@ class SourceFiles:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know about the files' containers."""
+        """Facts that the user should know about the files' containers."""
         return tuple(self._notes)
 
     def add(self, path: Path) -> int:
-        """Number a file and remember what it looks like now."""
+        """Number a file and record its current size, modification time and inode."""
         stat = path.stat()
         self.files.append(SourceFile.of(path, stat))
         return len(self.files) - 1
@@ -190,7 +190,7 @@ class SourceFiles:
         return root
 
     def read(self, path: Path, number: int) -> TorchFile:
-        """Open a torch file that has been numbered, and has to hold a dict."""
+        """Open a numbered torch file. It must hold a dict."""
         found = torch_file.read(path, number)
         root = found.root
         if found.is_legacy:
@@ -204,7 +204,7 @@ class SourceFiles:
         return found
 
     def path_of(self, storage: Storage) -> Path:
-        """Tell which file a storage was read from."""
+        """Return the file that a storage was read from."""
         return self.files[storage.file].path
 
     def read_bytes(self, storage: Storage, offset: int, nbytes: int) -> bytes:
@@ -219,7 +219,7 @@ class SourceFiles:
 
 
 def require(mapping: Mapping[str, Node], key: str, path: Path) -> Node:
-    """Look up a key that a file of its kind always has."""
+    """Look up a key that every file of this kind has."""
     if key not in mapping:
         message = f"{path}: no '{key}' in it, which every checkpoint of its kind has"
         raise CorruptFileError(message)
@@ -241,12 +241,12 @@ def fingerprints(
     Parameters
     ----------
     checksum
-        Tells the CRC-32 of a storage, where that is not the one of the file that it names.
+        Returns the CRC-32 of a storage; by default, in the file that the storage refers to.
 
     Raises
     ------
     UnsupportedError
-        They share so much that one by one they take much more than all together.
+        The entries share so much that they take far more bytes one by one than together.
     """
     found, spent, together = {}, 0, 0
     for key, node in nodes.items():
@@ -262,7 +262,7 @@ def fingerprints(
 
 
 def pickled(node: Node, checksum: Callable[[Storage], int] = torch_file.checksum) -> bytes:
-    """Spell a node as a pickle that is equal for nodes of equal value, as `fingerprint` is."""
+    """Serialize a node as a pickle that is equal for nodes of equal value, as in `fingerprint`."""
 
     def persistent_id(part: Node) -> Node | None:
         if not isinstance(part, Storage):

@@ -1,4 +1,4 @@
-"""Reads what a rank's optimizer file of stages 1 and 2 records of its own cut."""
+"""Reads what a rank's optimizer file of stages 1 and 2 records about its own partition."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,17 +11,17 @@ from streamshard.model import RecordedCut
 
 
 def recorded_cut(state: Mapping[str, Node], path: Path, *, has_paddings: bool) -> RecordedCut:
-    """Read what is recorded in an optimizer's state.
+    """Read the record in an optimizer's state.
 
     Parameters
     ----------
     has_paddings
-        Whether its `group_paddings` are those of the rank.
+        Whether the state's `group_paddings` are those of the rank.
 
     Raises
     ------
     CorruptFileError
-        What is recorded is not spelled as DeepSpeed spells it.
+        The record does not have DeepSpeed's form.
     """
     return RecordedCut(
         path=path,
@@ -40,7 +40,7 @@ def _nested(node: Node) -> tuple[tuple[int, ...], ...] | None:
 
 
 def _slices(node: Node, path: Path) -> tuple[tuple[tuple[str, int, int], ...], ...] | None:
-    """Read `param_slice_mappings`: per group, name to a `fragment_address` object."""
+    """Read `param_slice_mappings`: for each group, parameter name → `fragment_address` object."""
     if not isinstance(node, list):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Compares what the files of a family hold more than once: on each rank, or in two places."""
+"""Compares values that a family's files hold more than once: on each rank, or in two places."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,14 +17,14 @@ from streamshard.formats.torch.tree_comparison import spell_few, spell_key
 
 RANKS_DIFFER: Final = "The ranks' files differ in"
 COPIES_DIFFERED: Final = "Kept in two places, and not alike:"
-"""Begins a note in stores from before such checkpoints were refused."""
+"""Beginning of a note in old stores, written before such checkpoints were refused."""
 UNLIKE: Final = (RANKS_DIFFER, COPIES_DIFFERED, UNREAD)
-"""Begin the notes about what is not kept of every file."""
+"""Beginnings of the notes about content of some files that is not kept."""
 _OTHER_COPY: Final = "take another copy of the checkpoint, or an earlier tag"
 
 
 def ranks_differ(keys: set[Node]) -> str:
-    """Tell what ranks hold besides their shards and do not agree about."""
+    """Return the note about entries besides the shards about which ranks disagree."""
     serialized = spell_few(sorted(keys, key=spell_key))
     return f"{RANKS_DIFFER} {serialized}; rank 0's are taken for all."
 
@@ -32,7 +32,7 @@ def ranks_differ(keys: set[Node]) -> str:
 def unlike_optimizers(
     optimizers: Sequence[Mapping[str, Node]], paths: Sequence[Path]
 ) -> Iterator[str]:
-    """Note what optimizer files hold beside the optimizer's state and do not agree about."""
+    """Yield a note if optimizer files disagree about entries other than the optimizer's state."""
     first, *rest = [
         fingerprints({key: node for key, node in root.items() if key != names.OPTIMIZER}, path)
         for root, path in zip(optimizers, paths, strict=True)
@@ -43,14 +43,14 @@ def unlike_optimizers(
 
 
 def require_alike(models: Sequence[ModelFile], entries: Sequence[ModuleEntry], stage: int) -> None:
-    """Refuse model files that hold a weight in two places, with other values in each.
+    """Refuse model files that hold a weight in two places with different values.
 
-    To be asked before what depends on the cutting is taken out of them.
+    Call this before the entries that depend on the partitioning are removed.
 
     Raises
     ------
     DisagreementError
-        Names the file and the weight.
+        The message names the file and the weight.
     """
     for file in models:
         if file.twin is not None:
@@ -64,7 +64,7 @@ def require_alike(models: Sequence[ModelFile], entries: Sequence[ModuleEntry], s
 
 
 def _require_placeholders(file: ModelFile, entries: Sequence[ModuleEntry]) -> None:
-    """Require of what is cut that the module has no values of it beside its fragments."""
+    """Refuse partitioned weights that have values in the module besides their fragments."""
     module = file.root.get(names.MODULE_STATE) or {}
     for entry in entries:
         with of_file(file.path):
@@ -79,7 +79,7 @@ def _require_placeholders(file: ModelFile, entries: Sequence[ModuleEntry]) -> No
 
 
 def _require_same_frozen(file: ModelFile, entries: Sequence[ModuleEntry], stage: int) -> None:
-    """Require of all that is listed as frozen to be so in the module, with the same values."""
+    """Require that each weight listed as frozen is frozen in the module, with the same values."""
     module = file.root.get(names.MODULE_STATE) or {}
     frozen = {entry.name for entry in entries if entry.kind == "frozen"}
     extra = {entry.name for entry in entries if entry.kind == "extra"}
@@ -109,7 +109,7 @@ def _frozen_shapes(file: ModelFile) -> dict[str, tuple[int, ...]]:
 
 
 def alike(one: Tensor | None, other: Tensor | None) -> bool:
-    """Tell whether two places hold the same tensor, by the CRC-32 of what it lies in."""
+    """Tell whether two places hold the same tensor, by the CRC-32 of their storages."""
     if one is None or other is None:
         return False
     if (one.dtype, one.shape) != (other.dtype, other.shape):

@@ -1,7 +1,7 @@
-"""Lists all that is wrong with a set of shards that cannot be opened, file by file.
+"""Lists all errors of a set of shards that cannot be opened, file by file.
 
-Readers stop at the first thing that does not fit. Whoever has to mend a checkpoint wants to know
-all of them: every missing rank, every file that is torn or of another step.
+Readers stop at the first error. A user who repairs a checkpoint needs all of them: every missing
+rank, and every file that is torn or belongs to another step.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ Facts = Mapping[str, bytes]
 T = TypeVar("T")
 
 _MOST_MISSING: Final = 1000
-"""Ranks that are told one by one when they are missing; of more, those that follow each other."""
+"""Most missing ranks that are listed one by one; more than that are listed as ranges."""
 
 _SAME_IN_RANKS: Final = (
     names.ZERO_STAGE,
@@ -49,17 +49,17 @@ _SAME_IN_MODELS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What is wrong with a set of shards."""
+    """The errors of a set of shards."""
 
     own: list[SourceError]
-    """What is wrong with single files, wherever they belong."""
+    """Errors of single files, whatever set they belong to."""
     together: list[SourceError]
-    """What is wrong with them as a set that ZeRO saved: missing ranks, contradictions."""
+    """Errors of the files as a set that ZeRO saved: missing ranks, contradictions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What most files of a set record of their save; None of what none of them records."""
+    """The values that most files of a set record about their save; None if no file records one."""
 
     zero_stage: int | None
     world_size: int | None
@@ -68,7 +68,7 @@ class Recorded:
 
 
 def recorded(paths: Iterable[Path]) -> Recorded:
-    """Say what is recorded in shards or dumps that cannot be opened as a checkpoint."""
+    """Return the values recorded in shards or dumps that cannot be opened as a checkpoint."""
     errors: list[SourceError] = []
     roots = dict(_readable(paths, errors))
     states = {path: _state(r) if names.OPTIMIZER in r else r for path, r in roots.items()}
@@ -87,7 +87,7 @@ def recorded(paths: Iterable[Path]) -> Recorded:
 
 
 def _ranks_in_model(root: Mapping[str, Node], path: Path) -> Node:
-    """Count all ranks, those of tensor, pipeline and sequence parallelism among them."""
+    """Count all ranks, including those of tensor, pipeline and sequence parallelism."""
     data_parallel, parts = _count_in_model(root, path), root.get(names.MP_WORLD_SIZE, 1)
     config = root.get(names.DS_CONFIG)
     if not isinstance(data_parallel, int) or not isinstance(parts, int):
@@ -102,12 +102,12 @@ def _most_common(values: Iterable[Node], kind: type[T]) -> T | None:
 
 
 def survey(tag_dir: Path, aside: Set[Path]) -> Survey:
-    """List what is wrong with the files of a tag directory, each by itself and beside others.
+    """List the errors of the files of a tag directory, of each file and of the set.
 
     Parameters
     ----------
     aside
-        Files that are there and not to be opened.
+        Existing files that must not be opened.
     """
     parsed = {path: names.parse(path.name) for path in sorted(tag_dir.iterdir())}
     files = {path: found for path, found in parsed.items() if found is not None}
@@ -130,7 +130,7 @@ def survey(tag_dir: Path, aside: Set[Path]) -> Survey:
 
 
 def survey_dumps(template: Template, aside: Set[Path]) -> Survey:
-    """List what is wrong with raw per-rank dumps, each by itself and beside others."""
+    """List the errors of raw per-rank dumps, of each file and of the set."""
     ranks = {template.rank_of(entry.name) for entry in template.directory.iterdir()}
     present = {rank for rank in ranks if rank is not None}
     paths = {template.directory / template.file_name(rank) for rank in present}
@@ -150,7 +150,7 @@ def survey_dumps(template: Template, aside: Set[Path]) -> Survey:
 def _readable(
     paths: Iterable[Path], errors: list[SourceError]
 ) -> Iterator[tuple[Path, Mapping[str, Node]]]:
-    """Yield what is in the files that can be read; what keeps the others from it is an error."""
+    """Yield the contents of readable files; add an error for each file that cannot be read."""
     for path in sorted(paths):
         try:
             root = torch_file.read(path, -1).root
@@ -176,7 +176,7 @@ def _state(root: Mapping[str, Node]) -> Mapping[str, Node]:
 def _of_each(
     roots: Roots, look: Callable[[Mapping[str, Node], Path], T], errors: list[SourceError]
 ) -> dict[Path, T]:
-    """Look at every file for itself; one that is not laid out as it should be is an error."""
+    """Apply `look` to each file; add an error for each file with a wrong layout."""
     found: dict[Path, T] = {}
     for path, root in roots.items():
         try:
@@ -192,7 +192,7 @@ def _facts_of_model(root: Mapping[str, Node], _: Path) -> Facts:
 
 
 def _facts_of_rank(state: Mapping[str, Node], path: Path) -> Facts:
-    """Return what all ranks must hold alike, in bytes that are equal if the values are."""
+    """Return fingerprints of the values that must be equal on all ranks."""
     facts = {key: fingerprint(state.get(key)) for key in _SAME_IN_RANKS}
     inner = state.get(names.BASE_OPTIMIZER) or state.get(names.OPTIMIZER)
     if isinstance(inner, dict):
@@ -211,7 +211,7 @@ def _facts_of_rank(state: Mapping[str, Node], path: Path) -> Facts:
 
 
 def _contradictions(facts: Mapping[Path, Facts]) -> Iterator[SourceError]:
-    """Find the files that hold other values than most do."""
+    """Find the files whose values differ from those of most files."""
     alike = Counter(tuple(sorted(held.items())) for held in facts.values())
     usual = dict(alike.most_common(1)[0][0]) if alike else {}
     example = next((path for path, held in facts.items() if dict(held) == usual), None)
@@ -223,7 +223,7 @@ def _contradictions(facts: Mapping[Path, Facts]) -> Iterator[SourceError]:
 
 
 def _count_in_rank(state: Mapping[str, Node], path: Path) -> Node:
-    """Read among how many ranks an optimizer's state was cut; None where there are only experts."""
+    """Return among how many ranks an optimizer's state was cut; None if all groups are experts'."""
     return next(iter(rank_counts(state, path)), None)
 
 
@@ -232,7 +232,7 @@ def _count_in_model(root: Mapping[str, Node], path: Path) -> Node:
 
 
 def _usual(counts: Mapping[Path, Node], errors: list[SourceError]) -> int:
-    """Return the count of ranks that most files tell; the others are errors."""
+    """Return the count of ranks that most files record; add an error for each other file."""
     told = Counter(count for count in counts.values() if isinstance(count, int))
     usual = told.most_common(1)[0][0] if told else 0
     for path, count in counts.items():
@@ -245,7 +245,7 @@ def _usual(counts: Mapping[Path, Node], errors: list[SourceError]) -> int:
 def _missing(
     tag_dir: Path, files: Mapping[Path, names.RankFile], mp_rank: int, world_size: int
 ) -> Iterator[SourceError]:
-    """Find the ranks of a family whose files are not there."""
+    """Find the ranks of a family whose files are missing."""
     optimizer = {f.dp_rank: f for f in files.values() if f.kind == "optim"}
     model = {f.dp_rank for f in files.values() if f.kind == "model"}
     known = [rank for rank in {*optimizer, *model} if rank is not None]
@@ -270,7 +270,7 @@ def _missing(
 def _missing_ranks(
     present: Set[int], ranks: int, file_of: Callable[[int], Path]
 ) -> Iterator[SourceError]:
-    """Find the ranks that are missing; how many there are to be is what some file claims."""
+    """Find the missing ranks. `ranks` is the expected count, which some file claims."""
     ends = [-1, *sorted(present), ranks]
     gaps = [range(before + 1, after) for before, after in pairwise(ends) if before + 1 < after]
     single = sum(gap.stop - gap.start for gap in gaps) <= _MOST_MISSING

@@ -1,14 +1,13 @@
-"""Reads what DeepSpeed saves without ZeRO (stage 0): one file, of which nothing is cut among ranks.
+"""Reads DeepSpeed checkpoints without ZeRO (stage 0): one file that is not cut among ranks.
 
-The model file holds the optimizer's state as the optimizer itself spells it. In fp32 that is
-torch's own `state_dict`, by number of the parameter; in 16 bits `FP16_Optimizer` and
-`FP16_UnfusedOptimizer` add the master weights, flat per param group or by number. None of them
-tells a parameter's name, nor which weights are trained. So the state is carried as it is, like any
-other training state, and needs no understanding: optimizers that ZeRO's files cannot be
-resharded with are no exception here.
+The model file holds the optimizer's state in the optimizer's own form. In fp32 that is torch's
+`state_dict`, by parameter number. In 16 bits `FP16_Optimizer` and `FP16_UnfusedOptimizer` add the
+master weights, flat per param group or by number. None of them records parameter names, or which
+weights are trained. So the state is copied as it is, like other training state, without being
+interpreted. This works for any optimizer, even one whose ZeRO files cannot be resharded.
 
-All ranks hold the same, and of the data-parallel ones the first saves it. `load_checkpoint` does
-not look at `dp_world_size` there (DeepSpeed 0.14.5, 0.16.9 and 0.19.8).
+All data-parallel ranks hold the same state, and the first one saves it. `load_checkpoint` ignores
+`dp_world_size` at stage 0 (DeepSpeed 0.14.5, 0.16.9 and 0.19.8).
 """
 
 from collections.abc import Mapping
@@ -34,7 +33,7 @@ def read_family(
     Parameters
     ----------
     name
-        What the family is called in a checkpoint that has several, else empty.
+        Name of the family if the checkpoint has several, else empty.
     first
         Number of the family's first logical tensor in the checkpoint.
 
@@ -72,7 +71,7 @@ def read_family(
 
 
 def _world_size(file: ModelFile) -> int:
-    """Read how many data-parallel ranks saved it, which nothing else tells."""
+    """Read the count of data-parallel ranks, which no other entry records."""
     model: Mapping[str, Node] = file.root
     count = require(model, names.DP_WORLD_SIZE, file.path)
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:

@@ -1,4 +1,4 @@
-"""Understands what the ranks hold under one key of an optimizer's state, or refuses it by name."""
+"""Interprets the ranks' values under one key of an optimizer's state, or refuses them by name."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from streamshard.formats.torch.torch_tensor import Tensor, storages_in
 from streamshard.model import ITEMSIZE
 
 _CODES: Final = frozenset({"uint8", "int8", "float8_e4m3fn", "float8_e5m2"})
-"""Dtypes of which one value alone means nothing: it takes the scale of the block that it is in."""
+"""Dtypes whose values mean nothing without the scale of their block."""
 _PLAIN_LIMIT_BYTES: Final = 1024
-"""What is no tensor is written into every rank's file: this is what a plain value takes at most."""
+"""Most bytes of a plain value: values that are not tensors are written into every rank's file."""
 _REBUILDS: Final = {
     "torch._tensor._rebuild_from_type_v2": 1,
     "torch._utils._rebuild_wrapper_subclass": 0,
 }
-"""Functions that rebuild objects of subclasses of torch.Tensor → which argument is the class."""
+"""Functions that rebuild objects of torch.Tensor subclasses → index of the class argument."""
 _ANEW: Final = (
     "Resume on as many ranks as saved it, or start the optimizer anew from the model's weights"
 )
@@ -30,26 +30,26 @@ _ANEW: Final = (
 
 @dataclass(frozen=True, slots=True)
 class HeldState:
-    """What ranks hold under one key of a unit's state."""
+    """The values that ranks hold under one key of a unit's state."""
 
     what: str
-    """For messages: `optimizer state 'exp_avg' of group 0`."""
+    """Name in messages: `optimizer state 'exp_avg' of group 0`."""
     nodes: Mapping[int, Node]
-    """By rank."""
+    """Rank → value."""
     numels: Mapping[int, int]
-    """Elements that a rank's part of the unit takes, where a state has one for each of them."""
+    """Rank → element count of its part of the unit, which is that of a flat state."""
     paths: Sequence[Path]
-    """Every rank's file."""
+    """The file of each rank."""
 
     def tensors(self) -> dict[int, Tensor]:
-        """Look at what the ranks hold as tensors, of which there are either none or one on each.
+        """Return the ranks' values as tensors: one for each rank, or none at all.
 
         Raises
         ------
         UnsupportedError
-            There are tensors inside of something else, or a class of its own stands for them.
+            A value is not a tensor but contains tensors, or is of a tensor subclass.
         DisagreementError
-            Only some ranks have one.
+            Only some ranks have a tensor.
         """
         found = {rank: tensor for rank in self.nodes if (tensor := self._tensor(rank)) is not None}
         others = [rank for rank in self.nodes if rank not in found]
@@ -77,14 +77,14 @@ class HeldState:
         return f"{self.paths[rank]}: {self.what}"
 
     def understand(self, sources: SourceFiles) -> Node:
-        """Tell a `FlatState`, a `ScalarState`, or a plain value that all ranks have in common.
+        """Return a `FlatState`, a `ScalarState`, or a plain value that all ranks have in common.
 
         Raises
         ------
         UnsupportedError
-            It is none of these; the message names the file and the state.
+            The state is none of these; the message names the file and the state.
         DisagreementError
-            Ranks differ in what is not cut among them.
+            Ranks differ in a value that is not partitioned.
         """
         tensors = self.tensors()
         if not tensors:
@@ -100,12 +100,12 @@ class HeldState:
         return scalars[odd]
 
     def flat(self, tensors: Mapping[int, Tensor]) -> FlatState:
-        """Take the ranks' tensors for parts of one state, with an element per parameter element.
+        """Treat the ranks' tensors as parts of one state with an element per parameter element.
 
         Raises
         ------
         UnsupportedError
-            They are not of one dimension, or hold codes of values rather than values.
+            A tensor is not one-dimensional, or holds codes of values instead of values.
         """
         for rank, tensor in tensors.items():
             if len(tensor.shape) != 1:
@@ -155,10 +155,10 @@ class HeldState:
 
 
 def _kind(node: Node) -> str:
-    """Say what a node is, by the name of its class if it stands for an object."""
+    """Describe a node by its type, or by its class if it stands for an object."""
     if not isinstance(node, Call):
         return f"of type {type(node).__name__}"
-    # A subclass of torch.Tensor is rebuilt by a function, whose arguments name the class.
+    # A function rebuilds objects of a torch.Tensor subclass; one of its arguments is the class.
     place = _REBUILDS.get(node.name)
     named = node.function if place is None or len(node.args) <= place else node.args[place]
     return f"of class {show(named) if isinstance(named, Global) else 'unknown'}"

@@ -1,4 +1,4 @@
-"""Reads a native ZeRO checkpoint into logical tensors and says where their bytes lie."""
+"""Reads a native ZeRO checkpoint into logical tensors, with the places of their bytes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ _SAME_IN_ALL: Final = (
     names.DP_WORLD_SIZE,
     names.MP_WORLD_SIZE,
 )
-"""Entries of a model file that are the same whatever part of the model it holds."""
+"""Entries that are equal in the model files of all parts of the model."""
 
 
 def read(
@@ -36,15 +36,15 @@ def read(
 ) -> tuple[Checkpoint, SourceMap]:
     """Open a tag directory.
 
-    The params of each group come in the order in which the files store them; undoing
-    `round_robin_gradients` takes arithmetic that is not a format's.
+    The parameters of each group keep the order of the files. Undoing `round_robin_gradients` is
+    the layout's task.
 
     Parameters
     ----------
     run_files
-        Other files that come along: where they are, and their path relative to the run directory.
+        Other files to copy: their path, and their path relative to the run directory.
     like
-        Another checkpoint of the same job, for hyper-parameters that these files do not keep.
+        Reference checkpoint of the same job, for hyper-parameters that these files lack.
     tag
         Path of the tag directory in the run directory; by default its name.
 
@@ -65,12 +65,12 @@ def read(
 
 @contextmanager
 def malformed(place: Path) -> Iterator[None]:
-    """Turn what comes of looking for things where DeepSpeed puts them into a message."""
+    """Turn errors from an unexpected file layout into a message."""
     try:
         with of_file(place):
             yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        # A key that is missing may be whatever the file has in its place.
+        # The missing key may be an arbitrary value from the file, so shorten it.
         said = show(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
         message = f"{place}: not laid out as DeepSpeed does it ({type(error).__name__}: {said})"
         raise CorruptFileError(message) from error
@@ -121,7 +121,7 @@ def _read_shards(
 
 
 def _check_families(readings: Sequence[FamilyReading], shards: ShardSet) -> None:
-    """Refuse families that were not saved together, and parts of the model that are not there."""
+    """Refuse families that were not saved together, and missing parts of the model."""
     models = [reading.family.model_state for reading in readings]
     paths = [files.model_files[0] for files in shards.families]
     for model, reading, path in zip(models, readings, paths, strict=True):
@@ -143,7 +143,7 @@ def _check_families(readings: Sequence[FamilyReading], shards: ShardSet) -> None
 
 
 def _check_parts(shards: ShardSet, model: Mapping[str, Node]) -> None:
-    """Refuse files of layers and experts that cannot be opened, and experts that are missing."""
+    """Refuse layer and expert files that cannot be opened, and missing experts."""
     for path in shards.model_parts:
         torch_file.read(path, -1)
     present = {path.name for path in shards.model_parts}
@@ -161,7 +161,7 @@ def _check_parts(shards: ShardSet, model: Mapping[str, Node]) -> None:
 
 
 def _accelerate_step(others: Sequence[tuple[Path, str]], world_size: int) -> int | None:
-    """Read the step that Accelerate keeps with each rank's random generators, if it is there."""
+    """Read the step that Accelerate saves with each rank's random state; None if there is none."""
     steps: dict[Path, int | None] = {}
     for path, relative in others:
         rank = frameworks.accelerate_rank(relative)

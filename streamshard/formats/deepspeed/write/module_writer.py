@@ -1,4 +1,4 @@
-"""Spells model files: module state, shapes, frozen and tied parameters, counters."""
+"""Serializes model files: module state, shapes, frozen and tied parameters, counters."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from streamshard.model import MASTER, MODULE, Content, Literal, ShardOf, Whole
 
 
 class ModuleWriter:
-    """Spells the model file that all ranks share, or each rank's in stage 3."""
+    """Serializes the model file that all ranks share, or that of each rank in stage 3."""
 
     def __init__(self, target: ZeroTarget) -> None:
         self._source = target.checkpoint
@@ -26,7 +26,7 @@ class ModuleWriter:
         self._flat_cuts = target.flat_cuts
         self._sub_groups = target.sub_groups
         self._index = self._source.tensor_index()
-        # What has experts is cloned before it is saved: shapes become tuples, nothing is shared.
+        # DeepSpeed clones a model with experts to save it: shapes become tuples, nothing is shared.
         self._is_cloned = bool(self._family.model_state.get(names.EXPERT_COUNTS))
         self._shape: Callable[[tuple[int, ...]], Node] = tuple if self._is_cloned else make_size
         self._entries = {entry.name: entry for entry in self._family.module}
@@ -37,7 +37,7 @@ class ModuleWriter:
         }
 
     def file(self, rank: int | None) -> dict[str, Node]:
-        """Spell a model file; without a rank the one that stages 1 and 2 share."""
+        """Build a rank's model file; without a rank, the file that all ranks share."""
         source = self._family.model_state
         module = self._module(source[names.MODULE_STATE])
         if self._layout.stage == 0:
@@ -45,7 +45,7 @@ class ModuleWriter:
         shapes, fragments = self._frozen(module, rank)
         given = {names.DS_CONFIG: self._config} if self._is_config_of_engine() else {}
         state = {
-            # With pipeline parallelism there is none here: each layer has a file of its own.
+            # None with pipeline parallelism, where each layer has a separate file.
             names.MODULE_STATE: None if source[names.MODULE_STATE] is None else module,
             names.PARAM_SHAPES: None if self._is_stageless() else self._param_shapes(),
             names.FROZEN_SHAPES: shapes,
@@ -53,25 +53,25 @@ class ModuleWriter:
             names.FROZEN_FRAGMENTS: fragments,
             names.DP_WORLD_SIZE: self._layout.world_size,
         }
-        # Another stage may need what an old DeepSpeed did not keep for this one.
+        # Another stage may need entries that an old DeepSpeed did not save for the source's stage.
         crosses = self._layout.stage != self._source.layout.stage
         known = {key: value for key, value in state.items() if crosses or key in source}
         return {**source, **known, **given}
 
     def _uncut(self, module: Mapping[str, Node]) -> dict[str, Node]:
-        """Spell the model file of stage 0, which holds the optimizer's state as well."""
+        """Build the model file of stage 0, which also holds the optimizer's state."""
         source = self._family.model_state
         state: dict[str, Node] = {**source, names.DP_WORLD_SIZE: self._layout.world_size}
-        if source[names.MODULE_STATE] is not None:  # as with pipeline parallelism
+        if source[names.MODULE_STATE] is not None:  # it is None with pipeline parallelism
             state[names.MODULE_STATE] = module
         if names.DS_CONFIG in source:
             state[names.DS_CONFIG] = self._config
         return state
 
     def _is_config_of_engine(self) -> bool:
-        """Tell whether the file's config is the engine's, and nothing of the user's in its place.
+        """Tell whether the file's config is the engine's, and not client state of that name.
 
-        What is given to `save_checkpoint` as client state goes over DeepSpeed's own entries.
+        Client state given to `save_checkpoint` replaces DeepSpeed's own entries.
         """
         model, optimizer = self._family.model_state, self._family.optimizer_file
         if names.DS_CONFIG not in model or names.DS_CONFIG not in optimizer:
@@ -80,8 +80,8 @@ class ModuleWriter:
         return dump(both[0], _identity) == dump(both[1], _identity)
 
     def _module(self, held: Node) -> OrderedDict[str, Node]:
-        """Spell the module's state dict."""
-        # Made by the class itself: `OrderedDict[…]()` would leave a mark on it that is saved too.
+        """Build the module's state dict."""
+        # Not `OrderedDict[…]()`: this sets an attribute on the object, which would be saved too.
         module: OrderedDict[str, Node] = OrderedDict()
         vars(module).update(getattr(held, "__dict__", {}))
         entries = [entry for entry in self._family.module if self._is_held(entry)]
@@ -94,14 +94,14 @@ class ModuleWriter:
     def _is_held(self, entry: ModuleEntry) -> bool:
         """Tell whether the target's module lists an entry.
 
-        Stage 3 left nothing of a name of an excluded weight but the name, and other stages do not
-        load a weight that has no values: there it is missing as the excluded weight itself is.
+        Stage 3 saved only the name of an excluded entry, without values. Other stages cannot load
+        a weight without values, so the entry is left out, like the excluded weight itself.
         """
         key = self._family.name, MODULE, entry.name
         return entry.kind != "excluded" or self._layout.stage == 3 or key in self._index
 
     def shared_params(self, rank: int | None) -> dict[str, str] | None:
-        """Spell the list of tied parameters, which the first of all ranks keeps for all."""
+        """Build the list of tied parameters, which only the first of all ranks saves."""
         if self._is_stageless():
             return None
         if rank or self._mp_rank:
@@ -137,12 +137,12 @@ class ModuleWriter:
         )
 
     def _entry_dtype(self, entry: ModuleEntry) -> str:
-        """Weights follow the module's dtype, as `module.to(dtype)` has it; buffers keep theirs."""
+        """Return the module's dtype for weights, as `module.to(dtype)` has it; else the entry's."""
         is_weight = entry.kind != "buffer" and entry.dtype == self._source.module_dtype
         return self._module_dtype if is_weight else entry.dtype
 
     def _entry_content(self, entry: ModuleEntry) -> Content:
-        """Take the module's own bits where they are, else a cast of the master weights."""
+        """Use the module's own bits if the checkpoint has them, else a cast of the masters."""
         kept = self._index.get((self._family.name, MODULE, entry.name))
         if kept is None or (entry.kind == "param" and entry.dtype != self._module_dtype):
             kept = self._index[self._family.name, MASTER, entry.name]
@@ -167,7 +167,7 @@ class ModuleWriter:
         return [OrderedDict((n, self._shape(self._shapes[n])) for n in unit) for unit in units]
 
     def _frozen(self, module: Mapping[str, Node], rank: int | None) -> tuple[Node, Node]:
-        """Serialize what a stage keeps of parameters that are not trained: stage 1 nothing."""
+        """Return shapes and fragments of the frozen parameters; stage 1 saves neither."""
         if self._layout.stage == 1 or self._lacks_frozen():
             return None, None
         shapes: OrderedDict[str, Node] = OrderedDict()
@@ -181,9 +181,10 @@ class ModuleWriter:
     def _lacks_frozen(self) -> bool:
         """Tell whether frozen weights were left out, by `exclude_frozen_parameters`.
 
-        Of all that is no dict, an engine that loads tells None alone from a list of all its frozen
-        parameters (`load_module_state_dict`). Stage 1 says None in any case. If frozen weights
-        were left out, none is there; if there never were any, None will do as well.
+        A loading engine takes any value but None for a dict of all its frozen parameters
+        (`load_module_state_dict`). So None marks weights that were left out. Stage 1 always saves
+        None: there, the module's entries show it. If there never were frozen weights, None is
+        correct as well.
         """
         if self._source.layout.stage > 1:
             return self._family.model_state.get(names.FROZEN_SHAPES, {}) is None

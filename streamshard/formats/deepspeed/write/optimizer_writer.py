@@ -1,4 +1,4 @@
-"""Spells optimizer files: what a ZeRO optimizer's `state_dict` holds on each rank of a target."""
+"""Serializes optimizer files: the `state_dict` of a ZeRO optimizer on each rank of a target."""
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ _KEYS_12: Final = (
     names.DS_VERSION,
     names.SLICE_MAPPINGS,
 )
-"""Order in which `DeepSpeedZeroOptimizer.state_dict` saves."""
+"""Keys in the order of `DeepSpeedZeroOptimizer.state_dict`."""
 _KEYS_BF16: Final = tuple(
     key
     for key in _KEYS_12
@@ -52,7 +52,7 @@ _KEYS_BF16: Final = tuple(
         names.ALIGNMENT_PADDINGS,
     )
 )
-"""Order in which `BF16_Optimizer.state_dict` saves."""
+"""Keys in the order of `BF16_Optimizer.state_dict`."""
 _KEYS_3: Final = (
     names.ZERO_STAGE,
     "loss_scaler",
@@ -62,11 +62,11 @@ _KEYS_3: Final = (
     names.OPTIMIZER,
     names.FLAT_GROUPS_3,
 )
-"""Order in which `DeepSpeedZeroOptimizer_Stage3.state_dict` saves."""
+"""Keys in the order of `DeepSpeedZeroOptimizer_Stage3.state_dict`."""
 
 
 class OptimizerWriter:
-    """Spells each rank's optimizer file."""
+    """Serializes each rank's optimizer file."""
 
     def __init__(self, target: ZeroTarget) -> None:
         self._family = target.family
@@ -77,7 +77,7 @@ class OptimizerWriter:
         self._sub_groups = target.sub_groups
 
     def dump(self, rank: int) -> dict[str, Node]:
-        """Spell the optimizer's state alone, as raw dumps have it."""
+        """Build a rank's optimizer state alone, as in raw dumps."""
         source = self._family.optimizer_file
         state = self._stage_3(rank) if self._layout.stage == 3 else self._stage_12(rank)
         held = source[names.OPTIMIZER]
@@ -86,20 +86,20 @@ class OptimizerWriter:
         return self._in_order(state, held)
 
     def file(self, rank: int) -> dict[str, Node]:
-        """Spell a rank's whole optimizer file."""
+        """Build a rank's whole optimizer file."""
         source = self._family.optimizer_file
         given = {names.DS_CONFIG: self._config} if names.DS_CONFIG in source else {}
         return {**source, names.OPTIMIZER: self.dump(rank), **given}
 
     def _in_order(self, state: Mapping[str, Node], held: Mapping[str, Node]) -> dict[str, Node]:
-        """Put a target's entries where the source has them, or where its own kind would.
+        """Order a target's entries as in the source, or as the target's kind of optimizer does.
 
-        Entries that only other kinds of optimizer know are left out; what nobody knows is kept.
+        Entries that only other kinds of optimizer have are left out. Unknown entries are kept.
         """
         order = _keys_of(self._layout)
         if order == _keys_of(self._source_layout):
             kept = {key: state.get(key, value) for key, value in held.items()}
-            # Without this key, which DeepSpeed before 0.19.7 did not write, none are expected.
+            # DeepSpeed before 0.19.7 did not write this key. Without it, no padding is expected.
             if any(map(any, state.get(names.ALIGNMENT_PADDINGS, []))):
                 kept[names.ALIGNMENT_PADDINGS] = state[names.ALIGNMENT_PADDINGS]
             return kept
@@ -110,10 +110,10 @@ class OptimizerWriter:
         return {**known, **unknown}
 
     def _unkept(self, source: Mapping[str, Node]) -> dict[str, Node]:
-        """Spell what the target's kind of optimizer keeps and the source's does not."""
+        """Build the entries that the target's kind of optimizer saves and the source's does not."""
         kept: dict[str, Node] = {}
         if self._source_layout.bf16_optimizer:
-            # Training in bf16 has a constant loss scale of 1, for which BF16_Optimizer keeps none.
+            # Training in bf16 has a constant loss scale of 1, so BF16_Optimizer saves no scaler.
             scaler = Call(_LOSS_SCALER, (), new=True, state={"cur_scale": 1.0, "dynamic": False})
             kept |= {"loss_scaler": scaler, "dynamic_loss_scale": False, "overflow": False}
         if self._source_layout.stage == 3:
@@ -127,7 +127,7 @@ class OptimizerWriter:
     def _stage_enum(self) -> Node:
         stage = self._layout.stage
         held = self._family.optimizer_file[names.OPTIMIZER].get(names.ZERO_STAGE)
-        # A plain int until 0.7.0.
+        # DeepSpeed before 0.7.0 saved a plain int.
         return stage if isinstance(held, int) else Call(names.STAGE_ENUM, (stage,))
 
     def _stage_12(self, rank: int) -> dict[str, Node]:
@@ -160,7 +160,7 @@ class OptimizerWriter:
     def _states(
         self, group: int, held: ParamGroup, own: RankPartition, sharer: int
     ) -> dict[str, Node] | None:
-        """Spell a rank's states of a param group; None where the rank has no entry for it."""
+        """Build a rank's states of a param group; None if the rank has no entry for the group."""
         whole = self._family.whole_states(held, self._layout)
         states: dict[str, Node] = {}
         for key, value in (held.states or {}).items():
@@ -171,9 +171,9 @@ class OptimizerWriter:
         return None if whole and not states else states
 
     def _group_padding(self, cut: FlatCut, rank: int) -> int:
-        """Spell a rank's `group_paddings`.
+        """Return a rank's entry of `group_paddings`.
 
-        BF16_Optimizer counts all of a group's padding on the last rank, even what lies elsewhere.
+        BF16_Optimizer counts all padding of a group on the last rank, even if other ranks hold it.
         """
         if not self._layout.bf16_optimizer:
             return cut.partitions[rank].padding
@@ -214,9 +214,9 @@ class OptimizerWriter:
         }
 
     def _unit_attributes(self, group: ParamGroup, sub_group: SubGroup) -> Mapping[str, Node]:
-        """Spell the `ds_id` that names a sub-group by its first and last parameter.
+        """Build the `ds_id` that names a sub-group by its first and last parameter.
 
-        Loading does not need it; where the source's files do not tell it, it is left out.
+        Loading does not need it. It is left out if the source's files do not record the ids.
         """
         ids = self._family.param_ids
         ends = group.params[sub_group.first], group.params[sub_group.stop - 1]
@@ -228,8 +228,8 @@ class OptimizerWriter:
         if isinstance(value, FlatState):
             return make_tensor(Storage(value.dtype, numel, content), (numel,))
         if isinstance(value, ScalarState):
-            # A storage of its own for every group: a shared step tensor would be advanced once
-            # per group by the optimizer.
+            # A separate storage for each group: the optimizer would advance a shared step tensor
+            # once per group.
             count = len(value.data) // Storage(value.dtype, 1).nbytes
             return make_tensor(Storage(value.dtype, count, Literal(value.data)), value.shape)
         return value
@@ -244,7 +244,7 @@ class OptimizerWriter:
 
 
 def _keys_of(layout: ZeroLayout) -> tuple[str, ...]:
-    """Tell what the optimizer that cuts like this saves, in its order."""
+    """Return the keys that the optimizer of a layout saves, in its order."""
     if layout.bf16_optimizer:
         return _KEYS_BF16
     return _KEYS_3 if layout.stage == 3 else _KEYS_12

@@ -1,8 +1,8 @@
-"""DeepSpeed's universal checkpoint: a file for each state of each parameter, in its full shape.
+"""Serializes DeepSpeed's universal checkpoint: one file per state and parameter, unpartitioned.
 
-As `deepspeed/checkpoint/ds_to_universal.py` (0.19.8) writes it; engines load it with
-``"checkpoint": {"load_universal": true}``. Stages 1 and 2 and stage 3 each have a form of their
-own, and none loads the other's.
+The files are those of `deepspeed/checkpoint/ds_to_universal.py` (0.19.8). Engines load them with
+``"checkpoint": {"load_universal": true}``. Stages 1 and 2 have one form, stage 3 has another, and
+neither loads the other's.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,22 +20,22 @@ from streamshard.formats.torch.torch_tensor import Storage, make_tensor
 from streamshard.model import MASTER, Literal, Whole
 
 _STATES_3: Final = frozenset({"exp_avg", "exp_avg_sq"})
-"""The only optimizer states that the loader of stage 3 asks for, and asks for always."""
+"""The optimizer states that the loader of stage 3 reads: always both, and no others."""
 _STEP: Final = "step"
 _GLOBAL: Final = "optimizer_state.pt"
 _FLAT: Final = (names.BASE_OPTIMIZER, names.SLICE_MAPPINGS, names.FLAT_GROUPS)
-"""Entries of an optimizer's state that the other files say."""
+"""Entries of an optimizer's state that the other files hold."""
 _LIMIT_NAME: Final = 255
-"""Bytes of the longest name of a directory."""
+"""Most bytes of a directory name."""
 
 
 class UniversalImages:
-    """Spells the files of a universal checkpoint.
+    """Serializes the files of a universal checkpoint.
 
     Raises
     ------
     UnsupportedError
-        No engine would load them, or a parameter's name cannot be that of a directory.
+        No engine would load the files, or a parameter's name cannot be a directory name.
     """
 
     def __init__(self, target: ZeroTarget) -> None:
@@ -49,7 +49,7 @@ class UniversalImages:
                 _require_directory(name)
 
     def all(self) -> Iterator[FileImage]:
-        """Spell all files."""
+        """Yield all files."""
         yield from NativeImages(self._target).models()
         place = f"{self._target.checkpoint.tag}/zero"
         yield FileImage(f"{place}/{_GLOBAL}", serialize(self._global_state()))
@@ -64,7 +64,8 @@ class UniversalImages:
             tensor = self._target.checkpoint.tensors[number]
             storage = Storage(dtype, tensor.numel, Whole(number))
             shape = (tensor.numel,) if self._is_stage_3 else tensor.shape
-            # As the original has it, which cuts the optimizer's own tensors up.
+            # Only the master requires gradients, as in the original, which slices the optimizer's
+            # own tensors.
             node = make_tensor(storage, shape, requires_grad=key == MASTER)
             yield key, node if self._is_stage_3 else {"cat_dim": 0, "param": node}
         step = (group.states or {}).get(_STEP)
@@ -72,13 +73,13 @@ class UniversalImages:
             yield _STEP, _scalar(step)
 
     def _global_state(self) -> dict[str, Node]:
-        """Spell what is not a parameter's: hyper-parameters, loss scaler."""
+        """Build the entries that belong to no parameter: hyper-parameters, loss scaler."""
         state = OptimizerWriter(self._target).dump(0)
         if not self._is_stage_3:
             kept = {key: value for key, value in state.items() if key not in _FLAT}
             return {**kept, "param_groups": state[names.BASE_OPTIMIZER]["param_groups"]}
-        # The loader takes the step of the first sub-group for all. Rank 0's shards, which the
-        # original leaves in here, no one reads.
+        # The loader uses the step of the first sub-group for all. The original leaves rank 0's
+        # shards in this file, but nothing reads them.
         inner = state[names.OPTIMIZER]
         steps = {unit: self._without_shards(entry) for unit, entry in inner["state"].items()}
         groups = inner["param_groups"]
@@ -94,7 +95,7 @@ class UniversalImages:
         return {key: value for key, value in entry.items() if key not in flat}
 
     def _require_loadable(self, group: ParamGroup) -> None:
-        """Refuse states that the loader would stumble over, or lose."""
+        """Refuse states on which the loader would fail, or which it would lose."""
         if self._family.is_muon(group):
             message = "Muon's momentum is in no form that DeepSpeed's universal loader knows"
             raise UnsupportedError(message)
@@ -111,7 +112,7 @@ class UniversalImages:
 
 
 def _scalar(value: Node) -> Node:
-    """Spell a group's step as the file's only content."""
+    """Build a file that holds only a group's step."""
     if isinstance(value, ScalarState):
         count = len(value.data) // Storage(value.dtype, 1).nbytes
         return make_tensor(Storage(value.dtype, count, Literal(value.data)), value.shape)
@@ -119,7 +120,7 @@ def _scalar(value: Node) -> Node:
 
 
 def _require_directory(name: str) -> None:
-    """Refuse a name that is no directory's, or leads out of the one that it is to be in."""
+    """Refuse a name that cannot be a directory name, or leads out of the parent directory."""
     is_plain = name not in ("", ".", "..", _GLOBAL) and "/" not in name and name.isprintable()
     if not is_plain or len(name.encode(errors="replace")) > _LIMIT_NAME:
         message = f"parameter {name!r:.100}: a universal checkpoint needs it as a directory's name"

@@ -1,4 +1,4 @@
-"""What the writers of a native checkpoint need to know of their target."""
+"""Describes the target for the writers of a native checkpoint."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from streamshard.model import FlatCut, SubGroup, ZeroLayout
 
 @dataclass(frozen=True, slots=True)
 class ZeroTarget:
-    """A family of a checkpoint, and how it is to be cut."""
+    """A family of a checkpoint, and its partitioning in the target."""
 
     checkpoint: Checkpoint
     family: Family
@@ -21,7 +21,7 @@ class ZeroTarget:
     """DeepSpeed config that the files will hold."""
     module_dtype: str
     is_bf16: bool
-    """Whether the engine that resumes has bf16 switched on: it looks for other file names."""
+    """Whether the resuming engine has bf16 on: it then looks for other file names."""
     flat_cuts: Sequence[FlatCut]
     """One per param group of the family (stages 1 and 2)."""
     sub_groups: Sequence[SubGroup]

@@ -1,6 +1,6 @@
-"""Spells a logical checkpoint as DeepSpeed would have saved it at another world size or stage.
+"""Serializes a checkpoint as DeepSpeed would have saved it at another world size or stage.
 
-Nothing here holds tensor data: every storage of the trees made here says what fills it.
+Nothing here holds tensor data: each storage describes the content that fills it.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -16,37 +16,37 @@ from streamshard.formats.torch.torch_file import Serialized, serialize
 
 @dataclass(frozen=True, slots=True)
 class FileImage:
-    """A torch file to be made: where it goes, and the object in it."""
+    """A torch file to be written: its path, and the object in it."""
 
     path: str
     """Relative to the run directory."""
     serialized: Serialized
-    """The same for all ranks whose objects differ in nothing but what fills the storages."""
+    """Shared by all ranks whose objects differ only in the content of their storages."""
     family: int = 0
-    """Number of the family that its contents are of."""
+    """Number of the family whose content the file holds."""
     rank: int | None = None
-    """Whose file it is, where that matters."""
+    """Rank whose content fills a shared `serialized`; else None."""
 
 
 class WholeImages:
-    """Spells the one file of a family that was trained without ZeRO (stage 0)."""
+    """Serializes the only file of a family that was trained without ZeRO (stage 0)."""
 
     def __init__(self, target: ZeroTarget) -> None:
         self._target = target
 
     def all(self) -> Iterator[FileImage]:
-        """Spell all files."""
+        """Yield all files."""
         target = self._target
         path = f"{target.checkpoint.tag}/{names.model_file(None, target.mp_rank)}"
         yield FileImage(path, serialize(ModuleWriter(target).file(None)), target.mp_rank)
 
     def sizes(self) -> Iterator[tuple[FileImage, Sequence[str]]]:
-        """Spell one of all files that are equally large, with the paths of all of them."""
+        """Yield one of each set of equally large files, with the paths of the set."""
         yield from ((image, [image.path]) for image in self.all())
 
 
 class NativeImages:
-    """Spells the files of a family one after the other: model files, then optimizer files."""
+    """Serializes the files of a family one by one: model files, then optimizer files."""
 
     def __init__(self, target: ZeroTarget) -> None:
         self._target = target
@@ -54,24 +54,24 @@ class NativeImages:
         self._optimizer = OptimizerWriter(target)
         self._ranks = range(target.layout.world_size)
         self._of_all: dict[bool, Serialized] = {}
-        """Model files of stage 3, by whether they list the tied parameters."""
+        """Whether the file lists the tied parameters → model file of stage 3."""
 
     def all(self) -> Iterator[FileImage]:
-        """Spell all files."""
+        """Yield all files."""
         yield from self.models()
         for rank in self._ranks:
             yield self._optimizer_image(rank)
 
     def models(self) -> Iterator[FileImage]:
-        """Spell the model files."""
+        """Yield the model files."""
         for holder in self._ranks if self._target.layout.stage == 3 else (None,):
             yield self._model_image(holder)
 
     def sizes(self) -> Iterator[tuple[FileImage, Sequence[str]]]:
-        """Spell one of all files that are equally large, with the paths of all of them.
+        """Yield one of each set of equally large files, with the paths of the set.
 
-        At stage 3 all ranks own alike; the first keeps the list of tied parameters besides, if
-        there are any, and a file's name is part of what is in it.
+        At stage 3 all ranks own equally much. The first rank also saves the list of tied
+        parameters, if there are any. A file's content includes the file's name.
         """
         if self._target.layout.stage < 3:
             yield from ((image, [image.path]) for image in self.all())
@@ -110,7 +110,7 @@ class NativeImages:
 
 
 def _alike(ranks: Iterable[int], key: Callable[[int], Hashable]) -> Iterator[list[int]]:
-    """Yield all ranks that have a key in common."""
+    """Yield the lists of ranks that have the same key."""
     groups: dict[Hashable, list[int]] = {}
     for rank in ranks:
         groups.setdefault(key(rank), []).append(rank)
@@ -119,33 +119,33 @@ def _alike(ranks: Iterable[int], key: Callable[[int], Hashable]) -> Iterator[lis
 
 @dataclass(frozen=True, slots=True)
 class StepImages:
-    """Spells files that hold nothing but Accelerate's step."""
+    """Serializes files that hold only Accelerate's step."""
 
     step: int
     paths: Sequence[str]
 
     def all(self) -> Iterator[FileImage]:
-        """Spell all files."""
+        """Yield all files."""
         for path in self.paths:
             yield FileImage(path, serialize({"step": self.step}))
 
     def sizes(self) -> Iterator[tuple[FileImage, Sequence[str]]]:
-        """Spell one of all files that are equally large, with the paths of all of them."""
+        """Yield one of each set of equally large files, with the paths of the set."""
         yield from ((image, [image.path]) for image in self.all())
 
 
 class Images(Protocol):
-    """Spells torch files, anew at every call."""
+    """Serializes torch files, again at every call."""
 
     def all(self) -> Iterator[FileImage]:
-        """Spell all files."""
+        """Yield all files."""
 
     def sizes(self) -> Iterator[tuple[FileImage, Sequence[str]]]:
-        """Spell one of all files that are equally large, with the paths of all of them."""
+        """Yield one of each set of equally large files, with the paths of the set."""
 
 
 class DumpImages:
-    """Spells raw dumps: each rank's optimizer state, and nothing else."""
+    """Serializes raw dumps: each rank's optimizer state, and nothing else."""
 
     def __init__(self, target: ZeroTarget, name: Callable[[int], str]) -> None:
         self._ranks = range(target.layout.world_size)
@@ -153,10 +153,10 @@ class DumpImages:
         self._name = name
 
     def all(self) -> Iterator[FileImage]:
-        """Spell all files."""
+        """Yield all files."""
         for rank in self._ranks:
             yield FileImage(self._name(rank), serialize(self._optimizer.dump(rank)))
 
     def sizes(self) -> Iterator[tuple[FileImage, Sequence[str]]]:
-        """Spell one of all files that are equally large, with the paths of all of them."""
+        """Yield one of each set of equally large files, with the paths of the set."""
         yield from ((image, [image.path]) for image in self.all())
