@@ -1,4 +1,4 @@
-"""Every way a run can fail, one class each; the exit code is on the class.
+"""One exception class for each way a run can fail; the class holds the exit code.
 
 ::
 
@@ -23,13 +23,13 @@ from typing import ClassVar
 
 
 class StreamshardError(Exception):
-    """Base of every error that is the input's, the target's or the caller's fault."""
+    """Base of every error that the input, the target or the caller causes."""
 
     exit_code: ClassVar[int] = 1
 
 
 class UsageError(StreamshardError):
-    """The command line or a call asks for something that cannot be."""
+    """The command line or a call asks for something impossible."""
 
     exit_code = 2
 
@@ -41,7 +41,7 @@ class SourceError(StreamshardError):
 
 
 class SourceNotFoundError(SourceError):
-    """There is nothing at the given path that looks like a checkpoint."""
+    """Nothing at the given path looks like a checkpoint."""
 
 
 class CorruptFileError(SourceError):
@@ -57,7 +57,7 @@ class DisagreementError(SourceError):
 
 
 class UnsupportedError(SourceError):
-    """The layout is recognised and not supported."""
+    """The layout is recognised, but not supported."""
 
 
 class TargetError(StreamshardError):
@@ -75,7 +75,7 @@ class TargetLockedError(TargetError):
 
 
 class NoSpaceError(TargetError):
-    """The target's file system has too little room."""
+    """The target's file system has too little free space."""
 
 
 class MemoryLimitError(StreamshardError):
@@ -91,4 +91,4 @@ class IntegrityError(StreamshardError):
 
 
 class NotAsWrittenError(IntegrityError):
-    """What a run has written reads back from the disk as something else."""
+    """The bytes read back from the disk differ from the bytes that the run wrote."""

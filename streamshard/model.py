@@ -1,9 +1,9 @@
-"""The nouns that every room shares. Frozen; they import nothing of streamshard.
+"""The data classes that all subpackages share. They are frozen and import nothing of streamshard.
 
 A checkpoint is a set of *logical tensors* (a parameter's master weights, one of its optimizer
-states, a buffer, a file) that each layout cuts into fragments in its own way. The nouns here say
-what there is and how ZeRO was told to cut it; the arithmetic of the cut is in ``plan``, the
-spelling of names and keys in ``formats``.
+states, a buffer, a file) that each layout cuts into fragments in its own way. The classes here
+describe the tensors and ZeRO's settings. The arithmetic of the cut is in ``layout``; file names
+and keys are in ``formats``.
 """
 
 import math
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 MASTER: Final = "fp32"
 """State name of the master weights, whatever their dtype."""
 MODULE: Final = "module"
-"""State name of what the module itself holds: 16-bit weights, buffers, frozen weights."""
+"""State name of the module's own tensors: 16-bit weights, buffers, frozen weights."""
 BLOB: Final = "blob"
-"""State name of storages in training state that is not a parameter's (raw bytes)."""
+"""State name of storages in training state that belong to no parameter (raw bytes)."""
 FILE: Final = "file"
 """State name of the other files of a checkpoint directory (raw bytes)."""
 
@@ -47,13 +47,13 @@ ITEMSIZE: Final[Mapping[str, int]] = {
     "quint8": 1,
     "qint32": 4,
 }
-"""Bytes per element of every dtype that can be carried, by torch's name for it. The quantised ones
-are carried in training state alone, as bytes."""
+"""Bytes per element of every supported dtype, by torch's name for it. Quantised dtypes are
+supported only in training state, as raw bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogicalTensor:
-    """One tensor as the training job thinks of it, however many ranks hold it."""
+    """One tensor as the training job sees it, however many ranks hold parts of it."""
 
     state: str
     """`fp32`, `exp_avg`, … for optimizer state; `module`, `blob` or `file` for the rest."""
@@ -63,7 +63,7 @@ class LogicalTensor:
     dtype: str
     shape: tuple[int, ...]
     family: str = ""
-    """Which part of the model it belongs to, where tensor or pipeline parallelism makes several."""
+    """The model-parallel part that owns it, where tensor or pipeline parallelism makes several."""
 
     @property
     def numel(self) -> int:
@@ -78,7 +78,7 @@ class LogicalTensor:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """What is kept of a run of bytes to know it again: two checksums of different kinds."""
+    """Length and two different checksums of a run of bytes, to recognize the bytes later."""
 
     nbytes: int
     crc32: int
@@ -92,12 +92,12 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class ZeroLayout:
-    """What a ZeRO engine was told about cutting its optimizer state."""
+    """Settings by which a ZeRO engine cuts its optimizer state."""
 
     stage: int
-    """0 without ZeRO: then nothing is cut, and every rank has all."""
+    """0 without ZeRO: then nothing is cut, and every rank has the whole state."""
     world_size: int
-    """Size of the (sequence-)data-parallel group, which is that of every family."""
+    """Size of the (sequence-)data-parallel group; it is the same in every family."""
     round_robin: bool = False
     """`round_robin_gradients`; stages 1 and 2 only."""
     parameter_alignment: bool = False
@@ -105,23 +105,23 @@ class ZeroLayout:
     sub_group_size: int = 1_000_000_000
     """Stage 3 only: elements per rank after which a sub-group is closed."""
     bf16_optimizer: bool = False
-    """Stage 1 as `BF16_Optimizer` has it: cut like any other, masters saved with their padding."""
+    """Stage 1 with `BF16_Optimizer`: the usual cut, but masters are saved with their padding."""
     data_before_experts: bool = False
-    """`use_data_before_expert_parallelism`: ranks that share experts are neighbours."""
+    """`use_data_before_expert_parallelism`: ranks with the same experts are neighbours."""
     offload: bool = False
-    """`offload_optimizer`: the optimizer's states are kept off the device that computes."""
+    """`offload_optimizer`: the optimizer's states are not on the device that computes."""
 
     @property
     def whole_momentum(self) -> bool:
-        """Whether Muon's momentum is kept whole for every parameter that a rank owns a part of.
+        """Whether a rank keeps Muon's whole momentum of each parameter that it owns a part of.
 
-        Everywhere else it is cut like any other state. By `get_flat_partition` and
+        Otherwise the momentum is cut like any other state. By `get_flat_partition` and
         `_apply_muon_updates_cpu_offload` of `deepspeed/runtime/zero/stage_1_and_2.py` (0.19.8).
         """
         return self.stage < 3 and not self.bf16_optimizer and not self.offload
 
     def expert_place(self, rank: int, expert_parallel: int) -> tuple[int, int]:
-        """Tell which experts a data-parallel rank holds, and its rank among those that share them.
+        """Return a data-parallel rank's expert rank, and its index among ranks with these experts.
 
         By `_get_expert_parallel_ranks` of `deepspeed/utils/groups.py` (0.19.8).
         """
@@ -133,7 +133,7 @@ class ZeroLayout:
 
 @dataclass(frozen=True, slots=True)
 class RankPartition:
-    """What one rank owns of one flat group (stages 1 and 2)."""
+    """The partition of a flat group that one rank owns (stages 1 and 2)."""
 
     numel: int
     """Length of the partition, padding included; equal on all ranks."""
@@ -142,9 +142,9 @@ class RankPartition:
     slices: tuple[tuple[int, int, int], ...]
     """(parameter's index in the group, start in the partition, numel), in order of parameter."""
     recorded: tuple[tuple[int, int, int], ...]
-    """The slices as DeepSpeed writes them down, which under round robin are others."""
+    """The slices as DeepSpeed records them; under round robin they differ from `slices`."""
     whole_numel: int
-    """Elements of all parameters of which the rank owns a part, with what it does not own."""
+    """Total size of the parameters that the rank owns a part of, other ranks' parts included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class FlatCut:
 
 @dataclass(frozen=True, slots=True)
 class SubGroup:
-    """A run of one param group's parameters that ZeRO-3 flattens together."""
+    """Consecutive parameters of one param group that ZeRO-3 flattens together."""
 
     group: int
     first: int
@@ -187,7 +187,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class PartitionOf:
-    """What a rank owns of one state of a flat group (stages 1 and 2)."""
+    """A rank's partition of one state of a flat group (stages 1 and 2)."""
 
     group: int
     state: str
@@ -196,7 +196,7 @@ class PartitionOf:
 
 @dataclass(frozen=True, slots=True)
 class WholesOf:
-    """All of one state of every parameter that a rank owns a part of (Muon at stages 1 and 2)."""
+    """One state, whole, of each parameter that a rank owns a part of (Muon at stages 1 and 2)."""
 
     group: int
     state: str
@@ -205,7 +205,7 @@ class WholesOf:
 
 @dataclass(frozen=True, slots=True)
 class ShardsOf:
-    """What a rank owns of one state of a sub-group: its shard of each parameter (stage 3)."""
+    """A rank's part of one state of a sub-group: its shard of each parameter (stage 3)."""
 
     sub_group: int
     state: str
@@ -214,18 +214,18 @@ class ShardsOf:
 
 @dataclass(frozen=True, slots=True)
 class ShardOf:
-    """A shard of a single tensor, of the rank whose file it is in (stage 3, frozen weights)."""
+    """The shard of a single tensor that belongs to the file's rank (stage 3, frozen weights)."""
 
     tensor: int
 
 
 Content = Literal | Whole | PartitionOf | WholesOf | ShardsOf | ShardOf
-"""What fills a storage of a target file. Where it says less than the storage holds, zeros."""
+"""What fills a storage of a target file. Zeros fill the rest of the storage, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Byte runs to copy, ordered by where they go; parallel arrays.
+    """Byte runs to copy, ordered by target offset; parallel arrays.
 
     Where source and target dtypes differ in size, `nbytes` counts source bytes.
     """
@@ -244,12 +244,12 @@ class Copies:
 
 
 Memory = Callable[[int], memoryview]
-"""Gives so many bytes of memory, whose content is lost when it is asked again."""
+"""Returns a buffer of the requested size in bytes. The next call invalidates its content."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file that bytes are read from, and what it looked like when the plan was made."""
+    """A file to read from, with its size, time and inode when the plan was made."""
 
     path: Path
     nbytes: int
@@ -258,13 +258,13 @@ class SourceFile:
 
     @classmethod
     def of(cls, path: Path, stat: os.stat_result) -> Self:
-        """Describe a file by what the system tells of it."""
+        """Describe a file by its `stat` result."""
         return cls(path, stat.st_size, stat.st_mtime_ns, stat.st_ino)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockDigests:
-    """What was recorded of a file whose first bytes are content as it is."""
+    """Recorded checksums of a file that begins with its content, uncompressed."""
 
     nbytes: int
     """Length of the content."""
@@ -275,21 +275,21 @@ class BlockDigests:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where consecutive pieces of something lie: `files[k]` at byte `offsets[k]` holds piece k."""
+    """Places of consecutive pieces: `files[k]` at byte `offsets[k]` holds piece k."""
 
     files: NDArray[np.int64]
     """Indices into the source's list of files."""
     offsets: NDArray[np.int64]
-    """Byte offsets in them."""
+    """Byte offsets in those files."""
     numels: NDArray[np.int64]
-    """Elements that each piece is said to hold, to be held against the arithmetic."""
+    """Recorded elements of each piece, to be checked against the arithmetic."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedCut:
-    """What a rank's file says of its own cut (stages 1 and 2), to be held against the arithmetic.
+    """The cut as a rank's file records it (stages 1 and 2), to be checked against the arithmetic.
 
-    None where the DeepSpeed that saved it did not write that down yet.
+    A field is None where the DeepSpeed version that saved the file did not record it yet.
     """
 
     path: Path
@@ -301,12 +301,12 @@ class RecordedCut:
 
 @dataclass(frozen=True, slots=True)
 class FamilyMap:
-    """Where the shards of one family keep its cut tensors."""
+    """Where the shards of one family store its cut tensors."""
 
     partitions: Mapping[tuple[int, str], Slot] = field(default_factory=dict)
     """(param group, state) → each rank's partition (stages 1 and 2)."""
     stripped: bool = False
-    """Whether states are saved without their padding, as masters are (stages 1 and 2)."""
+    """Whether states, like masters, are saved without their padding (stages 1 and 2)."""
     recorded: tuple[RecordedCut, ...] = ()
     """One per rank (stages 1 and 2)."""
     sub_groups: Mapping[tuple[int, str], Slot] = field(default_factory=dict)
@@ -317,7 +317,7 @@ class FamilyMap:
 
 @dataclass(frozen=True, slots=True)
 class SourceMap:
-    """Where a source keeps its logical tensors, in the source's own terms."""
+    """Where a source stores its logical tensors, by the source's own layout."""
 
     files: tuple[SourceFile, ...]
     families: tuple[FamilyMap, ...] = ()

@@ -1,4 +1,4 @@
-"""Opens sources to read them, and to do nothing else: not even their time of access changes."""
+"""Opens sources for reading only; not even their access time changes where the system allows."""
 
 import os
 from collections.abc import Iterator
@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import BinaryIO, Final, NoReturn
 
 _QUIET: Final = getattr(os, "O_NOATIME", 0)
-"""Flag of open(2) for files that are one's own, where the system has it."""
+"""Flag of open(2) that keeps the access time; allowed only for the owner of a file."""
 
 
 def open_to_read(path: Path) -> int:
-    """Open a file; returns its descriptor."""
+    """Open a file for reading; returns its descriptor."""
     flags = os.O_RDONLY | os.O_CLOEXEC
     try:
         return os.open(path, flags | _QUIET)
@@ -30,7 +30,7 @@ def read_all(path: Path) -> bytes:
 
 
 def read_into(descriptor: int, view: memoryview, offset: int) -> int:
-    """Fill a view from a byte offset on; returns how far, which is to its end unless the file's."""
+    """Fill a view from a byte offset of a file; returns the bytes read, fewer only at its end."""
     done = 0
     while done < len(view):
         count = os.preadv(descriptor, [view[done:]], offset + done)
@@ -41,12 +41,12 @@ def read_into(descriptor: int, view: memoryview, offset: int) -> int:
 
 
 def entries_below(root: Path) -> Iterator[Path]:
-    """Yield everything below a directory, directories before what is in them.
+    """Yield all paths below a directory; a directory comes before its content.
 
     Raises
     ------
     OSError
-        A directory cannot be read: pathlib and os.walk leave it out then, and say nothing.
+        A directory cannot be read. pathlib and os.walk by default skip it without an error.
     """
     for directory, directories, files in os.walk(root, onerror=_refuse):
         yield from (Path(directory, name) for name in (*directories, *files))

@@ -1,4 +1,4 @@
-"""Sizes and lengths of time as people write them."""
+"""Sizes and durations as people write them."""
 
 import re
 from datetime import timedelta
@@ -20,7 +20,7 @@ _UNITS: Final = {
 
 
 UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
-"""In which sizes are shown."""
+"""Units in which sizes are shown."""
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
@@ -35,7 +35,7 @@ def parse(text: str, *, whole: int | None = None) -> int:
     Raises
     ------
     ValueError
-        The text is no size.
+        The text is not a size.
 
     >>> parse("64MiB"), parse("5GB"), parse("1.5 KiB"), parse("50%", whole=1000)
     (67108864, 5000000000, 1536, 500)
@@ -53,12 +53,12 @@ def parse(text: str, *, whole: int | None = None) -> int:
 def parse_part(text: str) -> tuple[int | None, int]:
     """Read a part of a whole: `3/20` for the third of twenty, `5%` for any one of twenty.
 
-    A percentage that no whole count of parts gives is rounded up.
+    If 100% is no multiple of the percentage, the part is rounded up: 30% gives one of three.
 
     Raises
     ------
     ValueError
-        The text is no part.
+        The text is not a part.
 
     >>> parse_part("3/20"), parse_part("5%"), parse_part("30%")
     ((3, 20), (None, 20), (None, 3))
@@ -73,12 +73,12 @@ def parse_part(text: str) -> tuple[int | None, int]:
 
 
 def parse_time(text: str) -> timedelta:
-    """Read a length of time.
+    """Read a duration.
 
     Raises
     ------
     ValueError
-        The text is none.
+        The text is not a duration.
 
     >>> str(parse_time("7d")), str(parse_time("90 m"))
     ('7 days, 0:00:00', '1:30:00')
@@ -90,7 +90,7 @@ def parse_time(text: str) -> timedelta:
 
 
 def show_duration(time: timedelta) -> str:
-    """Write a length of time as it is asked for, in the largest unit that leaves no rest.
+    """Format a duration as options take it, in the largest unit that leaves no remainder.
 
     >>> show_duration(timedelta(days=7)), show_duration(timedelta(minutes=90))
     ('7d', '90m')
@@ -105,9 +105,9 @@ def show_duration(time: timedelta) -> str:
 
 
 def show_bytes(nbytes: int) -> str:
-    """Write a size for a person.
+    """Format a size for people.
 
-    >>> show(0), show(1536), show(5 << 30)
+    >>> show_bytes(0), show_bytes(1536), show_bytes(5 << 30)
     ('0 B', '1.5 KiB', '5.0 GiB')
     """
     value = float(nbytes)
@@ -120,7 +120,7 @@ def show_bytes(nbytes: int) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Write a count before its noun.
+    """Format a count with its noun, in the plural where needed.
 
     >>> counted(1, "rank"), counted(1024, "data-parallel rank")
     ('1 rank', '1,024 data-parallel ranks')
@@ -129,7 +129,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def show_time(seconds: float) -> str:
-    """Write a length of time for a person.
+    """Format a duration for people.
 
     >>> show_time(0.25), show_time(9.6), show_time(200), show_time(7500)
     ('0.2 s', '10 s', '3 min 20 s', '2 h 5 min')

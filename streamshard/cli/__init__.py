@@ -1,1 +1,1 @@
-"""The command line: argv, one call, exit code."""
+"""The command line: parse argv, call one operation, return the exit code."""

@@ -1,4 +1,4 @@
-"""Completion of the command line by the shell."""
+"""Shell completion of the command line."""
 
 import argparse
 from collections.abc import Iterator
@@ -7,21 +7,21 @@ from typing import Final
 from streamshard.errors import UsageError
 
 SHELLS: Final = ("bash", "zsh", "fish", "tcsh")
-"""Shells that there is a script for."""
+"""Shells with a completion script."""
 
 _PATHS: Final = frozenset(
     {"SRC", "OUT", "PATH", "STORE.zarr", "RUN_DIR", "ARCHIVE_DIR", "FILE", "PLAN", "A", "B"}
 )
-"""Metavars of what names a file or a directory."""
+"""Metavars of arguments that name a file or a directory."""
 
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """Spell the script that teaches a shell this command line.
+    """Return the script by which a shell completes this command line.
 
     Raises
     ------
     UsageError
-        The package that writes such scripts is not installed.
+        The package shtab, which writes such scripts, is not installed.
     """
     try:
         import shtab

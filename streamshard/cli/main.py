@@ -1,4 +1,4 @@
-"""The command line: one call, what is printed, the exit code; the only place that prints."""
+"""The command line: runs one verb, prints its result, returns the exit code. Only it prints."""
 
 import argparse
 import json
@@ -102,7 +102,7 @@ def _print(text: str) -> None:
 
 
 def _tell(message: str, error: BaseException) -> None:
-    """Say what went wrong, and what to do about it."""
+    """Print an error message, and the error's notes, to standard error."""
     for line in (message, *getattr(error, "__notes__", ())):
         print(printable(line), file=sys.stderr)
 
@@ -219,14 +219,14 @@ def _show_inspection(
     if arguments.json:
         _print(json.dumps(asdict(found), indent=2))
     elif not arguments.quiet:
-        # Not at the top: only what draws tables pays for the library that does.
+        # Not at the top: only inspections need the memory of the library that draws tables.
         from streamshard.cli.text.inspect_text import inspection_text
 
         _print(inspection_text(found, verbose=arguments.verbose, width=_terminal_width()))
 
 
 def _terminal_width() -> int | None:
-    """Tell how wide the terminal is; None where nobody looks, or colours and lines are no use."""
+    """Return the terminal's width; None if output is no terminal, or colours and lines are off."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return None
     if sys.stdout.encoding.lower() not in ("utf-8", "utf8"):
@@ -294,33 +294,33 @@ _VERBS: Final[Mapping[str, Callable[[argparse.Namespace], None]]] = {
     "apply": _apply,
     "completion": _completion,
 }
-"""What runs each verb of the command line."""
+"""The function that runs each verb of the command line."""
 
 
 class _Plan(Protocol):
-    """What the verbs that write have planned."""
+    """The plan of a verb that writes."""
 
     @property
     def report(self) -> Report:
-        """What running it will do."""
+        """What a run of the plan will do."""
 
     def outlook(self) -> Outlook:
-        """Tell more of that."""
+        """Return the detailed estimate of a run."""
 
     def save(self, path: str) -> None:
-        """Write it down."""
+        """Save the plan to a file."""
 
     def found(self, progress: Progress) -> Report | None:
-        """Look whether it is done already."""
+        """Check whether the result already exists; None if it does not."""
 
     def run(self, progress: Progress) -> Report:
-        """Do it."""
+        """Run the plan."""
 
 
 def _carry_out(
     plan: _Plan, arguments: argparse.Namespace, progress: Progress
 ) -> tuple[Report, Outlook | None]:
-    """Do what was planned, or only look what that would be."""
+    """Run a plan, or for `--dry-run` only estimate it."""
     if arguments.dry_run:
         if arguments.if_needed and (found := plan.found(progress)) is not None:
             return found, None

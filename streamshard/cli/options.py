@@ -1,4 +1,4 @@
-"""Options that several verbs have: what they are on the command line, and in Python."""
+"""Options that several verbs share: on the command line, and as arguments of the Python call."""
 
 import argparse
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from streamshard.defaults import DEFAULT_MIN_AGE, PROGRESS_MODES
 from streamshard.errors import UsageError
 
 _MOST_SOURCES: Final = 2
-"""Sources that a verb takes at most, one behind the other."""
+"""Maximum number of consecutive sources that a verb takes."""
 
 
 def add_keeping_options(verb: argparse.ArgumentParser) -> None:
-    """Take what says which tags are left alone."""
+    """Add the options that select the tags to leave unchanged."""
     verb.add_argument(
         "--keep-last", type=int, default=3, metavar="K", help="newest complete steps to leave [3]"
     )
@@ -43,7 +43,7 @@ def add_keeping_options(verb: argparse.ArgumentParser) -> None:
 
 
 def add_source_options(verb: argparse.ArgumentParser, of: str = "") -> None:
-    """Take what tells of a source what it does not tell itself."""
+    """Add the options that supply what a source lacks: config, reference checkpoint, tag."""
     verb.add_argument(
         "--source-ds-config", metavar="FILE", help="DeepSpeed config of the job that left raw dumps"
     )
@@ -56,13 +56,13 @@ def add_source_options(verb: argparse.ArgumentParser, of: str = "") -> None:
 
 
 def add_reading_options(verb: argparse.ArgumentParser, of: str = "") -> None:
-    """Take the options of verbs that read tensors."""
+    """Add the options of verbs that read tensors."""
     add_source_options(verb, of)
     add_resource_options(verb)
 
 
 def add_resource_options(verb: argparse.ArgumentParser) -> None:
-    """Take what says what a run may use."""
+    """Add the options for a run's memory, workers and progress display."""
     verb.add_argument(
         "--memory-limit",
         type=memory_size,
@@ -87,7 +87,7 @@ def add_resource_options(verb: argparse.ArgumentParser) -> None:
 
 
 def add_moving_options(verb: argparse.ArgumentParser, *, resumes: bool = False) -> None:
-    """Take the options of verbs that write; of one from whose target jobs resume, if so."""
+    """Add the options of verbs that write; `resumes` if a job can resume from the target."""
     add_reading_options(verb)
     verb.add_argument("--overwrite", action="store_true", help="replace the target if it exists")
     verb.add_argument(
@@ -116,21 +116,21 @@ def add_moving_options(verb: argparse.ArgumentParser, *, resumes: bool = False) 
 
 
 def with_templates(argv: Sequence[str]) -> list[str]:
-    """Put a template in place of the files of all ranks, into which a shell expands `raw/*.pt`.
+    """Replace the files of all ranks, to which a shell expands `raw/*.pt`, by their template.
 
     Raises
     ------
     UsageError
-        There are more files in a row than any verb takes, and no template makes them.
+        There are more consecutive files than any verb takes, and no template describes them.
     IncompleteError
-        A rank's file is missing between others.
+        The file of a rank between others is missing.
     """
     found: list[str] = []
     for (is_file, place), group in groupby(argv, _file_and_place):
         words = [*group]
         if is_file and len(words) > 1 and "{" not in str(place):
             from streamshard.formats.deepspeed.dumps import (
-                dump_names,  # not at the top: most words are no files
+                dump_names,  # not at the top: rarely needed, as most words are not files
             )
 
             paths = [*map(Path, words)]
@@ -176,7 +176,7 @@ def memory_size(text: str) -> int:
 
 
 def source_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of every verb, by the names that they have in Python."""
+    """Return the options that describe a source, by their names in Python."""
     return {
         "source_ds_config_file": arguments.source_ds_config,
         "like": arguments.like,
@@ -200,13 +200,13 @@ def reading_options(arguments: argparse.Namespace) -> dict[str, Any]:
     Raises
     ------
     UsageError
-        One of them asks for what cannot be.
+        An option asks for something impossible.
     """
     return {**source_options(arguments), **resource_options(arguments)}
 
 
 def resource_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that say what a run may use; see `reading_options` for errors."""
+    """Return the options for a run's memory and workers; see `reading_options` for errors."""
     if arguments.workers is not None and arguments.workers < 1:
         raise UsageError(f"--workers {arguments.workers}: at least one is needed")
     return {"memory_limit": arguments.memory_limit, "workers": arguments.workers}

@@ -1,4 +1,4 @@
-"""What can be said on the command line: verbs, their options and their help."""
+"""The parser of the command line: verbs, their options and their help."""
 
 import argparse
 import sys
@@ -38,7 +38,7 @@ _SOURCE_HELP: Final = (
 
 
 def arguments_of() -> argparse.ArgumentParser:
-    """Make the parser of the whole command line; `verb` of what it parses names what to run."""
+    """Make the parser of the whole command line; `verb` of its result names the verb to run."""
     parser = _Parser(
         prog="streamshard",
         description="Reshard DeepSpeed ZeRO checkpoints to another number of GPUs.",
@@ -62,7 +62,7 @@ def arguments_of() -> argparse.ArgumentParser:
 
 
 def parse_command(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line; ends the process if it cannot be understood."""
+    """Parse a command line; ends the process if it is not valid."""
     parser = arguments_of()
     try:
         words = with_templates(argv)
@@ -72,14 +72,14 @@ def parse_command(argv: Sequence[str]) -> argparse.Namespace:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Names what is near to a mistyped verb or option, and does not lose what it prints."""
+    """Suggests the nearest verb or option after a typing error; reports failed output."""
 
     def parse_known_args(  # type: ignore[override]
         self,
         args: Sequence[str] | None = None,
         namespace: argparse.Namespace | None = None,
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse arguments, all of which have to be known: to a verb those behind it."""
+        """Parse arguments and refuse unknown ones; a verb's parser gets only the words after it."""
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
@@ -107,7 +107,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _near(word: str, known: Iterable[str]) -> str | None:
-    """Find the word that is meant, if one is near."""
+    """Find the known word that is nearest to a mistyped one, if any is near."""
     from difflib import get_close_matches  # not at the top: most command lines are right
 
     return next(iter(get_close_matches(word, known, n=1)), None)
@@ -119,7 +119,7 @@ def _hint(near: Iterable[str | None]) -> str:
 
 
 class _Version(argparse.Action):
-    """Prints the version, which is looked up only then."""
+    """Prints the version, which it looks up only when asked for."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
@@ -136,7 +136,7 @@ class _Version(argparse.Action):
 
 
 class _Help(argparse.HelpFormatter):
-    """Leaves the example in one line, from which it can be copied."""
+    """Keeps the example in one line, so that it can be copied."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if text.startswith(_EXAMPLE) else super()._fill_text(text, width, indent)

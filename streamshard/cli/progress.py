@@ -1,4 +1,4 @@
-"""Shows how far a run is: to a person at a terminal, to a log file, to another program."""
+"""Shows a run's progress: to a person at a terminal, in a log file, to another program."""
 
 import json
 import os
@@ -19,49 +19,48 @@ from streamshard.operations.transfer.report import Progress, Silent
 from streamshard.sizes import show_bytes, show_time
 
 _RATE_SECONDS: Final = 10
-"""The rate is that of so long a time, as disks are faster at first."""
+"""The rate is the average over this time, as disks are faster at first."""
 _QUIET_SECONDS: Final = 5
-"""What ends before that needs no lines, and no two tenths are told sooner after each other."""
+"""Shorter runs print no lines; lines of one phase are at least this far apart."""
 _PHASE_SECONDS: Final = 1
-"""Lines for phases that follow each other sooner are left out."""
+"""A new phase gets no line if the last line is more recent than this."""
 _WIDTH: Final = 80
-"""Of a terminal that does not tell its own."""
+"""Width of a terminal that does not report its own."""
 _ERASE_REST: Final = "\x1b[K"
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """How far a run is; what `--progress json` writes, one object on a line."""
+    """The state of a run's progress; `--progress json` writes it as one object per line."""
 
     phase: str
-    """What is being done: `reading headers`, `writing`, `syncing`, `verifying` and `comparing` with
-    `--verify`, `committing`; `comparing` first with `--if-needed`; `reading` where nothing is
-    written. `compact` has the tag before it: `global_step80: writing`.
+    """The current phase: `reading headers`, `writing`, `syncing`, `verifying` and `comparing` with
+    `--verify`, `committing`; `comparing` first with `--if-needed`; `reading` for verbs that do not
+    write. `compact` puts the tag before the phase: `global_step80: writing`.
     """
     done_bytes: int
-    """Dealt with so far, what an earlier run has left included."""
+    """Bytes processed so far, including those that an earlier run wrote."""
     total_bytes: int | None
-    """To be dealt with in this phase: bytes to be written, before any compression; with `--verify`
-    then those of files whose checksums are verified, and those that are compared with the source.
-    `verify` and `compact` go through several stretches, each with its own. None before that is
-    known."""
+    """Bytes to process in this phase: first the bytes to write, before compression; with `--verify`
+    then the bytes of files whose checksums are verified, and those compared with the source.
+    `verify` and `compact` have several sections, each with its own total. None until known."""
     bytes_per_second: int | None
-    """In the last seconds, without what an earlier run has left; None before anything was done."""
+    """Rate of the last seconds, without bytes of an earlier run; None before any progress."""
     eta_seconds: float | None
     """Time left at that rate."""
     elapsed_seconds: float
-    """Since the command began."""
+    """Time since the command began."""
 
     @property
     def percent(self) -> int | None:
-        """How much is done; None before it is known how much there is to do."""
+        """The part of the total that is done, in percent; None until the total is known."""
         if self.total_bytes is None:
             return None
         return 100 * self.done_bytes // max(1, self.total_bytes)
 
     @property
     def is_all(self) -> bool:
-        """Whether nothing is left to be dealt with."""
+        """Whether no bytes are left to process."""
         return self.total_bytes is not None and self.done_bytes >= self.total_bytes
 
 
@@ -69,13 +68,13 @@ class Style(Protocol):
     """A way to show moments."""
 
     interval_seconds: float
-    """How often it wants to know, at most."""
+    """Minimum time between two calls of `tell` in one phase."""
 
     def tell(self, moment: Moment, *, is_last: bool) -> str:
-        """Spell what is to be written now; empty if nothing is."""
+        """Return the text to write now; empty if there is none."""
 
     def end(self) -> str:
-        """Spell what leaves everything in order."""
+        """Return the text that cleans up at the end."""
 
 
 def display(
@@ -85,14 +84,14 @@ def display(
     is_quiet: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> AbstractContextManager[Progress]:
-    """Choose how progress is shown, from here until the context is left.
+    """Choose how progress is shown until the context ends.
 
     Parameters
     ----------
     mode
         One of `PROGRESS_MODES`. `auto` is a bar on a terminal that can erase a line, else lines.
     stream
-        Where to; by default standard error.
+        Where progress is written; by default standard error.
     """
     stream = sys.stderr if stream is None else stream
     if mode == "auto":
@@ -108,9 +107,9 @@ def display(
 
 
 class Display:
-    """Counts what it is told, by several threads, and shows it in a style.
+    """Counts the progress that several threads report, and shows it in a style.
 
-    What cannot be written, because nobody reads it any more for instance, ends no run.
+    If it cannot be written, for example because the reader is gone, the run continues.
     """
 
     def __init__(self, style: Style, stream: TextIO, clock: Callable[[], float]) -> None:
@@ -123,9 +122,9 @@ class Display:
         self._done_bytes = self._kept_bytes = 0
         self._began = clock()
         self._next = self._began
-        """When something may be shown again."""
+        """Time from which progress may be shown again."""
         self._past: deque[tuple[float, int]] = deque()
-        """(time, bytes dealt with by this run) of moments that the rate is taken from."""
+        """(time, bytes processed by this run) of the moments that give the rate."""
 
     def __enter__(self) -> Self:
         with self._lock:
@@ -143,7 +142,7 @@ class Display:
             self._write(self._style.end())
 
     def start(self, total_bytes: int, phase: str = READING) -> None:
-        """Begin to count anew; many small stretches of one phase are not shown one by one."""
+        """Begin a new count; many short sections of one phase are not shown one by one."""
         with self._lock:
             is_new, self._phase = phase != self._phase, phase
             self._total_bytes = total_bytes
@@ -170,7 +169,7 @@ class Display:
                 self._show(is_due=True)
 
     def stop(self) -> None:
-        """End what `start` began; what comes next may be another."""
+        """End the section that `start` began."""
         with self._lock:
             self._show()
 
@@ -184,7 +183,7 @@ class Display:
         rate = self._rate(now)
         done, left = self._done_bytes, None
         if self._total_bytes is not None:
-            # What was reckoned beforehand may be a little less than what then is read.
+            # The estimated total may be a little less than the bytes that are read.
             done = min(done, self._total_bytes)
             left = self._total_bytes - done
         return Moment(
@@ -197,7 +196,7 @@ class Display:
         )
 
     def _rate(self, now: float) -> int | None:
-        """Tell the rate of the last seconds; None if nothing was done in them."""
+        """Return the rate of the last seconds; None if there was no progress."""
         done = max(0, self._done_bytes - self._kept_bytes)
         self._past.append((now, done))
         while len(self._past) > 2 and self._past[1][0] <= now - _RATE_SECONDS:
@@ -230,10 +229,10 @@ class Nothing:
 
 
 class Bar:
-    """One line of a terminal that is written again and again, and erased in the end.
+    """One terminal line that is redrawn again and again, and erased at the end.
 
-    It is drawn by tqdm, without colours. The counting is our own: tqdm knows neither phases nor
-    what an earlier run has left.
+    tqdm draws it, without colours. The counting is our own: tqdm knows neither phases nor bytes
+    that an earlier run wrote.
     """
 
     interval_seconds = 0.1
@@ -242,14 +241,14 @@ class Bar:
         self._width = width
 
     def tell(self, moment: Moment, *, is_last: bool) -> str:
-        """Draw the line over itself."""
+        """Redraw the line."""
         if moment.total_bytes is None:
             return f"\r{moment.phase}{_ERASE_REST}"
         drawn = tqdm.format_meter(
             moment.done_bytes,
             moment.total_bytes,
             moment.elapsed_seconds,
-            ncols=self._width() - 1,  # the last column would break the line
+            ncols=self._width() - 1,  # text in the last column would wrap the line
             prefix=moment.phase,
             ascii=True,
             bar_format=f"{{l_bar}}{{bar}}| {', '.join(_facts(moment))}",
@@ -272,7 +271,7 @@ class Lines:
         self._told_at = 0.0
 
     def tell(self, moment: Moment, *, is_last: bool) -> str:
-        """Write a line, unless there is nothing new, or the run is too young."""
+        """Write a line, unless nothing is new or the last line is too recent."""
         now = moment.elapsed_seconds
         new = moment.phase, (moment.percent or 0) // 10, moment.total_bytes
         gap = _QUIET_SECONDS
@@ -297,7 +296,7 @@ class JsonLines:
         self._told: tuple[str, int, int | None] | None = None
 
     def tell(self, moment: Moment, *, is_last: bool) -> str:
-        """Write an object, but the last not twice."""
+        """Write an object; the last one is not repeated."""
         new = moment.phase, moment.done_bytes, moment.total_bytes
         if is_last and new == self._told:
             return ""
@@ -314,7 +313,7 @@ def _said(moment: Moment) -> str:
 
 
 def _facts(moment: Moment) -> list[str]:
-    """Spell how much is done, how fast, and how long it will take."""
+    """Format how much is done, the rate, and the time left."""
     if moment.total_bytes is None:
         return []
     facts = [f"{show_bytes(moment.done_bytes)} of {show_bytes(moment.total_bytes)}"]

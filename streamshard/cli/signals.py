@@ -1,4 +1,4 @@
-"""Signals that end a run: in good order at first, at once when asked again or when it is over."""
+"""Signals that end a run: the first one cleanly; a second one, or one after the run, at once."""
 
 import os
 import signal
@@ -7,13 +7,13 @@ from types import FrameType
 from typing import Any, Final
 
 SIGNALS: Final = {signal.SIGINT: 130, signal.SIGTERM: 143}
-"""Exit code after each signal that ends a run in good order."""
+"""Exit code after each signal that ends a run."""
 PATIENCE_SECONDS: Final = 5
-"""How long a run may take to end in good order."""
+"""How long a run may take to clean up and end."""
 
 
 class StoppedBySignal(KeyboardInterrupt):
-    """Raised where the program is when a signal asks it to stop."""
+    """Raised wherever the program is when a signal tells it to stop."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class StoppedBySignal(KeyboardInterrupt):
 
 
 class Signals:
-    """The signals that a run takes: those that nobody else takes or ignores."""
+    """The signals that a run handles: those that nobody else handles or ignores."""
 
     def __init__(self) -> None:
         self._before: dict[signal.Signals, Any] = {}
@@ -29,13 +29,13 @@ class Signals:
         self._is_loading = False
 
     def take(self, *, while_loading: bool = False) -> None:
-        """Raise `StoppedBySignal` at the first one from here on, wherever the program is.
+        """Install handlers: from now on the first signal raises `StoppedBySignal`.
 
         Parameters
         ----------
         while_loading
-            End the process instead: nothing has begun yet, and an error that is raised among
-            imports may be taken for one of theirs, or for none. A later call ends this.
+            End the process instead: nothing has begun yet, and code that is being imported might
+            mistake the error for its own, or suppress it. A later call ends this mode.
         """
         self._is_loading = while_loading
         for number in SIGNALS:
@@ -43,19 +43,19 @@ class Signals:
                 self._before[number] = signal.signal(number, self._stop)
 
     def over(self, code: int) -> None:
-        """Raise nothing any more: what is left to do is to end with this exit code."""
+        """Mark the run as over: from now on a signal ends the process with this exit code."""
         self._code = code
 
     def give_back(self) -> None:
-        """Leave the signals to those who had them."""
+        """Restore the previous signal handlers."""
         if signal.SIGALRM in self._before:
-            signal.alarm(0)  # else it is the caller's
+            signal.alarm(0)  # otherwise a pending alarm is the caller's
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         if self._code is not None:
-            os._exit(self._code)  # what is on the disk may be left as it is at any moment
+            os._exit(self._code)  # the files on disk may be left as they are at any moment
         self._code = SIGNALS[signal.Signals(number)]
         if self._is_loading:
             with suppress(OSError):

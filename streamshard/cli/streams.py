@@ -1,4 +1,4 @@
-"""The streams that a process begins with: what is closed, full, or has nobody at its other end."""
+"""The standard streams of the process, even if they are closed, full, or without a reader."""
 
 import io
 import os
@@ -16,17 +16,17 @@ _STDERR: Final = 2
 
 
 def open_what_was_closed() -> None:
-    """Begin with three open streams, so that no file of ours gets the number of one of them."""
+    """Open closed standard streams, so that no other file gets the number of one of them."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
         pass
     os.close(descriptor)
-    # Python has None in place of a stream that was closed when it started.
+    # Python sets a stream to None if it was closed when Python started.
     sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
     sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
 
 
 def forgive_standard_error() -> None:
-    """Let no message fail: what cannot be written to a log is lost, the exit code is not."""
+    """Ignore write errors on standard error: the message is lost, but the exit code stays."""
     sys.stderr = io.TextIOWrapper(
         io.BufferedWriter(_Log(_STDERR, "wb", closefd=False)),
         encoding=sys.stderr.encoding,
@@ -36,27 +36,27 @@ def forgive_standard_error() -> None:
 
 
 class _Log(io.FileIO):
-    """A file that takes everything, whether or not there is room for it and somebody to read it."""
+    """A file whose writes always succeed, even if the disk is full or there is no reader."""
 
     def write(self, data: "ReadableBuffer", /) -> int:
-        """Write what can be written of it."""
+        """Write as much of the data as possible; reports all of it as written on failure."""
         try:
             written = super().write(data)
         except OSError:
             written = None
-        # None also means a pipe that is full and may not be waited for.
+        # None also means a full pipe in non-blocking mode.
         return memoryview(data).nbytes if written is None else written
 
 
 def write_out(text: str) -> None:
-    """Write to standard output, all of it before anything else happens.
+    """Write to standard output, and flush it.
 
     Raises
     ------
     BrokenPipeError
-        Nobody reads it any more.
+        The reader is gone.
     TargetError
-        It cannot be written.
+        Standard output cannot be written.
     """
     try:
         sys.stdout.write(text)
@@ -70,5 +70,5 @@ def write_out(text: str) -> None:
 
 
 def give_up(stream: TextIO) -> None:
-    """Keep the interpreter from complaining at exit of what cannot be written."""
+    """Discard a stream's output, so that the interpreter reports no write error at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

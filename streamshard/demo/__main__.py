@@ -19,8 +19,8 @@ LAST_STEP = STEPS_BEFORE + STEPS_AFTER
 TOLERANCE = 0.005
 """How far apart the two runs' losses may be.
 
-4 ranks and 2 ranks add bf16 gradients in different orders. That alone parted the losses by less
-than 0.001; losing any one of Adam's states, or its step count, parted them by 0.02 and more.
+4 ranks and 2 ranks add bf16 gradients in different orders. That alone changed the losses by less
+than 0.001; losing any one of Adam's states, or its step count, changed them by 0.02 and more.
 """
 TRAINING_SECONDS = 300.0
 """A hard limit, far above the 15 seconds that one start of 4 ranks takes on 2 cores."""
@@ -71,7 +71,7 @@ def _how_to_install(missing: list[str]) -> str:
 
 @contextlib.contextmanager
 def _work_dir(keep: Path | None) -> Iterator[Path]:
-    """Give a directory for checkpoints and logs; remove it afterwards unless it is to be kept."""
+    """Provide a directory for checkpoints and logs; remove it at the end unless `keep` is given."""
     if keep is None:
         work_dir = Path(tempfile.mkdtemp(prefix="streamshard-demo-"))
         try:
@@ -85,7 +85,7 @@ def _work_dir(keep: Path | None) -> Iterator[Path]:
 
 
 def _show(work_dir: Path, zero_stage: int) -> None:
-    """Do what the demo is about, telling it step by step."""
+    """Train, reshard and resume, and print each step."""
     stage = f"--zero-stage={zero_stage}"
     print(f"Training a small language model on 4 CPU ranks: ZeRO stage {zero_stage}, bf16, AdamW.")
     save = ["--save-to=../run", f"--save-at={STEPS_BEFORE}"]
@@ -108,13 +108,13 @@ def _show(work_dir: Path, zero_stage: int) -> None:
 
 
 def _compare(whole: dict[int, float], resumed: dict[int, float]) -> None:
-    """Print both runs' losses side by side; raise if they part."""
+    """Print both runs' losses side by side; raise if they differ too much."""
     print("\n  step   4 ranks, uninterrupted   2 ranks, resumed   difference")
     for step, loss in resumed.items():
         difference = round(loss - whole[step], 4) + 0.0  # no minus before a zero
         print(f"  {step:4}   {whole[step]:22.4f}   {loss:16.4f}   {difference:+10.4f}")
     apart = max(abs(loss - whole[step]) for step, loss in resumed.items())
-    # Asked this way round, a NaN fails too: it compares false with everything.
+    # `not <=` instead of `>`, so that a NaN fails too: every comparison with NaN is false.
     if not apart <= TOLERANCE:
         raise DemoError(f"the losses are {apart:.4f} apart, more than the {TOLERANCE} of rounding")
     print(f"\nSame training on half the ranks: the losses are within {apart:.4f} of each other.")
@@ -139,7 +139,7 @@ def _environment() -> dict[str, str]:
 
 
 def _train(log_dir: Path, world_size: int, *args: str) -> dict[int, float]:
-    """Train on this many ranks, everything they say going to files; return each step's loss."""
+    """Train on this many ranks, with their output in log files; return each step's loss."""
     log_dir.mkdir()
     ranks: list[subprocess.Popen[bytes]] = []
     try:

@@ -21,7 +21,7 @@ BYTES = 256
 
 
 def main() -> None:
-    """Train from the first step to the last; leave each step's loss in `losses.json`."""
+    """Train from the first step to the last; write each step's loss to `losses.json`."""
     parser = argparse.ArgumentParser(prog="python -m streamshard.demo.rank", description=__doc__)
     parser.add_argument("--zero-stage", type=int, required=True)
     parser.add_argument("--first", type=int, required=True)
@@ -52,7 +52,7 @@ def _join_ranks() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(
         dist_backend="gloo",
-        # A file to meet at: there is no port that another program could hold.
+        # The ranks meet at a file, as another program could occupy a port.
         init_method=f"file://{Path('rendezvous').resolve()}",
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
@@ -121,5 +121,5 @@ if __name__ == "__main__":
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    # Past the interpreter's teardown, where gloo's threads now and then abort a finished process.
+    # Skip the interpreter's teardown, where gloo's threads sometimes abort a finished process.
     os._exit(code)

@@ -1,1 +1,1 @@
-"""Draws: pictures of how parameters are cut, as SVG and as a page; knows no file and no format."""
+"""Draws pictures of how parameters are cut, as SVG and HTML; knows no file and no format."""

@@ -1,4 +1,4 @@
-"""Puts a picture on a page of its own: nothing is fetched, and nothing but its own script runs."""
+"""Puts a picture on an HTML page that fetches nothing and runs only its own script."""
 
 from base64 import b64encode
 from hashlib import sha256

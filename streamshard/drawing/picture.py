@@ -1,4 +1,4 @@
-"""What a picture shows, before it is drawn."""
+"""The content of a picture, before it is drawn."""
 
 from dataclasses import dataclass
 
@@ -8,15 +8,15 @@ class Strip:
     """A coloured or hatched part of a row."""
 
     at: float
-    """Where it begins in the row, in elements."""
+    """Start in the row, in elements."""
     numel: float
-    """How long it is, in elements."""
+    """Length in elements."""
     unit: int | None
     """Index in `Panel.units`; None for padding."""
     text: str
-    """What is said of it when it is pointed at; the first line is the head."""
+    """Tooltip; its first line is the heading."""
     label: str = ""
-    """Which part of the parameter it is, to be written into it where there is room."""
+    """The strip's range of the parameter; it is written into the strip where there is room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,19 +25,19 @@ class PictureRow:
 
     label: str
     numel: float
-    """How long it is, in elements."""
+    """Length in elements."""
     strips: tuple[Strip, ...]
     borders: tuple[float, ...] = ()
-    """Where a rank, a sub-group or a chunk ends within it, in elements."""
+    """Where a rank, a sub-group or a chunk ends within the row, in elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """One way to cut a param group: as it was saved, or as it would be written."""
+    """One way to cut a param group: as saved, or as it would be written."""
 
     title: str
     note: str
-    """What was left out or put together; empty if nothing was."""
+    """Which rows or parameters are drawn together; empty if none are."""
     rows: tuple[PictureRow, ...]
 
 
@@ -47,9 +47,9 @@ class Panel:
 
     title: str
     units: tuple[str, ...]
-    """Names of what has a colour of its own, in stored order."""
+    """Names of the units that each have a colour, in stored order."""
     itemsize: int
-    """Bytes of an element of the master weights."""
+    """Bytes per element of the master weights."""
     halves: tuple[Half, ...]
 
 
@@ -63,4 +63,4 @@ class Picture:
     panels: tuple[Panel, ...]
     notes: tuple[str, ...] = ()
     border: str = ""
-    """What the lines within rows mean; empty where there are none."""
+    """Meaning of the lines within rows; empty if there are none."""

@@ -1,4 +1,4 @@
-"""Draws a picture as SVG that needs nothing else, light or dark as whoever looks prefers."""
+"""Draws a picture as self-contained SVG, light or dark as the viewer prefers."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -8,22 +8,22 @@ from streamshard.sizes import show_bytes
 
 WIDTH: Final = 960
 LEFT: Final = 132
-"""Where rows begin; what they are called is to the left."""
+"""Where rows begin; their labels are to the left."""
 PLOT: Final = 796
 """Width of the longest row."""
 COLOURS: Final = ("#0072b2", "#e69f00", "#009e73", "#56b4e9", "#d55e00", "#cc79a7")
-"""Told apart by colour-blind readers too (after Okabe and Ito); neighbours differ in lightness."""
+"""Distinct for colour-blind readers too (after Okabe and Ito); neighbours differ in lightness."""
 DARK_COLOURS: Final = ("#3d8fd1", "#f0b429", "#17a67c", "#8fd0f7", "#e8743b", "#e0a3c5")
 BACKGROUND: Final = "#ffffff"
 DARK_BACKGROUND: Final = "#0d1117"
 _CHARACTER: Final = 6.4
-"""Width of a letter of 11 pixels, rather too much than too little."""
+"""Width of a letter of 11 pixels, rounded up."""
 _THIN: Final = 3.0
-"""Narrower parts have no line around them, which would be all there is to see."""
+"""Narrower strips are drawn without an outline, which would cover their colour."""
 _SAME_SCALE: Final = 3.0
-"""Halves whose rows differ more in length have a scale of their own."""
+"""If the row lengths of two halves differ by a larger factor, each half has its own scale."""
 _LEGEND_UNITS: Final = 12
-"""As many colours are named below the rows; more are not."""
+"""A panel with more units than this has no legend of colours."""
 
 
 def svg(picture: Picture) -> str:
@@ -119,7 +119,7 @@ def _draw_strip(pen: _Pen, strip: Strip, panel: int, scale: float, height: int) 
 
 
 def _draw_borders(pen: _Pen, row: PictureRow, scale: float, height: int) -> None:
-    """Draw lines through a row; short ones at its foot where long ones would cross its words."""
+    """Draw lines through a row; lines that would cross a label are short, at the row's foot."""
     between = {strip.at for strip in row.strips}
     lines = [
         f"M{_n(LEFT + at * scale)} {_n(pen.y + top)}v{length}"
@@ -131,9 +131,9 @@ def _draw_borders(pen: _Pen, row: PictureRow, scale: float, height: int) -> None
 
 
 def _labels(half: Half, scale: float) -> dict[int, str]:
-    """Choose what is written into strips: each name where it has most room, or everywhere.
+    """Choose the labels of strips: each name in its longest strip, or in all if they are few.
 
-    Returns what to write by the identity of the strip.
+    Returns the label by the identity of the strip.
     """
     strips = [strip for row in half.rows for strip in row.strips if strip.unit is not None]
     everywhere = len(strips) <= 2 * _LEGEND_UNITS
@@ -147,7 +147,7 @@ def _labels(half: Half, scale: float) -> dict[int, str]:
         strips = list(widest.values())
     chosen: dict[int, str] = {}
     for strip in strips:
-        # Without how many it stands for, which is said where one points.
+        # Without the count of parameters that it stands for; the tooltip has that.
         name = _clean(strip.text.split("\n")[0].partition(": ")[0])
         tail = name.split(".") if " " not in name else [name]
         ways = [name, *("…" + ".".join(tail[k:]) for k in range(1, len(tail)))]
@@ -183,7 +183,7 @@ def _draw_axis(pen: _Pen, half: Half, itemsize: int, scale: float) -> None:
 
 
 def nice_step(length: float, *, at_most: int) -> int:
-    """Choose a round distance for at most so many steps.
+    """Choose a round step size that divides a length into at most `at_most` steps.
 
     >>> nice_step(98, at_most=5), nice_step(7, at_most=5), nice_step(3_000_000, at_most=4)
     (20, 2, 1000000)
@@ -197,7 +197,7 @@ def nice_step(length: float, *, at_most: int) -> int:
 
 
 def _draw_units(pen: _Pen, panel: Panel) -> None:
-    """Name the colours, where there are few enough."""
+    """Draw the legend of a panel's colours."""
     x = float(LEFT)
     for unit, name in enumerate(panel.units):
         shown = _shortened(name, PLOT - 30, _CHARACTER)
@@ -232,7 +232,7 @@ def _draw_legend(pen: _Pen, picture: Picture) -> None:
 
 
 def _n(value: float) -> str:
-    """Spell a coordinate: two decimals are finer than any screen.
+    """Format a coordinate with two decimals, which is finer than any screen.
 
     >>> _n(3.0), _n(1 / 3)
     ('3', '0.33')
@@ -241,14 +241,14 @@ def _n(value: float) -> str:
 
 
 def _clean(text: str) -> str:
-    """Spell out what XML cannot hold, and what would be taken for a command."""
+    """Replace unprintable characters by their escapes; XML cannot hold control characters."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def escaped(text: str) -> str:
-    """Spell a text for XML and HTML, within elements and within double quotes.
+    """Escape a text for XML and HTML, within elements and within double quotes.
 
-    Not by the standard library: xml.sax brings the modules for HTTP along, and html every entity.
+    The standard library is not used: xml.sax imports the HTTP modules, and html loads all entities.
 
     >>> escaped('<a "b" & c>')
     '&lt;a &quot;b&quot; &amp; c&gt;'
@@ -265,7 +265,7 @@ def _shortened(text: str, width: float, character: float) -> str:
 
 
 def _rules(colours: Sequence[str], white_on: Sequence[int]) -> str:
-    """Spell the colours of parts, and of what is written into them."""
+    """Return the style rules for the colours of strips and of their labels."""
     numbered = enumerate(colours)
     return "\n".join(
         f".c{n}{{fill:{colour}}}.l{n}{{fill:{'#fff' if n in white_on else '#111'}}}"

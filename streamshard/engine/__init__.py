@@ -1,1 +1,1 @@
-"""Holds bytes and knows no format: files, windows, streaming, checksums, progress events."""
+"""Moves bytes and knows no format: files, windows, streaming, checksums, progress events."""

@@ -1,1 +1,1 @@
-"""Integers only, disk unplugged: ZeRO cuts, chunk grids, intersection, coalescing, memory."""
+"""Integer arithmetic without I/O: ZeRO cuts, chunk grids, intersection, coalescing, memory."""

@@ -1,7 +1,7 @@
-"""How a param group lies among ranks, as bands in rows: what a picture of it shows.
+"""How a param group is distributed among ranks, as bands in rows of a picture.
 
-A *unit* is a run of parameters that follow each other as they are stored and are drawn together;
-in a small model each parameter is one. A *row* is one rank, or several that follow each other.
+A *unit* is a run of parameters, consecutive in stored order, that are drawn as one; in a small
+model each parameter is a unit. A *row* is one rank, or several consecutive ranks.
 """
 
 from collections.abc import Sequence
@@ -17,21 +17,21 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One rank, or several that follow each other."""
+    """One rank, or several consecutive ranks."""
 
     first: int
-    """Place of the first rank among those that share the group."""
+    """Index of the first rank among the ranks that share the group."""
     stop: int
-    """After the last."""
+    """Index after the last rank."""
     numel: int
-    """Elements of all of them, padding included."""
+    """Elements of all these ranks together, padding included."""
     mean_of: int = 1
-    """By how many all numbers of the row are to be divided: ranks that are drawn as their mean."""
+    """Divisor of all numbers of the row: the count of ranks that are drawn as their mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """What a row holds of one unit; or padding, where the unit is None."""
+    """The part of one unit that a row holds; padding, if the unit is None."""
 
     row: int
     unit: int | None
@@ -39,7 +39,7 @@ class Band:
     """Elements from the beginning of the row."""
     numel: int
     start: int
-    """First element of the unit that is held, counted over its parameters one after the other."""
+    """First element of the unit in this band, counted across the unit's parameters in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +48,20 @@ class Cut:
 
     rows: tuple[Row, ...]
     bands: tuple[Band, ...]
-    """Row by row, from left to right; together they are the whole rows."""
+    """Row by row, from left to right; together they fill the rows."""
     borders: tuple[tuple[int, int], ...] = ()
-    """(row, elements from its beginning) where a rank ends within a row, or a sub-group or a chunk
-    does."""
+    """(row, elements from its beginning) where a rank, a sub-group or a chunk ends within a row."""
     is_exact: bool = True
-    """Whether rows that are a mean are one of ranks that hold as much of everything."""
+    """Whether all ranks of a row hold equal amounts of each parameter, so that a mean is exact."""
 
 
 def flat_cut(group: FlatGroup, units: Sequence[range], most_rows: int) -> Cut:
-    """Draw a flat group (stages 1 and 2): one row is one rank, or as many as it takes.
+    """Draw a flat group (stages 1 and 2), with one rank per row, or more if there are many ranks.
 
     Parameters
     ----------
     units
-        Positions in stored order, one range after the other.
+        Consecutive ranges of positions in stored order.
     """
     ranks_per_row = ceil_div(group.world_size, most_rows)
     length = group.partition_numel
@@ -82,12 +81,12 @@ def flat_cut(group: FlatGroup, units: Sequence[range], most_rows: int) -> Cut:
 
 
 def tape_cut(numels: Sequence[int], ends: Ints, units: Sequence[range], rows: int) -> Cut:
-    """Draw parameters one after the other, cut among no ranks: a tape, wrapped into rows.
+    """Draw parameters that are not cut among ranks, as a tape that is wrapped into rows.
 
     Parameters
     ----------
     ends
-        Elements from the beginning of the tape at which a chunk ends.
+        Element positions on the tape at which a chunk ends.
     """
     lengths = np.asarray(numels, dtype=np.int64)
     total = int(lengths.sum())
@@ -104,7 +103,7 @@ def tape_cut(numels: Sequence[int], ends: Ints, units: Sequence[range], rows: in
 def _bands_of_row(
     rows: Sequence[Row], starts: Ints, numels: Ints, units: Sequence[range]
 ) -> list[Band]:
-    """Cut what lies one after the other at the ends of rows; what nothing fills is padding."""
+    """Cut consecutive units at the ends of rows; gaps become padding."""
     first = np.array([starts[unit.start] for unit in units], dtype=np.int64)
     last = np.array([starts[u.stop - 1] + numels[u.stop - 1] for u in units], dtype=np.int64)
     found, begin = [], 0
@@ -129,14 +128,15 @@ def shard_cut(
     most_rows: int,
     ends: Sequence[int] = (),
 ) -> Cut:
-    """Draw parameters that are each cut for every rank (stage 3).
+    """Draw parameters that are each cut among all ranks (stage 3).
 
-    Many ranks are drawn as those that are alike; if there are too many kinds, as their mean.
+    If there are more ranks than rows, one row shows ranks with equal shares. If there are too many
+    kinds of shares, one row shows the mean of several ranks.
 
     Parameters
     ----------
     ends
-        Parameters before which a sub-group ends.
+        Indices of the parameters before which a sub-group ends.
     """
     lengths = np.asarray(numels, dtype=np.int64)
     shares = np.array([shard_numel(numel, world_size) for numel in numels], dtype=np.int64)
@@ -170,10 +170,10 @@ def shard_cut(
 
 
 def _alike(numels: Ints, shares: Ints, world_size: int) -> list[tuple[int, int]]:
-    """Find ranks that follow each other and hold as much of every parameter.
+    """Find runs of consecutive ranks that hold equal amounts of every parameter.
 
-    A rank holds another amount than the one before where a parameter's last full share ends, or
-    what is left of it.
+    The amount of a parameter changes after the last rank with a full share, and again after the
+    rank with the remainder.
     """
     full = numels // np.maximum(shares, 1)
     changes = np.unique(np.concatenate([full, full + (numels > full * shares)]))

@@ -1,4 +1,4 @@
-"""What keeps the global batch as it was when the world size changes."""
+"""Batch settings that keep the global batch when the world size changes."""
 
 from dataclasses import dataclass
 
@@ -13,9 +13,9 @@ class BatchPlan:
 
 
 def keep_global_batch(train_batch_size: int, micro_batch: int, world_size: int) -> BatchPlan | None:
-    """Find settings with the same global batch; None where the world size does not divide it.
+    """Find settings with the same global batch; None if the world size does not divide it.
 
-    Keeps the micro batch if it can, else takes the largest smaller one that fits.
+    The micro batch stays the same if possible; else it is the largest smaller one that fits.
 
     >>> keep_global_batch(64, 4, 8)
     BatchPlan(train_batch_size=64, micro_batch=4, accumulation=2)
@@ -50,7 +50,7 @@ def nearest_plans(
 def ranks_per_sample(
     train_batch_size: int, micro_batch: int, accumulation: int, world_size: int
 ) -> int:
-    """Tell among how many ranks each sample is cut; 0 where the sizes do not fit the world.
+    """Return how many ranks share each sample; 0 if the sizes do not fit the world size.
 
     >>> ranks_per_sample(64, 4, 2, 8)
     1

@@ -1,11 +1,11 @@
-"""Where every element of every logical tensor lies, and the copies that move a range of them.
+"""Where every element of every logical tensor lies, and the copies that move a range of elements.
 
-Every layout this project knows is a *regular* cut: a tensor's elements, shifted by the position of
-its first element in whatever was cut, fall into pieces of equal length, and piece k lies at a known
-place. ZeRO-1/2 cuts a flat group into partitions, ZeRO-3 a parameter into shards, Zarr a tensor
-into chunks; a tensor that is not cut is one piece. So a cutting is a few integers per tensor and
-one (file, offset) per piece, and finding the fragments of any range is arithmetic on arrays: no
-list of fragments is ever held.
+Every layout that this project knows is a *regular* cut. A tensor's elements, shifted by the
+position of its first element in the sequence that was cut, fall into pieces of equal length, and
+piece k lies at a known place. ZeRO-1/2 cuts a flat group into partitions, ZeRO-3 a parameter into
+shards, Zarr a tensor into chunks; a tensor that is not cut is one piece. So a cutting is a few
+integers per tensor and one (file, offset) per piece. Array arithmetic finds the fragments of any
+range, and no list of all fragments is ever in memory.
 """
 
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Element ranges of logical tensors, each bound for a byte offset; parallel arrays."""
+    """Element ranges of logical tensors, each with its target offset; parallel arrays."""
 
     tensor: Ints
     start: Ints
     stop: Ints
     target: Ints
-    """Byte offset at which element `start` is to be written."""
+    """Byte offset where element `start` is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Cutting:
     """How logical tensors are cut into pieces, and where the pieces lie; row i is tensor i."""
 
     origin: Ints
-    """Position of the tensor's first element in what was cut into pieces."""
+    """Position of the tensor's first element in the sequence that was cut into pieces."""
     piece_numel: Ints
     """Elements per piece."""
     itemsize: Ints
@@ -86,7 +86,7 @@ class CuttingBuilder:
         self._pieces = 0
 
     def slot(self, slot: Slot) -> int:
-        """Add the places of consecutive pieces; the result names them to `place`."""
+        """Add the places of consecutive pieces; returns their number for `place`."""
         first = self._pieces
         self._slots.append(slot)
         self._pieces += len(slot.files)
@@ -95,14 +95,14 @@ class CuttingBuilder:
     def place(
         self, tensor: int, slot: int, *, piece_numel: int, origin: int = 0, lead: int = 0
     ) -> None:
-        """Say that a tensor is cut into the pieces of a slot."""
+        """Record that a tensor is cut into the pieces of a slot."""
         self._first[tensor] = slot
         self._piece[tensor] = max(1, piece_numel)
         self._origin[tensor] = origin
         self._lead[tensor] = lead
 
     def missing(self) -> Ints:
-        """Tensors that have been given no place."""
+        """Return the tensors without a place."""
         return np.flatnonzero(self._first < 0)
 
     def build(self) -> Cutting:
@@ -120,9 +120,9 @@ class CuttingBuilder:
 
 
 def coalesce(copies: Copies, *, target_itemsize: int, itemsize: int) -> Copies:
-    """Merge runs that follow each other in the same source file and in the target.
+    """Merge runs that are consecutive both in one source file and in the target.
 
-    Returns runs in order of target offset. Covers exactly the bytes that it was given.
+    Returns runs in order of target offset. They cover exactly the same bytes.
     """
     order = np.argsort(copies.target, kind="stable")
     file, source = copies.file[order], copies.source[order]
@@ -140,7 +140,7 @@ def coalesce(copies: Copies, *, target_itemsize: int, itemsize: int) -> Copies:
 
 
 def partition_segments(group: FlatGroup, rank: int, tensors: Ints, *, itemsize: int) -> Segments:
-    """Say what fills a rank's partition of a flat group.
+    """Return the segments that fill a rank's partition of a flat group.
 
     Parameters
     ----------
@@ -154,7 +154,7 @@ def partition_segments(group: FlatGroup, rank: int, tensors: Ints, *, itemsize: 
 
 
 def owned_segments(group: FlatGroup, rank: int, tensors: Ints, *, itemsize: int) -> Segments:
-    """Say what fills a state that a rank keeps whole for every parameter it owns a part of.
+    """Return the segments of a state that a rank keeps whole for each parameter it owns a part of.
 
     Parameters
     ----------
@@ -171,7 +171,7 @@ def owned_segments(group: FlatGroup, rank: int, tensors: Ints, *, itemsize: int)
 def shard_segments(
     numels: Ints, world_size: int, rank: int, tensors: Ints, *, itemsize: int
 ) -> Segments:
-    """Say what fills a rank's shards of several parameters, one after the other."""
+    """Return the segments that fill a rank's consecutive shards of several parameters."""
     shares = -(-numels // world_size)
     start = np.minimum(rank * shares, numels)
     stop = np.minimum(start + shares, numels)
@@ -179,18 +179,18 @@ def shard_segments(
 
 
 def whole_segment(tensor: int, numel: int) -> Segments:
-    """Say that a region is filled by one whole tensor."""
+    """Return the segment that fills a region with one whole tensor."""
     one = np.array([tensor], dtype=np.int64)
     return Segments(one, np.zeros_like(one), np.array([numel]), np.zeros_like(one))
 
 
 def clip(segments: Segments, start: int, stop: int, *, itemsize: int) -> Segments:
-    """Return what lies between two byte offsets of the target, which becomes offset 0 of its own.
+    """Cut segments to the target bytes `[start, stop)`; `start` becomes target offset 0.
 
     Parameters
     ----------
     start, stop
-        Multiples of the item size.
+        Byte offsets, multiples of the item size.
     """
     end = segments.target + (segments.stop - segments.start) * itemsize
     lower, upper = np.maximum(segments.target, start), np.minimum(end, stop)

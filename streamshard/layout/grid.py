@@ -1,4 +1,4 @@
-"""How a tensor is cut into chunks that are each one contiguous element range."""
+"""Cuts a tensor into chunks, each of which is one contiguous range of elements."""
 
 import math
 
@@ -6,11 +6,11 @@ from streamshard.layout.zero import ceil_div
 
 
 def chunk_shape(shape: tuple[int, ...], itemsize: int, chunk_bytes: int) -> tuple[int, ...]:
-    """Choose a chunk of at most `chunk_bytes` that runs along the leading dimension.
+    """Choose a chunk shape of at most `chunk_bytes` that cuts along the leading dimension.
 
-    Rows are shared out evenly, so that the last chunk, which Zarr stores in full, is padded
-    little. Where a single row is larger than `chunk_bytes`, the row itself is cut, by a divisor of
-    its length, so that every chunk still is one range of equal length.
+    Chunks get nearly equal numbers of rows, so that the last chunk, which Zarr stores in full,
+    needs little padding. If a single row is larger than `chunk_bytes`, the row is cut by a divisor
+    of its length, so that every chunk is still one range of equal length.
 
     >>> chunk_shape((10, 4), 4, 64)
     (4, 4)
@@ -37,7 +37,7 @@ def _even_share(length: int, at_most: int) -> int:
 
 
 def _divisor(length: int, at_most: int) -> int:
-    """Return the largest divisor of a length that is not above a bound."""
+    """Return the largest divisor of a length that is at most `at_most`."""
     found = 1
     for small in range(1, math.isqrt(length) + 1):
         if length % small == 0:

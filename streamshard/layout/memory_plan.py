@@ -1,9 +1,9 @@
-"""The memory contract: projected before the run, refused if above the limit, never guessed after.
+"""Projects a run's memory before it starts, and refuses a run that would exceed the limit.
 
 ``projected = floor + metadata + workers x (window + scratch + codec) + slack``
 
-All in bytes. The floor is what the process occupies before it opens anything (the interpreter
-and its libraries); the limit counts what comes on top.
+All terms are in bytes. The floor is the memory of the process before it opens a file (the
+interpreter and its libraries). The limit applies to the memory above the floor.
 """
 
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ from streamshard.errors import MemoryLimitError
 
 MIB: Final = 1 << 20
 WINDOW_BYTES: Final = MIB
-"""Window that a worker gets where the limit allows: larger ones no longer fit the caches."""
+"""A worker's window if the limit allows it; larger windows no longer fit the CPU caches."""
 MIN_WINDOW_BYTES: Final = MIB // 4
 SCRATCH_BYTES: Final = 2 * MIB
-"""For casts, and for a block of a store of which only a part is wanted."""
+"""Memory for casts, and for a store's block of which only a part is needed."""
 SLACK_BYTES: Final = 16 * MIB
-"""Thread stacks, the allocator's reserves, and the plan of the file that is next."""
+"""Memory for thread stacks, the allocator's reserves, and the plan of the next file."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How a run will use memory."""
+    """How a run uses memory."""
 
     floor_bytes: int
     metadata_bytes: int
@@ -34,7 +34,7 @@ class MemoryPlan:
 
     @property
     def projected_bytes(self) -> int:
-        """Peak resident memory that the run will not exceed."""
+        """Upper bound of the run's peak resident memory."""
         per_worker = self.window_bytes + SCRATCH_BYTES + self.codec_bytes
         return self.floor_bytes + self.metadata_bytes + self.workers * per_worker + SLACK_BYTES
 
@@ -42,12 +42,12 @@ class MemoryPlan:
 def plan_memory(
     *, floor_bytes: int, metadata_bytes: int, codec_bytes: int, workers: int, limit_bytes: int
 ) -> MemoryPlan:
-    """Fit windows into the limit.
+    """Choose the window size that fits the limit.
 
     Raises
     ------
     MemoryLimitError
-        Not even the smallest windows fit; the message names the smallest limit that would do.
+        Even the smallest windows do not fit; the message names the smallest sufficient limit.
     """
     fixed = metadata_bytes + SLACK_BYTES + workers * (SCRATCH_BYTES + codec_bytes)
     window = min(WINDOW_BYTES, (limit_bytes - fixed) // workers)

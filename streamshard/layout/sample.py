@@ -1,4 +1,4 @@
-"""Shares work out among nights: which part of it is one night's."""
+"""Divides work into equal parts, for example one part per night."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -6,7 +6,7 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One of so many parts, counted from 1."""
+    """One of several equal parts, counted from 1."""
 
     part: int
     parts: int
@@ -15,10 +15,10 @@ class Sample:
         return f"{self.part}/{self.parts}"
 
     def holds(self, start: int, stop: int, total: int) -> bool:
-        """Tell whether a unit is in this part: over all parts, each unit is in exactly one.
+        """Tell whether a unit is in this part; each unit is in exactly one of all parts.
 
-        The parts are equal shares of a total of bytes; a unit that takes the bytes from `start` to
-        `stop` of it is where its middle is.
+        The parts are equal shares of `total` bytes. A unit with the bytes `[start, stop)` of them
+        is in the part that contains its middle.
 
         >>> [Sample(part, 4).holds(10, 20, 40) for part in (1, 2, 3, 4)]
         [False, True, False, False]

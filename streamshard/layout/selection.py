@@ -1,4 +1,4 @@
-"""Which elements an index such as `tensor[10:20, ..., 3]` asks for, by NumPy's rules."""
+"""Which elements an index such as `tensor[10:20, ..., 3]` selects, by NumPy's rules."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from types import EllipsisType
 from typing import Any, Final, SupportsIndex
 
 Key = SupportsIndex | slice | EllipsisType | tuple[SupportsIndex | slice | EllipsisType, ...]
-"""What a tensor can be indexed with."""
+"""Valid indices of a tensor."""
 
 _NO_INDEX: Final = (
     "indices are integers, slices and '...', not {}: read more than is needed, and index the array"
@@ -16,26 +16,26 @@ _NO_INDEX: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What is taken of one dimension: `count` indices from `start` on, `step` apart."""
+    """The selection in one dimension: `count` indices from `start` on, `step` apart."""
 
     start: int
     step: int
-    """Positive: what a negative step asks for is taken in ascending order, then turned round."""
+    """Always positive: for a negative step, elements are read in ascending order, then reversed."""
     count: int
     is_turned: bool = False
     is_dropped: bool = False
-    """Whether it is one index, which leaves no dimension behind."""
+    """Whether the selection is a single index, so that the result lacks this dimension."""
 
 
 def select(key: Key, shape: tuple[int, ...]) -> tuple[Axis, ...]:
-    """Say what an index takes of every dimension of a shape.
+    """Return the selection that an index makes in each dimension of a shape.
 
     Raises
     ------
     IndexError
-        It is out of range, or has more dimensions than the shape.
+        The index is out of range, or has more dimensions than the shape.
     TypeError
-        It is neither integers nor slices: no masks, no lists of indices, no new dimensions.
+        The index has masks, lists of indices or new dimensions; only integers and slices work.
     """
     keys: tuple[Any, ...] = key if isinstance(key, tuple) else (key,)
     dots = [place for place, part in enumerate(keys) if part is ...]
@@ -64,7 +64,7 @@ def _axis(part: Any, numel: int, dimension: int) -> Axis:  # noqa: ANN401
         number = index(part)
     except TypeError as error:
         raise TypeError(_NO_INDEX.format(type(part).__name__)) from error
-    if isinstance(part, bool):  # an integer to Python, a mask to NumPy
+    if isinstance(part, bool):  # Python takes a bool for an integer, NumPy for a mask
         raise TypeError(_NO_INDEX.format("bool"))
     if not -numel <= number < numel:
         raise IndexError(f"index {number} is out of range for dimension {dimension} of {numel}")
@@ -72,7 +72,7 @@ def _axis(part: Any, numel: int, dimension: int) -> Axis:  # noqa: ANN401
 
 
 def rows_whole(axes: tuple[Axis, ...], shape: tuple[int, ...]) -> int:
-    """Return the first dimension from which on all of every dimension is taken, in its order."""
+    """Return the first dimension from which on every dimension is selected whole and in order."""
     dimension = len(shape)
     while dimension and axes[dimension - 1] == Axis(0, 1, shape[dimension - 1]):
         dimension -= 1
@@ -80,7 +80,7 @@ def rows_whole(axes: tuple[Axis, ...], shape: tuple[int, ...]) -> int:
 
 
 def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return how many elements lie between neighbours in each dimension.
+    """Return the distance in elements between neighbours in each dimension.
 
     >>> strides((5, 3, 2))
     (6, 2, 1)

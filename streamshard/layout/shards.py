@@ -1,12 +1,12 @@
-"""How tensors are shared out among files of limited size."""
+"""Distributes tensors among files of limited size."""
 
 from collections.abc import Sequence
 
 
 def shards(sizes: Sequence[int], most_bytes: int) -> list[range]:
-    """Share out tensors of these sizes, in order, among files of at most so many bytes.
+    """Distribute tensors of these sizes, in order, among files of at most `most_bytes`.
 
-    A tensor that is larger than that gets a file of its own. Without tensors there is one file.
+    A larger tensor gets a file of its own. Without tensors there is one empty file.
 
     >>> shards([3, 3, 1, 9, 1], 6)
     [range(0, 2), range(2, 3), range(3, 4), range(4, 5)]

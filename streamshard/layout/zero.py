@@ -33,7 +33,7 @@ def round_robin_order(count: int, world_size: int) -> list[int]:
 
 
 def alignment_unit(itemsize: int) -> int:
-    """Elements of the module's dtype that `parameter_alignment` aligns each parameter to.
+    """Return the unit, in elements of the module's dtype, of `parameter_alignment`.
 
     >>> alignment_unit(2), alignment_unit(4)
     (8, 4)
@@ -65,27 +65,27 @@ class FlatGroup:
     world_size: int
 
     def padding(self, rank: int) -> int:
-        """Count the elements at the end of a rank's partition that are no parameter's."""
+        """Count the elements at the end of a rank's partition that belong to no parameter."""
         stop = (rank + 1) * self.partition_numel
         return min(max(stop - self.numel, 0), self.partition_numel)
 
     def padding_counted_last(self, rank: int) -> int:
-        """Count padding as DeepSpeed did before 0.16.4: all of the group's on the last rank.
+        """Count padding as DeepSpeed did before 0.16.4: the last rank has all the group's padding.
 
-        That may be more than the rank's partition holds.
+        The count may exceed the length of that rank's partition.
         """
         last = rank == self.world_size - 1
         return self.world_size * self.partition_numel - self.numel if last else 0
 
     def cut(self, rank: int) -> RankPartition:
-        """Say what a rank owns; slices follow the param group's own order."""
+        """Return a rank's partition; slices follow the param group's own order."""
         lower = rank * self.partition_numel
         upper = lower + self.partition_numel
         slices = slices_within(self.starts, self.numels, lower, upper)
         recorded = slices
         if not any(self.alignments):
-            # `_create_param_mapping` (0.19.8) takes offsets as if the parameters were stored in
-            # the group's own order; only with alignment padding is it handed the real ones.
+            # `_create_param_mapping` (0.19.8) computes offsets as if the parameters were stored in
+            # the group's own order. Only with alignment padding does it get the real offsets.
             ends = np.cumsum(self.numels)
             recorded = slices_within(ends - self.numels, self.numels, lower, upper)
         whole = sum(int(self.numels[index]) for index, _, _ in slices)
@@ -97,7 +97,7 @@ class FlatGroup:
         return tuple(sorted(owned, key=lambda index: int(self.starts[index])))
 
     def serialize(self) -> FlatCut:
-        """Say what every rank owns, for those who have to write it down."""
+        """Return the partitions of all ranks, in the form that file writers need."""
         ranks = tuple(self.cut(rank) for rank in range(self.world_size))
         return FlatCut(self.order, self.alignments, ranks)
 
@@ -105,7 +105,7 @@ class FlatGroup:
 def slices_within(
     starts: NDArray[np.int64], numels: NDArray[np.int64], lower: int, upper: int
 ) -> tuple[tuple[int, int, int], ...]:
-    """Cut what lies in a row at a range: (which, start in the range, numel) of all inside."""
+    """Cut consecutive items to a range; returns (index, start in the range, numel) of each."""
     first, stop = np.maximum(starts, lower), np.minimum(starts + numels, upper)
     owned = np.flatnonzero(stop > first)
     return tuple((int(i), int(first[i] - lower), int(stop[i] - first[i])) for i in owned)
@@ -147,9 +147,9 @@ def flat_group(
 
 
 def muon_order(shapes: Sequence[tuple[int, ...]]) -> list[int]:
-    """Order in which DeepSpeed's Muon sorts the parameters of its groups: larger sizes first.
+    """Order in which DeepSpeed's Muon sorts the parameters of its groups: larger shapes first.
 
-    Parameters made under `zero.Init` have no size for it to sort by, and stay as they are.
+    Muon sees no size of parameters made under `zero.Init`; they keep their order.
 
     >>> muon_order([(2, 9), (3, 1), (2, 9), (3, 4)])
     [3, 1, 0, 2]
@@ -158,7 +158,7 @@ def muon_order(shapes: Sequence[tuple[int, ...]]) -> list[int]:
 
 
 def shard_numel(numel: int, world_size: int) -> int:
-    """Elements of one parameter that each rank holds in stage 3, padding included."""
+    """Return the elements of one parameter that each rank holds in stage 3, padding included."""
     return ceil_div(numel, world_size)
 
 

@@ -281,11 +281,12 @@ def cases(clusters: Path) -> list[Resharding]:
     dropping = [at(stage, "random-ltd", random_ltd(), model=DropsTokens) for stage in (2, 3)]
     even = partial(at, model=Even)
     by_all, apart = writer(data_parallel="replica"), writer(decoupled=True)
+    nothings = [at(stage, "nothings", model=WithNothings) for stage in (2, 3)]
     unchanged = [
         hpz,
         even(3, "zeropp", zeropp),
         nothing[3],
-        at(3, "nothings", model=WithNothings),
+        *nothings,
         at(2, "adds-nothing", model=AddsNothing),
         *later,
         curricula[1],
@@ -296,6 +297,7 @@ def cases(clusters: Path) -> list[Resharding]:
         (nothing[1], nothing[2]),
         (nothing[2], nothing[3]),
         (nothing[3], nothing[2]),
+        (nothings[0], nothings[1]),
         (curricula[0], curricula[1]),
         (dropping[0], dropping[1]),
         # DeepSpeed's own engines for them load with torch's default, which refuses client state.

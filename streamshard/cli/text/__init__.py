@@ -1,1 +1,1 @@
-"""Lays out reports as text for people."""
+"""Formats reports as text for people."""

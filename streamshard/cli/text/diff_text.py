@@ -1,4 +1,4 @@
-"""Text for people: what `diff` found."""
+"""Formats the result of `diff` as text for people."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,10 +10,10 @@ from streamshard.operations.inspect.inspect_report import KINDS
 from streamshard.sizes import show_bytes
 
 _MOST_SHOWN: Final = 20
-"""Tensors, and other differences, that are shown without being asked for all."""
+"""Maximum tensors, and other differences, that are shown without `-v`."""
 _HEAD: Final = ("elements", "changed", "relative L2", "max abs", "mean abs", "cosine")
 _NO_NUMBERS: Final = -2.0
-"""Less than any figure that is ranked; cosines are turned round."""
+"""A sort key below that of any figure; cosines are negated, so their keys are at least -1."""
 
 ORDERS: Final[dict[str, Callable[[TensorDiff], float]]] = {
     "relative": lambda tensor: _rank(tensor, tensor.distance.relative_l2),
@@ -22,11 +22,11 @@ ORDERS: Final[dict[str, Callable[[TensorDiff], float]]] = {
     "cosine": lambda tensor: _rank(tensor, _turned(tensor.distance)),
     "changed": lambda tensor: tensor.distance.fraction_changed,
 }
-"""What tensors can be sorted by, the most changed first; `name` leaves them in their order."""
+"""Sort keys of tensors, the most changed first; `name` keeps the checkpoint's order."""
 
 
 def _rank(tensor: TensorDiff, value: float | None) -> float:
-    """Rank what it cannot be told of first; at the end what are no numbers, then what is equal."""
+    """Sort tensors without the figure first; tensors without numbers and equal tensors last."""
     if not tensor.distance.changed:
         return -math.inf
     if tensor.distance.max_abs is None:
@@ -39,7 +39,7 @@ def _turned(distance: Distance) -> float | None:
 
 
 def diff_text(found: DiffReport, *, sort: str, verbose: bool) -> str:
-    """Lay out what `diff` found."""
+    """Format the result of `diff`."""
     blocks = [_summary(found, verbose=verbose), *map(paragraph, found.notes)]
     blocks += [_states(found)] if found.states else ["No tensor is in both with the same shape."]
     blocks += _tensors(found, sort=sort, verbose=verbose)
@@ -56,7 +56,7 @@ def diff_text(found: DiffReport, *, sort: str, verbose: bool) -> str:
 
 
 def difference_text(found: DiffReport) -> str:
-    """Sum up in a line what differs."""
+    """Summarize the differences in one line."""
     changed, others = len(found.changed), len(found.differences)
     parts = [f"{changed:,} of {len(found.tensors):,} tensors"] if changed else []
     parts += [f"{others:,} other difference{'s' * (others != 1)}"] if others else []
@@ -107,7 +107,7 @@ def _tensors(found: DiffReport, *, sort: str, verbose: bool) -> list[str]:
 
 
 def _not_finite(found: DiffReport, *, verbose: bool) -> list[str]:
-    """Show where there are NaNs and infinities, as the numbers leave them out."""
+    """List the tensors with NaNs or infinities, which the figures leave out."""
     rows = [
         (tensor.name, *(f"{count:,}" for count in (*tensor.distance.nan, *tensor.distance.inf)))
         for tensor in found.tensors
@@ -128,7 +128,7 @@ def _cells(distance: Distance) -> tuple[str, ...]:
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
-    """Make a table with all columns but the first at the right."""
+    """Make a table in which all columns but the first are aligned right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return table(
         [
@@ -139,7 +139,7 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def _percent(distance: Distance) -> str:
-    """Show a share so that neither nothing nor all is said where that is not so."""
+    """Format the changed part, rounded so that 0 and 100% appear only if they are exact."""
     if distance.changed in (0, distance.numel):
         return "100%" if distance.changed else "0"
     percent = 100 * distance.fraction_changed

@@ -1,4 +1,4 @@
-"""A plan laid out for a person who decides whether to run it."""
+"""Formats a plan for a person who decides whether to run it."""
 
 import os
 import re
@@ -13,13 +13,13 @@ from streamshard.operations.transfer.report import Report
 from streamshard.sizes import show_bytes, show_time
 
 _MOST_ROWS: Final = 12
-"""Kinds of files that are listed without being asked for all."""
+"""Maximum kinds of files that are listed without `-v`."""
 _NUMBER: Final = re.compile(r"(\d+)")
 _LEAST_WIDTH: Final = 30
 
 
 def plan_text(report: Report, outlook: Outlook, *, verbose: bool) -> str:
-    """Lay out what a run would do."""
+    """Format what a run would do."""
     reads = _files("reads", outlook.reads, verbose=verbose)
     writes = _files("writes", outlook.writes, verbose=verbose)
     subjects = [(change.subject, change.text) for change in outlook.changes]
@@ -122,7 +122,7 @@ def _parts(head: str, parts: Sequence[Part]) -> str:
 
 
 def _files(head: str, files: Sequence[FileBytes], *, verbose: bool) -> str:
-    """List files, those of ranks together unless all are wanted, the largest first."""
+    """List files; unless verbose, group paths that differ only in numbers, largest group first."""
     common = os.path.commonpath([os.path.dirname(f.path) for f in files]) if files else ""  # noqa: PTH120
     start = len(common) + 1 if common else 0
     name = f"{head}, in {common}" if common else head
@@ -146,7 +146,7 @@ def _files(head: str, files: Sequence[FileBytes], *, verbose: bool) -> str:
 
 
 def _together(paths: Sequence[str]) -> str:
-    """Name paths that differ in numbers only.
+    """Name several paths that differ only in numbers by one pattern.
 
     >>> _together(["a/rank_0_of_8.pt", "a/rank_11_of_8.pt"])
     'a/rank_{0..11}_of_8.pt'
@@ -161,7 +161,7 @@ def _together(paths: Sequence[str]) -> str:
 
 
 def _aligned(facts: Sequence[tuple[str, str]]) -> str:
-    """Lay out names and what there is to say of them, broken at the terminal's width."""
+    """Format names with their texts, wrapped at the terminal's width."""
     indent = max(len(name) for name, _ in facts) + 2
     width = max(min(100, shutil.get_terminal_size((100, 24)).columns) - indent, _LEAST_WIDTH)
     lines = []

@@ -1,6 +1,6 @@
-"""Lays out what `inspect` found, as tables for people.
+"""Formats the result of `inspect` as tables for people.
 
-Only whoever shows an inspection imports this: rich takes memory that moving bytes does not need.
+Import this only to show an inspection: rich takes memory that other verbs do not need.
 """
 
 import io
@@ -33,18 +33,18 @@ from streamshard.operations.inspect.inspect_report import (
 from streamshard.sizes import show_bytes
 
 _PARAMETERS_SHOWN: Final = 20
-"""Parameters, and what was asked for by name, that are listed without being asked for all."""
+"""Maximum parameters, file groups, details and problems that are listed without `-v`."""
 _ROWS_SHOWN: Final = 40
-"""Rows of a table of one parameter, or one partition, without being asked for all."""
+"""Maximum rows in the table of one parameter or one partition without `-v`."""
 _MAIN_HYPER_PARAMETERS: Final = ("lr", "betas", "momentum", "eps", "weight_decay")
 _PLAIN: Final = Box("    \n    \n -  \n    \n    \n    \n    \n    \n", ascii=True)
-"""Nothing but a line of dashes below each head: for files, pipes and programs."""
+"""Only a line of dashes below each head: for files, pipes and programs."""
 _NO_LIMIT: Final = 1 << 20
-"""Columns of what is no terminal: nothing is ever wrapped or cut there."""
+"""Columns of output that is no terminal: nothing is wrapped or cut there."""
 
 _NUMBER: Final = re.compile(r"-?[0-9][0-9,.]*(e[+-]?[0-9]+)?")
 _LEAST_TEXT: Final = 4
-"""Columns that a cell of text is folded to at least."""
+"""Minimum columns of a text cell that is wrapped."""
 _GAP: Final = 3
 """Columns between the cells of a table."""
 
@@ -58,12 +58,12 @@ def inspection_text(
     verbose: bool,
     width: int | None = None,
 ) -> str:
-    """Lay out what `inspect` found.
+    """Format the result of `inspect`.
 
     Parameters
     ----------
     width
-        Columns of the terminal that it is for, which has colours; None for anything else.
+        Columns of the terminal, which gets colours; None for any other output.
     """
     page = _Page(width, verbose=verbose)
     if isinstance(found, CheckpointList):
@@ -115,12 +115,12 @@ class _Page:
     def checkpoints(
         self, found: Inspection | CheckpointList | IncompleteCheckpoint, known: Sequence[str]
     ) -> None:
-        """Add a table of the checkpoints of a directory, the newest at its end.
+        """Add a table of a directory's checkpoints, the newest last.
 
         Parameters
         ----------
         known
-            Problems that are shown anyway.
+            Problems that are shown elsewhere.
         """
         all_of_them = found.checkpoints
         head = ("checkpoint", "step", "ranks", "size", "saved", "whole")
@@ -131,7 +131,7 @@ class _Page:
             self.texts([_newest_whole(found.path, all_of_them)])
 
     def incomplete(self, found: IncompleteCheckpoint) -> None:
-        """Add what is there of a checkpoint, and what is wrong with it."""
+        """Add the existing files of an incomplete checkpoint, and its problems."""
         self.add(_incomplete_summary(found))
         self._files(found)
         shown = found.problems if self._verbose else found.problems[:_PARAMETERS_SHOWN]
@@ -139,7 +139,7 @@ class _Page:
         self.add(_more(len(found.problems) - len(shown), "-v shows all"))
 
     def table(self, title: str, head: Columns, rows: Iterable[Sequence[Cell]], more: str) -> None:
-        """Add a table with a line above it, and one below that says what is not in it."""
+        """Add a table with a title above it, and a line below it about rows left out."""
         blocks = [self._drawn(Text(printable(title), style="bold"))] if title else []
         if head:
             cells = [[printable(_spell(cell)) for cell in row] for row in rows]
@@ -183,31 +183,31 @@ class _Page:
         ]
         hint = "-v lists all, --param PATTERN tells of some where every element lies"
         if not found.zero_stage:
-            return  # nothing is known by name but the module's weights, which are not cut
+            return  # only the module's weights are known by name, and they are not cut
         self.table("", head, rows, _more(len(found.parameters) - len(rows), hint))
 
     def details(self, details: Sequence[ParameterDetail]) -> None:
-        """Add everything about some parameters."""
+        """Add the details of selected parameters."""
         shown = details if self._verbose else details[:_PARAMETERS_SHOWN]
         for detail in shown:
             self.table(*_detail_table(detail, None if self._verbose else _ROWS_SHOWN))
         self.add(_more(len(details) - len(shown), "-v shows all, --json for programs"))
 
     def rank(self, rank: RankDetail) -> None:
-        """Add everything about one rank."""
+        """Add the files and partitions of one rank."""
         rows = [(file.path, f"{file.nbytes:,}", show_bytes(file.nbytes)) for file in rank.files]
         self.table("", (f"files of rank {rank.rank}", "bytes", ""), rows, "")
         for part in rank.partitions:
             self.table(*_partition_table(part, None if self._verbose else _ROWS_SHOWN))
 
     def _drawn(self, what: Table | Text) -> str:
-        """Draw for a terminal, or for anything else plainly, in full width, line by line."""
+        """Draw for a terminal, or as plain text in full width for other output."""
         if self._width is None:
             console = Console(file=io.StringIO(), width=_NO_LIMIT, color_system=None)
             if isinstance(what, Table):
                 what.box = _PLAIN
         else:
-            # rich cuts what does not fit, and a number that lost digits is another number.
+            # rich cuts text that does not fit, and a number without some digits would be wrong.
             least = _least_width(what) if isinstance(what, Table) else 0
             console = Console(
                 file=io.StringIO(),
@@ -222,7 +222,7 @@ class _Page:
 
 
 def _table(head: Columns, rows: Sequence[Sequence[str]]) -> Table:
-    """Align numbers right; a cell that is too long for a terminal goes on in the next line."""
+    """Align numbers right; wrap text cells that are too long for the terminal."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
     for number, name in enumerate(head):
         is_number = bool(rows) and all(_is_number(row[number]) for row in rows)
@@ -230,13 +230,13 @@ def _table(head: Columns, rows: Sequence[Sequence[str]]) -> Table:
             Text(name), justify="right" if is_number else "left", overflow="fold", no_wrap=is_number
         )
     for row in rows:
-        # Text, not markup: a name in brackets is a name.
+        # Text, not markup: rich would read a name in brackets as markup.
         table.add_row(*map(Text, row))
     return table
 
 
 def _least_width(table: Table) -> int:
-    """Tell how many columns of a terminal show a table with all digits of its numbers."""
+    """Return the columns that a table needs to show all digits of its numbers."""
     widths = [
         max(cell_len(str(cell)) for cell in (column.header, *column.cells))
         if column.no_wrap
@@ -273,7 +273,7 @@ def _spell(value: Cell) -> str:
 
 def _checkpoint_row(one: CheckpointSummary) -> tuple[Cell, ...]:
     saved = "-"
-    if one.changed is not None:  # as `ls -l` has it, in local time
+    if one.changed is not None:  # the format of `ls -l`, in local time
         saved = f"{datetime.fromisoformat(one.changed).astimezone():%b %d %H:%M}"
     whole = {True: "yes", False: "NO", None: "-"}[one.is_whole]
     marks = {whole: True, "newest": one.is_newest, "latest": one.is_latest}
@@ -297,7 +297,7 @@ def _checkpoints(found: Sequence[CheckpointSummary]) -> str:
 
 
 def _newest_whole(path: str, found: Sequence[CheckpointSummary]) -> str:
-    """Say which checkpoint to go on from, as far as headers tell."""
+    """Name the newest whole checkpoint, as far as the headers tell."""
     whole = [one for one in found if one.is_whole]
     if not whole:
         return "None of them is whole."
@@ -359,7 +359,7 @@ def _stage(found: Inspection) -> str:
 
 
 def _uncut_facts(found: Inspection, also: Sequence[str]) -> list[tuple[str, object]]:
-    """Say what there is where nothing is cut, and what the files do not tell then (stage 0)."""
+    """Return facts of a checkpoint without ZeRO (stage 0), whose files do not record everything."""
     return [
         ("states", "whole, in the model file, by number of the parameter"),
         ("parameters", f"{found.weights:,}, not told which of them are trained"),
@@ -427,7 +427,7 @@ def _file_row(group: FileGroup) -> tuple[Cell, ...]:
 def _detail_table(
     detail: ParameterDetail, most: int | None
 ) -> tuple[str, Columns, list[list[Cell]], str]:
-    """Put states side by side where the same elements of them lie in the same file."""
+    """Make the table of a parameter; states with the same elements in the same file share a row."""
     title = f"{detail.name}: shape {_spell(detail.shape)}, {_elements(detail.numel)}"
     if detail.family:
         title += f", {detail.family}"

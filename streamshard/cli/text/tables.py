@@ -1,4 +1,4 @@
-"""Text for people: what verbs found or did."""
+"""Formats the results of verbs as text for people."""
 
 import shutil
 import textwrap
@@ -19,11 +19,11 @@ from streamshard.operations.transfer.report import Report
 from streamshard.sizes import UNITS, show_bytes
 
 _MOST_SHOWN: Final = 20
-"""Problems that are shown without being asked for all."""
+"""Maximum problems that are shown without `-v`."""
 
 
 def paragraph(text: str) -> str:
-    """Break lines of running text at the terminal's width; leave lines to be pasted alone."""
+    """Wrap text at the terminal's width; keep indented lines, so that they can be copied."""
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
     return "\n".join(
         line if line.startswith(" ") else textwrap.fill(line, width) for line in text.split("\n")
@@ -31,7 +31,7 @@ def paragraph(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Spell out what a terminal would take for a command: names in a file are its author's.
+    r"""Escape unprintable characters: a name from a file could send commands to the terminal.
 
     >>> printable("layer\x1b[2J")
     'layer\\x1b[2J'
@@ -70,7 +70,7 @@ def _facts(facts: Sequence[tuple[str, object]]) -> str:
 
 
 def pickles_text(found: PickleListing, *, verbose: bool) -> str:
-    """Lay out what `inspect --pickles` found."""
+    """Format the result of `inspect --pickles`."""
     known = sum(name.is_known for name in found.names)
     facts: list[tuple[str, object]] = [
         ("looked into", found.path),
@@ -90,7 +90,7 @@ def pickles_text(found: PickleListing, *, verbose: bool) -> str:
 
 
 def report_text(report: Report, *, verbose: bool) -> str:
-    """Lay out what a run did, or would do."""
+    """Format what a run did, or would do."""
     if report.found is not None:
         return _found(report)
     done = report.seconds is not None
@@ -110,7 +110,7 @@ def report_text(report: Report, *, verbose: bool) -> str:
 
 
 def target_text(report: Report) -> str:
-    """Name what was written; a store as such, which its name need not tell."""
+    """Name the target; a store is marked as one, as its name need not show that."""
     is_store = report.tensors is None and report.world_size is None
     return f"{report.target} ({KINDS['store']})" if is_store else report.target
 
@@ -123,7 +123,7 @@ def _found(report: Report) -> str:
 
 
 def compaction_text(found: Compaction, *, verbose: bool) -> str:
-    """Sum up in a line what `compact` did, or would do; with all tags below."""
+    """Summarize what `compact` did or would do; if verbose or a dry run, with a table of tags."""
     counts = Counter(map(_action, found.tags))
     done = ", ".join(f"{count:,} {action}" for action, count in counts.items()) or "no tags"
     line = f"{found.run_dir}: {'dry run: ' if found.is_dry_run else ''}{done}"
@@ -142,13 +142,13 @@ def compaction_text(found: Compaction, *, verbose: bool) -> str:
 
 def _row(tag: CompactedTag) -> Sequence[object]:
     sizes = map(_size, (tag.source_bytes, tag.archive_bytes, tag.shared_bytes))
-    # An error is a sentence or two with paths in it, and is told for itself anyway.
+    # An error is long, and standard error shows it anyway.
     why = "told on standard error" if tag.needs_somebody else tag.reason
     return tag.tag, _action(tag), *sizes, why
 
 
 def _action(tag: CompactedTag) -> str:
-    # Nothing is free before the trash is emptied, and nobody should think that it was too late.
+    # The tag can still be brought back, and its space is not free until the trash is emptied.
     return "moved to trash" if tag.action == DELETED else tag.action
 
 
@@ -157,7 +157,7 @@ def _size(nbytes: int) -> str:
 
 
 def verification_text(found: Verification, *, verbose: bool, with_digests: bool) -> str:
-    """Lay out what `verify` looked at and found."""
+    """Format what `verify` checked and found."""
     facts: list[tuple[str, object]] = [("checkpoint", found.path)]
     if found.kind:
         facts[0] = ("checkpoint", f"{found.path} ({KINDS[found.kind]})")
@@ -199,7 +199,7 @@ def verification_text(found: Verification, *, verbose: bool, with_digests: bool)
 
 
 def findings_text(found: Verification, *, verbose: bool) -> str:
-    """Sum up what is wrong in a line; or all of it, if nothing else is shown."""
+    """Summarize the problems in one line; if verbose, with all problems below."""
     wrong: list[Problem | Difference] = [*found.problems, *found.differences]
     count = f"{len(found.problems):,} problem{'s' * (len(found.problems) != 1)}"
     if found.differences:
@@ -225,7 +225,7 @@ def _cast(report: Report) -> str:
 
 
 def _memory(report: Report, *, verbose: bool) -> str:
-    """Show what came, or at most comes, on top of what the program itself occupies."""
+    """Format the measured or projected memory above the program's own."""
     projected = show_bytes(report.projected_bytes - report.floor_bytes)
     above = f"above the program's {show_bytes(report.floor_bytes)}"
     if report.peak_bytes is None:

@@ -1,1 +1,1 @@
-"""Files and what the system does with them: reading, writing, locks, durability."""
+"""File input and output: reading, writing, locks, durability."""

@@ -1,8 +1,8 @@
-"""Writing past the page cache: the disk takes whole blocks from where they are in memory.
+"""Writes past the page cache: the disk reads whole blocks directly from the program's memory.
 
-To go through the cache costs the system a page of memory for every page that is written, and a
-copy, on the cores that prepare what comes next; a virtual machine may have to ask its host for that
-page too. Whoever else has the cache filled with what it needs loses that.
+A write through the cache costs the system a page of memory and a copy for every page, on the cores
+that prepare the next data. A virtual machine may also have to request that page from its host.
+Other programs lose the cached data that they need.
 """
 
 import mmap
@@ -14,26 +14,26 @@ from typing import Final
 from streamshard.engine.io.file_system import EXT4, XFS, file_system_of
 
 BLOCK_BYTES: Final = max(4096, mmap.PAGESIZE)
-"""Places in the file and in memory have to be multiples of this: of what a disk takes, and of a
-page, so that none is partly in the cache."""
+"""Offsets in the file and addresses in memory must be multiples of this: of the disk's block and
+of a page, so that no page is partly in the cache."""
 LEAST_BYTES: Final = 1 << 17
-"""For less, waiting for the disk costs more than the cache."""
+"""For smaller writes, waiting for the disk costs more than the cache."""
 _FILE_SYSTEMS: Final = {EXT4, XFS}
-"""Those on disks of this machine that pass on all of it. Over a network every write would wait for
-its answer."""
+"""Local file systems that pass all direct writes on to the disk. Over a network every write would
+wait for its answer."""
 
 
 def open_direct(path: Path, descriptor: int) -> int:
-    """Open a file, which is open already, once more to write it past the page cache.
+    """Open a file that is already open a second time, to write it past the page cache.
 
-    Returns -1 where the system cannot, or is not known to gain by it.
+    Returns -1 if the system cannot do that, or is not known to benefit from it.
     """
     if file_system_of(descriptor) in _FILE_SYSTEMS and hasattr(os, "O_DIRECT"):
-        with suppress(OSError):  # how it is mounted, or on what, may not allow it
+        with suppress(OSError):  # the mount options or the device may not allow it
             return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
     return -1
 
 
 def aligned(nbytes: int) -> memoryview:
-    """Return memory that begins with a block."""
+    """Return memory that begins at a block boundary."""
     return memoryview(mmap.mmap(-1, nbytes))

@@ -1,6 +1,6 @@
-"""How fast a disk reads and writes, found out in about a second by doing a little of both.
+"""Measures in about a second how fast a disk reads and writes, by short samples of both.
 
-And how fast what is read is compressed, where it is to be.
+Also measures how fast the source's data is compressed, if the run compresses.
 """
 
 import os
@@ -22,24 +22,24 @@ from streamshard.posix import open_to_read, stream_of
 
 PIECE_BYTES: Final = 1 << 20
 MOST_BYTES: Final = 64 << 20
-"""Read, and written, at most."""
+"""Maximum bytes to read, and maximum bytes to write."""
 SECONDS: Final = 0.4
-"""After which no more is read, and no more written; what is under way is waited for."""
+"""Time after which no read and no write begins; those under way are completed."""
 _MOST_PIECES: Final = 256
-"""Small files are opened for few bytes."""
+"""Maximum pieces to read; with small files, each piece opens a file for few bytes."""
 _SYNCED_BYTES: Final = 8 << 20
-"""Written between one sync and the next."""
+"""Bytes written between two syncs."""
 
 _ENCODED_BYTES: Final = 4 << 20
 _LONGEST: Final = 16
-"""Bytes of an element at most."""
+"""Bytes of the largest element of any dtype."""
 
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What was measured."""
+    """The result of a measurement."""
 
     nbytes: int
     seconds: float
@@ -53,10 +53,10 @@ class Speed:
 def measure_reading(
     files: Sequence[SourceFile], *, workers: int, clock: Clock = time.monotonic
 ) -> Speed:
-    """Read pieces from all over some files as a run would, from the page cache or the disk.
+    """Read evenly distributed pieces of files as a run would, from the page cache or the disk.
 
-    A file of which nothing was in the page cache is forgotten again: what is partly there cannot
-    be put back as it was.
+    A file of which no piece was in the page cache is dropped from the cache again. A file that was
+    partly in the cache stays, as its earlier state cannot be restored.
 
     Raises
     ------
@@ -85,7 +85,7 @@ def measure_reading(
 
 
 def _pieces(files: Sequence[SourceFile]) -> Iterator[tuple[Path, int, int]]:
-    """Yield (file, offset, bytes) of pieces at even distances through all files."""
+    """Yield (file, offset, bytes) of pieces at even distances across all files."""
     total_bytes = sum(file.nbytes for file in files)
     gap = max(0, -(-total_bytes * PIECE_BYTES // MOST_BYTES) - PIECE_BYTES)
     wanted, before = 0, 0
@@ -99,7 +99,7 @@ def _pieces(files: Sequence[SourceFile]) -> Iterator[tuple[Path, int, int]]:
 
 
 def _is_cached(path: Path, offset: int) -> bool:
-    """Tell whether a byte is in the page cache; so it is said where the system does not tell."""
+    """Tell whether a byte is in the page cache; True if the system cannot tell."""
     if not hasattr(os, "RWF_NOWAIT"):
         return True
     descriptor = open_to_read(path)
@@ -120,7 +120,7 @@ def measure_encoding(
     workers: int,
     clock: Clock = time.monotonic,
 ) -> Speed:
-    """Compress pieces from the middles of the largest files, one for each worker, all at once.
+    """Compress pieces from the middle of the largest files, one piece per worker, in parallel.
 
     Raises
     ------
@@ -141,14 +141,14 @@ def measure_encoding(
 
 
 def measure_writing(directory: Path, *, most_bytes: int, clock: Clock = time.monotonic) -> Speed:
-    """Write as a run would, and sync, a file without a name in a directory; nothing is left of it.
+    """Write and sync a nameless file in a directory as a run would; no trace of it remains.
 
     Raises
     ------
     OSError
         The directory cannot be written.
     """
-    # What can be compressed would be, by some file systems.
+    # Random bytes, as some file systems compress data.
     piece = aligned(PIECE_BYTES)
     piece[:] = os.urandom(PIECE_BYTES)
     with ExitStack() as stack:
@@ -167,9 +167,9 @@ def measure_writing(directory: Path, *, most_bytes: int, clock: Clock = time.mon
 
 
 def _nameless(directory: Path) -> int:
-    """Open a file that nobody sees, and that is gone once it is closed, whatever happens."""
+    """Open a file without a name, which the system removes when it is closed, even by a crash."""
     if hasattr(os, "O_TMPFILE"):
-        with suppress(OSError):  # not every file system has it; why else, the next call will say
+        with suppress(OSError):  # not every file system has it; mkstemp reports any other error
             return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     descriptor, name = tempfile.mkstemp(prefix=".streamshard.", dir=directory)
     Path(name).unlink()

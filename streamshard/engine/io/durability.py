@@ -1,8 +1,8 @@
-"""Makes what was written durable, and has the disk begin early so that the end does not take long.
+"""Makes written files durable, and starts disk writes early so that the final sync is short.
 
-A store has thousands of small files, and on most file systems to sync one costs a commit of the
-journal, or a flush of the disk. Where one call for the whole file system is known to do the same
-for all of them, that is what is done.
+A store has thousands of small files. On most file systems the sync of one file costs a commit of
+the journal, or a flush of the disk. Where one call for the whole file system is known to have the
+same effect for all files, that call is used.
 """
 
 import ctypes
@@ -26,14 +26,14 @@ from streamshard.posix import entries_below
 
 _SYNC_FILE_RANGE_WRITE: Final = 2
 _SYNC_FILE_RANGE_WAIT: Final = 1 | 2 | 4
-"""Wait for what is being written, write the rest, wait for that too."""
+"""Wait for writes under way, write the remaining pages, wait for those too."""
 _SYNCED_AS_A_WHOLE: Final = {EXT4, XFS, BTRFS, F2FS, TMPFS}
-"""File systems on which syncfs(2) does what fsync(2) does. Of those that lie elsewhere, some do not
-pass it on."""
+"""File systems on which syncfs(2) does what fsync(2) does. Some remote file systems do not pass
+syncfs on."""
 _REPORTS_ERRORS: Final = (5, 8)
-"""Since this version of Linux syncfs tells of what could not be written."""
+"""First version of Linux in which syncfs reports write errors."""
 _THREADS: Final = 8
-"""Syncs under way at once, which a journal commits together."""
+"""Syncs in parallel, which a journal commits together."""
 
 
 _sync_file_range = libc(
@@ -43,25 +43,25 @@ _syncfs = libc("syncfs", ctypes.c_int)
 
 
 def start_writeback(descriptor: int, offset: int, nbytes: int) -> None:
-    """Let the disk begin with what was just written, so that the sync at the end has less to do.
+    """Start writing a range to disk now, so that the sync at the end has less to do.
 
-    A hint: where the system has no such call, nothing happens.
+    This is a hint: if the system has no such call, nothing happens.
     """
     if _sync_file_range is not None:
         _sync_file_range(descriptor, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
 
 
 def finish_writeback(descriptor: int, offset: int, nbytes: int) -> None:
-    """Wait until what was written here before is on its way out of memory.
+    """Wait until a range that was written earlier has been passed to the disk.
 
-    A cgroup counts pages that are yet to be written, and kills whom they carry over its limit.
+    A cgroup counts unwritten pages, and kills a process whose pages exceed the limit.
     """
     if _sync_file_range is not None:
         _sync_file_range(descriptor, offset, nbytes, _SYNC_FILE_RANGE_WAIT)
 
 
 def sync_tree(root: Path) -> None:
-    """Make all files in a directory tree durable, and their names.
+    """Make all files in a directory tree durable, with their names.
 
     Raises
     ------
@@ -95,12 +95,12 @@ def sync_path(path: Path) -> None:
 
 
 def write_durably(path: Path, data: bytes, temporary: Path) -> None:
-    """Write a small file so that at any moment it is what it was, or whole.
+    """Write a small file atomically: at any moment it has its old content or all of the new.
 
     Parameters
     ----------
     temporary
-        Where in the same directory it is until it is on the disk.
+        Path in the same directory for the new content until it is on disk.
     """
     temporary.write_bytes(data)
     sync_path(temporary)
@@ -115,7 +115,7 @@ def _syncs_as_a_whole(descriptor: int) -> bool:
 
 
 def _linux_version() -> tuple[int, int]:
-    """Read the version of the running Linux; (0, 0) of another system, or one that is unclear."""
+    """Return the version of the running Linux; (0, 0) on another system or if it is unclear."""
     system = os.uname()
     parts = system.release.split(".")
     try:

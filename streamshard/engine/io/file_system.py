@@ -1,4 +1,4 @@
-"""Calls of the system that Python has no name for, and what kinds of file systems there are."""
+"""System calls that Python does not offer, and the types of file systems."""
 
 import ctypes
 import os
@@ -6,26 +6,30 @@ from collections.abc import Callable
 from typing import Any, Final
 
 EXT4, XFS, BTRFS, F2FS, TMPFS = 0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994
-"""Kinds of file systems on this machine's own disks or in its memory, by statfs(2)."""
+"""Types of file systems on this machine's own disks or in its memory, by statfs(2)."""
 LOCAL: Final = {EXT4, XFS, BTRFS, F2FS, TMPFS}
 
 _STATFS_BYTES: Final = 256
 
 
-def libc(name: str, *types: Any) -> Callable[..., int] | None:  # noqa: ANN401
-    """Find a function of the C library; None where it has none of that name."""
+def libc(
+    name: str,
+    *types: Any,  # noqa: ANN401
+    result: Any = ctypes.c_int,  # noqa: ANN401
+) -> Callable[..., int] | None:
+    """Find a function of the C library; None if it has no function of that name."""
     try:
         found = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (AttributeError, OSError, TypeError):
         return None
     found.argtypes = list(types)
-    found.restype = ctypes.c_int
+    found.restype = result
     call: Callable[..., int] = found
     return call
 
 
 def last_error(path: str) -> OSError:
-    """Return what went wrong in the call before."""
+    """Return the error of the last call to the C library."""
     number = ctypes.get_errno()
     return OSError(number, os.strerror(number), path)
 
@@ -34,8 +38,8 @@ _fstatfs = libc("fstatfs", ctypes.c_int, ctypes.c_char_p)
 
 
 def file_system_of(descriptor: int) -> int:
-    """Return the kind of the file system that a file lies on; 0 where the system does not tell."""
+    """Return the type of a file's file system; 0 if the system does not tell."""
     buffer = ctypes.create_string_buffer(_STATFS_BYTES)
     if _fstatfs is None or os.uname().sysname != "Linux" or _fstatfs(descriptor, buffer) != 0:
         return 0
-    return int(ctypes.c_long.from_buffer(buffer).value)  # the first of its fields
+    return int(ctypes.c_long.from_buffer(buffer).value)  # f_type, the first field

@@ -12,6 +12,7 @@ from typing import Final, Protocol
 from streamshard.engine.io import page_cache
 from streamshard.engine.io.buffers import ReusableBuffer
 from streamshard.engine.io.direct_io import BLOCK_BYTES, LEAST_BYTES
+from streamshard.engine.io.memory_map import map_range
 from streamshard.engine.io.retry import try_again
 from streamshard.engine.numeric.checksums import crc32
 from streamshard.errors import (
@@ -25,21 +26,21 @@ from streamshard.model import BlockDigests, Memory, SourceFile
 from streamshard.posix import open_to_read, read_into
 
 _OPEN_FILES: Final = 64
-"""Sources that one worker keeps open. A run has more sources than a process may have files."""
+"""Source files that one worker keeps open. A run may have more sources than a process may open."""
 _OPEN_TOGETHER: Final = 512
-"""Sources that all workers keep open: half of the files that a process mostly may have."""
+"""Source files that all workers keep open: half of the usual limit of a process."""
 
 
 class Encoded(Protocol):
-    """A file that holds its content in another form, all of it or nothing."""
+    """A file with encoded content, which can only be decoded as a whole."""
 
     def decode(self, descriptor: int, stored: Memory, content: Memory) -> memoryview:
-        """Return the content, checked against what was recorded of it.
+        """Return the content, checked against its recorded checksums.
 
         Parameters
         ----------
         stored, content
-            Give memory for what is in the file, and for what it holds.
+            Provide memory for the file's bytes, and for the decoded content.
         """
 
 
@@ -47,16 +48,17 @@ Decoder = BlockDigests | Encoded
 
 
 class SourceReader:
-    """Reads ranges of the source's files; one per worker, so that nothing is shared.
+    """Reads ranges of the source's files; each worker has its own reader.
 
     Parameters
     ----------
     drops_behind
-        Whether the system is to forget what was read, rather than what others have read.
+        Whether to drop data from the page cache after reading it, so that other programs keep
+        their cached data.
     workers
-        How many there are; the more, the fewer files each keeps open.
+        Number of workers; the more there are, the fewer files each keeps open.
     stop
-        Tells that there is no use in trying again.
+        If set, failed reads are not retried.
     """
 
     def __init__(
@@ -75,12 +77,12 @@ class SourceReader:
         self._decoders = decoders
         self._open: OrderedDict[int, int] = OrderedDict()
         self._decoded: tuple[int, memoryview] = (-1, memoryview(b""))
-        """File that was decoded last, and its content: the next read likely wants more of it."""
+        """File that was decoded last, and its content, as the next read is likely from it too."""
         self._stored, self._content = ReusableBuffer(), ReusableBuffer()
         self._run = (-1, 0, 0)
-        """File and range of the last reads that followed each other."""
+        """File, start and stop of the last consecutive reads."""
         self._kept: tuple[int, int, memoryview] = (-1, -1, memoryview(b""))
-        """File and number of the block that was checked last without being wanted whole."""
+        """File, number and content of the last block that was checked but only partly needed."""
 
     def close(self) -> None:
         """Close all files."""
@@ -93,9 +95,9 @@ class SourceReader:
         Raises
         ------
         CorruptFileError
-            The file ends too early, or is not the one that the plan was made for.
+            The file ends too early, or has changed since the plan was made.
         IntegrityError
-            The bytes are not those that were recorded.
+            The bytes do not match their recorded checksum.
         """
         try:
             try_again(lambda: self._fill(file, offset, view), self._stop)
@@ -103,16 +105,55 @@ class SourceReader:
             message = f"{self._files[file].path}: cannot be read ({error.strerror})"
             raise SourceError(message) from error
 
-    def will_need(self, file: int, offset: int, nbytes: int) -> None:
-        """Have the system begin to read what will be asked for soon; a hint, which never fails.
+    def map(
+        self, file: int, offset: int, nbytes: int, *, is_private: bool, is_checked: bool
+    ) -> memoryview:
+        """Map a range of a file that holds its content as it is; see `map_range`.
+
+        Parameters
+        ----------
+        is_checked
+            Whether the range is read first and compared with what was recorded of it, if anything
+            was. No change after that is noticed.
 
         Raises
         ------
         CorruptFileError
             The file is not the one that the plan was made for.
+        IntegrityError
+            The bytes are not those that were recorded.
         """
-        with suppress(OSError):  # whoever reads it tries again, and says what is wrong
+        digests = self._decoders.get(file)
+        if is_checked and isinstance(digests, BlockDigests):
+            buffer = memoryview(bytearray(min(nbytes, digests.block_bytes)))
+            for start in range(offset, offset + nbytes, digests.block_bytes):
+                self.read_into(file, start, buffer[: offset + nbytes - start])
+        try:
+            return try_again(lambda: self._map(file, offset, nbytes, is_private), self._stop)
+        except OSError as error:
+            message = f"{self._files[file].path}: cannot be mapped ({error.strerror})"
+            raise SourceError(message) from error
+
+    def will_need(self, file: int, offset: int, nbytes: int) -> None:
+        """Tell the system to start reading a range that is needed soon; system errors are ignored.
+
+        Raises
+        ------
+        CorruptFileError
+            The file has changed since the plan was made.
+        """
+        with suppress(OSError):  # the actual read retries, and reports the error
             page_cache.read_ahead(self._descriptor(file), offset, nbytes)
+
+    def _map(self, file: int, offset: int, nbytes: int, is_private: bool) -> memoryview:
+        try:
+            descriptor = self._descriptor(file)
+            # It may have been open for long, and a map that leaves the file ends the process.
+            _require_same(self._files[file], os.fstat(descriptor))
+            return map_range(descriptor, offset, nbytes, is_private=is_private)
+        except OSError:
+            self._forget(file)
+            raise
 
     def _fill(self, file: int, offset: int, view: memoryview) -> None:
         decoder = self._decoders.get(file)
@@ -123,14 +164,17 @@ class SourceReader:
                 self._read_checked(file, decoder, offset, view)
             else:
                 if self._decoded[0] != file:
-                    self._decoded = (-1, memoryview(b""))  # if decoding fails it is lost
+                    self._decoded = (-1, memoryview(b""))  # decoding overwrites the content
                     self._decoded = (file, self._decode(file, decoder))
                 view[:] = self._decoded[1][offset : offset + len(view)]
         except OSError:
-            # What is open may be so for good at a server that does not know of it any more.
-            if file in self._open:
-                os.close(self._open.pop(file))
+            self._forget(file)
             raise
+
+    def _forget(self, file: int) -> None:
+        """Close a file: its server may no longer know it, so the next try opens it again."""
+        if file in self._open:
+            os.close(self._open.pop(file))
 
     def _decode(self, file: int, decoder: Encoded) -> memoryview:
         return decoder.decode(self._descriptor(file), self._stored, self._content)
@@ -149,7 +193,7 @@ class SourceReader:
             self._drop_read(file, descriptor, offset, offset + len(view))
 
     def _drop_read(self, file: int, descriptor: int, offset: int, end: int) -> None:
-        """Forget what was read, as far as this reader read it: others may want what lies before."""
+        """Drop from the cache what this reader read; others may need the data before that."""
         last, begin, stop = self._run
         if (last, stop) != (file, offset):
             begin = offset
@@ -159,7 +203,7 @@ class SourceReader:
     def _read_checked(
         self, file: int, digests: BlockDigests, offset: int, view: memoryview
     ) -> None:
-        """Read a range by whole blocks, and hold each against its checksum."""
+        """Read a range in whole blocks, and check each against its checksum."""
         end, step = offset + len(view), digests.block_bytes
         for block in range(offset // step, -(-end // step)):
             start = block * step
@@ -174,7 +218,7 @@ class SourceReader:
                 view[lower - offset : upper - offset] = content[lower - start : upper - start]
 
     def _block(self, file: int, digests: BlockDigests, block: int, nbytes: int) -> memoryview:
-        """Return a checked block of which only a part is wanted; the next read wants the rest."""
+        """Return a checked block that is only partly needed; the next read may need the rest."""
         if self._kept[:2] != (file, block):
             content = (
                 self._kept[2] if len(self._kept[2]) == nbytes else memoryview(bytearray(nbytes))
@@ -204,19 +248,19 @@ class SourceReader:
         try:
             _require_same(source, os.fstat(descriptor))
         except BaseException:
-            os.close(descriptor)  # kept, it would pass for checked the next time
+            os.close(descriptor)  # an open descriptor would count as checked the next time
             raise
         self._open[file] = descriptor
         return descriptor
 
 
 def require_unchanged(source: SourceFile) -> None:
-    """Refuse a source file that is no longer what it was when the plan was made.
+    """Refuse a source file that has changed since the plan was made.
 
     Raises
     ------
     SourceError
-        It is gone, or has another size or time of change.
+        The file is gone, or has another size or modification time.
     """
     try:
         stat = source.path.stat()
@@ -236,7 +280,7 @@ def _require_same(source: SourceFile, stat: os.stat_result) -> None:
 
 @contextmanager
 def source_errors(path: Path) -> Iterator[None]:
-    """Turn the system's refusal to read a source into an error that names it."""
+    """Turn system errors while reading a source into an error that names the file."""
     try:
         yield
     except OSError as error:
@@ -246,7 +290,7 @@ def source_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def target_errors(path: Path) -> Iterator[None]:
-    """Turn the system's refusal to write a target into an error that names it."""
+    """Turn system errors while writing a target into an error that names the file."""
     try:
         yield
     except OSError as error:
@@ -258,7 +302,7 @@ def target_errors(path: Path) -> Iterator[None]:
 
 
 def open_target(path: Path, *, is_new: bool) -> int:
-    """Open a file for writing at any offset; one that is new must not be there."""
+    """Open a file for writing at any offset; a new file must not exist yet."""
     flags = os.O_RDWR | os.O_CLOEXEC
     if is_new:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -274,14 +318,14 @@ def write_all(descriptor: int, view: memoryview, offset: int) -> None:
 
 
 def write_blocks(descriptor: int, direct: int, view: memoryview, offset: int) -> None:
-    """Write all of a view at a byte offset, whole blocks past the page cache if there are enough.
+    """Write all of a view at a byte offset; enough whole blocks are written past the page cache.
 
     Parameters
     ----------
     direct
-        The file as `open_direct` has it; -1 if it has not.
+        Descriptor from `open_direct`; -1 if there is none.
     view
-        Begins in memory as far behind a block's beginning as the offset is in the file.
+        Its distance in memory from a block boundary equals that of the offset in the file.
     """
     start = -offset % BLOCK_BYTES
     stop = max(start, len(view) - (offset + len(view)) % BLOCK_BYTES)
@@ -292,7 +336,7 @@ def write_blocks(descriptor: int, direct: int, view: memoryview, offset: int) ->
     try:
         write_all(direct, view[start:stop], offset + start)
     except OSError as error:
-        # A disk may take larger blocks only; so may the rest of what was cut short.
+        # The disk may need larger blocks, or a short write may have ended within a block.
         if error.errno != errno.EINVAL:
             raise
         write_all(descriptor, view[start:stop], offset + start)

@@ -1,8 +1,8 @@
 """A lock on a target, for runs on this host and on others that share its file system.
 
-The lock is a file with who holds it. Where the file system has flock(2), that tells whether a
-holder on this host lives; where it has not, or the holder is on another host, what is in the file
-has to do. In doubt the holder lives.
+The lock is a file that names its holder. If the file system has flock(2), flock tells whether a
+holder on this host is alive. If it has not, or the holder is on another host, the content of the
+file decides. In doubt the holder counts as alive.
 """
 
 import errno
@@ -22,29 +22,29 @@ from streamshard.engine.io.file_system import LOCAL, file_system_of
 from streamshard.errors import TargetLockedError
 
 _NO_LINKS: Final = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL}
-"""What os.link says on file systems that have no hard links."""
+"""Errors of os.link on file systems without hard links."""
 _READ_BYTES: Final = 4096
 _START_TIME: Final = 19
-"""Which of the fields behind the name in /proc/PID/stat is the start time."""
+"""Index of the start time among the fields after the name in /proc/PID/stat."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds a lock."""
+    """The process that holds a lock."""
 
     host: str
     process: int
     since: str
     boot: str = ""
-    """Identifies the time since the host was started."""
+    """Identifier of the host's current boot."""
     namespace: str = ""
-    """Identifies those among whom the process has its number."""
+    """Identifier of the PID namespace in which the process has its number."""
     started: str = ""
-    """When the process was started, in the kernel's own time."""
+    """Start time of the process, in the kernel's clock ticks since boot."""
 
     @classmethod
     def this_process(cls) -> Self:
-        """Describe the process that asks."""
+        """Describe the current process."""
         return cls(
             host=socket.gethostname(),
             process=os.getpid(),
@@ -55,12 +55,12 @@ class Holder:
         )
 
     def __str__(self) -> str:
-        """Say who it is."""
+        """Name the process for messages."""
         return f"process {self.process} on {self.host}, since {self.since}"
 
 
 class Lock:
-    """One process's hold on a file."""
+    """A lock file that one process takes and releases."""
 
     def __init__(self, path: Path, what: Path) -> None:
         self._path = path
@@ -69,29 +69,30 @@ class Lock:
         self._descriptor = -1
 
     def take(self) -> None:
-        """Take the lock, also over from a holder that is gone.
+        """Take the lock; a lock whose holder is gone is taken over.
 
         Raises
         ------
         TargetLockedError
-            Another run holds it; the message says who, and what to do if that is gone.
+            Another run holds the lock; the message names it, and says what to do if it is gone.
         OSError
-            The file cannot be made.
+            The lock file cannot be created.
         """
         while not self._make() and not self._try():
             pass
-        # Of those who did not come so far; who is on the way there makes another.
+        # Remove temporary files of runs that failed before this point. A run that is still
+        # starting creates a new one.
         with suppress(OSError):
             for left in self._path.parent.glob(f"{glob.escape(self._path.name)}.new.*"):
                 left.unlink(missing_ok=True)
 
     def _make(self) -> bool:
-        """Make the file, in which it says at any moment who holds it; False if there is one."""
+        """Create the lock file, which names its holder at any moment; False if one exists."""
         new = self._path.with_name(f"{self._path.name}.new.{os.getpid()}.{secrets.token_hex(4)}")
         try:
             descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            # That a file of ours cannot be made tells nobody which of their directories it is.
+            # Name the target: a user does not know the temporary file.
             raise OSError(error.errno, error.strerror, str(self._what)) from error
         try:
             _flock(descriptor)
@@ -111,14 +112,14 @@ class Lock:
         return True
 
     def _make_without_links(self) -> bool:
-        """Make the file, in which for a moment nothing is said."""
+        """Create the lock file, which for a moment is empty."""
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
         except FileExistsError:
             return False
         try:
             if _flock(descriptor) is False:
-                return False  # somebody has it who found it empty
+                return False  # another process found the empty file and locked it
             _spell(descriptor)
             self._descriptor, descriptor = descriptor, -1
         finally:
@@ -127,7 +128,7 @@ class Lock:
         return True
 
     def _try(self) -> bool:
-        """Try to take over the lock that is there; False if it is not the one that counts."""
+        """Try to take over an existing lock file; False if the path no longer leads to it."""
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -153,7 +154,7 @@ class Lock:
             return False
 
     def _require_gone(self, descriptor: int, is_locked: bool | None) -> None:
-        """Refuse a lock that somebody holds, or may hold."""
+        """Raise an error if a process holds the lock, or may hold it."""
         holder = _holder(descriptor)
         if is_locked is not False and _is_gone(holder, descriptor, has_flock=is_locked is True):
             return
@@ -163,7 +164,7 @@ class Lock:
         raise TargetLockedError(f"{message}; wait for it, or if it is gone remove {self._path}")
 
     def _take_over(self, descriptor: int) -> bool:
-        """Make a dead holder's lock this process's where there is no flock to say who is first."""
+        """Take over a dead holder's lock without flock; creating a directory decides a race."""
         turn = self._path.with_name(f"{self._path.name}.turn")
         try:
             turn.mkdir()
@@ -179,7 +180,7 @@ class Lock:
         return True
 
     def release(self) -> None:
-        """Give the lock back, if it is held."""
+        """Release the lock, if this process holds it."""
         if self._descriptor >= 0:
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)
@@ -188,7 +189,7 @@ class Lock:
 
 
 def _flock(descriptor: int) -> bool | None:
-    """Try to lock a file; None where the file system has no locks."""
+    """Try to lock a file; None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -201,15 +202,15 @@ def _flock(descriptor: int) -> bool | None:
 
 
 def _spell(descriptor: int) -> None:
-    """Write into the file who holds it now."""
+    """Write the current process into the lock file as its holder."""
     data = json.dumps(asdict(Holder.this_process())).encode()
     os.pwrite(descriptor, data.ljust(len(os.pread(descriptor, _READ_BYTES, 0))), 0)
     os.ftruncate(descriptor, len(data))
-    os.fsync(descriptor)  # for who finds it after a power failure
+    os.fsync(descriptor)  # so that it is readable after a power failure
 
 
 def _holder(descriptor: int) -> Holder | None:
-    """Read who holds a file; None if it does not tell."""
+    """Read the holder of a lock file; None if the file does not name one."""
     try:
         return Holder(**json.loads(os.pread(descriptor, _READ_BYTES, 0)))
     except (ValueError, TypeError, RecursionError):
@@ -217,14 +218,14 @@ def _holder(descriptor: int) -> Holder | None:
 
 
 def _is_gone(holder: Holder | None, descriptor: int, *, has_flock: bool) -> bool:
-    """Tell whether a holder that keeps no flock, or can keep none, has ended for sure."""
+    """Tell whether a holder without an flock, or on a file system without flock, is surely gone."""
     here = Holder.this_process()
     if has_flock and (file_system_of(descriptor) in LOCAL or not here.boot):
         return True
     if holder is None or not here.boot:
         return False
     if holder.boot != here.boot:
-        return holder.host == here.host  # which was started anew since then
+        return holder.host == here.host  # this host has rebooted since
     if has_flock:
         return True
     if holder.namespace != here.namespace:
@@ -233,7 +234,7 @@ def _is_gone(holder: Holder | None, descriptor: int, *, has_flock: bool) -> bool
 
 
 def _start_time(process: int) -> str:
-    """Return when a process was started; empty if there is none of that number."""
+    """Return the start time of a process; empty if no process has that number."""
     fields = _read_text(f"/proc/{int(process)}/stat").rpartition(")")[2].split()
     return fields[_START_TIME] if len(fields) > _START_TIME else ""
 

@@ -8,14 +8,14 @@ from typing import Final
 
 _MOUNTS: Final = Path("/proc/self/mountinfo")
 _PLACE: Final = 4
-"""Field of a line that says where something is mounted; see proc_pid_mountinfo(5)."""
+"""Index of the mount point among a line's fields; see proc_pid_mountinfo(5)."""
 _ESCAPED: Final = re.compile(rb"\\([0-7]{3})")
 
 
 def is_mount_point(directory: Path) -> bool:
-    """Tell whether something is mounted at a directory.
+    """Tell whether a directory is a mount point.
 
-    A part of a file system that is mounted within the same one is told by the system's list only.
+    Only the system's list shows a bind mount within the same file system.
     """
     if directory.is_mount():
         return True

@@ -1,4 +1,4 @@
-"""Tells the system what of files to read soon, and what to forget: hints, where it takes them."""
+"""Tells the system which file ranges to read ahead and which to drop; hints, where supported."""
 
 import os
 from contextlib import suppress
@@ -8,34 +8,34 @@ from typing import Final
 from streamshard.posix import entries_below, open_to_read
 
 LEAST_BYTES: Final = 1 << 16
-"""For less, forgetting costs more than it brings."""
+"""For smaller ranges, dropping costs more than it saves."""
 
 _BLOCK_BYTES: Final = 32 << 20
-"""More than the system keeps as one: what only a part of is forgotten stays."""
+"""Larger than any unit of the page cache; the system keeps a unit that is only partly dropped."""
 
 
 def read_ahead(descriptor: int, offset: int, nbytes: int) -> None:
-    """Begin to read a range, and do not wait for it."""
+    """Start reading a range into the page cache, without waiting."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
 
 def drop_behind(descriptor: int, begin: int, end: int) -> None:
-    """Forget what lies before an offset, as far as it may not have been forgotten already.
+    """Drop the data before offset `end` that may still be in the page cache.
 
-    What is not yet on the disk stays.
+    Data that is not yet on disk stays.
 
     Parameters
     ----------
     begin
-        Where the caller began; what is before that others may be about to read.
+        Offset where the caller began; others may be about to read the data before it.
     """
     start = max(0, end - 1) // _BLOCK_BYTES * _BLOCK_BYTES
     _drop(descriptor, max(begin, start - _BLOCK_BYTES), end)
 
 
 def drop_file(path: Path) -> None:
-    """Forget a file, so that what is then read of it comes from the disk."""
+    """Drop a file from the page cache, so that the next read comes from the disk."""
     descriptor = open_to_read(path)
     try:
         _drop(descriptor, 0, os.fstat(descriptor).st_size)
@@ -44,7 +44,7 @@ def drop_file(path: Path) -> None:
 
 
 def drop_cached(root: Path) -> None:
-    """Forget all files below a directory."""
+    """Drop all files below a directory from the page cache."""
     for path in entries_below(root):
         if not path.is_dir():
             drop_file(path)
@@ -52,5 +52,5 @@ def drop_cached(root: Path) -> None:
 
 def _drop(descriptor: int, start: int, end: int) -> None:
     if hasattr(os, "posix_fadvise"):
-        with suppress(OSError):  # some file systems have nothing to forget
+        with suppress(OSError):  # not every file system supports it
             os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_DONTNEED)

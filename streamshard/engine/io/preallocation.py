@@ -1,4 +1,4 @@
-"""Holds space of a file system until it is needed, so that it does not run out in mid-run."""
+"""Preallocates space on a file system, so that it does not run out during the run."""
 
 import ctypes
 import errno
@@ -14,20 +14,20 @@ _fallocate = libc("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctype
 
 
 class Reservation:
-    """Space held by a file of nothing, and given back as others are about to be written.
+    """Space that a placeholder file occupies, and returns just before other files need it.
 
-    Where the file system cannot do that, nothing is held.
+    If the file system cannot preallocate, no space is held.
 
     Raises
     ------
     OSError
-        There is not so much space, or no quota for it.
+        There is not enough space, or the quota does not allow it.
     """
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self._path = path
         self._needed_bytes = nbytes
-        """What is still to be written."""
+        """Bytes that are still to be written."""
         self._lock = threading.Lock()
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._held_bytes = 0
@@ -38,7 +38,7 @@ class Reservation:
             raise
 
     def _hold(self, nbytes: int) -> int:
-        # Of a file system in memory it would take the memory at once.
+        # On a file system in memory, preallocation would occupy the memory at once.
         if not nbytes or _fallocate is None or file_system_of(self._descriptor) == TMPFS:
             return 0
         if _fallocate(self._descriptor, 0, 0, nbytes) == 0:
@@ -49,7 +49,7 @@ class Reservation:
         return 0
 
     def give_back(self, nbytes: int) -> None:
-        """Make room for bytes that are about to be written; may be called from several threads."""
+        """Free space for bytes that are about to be written; may be called from several threads."""
         with self._lock:
             self._needed_bytes = max(0, self._needed_bytes - nbytes)
             wanted = self._needed_bytes // _STEP_BYTES * _STEP_BYTES
@@ -58,7 +58,7 @@ class Reservation:
                 self._held_bytes = wanted
 
     def close(self) -> None:
-        """Give everything back, unless that is done."""
+        """Free all space, unless that is done."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

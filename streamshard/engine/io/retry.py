@@ -1,4 +1,4 @@
-"""Tries again what a network file system has refused for the moment."""
+"""Retries calls that failed because of a transient error of a network file system."""
 
 import errno
 import threading
@@ -21,17 +21,17 @@ _TRANSIENT: Final = frozenset(
         errno.ENOTCONN,
     }
 )
-"""What a server, or the way to it, brings about; a disk does not."""
+"""Errors of a server or of the network; a local disk does not cause them."""
 _PAUSES: Final = (0.1, 0.4, 1.6, 6.4)
-"""Seconds before each further try."""
+"""Seconds before each retry."""
 
 
 class StoppedError(Exception):
-    """Raised in a worker that is to stop because something else went wrong."""
+    """Raised in a worker that must stop because of an error elsewhere."""
 
 
 def is_transient(error: BaseException | None) -> bool:
-    """Tell whether an error, or what has brought it about, may be gone the next time."""
+    """Tell whether an error, or one of its causes, may be gone at the next try."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _TRANSIENT:
             return True
@@ -40,17 +40,17 @@ def is_transient(error: BaseException | None) -> bool:
 
 
 def try_again(call: Callable[[], T], stop: threading.Event | None = None) -> T:
-    """Call something that may be called again, until it does not fail for the moment only.
+    """Call a function, and retry it after transient errors; it must be safe to call again.
 
     Parameters
     ----------
     stop
-        Tells that there is no use in waiting any longer.
+        Ends the waiting when it is set.
 
     Raises
     ------
     StoppedError
-        While waiting it was told to stop.
+        `stop` was set during the wait before a retry.
     """
     stop = stop or threading.Event()
     for pause in _PAUSES:

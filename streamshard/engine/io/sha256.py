@@ -1,4 +1,4 @@
-"""SHA-256 of files, as tools that know nothing of checkpoints take it too."""
+"""SHA-256 of whole files, which general tools compute too."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +13,7 @@ _READ_BYTES: Final = 1 << 20
 
 
 def sha256_of(paths: Sequence[Path], progress: Callable[[int], None], *, workers: int) -> list[str]:
-    """Take the SHA-256 of each file, past what the system keeps of it in memory.
+    """Compute the SHA-256 of each file from the disk, not from the page cache.
 
     Raises
     ------

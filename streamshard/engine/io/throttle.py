@@ -1,4 +1,4 @@
-"""Holds a run back to so many bytes a second, and lets other programs go first."""
+"""Limits a run to a number of bytes per second, and lets other programs go first."""
 
 import ctypes
 import os
@@ -14,11 +14,11 @@ _NICENESS: Final = 19
 _IDLE_CLASS: Final = 3 << 13
 _WHO_PROCESS: Final = 1
 _SET_IO_PRIORITY: Final = {"x86_64": 251, "aarch64": 30}
-"""Number of ioprio_set(2), which the C library has no name for."""
+"""Number of ioprio_set(2), which has no function in the C library."""
 
 
 class Throttle:
-    """Counts bytes on their way to somebody else, and sleeps where there are too many."""
+    """Passes byte counts on to a callback, and sleeps if the rate is too high."""
 
     def __init__(self, advance: Callable[[int], None], bytes_per_second: int) -> None:
         self._advance = advance
@@ -27,7 +27,7 @@ class Throttle:
         self._free_at = time.monotonic()
 
     def advance(self, nbytes: int) -> None:
-        """Take note of bytes; returns when their time is over."""
+        """Count bytes; returns after the time that they may take."""
         with self._lock:
             start = max(self._free_at, time.monotonic())
             self._free_at = start + nbytes / self._rate
@@ -38,7 +38,7 @@ class Throttle:
 
 
 def yield_to_others() -> None:
-    """Have the system let every other program go first; where it will not, nothing happens."""
+    """Set the lowest CPU and disk priority; where the system refuses, nothing happens."""
     with suppress(OSError):
         os.nice(_NICENESS)
     number = _SET_IO_PRIORITY.get(os.uname().machine)

@@ -1,6 +1,6 @@
-"""Conversions between float dtypes, bit for bit what torch's `tensor.to(dtype)` gives.
+"""Conversions between float dtypes, bit for bit equal to torch's `tensor.to(dtype)`.
 
-But for NaNs, which stay NaNs: torch's own bits for them depend on the processor's instructions.
+NaNs are the exception. They stay NaNs, but torch's bits for them depend on the processor.
 """
 
 from collections.abc import Callable
@@ -59,7 +59,7 @@ _FROM_FLOAT32: Final[dict[str, Cast]] = {
     "float16": _float32_to_float16,
 }
 _STEP_NUMEL: Final = 1 << 14
-"""Elements that are cast at a time: larger temporary arrays would be mapped anew each time."""
+"""Elements per cast: for larger temporary arrays, new memory would be mapped each time."""
 
 
 def _by_float32(source: str, target: str) -> Cast:
@@ -91,12 +91,12 @@ _CASTS: Final[dict[tuple[str, str], Cast]] = {
 
 
 def cast_between(source: str, target: str) -> Cast | None:
-    """Find the conversion between two dtypes; None where there is nothing to convert.
+    """Find the conversion between two dtypes; None if they are equal.
 
     Raises
     ------
     UnsupportedError
-        The conversion is not known.
+        The conversion is not supported.
     """
     if source == target:
         return None
@@ -126,11 +126,11 @@ _WIDENINGS: Final[dict[tuple[str, str], Cast]] = {
     ("float16", "float64"): _to_float64("float16"),
     ("float32", "float64"): _to_float64("float32"),
 }
-"""Conversions that change no value."""
+"""Conversions that keep every value."""
 
 
 def wider(one: str, other: str) -> str | None:
-    """Return the dtype that holds every value of both, and to which they can be widened, if any.
+    """Return the dtype to which both dtypes can be widened without changing a value, if any.
 
     >>> wider("bfloat16", "float16")
     'float32'
@@ -144,7 +144,7 @@ def wider(one: str, other: str) -> str | None:
 
 
 def comparing_cast(source: str, target: str) -> Cast | None:
-    """Find what brings elements to the dtype that they are compared in; see `cast_between`."""
+    """Find the cast to the dtype in which elements are compared; see `cast_between`."""
     return _WIDENINGS.get((source, target)) or cast_between(source, target)
 
 
@@ -154,11 +154,11 @@ _INFINITY: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {
     "float16": (np.uint16, 0x7C00),
     "bfloat16": (np.uint16, 0x7F80),
 }
-"""The integers that have the bits of positive infinity, above which there are only NaNs."""
+"""Positive infinity as an integer, by its bits; all larger positive patterns are NaNs."""
 
 
 def find_nans(view: memoryview, dtype: str) -> NDArray[np.bool_]:
-    """Tell of every element whether it is a NaN; of other dtypes than a cast's none is."""
+    """Return for each element whether it is a NaN; always False for dtypes without a cast."""
     if dtype not in _INFINITY:
         return np.zeros(len(view) // ITEMSIZE[dtype], dtype=bool)
     word, infinity = _INFINITY[dtype]
@@ -168,17 +168,17 @@ def find_nans(view: memoryview, dtype: str) -> NDArray[np.bool_]:
 
 
 def counting_overflow(source: str, target: str, add: Callable[[int], None]) -> Cast | None:
-    """Find the conversion between two dtypes, and have the finite elements counted that overflow.
+    """Find the conversion between two dtypes, with a count of the finite elements that overflow.
 
     Parameters
     ----------
     add
-        Called from workers with the count of elements that were finite and became infinite.
+        Called from workers with the count of finite elements that became infinite.
 
     Raises
     ------
     UnsupportedError
-        The conversion is not known.
+        The conversion is not supported.
     """
     cast = cast_between(source, target)
     if cast is None:
@@ -200,7 +200,7 @@ def counting_overflow(source: str, target: str, add: Callable[[int], None]) -> C
 
 
 def count_infinite(view: memoryview, dtype: str) -> int:
-    """Count the elements that are infinite."""
+    """Count the infinite elements."""
     word, infinity = _INFINITY[dtype]
     bits = np.frombuffer(view, dtype=word)
     sign = word(1 << (8 * bits.itemsize - 1))

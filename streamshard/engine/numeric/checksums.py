@@ -1,4 +1,4 @@
-"""Running checksums over bytes as they pass by."""
+"""Running checksums over a stream of bytes."""
 
 from typing import Protocol
 
@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 
 
 class Checksum(Protocol):
-    """Something that has seen the bytes of a region so far."""
+    """A checksum of the bytes of a region so far."""
 
     def update(self, view: memoryview) -> None:
-        """Take in the next bytes."""
+        """Add the next bytes."""
 
     def reset(self) -> None:
-        """Begin again, as if nothing had been taken in."""
+        """Begin again without any bytes."""
 
 
 class Crc32:
@@ -41,8 +41,7 @@ class Crc32c:
 
     def update(self, view: memoryview) -> None:
         """Take in the next bytes."""
-        # The library wants an object that it can take for bytes; an array over the view copies
-        # nothing.
+        # The library needs a bytes-like object of its kind; an array over the view avoids a copy.
         self.value = google_crc32c.extend(self.value, np.frombuffer(view, dtype=np.uint8))
 
     def reset(self) -> None:
@@ -51,13 +50,13 @@ class Crc32c:
 
 
 class BlockCrc32:
-    """CRC-32 of every block of fixed length, so that any part can be checked by itself."""
+    """CRC-32 of each block of fixed length, so that any block can be checked separately."""
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
         self._values: list[int] = []
         self._open = 0
-        """Bytes seen of the last block."""
+        """Bytes of the last, incomplete block so far."""
 
     def update(self, view: memoryview) -> None:
         """Take in the next bytes."""
@@ -80,7 +79,7 @@ class BlockCrc32:
 
 
 class ChunkChecksums:
-    """Both checksums of an uncompressed chunk, taken while its bytes are at hand."""
+    """Both kinds of checksums of an uncompressed chunk, computed in one pass."""
 
     def __init__(self, block_bytes: int) -> None:
         self.crc32c = Crc32c()
@@ -98,5 +97,5 @@ class ChunkChecksums:
 
 
 def crc32(view: memoryview | bytes, before: int = 0) -> int:
-    """CRC-32 of bytes that are at hand, behind others of which it is known."""
+    """Return the CRC-32 of bytes that follow others with the CRC-32 `before`."""
     return int(isal_zlib.crc32(view, before))

@@ -1,8 +1,8 @@
-"""Digests that combine: that of a whole follows from those of its pieces, however it was cut.
+"""Digests that can be joined: the digest of a whole follows from those of its pieces.
 
-A CRC is the remainder of a polynomial over GF(2), so that bytes behind others multiply what stands
-for those by a power of x. With that a digest can be put together from pieces that were read apart,
-and zeros at the end can be taken away again without reading what is before them.
+A CRC is the remainder of a polynomial over GF(2): appending bytes multiplies the polynomial of the
+bytes before by a power of x. So the digests of pieces that were read separately can be joined,
+and trailing zeros can be removed from a digest without reading the bytes before them.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from streamshard.model import Digest
 
 _ONES: Final = 0xFFFFFFFF
 _ONE: Final = 1 << 31
-"""The polynomial 1: bits are reflected, the highest stands for the power 0."""
+"""The polynomial 1: bits are reflected, so the highest bit stands for the power 0."""
 
 EMPTY: Final = Digest(0, 0, 0)
 """Digest of no bytes."""
@@ -23,21 +23,21 @@ EMPTY: Final = Digest(0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Crc:
-    """The arithmetic of a CRC of 32 bits: reflected, begun with ones and ended by inverting."""
+    """The arithmetic of a 32-bit CRC: reflected, initialized with ones, inverted at the end."""
 
     polynomial: int
-    """Without its highest power, reflected."""
+    """The polynomial without its highest power, reflected."""
 
     def joined(self, first: int, second: int, second_bytes: int) -> int:
-        """Return the CRC of two runs of bytes, one behind the other, from their CRCs."""
+        """Return the CRC of two consecutive runs of bytes from their CRCs."""
         return self._moved(first, second_bytes) ^ second
 
     def without_zeros(self, crc: int, nbytes: int) -> int:
-        """Return the CRC that there was before so many zero bytes were appended."""
+        """Return the CRC without the last `nbytes` bytes, which are zeros."""
         return self._moved(crc ^ _ONES, -nbytes) ^ _ONES
 
     def _moved(self, value: int, nbytes: int) -> int:
-        """Multiply by x to the power of as many bits as the bytes have; backwards if negative."""
+        """Multiply by x to the power 8 * nbytes; a negative power multiplies by the inverse."""
         exponent, left = 3, abs(nbytes)
         while left:
             if left & 1:
@@ -50,9 +50,9 @@ class Crc:
 
 @cache
 def _power(polynomial: int, exponent: int, inverse: bool) -> int:
-    """Return x, or its inverse, squared so many times."""
+    """Return x, or its inverse, squared `exponent` times."""
     if exponent == 0:
-        # The polynomial has a constant 1, so what is left of it divided by x is the inverse.
+        # The polynomial has the constant term 1, so the rest of it, divided by x, is the inverse.
         return (polynomial << 1) & _ONES | 1 if inverse else _ONE >> 1
     root = _power(polynomial, exponent - 1, inverse)
     return _product(polynomial, root, root)
@@ -73,7 +73,7 @@ CRC32C: Final = Crc(0x82F63B78)
 
 
 def joined(pieces: Iterable[Digest]) -> Digest:
-    """Return the digest of pieces that lie one behind the other."""
+    """Return the digest of consecutive pieces."""
     nbytes = crc32 = crc32c = 0
     for piece in pieces:
         crc32 = CRC32.joined(crc32, piece.crc32, piece.nbytes)
@@ -83,7 +83,7 @@ def joined(pieces: Iterable[Digest]) -> Digest:
 
 
 def without_zeros(digest: Digest, nbytes: int) -> Digest:
-    """Return the digest of what is before so many zero bytes at the end."""
+    """Return the digest without the last `nbytes` bytes, which are zeros."""
     return Digest(
         digest.nbytes - nbytes,
         CRC32.without_zeros(digest.crc32, nbytes),
@@ -92,20 +92,20 @@ def without_zeros(digest: Digest, nbytes: int) -> Digest:
 
 
 class JoinedCrc32:
-    """CRC-32 of bytes that pass by in pieces, by several workers and in any order."""
+    """CRC-32 of pieces that several workers process in any order."""
 
     def __init__(self) -> None:
         self._pieces: list[tuple[Crc32, int]] = []
 
     def piece(self, nbytes: int) -> Crc32:
-        """Add the next piece; what is returned has to see its bytes."""
+        """Add the next piece; the caller updates the returned checksum with the piece's bytes."""
         piece = Crc32()
         self._pieces.append((piece, nbytes))
         return piece
 
     @property
     def value(self) -> int:
-        """CRC-32 of all pieces, one behind the other."""
+        """CRC-32 of all pieces in order."""
         joined = 0
         for piece, nbytes in self._pieces:
             joined = CRC32.joined(joined, piece.value, nbytes)
@@ -113,7 +113,7 @@ class JoinedCrc32:
 
 
 class RunningDigest:
-    """The digest of bytes as they pass by."""
+    """The digest of a stream of bytes."""
 
     def __init__(self) -> None:
         self._nbytes = 0
@@ -134,12 +134,12 @@ class RunningDigest:
 
     @property
     def value(self) -> Digest:
-        """Digest of what was seen so far."""
+        """Digest of the bytes so far."""
         return Digest(self._nbytes, self._crc32.value, self._crc32c.value)
 
 
 def of_chunk(sums: ChunkChecksums, nbytes: int, block_bytes: int) -> Digest:
-    """Return the digest of a chunk from the checksums that were taken of it."""
+    """Return the digest of a chunk from its checksums."""
     crc32 = 0
     for block, value in enumerate(sums.blocks.values().tolist()):
         held = min(block_bytes, nbytes - block * block_bytes)

@@ -1,1 +1,1 @@
-"""Runs the work: regions, windows, workers, the journal."""
+"""Writes the target files: regions, windows, workers, the journal."""

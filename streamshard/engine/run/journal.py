@@ -1,9 +1,9 @@
-"""What a run has written, kept beside it, so that a later run can go on from there.
+"""A record of the spans that a run has written, so that a later run can continue from there.
 
-The first line says what the run is about, every other one what a span of a file holds, each behind
-a CRC-32 of its own. A line tells what was handed to the system, not that it has reached the disk:
-whoever goes on reads the span back and compares. So lines and data may be lost or torn, by a power
-failure for instance, and all that comes of it is that something is written once more.
+The first line identifies the run; each other line describes the content of one span of a file.
+Each line begins with a CRC-32 of its own. A line says that a span was handed to the system, not
+that it is on disk: a run that continues reads the span back and compares. So a power failure may
+lose or tear lines and data; the only effect is that some spans are written again.
 """
 
 import json
@@ -31,7 +31,7 @@ _CRC_BYTES: Final = 9
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a span holds."""
+    """Size and checksum of a span's content."""
 
     nbytes: int
     crc32: int
@@ -39,39 +39,39 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class _Spans:
-    """Spans by their keys, in ascending order, of which there may be millions."""
+    """Spans in ascending order of their keys; there may be millions."""
 
     keys: Numbers
     nbytes: Numbers
     crc32s: Numbers
     files: Numbers
-    """Keys of the files that they are in."""
+    """Keys of the files that contain the spans."""
 
     @classmethod
     def of(cls, rows: Numbers) -> Self:
         """Sort rows of key, file's key, bytes and CRC-32."""
-        # Of a span that was written twice the last row counts.
+        # If a span was written twice, the last row counts.
         keys, last = np.unique(rows[::-1, 0], return_index=True)
         return cls(keys, rows[::-1, 2][last], rows[::-1, 3][last], np.unique(rows[:, 1]))
 
 
 class Journal:
-    """The journal in a directory of targets; reads what an earlier run has left there.
+    """The journal in a directory of target files; reads the lines of an earlier run.
 
     Raises
     ------
     OSError
-        There is one, and it cannot be read.
+        A journal exists, but cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.header: Mapping[str, Any] | None = None
-        """What the run is about; None before it has begun."""
+        """Identity of the run; None before it has begun."""
         self.is_whole = False
         """Whether the earlier run wrote everything."""
         self.is_empty = True
-        """Whether nothing was written, neither by an earlier run nor by this one."""
+        """Whether neither an earlier run nor this one has written a span."""
         self._descriptor = -1
         self._lock = threading.Lock()
         self._read()
@@ -90,16 +90,16 @@ class Journal:
         self.is_empty = not len(self._spans.keys)
 
     def holds(self, path: str) -> bool:
-        """Tell whether the earlier run wrote anything of a file."""
+        """Tell whether the earlier run wrote any span of a file."""
         return _find(self._spans.files, _key(path)) is not None
 
     def find(self, path: str, offset: int) -> Written | None:
-        """Tell what the earlier run wrote into the span at an offset of a file."""
+        """Return what the earlier run wrote into the span at an offset of a file, if anything."""
         spans, row = self._spans, _find(self._spans.keys, _key(f"{offset} {path}"))
         return None if row is None else Written(int(spans.nbytes[row]), int(spans.crc32s[row]))
 
     def begin(self, header: Mapping[str, Any]) -> None:
-        """Start afresh: from here on the directory is known to be a run's that is about this."""
+        """Start a new journal, which from now on identifies the directory as this run's."""
         new = self.path.with_name(f"{self.path.name}.new")
         new.write_bytes(_spell(header))
         sync_path(new)
@@ -114,16 +114,16 @@ class Journal:
         self.proceed()
 
     def proceed(self) -> None:
-        """Go on with the journal that is there."""
+        """Open the existing journal to append to it."""
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
 
     def note(self, path: str, offset: int, written: Written) -> None:
-        """Add what a span of a file holds now; may be called from several threads."""
+        """Add the content of a written span; may be called from several threads."""
         self._append([path, offset, written.nbytes, written.crc32])
         self.is_empty = False
 
     def note_whole(self) -> None:
-        """Say, durably, that everything is written and durable."""
+        """Record durably that all files are written and durable."""
         self._append(_WHOLE)
         os.fsync(self._descriptor)
 
@@ -134,20 +134,20 @@ class Journal:
                 data = data[os.write(self._descriptor, data) :]
 
     def close(self) -> None:
-        """Close it, unless that is done."""
+        """Close the journal, unless that is done."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 def _spell(line: object) -> bytes:
-    """Spell a line; as it begins a new one, what was torn before it spoils nothing."""
+    """Serialize a line; it starts with a line break, so a torn line before it does no harm."""
     text = json.dumps(line).encode()
     return b"\n%08x %s\n" % (zlib.crc32(text), text)
 
 
 def _lines(path: Path) -> Iterator[Any]:
-    """Yield the lines that are as they were written."""
+    """Yield the lines whose checksum is correct."""
     try:
         stream = path.open("rb")
     except (FileNotFoundError, NotADirectoryError):
@@ -160,7 +160,7 @@ def _lines(path: Path) -> Iterator[Any]:
 
 
 def _key(text: str) -> int:
-    """Shorten what names a span or a file, of which there may be millions."""
+    """Hash the name of a span or a file to 64 bits, as there may be millions."""
     return int.from_bytes(blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest())
 
 

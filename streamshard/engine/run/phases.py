@@ -1,4 +1,4 @@
-"""Those who watch a run, and the names of its phases."""
+"""The names of a run's phases, and the protocol for observers of its progress."""
 
 from typing import Final, Protocol
 
@@ -6,22 +6,22 @@ READING_HEADERS: Final = "reading headers"
 WRITING: Final = "writing"
 SYNCING: Final = "syncing"
 VERIFYING: Final = "verifying"
-"""Checksums of what was written."""
+"""Checking the checksums of the written files."""
 COMMITTING: Final = "committing"
 COMPARING: Final = "comparing"
-"""What was written with the source, or what is there with what a run would make."""
+"""Comparing written files with the source, or existing files with what a run would write."""
 READING: Final = "reading"
-"""What verbs do that write nothing."""
+"""The phase of verbs that write nothing."""
 
 
 class Watcher(Protocol):
-    """Someone who wants to know how far the work is; called from several threads."""
+    """Receives the progress of a run; called from several threads."""
 
     def advance(self, nbytes: int) -> None:
-        """Take note of bytes that were dealt with since the last call."""
+        """Count bytes that were processed since the last call."""
 
     def keep(self, nbytes: int) -> None:
-        """Take note that so many of the bytes that are told of were written by an earlier run."""
+        """Count processed bytes that an earlier run wrote; `advance` gets them too."""
 
     def enter(self, phase: str) -> None:
-        """Take note of what is being done from here on."""
+        """Begin a phase."""

@@ -1,4 +1,4 @@
-"""Delivers a region's bytes from the sources, and has the system read ahead of it."""
+"""Delivers a region's bytes from the sources, and makes the system read ahead."""
 
 from typing import Final
 
@@ -7,32 +7,32 @@ from streamshard.engine.run.work import Region
 from streamshard.model import Copies
 
 _AHEAD_BYTES: Final = 4 << 20
-"""How far the system is to be ahead: some windows, so that the disk never waits for a worker."""
+"""How far the system reads ahead: several windows, so that the disk never waits for a worker."""
 _ASKED_BYTES: Final = 1 << 20
-"""Asked for at once: the system cuts off what is longer than a disk takes in one go."""
+"""Maximum bytes per request: the system cuts off longer requests than a disk takes at once."""
 _LEAST_BYTES: Final = 1 << 14
-"""The pages around what is less are on their way with its neighbours."""
+"""Smaller ranges are not requested: their pages arrive with their neighbours."""
 
 
 class ReadAhead:
-    """Asks for what copies will read, some way in front of where the reader is.
+    """Requests the source ranges of copies some distance ahead of the reader.
 
-    The system does so by itself within a file, but not from one fragment to the next, and on many
-    machines by 128 KiB only.
+    The system itself reads ahead within a file, on many machines by only 128 KiB, but not from one
+    fragment to the next.
     """
 
     def __init__(self, copies: Copies, reader: SourceReader) -> None:
         self._copies = copies
         self._reader = reader
         self._next = 0
-        """Copy that is to be asked for next."""
+        """Index of the next copy to request."""
         self._asked = 0
-        """Source bytes of it that were."""
+        """Source bytes of that copy that are already requested."""
         self._ahead = 0
-        """Source bytes that were asked for and are not read yet."""
+        """Source bytes that are requested and not read yet."""
 
     def advance(self, nbytes: int) -> None:
-        """Take note of what is read now, and ask for what comes after it."""
+        """Count bytes that are read now, and request the bytes after them."""
         self._ahead -= nbytes
         if self._ahead > _AHEAD_BYTES - _ASKED_BYTES:
             return
@@ -58,9 +58,9 @@ class RegionFiller:
         self._reader = reader
         self._scratch = scratch
         self._next = 0
-        """Copy that delivers next."""
+        """Index of the copy that delivers next."""
         self._used = 0
-        """Source bytes that it has delivered."""
+        """Source bytes that this copy has delivered."""
         self._at = 0
         self._ahead = ReadAhead(region.copies, reader)
 

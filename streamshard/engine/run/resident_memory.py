@@ -1,4 +1,4 @@
-"""What this process occupies, as the kernel counts it."""
+"""The memory of this process, as the kernel counts it."""
 
 import os
 import resource
@@ -11,17 +11,17 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 def resident_bytes() -> int:
-    """Resident memory now; where the system does not tell, the peak so far."""
+    """Return the current resident memory; the peak so far if the system does not tell."""
     return _status_bytes("VmRSS") or _rusage_bytes()
 
 
 def peak_bytes() -> int:
-    """Highest resident memory since the start or since the last `restart_peak`."""
+    """Return the highest resident memory since the start or since the last `restart_peak`."""
     return _status_bytes("VmHWM") or _rusage_bytes()
 
 
 def restart_peak() -> None:
-    """Forget the peak so far, where the system can."""
+    """Reset the peak, where the system can."""
     try:
         _CLEAR_REFS.write_text("5")
     except OSError:
@@ -43,13 +43,13 @@ def _rusage_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """Memory that this process may use: the machine's, or its cgroup's if that is less."""
+    """Return the memory that this process may use: the machine's, or its cgroup's if smaller."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([machine, *_cgroup_limits()])
 
 
 def _cgroup_limits() -> Iterator[int]:
-    """Yield the limits of the cgroups that this process is in, version 1 or 2, and of theirs."""
+    """Yield the memory limits of this process's cgroups, version 1 or 2, and of their parents."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

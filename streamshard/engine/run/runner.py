@@ -1,4 +1,4 @@
-"""Runs the work: a few workers, one window each, files finished as they complete."""
+"""Writes target files with a few workers that have one window each."""
 
 import os
 import threading
@@ -21,18 +21,18 @@ from streamshard.engine.run.work import Span, TargetFile
 from streamshard.model import SourceFile
 
 _KEPT_FILES: Final = 8
-"""So many that were written last are not yet on the disk, and cannot be forgotten."""
+"""The last files written: they are not yet on disk, and cannot be dropped from the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What a run may use."""
+    """Resources that a run may use."""
 
     workers: int
     window_bytes: int
     scratch_bytes: int
     drops_behind: bool = False
-    """Whether the system is to forget what was read and written, and not what others need."""
+    """Whether to drop read and written data from the page cache, to spare other programs' data."""
 
 
 class _OpenFile:
@@ -43,14 +43,14 @@ class _OpenFile:
         self.path = path
         self.is_new = is_new
         self.descriptor = open_target(path, is_new=is_new)
-        # Of what was there before, the cache may hold more than was written through it.
+        # Not for an existing file: the page cache may still hold its earlier pages.
         goes_past = is_new and sum(span.nbytes for span in file.spans) >= LEAST_BYTES
         self.direct = open_direct(path, self.descriptor) if goes_past else -1
         self._left = len(file.spans)
         self._lock = threading.Lock()
 
     def span_done(self) -> bool:
-        """Count a span; True for the one that was last."""
+        """Count a finished span; returns whether it was the last."""
         with self._lock:
             self._left -= 1
             return self._left == 0
@@ -66,7 +66,7 @@ class _OpenFile:
         return sum(len(data) for _, data in endings)
 
     def close(self) -> None:
-        """Close the file unless that is done."""
+        """Close the file, unless that is done."""
         for descriptor in (self.descriptor, self.direct):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -94,19 +94,19 @@ class Engine:
         self._readers: list[SourceReader] = []
         self._opened: set[_OpenFile] = set()
         self._finished: deque[Path] = deque()
-        """Files that the system is still to forget."""
+        """Finished files that are still to be dropped from the page cache."""
 
     def run(self, files: Iterable[TargetFile]) -> None:
-        """Write all files of a partial target, a bounded number at a time, and sync them.
+        """Write all files of a staged target, a bounded number at a time, and sync them.
 
-        The first error, or an interrupt, stops the run within a window of each worker.
+        After the first error or an interrupt, each worker stops within one window.
 
         Raises
         ------
         TargetError
             A file cannot be written; the message names it.
         SourceError, IntegrityError
-            A source cannot be read, or is not what it was.
+            A source cannot be read, or has changed.
         """
         pool = ThreadPoolExecutor(self._resources.workers, thread_name_prefix="streamshard")
         pending: set[Future[None]] = set()
@@ -136,7 +136,7 @@ class Engine:
         for file in files:
             path = self._partial.path / file.path
             with target_errors(path):
-                # A power failure may take a name, and leave the note of what the file held.
+                # After a power failure, the journal may list a file that is gone.
                 is_new = not self._partial.journal.holds(file.path) or not path.exists()
                 opened = _OpenFile(file, path, is_new=is_new)
             self._opened.add(opened)
@@ -154,7 +154,7 @@ class Engine:
                     self._drop(keep=_KEPT_FILES)
 
     def _keep_or_write(self, opened: _OpenFile, span: Span) -> None:
-        """Have a span as it is to be."""
+        """Keep a span that an earlier run wrote correctly, else write it."""
         window, partial, path = self._window(), self._partial, opened.file.path
         known = None if opened.is_new else partial.journal.find(path, span.offset)
         if known is not None and window.recall(span, opened.descriptor, known):
@@ -165,11 +165,11 @@ class Engine:
         partial.make_room(span.nbytes)
         written = window.write(span, opened.descriptor, opened.direct, is_new=opened.is_new)
         partial.journal.note(path, span.offset, written)
-        # What is compressed was counted with its size before that.
+        # Progress counts data before compression: add what compression saved.
         self._watcher.advance(span.nbytes - written.nbytes)
 
     def _drop(self, *, keep: int) -> None:
-        """Have the system forget files, but for the last, which are still on their way to disk."""
+        """Drop finished files from the page cache, except the last, which are not yet on disk."""
         while len(self._finished) > keep:
             drop_file(self._finished.popleft())
 

@@ -1,4 +1,4 @@
-"""A directory of target files that are being written: what is there already, room for the rest."""
+"""A directory of unfinished target files, with its journal and the space for the rest."""
 
 import threading
 from pathlib import Path
@@ -8,7 +8,7 @@ from streamshard.engine.run.journal import Journal
 
 
 class Partial:
-    """Shared by all workers of a run."""
+    """A staging directory; all workers of a run share it."""
 
     def __init__(
         self, path: Path, journal: Journal, reservation: Reservation | None = None
@@ -16,7 +16,7 @@ class Partial:
         self.path = path
         self.journal = journal
         self.kept_bytes = 0
-        """Bytes that an earlier run had written, and this one has found in order."""
+        """Bytes that an earlier run wrote, and that this run found correct."""
         self._reservation = reservation
         self._lock = threading.Lock()
 
@@ -26,6 +26,6 @@ class Partial:
             self.kept_bytes += nbytes
 
     def make_room(self, nbytes: int) -> None:
-        """Give back space for bytes that are about to be written."""
+        """Free preallocated space for bytes that are about to be written."""
         if self._reservation is not None:
             self._reservation.give_back(nbytes)

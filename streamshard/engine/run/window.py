@@ -1,4 +1,4 @@
-"""Streams parts through one buffer into a file: large sequential writes whatever the fragments."""
+"""Streams parts through one buffer into a file: large sequential writes even of small fragments."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -19,29 +19,29 @@ from streamshard.engine.run.work import Encoding, Fixed, Region, Span
 from streamshard.posix import read_into
 
 _UNWRITTEN_BYTES: Final = (16 << 20, 256 << 20)
-"""Least and most of how far the disk may be behind a worker."""
+"""Smallest and largest amount that a worker may be ahead of the disk."""
 _LEAST_HOLE_BYTES: Final = 4096
 _LOOK_BYTES: Final = 64
 _LONGEST: Final = 16
-"""Bytes of an element at most."""
+"""Bytes of the largest element of any dtype."""
 
 
 def unwritten_bytes(available_bytes: int) -> int:
-    """Say how far the disk may be behind a worker, by the memory that the system lets us have.
+    """Return how many bytes a worker may be ahead of the disk, by the available memory.
 
-    Pages that are yet to be written count against a memory cgroup, which kills whom they carry
-    over its limit; where there is room, waiting for the disk only costs time.
+    Unwritten pages count against the limit of a memory cgroup, which kills processes that exceed
+    it. If there is enough memory, waiting for the disk only costs time.
     """
     least, most = _UNWRITTEN_BYTES
     return min(max(available_bytes // 32, least), most)
 
 
 class DifferentError(Exception):
-    """A file does not hold what it was compared with."""
+    """Raised when a file differs from the bytes that it was compared with."""
 
 
 class Window:
-    """A worker's buffer in front of the file that it writes, or compares with what it would."""
+    """A worker's buffer, from which it writes a file, or compares an existing file."""
 
     def __init__(
         self,
@@ -66,26 +66,26 @@ class Window:
         self._descriptor = self._direct = -1
         self._offset = 0
         self._begun = self._filled = 0
-        """Part of the buffer that is yet to be written."""
+        """Start and stop of the part of the buffer that is not written yet."""
         self._start = 0
-        """Byte offset at which the span that is being written begins."""
+        """Byte offset where the current span begins."""
         self._crc32 = 0
-        """Of what of it was written."""
+        """CRC-32 of the written part of the span."""
         self._makes_holes = True
         self._content = ReusableBuffer()
-        """For content that is to be encoded."""
+        """Memory for content before it is encoded."""
 
     def write(
         self, span: Span, descriptor: int, direct: int = -1, *, is_new: bool = True
     ) -> Written:
-        """Write a span of a file; returns what it holds then.
+        """Write a span of a file; returns the size and checksum of its content.
 
         Parameters
         ----------
         direct
-            The file as `open_direct` has it; -1 if it has not.
+            Descriptor from `open_direct`; -1 if there is none.
         is_new
-            Whether there is nothing in the file at that place, so that zeros need not be written.
+            Whether the file is empty at that place, so that zeros need not be written.
         """
         self._descriptor, self._direct, self._offset = descriptor, direct, span.offset
         self._begin()
@@ -101,10 +101,10 @@ class Window:
         return Written(self._offset - span.offset, self._crc32)
 
     def recall(self, span: Span, descriptor: int, written: Written) -> bool:
-        """Take in a span that an earlier run wrote, as if it had been written now.
+        """Accept a span that an earlier run wrote, as if it had been written now.
 
-        It is read once. Returns False, and has done nothing, if the file does not hold what that
-        run noted, or what is known beforehand of the span.
+        Reads the span once. Returns False, without any effect, if its content differs from that
+        run's journal or from the span's fixed parts, or if a region must not be kept.
         """
         stored = bytearray()
         holds = self._take_in(span, descriptor, written, stored)
@@ -120,7 +120,7 @@ class Window:
         return holds
 
     def _take_in(self, span: Span, descriptor: int, written: Written, stored: bytearray) -> bool:
-        """Read a span back, and have checksums see the content; that of encoded is in `stored`."""
+        """Read a span back into the checksums; appends encoded content to `stored`."""
         offset, left, found = span.offset, written.nbytes, 0
 
         def pieces(nbytes: int) -> Iterator[memoryview]:
@@ -145,11 +145,11 @@ class Window:
         return left == 0 and found == written.crc32
 
     def _read_back(self, descriptor: int, offset: int, nbytes: int) -> Iterator[memoryview]:
-        """Yield what a file holds, as far as it goes, through the buffer."""
+        """Yield a range of a file through the buffer, up to the end of the file."""
         end = offset + nbytes
         while offset < end:
             self._require_going_on()
-            # Whole elements, whatever the dtype, which none is longer than.
+            # Whole elements of any dtype.
             room = max(len(self._buffer) // _LONGEST * _LONGEST, 1)
             view = self._buffer[: min(room, end - offset)]
             count = read_into(descriptor, view, offset)
@@ -163,7 +163,7 @@ class Window:
             raise StoppedError
 
     def _flush(self, *, last: bool = False) -> None:
-        """Write what there is; zeros are left out, which makes a hole, but not at the end."""
+        """Write the buffer's content; zeros are skipped to make a hole, except at the end."""
         self._require_going_on()
         view = self._buffer[self._begun : self._filled]
         self._crc32 = crc32(view, self._crc32)
@@ -185,7 +185,7 @@ class Window:
         self._begin()
 
     def _require_same(self, view: memoryview) -> None:
-        """Compare a view with what the file holds; between fills the scratch is free for that."""
+        """Compare a view with the file's content; the scratch is free between fills."""
         for start in range(0, len(view), len(self._scratch)):
             wanted = view[start : start + len(self._scratch)]
             found = self._scratch[: len(wanted)]
@@ -194,7 +194,7 @@ class Window:
                 raise DifferentError
 
     def _begin(self) -> None:
-        """Begin to fill the buffer as far behind a block's beginning as the file is."""
+        """Restart the buffer at the file offset's distance from a block boundary."""
         self._begun = self._filled = self._offset % BLOCK_BYTES if self._direct >= 0 else 0
 
     def _put(self, data: bytes | memoryview) -> None:
@@ -224,9 +224,9 @@ class Window:
         self._put(region.trailer())
 
     def _put_encoded(self, region: Region, encoding: Encoding) -> None:
-        """Write what a region's content is turned into, neither of which the buffer holds.
+        """Encode a region's whole content outside of the window's buffer, and write the result.
 
-        All that is to be done with bytes is done a piece at a time, while they are in the cache.
+        Each piece passes through all steps at once, while it is in the CPU cache.
         """
         content = self._content(region.content_bytes)
         filler = RegionFiller(region, self._reader, self._scratch)
@@ -240,14 +240,14 @@ class Window:
         self._put(region.trailer())
 
     def _pieces(self, view: memoryview, itemsize: int = 1) -> Iterator[memoryview]:
-        """Yield a view in pieces of whole elements that are no longer than the buffer."""
+        """Yield a view in pieces of whole elements, each at most as long as the buffer."""
         step = len(self._buffer) // itemsize * itemsize
         for at in range(0, len(view), step):
             yield view[at : at + step]
 
 
 def _is_hole(view: memoryview) -> bool:
-    """Tell whether leaving a view out makes a hole; a look at its beginning mostly is enough."""
+    """Tell whether a view has only zeros and is long enough for a hole; mostly its start tells."""
     if len(view) < _LEAST_HOLE_BYTES or any(view[:_LOOK_BYTES]):
         return False
     return not np.frombuffer(view, dtype=np.uint8).any()

@@ -1,4 +1,4 @@
-"""What there is to write, in terms that know no format."""
+"""The files to write, described independently of any format."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,18 +10,18 @@ from streamshard.model import Copies
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """How what is stored comes from all of the content at once."""
+    """How the stored bytes are made from the whole content."""
 
     encode: Callable[[memoryview], bytes]
     recall: Callable[[bytes], None]
-    """Takes in what an earlier run stored, the trailer included, in place of the content."""
+    """Accepts the bytes that an earlier run stored, trailer included, in place of the content."""
     checksum: Checksum
-    """Sees what `encode` returned before the trailer is spelled."""
+    """Receives the result of `encode` before the trailer is serialized."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Bytes that are at hand."""
+    """Bytes that are known beforehand."""
 
     data: bytes
 
@@ -39,20 +39,20 @@ class Region:
     copies: Copies
     checksum: Checksum = field(default_factory=Crc32)
     trailer: Callable[[], bytes] = bytes
-    """Spells what follows the content, once the checksum has seen all of it."""
+    """Serializes the bytes after the content, once the checksum has seen all content."""
     trailer_bytes: int = 0
     source_itemsize: int = 1
     target_itemsize: int = 1
     cast: Cast | None = None
     keeps: Callable[[memoryview], bool] | None = None
-    """Tells of whole elements that an earlier run wrote whether all is known of them that is to be;
-    if not, they are made anew."""
+    """Tells whether elements that an earlier run wrote can be kept; if a count about them cannot be
+    recovered, they are written again."""
     encoding: Encoding | None = None
-    """Where not the content is stored; such a region is alone in its file."""
+    """How to encode the content, if it is not stored as it is; the region is alone in its file."""
 
     @property
     def nbytes(self) -> int:
-        """Size in the file, the trailer included; an upper bound where it is encoded."""
+        """Size in the file, the trailer included; an upper bound if the region is encoded."""
         return self.content_bytes + self.trailer_bytes
 
 
@@ -65,7 +65,7 @@ class Span:
 
     @property
     def nbytes(self) -> int:
-        """Size in the file; an upper bound where it is encoded."""
+        """Size in the file; an upper bound if a part is encoded."""
         return sum(part.nbytes for part in self.parts)
 
 
@@ -77,6 +77,6 @@ class TargetFile:
     """Relative to the target directory."""
     spans: Sequence[Span]
     endings: Callable[[], Sequence[tuple[int, bytes]]] = tuple
-    """Spells what is to be written once all spans are, each with its byte offset."""
+    """Returns the bytes to write after all spans, each with its byte offset."""
     mode: int | None = None
     """Permission bits, where they matter."""

@@ -1,7 +1,6 @@
-"""Measures how far two regions are apart, block by block, through a buffer for each.
+"""Measures the numeric distance of two regions, block by block, with one buffer for each.
 
-What comes of a block depends on its elements alone: how regions are cut into windows, and who
-reads them, changes nothing.
+The result of a block depends only on its elements, not on the windows or on the worker.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,47 +17,47 @@ from streamshard.model import ITEMSIZE
 Floats = NDArray[np.float64]
 
 BLOCK_NUMEL: Final = 1 << 15
-"""Elements that are summed up together: as float64, three times as many about fit the caches."""
+"""Elements per block: three float64 arrays of this length about fit the CPU caches."""
 SUMS: Final = ("difference", "squared_difference", "squared_left", "squared_right", "product")
-"""What is summed over elements that are finite on both sides; the difference by its absolute."""
+"""Sums over the elements that are finite on both sides; the difference is the absolute one."""
 COUNTS: Final = ("changed", "nan_left", "nan_right", "inf_left", "inf_right", "finite")
-"""What is counted: elements of other bits; not finite ones; those that are finite on both sides."""
+"""Counts of elements: with different bits, NaN, infinite, and finite on both sides."""
 
 NUMERIC: Final = frozenset(d for d in ITEMSIZE if not d.startswith(("complex", "float8", "q")))
-"""Dtypes whose elements are numbers that NumPy has, but for complex ones."""
+"""Dtypes whose elements are real numbers that streamshard can convert to float64."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Two regions to be measured against each other."""
+    """Two regions whose distance is to be measured."""
 
     left: Region
     right: Region
     numels: Sequence[int]
-    """Elements of each of the parts that follow each other in the regions."""
+    """Elements of each of the consecutive parts of the regions."""
     dtype: str | None
-    """Of the elements of both, after any cast; None where they are no numbers."""
+    """Dtype of both regions after any cast; None if the elements are not numbers."""
     any_nan: bool = False
-    """Whether NaNs that differ in their bits count as the same, as where a side is a cast."""
+    """Whether NaNs with different bits count as equal, for example if a side is cast."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was found of one part."""
+    """The result for one part."""
 
     counts: NDArray[np.int64]
-    """By `COUNTS`."""
+    """Counts in the order of `COUNTS`."""
     sums: Floats
-    """A row per block, by `SUMS`."""
+    """One row per block, with columns in the order of `SUMS`."""
     largest: float
-    """Absolute difference, among elements that are finite on both sides."""
+    """Largest absolute difference among elements that are finite on both sides."""
 
 
 class Measurer(PairReader):
-    """Measures what a worker reads."""
+    """A worker that reads and measures pairs of regions."""
 
     def measure(self, wanted: Measurement) -> list[Measured]:
-        """Read both regions, and measure each part."""
+        """Read two regions, and measure each part."""
         meter = _Meter()
         counts = np.zeros((len(wanted.numels), len(COUNTS)), dtype=np.int64)
         sums: list[list[Floats]] = [[] for _ in wanted.numels]
@@ -75,7 +74,7 @@ class Measurer(PairReader):
         ]
 
     def _blocks(self, wanted: Measurement) -> Iterator[tuple[int, memoryview, memoryview]]:
-        """Yield the number of a part and one of its blocks, a window of them at a time."""
+        """Yield (part, left block, right block); each read fills a window with blocks."""
         read = self.begin(wanted.left, wanted.right)
         itemsize = wanted.left.target_itemsize
         for held in self._in_windows(wanted.numels, itemsize):
@@ -89,7 +88,8 @@ class Measurer(PairReader):
         """Yield as many blocks as fit a window: (part, bytes)."""
         held: list[tuple[int, int]] = []
         room = self.window_bytes
-        # Of what is too long for the smallest windows nothing is summed.
+        # Only blocks of 16-byte elements may exceed the smallest window; they are never summed,
+        # so that shorter blocks change no result.
         block = min(BLOCK_NUMEL, room // itemsize)
         for part, numel in enumerate(numels):
             for start in range(0, numel, block):
@@ -121,7 +121,7 @@ class _Meter:
             sums, largest = self._sums(one, other)
             if np.isfinite(sums).all():
                 counts[5] = len(one)
-            else:  # as good as always because not all are finite
+            else:  # almost always because an element is not finite
                 if differ is not None and wanted.any_nan:
                     differ &= ~(np.isnan(one) & np.isnan(other))
                 counts[1:] = _count(one, other)
@@ -132,7 +132,7 @@ class _Meter:
         return Measured(counts, sums[np.newaxis], largest)
 
     def _widened(self, view: memoryview, dtype: str, number: int) -> Floats:
-        """Return elements as float64, in a buffer that is there."""
+        """Return elements as float64, in an existing buffer."""
         if dtype == "bfloat16":
             bits = np.frombuffer(view, dtype=np.uint16).astype(np.uint32)
             values = np.left_shift(bits, 16, out=bits).view(np.float32)
@@ -143,7 +143,7 @@ class _Meter:
         return floats
 
     def _sums(self, one: Floats, other: Floats) -> tuple[Floats, float]:
-        """Sum up, by NumPy's pairwise summation; also returns the largest difference."""
+        """Return the sums, by NumPy's pairwise summation, and the largest difference."""
         room, sums = self._floats[2][: len(one)], np.zeros(len(SUMS))
         sums[2] = np.multiply(one, one, out=room).sum()
         if one is other:
@@ -160,7 +160,7 @@ class _Meter:
 
 
 def _differing(left: memoryview, right: memoryview, itemsize: int) -> NDArray[np.bool_] | None:
-    """Tell of every element whether its bits differ; None if none do."""
+    """Return for each element whether its bits differ; None if no bits differ."""
     word = np.dtype(f"u{itemsize}" if itemsize in (1, 2, 4, 8) else "u1")
     differ = np.frombuffer(left, dtype=word) != np.frombuffer(right, dtype=word)
     if not differ.any():
@@ -170,7 +170,7 @@ def _differing(left: memoryview, right: memoryview, itemsize: int) -> NDArray[np
 
 
 def _count(one: Floats, other: Floats) -> list[int]:
-    """Count what is not finite, and what is so on both sides."""
+    """Count NaNs and infinities of each side, and the elements that are finite on both sides."""
     tests = (np.isnan, one), (np.isnan, other), (np.isinf, one), (np.isinf, other)
     found = [int(np.count_nonzero(test(values))) for test, values in tests]
     return [*found, int(np.count_nonzero(np.isfinite(one) & np.isfinite(other)))]

@@ -1,4 +1,4 @@
-"""Compares two regions bit by bit, through a buffer for each."""
+"""Compares two regions bit by bit, with one buffer for each."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from streamshard.engine.scan.region_pair import PairReader
 Ints = NDArray[np.int64]
 
 _LOOK_NUMEL: Final = 1 << 14
-"""Elements that are looked at one by one at a time, where a window is not the same."""
+"""Elements per step of the element-wise comparison, which runs only if a window differs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,29 +24,29 @@ class Comparison:
     left: Region
     right: Region
     starts: Ints
-    """Elements at which the tensors begin of which the regions hold parts; the first is 0."""
+    """First element of each tensor's part in the regions; the first entry is 0."""
     dtype: str
-    """Of the elements of both, after any cast."""
+    """Dtype of both regions, after any cast."""
     any_nan: bool = False
-    """Whether NaNs may differ in their bits, as those of a cast do from processor to processor."""
+    """Whether NaNs may differ in their bits, as the NaNs of a cast depend on the processor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Elements of one tensor's part that are not the same."""
+    """Elements that differ in the part of one tensor."""
 
     part: int
     """Index in the comparison's `starts`."""
     first: int
-    """Index of the first in the part."""
+    """Index in the part of the first element that differs."""
     count: int
 
 
 class Comparator(PairReader):
-    """Compares what a worker reads."""
+    """A worker that reads and compares pairs of regions."""
 
     def compare(self, comparison: Comparison) -> list[Mismatch]:
-        """Read both regions, and say which parts differ."""
+        """Read both regions; returns the parts that differ."""
         read = self.begin(comparison.left, comparison.right)
         itemsize = comparison.right.target_itemsize
         step = self.window_bytes // itemsize * itemsize
@@ -65,7 +65,7 @@ def _same(left: memoryview, right: memoryview) -> bool:
 
 
 def _differing(left: memoryview, right: memoryview, comparison: Comparison) -> Iterator[Ints]:
-    """Yield the indices of the elements that differ, a few at a time: they take many bytes each."""
+    """Yield the indices of the elements that differ, in small batches to limit memory."""
     dtype, itemsize = comparison.dtype, comparison.right.target_itemsize
     step = _LOOK_NUMEL * itemsize
     for at in range(0, len(left), step):
@@ -78,7 +78,7 @@ def _differing(left: memoryview, right: memoryview, comparison: Comparison) -> I
 
 
 def _add(found: dict[int, Mismatch], elements: Ints, starts: Ints) -> None:
-    """Count the elements to the parts that they are of."""
+    """Add differing elements to the mismatches of their parts."""
     parts = np.searchsorted(starts, elements, side="right") - 1
     which, first, counts = np.unique(parts, return_index=True, return_counts=True)
     for part, index, count in zip(which.tolist(), first.tolist(), counts.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""A few workers, each with tools of its own, over a stream of jobs; results come in order."""
+"""Runs a stream of jobs on a few workers, each with its own tools; results come in order."""
 
 import threading
 from collections import deque
@@ -8,14 +8,14 @@ from typing import Protocol, TypeVar
 
 
 class Tools(Protocol):
-    """What a worker needs for its jobs and shares with nobody."""
+    """The objects that one worker needs for its jobs, and does not share."""
 
     def close(self) -> None:
-        """Let go of what is open."""
+        """Close open files."""
 
 
 class Count:
-    """A count that several workers add to, and pass on."""
+    """A count that several workers add to; each addition is also passed to a callback."""
 
     def __init__(self, then: Callable[[int], None]) -> None:
         self.value = 0
@@ -36,9 +36,9 @@ R = TypeVar("R")
 def run_ordered(
     jobs: Iterable[Callable[[T], R]], make_tools: Callable[[], T], workers: int
 ) -> Iterator[R]:
-    """Yield the result of every job, in order, holding no more than a few jobs and results.
+    """Yield the result of every job in order; only a few jobs and results are in memory.
 
-    The first error ends it: jobs that have begun are finished, the rest is left.
+    The first error ends the iteration: jobs that have begun are finished, the others are skipped.
     """
     local = threading.local()
     made: list[T] = []

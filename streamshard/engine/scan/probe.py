@@ -1,4 +1,4 @@
-"""Reads ranges of files, or regions, through one buffer to take their checksums."""
+"""Reads ranges of files, or regions, through one buffer to compute their checksums."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -48,7 +48,7 @@ class Probe:
         return digest.value
 
     def digest_of(self, region: Region) -> Digest:
-        """Return the digest of a region's content, which must take no cast."""
+        """Return the digest of the content of a region without a cast."""
         digest, filler = RunningDigest(), RegionFiller(region, self._reader, memoryview(b""))
         step = len(self._window) // region.target_itemsize * region.target_itemsize
         for at in range(0, region.content_bytes, step):

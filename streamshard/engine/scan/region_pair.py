@@ -1,4 +1,4 @@
-"""Reads two regions side by side, through a buffer for each."""
+"""Reads two regions side by side, with one buffer for each."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from streamshard.engine.run.region import RegionFiller
 from streamshard.engine.run.work import Region
 
 Next = Callable[[int], tuple[memoryview, memoryview]]
-"""Reads the next so many bytes of both, a window at most; what was returned before is lost."""
+"""Reads the next bytes of both regions, at most a window; the views from before become invalid."""
 
 
 class PairReader:

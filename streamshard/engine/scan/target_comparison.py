@@ -1,4 +1,4 @@
-"""Compares files that exist with those that a run would write, byte by byte; writes nothing."""
+"""Compares existing files byte by byte with those that a run would write; writes nothing."""
 
 import os
 from collections import deque
@@ -15,7 +15,7 @@ from streamshard.posix import open_to_read, read_into
 
 
 class Matcher:
-    """A worker that makes spans in its memory, and compares them with files below a directory."""
+    """A worker that produces spans in memory, and compares them with files below a directory."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Matcher:
         self._reader.close()
 
     def end_of(self, path: str, span: Span) -> int | None:
-        """Return where a span ends in its file; None if the file does not hold it."""
+        """Return the end offset of a span in its file; None if the file's content differs."""
         place = self._root / path
         with target_errors(place):
             descriptor = open_to_read(place)
@@ -59,14 +59,14 @@ def first_difference(
     scratch_bytes: int,
     progress: Callable[[int], None],
 ) -> str | None:
-    """Return the first of some files that is not to the byte what a run would write, if any is.
+    """Return the path of the first file that differs from what a run would write, if any.
 
     Raises
     ------
     TargetError
         A file cannot be read.
     SourceError, IntegrityError
-        A source cannot be read, or is not what it was.
+        A source cannot be read, or has changed.
     """
     waiting: deque[tuple[TargetFile, bool]] = deque()
 
@@ -102,7 +102,7 @@ def _ends_so(
     end: int,
     progress: Callable[[int], None],
 ) -> bool:
-    """Tell whether a file has these endings, and nothing after them and what was compared."""
+    """Tell whether a file has these endings, and no bytes after them and the compared spans."""
     with target_errors(path):
         descriptor = open_to_read(path)
         try:

@@ -15,8 +15,9 @@ from streamshard.operations.inspect.inspect import summarize
 from streamshard.operations.inspect.inspect_report import GroupSummary, Inspection
 from streamshard.operations.inspect.notebook import ranks_text
 from streamshard.operations.inspect.ownership import ranks_of
-from streamshard.operations.source.lazy_tensor import LazyTensor, SourceAccess
+from streamshard.operations.source.lazy_tensor import LazyTensor
 from streamshard.operations.source.source import Source, open_source
+from streamshard.operations.source.source_access import SourceAccess
 
 _KINDS: Final = {"param": "trained", "weight": "weight", "buffer": "buffer"} | dict.fromkeys(
     ("frozen", "loose", "excluded"), "frozen"

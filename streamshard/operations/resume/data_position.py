@@ -11,8 +11,8 @@ from streamshard.layout.batch import BatchPlan
 from streamshard.model import FILE
 from streamshard.operations.resume.advice import GlobalBatch
 from streamshard.operations.resume.job_settings import arguments
-from streamshard.operations.source.lazy_tensor import SourceAccess
 from streamshard.operations.source.source import Source
+from streamshard.operations.source.source_access import SourceAccess
 
 _HEAD_BYTES: Final = 64 << 10
 """Of `trainer_state.json`, whose log of the training comes later and may be long."""

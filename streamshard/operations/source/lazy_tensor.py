@@ -1,7 +1,5 @@
 """Tensors of an opened checkpoint that are read when they are indexed."""
 
-import threading
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -10,19 +8,15 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import DTypeLike, NDArray
 
-from streamshard.engine.io.files import SourceReader
 from streamshard.engine.numeric.cast import Cast, cast_between
-from streamshard.engine.run.region import RegionFiller
-from streamshard.engine.run.work import Region
 from streamshard.errors import UsageError
-from streamshard.layout.cutting import Segments, coalesce
-from streamshard.layout.memory_plan import SCRATCH_BYTES, WINDOW_BYTES
+from streamshard.layout.memory_plan import WINDOW_BYTES
 from streamshard.layout.selection import Axis, Key, rows_whole, select, strides
 from streamshard.model import ITEMSIZE
-from streamshard.operations.source.source import Source
+from streamshard.operations.source.source_access import SourceAccess
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 Array = NDArray[Any]
 
@@ -35,64 +29,6 @@ _EXACTLY: Final = {**_NUMPY, "bfloat16": "float32"}
 """What elements are delivered as: NumPy has no bfloat16, and float32 holds each of its values."""
 
 
-class SourceAccess:
-    """The files of an opened checkpoint; several threads take turns."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._reader = SourceReader(source.files, source.decoders)
-        self._lock = threading.Lock()
-        self._scratch = memoryview(b"")
-        # Notebooks forget to close what they open.
-        self._close = weakref.finalize(self, self._reader.close)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it can still be read from."""
-        return self._close.alive
-
-    def close(self) -> None:
-        """Close all files."""
-        with self._lock:
-            self._close()
-
-    def fill(self, out: Array, tensor: int, start: int, cast: Cast | None) -> None:
-        """Fill an array, which lies in one piece, with elements of a tensor from `start` on.
-
-        Raises
-        ------
-        UsageError
-            The checkpoint has been closed.
-        SourceError
-            A file cannot be read, or is not what it was when the checkpoint was opened.
-        IntegrityError
-            Bytes of a store are not those that were recorded.
-        """
-        region = self._region(out, tensor, start, cast)
-        with self._lock:
-            if not self.is_open:
-                message = f"{self._source.path}: has been closed; read inside the 'with' block"
-                raise UsageError(message)
-            if cast is not None and not len(self._scratch):
-                self._scratch = memoryview(bytearray(SCRATCH_BYTES // 2))
-            filler = RegionFiller(region, self._reader, self._scratch)
-            filler.fill(out.reshape(-1).view(np.uint8).data)
-
-    def _region(self, out: Array, tensor: int, start: int, cast: Cast | None) -> Region:
-        itemsize = ITEMSIZE[self._source.checkpoint.tensors[tensor].dtype]
-        numbers = (tensor, start, start + out.size, 0)
-        segments = Segments(*(np.array([number], dtype=np.int64) for number in numbers))
-        found = self._source.cutting.locate(segments, target_itemsize=out.itemsize)
-        copies = coalesce(found, itemsize=itemsize, target_itemsize=out.itemsize)
-        return Region(
-            content_bytes=out.nbytes,
-            copies=copies,
-            source_itemsize=itemsize,
-            target_itemsize=out.itemsize,
-            cast=cast,
-        )
-
-
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LazyTensor(NDArrayOperatorsMixin):
     """A tensor of a checkpoint. Indexing reads it, from shards, stores and raw dumps alike.
@@ -101,7 +37,8 @@ class LazyTensor(NDArrayOperatorsMixin):
     NumPy. The result is an array of its own: it never changes when the file does. Only what is
     asked for is read. But rows within 64 KiB of each other are read with what is between them, a
     MiB at a time; a store by the blocks of a MiB that have a checksum, a compressed one by whole
-    chunks. Nothing is kept but the chunk that was read last.
+    chunks. Nothing is kept but the chunk that was read last. Only `memmap` and `memmap_torch` give
+    views of the file itself.
 
     NumPy's functions and operators take it for the whole array, and read it each time anew:
     `np.linalg.norm(tensor)`, `tensor - other > 0`. Nothing can be written into it.
@@ -187,13 +124,9 @@ class LazyTensor(NDArrayOperatorsMixin):
         StreamshardError
             It cannot be read, or is damaged, or the checkpoint has been closed.
         """
-        itemsize = ITEMSIZE[self.dtype]
-        if itemsize > np.dtype(np.uint64).itemsize:
-            message = f"{self.name}: NumPy has no integers of {itemsize} bytes; read {self.dtype}"
-            raise TypeError(f"{message} with .numpy()")
-        return self._read(key, np.dtype(f"u{itemsize}"), None)
+        return self._read(key, self._integer(), None)
 
-    def torch(self, key: Key = ...) -> "torch.Tensor":
+    def torch(self, key: Key = ...) -> "Tensor":
         """Read elements, by default all, into a tensor of the same dtype, bfloat16 included.
 
         Raises
@@ -203,22 +136,87 @@ class LazyTensor(NDArrayOperatorsMixin):
         StreamshardError
             It cannot be read, or is damaged, or the checkpoint has been closed.
         """
-        try:
-            import torch
-        except ImportError as error:
-            message = "torch is not installed: pip install torch, or read with .numpy()"
-            raise ImportError(message) from error
-        has_name = self.dtype in _NUMPY
-        found = self.numpy(key) if has_name else self.bits(key)
+        _require_torch()
+        found = self.numpy(key) if self.dtype in _NUMPY else self.bits(key)
         if any(stride < 0 for stride in found.strides):
             found = found.copy()  # torch has none that run backwards
-        made = torch.from_numpy(found)
-        return made if has_name else made.view(getattr(torch, self.dtype))
+        return self._torch_view(found)
+
+    def memmap(self, *, bits: bool = False, check: bool = True) -> Array:
+        """Map all of it: a read-only NumPy array that *is* the file, of which nothing is copied.
+
+        Only pages that are touched are read, and the system may forget them again. That needs a
+        tensor that lies in one piece, uncompressed: all that one rank saved (and whatever of
+        several ranks' is in one file), module weights, and stores with one chunk to a tensor.
+
+        The array stays valid when the checkpoint is closed, and when the file is renamed, deleted
+        or replaced by another. But it is no copy: whoever writes into the file itself changes the
+        array, and if the file becomes shorter, touching what is gone **ends this process with
+        SIGBUS**. Map what nobody writes to any more; else read with `[...]`. That the file is still
+        what it was when the checkpoint was opened is required here, and not later.
+
+        In files of torch's old format, from before the zip, elements may be unaligned: NumPy takes
+        that (`array.flags.aligned` is False then), and copies for some operations.
+
+        Parameters
+        ----------
+        bits
+            Map the elements as unsigned integers that have their bits, as `bits` reads them:
+            NumPy has no bfloat16.
+        check
+            Whether a store's tensor is read once, a MiB at a time, and compared with its recorded
+            checksums before it is mapped. False makes mapping immediate, and damage unnoticed.
+            Shards and dumps have no checksums.
+
+        Raises
+        ------
+        TypeError
+            NumPy has no such dtype; give `bits=True`.
+        UsageError
+            It is cut or compressed (the message says where the pieces are), or the checkpoint has
+            been closed.
+        StreamshardError
+            It cannot be mapped, or is damaged.
+        """
+        if not bits and self.dtype not in _NUMPY:
+            message = f"{self.name}: NumPy has no {self.dtype}, and a map converts nothing"
+            ways = " or .numpy()" if self.dtype in _EXACTLY else ""
+            raise TypeError(f"{message}; use .memmap(bits=True), .memmap_torch(){ways}")
+        dtype = self._integer() if bits else np.dtype(_NUMPY[self.dtype])
+        return self._map(dtype, is_private=False, is_checked=check)
+
+    def memmap_torch(self, *, check: bool = True) -> "Tensor":
+        """Map all of it into a torch tensor of the same dtype, of which nothing is copied.
+
+        See `memmap`. torch has no read-only tensors, so this map is private, as those of
+        `torch.load(mmap=True)`: what is written into the tensor stays in this process's memory, a
+        page at a time, and never gets into the file. Every call makes a map of its own. Linux
+        mostly refuses a private map that is larger than the machine's memory; `memmap` has no such
+        limit.
+
+        Raises
+        ------
+        ImportError
+            torch is not installed.
+        UsageError
+            As of `memmap`; or its elements are unaligned, which torch does not take.
+        StreamshardError
+            It cannot be mapped, or is damaged.
+        """
+        _require_torch()
+        dtype = np.dtype(_NUMPY[self.dtype]) if self.dtype in _NUMPY else self._integer()
+        found = self._map(dtype, is_private=True, is_checked=check)
+        if not found.flags.aligned:
+            message = f"{self.name}: its elements of {dtype.itemsize} bytes are unaligned in a"
+            message += " file of torch's old format, so torch cannot use a map of them"
+            raise UsageError(f"{message}; use .torch(), which copies, or .memmap() for NumPy")
+        return self._torch_view(found)
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> Array:
         """Read all of it for NumPy: `np.asarray(tensor)`."""
         if copy is False:
-            raise ValueError(f"{self.name}: is not in memory; leave copy=False out to have it read")
+            message = f"{self.name}: is not in memory; leave copy=False out to have it read"
+            raise ValueError(f"{message}, or take .memmap()")
         found = self.numpy()
         return found if dtype is None else found.astype(dtype, copy=False)
 
@@ -240,6 +238,31 @@ class LazyTensor(NDArrayOperatorsMixin):
         """Tell it from others by what it is, as `==` compares elements."""
         return id(self)
 
+    def _integer(self) -> np.dtype[Any]:
+        """Return the unsigned integer of the size of an element."""
+        itemsize = ITEMSIZE[self.dtype]
+        if itemsize > np.dtype(np.uint64).itemsize:
+            message = f"{self.name}: NumPy has no integers of {itemsize} bytes; read {self.dtype}"
+            raise TypeError(f"{message} with .numpy()")
+        return np.dtype(f"u{itemsize}")
+
+    def _torch_view(self, found: Array) -> "Tensor":
+        """Return a tensor of its own dtype that shares the memory of an array of its elements."""
+        import torch
+
+        made: Tensor = torch.from_numpy(found)
+        return made if self.dtype in _NUMPY else made.view(dtype=getattr(torch, self.dtype))
+
+    def _map(self, dtype: np.dtype[Any], *, is_private: bool, is_checked: bool) -> Array:
+        view = memoryview(bytearray() if is_private else b"")
+        if self.numel:
+            label = f"{self.name}: {self.state}"
+            view = self._reading.map(
+                self._number, label, is_private=is_private, is_checked=is_checked
+            )
+        found: Array = np.frombuffer(view, dtype=dtype).reshape(self.shape)
+        return found
+
     def _read(self, key: Key, dtype: np.dtype[Any], cast: Cast | None) -> Array:
         axes = select(key, self.shape)
         out = np.empty(tuple(axis.count for axis in axes), dtype=dtype)
@@ -247,6 +270,14 @@ class LazyTensor(NDArrayOperatorsMixin):
             _Reader(self, axes, cast).fill(out, 0, 0)
         shown: Array = out[(*map(_shown, axes), ...)]
         return shown
+
+
+def _require_torch() -> None:
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        message = "torch is not installed: pip install torch, or read with .numpy()"
+        raise ImportError(message) from error
 
 
 def _shown(axis: Axis) -> int | slice:

@@ -1,0 +1,239 @@
+"""Which is the faster way to the checksums of a file: to read it into a buffer, or to map it?
+
+    python -m benchmarks.mapped_reads --size 1GB
+
+Both go through the file by windows of a MiB. One reads a window into a buffer that is used again;
+the other has the system put the pages of the window in place (MADV_POPULATE_READ), takes the
+checksum where they are, and lets go of them (MADV_DONTNEED). Warm: the page cache holds the file;
+cold: it has forgotten it. "Asked ahead": the system is told of every window 4 MiB before it is
+read, as streamshard does. Every round goes each way once, in another order; shown are medians and
+the range, and the CPU time, which other programs on the machine disturb least.
+"""
+
+import argparse
+import ctypes
+import mmap
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+import numpy as np
+
+from benchmarks._measure import machine, print_table
+from streamshard import sizes
+from streamshard.engine.io import page_cache
+from streamshard.engine.io.file_system import last_error, libc
+from streamshard.engine.io.memory_map import map_range
+from streamshard.engine.numeric.checksums import crc32
+from streamshard.posix import open_to_read, read_into
+
+WINDOW: Final = 1 << 20
+AHEAD: Final = 4 << 20
+POPULATE_READ: Final = 22
+"""By madvise(2), since Linux 5.14: fails with EFAULT behind the end of a file, where touching the
+page would end the process. Python has no name for it."""
+_madvise = libc("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+"""Python's own keeps other threads of Python waiting while it waits for the disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A thread's part of a file, whole windows but for the file's last."""
+
+    descriptor: int
+    start: int
+    stop: int
+    is_asked_ahead: bool
+
+    def windows(self) -> Iterator[tuple[int, int]]:
+        """Yield the bounds of the windows."""
+        if self.is_asked_ahead:
+            self._ask(self.start, AHEAD)
+        for start in range(self.start, self.stop, WINDOW):
+            if self.is_asked_ahead:
+                self._ask(start + AHEAD, WINDOW)
+            yield start, min(start + WINDOW, self.stop)
+
+    def _ask(self, start: int, nbytes: int) -> None:
+        if start < self.stop:
+            page_cache.read_ahead(self.descriptor, start, min(nbytes, self.stop - start))
+
+
+def read_only(share: Share) -> list[int]:
+    """Read, and do nothing with it: what any way through a buffer takes at least."""
+    buffer = memoryview(bytearray(WINDOW))
+    for start, stop in share.windows():
+        read_into(share.descriptor, buffer[: stop - start], start)
+    return []
+
+
+def through_buffer(share: Share) -> list[int]:
+    """Read every window into a buffer, and take its checksum there."""
+    buffer, found = memoryview(bytearray(WINDOW)), []
+    for start, stop in share.windows():
+        window = buffer[: stop - start]
+        read_into(share.descriptor, window, start)
+        found.append(crc32(window))
+    return found
+
+
+def populated(share: Share) -> list[int]:
+    """Take the checksums of a map, whose pages are put in place window by window."""
+    return _mapped(share, is_populated=True)
+
+
+def touched(share: Share) -> list[int]:
+    """Take the checksums of a map, whose pages come in as they are touched."""
+    return _mapped(share, is_populated=False)
+
+
+def _mapped(share: Share, *, is_populated: bool) -> list[int]:
+    view = map_range(share.descriptor, share.start, share.stop - share.start, is_private=False)
+    address = int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
+    found = []
+    for start, stop in share.windows():
+        place, nbytes = address + start - share.start, stop - start
+        if is_populated:
+            _advise(place, nbytes, POPULATE_READ)
+        found.append(crc32(view[start - share.start : stop - share.start]))
+        _advise(place, nbytes, mmap.MADV_DONTNEED)
+    return found
+
+
+def _advise(address: int, nbytes: int, advice: int) -> None:
+    if _madvise is None or _madvise(address, nbytes, advice) != 0:
+        raise last_error("madvise")
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way through the file."""
+
+    name: str
+    work: Callable[[Share], list[int]]
+    """Returns the checksum of every window, or nothing."""
+    is_asked_ahead: bool = False
+
+
+WAYS: Final = (
+    Way("pread alone, no checksum", read_only),
+    Way("pread + CRC-32", through_buffer),
+    Way("map, populate + CRC-32", populated),
+    Way("map, touch + CRC-32", touched),
+    Way("pread + CRC-32, asked ahead", through_buffer, is_asked_ahead=True),
+    Way("map, populate + CRC-32, asked ahead", populated, is_asked_ahead=True),
+    Way("map, touch + CRC-32, asked ahead", touched, is_asked_ahead=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What going through the file once took."""
+
+    seconds: float
+    cpu_seconds: float
+    checksums: list[int]
+
+
+Passes = dict[tuple[str, int], list[Pass]]
+"""All rounds, by way and count of threads."""
+
+
+def main() -> int:
+    """Run the benchmark; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--size", default="1GB", help="size of the file [1GB]")
+    parser.add_argument("--short", action="store_true", help="64MB, two rounds")
+    parser.add_argument("--runs", type=int, default=7, help="rounds [7]")
+    parser.add_argument("--threads", type=int, nargs="*", default=[1, 2], help="[1 2]")
+    parser.add_argument("--directory", type=Path, help="where to work [a temporary directory]")
+    given = parser.parse_args()
+    size, runs = ("64MB", 2) if given.short else (given.size, given.runs)
+    print(machine())
+    with tempfile.TemporaryDirectory(dir=given.directory) as directory:
+        path = Path(directory) / "file"
+        nbytes = sizes.parse(size)
+        make_file(path, nbytes)
+        for is_cold in (False, True):
+            passes = measure(path, nbytes, given.threads, runs, is_cold=is_cold)
+            head = [f"{count} thread{'s' * (count > 1)}, MB/s" for count in given.threads]
+            head.append(f"CPU s/GB, {given.threads[0]} thread{'s' * (given.threads[0] > 1)}")
+            print()
+            table = [_row(way.name, nbytes, given.threads, passes) for way in WAYS]
+            print_table(["cold" if is_cold else "warm", *head], table)
+    return 0
+
+
+def make_file(path: Path, nbytes: int) -> None:
+    """Write a file of random bytes to the disk."""
+    random = np.random.default_rng(0)
+    with path.open("wb") as stream:
+        for start in range(0, nbytes, WINDOW):
+            stream.write(random.bytes(min(WINDOW, nbytes - start)))
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def measure(path: Path, nbytes: int, threads: list[int], runs: int, *, is_cold: bool) -> Passes:
+    """Go through the file in all ways, in an order that is another in every round."""
+    found: Passes = {}
+    wanted = once(path, nbytes, WAYS[1], 1).checksums
+    # What one way leaves behind of memory, in small or large pieces, the next one feels.
+    turns = [(way, count) for way in WAYS for count in threads]
+    shuffled = np.random.default_rng(0)
+    for _ in range(runs):
+        for number in shuffled.permutation(len(turns)).tolist():
+            way, count = turns[number]
+            if is_cold:
+                page_cache.drop_file(path)
+            done = once(path, nbytes, way, count)
+            if done.checksums not in ([], wanted):
+                raise RuntimeError(f"{way.name}: other checksums")
+            found.setdefault((way.name, count), []).append(done)
+    return found
+
+
+def once(path: Path, nbytes: int, way: Way, threads: int) -> Pass:
+    """Go through the file in one way."""
+    step = -(-nbytes // threads // WINDOW) * WINDOW
+    found: dict[int, list[int]] = {}
+
+    def work(start: int) -> None:
+        descriptor = open_to_read(path)
+        try:
+            share = Share(descriptor, start, min(start + step, nbytes), way.is_asked_ahead)
+            found[start] = way.work(share)
+        finally:
+            os.close(descriptor)
+
+    running = [threading.Thread(target=work, args=(start,)) for start in range(0, nbytes, step)]
+    began, cpu_began = time.perf_counter(), time.process_time()
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
+    if len(found) < len(running):
+        raise RuntimeError(f"{way.name}: a thread has failed")
+    checksums = [checksum for start in sorted(found) for checksum in found[start]]
+    return Pass(seconds, cpu_seconds, checksums)
+
+
+def _row(name: str, nbytes: int, threads: list[int], passes: Passes) -> list[str]:
+    cells = []
+    for count in threads:
+        rates = [nbytes / done.seconds / 1e6 for done in passes[name, count]]
+        cells.append(f"{median(rates):,.0f} ({min(rates):,.0f}-{max(rates):,.0f})")
+    cpu = median(done.cpu_seconds for done in passes[name, threads[0]]) / nbytes * 1e9
+    return [name, *cells, f"{cpu:.3f}"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Maps ranges of files into memory, where nothing of them is read before it is touched.
+
+Python's own `mmap` keeps a descriptor for every map (until 3.13, and there by default). A model has
+thousands of tensors, and a process may mostly have 1024 files open; of maps it may have 65,530.
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+import weakref
+from typing import Final
+
+from streamshard.engine.io.file_system import last_error, libc
+
+_FAILED: Final = ctypes.c_void_p(-1).value
+_map = libc(
+    "mmap",
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+    result=ctypes.c_void_p,
+)  # fmt: skip
+_unmap = libc("munmap", ctypes.c_void_p, ctypes.c_size_t)
+
+
+def map_range(descriptor: int, offset: int, nbytes: int, *, is_private: bool) -> memoryview:
+    """Map a range of a file that has at least one byte.
+
+    The map stays for as long as the view, and whatever shares its memory; the descriptor may be
+    closed. Who touches what is behind the end of a file that was cut off gets SIGBUS.
+
+    Parameters
+    ----------
+    is_private
+        Whether the view can be written to: what is written stays in this process's memory and
+        never gets into the file. Else the view is read-only, for NumPy too.
+
+    Raises
+    ------
+    OSError
+        The file system has no maps, or there are too many.
+    """
+    if _map is None or _unmap is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    before = offset % mmap.ALLOCATIONGRANULARITY
+    length = before + nbytes
+    access = mmap.PROT_READ | (mmap.PROT_WRITE if is_private else 0)
+    sharing = mmap.MAP_PRIVATE if is_private else mmap.MAP_SHARED
+    address = _map(None, length, access, sharing, descriptor, offset - before)
+    if address == _FAILED:
+        raise last_error("")
+    held = (ctypes.c_ubyte * length).from_address(address)
+    # At the end of the program arrays may still be there, which others look at even then.
+    weakref.finalize(held, _unmap, address, length).atexit = False
+    view = memoryview(held).cast("B")[before:]
+    return view if is_private else view.toreadonly()

@@ -1,0 +1,60 @@
+"""Finds tensors that lie in one piece in one file, as they are; says of others how they are cut."""
+
+import os
+from typing import Final
+
+import numpy as np
+
+from streamshard.engine.io.files import Decoder
+from streamshard.errors import UsageError
+from streamshard.layout.cutting import coalesce, whole_segment
+from streamshard.model import ITEMSIZE, BlockDigests
+from streamshard.operations.source.source import Source
+
+_FILES_SHOWN: Final = 3
+
+
+def locate_whole(source: Source, number: int, name: str) -> tuple[int, int, int]:
+    """Return the file that holds all of a tensor, where it begins there, and its size in bytes.
+
+    Parameters
+    ----------
+    number
+        Index of a tensor that has elements.
+    name
+        What to call it in messages.
+
+    Raises
+    ------
+    UsageError
+        It is cut, or compressed.
+    """
+    tensor = source.checkpoint.tensors[number]
+    itemsize = ITEMSIZE[tensor.dtype]
+    found = source.cutting.locate(whole_segment(number, tensor.numel), target_itemsize=itemsize)
+    copies = coalesce(found, target_itemsize=itemsize, itemsize=itemsize)
+    files = list(dict.fromkeys(copies.file.tolist()))
+    why = []
+    if len(copies) > 1:
+        why.append(f"is cut into {len(copies):,} pieces")
+    if not all(_is_stored_plainly(source.decoders.get(file)) for file in files):
+        why.append("is compressed")
+    if why:
+        message = f"{name} {' and '.join(why)}, in {_listed(source, files)}, so it cannot be mapped"
+        way = f"streamshard convert SRC NEW.zarr --codec none --chunk-size {tensor.nbytes}"
+        raise UsageError(
+            f"{message}. Read it with [...], .bits() or .torch(), or make a store that holds it in "
+            f"one piece and open that: {way}"
+        )
+    return files[0], int(copies.source[0]), int(np.sum(copies.nbytes))
+
+
+def _is_stored_plainly(decoder: Decoder | None) -> bool:
+    return decoder is None or isinstance(decoder, BlockDigests)
+
+
+def _listed(source: Source, files: list[int]) -> str:
+    shown = [os.path.relpath(source.files[file].path, source.path) for file in files[:_FILES_SHOWN]]
+    more = len(files) - len(shown)
+    count = f"{len(files):,} files: " if len(files) > 1 else ""
+    return count + ", ".join(shown) + (f", and {more:,} more" if more else "")
