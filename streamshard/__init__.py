@@ -96,19 +96,19 @@ _HOMES = {
     "repartition": "operations.repartition.repartition",
     "verify": "operations.verify.verify",
 }
-"""The module of each name above, loaded at the first use of the name: `--help` needs none of them.
-The imports above are for type checkers; a test compares both."""
+"""Public name → its module, which is imported at the first use of the name: `--help` needs none.
+The imports above are for type checkers; a test compares both lists."""
 
 
 def __dir__() -> list[str]:
-    """List what has been imported, and what can be."""
+    """List the imported names and the public names."""
     return sorted({*globals(), *__all__})
 
 
-if not typing.TYPE_CHECKING:  # else any name would do for a type checker
+if not typing.TYPE_CHECKING:  # else a type checker would accept any name
 
     def __getattr__(name: str) -> object:
-        """Import what is public at its first use."""
+        """Import a public name at its first use."""
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
         from importlib import import_module

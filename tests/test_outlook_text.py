@@ -77,8 +77,8 @@ learning rate      The scheduler's state (last_epoch 7) and the rates of the par
                    batch does.
 
 left out                   count   bytes  why
--------------------------  -----  ------  -------------------------------------------------------
-padding, headers, pickles         48,662  spelled anew or not needed, as is what ranks keep alike
+-------------------------  -----  ------  --------------------------------------------------
+padding, headers, pickles         48,662  not copied: written anew, or redundant among ranks
 
 made            count  bytes  why
 --------------  -----  -----  ----------------------------------------------

@@ -1,4 +1,4 @@
-"""`apply`: makes a saved plan again, and refuses it if it comes out otherwise."""
+"""`apply`: plans a saved plan's command again, and refuses to run if the result differs."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -27,24 +27,24 @@ def load_plan(
     memory_limit: int | None = None,
     workers: int | None = None,
 ) -> Plan:
-    """Read a plan that `--plan-out` or `plan.save` has written, and make it again; writes nothing.
+    """Read a plan that `--plan-out` or `plan.save` wrote, and plan it again; writes nothing.
 
-    Its `run` then does what the plan says; cut off, it goes on as any other run, also by the
-    command that the plan was made with.
+    Call `run` of the result to carry out the plan. If that run is interrupted, apply the plan
+    again, or run the command that the plan was made with: either one continues the run.
 
     Parameters
     ----------
     memory_limit, workers
-        What the run may use, if not what was said when the plan was made.
+        Limits of the run; by default those with which the plan was made.
 
     Raises
     ------
     UsageError
-        There is no such plan, or what was asked for would mean something else now.
+        There is no such plan, or the same options would have another result now.
     SourceError
-        The source cannot be read, or has changed since; the message names what has.
+        The source cannot be read, or has changed since; the message names the change.
     StreamshardError
-        Whatever else planning raises.
+        Any other error that planning raises.
     """
     place = Path(path)
     saved = plan_file.read(place)

@@ -223,6 +223,7 @@ def test_a_time_that_is_none_is_ambiguous(run: Path, archive: Path, since: str) 
         ({"purge": FIRST}, "one name"),
         ({"grace": timedelta(days=-1)}, "less than no time"),
         ({"min_age": timedelta(seconds=-1)}, "less than no time"),
+        ({"weights_only_older_than": timedelta(days=-30)}, "less than no time"),
         ({"now": datetime(2030, 1, 1)}, "time zone"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Looks for problems in a checkpoint: structure, containers, chunks, digests."""
+"""Checks a checkpoint for problems: its structure, containers, chunks and digests."""

@@ -1,4 +1,4 @@
-"""Reads a file of a store and holds it against what the manifest recorded of it."""
+"""Reads a file of a store, and compares it with its record in the manifest."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,12 +20,13 @@ from streamshard.model import Digest
 from streamshard.operations.checks.scan import Result, ScanPiece
 
 _PIECE_BYTES: Final = 16 << 20
-"""What a worker reads in a row of a file of any size, so that a run can be interrupted."""
+"""Bytes that a worker reads at once, whatever the size of the file, so that a run can be
+interrupted."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkCheck:
-    """A chunk that is there and as long as was recorded."""
+    """A chunk that exists and has the recorded length."""
 
     path: Path
     file: int
@@ -35,7 +36,7 @@ class ChunkCheck:
     is_encoded: bool
 
     def piece(self) -> ScanPiece:
-        """Say what is to be read."""
+        """Return the piece to read."""
         return ScanPiece(self.record.nbytes, self._read)
 
     def _read(self, probe: Probe) -> Result:
@@ -57,10 +58,10 @@ class ChunkCheck:
         return sorted({*blocks, self.place.own_bytes, self.place.nbytes})
 
     def problems(self, result: Result) -> list[str]:
-        """Hold what was read against what was recorded."""
+        """Compare the result with the record."""
         pieces, trailer = result
         if self.is_encoded:
-            return []  # what decodes it has compared it
+            return []  # the decoder has compared it
         found = self._block_crcs(pieces)
         if len(found) != len(self.record.crc32s):
             message = f"{self.path}: the manifest lists {len(self.record.crc32s)} checksums for"
@@ -72,7 +73,7 @@ class ChunkCheck:
         return wrong
 
     def _block_crcs(self, pieces: Sequence[Digest]) -> list[int]:
-        """Put the pieces of each block together."""
+        """Join the pieces of each block."""
         found: list[int] = []
         at = 0
         for piece in pieces:
@@ -102,7 +103,7 @@ class ChunkCheck:
 
 
 def _runs(numbers: Sequence[int]) -> list[range]:
-    """Join numbers that follow each other."""
+    """Join consecutive numbers into ranges."""
     found: list[range] = []
     for number in numbers:
         if found and found[-1].stop == number:
@@ -113,9 +114,9 @@ def _runs(numbers: Sequence[int]) -> list[range]:
 
 
 def digest_pieces(file: int, nbytes: int) -> list[ScanPiece]:
-    """Read so many bytes of a file as they are, for their digest, in pieces that do not take long.
+    """Return small pieces that compute the digest of the first bytes of a file, without decoding.
 
-    `joined` puts together what they find.
+    `joined` joins their results.
     """
     cuts = [*range(0, nbytes, _PIECE_BYTES), nbytes] if nbytes else [0, 0]
     return [
@@ -130,13 +131,13 @@ def _read_digest(file: int, start: int, stop: int, probe: Probe) -> Digest:
 
 
 def joined(results: Sequence[Result]) -> Digest | StreamshardError:
-    """Put the digests of a file's pieces together, unless one could not be read."""
+    """Join the digests of a file's pieces, or return the first error."""
     failed = [result for result in results if isinstance(result, StreamshardError)]
     return failed[0] if failed else digests.joined(results)
 
 
 def bytes_piece(file: int, nbytes: int) -> ScanPiece:
-    """Read a small file as it is, for its bytes."""
+    """Return the piece that reads the bytes of a small file, without decoding."""
     return ScanPiece(nbytes, partial(_read_bytes, file, nbytes))
 
 
@@ -145,19 +146,19 @@ def _read_bytes(file: int, nbytes: int, probe: Probe) -> bytes:
 
 
 def whole_digest(path: Path, record: FileRecord, found: Digest) -> list[str]:
-    """Hold a file's digest against the CRC-32 that was recorded."""
+    """Compare the CRC-32 in a file's digest with the recorded one."""
     return whole_file(path, record, found.crc32)
 
 
 def whole_file(path: Path, record: FileRecord, found: int) -> list[str]:
-    """Hold a file's CRC-32 against the one that was recorded."""
+    """Compare a file's CRC-32 with the recorded one."""
     if len(record.crc32s) == 1 and found == record.crc32s[0]:
         return []
     return [f"{path}: damaged: its bytes are not those in the manifest"]
 
 
 def own_checksum_pieces(file: int, nbytes: int) -> list[ScanPiece]:
-    """Read a chunk of which nothing is known but that it ends in its checksum, in pieces."""
+    """Return the pieces to read a chunk of which only the checksum at its end is known."""
     content_bytes = max(0, nbytes - CHECKSUM_BYTES)
     end = ScanPiece(nbytes - content_bytes, partial(_read_end, file, content_bytes, nbytes))
     return [*digest_pieces(file, content_bytes), end]
@@ -168,7 +169,7 @@ def _read_end(file: int, start: int, stop: int, probe: Probe) -> bytes:
 
 
 def own_checksum(path: Path, trailer: bytes, found: Digest) -> list[str]:
-    """Hold a chunk against the checksum at its end."""
+    """Compare a chunk's content with the checksum at its end."""
     if trailer == serialize_checksum(found.crc32c):
         return []
     return [f"{path}: damaged: its bytes do not fit the checksum at its end"]

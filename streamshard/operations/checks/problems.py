@@ -1,4 +1,4 @@
-"""What `verify` finds, and what it returns."""
+"""The problems that `verify` finds, and the result that it returns."""
 
 import os
 from collections.abc import Collection, Mapping
@@ -17,17 +17,17 @@ from streamshard.errors import (
 )
 
 MISSING: Final = "missing"
-"""A file that belongs there is not there."""
+"""A file that should exist does not."""
 EXTRA: Final = "extra"
-"""A file is there that nothing lists."""
+"""A file exists that nothing lists."""
 MALFORMED: Final = "malformed"
 """A file is truncated, or not what its name says."""
 DAMAGED: Final = "damaged"
-"""Bytes are not those of which a checksum was recorded."""
+"""Bytes do not have the recorded checksum."""
 DISAGREEMENT: Final = "disagreement"
 """Two files contradict each other."""
 UNSUPPORTED: Final = "unsupported"
-"""A layout that is known and cannot be checked."""
+"""The layout is known, but cannot be checked."""
 UNREADABLE: Final = "unreadable"
 """A file cannot be read at all."""
 
@@ -37,70 +37,70 @@ _KINDS: Final[Mapping[type[StreamshardError], str]] = {
     DisagreementError: DISAGREEMENT,
     UnsupportedError: UNSUPPORTED,
     IntegrityError: DAMAGED,
-    UsageError: MALFORMED,  # a config kept in a checkpoint that asks for what cannot be
+    UsageError: MALFORMED,  # the config kept in a checkpoint asks for something impossible
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that is wrong with a checkpoint."""
+    """A problem of a checkpoint."""
 
     kind: str
     """`missing`, `extra`, `malformed`, `damaged`, `disagreement`, `unsupported` or `unreadable`."""
     file: str
-    """Path of the file, or of the directory where it is none in particular."""
+    """Path of the file, or of the directory if the problem is of no file in particular."""
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Something that two checkpoints do not have in common."""
+    """A difference between two checkpoints."""
 
     kind: str
-    """`elements`, `dtype`, `shape`, `value`; `missing` or `extra` where only the other has it, or
-    only this one."""
+    """`elements`, `dtype`, `shape`, `value`; `missing` if only the other checkpoint has it, `extra`
+    if only this one has it."""
     name: str
-    """A tensor as arrays are called in a store, or a piece of training state."""
+    """Name of the tensor's array in a store, or a piece of training state."""
     message: str
     first: int | None = None
     """Index of the first element that differs, in the flattened tensor."""
     count: int | None = None
-    """How many elements differ."""
+    """Count of elements that differ."""
     numel: int | None = None
-    """How many elements there are."""
+    """Count of all elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was looked at, and everything that was found."""
+    """The result of `verify`: counts of what was checked, and all problems and differences."""
 
     path: str
     against: str | None
-    """What it was compared with."""
+    """Path of the checkpoint that it was compared with."""
     kind: str
     """`native` for shards, `store` for a Zarr store, `dumps` for raw per-rank dumps."""
     tag: str | None
-    """None where not even that could be found out."""
+    """None if the tag could not be found out."""
     sample: str
     """Part of the bytes that was read, such as `3/20`; `1/1` is all of them."""
     files: int
-    """Files that were looked at."""
+    """Files that were checked."""
     checked: int
-    """What has a checksum and was read: records of torch files, or a store's files."""
+    """Items with a checksum that were read: records of torch files, or a store's files."""
     tensors: int
-    """Logical tensors that were compared, or whose digest was found right."""
+    """Logical tensors that were compared, or whose digest was correct."""
     bytes_read: int
     problems: tuple[Problem, ...]
     differences: tuple[Difference, ...]
     digests: Mapping[str, str]
-    """Tensor → digest of its elements, where that was taken: the same however they are cut."""
+    """Tensor → digest of its elements, if computed; it does not depend on how they are cut."""
     notes: tuple[str, ...]
     floor_bytes: int
     """Resident memory before anything was opened."""
     limit_bytes: int
     """Memory allowed above the floor."""
     projected_bytes: int
-    """Resident memory that the run was not to exceed, floor included."""
+    """Most resident memory that the plan allows the run, floor included."""
     peak_bytes: int
     """Highest resident memory that was measured."""
     seconds: float
@@ -113,7 +113,7 @@ class Verification:
 
 @dataclass(slots=True)
 class Findings:
-    """What was found so far."""
+    """The results so far."""
 
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -131,15 +131,15 @@ class Findings:
             self.problems.append(problem)
 
     def add_error(self, error: StreamshardError, place: Path, files: Collection[Path] = ()) -> None:
-        """Add what kept a reader from going on.
+        """Add an error that stopped a reader.
 
         Parameters
         ----------
         place
-            What it is about if it names none of the files.
+            Path to report if the message names none of the files.
         files
-            Those that the message may name: the one it names first has the problem. A set where
-            there are many.
+            Files that the message may name: the one that it names first has the problem. Pass a set
+            if there are many.
         """
         kind = next((k for t, k in _KINDS.items() if isinstance(error, t)), UNREADABLE)
         self.add(kind, _named(str(error), place, files), str(error))
@@ -147,19 +147,19 @@ class Findings:
     def add_unexplained(
         self, error: StreamshardError, place: Path, files: Collection[Path] = ()
     ) -> None:
-        """Add what kept a reader from going on, unless something is known to be wrong already."""
+        """Add an error that stopped a reader, unless there is a problem already."""
         if not self.problems:
             self.add_error(error, place, files)
 
 
 def _named(message: str, place: Path, files: Collection[Path]) -> Path:
-    """Find the file that a message names first: one that is there, or one below a place."""
+    """Return the file that a message names first: one of the files, or a path below the place."""
     head = message.partition(": ")[0]
     if Path(head) in files:
         return Path(head)
     places = {path: message.find(str(path)) for path in files}
     named = [path for path, at in places.items() if at >= 0]
     if not named and head.startswith(f"{place}{os.sep}"):
-        return Path(head)  # as that of a file that is missing does
-    # Of those that begin alike the longest is meant.
+        return Path(head)  # such as a missing file
+    # If one path is the beginning of another, the longest is meant.
     return min(named, key=lambda path: (places[path], -len(str(path))), default=place)

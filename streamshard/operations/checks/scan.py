@@ -1,4 +1,4 @@
-"""Reads what has a checksum by many small pieces, and judges the results unit by unit."""
+"""Reads units that have a checksum, in small pieces, and judges the results of each unit."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,15 +14,15 @@ from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import SourceFile
 
 _JOB_BYTES: Final = 8 << 20
-"""Small pieces are handed to a worker together, until they come to this."""
+"""A worker gets small pieces together, up to this size."""
 
 Result = Any
-"""What a piece makes of the bytes, or the `StreamshardError` that kept it from reading them."""
+"""The value that a piece computes from the bytes, or the `StreamshardError` that stopped it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScanPiece:
-    """A range of bytes to be read by one worker."""
+    """A range of bytes that one worker reads."""
 
     nbytes: int
     read: Callable[[Probe], Result]
@@ -30,7 +30,7 @@ class ScanPiece:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What has one checksum."""
+    """The pieces that belong to one checksum."""
 
     pieces: Sequence[ScanPiece]
     judge: Callable[[Sequence[Result]], None]
@@ -57,7 +57,7 @@ def scan(
 
 
 def _jobs(units: Iterable[Unit], waiting: deque[Unit]) -> Iterator[Callable[[Probe], list[Result]]]:
-    """Yield bundles of pieces, and note in which units they are."""
+    """Yield bundles of pieces, and add their units to `waiting`."""
     bundle: list[ScanPiece] = []
     held = 0
     for unit in units:
@@ -68,7 +68,7 @@ def _jobs(units: Iterable[Unit], waiting: deque[Unit]) -> Iterator[Callable[[Pro
             if held >= _JOB_BYTES:
                 yield partial(_read, bundle)
                 bundle, held = [], 0
-    # Even if it is empty: there may be units without pieces that wait to be judged.
+    # Even an empty bundle: units without pieces may wait to be judged.
     yield partial(_read, bundle)
 
 

@@ -1,4 +1,4 @@
-"""Checks a store: what it must consist of, every chunk, and the digests of its tensors."""
+"""Checks a store: the list of its files, every chunk, and the digests of its tensors."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,14 +35,14 @@ from streamshard.operations.checks.problems import (
 from streamshard.operations.checks.scan import Result, Unit
 
 _LIMIT_AGAIN: Final = 4
-"""How much longer a document may be than streamshard writes it."""
+"""How many times longer a document may be than streamshard writes it."""
 _FREE_BYTES: Final = 1 << 16
 
 
 class StoreCheck:
-    """A store whose structure was looked at, ready to be read.
+    """A store whose structure is checked, ready to be read.
 
-    What can be found out without reading chunks is in the findings once this is made.
+    The constructor adds all problems that show without reading chunks to the findings.
     """
 
     def __init__(self, root: Path, findings: Findings, sample: Sample) -> None:
@@ -54,11 +54,11 @@ class StoreCheck:
         self._findings = findings
         self._sample = sample
         self._index: dict[str, int] = {}
-        """Path → number of every file that is there and as long as it should be."""
+        """Path → number of every file that exists and has the right length."""
         self._documents: Mapping[str, bytes] = {}
         self._arrays: list[tuple[str, list[ChunkPlace]]] = []
         self._directories: set[Path] = set()
-        """Those that are known to lie in the store, wherever symbolic links lead."""
+        """Directories that are known to lie in the store, with symbolic links resolved."""
         self._manifest = self._read_manifest()
         present = self._present()
         if self._manifest is None:
@@ -69,7 +69,7 @@ class StoreCheck:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files that are there."""
+        """Bytes of all files that exist and have the right length."""
         return sum(file.nbytes for file in self.files)
 
     # Structure -----------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ class StoreCheck:
         return manifest
 
     def _present(self) -> set[str]:
-        """List all entries but directories, and but those that mark a store as being written."""
+        """List all entries except directories and streamshard's own marks."""
         found: set[str] = set()
         for directory, directories, files in os.walk(self._root, onerror=self._note_unread):
             here = Path(directory)
@@ -105,7 +105,7 @@ class StoreCheck:
         self._findings.add(UNREADABLE, place, f"{place}: cannot be read ({error.strerror})")
 
     def _take_unlisted(self, present: set[str]) -> None:
-        """Take whatever looks like a chunk, where nothing tells what there should be."""
+        """Add every file that looks like a chunk: without a manifest no list of files is known."""
         for path in sorted(present - {*MANIFEST_FILES}):
             if not path.endswith("zarr.json"):
                 self._add_file(path, None)
@@ -118,7 +118,7 @@ class StoreCheck:
             self._add_file(path, record.nbytes)
 
     def _add_file(self, path: str, nbytes: int | None) -> None:
-        """Take a file, if it is one that lies in the store and is as long as it should be."""
+        """Add a file if it is a regular file in the store and has the right length."""
         full = self._root / path
         try:
             if full.parent not in self._directories:
@@ -145,7 +145,7 @@ class StoreCheck:
                 self.files.append(SourceFile.of(full, stat))
 
     def _read_state(self, manifest: Manifest) -> None:
-        """Hold what the training state tells of the tensors against the manifest."""
+        """Compare the tensors in the training state with the manifest."""
         try:
             checkpoint, shapes = store_files.read_state(self._root, manifest)
         except (SourceError, IntegrityError) as error:
@@ -194,13 +194,13 @@ class StoreCheck:
             stored_crc32=int(record.crc32s[0]) if len(record.crc32s) == 1 else -1,
             content_bytes=chunk.nbytes,
         )
-        # Twice, because the allocator keeps what the chunk before took.
+        # Twice, because the allocator keeps the memory of the previous chunk.
         self.codec_bytes = max(self.codec_bytes, 2 * (chunk.nbytes + record.nbytes))
 
     # Content -------------------------------------------------------------------------------------
 
     def units(self) -> Iterator[Unit]:
-        """Yield what is to be read: small files always, arrays if they are in the sample."""
+        """Yield the units to read: small files always, arrays only if they are in the sample."""
         self._findings.files += len(self.files)
         if self._manifest is None:
             yield from (self._unlisted_unit(path) for path in self._index)
@@ -231,7 +231,7 @@ class StoreCheck:
         return Unit(chunk_check.own_checksum_pieces(number, self.files[number].nbytes), judge)
 
     def _single_unit(self, manifest: Manifest, path: str) -> Unit:
-        """Check a document, the training state, or a chunk of which only the manifest knows."""
+        """Check a document, the training state, or a chunk that only the manifest lists."""
         number, full, record = self._index[path], self._root / path, manifest.records[path]
         look: Callable[[Result], list[str]]
         is_document = path.endswith("zarr.json")
@@ -265,7 +265,7 @@ class StoreCheck:
         return Unit(chunk_check.digest_pieces(number, record.nbytes), judge)
 
     def _limit_of(self, path: str) -> int:
-        """Tell how long a document may be that is read and understood."""
+        """Return the largest size of a document that is read into memory."""
         return _LIMIT_AGAIN * len(self._documents[path]) + _FREE_BYTES
 
     def _look_at_document(
@@ -310,7 +310,7 @@ class StoreCheck:
             self._findings.add(DAMAGED, place, message)
 
     def _take(self, path: Path, result: Result, look: Callable[[Result], list[str]]) -> None:
-        """Note what is wrong with a file that was read, or that could not be."""
+        """Add the problems of a file that was read, or the error if it could not be read."""
         if isinstance(result, StreamshardError):
             self._findings.add_error(result, path)
             return

@@ -1,4 +1,4 @@
-"""Looks at the structure of a checkpoint of any kind, and says what is to be read of it."""
+"""Checks the structure of a checkpoint of any kind, and lists the units to read."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,39 +38,39 @@ Path_ = str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A checkpoint that somebody names, with what is needed to open it."""
+    """The path of a checkpoint, with everything that is needed to open it."""
 
     path: Path_
     tag: str | None = None
     config: ds_config.Config | None = None
-    """Of the job that saved, for raw dumps."""
+    """Config of the job that saved, for raw dumps."""
     like: Checkpoint | None = None
-    """Another checkpoint of the same job, for what this one does not tell."""
+    """Reference checkpoint: another one of the same job, which supplies what this one lacks."""
 
     @property
     def template(self) -> Template | None:
-        """How the files are named, where they are raw dumps."""
+        """Template of the file names, if the checkpoint is raw dumps."""
         path = str(self.path)
         return dump_names.parse_source(path) if dump_names.is_source_template(path) else None
 
     def open(self) -> Source:
-        """Open it."""
+        """Open the checkpoint."""
         return open_with(self.path, self.tag, config=self.config, like=self.like)
 
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """A checkpoint whose structure was looked at."""
+    """A checkpoint whose structure was checked."""
 
     kind: str
     tag: str | None
     files: Sequence[SourceFile]
     units: Callable[[], Iterator[Unit]]
-    """Yields what is to be read."""
+    """Yields the units to read."""
     decoders: Mapping[int, Decoder]
     codec_bytes: int = 0
     source: Source | None = None
-    """Shards that could be opened; a store tells its digests without."""
+    """The opened shards; None if they cannot be opened, and for a store, which has digests."""
 
     @property
     def nbytes(self) -> int:
@@ -78,19 +78,19 @@ class Looked:
         return sum(file.nbytes for file in self.files)
 
     def read(self, memory: MemoryPlan, progress: Callable[[int], None]) -> None:
-        """Read what has checksums; what is wrong goes to the findings."""
+        """Read everything that has checksums; problems are added to the findings."""
         scan(self.units(), self.files, self.decoders, memory, progress)
 
 
 def look_at(request: Request, findings: Findings, sample: Sample) -> Looked:
-    """Look at the structure of a checkpoint; everything that is wrong with it goes to the findings.
+    """Check the structure of a checkpoint; all problems are added to the findings.
 
     Raises
     ------
     SourceNotFoundError
         There is nothing like a checkpoint.
     SourceError
-        The place cannot be looked at.
+        The path cannot be read.
     """
     root = Path(request.path)
     with source_errors(root):
@@ -157,7 +157,7 @@ def _look_at_native(request: Request, root: Path, findings: Findings, sample: Sa
         findings.notes += opened.checkpoint.notes
     except SourceNotFoundError:
         raise
-    # Whatever somebody asked for was looked at, so it is a config in the files that is impossible.
+    # The user's options were checked before, so a UsageError is about a config in the files.
     except (SourceError, IntegrityError, UsageError) as error:
         opened = None
         beside = [p for p in may_come_along(run_dir) if p.is_file() and is_inside(p, run_dir)]
@@ -170,7 +170,7 @@ def _look_at_native(request: Request, root: Path, findings: Findings, sample: Sa
 
 
 class _Fit:
-    """Files that can be read; that the others are no such files goes to the findings."""
+    """The files that can be read; the problems of the others are added to the findings."""
 
     def __init__(self, entries: Iterable[Path], roots: Sequence[Path], findings: Findings) -> None:
         self.files: list[Path] = []
@@ -193,10 +193,10 @@ class _Fit:
 def _explain(
     error: StreamshardError, findings: Findings, place: Path, survey: Survey, fit: _Fit
 ) -> None:
-    """List all that is wrong with a set of shards that cannot be opened."""
+    """Add all problems of a set of shards that cannot be opened."""
     files = {*fit.files, *fit.others}
-    # How the files of another kind of checkpoint belong together is not known. But if a file is
-    # refused by itself, that is why the set is, whatever kind it is of.
+    # For an unsupported kind of checkpoint it is not known which files belong together, so such
+    # problems are left out. But if a single file is refused, that is the reason, whatever the kind.
     is_of_a_kind = isinstance(error, UnsupportedError) and not (survey.own or fit.others)
     for found in (*survey.own, *(() if is_of_a_kind else survey.together)):
         findings.add_error(found, place, files)
@@ -204,6 +204,6 @@ def _explain(
 
 
 def _described(paths: Iterable[Path]) -> list[SourceFile]:
-    """Say what files look like now, each once."""
+    """Return path, size and time of each file as they are now, each file once."""
     stats = {path: path.stat() for path in paths}
     return [SourceFile.of(path, stat) for path, stat in stats.items()]

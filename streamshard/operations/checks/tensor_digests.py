@@ -1,4 +1,4 @@
-"""Takes the digest of every logical tensor of a checkpoint, however it is cut."""
+"""Computes the digest of every logical tensor of a checkpoint, however it is cut."""
 
 from collections.abc import Iterator, Sequence, Set
 from functools import partial
@@ -20,11 +20,11 @@ from streamshard.operations.checks.scan import Result, ScanPiece, Unit
 from streamshard.operations.source.source import Source
 
 _PIECE_BYTES: Final = 8 << 20
-"""Large tensors are shared out among workers in pieces of this size."""
+"""Workers get large tensors in pieces of this size."""
 
 
 def tensor_units(source: Source, findings: Findings, sample: Sample) -> Iterator[Unit]:
-    """Yield every tensor in the sample; its digest goes to the findings."""
+    """Yield a unit for every tensor in the sample; its digest is added to the findings."""
     tensors = source.checkpoint.tensors
     total, at = sum(tensor.nbytes for tensor in tensors), 0
     paths = {file.path for file in source.files}

@@ -25,15 +25,15 @@ from streamshard.operations.checks.problems import (
 from streamshard.operations.checks.scan import Result, ScanPiece, Unit
 
 _PIECE_BYTES: Final = 16 << 20
-"""Large records are shared out among workers in pieces of this size."""
+"""Workers get large records in pieces of this size."""
 
 Owner = Callable[[str], object]
-"""Tells what a file name says about its owner: kind and rank; None if it says nothing."""
+"""Returns the owner of a file from its name: kind and rank; None if the name says nothing."""
 
 
 @dataclass(slots=True)
 class TorchFiles:
-    """Files of which some, by their names, must be torch files."""
+    """Files to check; those whose names have an owner must be torch files."""
 
     files: Sequence[SourceFile]
     owner: Owner
@@ -43,7 +43,7 @@ class TorchFiles:
     """Files that hold no checksums at all."""
 
     def units(self) -> Iterator[Unit]:
-        """Look at every container, and yield the records that are to be read."""
+        """Check every container, and yield the records to read."""
         total, at = sum(file.nbytes for file in self.files), 0
         for index, file in enumerate(self.files):
             for record in self._readable_records(file.path):
@@ -66,7 +66,7 @@ class TorchFiles:
             return ()
 
     def _records(self, path: Path) -> Sequence[StoredRecord]:
-        """Look at a file's container; returns what can be read and compared."""
+        """Check a file's container, and return the records that can be read and compared."""
         owner = self.owner(path.name)
         if zip_audit.is_legacy(path) if owner else not zip_audit.is_torch_file(path):
             self._unprotected.append(path.name)
@@ -126,7 +126,7 @@ def _lacks_checksums(audit: TorchAudit) -> bool:
 
 
 def deepspeed_owner(name: str) -> object:
-    """Tell what the name of a checkpoint file says: whose it is, or which part of the model."""
+    """Return the owner in the name of a checkpoint file: its ranks, or its part of the model."""
     parsed = names.parse(name)
     if parsed is None:
         return None

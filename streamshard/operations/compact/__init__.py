@@ -1,1 +1,1 @@
-"""`compact`: archives old tags of a run directory, and removes them once that is proved."""
+"""`compact`: archives old tags of a run directory, and removes tags whose archive is proved."""

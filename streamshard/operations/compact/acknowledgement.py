@@ -1,4 +1,4 @@
-"""Tags that somebody has looked at and leaves as they are, so that no night asks for it again."""
+"""Records ambiguous tags that the user accepts as they are, so that no run reports them again."""
 
 import json
 import shlex
@@ -24,14 +24,14 @@ _FORMAT: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class _Acknowledgement:
-    """A tag as it was when somebody left it as it is."""
+    """The state of a tag when the user acknowledged it."""
 
     tag: str
     looks: str
-    """Changes with the name, size, inode or time of change of anything in it."""
+    """Digest of the path, mode, size, inode and time of change of everything in it."""
     changed_ns: int
     problem: str
-    """Why it could not be opened; empty where it could."""
+    """Why it could not be opened; empty if it could."""
     at: str
 
     @classmethod
@@ -41,21 +41,21 @@ class _Acknowledgement:
 
 @dataclass(frozen=True, slots=True)
 class Acknowledging:
-    """Knows which tags were acknowledged: a small file for each, beside the receipts."""
+    """The acknowledged tags: a small file for each, beside the receipts."""
 
     run_dir: Path
     directory: Path
-    """Where the archives are."""
+    """Directory of the archives."""
 
     def acknowledge(self, choice: Choice, now: datetime, *, is_dry_run: bool) -> CompactedTag:
-        """Note that a tag stays as it is, and is not to be told of until it is another.
+        """Record that a tag stays as it is, and is not reported again until it changes.
 
         Raises
         ------
         UsageError
-            What it is is clear.
+            The tag is not ambiguous.
         TargetError
-            That cannot be written down.
+            The record cannot be written.
         """
         tag = choice.tag
         if choice.verdict == tag_choice.KEPT:
@@ -73,12 +73,12 @@ class Acknowledging:
         return CompactedTag(tag.name, choice.step, compact_report.ACKNOWLEDGED, what)
 
     def judge(self, choice: Choice) -> CompactedTag:
-        """Tell of a tag of which it is not clear what it is, or that this is acknowledged.
+        """Report an ambiguous tag, or that it is acknowledged.
 
         Raises
         ------
         CorruptFileError
-            What was noted of it cannot be read.
+            The record of the acknowledgement cannot be read.
         """
         tag = choice.tag
         known = self._read(tag.name)
@@ -98,7 +98,7 @@ class Acknowledging:
         )
 
     def remove_unfinished(self) -> None:
-        """Remove what a run was writing here when it was cut off; none may be under way."""
+        """Remove unfinished files of interrupted runs; no other run may be active."""
         with target_errors(self.directory):
             for path in self.directory.glob(f"{names.OWN_PREFIX}.*{ENDING}"):
                 path.unlink()

@@ -1,4 +1,4 @@
-"""`compact`: archives old tags of a run directory, and removes them if it is asked to."""
+"""`compact`: archives old tags of a run directory, and with `delete` removes them."""
 
 import os
 import shutil
@@ -58,7 +58,7 @@ def compact(
 ) -> Compaction:
     """Archive the old tags of a run directory, each into a compressed store of its own.
 
-    What goes wrong with one tag is told in the result and does not keep others from their turn.
+    If one tag fails, the result says so, and the run continues with the others.
 
     Parameters
     ----------
@@ -66,48 +66,51 @@ def compact(
         Directory that holds `latest` and the tags. Nothing in it changes without `delete`,
         `undelete` or `purge`.
     archive_dir
-        Where `TAG.zarr`, its checksums and its receipt go; one directory for each run.
+        Directory for `TAG.zarr`, its checksums and its receipt; use one for each run directory.
     keep_last
-        So many of the newest complete steps are left alone, at least 2.
+        How many of the newest complete steps to keep, at least 2.
     keep_every
-        Steps that are multiples of this are left alone.
+        Keep steps that are multiples of this.
     keep_tags
-        Patterns of names that are left alone.
+        Patterns of tag names to keep.
     min_age
-        Tags in which anything changed since are left alone.
+        Keep tags in which anything changed within this time.
     delete
-        Move what is archived, and proved to be, into a trash in the run directory; and remove for
-        good what has been there for longer than `grace`, if its archive is still as it was.
+        Move tags whose archive is proved into a trash in the run directory; and remove tags for
+        good that have been in the trash for longer than `grace`, if their archive is unchanged.
     max_delete
-        So many tags at most are moved, or lose their optimizer states.
+        Most tags that are moved into the trash or lose their optimizer states.
     weights_only_older_than
         Drop the optimizer states of archives whose originals were removed for good longer ago than
-        this. No job can resume from what is left; `export` still writes its weights.
+        this. No job can resume from such an archive; `export` still writes its weights.
     undelete, purge
         Tags to bring back from the trash, or to remove for good if they have been there for longer
-        than `grace`, whatever the rules say. Nothing else is done then.
+        than `grace`, whatever the rules say. With them, nothing else is done.
     acknowledge
-        Ambiguous tags to leave as they are: noted in `archive_dir`, so that they are told of again
-        only when they change, or cannot be opened for another reason. Nothing else is done then.
+        Ambiguous tags to leave as they are. This is recorded in `archive_dir`, so that they are
+        reported again only if they change, or cannot be opened for another reason. With it, nothing
+        else is done.
     dry_run
-        Say what would be done, and do nothing.
+        Report what would be done, and do nothing.
     bytes_per_second
-        Read and write no more than this.
+        Limit of reading and writing.
     now
-        Time to which ages are held; by default that of the clock.
+        Time from which ages are counted; by default the current time.
 
     Raises
     ------
     UsageError
-        The arguments ask for what cannot be.
+        The arguments are invalid, or contradict each other.
     IncompleteError
-        No `latest` says which tag is needed, so that nothing may be touched.
+        No `latest` says which tag is needed, so nothing is changed.
     TargetLockedError
-        Another run is at it.
+        Another run is active.
     """
     began = time.monotonic()
     _require_lists(keep_tags=keep_tags, undelete=undelete, purge=purge, acknowledge=acknowledge)
-    _require_times(now, min_age=min_age, grace=grace)
+    _require_times(
+        now, min_age=min_age, grace=grace, weights_only_older_than=weights_only_older_than
+    )
     if keep_last < _LEAST_KEPT:
         raise UsageError(f"--keep-last {keep_last}: at least {_LEAST_KEPT}; one may be damaged")
     if keep_every is not None and keep_every < 1:
@@ -147,14 +150,14 @@ def compact(
 
 
 def _unmatched(patterns: Sequence[str], tags: Sequence[CompactedTag]) -> Iterator[str]:
-    """Tell of patterns that keep nothing: one may be mistyped, and the tag it is for not kept."""
+    """Report patterns that match no tag: one may be mistyped, and its tag is not kept."""
     for pattern in patterns:
         if not any(matches(tag.tag, pattern) for tag in tags):
             yield f"--keep-tag {pattern}: no tag has such a name"
 
 
 def _about_trash(tags: Sequence[CompactedTag], grace: str) -> Iterator[str]:
-    """Tell what a later run will do with what is in the trash now, or is not any more."""
+    """Say what a later run will do with tags that were moved into the trash or brought back."""
     actions = {tag.action for tag in tags}
     if DELETED in actions:
         yield f"space in the trash is freed by the first run with --delete after --grace {grace}"
@@ -163,7 +166,7 @@ def _about_trash(tags: Sequence[CompactedTag], grace: str) -> Iterator[str]:
 
 
 def _about_space(archive_dir: Path, tags: Sequence[CompactedTag]) -> Iterator[str]:
-    """Tell what is free for archives that are still to be made, and for rebuilding from them."""
+    """Report the free space for new archives, and for rebuilding tags from archives."""
     new = [t.source_bytes for t in tags if t.action in (ARCHIVED, DELETED) and not t.archive_bytes]
     rebuilt = [t.source_bytes for t in tags if t.action == DELETED]
     if new or rebuilt:
@@ -184,11 +187,11 @@ def _require_lists(**given: Sequence[str]) -> None:
             raise UsageError(f"{name}={value!r}: a list is needed, and this is one name")
 
 
-def _require_times(now: datetime | None, **given: timedelta) -> None:
+def _require_times(now: datetime | None, **given: timedelta | None) -> None:
     if now is not None and now.tzinfo is None:
         raise UsageError(f"now={now}: of which time zone?")
     for name, value in given.items():
-        if value < timedelta(0):
+        if value is not None and value < timedelta(0):
             raise UsageError(f"{name}={value}: is less than no time")
 
 

@@ -1,4 +1,4 @@
-"""What `compact` returns."""
+"""The report that `compact` returns."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -20,51 +20,51 @@ _NEED_SOMEBODY: Final = (AMBIGUOUS, FAILED)
 
 @dataclass(frozen=True, slots=True)
 class CompactedTag:
-    """What became of one tag, or would."""
+    """The result for one tag; of a dry run, the expected result."""
 
     tag: str
     step: int | None
     """The number at the end of its name."""
     action: str
-    """`kept`, `archived`, `archived before`, `deleted` (which is moved into the trash), `in the
-    trash`, `purged`, `brought back`, `acknowledged`, `weights only`; `ambiguous` or `failed` where
-    somebody has to look."""
+    """`kept`, `archived`, `archived before`, `deleted` (that is, moved into the trash), `in the
+    trash`, `purged`, `brought back`, `acknowledged`, `weights only`; `ambiguous` or `failed` if the
+    user has to look."""
     reason: str
-    """Why, or what went wrong."""
+    """The reason, or the error."""
     source_bytes: int = 0
     archive_bytes: int = 0
-    """Of its archive, with what it shares with earlier ones."""
+    """Size of its archive, including files that it shares with earlier archives."""
     shared_bytes: int = 0
     dropped_bytes: int = 0
-    """Of its archive that were optimizer states, and are gone."""
+    """Bytes of optimizer states that were dropped from its archive."""
     exit_code: int = 0
-    """Of what went wrong."""
+    """Exit code of the error."""
 
     @property
     def needs_somebody(self) -> bool:
-        """Whether somebody has to look."""
+        """Whether the user has to look at it."""
         return self.action in _NEED_SOMEBODY
 
 
 @dataclass(frozen=True, slots=True)
 class Compaction:
-    """What a run of `compact` did, or would do."""
+    """The result of a run of `compact`; of a dry run, the expected result."""
 
     run_dir: str
     archive_dir: str
     is_dry_run: bool
     tags: tuple[CompactedTag, ...]
-    """In the order in which they were looked at, by step."""
+    """In the order in which they were handled, by step."""
     seconds: float
     notes: tuple[str, ...] = ()
-    """What the user should know: patterns of tags to keep that fit none, for instance."""
+    """What the user should know, for instance patterns of `keep_tags` that match no tag."""
 
     @property
     def problems(self) -> tuple[CompactedTag, ...]:
-        """The tags that somebody has to look at."""
+        """The tags that the user has to look at."""
         return tuple(tag for tag in self.tags if tag.needs_somebody)
 
     @property
     def exit_code(self) -> int:
-        """Of the first thing that went wrong; 0 if nothing did."""
+        """Exit code of the first error; 0 if there was none."""
         return next((tag.exit_code for tag in self.problems), 0)

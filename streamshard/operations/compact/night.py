@@ -1,4 +1,4 @@
-"""One run of `compact`: what is done tag by tag, at night or by hand."""
+"""Carries out one run of `compact`, tag by tag: by the rules at night, or for named tags."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -42,7 +42,7 @@ _LOCK: Final = f"{names.OWN_PREFIX}.lock"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a run was asked to do."""
+    """The options of a run."""
 
     run_dir: Path
     archive_dir: Path
@@ -60,7 +60,7 @@ class Settings:
 
     @property
     def is_by_hand(self) -> bool:
-        """Whether it is about tags that somebody names, and no others."""
+        """Whether the run is only about tags that the user names."""
         return bool(self.undelete or self.purge or self.acknowledge)
 
     @property
@@ -91,7 +91,7 @@ class Compacting:
         return int(self._now.timestamp() * 10**9)
 
     def run(self) -> Iterator[CompactedTag]:
-        """Do what was asked for, tag by tag; what goes wrong with one is told of that one."""
+        """Carry out the run tag by tag; an error of one tag is in the result for that tag."""
         settings = self._settings
         if settings.delete and not settings.is_by_hand:
             self._require_archives()
@@ -112,17 +112,18 @@ class Compacting:
                 yield from self._nightly()
 
     def _locked(self) -> list[Path]:
-        """List what is locked; a run directory from which is only read is none of our business."""
+        """List the directories to lock; a run directory that is only read is not locked."""
         settings = self._settings
         return [settings.archive_dir, *([settings.run_dir] if settings.changes_run_dir else [])]
 
     def _require_archives(self) -> None:
-        """Refuse an archive directory that knows nothing of what is in the trash.
+        """Refuse an archive directory that has no receipt of any tag in the trash.
 
-        What would be archived there now, and then removed, would lie where its disk is not.
+        Its disk may not be mounted. Then new archives would lie on the wrong disk, and their tags
+        would be removed.
         """
         directory, held = self._settings.archive_dir, set[str]()
-        with suppress(TargetError):  # which is told when it is to be emptied
+        with suppress(TargetError):  # emptying the trash reports this error
             held = {*self._remover.trash.tags(), *self._remover.trash.going()}
         if held and not any(is_there(Place(directory, tag).receipt) for tag in held):
             message = f"{directory}: has no receipt of any of the {len(held):,} tags in the trash"
@@ -142,7 +143,7 @@ class Compacting:
             yield self._attempt(tag, compact_report.PURGED, "asked for", purge, look)
 
     def _require_over(self, tag: str) -> None:
-        """Refuse to remove for good what has not been in the trash for long enough."""
+        """Refuse to remove a tag for good before its grace time in the trash is over."""
         trash = self._remover.trash
         if tag not in trash.going():
             trash.require(tag)
@@ -159,7 +160,7 @@ class Compacting:
         do: Callable[[str], object],
         look: Callable[[str], object] = lambda _: None,
     ) -> CompactedTag:
-        """Do something with a tag in the trash unless this is a dry run; tell what came of it."""
+        """Do something with a tag in the trash unless this is a dry run; return the result."""
         trash = self._remover.trash
         self._progress.turn_to(tag)
         try:
@@ -173,7 +174,7 @@ class Compacting:
         return CompactedTag(tag, step_of(tag), action, reason)
 
     def _acknowledge(self) -> Iterator[CompactedTag]:
-        """Note of tags that they stay as they are."""
+        """Acknowledge the given tags."""
         run, is_dry_run = self._look_at(), self._settings.dry_run
         choices = {c.tag.name: c for c in choose(run, self._settings.rules, self._now_ns)}
         for tag in self._settings.acknowledge:
@@ -190,7 +191,7 @@ class Compacting:
     # By night ------------------------------------------------------------------------------------
 
     def _look_at(self) -> Run:
-        """Describe the run directory, of which something can be said."""
+        """Describe the run directory, and refuse it if nothing in it may be removed."""
         run = look_at(self._settings.run_dir)
         reason = refusal(run)
         if reason is not None:
@@ -215,7 +216,7 @@ class Compacting:
             yield from self._drop_states(run, self._settings.weights_only_older_than)
 
     def _compact(self, choice: Choice, again: Again) -> CompactedTag:
-        """Archive a tag, and remove it if that was asked for."""
+        """Archive a tag, and with `delete` remove it."""
         tag = choice.tag.name
         self._progress.turn_to(tag)
         found = CompactedTag(
@@ -228,7 +229,7 @@ class Compacting:
                 if not self._settings.dry_run:
                     receipt = self._archiver.archive(tag)
             elif self._remover.is_back(receipt) and not self._settings.dry_run:
-                receipt = self._remover.note_back(receipt)  # a run was cut off at that
+                receipt = self._remover.note_back(receipt)  # an earlier run was interrupted here
             if receipt is not None:
                 found = replace(
                     found,
@@ -241,12 +242,12 @@ class Compacting:
             return replace(_failed(tag, error), source_bytes=found.source_bytes)
 
     def _archived(self, tag: str) -> Receipt | None:
-        """Return the receipt of a tag that is archived; None if that is still to be done.
+        """Return the receipt of a tag that is archived; None if it is not archived yet.
 
         Raises
         ------
         CorruptFileError
-            What is archived under its name is something else, or gone.
+            The archive of that name is of something else, or is missing.
         """
         place = Place(self._settings.archive_dir, tag)
         receipt = place.read_receipt()
@@ -275,7 +276,7 @@ class Compacting:
         return replace(found, action=compact_report.DELETED)
 
     def _empty_trash(self, again: Again) -> Iterator[CompactedTag]:
-        """Remove for good what has been in the trash for long enough."""
+        """Remove the tags for good whose grace time in the trash is over."""
         trash, grace = self._remover.trash, show_duration(self._settings.grace)
 
         def purge(tag: str) -> None:
@@ -307,7 +308,7 @@ class Compacting:
                 yield self._attempt(tag, compact_report.PURGED, reason, purge)
 
     def _drop_states(self, run: Run, least_age: timedelta) -> Iterator[CompactedTag]:
-        """Drop the optimizer states of archives whose originals have been gone for long enough."""
+        """Drop the optimizer states of archives whose originals were removed long enough ago."""
         most, count = self._settings.max_delete, len(self._deleted)
         try:
             tags = self._dropper.archives()
@@ -333,6 +334,6 @@ class Compacting:
 
 
 def _failed(tag: str, error: StreamshardError) -> CompactedTag:
-    # What cannot be read, or is not what it was, is nothing that failed: it is not clear.
+    # A source that cannot be read, or has changed, is not a failure but an ambiguous tag.
     action = compact_report.AMBIGUOUS if isinstance(error, SourceError) else compact_report.FAILED
     return CompactedTag(tag, step_of(tag), action, str(error), exit_code=error.exit_code)

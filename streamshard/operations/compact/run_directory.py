@@ -1,4 +1,4 @@
-"""Looks at a run directory: its tags, what names them, and who leads into them."""
+"""Describes a run directory: its tags, the files that name tags, and the links into tags."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,24 +21,24 @@ from streamshard.operations.source.source import open_source
 from streamshard.posix import entries_below, stream_of
 
 _NAME_BYTES: Final = 4096
-"""More than any tag has."""
+"""More bytes than any tag has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Which directory is at a place, so that another one there is noticed, or none."""
+    """The identity of a directory, which shows if another one is at its path later, or none."""
 
     device: int
     inode: int
 
     @classmethod
     def of(cls, path: Path) -> "Identity":
-        """Look at a directory.
+        """Return the identity of the directory at a path.
 
         Raises
         ------
         SourceNotFoundError
-            There is none.
+            There is no directory.
         """
         try:
             stat = path.stat()
@@ -56,12 +56,12 @@ def look_at(run_dir: Path, before: Run | None = None) -> Run:
     Parameters
     ----------
     before
-        As it was found earlier: what looks as it did then need not be opened again.
+        An earlier description: tags that look unchanged since then are not opened again.
 
     Raises
     ------
     SourceError
-        It cannot be read.
+        The run directory cannot be read.
     """
     Identity.of(run_dir)
     with source_errors(run_dir):
@@ -82,9 +82,9 @@ def look_at(run_dir: Path, before: Run | None = None) -> Run:
 
 
 def _trashed(run_dir: Path, links: Sequence[Path]) -> tuple[Tag, ...]:
-    """Describe the tags in the trash, also to say whether a link leads to where one was."""
+    """Describe the tags in the trash; a link to a tag's former place counts as a link to it."""
     trash, held, found = Trash(run_dir), list[str](), []
-    with suppress(TargetError):  # who wants to empty it is told
+    with suppress(TargetError):  # emptying the trash reports this error
         held = trash.tags()
     for name in held:
         places = [place_of(trash.place_of(name)), place_of(run_dir / name)]
@@ -94,7 +94,7 @@ def _trashed(run_dir: Path, links: Sequence[Path]) -> tuple[Tag, ...]:
 
 
 def _named(path: Path) -> str | None:
-    """Read a file that names a tag; None if there is none."""
+    """Read a file that names a tag; None if there is no such file."""
     try:
         stat = path.lstat()
     except FileNotFoundError:
@@ -112,7 +112,7 @@ def _links(run_dir: Path) -> Iterator[Path]:
     """Yield the symbolic links below a run directory."""
 
     def refuse(error: OSError) -> None:
-        # A tag that cannot be read says so itself; what others remove meanwhile is no tag.
+        # A tag that cannot be read is reported elsewhere; an entry removed meanwhile is no tag.
         is_left_out = isinstance(error, PermissionError | FileNotFoundError)
         if not is_left_out or error.filename == str(run_dir):
             raise error
@@ -126,10 +126,10 @@ def _links(run_dir: Path) -> Iterator[Path]:
 
 
 def _candidates(run_dir: Path, latest: str | None) -> Iterator[Path]:
-    """Yield what may be a tag directory: what lies beside the tags, and beside such as are paths.
+    """Yield the entries that may be tag directories, also for tags that are paths.
 
-    Where `latest` names `epoch/2`, tags are looked for two directories deep as well; a directory
-    with a `latest` of its own is another run's.
+    If `latest` names `epoch/2`, the entries two directories deep are included; a directory with its
+    own `latest` belongs to another run.
     """
     level = [*run_dir.iterdir()]
     yield from level
@@ -145,12 +145,12 @@ def _may_hold_tags(directory: Path) -> bool:
         return False
     try:
         return not (directory / names.LATEST).exists() and not has_shards(directory)
-    except OSError:  # what cannot be looked into holds nothing that may go
+    except OSError:  # a directory that cannot be read holds nothing that may be removed
         return False
 
 
 def _tag(entry: Path, run_dir: Path, links: Sequence[Path], known: Mapping[str, Tag]) -> Tag | None:
-    """Describe a directory with shards; None of anything else."""
+    """Describe a directory with shards; return None for anything else."""
     is_own = entry.name.startswith(names.OWN_PREFIX)
     if is_own or entry.is_symlink() or not entry.is_dir():
         return None
@@ -173,7 +173,7 @@ def _tag(entry: Path, run_dir: Path, links: Sequence[Path], known: Mapping[str, 
 
 
 def _looks(directory: Path) -> tuple[int, int, str]:
-    """Return when anything in it changed last, its size, and what stands for how it looks."""
+    """Return the newest time of change in a directory, its size, and a digest of its entries."""
     changed, nbytes, digest = 0, 0, sha256()
     for path in sorted([directory, *entries_below(directory)]):
         stat = path.lstat()

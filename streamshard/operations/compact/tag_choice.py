@@ -1,4 +1,4 @@
-"""Chooses which tags of a run directory may go, from what is known of all of them."""
+"""Chooses the tags of a run directory that may be removed, from the descriptions of all tags."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,11 +10,11 @@ from streamshard.formats.deepspeed.names import step_of
 from streamshard.sizes import show_duration, show_time
 
 KEPT: Final = "kept"
-"""A rule or a name protects it."""
+"""A rule protects the tag, or a file or link that names it."""
 CANDIDATE: Final = "candidate"
-"""Nothing protects it."""
+"""Nothing protects the tag."""
 AMBIGUOUS: Final = "ambiguous"
-"""What it is is not clear, so it is kept, and somebody should look."""
+"""It is not clear what the tag is, so it is kept, and the user should look."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Tag:
     nbytes: int = 0
     """Size of the files in it."""
     looks: str = ""
-    """Changes with the name, size or time of change of anything in it."""
+    """Digest of the path, mode, size, inode and time of change of everything in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,31 +40,31 @@ class Run:
 
     tags: tuple[Tag, ...]
     latest: str | None
-    """What `latest` names; None where it cannot be read."""
+    """Tag that `latest` names; None if it cannot be read."""
     latest_universal: str | None = None
     problem: str | None = None
-    """Why nothing can be said about what is needed."""
+    """Why it is not known which tag is needed."""
     trashed: tuple[Tag, ...] = ()
-    """Those in the trash, of which no more is known than who leads to where they are or were."""
+    """Tags in the trash; of these only the name and the links to them are known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What is to be kept."""
+    """The rules by which tags are kept."""
 
     keep_last: int
-    """So many of the newest complete steps, at least 2."""
+    """How many of the newest complete steps to keep, at least 2."""
     min_age_ns: int
-    """How long a tag must not have changed."""
+    """Least time since the last change of a tag that may be removed."""
     keep_every: int | None = None
-    """Steps that are multiples of this."""
+    """Keep steps that are multiples of this."""
     keep_tags: tuple[str, ...] = ()
-    """Patterns of names."""
+    """Patterns of the names to keep."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was decided about a tag."""
+    """The decision about a tag."""
 
     tag: Tag
     step: int | None
@@ -74,16 +74,16 @@ class Choice:
 
 
 def _step_in(run: Run, name: str) -> int | None:
-    """Read the step of a tag that can be held against that of `latest`.
+    """Return a tag's step if it can be compared with the step of `latest`, else None.
 
-    Of `epoch_1/step_9` and `epoch_2/step_3` the numbers do not tell which one is newer.
+    The numbers of `epoch_1/step_9` and `epoch_2/step_3` do not say which one is newer.
     """
     is_beside = name.rpartition("/")[0] == (run.latest or "").rpartition("/")[0]
     return step_of(name) if is_beside else None
 
 
 def refusal(run: Run) -> str | None:
-    """Say why nothing of a run may go at all; None if something may."""
+    """Say why nothing in a run directory may be removed; None if something may."""
     if run.problem is not None:
         return run.problem
     if run.latest is None:
@@ -96,27 +96,27 @@ def refusal(run: Run) -> str | None:
 
 
 def choose(run: Run, rules: Rules, now_ns: int) -> list[Choice]:
-    """Decide about every tag, in the order of their steps; of a run that `refusal` lets pass."""
+    """Decide about every tag, in the order of their steps; `refusal` must have returned None."""
     newest = _newest(run, rules)
     ordered = sorted(run.tags, key=lambda tag: (step_of(tag.name) or -1, tag.name))
     return [_decide(tag, run, rules, newest, now_ns) for tag in ordered]
 
 
 def protection(name: str, run: Run, rules: Rules) -> str | None:
-    """Say which rule or name protects a tag that is archived and gone; None if none does."""
+    """Say which rule or name protects the archive of a removed tag; None if none does."""
     gone = Tag(name, changed_ns=0)
     return next(_protected(gone, run, rules, _step_in(run, name), set()), None)
 
 
 def protection_in_trash(tag: Tag, run: Run, rules: Rules) -> str | None:
-    """Say what would keep a tag in the trash if it were brought back; None if nothing would."""
+    """Say what would protect a tag in the trash if it were brought back; None if nothing would."""
     again = replace(run, tags=(*run.tags, *run.trashed))
     newest = _newest(again, rules)
     return next(_protected(tag, again, rules, _step_in(run, tag.name), newest), None)
 
 
 def _newest(run: Run, rules: Rules) -> set[int]:
-    """Return the newest steps that are complete, and not newer than the one that is needed."""
+    """Return the newest complete steps that are not above the step of `latest`."""
     last = step_of(run.latest or "")
     steps = {_step_in(run, tag.name) for tag in run.tags if tag.problem is None}
     known = sorted(step for step in steps if step is not None and last is not None and step <= last)
@@ -177,5 +177,5 @@ def _matching(name: str, patterns: Sequence[str]) -> Iterator[str]:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Tell whether a tag is one that `--keep-tag` asks for; a name may look like a pattern."""
+    """Tell whether a tag has the name or matches the pattern that `--keep-tag` gives."""
     return name == pattern or fnmatchcase(name, pattern)

@@ -1,4 +1,4 @@
-"""Chooses again, from the run directory as it is by now, before anything is moved or removed."""
+"""Repeats the choice with the run directory as it is now, before a tag is moved or removed."""
 
 import time
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from streamshard.operations.compact.tag_choice import Choice, Rules, Run, choose
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """Looks at a run directory again; what looks as it did at first is not opened again."""
+    """Looks at a run directory again; tags that look unchanged are not opened again."""
 
     run_dir: Path
     rules: Rules
     now_ns: int
-    """When the run began."""
+    """Time at which the run began."""
     before: Run
-    """The run directory as it was found at first."""
+    """Description of the run directory when the run began."""
 
     def still_free(self, choice: Choice) -> str:
-        """Choose again of a tag that may be moved.
+        """Repeat the choice for a tag that is about to be moved.
 
         Raises
         ------
@@ -45,12 +45,12 @@ class Again:
         return choice.reason
 
     def still_unwanted(self, tag: str) -> str:
-        """Choose again of a tag in the trash.
+        """Repeat the choice for a tag in the trash.
 
         Raises
         ------
         SourceError
-            Something would keep the tag if it were brought back.
+            Something would protect the tag if it were brought back.
         """
         reason = self.kept_in_trash(tag)
         if reason is not None:
@@ -59,12 +59,12 @@ class Again:
         return "no rule would keep it"
 
     def kept_in_trash(self, tag: str) -> str | None:
-        """Say what would keep a tag in the trash if it were brought back; None if nothing would.
+        """Say what would protect a tag in the trash if it were brought back; None if nothing would.
 
         Raises
         ------
         SourceError
-            That is not clear now, though it was when the run began.
+            This is not clear now, although it was when the run began.
         """
         run = look_at(self.run_dir, self.before)
         reason = refusal(run) or self._not_read(run)
@@ -75,6 +75,9 @@ class Again:
         return tag_choice.protection_in_trash(held, run, self.rules)
 
     def _not_read(self, run: Run) -> str | None:
-        """Say why a tag cannot be opened that could be at first; others might stay in its place."""
+        """Return the problem of a tag that could be opened when the run began, and now cannot.
+
+        Without that tag, the rules would keep other tags in its place.
+        """
         whole = {tag.name for tag in self.before.tags if tag.problem is None}
         return next((tag.problem for tag in run.tags if tag.problem and tag.name in whole), None)

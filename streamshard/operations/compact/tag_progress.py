@@ -1,4 +1,4 @@
-"""Progress of a run that deals with one tag after the other."""
+"""Progress of a run that handles one tag after the other."""
 
 from streamshard.engine.io.throttle import Throttle
 from streamshard.engine.run.phases import READING
@@ -6,7 +6,7 @@ from streamshard.operations.transfer.report import Progress
 
 
 class TagProgress:
-    """Tells somebody what is done, with the name of the tag, and no faster than is allowed."""
+    """Passes progress on with the name of the tag, and slows the run down to the allowed rate."""
 
     def __init__(self, somebody: Progress, bytes_per_second: int | None) -> None:
         self._somebody = somebody
@@ -17,15 +17,15 @@ class TagProgress:
             self.advance = Throttle(somebody.advance, bytes_per_second).advance
 
     def turn_to(self, tag: str) -> None:
-        """Take note of the tag that all is about from here on."""
+        """Set the tag that the progress is about from now on."""
         self._tag = tag
 
     def start(self, total_bytes: int, phase: str = READING) -> None:
-        """Tell of how much there is to deal with."""
+        """Start with the total of bytes and the first phase."""
         self._somebody.start(total_bytes, self._named(phase))
 
     def enter(self, phase: str) -> None:
-        """Tell of what is done from here on."""
+        """Enter a phase."""
         self._somebody.enter(self._named(phase))
 
     def _named(self, phase: str) -> str:

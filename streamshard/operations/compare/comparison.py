@@ -1,4 +1,4 @@
-"""Reads what belongs together in two checkpoints, window by window, and says where it differs."""
+"""Reads the matching tensors of two checkpoints, window by window, and reports differences."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,16 +20,17 @@ from streamshard.operations.compare.matched_runs import RunPart, Runs, Side
 from streamshard.operations.compare.matching import Pair
 
 EXTRA_BYTES: Final = WINDOW_BYTES + SCRATCH_BYTES + 2 * MIB
-"""What a worker takes beyond a window and its scratch: those of the other side, and the copies."""
+"""Memory that a worker takes besides one window and its scratch: both for the other side, and the
+copies."""
 
 
 class Comparing:
-    """Two opened checkpoints, and the pairs of tensors that are to be read.
+    """Two opened checkpoints, and the pairs of tensors to compare.
 
     Parameters
     ----------
     exactly
-        Whether the bits of a NaN count too where one side is a cast.
+        Whether the bits of a NaN are compared too where one side is a cast.
     """
 
     def __init__(
@@ -40,13 +41,13 @@ class Comparing:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are compared, of either side."""
+        """Bytes that are compared on each side."""
         return self._runs.nbytes
 
     def run(
         self, memory: MemoryPlan, findings: Findings, progress: Callable[[int], None]
     ) -> list[Difference]:
-        """Compare all pairs; what cannot be read is added to the findings."""
+        """Compare all pairs; read errors are added to the findings."""
         waiting: deque[Sequence[RunPart]] = deque()
         tallies: dict[int, tuple[int, int]] = {}
         make = partial(self._comparator, memory, progress)
@@ -98,7 +99,7 @@ class Comparing:
 
 
 def chosen(pairs: Sequence[Pair], sample: Sample) -> list[Pair]:
-    """Choose the pairs that are in a sample."""
+    """Return the pairs that are in a sample."""
     ends = list(accumulate(pair.nbytes for pair in pairs))
     total = ends[-1] if ends else 0
     both = zip(pairs, ends, strict=True)
@@ -106,7 +107,7 @@ def chosen(pairs: Sequence[Pair], sample: Sample) -> list[Pair]:
 
 
 def _count(tallies: dict[int, tuple[int, int]], pair: Pair, part: RunPart, found: Mismatch) -> None:
-    """Add what was found in a part of a pair."""
+    """Count the mismatches in a part of a pair."""
     at = part.start * ITEMSIZE[pair.dtype] // pair.itemsize + found.first
     first, count = tallies.get(part.number, (at, 0))
     tallies[part.number] = min(first, at), count + found.count

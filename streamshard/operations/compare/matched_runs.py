@@ -1,4 +1,4 @@
-"""Shares pairs of tensors out into runs that one worker reads in a row, of either side."""
+"""Divides the pairs of tensors into runs; one worker reads a run from both sides."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from streamshard.model import ITEMSIZE, SourceFile
 from streamshard.operations.compare.matching import Pair, SideElements
 
 _RUN_BYTES: Final = 64 << 20
-"""What a worker compares in a row, if it is not in too many pieces."""
+"""Length of a run, unless it consists of too many pieces."""
 _PIECE_COST: Final = 8192
-"""Bytes that a piece counts for, as each takes some integers: a run has 8192 at most."""
+"""Bytes that a piece counts as, because each takes some integers: a run has at most 8192 pieces."""
 _LEAST_CHUNKS: Final = 4
-"""Compressed chunks in a run that need not end where a chunk does: one of them is decoded twice."""
+"""Fewest compressed chunks in a run that may end inside a chunk; that chunk is decoded twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +28,17 @@ class RunPart:
     """A range of a pair's elements."""
 
     number: int
-    """Of the pair."""
+    """Number of the pair."""
     start: int
     stop: int
 
 
 class Side(Protocol):
-    """Opened files, and where in them the elements of tensors lie."""
+    """Opened files, and the places of the tensors' elements in them."""
 
     @property
     def path(self) -> Path:
-        """Where they are."""
+        """Directory of the files."""
 
     @property
     def files(self) -> tuple[SourceFile, ...]:
@@ -50,33 +50,33 @@ class Side(Protocol):
 
     @property
     def codec_bytes(self) -> int:
-        """Memory that decoding one file takes; 0 where none is decoded."""
+        """Memory that decoding one file takes; 0 if no file is decoded."""
 
     @property
     def cutting(self) -> Cutting:
-        """Where every element lies."""
+        """The place of every element."""
 
 
 class Runs:
-    """The runs that the pairs of two opened checkpoints are shared out into.
+    """The runs into which the pairs of two opened checkpoints are divided.
 
     Parameters
     ----------
     block_numel
-        Parts of a pair begin at multiples of as many elements.
+        Parts of a pair begin at multiples of this number of elements.
     """
 
     def __init__(
         self, left: Side, right: Side, pairs: Sequence[Pair], *, block_numel: int = 1
     ) -> None:
         self.sides = left, right
-        # Pairs that are read alike can share a window.
+        # Pairs of the same dtypes and item size can share a window.
         self.pairs = sorted(pairs, key=_alike)
         self._block_numel = block_numel
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are compared, of either side."""
+        """Bytes that are compared on each side."""
         return sum(pair.nbytes for pair in self.pairs)
 
     def __iter__(self) -> Iterator[list[RunPart]]:
@@ -100,16 +100,16 @@ class Runs:
             yield run
 
     def _cost(self, pair: Pair, numel: int) -> int:
-        """Weigh elements by their bytes and by the pieces in which they lie."""
+        """Return the cost of comparing elements: their bytes, and the pieces they lie in."""
         pieces = sum(
             numel // self._piece_numel(side, half) + 2 for side, half in self._halves(pair)
         )
         return numel * ITEMSIZE[pair.dtype] + pieces * _PIECE_COST
 
     def _step(self, pair: Pair) -> int:
-        """Choose how many elements of a pair a worker compares in a row, if it has so many.
+        """Choose how many elements of a pair go into one part, at most.
 
-        Chunks that are compressed are decoded as a whole: no two workers are to decode the same.
+        Compressed chunks are decoded as a whole: two workers should not decode the same chunk.
         """
         unit = pair.itemsize // ITEMSIZE[pair.dtype]
         block, least_numel = unit * self._block_numel, 0
@@ -129,7 +129,7 @@ class Runs:
         return int(side.cutting.piece_numel[half.tensor])
 
     def regions(self, run: Sequence[RunPart]) -> tuple[Region, Region]:
-        """Say what fills the windows of the left and of the right side."""
+        """Return the regions that fill the windows of the left and of the right side."""
         pairs = [self.pairs[part.number] for part in run]
         left, right = self.sides
         return (
@@ -140,7 +140,7 @@ class Runs:
     def _region(
         self, side: Side, halves: Sequence[SideElements], run: Sequence[RunPart], first: Pair
     ) -> Region:
-        """Say what fills the windows of one side."""
+        """Return the region that fills the windows of one side."""
         source, target = ITEMSIZE[halves[0].dtype], ITEMSIZE[first.dtype]
         tensor = np.array([half.tensor for half in halves], dtype=np.int64)
         shift = np.array([half.start for half in halves], dtype=np.int64)

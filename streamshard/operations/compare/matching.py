@@ -1,6 +1,6 @@
-"""Finds what belongs together in two checkpoints, whatever their formats, stages and world sizes.
+"""Matches the tensors of two checkpoints of any formats, stages and world sizes.
 
-The result of `pair_up` says which elements are to be the same; reading them is another matter.
+The result of `pair_up` lists the elements that should be equal. Other modules read them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ from streamshard.operations.source.source import Source
 _OWN_STATES: Final = (MODULE, BLOB, FILE)
 """States that are not the optimizer's."""
 _LIMIT_AGAIN: Final = 16
-"""How often tensors of the training state may share an element, on average."""
+"""How many tensors of the training state may share an element, on average."""
 _FREE_BYTES: Final = 1 << 24
 
 
@@ -37,19 +37,19 @@ class SideElements:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Elements of both sides that are to be the same."""
+    """Elements of both sides that should be equal."""
 
     name: str
     left: SideElements
     right: SideElements
     numel: int
-    """Elements of either half."""
+    """Elements on each side."""
     dtype: str
-    """What both are to be compared as: the dtype of at least one."""
+    """Dtype as which both sides are compared: the dtype of at least one side."""
     itemsize: int
-    """Bytes by which differences are counted."""
+    """Bytes of the unit in which differences are counted."""
     tensor: LogicalTensor | None = None
-    """What is compared, as the left side has it; None for a place in the training state."""
+    """The tensor of the left side; None for a place in the training state."""
 
     @property
     def nbytes(self) -> int:
@@ -59,20 +59,20 @@ class Pair:
 
 @dataclass(slots=True)
 class Pairing:
-    """What belongs together, and what was found to differ without reading tensors."""
+    """The matching tensors, and the differences that were found without reading tensors."""
 
     by_value: bool = False
-    """Whether floats of different dtypes are to be compared too."""
+    """Whether floats of different dtypes are compared too."""
     pairs: list[Pair] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     blobs: set[tuple[SideElements, SideElements, int]] = field(default_factory=set)
     """Parts of the training state's tensors that are paired already, and their bytes."""
     blob_budget: int = 0
-    """Bytes of them that may still be paired."""
+    """Bytes of such parts that may still be paired."""
     is_spent: bool = False
     tensors: dict[str, LogicalTensor] = field(default_factory=dict)
-    """What differences are about, by their names, where that is a tensor."""
+    """Name of a difference → the tensor it is about, where it is about a tensor."""
     _paired: set[tuple[SideElements, SideElements]] = field(default_factory=set)
 
     def differ(self, kind: str, name: str, message: str) -> None:
@@ -88,7 +88,7 @@ class Pairing:
     def add(
         self, tensor: LogicalTensor, left: SideElements, right: SideElements, dtype: str
     ) -> None:
-        """Add whole tensors, once even where they are tied and have several names."""
+        """Add a pair of whole tensors; tied tensors with several names are added once."""
         if (left, right) not in self._paired:
             self._paired.add((left, right))
             path, size = array_path(tensor), ITEMSIZE[dtype]
@@ -98,19 +98,20 @@ class Pairing:
 def pair_up(
     left: Source, right: Source, *, converted: bool = False, by_value: bool = False
 ) -> Pairing:
-    """Pair the tensors of two checkpoints, and compare everything else.
+    """Match the tensors of two checkpoints, and compare everything else.
 
-    Module weights that one side does not keep, as in stage 3, are casts of its master weights, and
-    compared as such.
+    If one side does not keep module weights, as at stage 3, casts of its master weights are
+    compared in their place.
 
     Parameters
     ----------
     converted
-        Whether the left side was made of the right one by a change of the module's dtype. Then
-        its weights are compared with casts of the right side's, not found to be of another dtype.
+        Whether the left side was made from the right side by a change of the module's dtype. If so,
+        its weights are compared with casts of the right side's weights, and the other dtype is not
+        reported as a difference.
     by_value
-        Whether floats of different dtypes, besides being found to differ, are to be compared as the
-        dtype that holds the values of both.
+        Whether the values of floats of different dtypes are compared too, in the dtype that holds
+        the values of both sides. The different dtypes are reported in any case.
     """
     found = Pairing(by_value=by_value)
     one, other = left.checkpoint, right.checkpoint
@@ -141,9 +142,9 @@ def pair_up(
 
 
 def _pair_states(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
-    """Pair the optimizer's states, master weights among them."""
+    """Match the optimizer's states, including the master weights."""
     mine, theirs = (dict(_own_states(checkpoint)) for checkpoint in (one, other))
-    # Dumps, and BF16_Optimizer without a stage, tell sizes but no shapes.
+    # Dumps, and BF16_Optimizer without a stage, record sizes but no shapes.
     flat_ok = any(c.is_dumps or c.layout.bf16_optimizer for c in (one, other))
     for key in {**mine, **theirs}:
         if key not in mine or key not in theirs:
@@ -189,7 +190,7 @@ def _pair_same(
 
 @dataclass(frozen=True, slots=True)
 class _Weight:
-    """What a module's state dict holds under a name."""
+    """An entry of a module's state dict."""
 
     half: SideElements
     dtype: str
@@ -197,11 +198,11 @@ class _Weight:
     master: SideElements | None
     """Its master weights, if it is trained."""
     is_cast: bool
-    """Whether it is not kept itself, and is a cast of the master weights."""
+    """Whether the checkpoint keeps only its master weights, of which it is a cast."""
 
 
 class _ModulePairing:
-    """Pairs what the modules of one family hold."""
+    """Matches the entries of the modules of one family."""
 
     def __init__(
         self,
@@ -237,7 +238,7 @@ class _ModulePairing:
                 message = f"{mine.shape} here, {theirs.shape} there"
                 self._found.differ_in("shape", tensor, message)
             elif mine.dtype != theirs.dtype and not self._converted:
-                if mine.is_cast or theirs.is_cast:  # then the masters tell how they differ
+                if mine.is_cast or theirs.is_cast:  # the master weights show how they differ
                     message = f"{mine.dtype} here, {theirs.dtype} there"
                     self._found.differ_in("dtype", tensor, message)
                 else:
@@ -246,7 +247,7 @@ class _ModulePairing:
                 self._pair(tensor, mine, theirs)
 
     def _pair(self, tensor: LogicalTensor, mine: _Weight, theirs: _Weight) -> None:
-        """Pair a weight of one name, shape and dtype, unless both sides only keep its masters."""
+        """Match the weights of one name, unless both sides keep only the master weights."""
         dtype, right = mine.dtype, theirs.half
         if mine.dtype != theirs.dtype:
             if mine.is_cast:
@@ -264,7 +265,7 @@ class _ModulePairing:
 
 
 def _weights(checkpoint: Checkpoint, family: Family) -> Iterator[tuple[str, _Weight]]:
-    """Yield what a module's state dict holds, tied weights under each of their names."""
+    """Yield the entries of a module's state dict, tied weights under each of their names."""
     index = checkpoint.tensor_index()
     for entry in family.module:
         name = entry.held_as
@@ -278,7 +279,7 @@ def _weights(checkpoint: Checkpoint, family: Family) -> Iterator[tuple[str, _Wei
 
 
 def _without_values(checkpoint: Checkpoint, family: Family) -> set[str]:
-    """List the names of excluded weights of which stage 3 left nothing but a placeholder."""
+    """List the excluded weights for which stage 3 saved only a placeholder."""
     index = checkpoint.tensor_index()
     return {
         entry.name
@@ -288,13 +289,13 @@ def _without_values(checkpoint: Checkpoint, family: Family) -> set[str]:
 
 
 def _blob_budget(checkpoint: Checkpoint) -> int:
-    """Tell how many bytes of tensors in the training state are compared, each view counted."""
+    """Return how many bytes of training-state tensors are compared at most, counting each view."""
     held = sum(tensor.nbytes for tensor in checkpoint.tensors if tensor.state == BLOB)
     return _LIMIT_AGAIN * held + _FREE_BYTES
 
 
 def _pair_blobs(place: SamePlace, found: Pairing) -> None:
-    """Pair what lies at one place of the training state, once if several places show it."""
+    """Match one place of the training state; elements that several places share only once."""
     halves = [SideElements(tensor, "uint8", start) for tensor, start in (place.left, place.right)]
     pair = Pair(place.name, halves[0], halves[1], place.nbytes, "uint8", place.itemsize)
     shown = (halves[0], halves[1], pair.nbytes)
@@ -310,7 +311,7 @@ def _pair_blobs(place: SamePlace, found: Pairing) -> None:
 
 
 def _pair_files(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
-    """Pair the files that come along; those of ranks that only one side has are left out."""
+    """Match the sidecars, except files of ranks that only one side has."""
     mine, theirs = _files(one), _files(other)
     here = frameworks.resize(
         one.tag, list(theirs), source_world_size=other.ranks, world_size=one.ranks
@@ -318,8 +319,8 @@ def _pair_files(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
     there = frameworks.resize(
         one.tag, list(mine), source_world_size=one.ranks, world_size=other.ranks
     )
-    # A file that a resharding leaves out is not missing, and may still be here, as in a store; one
-    # that it makes for a new rank is another than one of that name that was left behind.
+    # A file that resharding leaves out does not count as missing; it may still be here, as in a
+    # store. A file that resharding makes for a new rank is not the old file of the same name.
     kept = {path: path for path in mine.keys() - {*here.new_steps, *there.new_steps}}
     moved = {path: here.paths.get(path) or kept.get(path) for path in theirs}
     for path, now in moved.items():
@@ -341,7 +342,7 @@ def _pair_files(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
 
 
 def _files(checkpoint: Checkpoint) -> Mapping[str, int]:
-    """Return path → tensor, with one name for the tag directory, whatever the tag."""
+    """Return path → tensor; in each path, `<tag>` stands for the tag directory."""
     prefix = f"{checkpoint.tag}/"
     return {
         f"<tag>/{t.name.removeprefix(prefix)}" if t.name.startswith(prefix) else t.name: index
@@ -351,7 +352,7 @@ def _files(checkpoint: Checkpoint) -> Mapping[str, int]:
 
 
 def _note_settings(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
-    """Say what differs and is no state: tag, config, versions."""
+    """Add notes on differences that are not state: tag, config, versions."""
     if one.tag != other.tag:
         found.notes.append(f"The tags differ: '{one.tag}' and '{other.tag}'.")
     held = [dict(training_state.provenance(checkpoint)) for checkpoint in (one, other)]

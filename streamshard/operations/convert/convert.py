@@ -1,4 +1,4 @@
-"""`convert`: shards into chunked Zarr arrays that no longer know how many ranks there were."""
+"""`convert`: writes a checkpoint as chunked Zarr arrays, which do not depend on the ranks."""
 
 import math
 import os
@@ -54,7 +54,7 @@ class StoreShape:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a run may use."""
+    """Limits of a run."""
 
     floor_bytes: int
     """Resident memory before anything was opened."""
@@ -74,17 +74,17 @@ class ConvertPlan:
     memory: MemoryPlan
     overwrite: bool
     report: Report
-    """What running it will do."""
+    """What the run will do."""
     if_needed: bool = False
-    """Whether nothing is to be written where it is there already."""
+    """Whether to write nothing if the target holds the result already."""
 
     def found(self, progress: Progress | None = None) -> Report | None:
-        """Return what to report if there is nothing to do; else None.
+        """Return the report of a run that has nothing to do; None if there is something to do.
 
         Raises
         ------
         TargetExistsError
-            Something else than what this would make is there, and may not be replaced.
+            The target exists, holds something else, and may not be replaced.
         """
         return needed.Wanted(
             self.report,
@@ -102,8 +102,8 @@ class ConvertPlan:
         Raises
         ------
         StreamshardError
-            The source changed or the target cannot be written. No store is left then, but what
-            was written is kept beside its place, and the same plan goes on from there.
+            The source changed, or the target cannot be written. Then there is no store, but the
+            files written so far are kept beside its place, and the same plan continues with them.
         """
         if self.if_needed and (found := self.found(progress)) is not None:
             return found
@@ -131,13 +131,13 @@ class ConvertPlan:
         return self.files.sizes()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan down, for `load_plan` or `streamshard apply`."""
+        """Save the plan to a file, for `load_plan` or `streamshard apply`."""
         if self.asked is None:
             raise UsageError(f"{path}: a part of a larger plan, which cannot be saved by itself")
         plan_file.write(Path(path), self.asked, self.purpose, self.sizes())
 
     def outlook(self, *, measures_disk: bool = True) -> Outlook:
-        """Tell more of what running it will do, and how long it may take."""
+        """Estimate in detail what the run will do, and how long it may take."""
         times = np.ones(len(self.source.checkpoint.tensors), dtype=np.int64)
         byte_counts = ByteCounts(self.sizes(), times)
         return estimate_run(
@@ -179,14 +179,16 @@ def plan_convert(
     chunk_size
         Bytes per chunk at most, before compression.
     source_ds_config_file, like
-        For sources that do not tell all that is needed; see `plan_repartition`.
+        For sources that lack information; see `plan_repartition`.
     memory_limit
-        Bytes allowed above what the program itself occupies; by default 1 GiB, and never more than
-        half of what the machine, or the cgroup, leaves there.
+        Bytes of memory beyond what the program itself takes; by default 1 GiB, but at most half of
+        the remaining memory of the machine or the cgroup.
     verify
-        Read back from disk what was written, and compare it with the source before it is renamed.
+        Read the written files back from disk, and compare them with the source before they are
+        renamed into place.
     if_needed
-        Write nothing if the target is to the byte what would be written; the report says so.
+        Write nothing if the target already holds exactly the bytes that would be written; the
+        report says so.
 
     Raises
     ------
@@ -213,7 +215,7 @@ def plan_convert(
     target = place_to_make(Path(target))
     require_other(source, target)
     if if_needed:
-        require_named(target)  # what is there is looked at when all is planned
+        require_named(target)  # its content is compared after planning
     else:
         require_free(target, overwrite=overwrite)
     opened = open_source(source, tag, ds_config_file=source_ds_config_file, like=like)
@@ -245,16 +247,16 @@ def plan_store(
     if_needed: bool = False,
     asked: Asked | None = None,
 ) -> ConvertPlan:
-    """Plan to write what was opened into a store; see `plan_convert`.
+    """Plan to write an opened source into a store; see `plan_convert`.
 
     Parameters
     ----------
     named
-        How the user called the source.
+        The source's path as the user gave it.
     verb
-        For whom the store is written.
+        The verb that writes the store.
     asked
-        What the plan can be made from again; without it, it cannot be saved.
+        The options from which the plan can be made again; without them it cannot be saved.
     """
     codec, floor_bytes = shape.codec, limits.floor_bytes
     require_separate(opened.path, opened.files, target)
@@ -264,7 +266,7 @@ def plan_store(
     with of_file(opened.path):
         sizes = files.sizes(reads_back=True)
     count, bytes_written = len(sizes), sum(sizes.values())
-    del sizes  # of a large store it takes memory
+    del sizes  # it is large for a large store
     both = zip(shapes, tensors, strict=True)
     largest = max((math.prod(s) * ITEMSIZE[t.dtype] for s, t in both), default=0)
     options = {
@@ -277,7 +279,7 @@ def plan_store(
     limit_bytes = execution.limit_or_default(limits.memory_limit, floor_bytes)
     memory_plan = execution.fit_memory(
         floor_bytes=floor_bytes,
-        # While a chunk is compressed: its content, what Blosc writes into, and what it returns.
+        # A chunk that is being compressed takes its content, Blosc's buffer and Blosc's result.
         codec_bytes=opened.codec_bytes
         + (0 if codec == "none" else 3 * largest + MIB)
         + (EXTRA_BYTES if verify else 0),

@@ -1,4 +1,4 @@
-"""Turns a checkpoint into the files of a store: every chunk becomes a region with its copies."""
+"""Turns a checkpoint into the files of a store: each chunk becomes a region with its copies."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ from streamshard.operations.source.source import Source
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A chunk to be written."""
+    """A chunk to write."""
 
     path: str
     tensor: int
@@ -34,30 +34,31 @@ class Chunk:
     stop: int
     """Element after the last; the chunk itself may reach past the tensor's end."""
     nbytes: int
-    """Content, what lies past the tensor's end included."""
+    """Size of the content, including the part past the tensor's end."""
 
 
 class StoreTargets:
-    """Fills the files of a store from a source, and keeps what the manifest is to say of them."""
+    """Fills the files of a store from a source, and keeps the manifest's records of them."""
 
     def __init__(self, source: Source, chunk_shapes: Sequence[tuple[int, ...]], codec: str) -> None:
         self._source = source
         self._chunk_shapes = chunk_shapes
         self._codec = codec
         self._records: dict[str, FileRecord] = {}
-        """What was written so far."""
+        """Path → record of each file that was written so far."""
         self._digests: dict[tuple[int, int], Digest] = {}
-        """(tensor, first element) → digest of a chunk's content that was written so far."""
+        """(tensor, first element) → digest of the content of each chunk written so far."""
         self.nbytes: int | None = None
-        """Size of all files once they are written; None before, and if an earlier run did it."""
+        """Size of all files after they are written; None before, or if an earlier run wrote them
+        all."""
 
     @property
     def encode(self) -> Callable[[memoryview], bytes] | None:
-        """How a chunk of four-byte elements, as most are, is compressed; None if none is."""
+        """The function that compresses a chunk of four-byte elements; None without a codec."""
         return None if self._codec == "none" else BloscChunk(self._codec, 4).encode
 
     def content(self) -> Iterator[TargetFile]:
-        """Turn everything but the manifest into work."""
+        """Yield the targets of all files except the manifest."""
         documents = self._documents()
         self._records.update({path: record_of(data) for path, data in documents.items()})
         yield from _fixed(documents)
@@ -65,17 +66,17 @@ class StoreTargets:
             yield self._chunk_target(chunk)
 
     def sizes(self, *, reads_back: bool = False) -> dict[str, int]:
-        """Work out the size of every file by its path; at most, where there is compression.
+        """Compute the size of every file by its path; an upper bound if the store is compressed.
 
         Parameters
         ----------
         reads_back
-            Require of what is about to be written that it can be read.
+            Require that the documents to be written can be read again.
 
         Raises
         ------
         UnsupportedError
-            It could not be.
+            A file of the store could not be read again.
         """
         documents = self._documents()
         if reads_back:
@@ -83,7 +84,7 @@ class StoreTargets:
         records = {path: record_of(data) for path, data in documents.items()}
         for chunk in self._chunks():
             blocks = -(-chunk.nbytes // BLOCK_BYTES) if self._codec == "none" else 1
-            # Blosc stores what does not shrink, with a header.
+            # Blosc stores incompressible data as it is, after a header.
             extra = CHECKSUM_BYTES if self._codec == "none" else CHECKSUM_BYTES + 16
             zeros = np.zeros(blocks, dtype=np.uint32)
             records[chunk.path] = FileRecord(chunk.nbytes + extra, zeros)
@@ -101,7 +102,7 @@ class StoreTargets:
         return sizes
 
     def manifest(self) -> Iterator[TargetFile]:
-        """Turn the manifest into work, once everything else is written."""
+        """Yield the targets of the manifest, after everything else is written."""
         pieces: dict[int, list[Digest]] = {}
         for tensor, start in sorted(self._digests):
             pieces.setdefault(tensor, []).append(self._digests[tensor, start])
@@ -109,7 +110,7 @@ class StoreTargets:
             array_path(tensor): digests.joined(pieces.get(index, ())).text
             for index, tensor in enumerate(self._source.checkpoint.tensors)
         }
-        # Sorted, because workers and runs that go on note them in any order.
+        # Sorted, because workers and continued runs record the files in any order.
         manifest = store_manifest.serialize(dict(sorted(self._records.items())), self._codec, held)
         small = small_array(MANIFEST_PATH, manifest)
         if self._records:
@@ -118,7 +119,7 @@ class StoreTargets:
         return _fixed(small)
 
     def _documents(self) -> dict[str, bytes]:
-        """Spell all files of a store that are not a tensor's chunks, but for the manifest."""
+        """Serialize all files of a store except tensors' chunks and the manifest."""
         checkpoint = self._source.checkpoint
         state = store_state.dump(checkpoint, self._chunk_shapes)
         documents = zarr_writer.documents(checkpoint, self._chunk_shapes, self._codec)
@@ -196,7 +197,7 @@ class StoreTargets:
 
 
 def small_array(path: str, data: bytes) -> dict[str, bytes]:
-    """Spell an array of raw bytes: its document and its only chunk, by path."""
+    """Serialize an array of raw bytes: its document and its only chunk, by path."""
     return {
         f"{path}/zarr.json": zarr_writer.small_array_document(len(data)),
         f"{path}/c/0": data + serialize_checksum(google_crc32c.value(data)),
@@ -204,7 +205,7 @@ def small_array(path: str, data: bytes) -> dict[str, bytes]:
 
 
 def record_of(data: bytes) -> FileRecord:
-    """Record a file whose bytes are at hand."""
+    """Return the record of a file with the given bytes."""
     return FileRecord(len(data), np.array([crc32(data)], dtype=np.uint32))
 
 

@@ -1,1 +1,1 @@
-"""`diff`: how different two checkpoints are."""
+"""`diff`: measures how much two checkpoints differ."""

@@ -1,4 +1,4 @@
-"""`diff`: how different two checkpoints are, whatever their formats, stages and world sizes."""
+"""`diff`: measures how much two checkpoints differ, in any formats, stages and world sizes."""
 
 import os
 import time
@@ -34,9 +34,9 @@ from streamshard.operations.transfer.report import Progress, Silent
 Path_ = str | os.PathLike[str]
 
 _TENSOR_BYTES: Final = 4096
-"""What the result takes of each tensor at most, while it is being put together."""
+"""Most memory that the result takes for each tensor while it is computed."""
 _BITS_ONLY: Final = frozenset({TRAINING, FILE})
-"""States that are bytes, which as numbers would mean nothing."""
+"""States that are compared as bytes only: as numbers they have no meaning."""
 
 
 def diff(
@@ -52,26 +52,26 @@ def diff(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> DiffReport:
-    """Measure how far the tensors of a checkpoint are from those of another; changes nothing.
+    """Measure the differences between the tensors of two checkpoints; changes nothing.
 
-    Both are run directories with `latest`, tag directories, stores, or templates of raw per-rank
-    dumps. Sums are taken in float64 over blocks of 32,768 elements, and then from block to block:
-    the result depends on the values alone, not on formats, workers or memory, and is off by less
-    than 1e-10 of the sum of the absolute values, for up to 10^10 elements. What is compared besides
-    tensors is what `verify` compares.
+    Each side is a run directory with `latest`, a tag directory, a store, or a template of raw
+    per-rank dumps. Sums are taken in float64 over blocks of 32,768 elements, and then over the
+    blocks in order. So the result depends only on the values, not on formats, workers or memory.
+    Its error is less than 1e-10 of the sum of the absolute values, for up to 10^10 elements.
+    Everything that is not a tensor is compared as `verify` compares it.
 
     Parameters
     ----------
     params
-        Patterns as the shell has them, against names of parameters and buffers. With any, only
-        tensors of such names are compared, and nothing else is.
+        Shell patterns of the names of parameters and buffers. If there are any, only the tensors
+        whose names match are compared, and nothing else.
     source_ds_config_file, like
-        For checkpoints that do not tell all that is needed; see `plan_repartition`.
+        For checkpoints that lack information; see `plan_repartition`.
     tag, against_tag
-        Tag to read of the left and of the right side; by default the one that `latest` names.
+        Tag to read on the left and on the right side; by default the one that `latest` names.
     memory_limit
-        Bytes allowed above what the program itself occupies; by default 1 GiB, and never more than
-        half of what the machine, or the cgroup, leaves there.
+        Bytes of memory beyond what the program itself takes; by default 1 GiB, but at most half of
+        the remaining memory of the machine or the cgroup.
 
     Raises
     ------
@@ -136,12 +136,12 @@ def diff(
 
 
 def _choose(pairing: Pairing, one: Source, other: Source, patterns: Sequence[str]) -> None:
-    """Leave nothing but tensors whose names match a pattern.
+    """Keep only the tensors whose names match a pattern.
 
     Raises
     ------
     UsageError
-        A pattern is that of no tensor.
+        A pattern matches no tensor.
     """
     names = _Names(one, other)
     known = [p.tensor for p in pairing.pairs if p.tensor is not None]
@@ -161,7 +161,7 @@ def _choose(pairing: Pairing, one: Source, other: Source, patterns: Sequence[str
 
 
 class _Names:
-    """By which names a tensor can be asked for."""
+    """The names by which a user can choose a tensor."""
 
     def __init__(self, *sources: Source) -> None:
         self._tied: dict[tuple[str, str], dict[str, None]] = {}
@@ -173,7 +173,7 @@ class _Names:
                         self._tied.setdefault(key, {})[entry.name] = None
 
     def of(self, tensor: LogicalTensor) -> list[str]:
-        """Return its name, and those it is tied to, each also with the part of the model."""
+        """Return a tensor's name and tied names, each also with its model-parallel part."""
         if tensor.state in _BITS_ONLY:
             return []
         plain = [tensor.name, *self._tied.get((tensor.family, tensor.name), ())]
@@ -181,14 +181,14 @@ class _Names:
 
 
 class _Measuring:
-    """Two opened checkpoints, and the pairs of tensors that are to be measured."""
+    """Two opened checkpoints, and the pairs of tensors to measure."""
 
     def __init__(self, left: Source, right: Source, pairs: Sequence[Pair]) -> None:
         self._runs = Runs(left, right, pairs, block_numel=BLOCK_NUMEL)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are compared, of either side."""
+        """Bytes that are compared on each side."""
         return self._runs.nbytes
 
     def run(self, plan: MemoryPlan, progress: Callable[[int], None]) -> dict[Pair, Totals]:
@@ -236,7 +236,7 @@ class _Measuring:
 def _summed(
     pairs: Sequence[Pair], totals: Mapping[Pair, Totals]
 ) -> tuple[tuple[TensorDiff, ...], tuple[StateDiff, ...]]:
-    """Say what was found of every tensor, and of all tensors of each state."""
+    """Return the result for every tensor, and for all tensors of each state together."""
     tensors = []
     states: dict[str, tuple[Totals, list[TensorDiff]]] = {}
     for pair in pairs:
@@ -265,7 +265,7 @@ def _summed(
 
 
 def _notes(pairs: Sequence[Pair]) -> Iterator[str]:
-    """Say of tensors that are of two dtypes how they are compared."""
+    """Say how tensors are compared whose dtypes differ."""
     mixed = [pair for pair in pairs if pair.left.dtype != pair.right.dtype]
     widened = sum(pair.dtype == wider(pair.left.dtype, pair.right.dtype) for pair in mixed)
     if widened:

@@ -1,4 +1,4 @@
-"""How far apart two checkpoints are: what `diff` returns, and how it is summed up."""
+"""The result of `diff`, and the sums from which it is computed."""
 
 import math
 from dataclasses import dataclass, field
@@ -11,29 +11,31 @@ from streamshard.engine.scan.distance import COUNTS, SUMS, Measured
 from streamshard.operations.checks.problems import Difference
 
 TRAINING: Final = "training"
-"""Stands for a state where a tensor is a piece of training state, such as a generator's."""
+"""Used as the state of tensors in the training state, such as that of a random generator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """How far elements are from those on the other side.
+    """The difference between the elements of both sides.
 
-    An element is changed if its bits are: -0.0 is not 0.0. The numbers are of the elements that are
-    finite on both sides, in float64; None where there are none, or where elements are no numbers.
+    An element counts as changed if its bits differ: -0.0 is not 0.0. The measures are computed in
+    float64 from the elements that are finite on both sides. They are None if there are no such
+    elements, or if the elements are not numbers.
     """
 
     numel: int
     changed: int
-    """Elements whose bits differ; where dtypes differ, whose values do."""
+    """Elements whose bits differ; if the dtypes differ, elements whose values differ."""
     fraction_changed: float
     max_abs: float | None
     """Largest absolute difference."""
     mean_abs: float | None
     """Mean absolute difference."""
     relative_l2: float | None
-    """Norm of the difference, divided by that of the left side; None also where that alone is 0."""
+    """Norm of the difference, divided by the norm of the left side; None also where the left side
+    is zero and the right side is not."""
     cosine: float | None
-    """Of the angle between both sides; None also where either is zero."""
+    """Cosine of the angle between both sides; None also where either side is zero."""
     nan: tuple[int, int]
     """Elements that are NaN on the left and on the right side."""
     inf: tuple[int, int]
@@ -42,22 +44,22 @@ class Distance:
 
 @dataclass(frozen=True, slots=True)
 class TensorDiff:
-    """How far one tensor is from that on the other side."""
+    """The difference between one tensor of both sides."""
 
     name: str
-    """As arrays are called in a store, or a place in the training state."""
+    """Name of the array in a store, or a place in the training state."""
     state: str
     """`fp32`, `exp_avg`, …, `module`; `file`, or `training` for a tensor of the training state."""
     dtypes: tuple[str, str]
-    """On the left and on the right side, where a cast is compared that of what is cast; `8-byte`
-    where nothing but the size of an element is known."""
+    """On the left and on the right side; where a cast is compared, the dtype before the cast.
+    `8-byte` or the like where only the size of an element is known."""
     shape: tuple[int, ...]
     distance: Distance
 
 
 @dataclass(frozen=True, slots=True)
 class StateDiff:
-    """How far all tensors of a state are from those on the other side, taken together."""
+    """The difference between all tensors of one state of both sides, taken together."""
 
     state: str
     tensors: int
@@ -67,7 +69,7 @@ class StateDiff:
 
 @dataclass(frozen=True, slots=True)
 class DiffReport:
-    """Two checkpoints side by side: what `verify --against` finds, and how large it is."""
+    """The differences between two checkpoints, as `verify --against` finds them, with measures."""
 
     left: str
     right: str
@@ -75,10 +77,10 @@ class DiffReport:
     """`native` for shards, `store` for a Zarr store, `dumps` for raw per-rank dumps."""
     tags: tuple[str, str]
     tensors: tuple[TensorDiff, ...]
-    """All that both sides have and that could be compared, equal ones too."""
+    """All tensors that both sides have and that could be compared, equal ones included."""
     states: tuple[StateDiff, ...]
     differences: tuple[Difference, ...]
-    """All else that differs: training state, shapes, dtypes, what only one side has."""
+    """All other differences: training state, shapes, dtypes, tensors that only one side has."""
     notes: tuple[str, ...]
     bytes_read: int
     floor_bytes: int
@@ -86,7 +88,7 @@ class DiffReport:
     limit_bytes: int
     """Memory allowed above the floor."""
     projected_bytes: int
-    """Resident memory that the run was not to exceed, floor included."""
+    """Most resident memory that the plan allows the run, floor included."""
     peak_bytes: int
     """Highest resident memory that was measured."""
     seconds: float
@@ -104,7 +106,7 @@ class DiffReport:
 
 @dataclass(slots=True)
 class Totals:
-    """What was measured of one tensor, or of several, so far."""
+    """Counts and sums of one tensor, or of several, so far."""
 
     numel: int = 0
     counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(COUNTS), dtype=np.int64))
@@ -112,19 +114,19 @@ class Totals:
     largest: float = 0.0
 
     def add(self, found: Measured) -> None:
-        """Add what was found next: one block after the other, so that the sums are always alike."""
+        """Add the next result, block by block in order, so that the sums are reproducible."""
         self.counts += found.counts
         with np.errstate(over="ignore", invalid="ignore"):
             self.sums = np.add.accumulate([self.sums, *found.sums])[-1]
         self.largest = max(self.largest, found.largest)
 
     def join(self, other: "Totals") -> None:
-        """Add what was found of another tensor."""
+        """Add the totals of another tensor."""
         self.numel += other.numel
         self.add(Measured(other.counts, other.sums[np.newaxis], other.largest))
 
     def distance(self, *, are_numbers: bool) -> Distance:
-        """Say what it comes to."""
+        """Compute the measures from the totals."""
         changed, *not_finite, finite = map(int, self.counts)
         finite = finite if are_numbers else 0
         apart, squared, left, right, product = map(float, self.sums)
@@ -147,10 +149,10 @@ class Totals:
 
 
 def _finite(value: float | None) -> float | None:
-    """Leave out what float64 cannot hold."""
+    """Return None for a value that float64 cannot hold."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def _cosine(value: float | None) -> float | None:
-    """Keep what rounding makes of a cosine within its bounds."""
+    """Limit a cosine to [-1, 1], which rounding may exceed."""
     return None if _finite(value) is None or value is None else max(-1.0, min(1.0, value))

@@ -1,1 +1,1 @@
-"""`export`: the weights alone."""
+"""`export`: writes the weights only, or DeepSpeed's universal checkpoint."""

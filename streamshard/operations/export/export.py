@@ -1,4 +1,4 @@
-"""`export`: the weights alone, as `from_pretrained` loads them; or DeepSpeed's universal form."""
+"""`export`: writes the weights for `from_pretrained`, or DeepSpeed's universal checkpoint."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,23 +50,23 @@ class ExportPlan:
     target: Path
     purpose: RunIdentity
     companions: Companions
-    """Files that come along, and the source to read from."""
+    """The sidecars, and the source to read from."""
     files: WeightFiles | UniversalFiles
     byte_counts: ByteCounts
     memory: MemoryPlan
     overwrite: bool
     report: Report
-    """What running it will do."""
+    """What the run will do."""
     if_needed: bool = False
-    """Whether nothing is to be written where it is there already."""
+    """Whether to write nothing if the target holds the result already."""
 
     def found(self, progress: Progress | None = None) -> Report | None:
-        """Return what to report if there is nothing to do; else None.
+        """Return the report of a run that has nothing to do; None if there is something to do.
 
         Raises
         ------
         TargetExistsError
-            Something else than what this would make is there, and may not be replaced.
+            The target exists, holds something else, and may not be replaced.
         """
         return needed.Wanted(
             self.report,
@@ -84,8 +84,8 @@ class ExportPlan:
         Raises
         ------
         StreamshardError
-            The source changed or the target cannot be written. No directory is left then, but what
-            was written is kept beside its place, and the same plan goes on from there.
+            The source changed, or the target cannot be written. Then there is no directory, but the
+            files written so far are kept beside its place, and the same plan continues with them.
         """
         if self.if_needed and (found := self.found(progress)) is not None:
             return found
@@ -113,11 +113,11 @@ class ExportPlan:
         return self.byte_counts.sizes
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan down, for `load_plan` or `streamshard apply`."""
+        """Save the plan to a file, for `load_plan` or `streamshard apply`."""
         plan_file.write(Path(path), self.asked, self.purpose, self.sizes())
 
     def outlook(self, *, measures_disk: bool = True) -> Outlook:
-        """Tell more of what running it will do, and how long it may take."""
+        """Estimate in detail what the run will do, and how long it may take."""
         return estimate_run(
             self.companions.source,
             self.byte_counts,
@@ -132,7 +132,7 @@ class ExportPlan:
         yield from self.files.targets()
 
     def _with_overflow(self, done: Report) -> Report:
-        """Add to the report what became infinite."""
+        """Add to the report the elements that became infinite."""
         found = sorted(self.files.overflowed.items(), key=lambda item: (-item[1], item[0]))
         count = sum(number for _, number in found)
         if not count:
@@ -169,7 +169,8 @@ def plan_export(
 ) -> ExportPlan:
     """Read the source's headers and plan an export; writes nothing.
 
-    Trained weights are the master weights. Tied ones are stored once, as transformers does it.
+    Trained weights are exported from the master weights. Tied weights are stored once, as
+    transformers stores them.
 
     Parameters
     ----------
@@ -178,30 +179,33 @@ def plan_export(
     target
         Directory to make.
     dtype
-        `fp32`, `bf16` or `fp16`: what floating-point tensors are cast to, buffers included.
+        `fp32`, `bf16` or `fp16`: the dtype to which floating-point tensors are cast, including
+        buffers.
     format
-        `safetensors`, or `torch` for `pytorch_model.bin`, or `universal` for DeepSpeed's universal
-        checkpoint, which holds the optimizer's states too and is shaped by none of the options
-        from `dtype` to `frozen`.
+        `safetensors`; `torch` for `pytorch_model.bin`; or `universal` for DeepSpeed's universal
+        checkpoint, which holds the optimizer's states too, and accepts no other option from `dtype`
+        to `frozen`.
     max_shard_size
-        Bytes of tensors in one file at most, but for a tensor that is larger.
+        Most bytes of tensors in one file; only a tensor that is larger by itself exceeds it.
     include, exclude
-        Patterns as the shell has them, against whole names: what is taken, and what is left out.
+        Shell patterns of complete tensor names to export, or to leave out.
     keep_dtype
-        Patterns of names that are not cast; a trained weight is then as its master weights are.
+        Patterns of names that are not cast; a trained weight then has its master weights' dtype.
     strip_prefix
-        Taken from the front of every name that has it, each once, in this order.
+        Prefixes to remove from the names that have them: each once, in this order.
     frozen
-        Whether weights that were not trained are taken.
+        Whether to export weights that were not trained.
     source_ds_config_file, like
-        For sources that do not tell all that is needed; see `plan_repartition`.
+        For sources that lack information; see `plan_repartition`.
     memory_limit
-        Bytes allowed above what the program itself occupies; by default 1 GiB, and never more than
-        half of what the machine, or the cgroup, leaves there.
+        Bytes of memory beyond what the program itself takes; by default 1 GiB, but at most half of
+        the remaining memory of the machine or the cgroup.
     verify
-        Read back from disk what was written, and compare it with the source before it is renamed.
+        Read the written files back from disk, and compare them with the source before they are
+        renamed into place.
     if_needed
-        Write nothing if the target is to the byte what would be written; the report says so.
+        Write nothing if the target already holds exactly the bytes that would be written; the
+        report says so.
 
     Raises
     ------
@@ -234,7 +238,7 @@ def plan_export(
     target = place_to_make(Path(target))
     require_other(source, target)
     if if_needed:
-        require_named(target)  # what is there is looked at when all is planned
+        require_named(target)  # its content is compared after planning
     else:
         require_free(target, overwrite=overwrite)
     opened = open_source(source, tag, ds_config_file=source_ds_config_file, like=like)
@@ -329,7 +333,7 @@ def export(
     if_needed: bool = False,
     progress: Progress | None = None,
 ) -> Report:
-    """Write a checkpoint's weights for `from_pretrained`; see `plan_export`."""
+    """Export a checkpoint's weights; see `plan_export`."""
     plan = plan_export(
         source,
         target,
@@ -356,7 +360,7 @@ def export(
 def _options(
     source: Source, selection: Selection, form: str, max_shard_size: int
 ) -> dict[str, str]:
-    """Tell what was asked for, as far as bytes depend on it, by the options that say so."""
+    """Return the options on which the target's bytes depend."""
     return {
         "verb": "export",
         "--tag": source.checkpoint.tag,
@@ -373,7 +377,7 @@ def _options(
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """What a format makes of a source."""
+    """The files that an export in some format consists of."""
 
     files: WeightFiles | UniversalFiles
     companions: Companions
@@ -400,7 +404,7 @@ def _prepare_universal(source: Source, selection: Selection, max_shard_size: int
 
 
 def _require_known(dtype: str, form: str, max_shard_size: int, target: Path) -> None:
-    """Refuse options that mean nothing."""
+    """Refuse options with invalid values."""
     if dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
     if form not in FORMATS:
@@ -413,7 +417,7 @@ def _require_known(dtype: str, form: str, max_shard_size: int, target: Path) -> 
 
 
 def _tied(chosen: Weights, form: str) -> Iterator[str]:
-    """Say which names are not stored, because they are tied to one that is."""
+    """Say which names are not stored because they are tied to a name that is."""
     if form == pretrained.TORCH:
         return
     tied = [f"{name} = {w.names[0]}" for w in chosen.weights for name in w.names[1:]]

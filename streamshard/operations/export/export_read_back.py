@@ -1,4 +1,4 @@
-"""Reads back what an export wrote, and compares it with the source that it was made from."""
+"""Reads the files of an export back from disk, and compares them with the source."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -38,12 +38,12 @@ def require_exported(
     memory: MemoryPlan,
     progress: Progress,
 ) -> None:
-    """Refuse exported files unless, read back from the disk, they hold what the source does.
+    """Read exported files back from disk, and require that they agree with the source.
 
     Raises
     ------
     NotAsWrittenError
-        They do not; the message says what is wrong first.
+        They do not agree; the message names the first difference.
     """
     read = _ReadBack(place, companions.source)
     looks: list[Callable[[], Iterator[str]]] = [
@@ -70,7 +70,7 @@ def require_exported(
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """Files that were written, seen as one side of a comparison."""
+    """The written files, as one side of a comparison."""
 
     path: Path
     files: tuple[SourceFile, ...]
@@ -80,7 +80,7 @@ class _Written:
 
 
 class _ReadBack:
-    """Collects what is to be the same in files that were written and in the source."""
+    """Collects the pairs that should be equal in the written files and in the source."""
 
     def __init__(self, place: Path, source: Source) -> None:
         self.place = place
@@ -89,11 +89,11 @@ class _ReadBack:
         self._files: list[SourceFile] = []
         self._torch_files: list[SourceFile] = []
         self._places: list[tuple[int, int]] = []
-        """(file, byte offset) of the left half of each pair."""
+        """(file, byte offset) of the left side of each pair."""
         self._pairs: list[Pair] = []
 
     def add(self, path: Path, *, is_torch: bool = False) -> int:
-        """Add a file; returns its size."""
+        """Add a file, and return its size."""
         stat = path.stat()
         self._files.append(SourceFile.of(path, stat))
         if is_torch:
@@ -101,7 +101,7 @@ class _ReadBack:
         return stat.st_size
 
     def pair(self, name: str, offset: int, tensor: int, dtype: str) -> None:
-        """Pair what lies in the file that was added last with one of the source's tensors."""
+        """Pair the data at an offset of the last added file with one of the source's tensors."""
         numel = self._tensors[tensor].numel
         left = SideElements(len(self._pairs), dtype)
         right = SideElements(tensor, self._tensors[tensor].dtype)
@@ -109,7 +109,7 @@ class _ReadBack:
         self._pairs.append(Pair(name, left, right, numel, dtype, ITEMSIZE[dtype]))
 
     def compare(self, memory: MemoryPlan, progress: Progress) -> list[str]:
-        """Read everything; returns what is wrong."""
+        """Read everything, and return the differences."""
         findings = Findings()
         checked = TorchFiles(self._torch_files, str, findings, EVERYTHING)
         if self._torch_files:
@@ -162,7 +162,7 @@ def _weights(files: WeightFiles, read: _ReadBack) -> Iterator[str]:
 
 
 def _stored(read: _ReadBack, name: str, form: str) -> Iterable[Stored]:
-    """Read where a file of weights keeps its tensors."""
+    """Read the names and places of the tensors in a file of weights."""
     path = read.place / name
     read.add(path, is_torch=form == pretrained.TORCH)
     if form == pretrained.SAFETENSORS:
@@ -178,7 +178,7 @@ def _stored(read: _ReadBack, name: str, form: str) -> Iterable[Stored]:
 
 
 def _images(files: UniversalFiles, read: _ReadBack) -> Iterator[str]:
-    """Pair storages that hold one whole tensor; shards have their checksums alone."""
+    """Pair the storages that hold one whole tensor; other storages are checked by checksum only."""
     for name, pickled, whole in files.held():
         path = read.place / name
         read.add(path, is_torch=True)

@@ -1,4 +1,4 @@
-"""The files that a model's weights are used with: configurations, tokenizer, chat template."""
+"""Finds the sidecars that a model's weights need: configurations, tokenizer, chat template."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,22 +23,22 @@ class Companion:
     path: str
     """Relative to the model's directory."""
     tensor: int
-    """Which of the checkpoint's."""
+    """Number of the checkpoint's tensor that holds it."""
     mode: int
     """Permission bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Companions:
-    """The files that come along, and the source to read them from."""
+    """The sidecars, and the source to read them from."""
 
     source: Source
-    """The one that was given, with the files beside it as if they were in it."""
+    """The given source, with the files beside it added as if they were in it."""
     found: tuple[Companion, ...]
     notes: tuple[str, ...]
 
     def targets(self) -> Iterator[TargetFile]:
-        """Turn the files into work."""
+        """Yield the targets of the files."""
         for one in self.found:
             numel = self.source.checkpoint.tensors[one.tensor].numel
             copies = self.source.cutting.locate(whole_segment(one.tensor, numel), target_itemsize=1)
@@ -46,7 +46,7 @@ class Companions:
             yield TargetFile(one.path, [span], mode=one.mode)
 
     def added_to(self, byte_counts: ByteCounts) -> ByteCounts:
-        """Count these files too."""
+        """Return the byte counts with these files included."""
         tensors = self.source.checkpoint.tensors
         sizes, times = dict(byte_counts.sizes), byte_counts.times.copy()
         for one in self.found:
@@ -56,9 +56,9 @@ class Companions:
 
 
 def find_companions(source: Source) -> Companions:
-    """Find what comes along in a checkpoint, and what it lacks of that in the directory around it.
+    """Find the sidecars in a checkpoint, and missing ones in the directory around it.
 
-    Not everybody may read that directory: then a note says so.
+    If the user may not read that directory, a note says so.
     """
     checkpoint = source.checkpoint
     inside = pretrained.in_order_of_preference(
@@ -81,7 +81,7 @@ def find_companions(source: Source) -> Companions:
 
 
 def _beside(place: Path, known: Mapping[str, str]) -> tuple[dict[str, Path], list[str]]:
-    """Find files in a directory that are not known yet, and links that lead out of it."""
+    """Find sidecars in a directory that are not known yet, and links that lead out of it."""
     found: dict[str, Path] = {}
     left = []
     for entry in sorted(place.iterdir()):

@@ -1,4 +1,4 @@
-"""Turns a checkpoint into the files of DeepSpeed's universal form."""
+"""Turns a checkpoint into the files of DeepSpeed's universal checkpoint."""
 
 from collections.abc import Iterator, Mapping
 from typing import Final
@@ -32,10 +32,10 @@ _ROUND_ROBIN: Final = (
     "other's places without a word. `repartition` knows both."
 )
 _RECORD_BYTES: Final = 2048
-"""What a record of a file takes that is in flight."""
+"""Memory for one record of a file in flight."""
 _COPY_BYTES: Final = 4 * 8
 _LOCATE_BYTES: Final = 16 * 8
-"""Arrays that finding a copy takes for a moment."""
+"""Temporary arrays for locating a copy."""
 
 
 class UniversalFiles:
@@ -44,7 +44,7 @@ class UniversalFiles:
     Raises
     ------
     UnsupportedError
-        The model is in parts, or no engine would load what was written.
+        The model is in parts, or no engine would load the written files.
     """
 
     def __init__(self, source: Source) -> None:
@@ -76,15 +76,15 @@ class UniversalFiles:
 
     @property
     def overflowed(self) -> Mapping[str, int]:
-        """Return what a cast made infinite: nothing is cast."""
+        """Return no names: nothing is cast, so no element becomes infinite."""
         return {}
 
     def documents(self) -> Mapping[str, bytes]:
-        """Spell the file that names the tag."""
+        """Serialize the file that names the tag."""
         return self._latest
 
     def notes(self) -> Iterator[str]:
-        """Say how the files are loaded, and what DeepSpeed then does."""
+        """Say how to load the files, and what DeepSpeed does when it loads them."""
         yield _LOAD.format(stages="3" if self._layout.stage == 3 else "1 or 2")
         if self._layout.stage == 3 and self._units > 1:
             yield _ALIKE
@@ -101,7 +101,7 @@ class UniversalFiles:
         return self._tensors[number]
 
     def byte_counts(self) -> ByteCounts:
-        """Count what is written, and what is read for that."""
+        """Count the bytes that are written, and how often each tensor is read."""
         byte_counts = NativeTally(self._source, self.native)
         byte_counts.add((image, [image.path]) for image in self.images.all())
         for path, data in self._latest.items():
@@ -109,22 +109,22 @@ class UniversalFiles:
         return byte_counts.done()
 
     def copies_bytes(self, workers: int) -> int:
-        """Bound what the copies take of the files that are in flight."""
+        """Return an upper bound of the memory for the copies of the files in flight."""
         both = zip(self._tensors, self._piece_numels.tolist(), strict=True)
         most = max((tensor.numel // piece + 2 for tensor, piece in both), default=0)
-        # Most files hold one tensor; the model file of stages 1 and 2 all that the module has.
+        # Most files hold one tensor; the model file of stages 1 and 2 holds all of the module.
         records = len(self._tensors) + 2 * workers + 2
         copies = (2 * workers + 2) * most * _COPY_BYTES + most * _LOCATE_BYTES
         return records * _RECORD_BYTES + copies
 
     def targets(self) -> Iterator[TargetFile]:
-        """Turn all files into work, the one that names the tag last."""
+        """Yield the targets of all files; the file that names the tag is last."""
         yield from map(self.native.torch_target, self.images.all())
         for path, data in self._latest.items():
             yield TargetFile(path, [Span(0, [Fixed(data)])])
 
     def held(self) -> Iterator[tuple[str, bytes, Mapping[str, int]]]:
-        """Yield path, pickle, and record → tensor of every torch file; see `export_check`."""
+        """Yield path, pickle, and record → tensor of every torch file, for `export_read_back`."""
         for image in self.images.all():
             whole = {
                 str(key): storage.content.tensor

@@ -1,4 +1,4 @@
-"""Turns weights into the files that hold them, each filled span by span from a source."""
+"""Turns weights into the files of an export, each filled span by span from a source."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,18 +26,18 @@ from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.byte_accounting import ByteCounts
 
 _SPAN_BYTES: Final = 128 * MIB
-"""Files are shared out among workers in spans of about this size."""
+"""Workers get files in spans of about this size."""
 _MOST_COPIES: Final = 1024
-"""In a span; a record of a torch file is never cut, and has as many as there are."""
+"""Most copies in a span; a record of a torch file is never cut, so it may have more."""
 _COPY_COST: Final = _SPAN_BYTES // _MOST_COPIES
-"""Bytes that a copy counts for."""
+"""Bytes that a copy counts as."""
 _SPAN_OBJECT_BYTES: Final = MIB // 2
-"""What a span's regions take, of which there are a third as many as copies at most."""
+"""Memory for a span's regions, which are at most a third as many as its copies."""
 _WEIGHT_BYTES: Final = 512
-"""What is noted of each weight of the file that is being written."""
+"""Memory for the notes on each weight of the file that is being written."""
 _COPY_BYTES: Final = 4 * 8
 _LOCATE_BYTES: Final = 16 * 8
-"""Arrays that finding a copy takes for a moment."""
+"""Temporary arrays for locating a copy."""
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class _Piece:
 
 
 class _LazySpans(Sequence[Span]):
-    """Spans that are made when they are asked for, and not kept: their copies take memory."""
+    """Spans that are made when they are needed and not kept, because their copies take memory."""
 
     def __init__(self, makers: Sequence[Callable[[], Span]]) -> None:
         self._makers = makers
@@ -74,7 +74,7 @@ class _LazySpans(Sequence[Span]):
 
 
 class WeightFiles:
-    """Shares weights out among files of a limited size, and fills them from a source."""
+    """Divides weights among files of a limited size, and fills the files from a source."""
 
     def __init__(
         self, source: Source, weights: Sequence[Weight], form: str, most_bytes: int
@@ -87,7 +87,7 @@ class WeightFiles:
         self._held = {p: [weights[i] for i in r] for p, r in zip(paths, ranges, strict=True)}
         self._lock = threading.Lock()
         self.overflowed: dict[str, int] = {}
-        """Tensor → count of its finite elements that the cast made infinite, where there are."""
+        """Tensor → count of its finite elements that the cast made infinite, if there are any."""
 
     @property
     def held(self) -> Mapping[str, Sequence[Weight]]:
@@ -95,7 +95,7 @@ class WeightFiles:
         return self._held
 
     def documents(self) -> dict[str, bytes]:
-        """Spell the files that are known without reading: the index, if there are several files."""
+        """Serialize the index, if there are several files: it is known without reading tensors."""
         if len(self._held) == 1:
             return {}
         where = {
@@ -108,16 +108,16 @@ class WeightFiles:
         return {pretrained.index_file(self.form): pretrained.index(where, total_bytes)}
 
     def names(self, weight: Weight) -> Sequence[str]:
-        """Return the names under which a weight is stored: torch's files share tied weights."""
+        """Return the names under which a weight is stored: in torch files all, else the first."""
         return weight.names if self.form == pretrained.TORCH else weight.names[:1]
 
     def sizes(self) -> dict[str, int]:
-        """Work out the size of every file by its path."""
+        """Compute the size of every file by its path."""
         documents = {path: len(data) for path, data in self.documents().items()}
         return {path: self._lay_out(path).nbytes for path in self._held} | documents
 
     def byte_counts(self) -> ByteCounts:
-        """Count what is written, and what is read for that."""
+        """Count the bytes that are written, and how often each tensor is read."""
         tensors = self._source.checkpoint.tensors
         times, cast_bytes = np.zeros(len(tensors), dtype=np.int64), 0
         for weight in (weight for weights in self._held.values() for weight in weights):
@@ -127,7 +127,7 @@ class WeightFiles:
         return ByteCounts(self.sizes(), times, cast_bytes)
 
     def copies_bytes(self, workers: int) -> int:
-        """Bound what the spans take that are in flight, and the work of finding their copies."""
+        """Return an upper bound of the memory for the spans in flight and for locating copies."""
         most = 2 * _MOST_COPIES
         if self.form == pretrained.TORCH:
             all_weights = (weight for weights in self._held.values() for weight in weights)
@@ -137,7 +137,7 @@ class WeightFiles:
         return in_flight + most * _LOCATE_BYTES + noted
 
     def targets(self) -> Iterator[TargetFile]:
-        """Turn all files into work."""
+        """Yield the targets of all files."""
         for path, data in self.documents().items():
             yield TargetFile(path, [Span(0, [Fixed(data)])])
         for path in self._held:
@@ -170,7 +170,7 @@ class WeightFiles:
         return TargetFile(path, _LazySpans(makers))
 
     def _pieces(self, weight: Weight, offset: int) -> Iterator[_Piece]:
-        """Cut a weight into pieces that one worker writes in a row."""
+        """Cut a weight into pieces, each of which one worker writes."""
         itemsize = ITEMSIZE[weight.dtype]
         step = min(_SPAN_BYTES // itemsize, _MOST_COPIES * self._piece_numel(weight))
         for start in range(0, weight.numel, step):
@@ -178,13 +178,13 @@ class WeightFiles:
             yield _Piece(weight, start, stop, offset + start * itemsize)
 
     def _cost(self, piece: _Piece) -> int:
-        """Weigh a piece by its bytes and by the copies that fill it."""
+        """Return the cost of a piece: its bytes, and the copies that fill it."""
         numel = piece.stop - piece.start
         copies = numel // self._piece_numel(piece.weight) + 2
         return numel * ITEMSIZE[piece.weight.dtype] + copies * _COPY_COST
 
     def _piece_numel(self, weight: Weight) -> int:
-        """Count the elements that lie in one piece in the source, at most."""
+        """Return how many elements lie in one piece of the source, at most."""
         return int(self._source.cutting.piece_numel[weight.tensor])
 
     def _span(self, run: Sequence[_Piece]) -> Span:
@@ -233,7 +233,7 @@ class WeightFiles:
     def _record(
         self, weights: Sequence[Weight], record: Record, checksum: Crc32
     ) -> list[Fixed | Region]:
-        """Spell a record: its header, its data, its descriptor."""
+        """Return the parts of a record: its header, its data, its descriptor."""
         if isinstance(record.content, Literal):
             data = record.content.data
             checksum.value = crc32(data)
@@ -251,7 +251,7 @@ class WeightFiles:
 
 
 def _runs(items: Sequence[T], cost: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Share items out, in order, among runs that cost about so much."""
+    """Divide items, in order, into runs of about the given cost."""
     run: list[T] = []
     held = 0
     for item in items:
@@ -265,5 +265,5 @@ def _runs(items: Sequence[T], cost: Callable[[T], int], most: int) -> Iterator[l
 
 
 def _is_counted(dtype: str, view: memoryview) -> bool:
-    """Tell whether no element overflowed: whether one that is infinite did is not to be seen."""
+    """Tell whether no element is infinite: an infinite one may have been so before the cast."""
     return count_infinite(view, dtype) == 0

@@ -1,4 +1,4 @@
-"""Chooses what an export writes: which tensors, under which names, and in which dtype."""
+"""Chooses the tensors that an export writes, their names and their dtypes."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,30 +17,30 @@ from streamshard.model import ITEMSIZE, MASTER, MODULE
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What somebody wants of a model. Patterns are the shell's, against the names in the source."""
+    """The part of a model to export. Patterns are shell patterns of names in the source."""
 
     dtype: str = "float32"
     include: Sequence[str] = ()
-    """Names of which nothing else is taken; without any, all are."""
+    """Names to export; all names if there is no pattern."""
     exclude: Sequence[str] = ()
     keep_dtype: Sequence[str] = ()
-    """Names of what is not cast."""
+    """Names of tensors that are not cast."""
     strip_prefix: Sequence[str] = ()
-    """Taken from the front of the names, each at most once, in this order."""
+    """Prefixes to remove from names, each at most once, in this order."""
     frozen: bool = True
-    """Whether weights that were not trained are taken."""
+    """Whether to export weights that were not trained."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor to be written."""
+    """A tensor to write."""
 
     names: tuple[str, ...]
-    """More than one where it is tied; the first is that under which it is stored."""
+    """More than one if the tensor is tied; it is stored under the first."""
     tensor: int
-    """Which of the checkpoint's."""
+    """Number of the checkpoint's tensor."""
     dtype: str
-    """What it is to be written as."""
+    """Dtype in the written file."""
     shape: tuple[int, ...]
 
     @property
@@ -50,13 +50,13 @@ class Weight:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes as it is written."""
+        """Size in bytes in the written file."""
         return self.numel * ITEMSIZE[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What an export writes."""
+    """The weights that an export writes."""
 
     weights: tuple[Weight, ...]
     """In the order of the module's state dict."""
@@ -65,7 +65,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A tensor that could be written, under all its names."""
+    """A tensor that could be exported, with all its names."""
 
     names: tuple[str, ...]
     kind: str
@@ -79,7 +79,7 @@ def choose_weights(checkpoint: Checkpoint, selection: Selection) -> Weights:
     Raises
     ------
     UsageError
-        A pattern or a prefix is that of no tensor, nothing is left, or two get one name.
+        A pattern or a prefix matches no tensor, nothing is left, or two tensors get one name.
     UnsupportedError
         The checkpoint does not hold one whole model, or a tensor cannot be cast.
     """
@@ -112,12 +112,14 @@ def choose_weights(checkpoint: Checkpoint, selection: Selection) -> Weights:
 def _require_told(
     found: Sequence[_Candidate], checkpoint: Checkpoint, selection: Selection
 ) -> None:
-    """Refuse what the files of stage 0 do not tell: frozen weights, and masters by their names.
+    """Refuse options that need information that the files of stage 0 lack.
+
+    These files record neither which weights are frozen, nor the names of the master weights.
 
     Raises
     ------
     UsageError
-        There is an option that asks for them; the message says what to choose in its place.
+        An option needs this information; the message says what to choose instead.
     """
     where = "saved without ZeRO (stage 0), which does not tell"
     if not selection.frozen:
@@ -134,12 +136,12 @@ def _require_told(
 
 
 def only_family(checkpoint: Checkpoint) -> Family:
-    """Return what holds the model.
+    """Return the only family, which holds the whole model.
 
     Raises
     ------
     UnsupportedError
-        That is not one family, or not the whole of it.
+        There are several families, or the family does not hold the whole model.
     """
     family = checkpoint.families[0]
     if checkpoint.is_dumps:
@@ -172,7 +174,7 @@ def _candidates(checkpoint: Checkpoint, family: Family) -> Iterator[_Candidate]:
             yield _Candidate(all_names, entry.kind, tensor, entry.shape)
         elif entry.kind == "extra":
             _require_no_tensor(family, entry)
-    # A module may keep a parameter out of its state dict; the optimizer has it all the same.
+    # A module may keep a parameter out of its state dict, but the optimizer still has it.
     for group in family.groups:
         for name in group.params:
             if name not in listed:
@@ -181,7 +183,7 @@ def _candidates(checkpoint: Checkpoint, family: Family) -> Iterator[_Candidate]:
 
 
 def _require_no_tensor(family: Family, entry: ModuleEntry) -> None:
-    """Refuse to leave out what is a tensor, but not stored as its elements in a row."""
+    """Refuse to leave out a tensor because its storage is not contiguous."""
     tensor = tensor_of(family.model_state[names.MODULE_STATE][entry.name])
     if tensor is not None and not entry.name.endswith("_extra_state"):
         message = f"'{entry.name}' is not stored as its elements in a row: {tensor.shape}, stride"
@@ -189,7 +191,7 @@ def _require_no_tensor(family: Family, entry: ModuleEntry) -> None:
 
 
 def _require_sense(found: Sequence[str], selection: Selection) -> None:
-    """Refuse patterns and prefixes that no tensor's name has: they are likely misspelled."""
+    """Refuse patterns and prefixes that match no tensor's name: they are probably misspelled."""
     options = {
         "--include": selection.include,
         "--exclude": selection.exclude,
@@ -224,7 +226,7 @@ def _stripped(name: str, selection: Selection) -> str:
 
 
 def _dtype(source: str, held: Sequence[str], selection: Selection) -> str:
-    """Decide what a tensor becomes: what counts and masks is left as it is."""
+    """Return the dtype of a tensor in the export: integers and booleans stay as they are."""
     is_float = source.startswith(("float", "bfloat"))
     if not is_float or any(_matches(name, selection.keep_dtype) for name in held):
         return source

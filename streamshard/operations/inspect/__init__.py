@@ -1,1 +1,1 @@
-"""`inspect`: what is in a checkpoint, from its headers alone."""
+"""`inspect`: describes a checkpoint from its headers, without reading tensor data."""

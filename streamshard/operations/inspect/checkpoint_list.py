@@ -1,4 +1,4 @@
-"""Lists the checkpoints of a directory: the tags of a run, or what a framework has saved."""
+"""Lists the checkpoints of a directory: the tags of a run, or a framework's checkpoints."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +24,7 @@ def summaries(root: Path, opened: Source | None = None) -> tuple[CheckpointSumma
     Parameters
     ----------
     opened
-        One of them, if it has been opened already.
+        The directory's latest checkpoint, if it is open already.
     """
     with source_errors(root):
         latest = _latest(root)
@@ -35,9 +35,9 @@ def summaries(root: Path, opened: Source | None = None) -> tuple[CheckpointSumma
 
 
 def _age(one: CheckpointSummary) -> tuple[int, int, str, str]:
-    """Order checkpoints by their steps; copies of one step by what their names tell, then by time.
+    """Return a sort key: the step; then, for copies of a step, the step in the name, then the time.
 
-    Those of which no step is known come first.
+    Checkpoints without a known step come first.
     """
     named = step_of_path(one.path)
     step, named = (-1 if number is None else number for number in (one.step, named))
@@ -85,7 +85,7 @@ def _first(*values: int | None) -> int | None:
 
 
 def _unnamed(root: Path, name: str) -> str | None:
-    """Say that a framework's directory lacks the `latest` that it had if the save was whole."""
+    """Return a problem if a framework's directory lacks `latest`, which is written last."""
     directory = (root / name).parent
     latest = directory / names.LATEST
     if directory == root or latest.is_file() or (root / names.LATEST).is_file():
@@ -106,7 +106,7 @@ def _recorded(source: Source) -> Recorded:
 
 
 def recorded_in(place: Path, tag: str | None = None) -> Recorded | None:
-    """Say what the shards record that can be read, of a checkpoint that cannot be opened."""
+    """Return what the readable shards record of a checkpoint that cannot be opened."""
     try:
         run_dir, tag_dir = find_tag(place, tag)
         return shard_survey.recorded(regular(sorted(tag_dir.iterdir()), run_dir, tag_dir))
@@ -115,13 +115,13 @@ def recorded_in(place: Path, tag: str | None = None) -> Recorded | None:
 
 
 def regular(paths: Sequence[Path], *roots: Path) -> list[Path]:
-    """Choose shards that can be read to their end, and lead out of none of the directories."""
+    """Return the shards that are regular files within the given directories."""
     shards = [path for path in paths if names.parse(path.name)]
     return [path for path in shards if is_inside(path, *roots) and path.is_file()]
 
 
 def _size_and_time(place: Path) -> tuple[int, str | None]:
-    """Return the size of all files, and when the newest of them was written."""
+    """Return the size of all files, and the time at which the newest was written."""
     stats = [stat for path in entries_below(place) if S_ISREG((stat := path.lstat()).st_mode)]
     newest = max((stat.st_mtime for stat in stats), default=None)
     time = None if newest is None else datetime.fromtimestamp(int(newest), UTC).isoformat()

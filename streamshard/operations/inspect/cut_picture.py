@@ -1,6 +1,6 @@
-"""Says what a picture of a checkpoint shows: how its parameters are cut, and how they would be.
+"""Computes the content of a picture: how a checkpoint's parameters are cut, or would be cut.
 
-The numbers come from the arithmetic by which it is read and would be resharded.
+The numbers come from the same arithmetic that reads and reshards the checkpoint.
 """
 
 from collections.abc import Sequence
@@ -38,23 +38,24 @@ class _Way:
     module_dtype: str
     title: str
     source: Source | None = None
-    """Where it is cut so already; None for what would be written."""
+    """The source that is cut in this way; None for a cut that would be written."""
 
 
 def picture_of(
     source: Source, *, world_size: int | None = None, zero_stage: int | None = None
 ) -> Picture:
-    """Say what a picture of a checkpoint shows.
+    """Compute the content of a picture of a checkpoint.
 
     Parameters
     ----------
     world_size, zero_stage
-        Show beside it how `repartition` would cut it; by default the stage that saved it.
+        Show beside it how `repartition` would cut it. If only one is given, the other one stays as
+        it was saved.
 
     Raises
     ------
     UsageError
-        It cannot be cut so.
+        The checkpoint cannot be cut in that way.
     """
     ways = [_as_it_is(source)]
     if world_size is not None or zero_stage is not None:
@@ -88,7 +89,7 @@ def _facts(source: Source) -> str:
 
 
 def _border(source: Source, ways: Sequence[_Way], panels: Sequence[Panel]) -> str:
-    """Say what the lines within rows mean."""
+    """Return the meaning of the lines within rows."""
     if not any(row.borders for panel in panels for half in panel.halves for row in half.rows):
         return ""
     meant = []
@@ -109,7 +110,7 @@ def _as_it_is(source: Source) -> _Way:
 
 
 def _resized(source: Source, world_size: int | None, zero_stage: int | None) -> _Way:
-    """Cut it as `repartition` does."""
+    """Cut a checkpoint as `repartition` does."""
     ranks = world_size if world_size is not None else source.checkpoint.ranks
     dp_world_size = require_allowed(source.checkpoint, ranks)
     settings = target_settings(source.checkpoint, dp_world_size, zero_stage, None)
@@ -124,7 +125,7 @@ def _ranks(checkpoint: Checkpoint, layout: ZeroLayout) -> str:
 
 
 def _panel(ways: Sequence[_Way], number: int, place: int) -> Panel:
-    """Draw one param group in every way; what has a colour is the same in all of them."""
+    """Draw one param group in every way; a colour means the same parameters in all of them."""
     checkpoint = ways[0].checkpoint
     family = checkpoint.families[number]
     group = family.groups[place]
@@ -159,11 +160,11 @@ class _Drawing:
         self._numels = way.checkpoint.master_numels(family)
         self._ranks = sharing_ranks(self._group, way.layout)
         self._units: list[int] = []
-        """Of every drawn run of parameters the unit that it belongs to."""
+        """The unit of every drawn run of parameters."""
         self._members: list[list[str]] = []
 
     def half(self) -> Half:
-        """Cut the group, and say of every part what it is."""
+        """Cut the group, and describe every part."""
         is_store = self._way.source is not None and self._way.source.kind == "store"
         cut = self._tape() if is_store else self._cut()
         rows = [
@@ -182,7 +183,7 @@ class _Drawing:
         return Half(self._way.title, self._note(cut, is_store=is_store), tuple(rows))
 
     def _runs(self, names: Sequence[str]) -> list[range]:
-        """Put together what follows each other as it is stored and has one colour."""
+        """Group parameters that follow each other in storage and have the same colour."""
         runs, first = [], 0
         for unit, members in self._named.runs(names):
             self._units.append(unit)
@@ -223,7 +224,7 @@ class _Drawing:
         return [i for i, (one, other) in enumerate(pairwise(slots), 1) if one != other]
 
     def _tape(self) -> Cut:
-        """Lay out a store: where chunks of the master weights end."""
+        """Cut a store where chunks of the master weights end."""
         source, index = self._way.source, self._way.checkpoint.tensor_index()
         ends, begin = [], 0
         for name in self._group.params:

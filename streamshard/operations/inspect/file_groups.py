@@ -1,4 +1,4 @@
-"""Sums up many files in few lines: those of all ranks, those of all chunks."""
+"""Summarizes many files in few lines, such as the files of all ranks, or all chunks."""
 
 import os
 import re
@@ -20,8 +20,8 @@ _NUMBERS: Final = re.compile(r"(\d+)")
 def list_files(source: Source) -> tuple[FileSummary, ...]:
     """List the files of a source with paths relative to it, in their natural order.
 
-    These are all files that a verb counts when it writes such a checkpoint: those without tensors,
-    which are a store's documents and `latest` of a run directory, are among them.
+    These are all files that a verb counts when it writes such a checkpoint. They include files
+    without tensors: a store's documents, and `latest` of a run directory.
     """
     found = {relative(source, n): f.nbytes for n, f in enumerate(source.files)}
     with source_errors(source.path):
@@ -45,12 +45,12 @@ def _without_tensors(source: Source) -> Iterator[Path]:
 
 
 def relative(source: Source, number: int) -> str:
-    """Spell where a file is, from the source's own place."""
+    """Return the path of a file relative to the source."""
     return os.path.relpath(source.files[number].path, source.path)
 
 
 def group_files(files: Sequence[FileSummary], *, is_store: bool) -> tuple[FileGroup, ...]:
-    """Put together files that differ in numbers only; of a store, those of one state."""
+    """Group files whose paths differ only in numbers; in a store, the files of each state."""
     members: dict[str, list[FileSummary]] = {}
     for file in files:
         key = _place(file.path) if is_store else _NUMBERS.sub("*", file.path)
@@ -68,7 +68,7 @@ def group_files(files: Sequence[FileSummary], *, is_store: bool) -> tuple[FileGr
 
 
 def _place(path: str) -> str:
-    """Name the directory of a store that holds all arrays of one state, or the groups' documents.
+    """Name a store's directory of all arrays of one state, or the pattern of group documents.
 
     >>> _place("state/fp32/a.weight/c/0"), _place("mp_rank_01/module/a.weight/c/0")
     ('state/fp32/**', 'mp_rank_01/module/**')
@@ -82,7 +82,7 @@ def _place(path: str) -> str:
 
 
 def _common(paths: Sequence[str]) -> str:
-    """Spell paths that differ in numbers only as one, with `*` where they do.
+    """Return the pattern of paths that differ only in numbers, with `*` for those numbers.
 
     >>> _common(["a_0_mp_00.pt", "a_1_mp_00.pt"])
     'a_*_mp_00.pt'
@@ -92,5 +92,5 @@ def _common(paths: Sequence[str]) -> str:
 
 
 def natural_order(path: str) -> list[tuple[int, str]]:
-    """Order rank 10 after rank 9."""
+    """Return a sort key that orders rank 10 after rank 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in _NUMBERS.split(path)]

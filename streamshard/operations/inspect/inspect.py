@@ -1,4 +1,4 @@
-"""`inspect`: what is in a checkpoint, from its headers alone."""
+"""`inspect`: describes a checkpoint from its headers, without reading tensor data."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ from streamshard.operations.source import muon_order
 from streamshard.operations.source.source import Source, open_source
 
 Plain = Any
-"""What JSON can hold."""
+"""A value that JSON can hold."""
 
 
 def inspect(
@@ -50,30 +50,31 @@ def inspect(
     Parameters
     ----------
     source_ds_config_file, like
-        For sources that do not tell all that is needed; see `plan_repartition`.
+        For sources that lack information; see `plan_repartition`.
     params
-        Patterns as the shell has them, against whole names: tensors of the model to say of where
-        each of their elements lies.
+        Shell patterns of complete tensor names; for each tensor that matches, the result says where
+        its elements lie.
     rank
-        Data-parallel rank, as in the names of files, to say of what it holds.
+        Data-parallel rank, as in file names; the result says what this rank holds.
     svg, html
-        Files to draw a picture into of how the parameters are cut among ranks; whole in themselves.
+        Files for a picture that shows how the parameters are cut among ranks. Each file is complete
+        in itself.
     world_size, zero_stage
-        Show in the pictures, too, how `repartition` would cut them.
+        Show in the pictures also how `repartition` would cut the parameters.
     overwrite
-        Replace pictures that exist.
+        Replace existing pictures.
 
     Raises
     ------
     SourceError
-        There is no checkpoint there, or it cannot be used; the message names the file.
+        There is no checkpoint, or it cannot be used; the message names the file.
     UsageError
-        A pattern matches nothing, or there is no such rank or resize; the message says what there
-        is.
+        A pattern matches nothing, there is no such rank, or that world size or stage is impossible;
+        the message says what is possible.
     TargetError
-        A picture is there already, or cannot be written.
+        A picture exists already, or cannot be written.
     """
-    # Not at the top: what moves bytes imports this module, and its memory is to hold no pictures.
+    # Not at the top: verbs that move bytes import this module, and need no memory for pictures.
     from streamshard.operations.inspect.picture_files import PictureFiles
 
     files = PictureFiles(Path(svg) if svg else None, Path(html) if html else None, overwrite)
@@ -194,7 +195,7 @@ def _parameters(source: Source) -> Iterator[ParameterSummary]:
 
 
 def _codec(source: Source) -> str | None:
-    """Tell how a store's chunks are compressed, as its first chunk says."""
+    """Return the codec of a store's chunks, read from its first chunk."""
     decoder = next(iter(source.decoders.values()), None)
     return decoder.codec_name if isinstance(decoder, EncodedChunk) else None
 
@@ -214,15 +215,15 @@ def _states(group: ParamGroup) -> dict[str, Any]:
 def _scalar(value: ScalarState) -> Plain:
     try:
         array = np.frombuffer(value.data, dtype=value.dtype)
-    except TypeError:  # a dtype that NumPy has not
+    except TypeError:  # a dtype that NumPy lacks
         return f"{value.dtype} {value.data.hex()}"
     return array[0].item() if len(array) == 1 else array.tolist()
 
 
 def _plain(node: Node) -> Plain:
-    """Show a node as plain values; calls by their name only, as they have never been made.
+    """Return a node as plain values; calls appear by name only, because they are never made.
 
-    Only for nodes that readers look into, which are known not to be nested without end.
+    This is only for nodes that the readers have checked, whose nesting is limited.
     """
     if node is None or isinstance(node, bool | int | float | str):
         return node

@@ -1,4 +1,4 @@
-"""What `inspect` reports. These names are the keys of `--json`; they stay, and others may come."""
+"""The report of `inspect`. Field names are the keys of `--json`: they stay, new ones may come."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,22 +13,22 @@ KINDS: Final = {
     "store": "Zarr store",
     "dumps": "raw per-rank dumps",
 }
-"""What each kind of source is called."""
+"""Kind of source → its name in text."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSummary:
-    """One param group, or what one expert rank has of it."""
+    """One param group, or the part of it that one expert rank has."""
 
     family: str
-    """Tensor or pipeline parallel part that it belongs to; empty where there is only one."""
+    """Tensor or pipeline parallel part that it belongs to; empty if there is only one."""
     expert_rank: int | None
-    """None where it holds no experts."""
+    """None if the group holds no experts."""
     parameters: int
     numel: int
     master_dtype: str
     states: Mapping[str, Any]
-    """State → its dtype where it has one element per parameter element, else its value."""
+    """State → its dtype if it has one element per parameter element, else its value."""
     hyper_parameters: Mapping[str, Any]
 
 
@@ -42,7 +42,7 @@ class ParameterSummary:
     group: int
     """Index in `Inspection.groups`."""
     pieces: int
-    """Into how many its master weights are cut: one per rank that holds some, or per chunk."""
+    """Count of pieces of its master weights: one per rank that holds some of them, or per chunk."""
     first_rank: int | None
     """First data-parallel rank that holds some of it; None for a store, which has no ranks."""
     last_rank: int | None
@@ -50,13 +50,13 @@ class ParameterSummary:
 
 @dataclass(frozen=True, slots=True)
 class FileGroup:
-    """Files that differ in a number in their name only, such as those of all ranks."""
+    """Files whose names differ only in numbers, such as those of all ranks."""
 
     pattern: str
-    """Path relative to the source, with `*` for what differs; of a store a directory with `/**`."""
+    """Path relative to the source, with `*` for the numbers; in a store a directory with `/**`."""
     files: int
     nbytes: int
-    """Bytes of all of them."""
+    """Bytes of all files of the group."""
     smallest: int
     """Bytes of the smallest."""
     largest: int
@@ -74,12 +74,12 @@ class FileSummary:
 
 @dataclass(frozen=True, slots=True)
 class OwnedPiece:
-    """Consecutive elements of one state of one tensor, and where they lie."""
+    """Consecutive elements of one state of one tensor, and their place."""
 
     state: str
-    """`fp32` for master weights, `exp_avg`, …, `module` for what the module itself holds."""
+    """`fp32` for master weights, `exp_avg`, …, `module` for the module's own copy."""
     rank: int | None
-    """Data-parallel rank in whose file they are; None for a file that is no one rank's."""
+    """Data-parallel rank whose file holds them; None for a file of no single rank."""
     file: str
     """Relative to the source."""
     start: int
@@ -87,12 +87,13 @@ class OwnedPiece:
     stop: int
     """After the last element."""
     offset: int
-    """Byte offset of the first element in the file's content: as it is, or decompressed."""
+    """Byte offset of the first element in the file; in a compressed file, in the decompressed
+    content."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterDetail:
-    """Everything about one tensor of the model that was asked for by name."""
+    """Everything about one tensor of the model that `params` names."""
 
     name: str
     family: str
@@ -102,16 +103,16 @@ class ParameterDetail:
     shape: tuple[int, ...]
     numel: int
     group: int | None
-    """Index in `Inspection.groups`; None for what is not trained."""
+    """Index in `Inspection.groups`; None for a tensor that is not trained."""
     states: Mapping[str, str]
-    """State → dtype, for all that has an element per element of the tensor."""
+    """State → dtype, for all states with one element per element of the tensor."""
     pieces: tuple[OwnedPiece, ...]
-    """State by state, in order of elements; of a tied name none."""
+    """State by state, in order of elements; empty for a tied name."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldRange:
-    """What a rank holds of one parameter."""
+    """The part of one parameter that a rank holds."""
 
     name: str
     numel: int
@@ -121,12 +122,12 @@ class HeldRange:
     stop: int
     """After the last."""
     at: int
-    """Where they begin in the partition, in elements."""
+    """Place of the first element in the partition, in elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnedPartition:
-    """What a rank holds of one flat group (stages 1 and 2) or one sub-group (stage 3)."""
+    """The part of one flat group (stages 1 and 2) or sub-group (stage 3) that a rank holds."""
 
     group: int
     """Index in `Inspection.groups`."""
@@ -135,23 +136,23 @@ class OwnedPartition:
     numel: int
     """Elements of the partition, padding included."""
     padding: int
-    """Elements of it that are no parameter's."""
+    """Elements of the partition that belong to no parameter."""
     file: str
     """Relative to the source."""
     offsets: Mapping[str, int]
     """State → byte offset at which the partition begins in the file."""
     ranges: tuple[HeldRange, ...]
-    """In order of where they are."""
+    """In the order of their places."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankDetail:
-    """What one data-parallel rank holds of the optimizer."""
+    """The part of the optimizer that one data-parallel rank holds."""
 
     rank: int
     """As in the names of files: `zero_pp_rank_1`."""
     files: tuple[FileSummary, ...]
-    """Files that are this rank's alone."""
+    """Files of this rank only."""
     partitions: tuple[OwnedPartition, ...]
 
 
@@ -160,11 +161,11 @@ class CheckpointSummary:
     """One checkpoint of a directory that holds several."""
 
     path: str
-    """Relative to the directory; with the directory before it a source by itself."""
+    """Relative to the directory; joined to the directory's path, it can be opened as a source."""
     kind: str
     """`native` for shards, `store` for a Zarr store."""
     step: int | None
-    """Recorded in it, or else the number at the end of its name."""
+    """The recorded step, or else the number at the end of its name."""
     zero_stage: int | None
     world_size: int | None
     """Ranks that saved it."""
@@ -173,19 +174,19 @@ class CheckpointSummary:
     changed: str | None
     """When the newest of these files was written (ISO 8601, UTC)."""
     is_whole: bool | None
-    """Whether every rank's file is there and what they record agrees; no tensor data is read. None
-    where that cannot be told, as it is of a kind that is not supported."""
+    """Whether every rank's file exists and the files' records agree; no tensor data is read. None
+    if that is not known, because the checkpoint is of a kind that is not supported."""
     is_newest: bool
-    """Whether it is of the last step; of one of them only."""
+    """Whether it is of the last step; true for only one checkpoint."""
     is_latest: bool
     """Whether the directory's `latest` names it."""
     problem: str | None
-    """Why it is not whole, or cannot be used."""
+    """Why it is incomplete, or cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointList:
-    """What is in a directory that holds checkpoints and is none itself."""
+    """The content of a directory that holds checkpoints but is not a checkpoint itself."""
 
     path: str
     kind: str
@@ -193,12 +194,12 @@ class CheckpointList:
     checkpoints: tuple[CheckpointSummary, ...]
     """In order of their steps."""
     problems: tuple[str, ...]
-    """What keeps DeepSpeed from finding the checkpoint to load."""
+    """The reasons why DeepSpeed cannot find the checkpoint to load."""
 
 
 @dataclass(frozen=True, slots=True)
 class IncompleteCheckpoint:
-    """What is there of a checkpoint that cannot be opened."""
+    """The files that exist of a checkpoint that cannot be opened."""
 
     path: str
     kind: str
@@ -207,24 +208,24 @@ class IncompleteCheckpoint:
     """Always false."""
     tag: str | None
     zero_stage: int | None
-    """As most of the files record it that can be read; None where none does. So are all below."""
+    """As most of the readable files record it; None if none does. So are the three fields below."""
     world_size: int | None
     global_steps: int | None
     deepspeed_version: str | None
     files: int
-    """Files that are there."""
+    """Files that exist."""
     file_bytes: int
     file_groups: tuple[FileGroup, ...]
     file_list: tuple[FileSummary, ...]
     problems: tuple[str, ...]
-    """Everything that is missing, or is not as it should be."""
+    """Everything that is missing or wrong."""
     checkpoints: tuple[CheckpointSummary, ...]
-    """All that are in the same run directory, where that was what was asked for."""
+    """All checkpoints in the run directory, if the source is the run directory."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Inspection:
-    """What a checkpoint holds."""
+    """The content of a checkpoint."""
 
     path: str
     kind: str
@@ -241,7 +242,7 @@ class Inspection:
     expert_parallel: int
     """Data-parallel ranks over which the experts are spread; 1 without experts."""
     module_dtype: str | None
-    """None for raw dumps, which do not tell."""
+    """None for raw dumps, which do not record it."""
     optimizer: str | None
     """Type named in the DeepSpeed config; the files themselves do not name it."""
     deepspeed_version: str | None
@@ -257,34 +258,35 @@ class Inspection:
     state_bytes: Mapping[str, int]
     """Bytes of logical tensors by state, without padding and copies."""
     files: int
-    """Files that it consists of."""
+    """Files of the checkpoint."""
     file_bytes: int
     file_groups: tuple[FileGroup, ...]
     file_list: tuple[FileSummary, ...]
     tensors: int
     """Logical tensors: every state of every parameter, buffers, frozen weights."""
     codec: str | None
-    """How a store's chunks are compressed; None for what is no store, or not compressed."""
+    """Compression of a store's chunks; None for shards, and for a store without compression."""
     problems: tuple[str, ...]
-    """What does not keep it from being read, and somebody should look at."""
+    """Problems that do not prevent reading, but that the user should look at."""
     notes: tuple[str, ...]
-    """What a user should know about the reading of it."""
+    """What the user should know about how the checkpoint is read."""
     weights_only: Dropped | None = None
-    """What was dropped, when and why, of a store from which no job can resume; None of others."""
+    """For a store whose optimizer states were dropped: which, when and why; no job can resume from
+    it. None for other sources."""
     details: tuple[ParameterDetail, ...] = ()
-    """Tensors that were asked for by name (`--param`)."""
+    """The tensors that `--param` names."""
     rank: RankDetail | None = None
-    """The rank that was asked for (`--rank`)."""
+    """The rank that `--rank` names."""
     weights: int = 0
-    """Weights of which the files do not tell whether they are trained, as without ZeRO (stage 0);
+    """Weights of which the files do not record whether they are trained, as without ZeRO (stage 0);
     they are not among `parameters`."""
     pictures: tuple[FileSummary, ...] = ()
-    """Pictures that were asked for (`--svg`, `--html`), and how large they have become."""
+    """Pictures that were written (`--svg`, `--html`), with their sizes."""
     checkpoints: tuple[CheckpointSummary, ...] = ()
-    """All that are in the run directory, where a whole one was asked for, in order of steps."""
+    """All checkpoints in the run directory, if the source is a run directory, in order of steps."""
 
     def __repr__(self) -> str:
-        """Say what it is about, in a line; its attributes tell the rest."""
+        """Summarize the checkpoint in a line; the attributes hold the details."""
         what = f"{self.tag}, ZeRO stage {self.zero_stage}, world size {self.world_size}"
         size = show_bytes(self.file_bytes)
         held = f"{len(self.parameters):,} parameters, {self.files:,} files, {size}"
@@ -292,7 +294,7 @@ class Inspection:
         return f"<Inspection {self.path!r}: {what}, {held}{wrong}>"
 
     def _repr_html_(self) -> str:
-        """Show it in a notebook."""
+        """Return HTML that a notebook shows."""
         facts: list[tuple[str, object]] = [
             ("checkpoint", f"{self.path} ({KINDS[self.kind]})"),
             ("tag", self.tag),

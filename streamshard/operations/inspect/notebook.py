@@ -1,10 +1,10 @@
-"""Lays facts and tables out as HTML, for notebooks, which show it in place of a `repr`."""
+"""Formats facts and tables as HTML, which notebooks show instead of a `repr`."""
 
 from collections.abc import Iterable, Sequence
 from typing import Final
 
 _MOST_ROWS: Final = 30
-"""Rows that a notebook shows of a long table; whoever wants all has them as Python values."""
+"""Rows that a notebook shows of a long table; all rows are available as Python values."""
 
 
 def page(facts: Iterable[tuple[str, object]], *tables: str) -> str:
@@ -19,7 +19,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], more: str = "")
     Parameters
     ----------
     more
-        Says where all rows are, if there are more.
+        Text that says where to find all rows, if there are more.
     """
     names = "".join(f"<th>{_text(name)}</th>" for name in head)
     lines = (f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows[:_MOST_ROWS])
@@ -30,7 +30,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], more: str = "")
 
 
 def ranks_text(ranks: Sequence[int] | None) -> str:
-    """Name ranks in short; a store has none.
+    """Return a short text for ranks; a store has none.
 
     >>> ranks_text((3,)), ranks_text(range(4)), ranks_text((1, 3, 5)), ranks_text(None)
     ('3', '0-3', '1, 3, 5', '-')
@@ -48,8 +48,9 @@ def _cell(value: object) -> str:
 
 
 def _text(value: object) -> str:
-    """Make text of a value that shows as it is: names in a file are its author's."""
-    # Not at the top: it comes with a table of all entities, and verbs that move bytes load this.
+    """Return a value as escaped text: the names in a file come from its author."""
+    # Not at the top: `html` loads a table of all entities, and verbs that move bytes load this
+    # module.
     from html import escape
 
     if value is None:

@@ -1,6 +1,6 @@
-"""Tells which rank holds which elements of which tensor, and where in its files.
+"""Finds out which rank holds which elements of which tensor, and where in its files.
 
-All numbers are those that resharding goes by: a source's `Cutting`, and nothing else.
+All numbers come from a source's `Cutting`, which resharding uses too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ _NAMES_SHOWN: Final = 5
 
 
 def sharing_ranks(group: ParamGroup, layout: ZeroLayout) -> list[int]:
-    """List the data-parallel ranks that share a group, by their place among them."""
+    """List the data-parallel ranks that share a group, in the order of its partitions."""
     places = (layout.expert_place(rank, group.expert_parallel) for rank in range(layout.world_size))
     found = [
         (place, rank) for rank, (held, place) in enumerate(places) if held == group.expert_rank
@@ -41,7 +41,7 @@ def sharing_ranks(group: ParamGroup, layout: ZeroLayout) -> list[int]:
 
 
 def cut_of(source: Source, tensors: Ints) -> tuple[Ints, Ints]:
-    """Return the first and the last piece of each tensor; of an empty tensor, its first twice."""
+    """Return the first and the last piece of each tensor; for an empty tensor, the first twice."""
     cutting, held = source.cutting, source.checkpoint.tensors
     numels = np.array([held[tensor].numel for tensor in tensors.tolist()], dtype=np.int64)
     origin, piece = cutting.origin[tensors], cutting.piece_numel[tensors]
@@ -49,8 +49,9 @@ def cut_of(source: Source, tensors: Ints) -> tuple[Ints, Ints]:
 
 
 def ranks_of(source: Source) -> dict[int, tuple[int, tuple[int, ...] | None]]:
-    """Tell of the master weights of every trained parameter, by their index among all tensors, the
-    index of the param group, and which data-parallel ranks hold some; None for a store.
+    """Return index of a parameter's master weights → (param group, ranks that hold some of them).
+
+    The ranks are data-parallel ranks; they are None for a store.
     """
     checkpoint, index = source.checkpoint, source.checkpoint.tensor_index()
     groups = [(family, group) for family in checkpoint.families for group in family.groups]
@@ -66,12 +67,12 @@ def ranks_of(source: Source) -> dict[int, tuple[int, tuple[int, ...] | None]]:
 
 
 def parameter_details(source: Source, patterns: Sequence[str]) -> tuple[ParameterDetail, ...]:
-    """Describe all tensors of the model whose whole names match a pattern as the shell has them.
+    """Describe all tensors of the model whose complete names match a shell pattern.
 
     Raises
     ------
     UsageError
-        A pattern matches none; the message says what there is.
+        A pattern matches no tensor; the message names some that exist.
     """
     found = list(_named(source.checkpoint))
     known = [one.name for one in found]
@@ -99,7 +100,7 @@ class _Named:
 
 
 def _named(checkpoint: Checkpoint) -> Iterator[_Named]:
-    """Yield trained parameters group by group, then what else the module lists."""
+    """Yield the trained parameters group by group, then the other tensors of the module."""
     number = 0
     for family in checkpoint.families:
         entries = {entry.name: entry for entry in family.module if entry.kind != "extra"}
@@ -155,7 +156,7 @@ def _detail(
 def _pieces(
     source: Source, state: str, tensor: int, ranks: Sequence[int | None]
 ) -> Iterator[OwnedPiece]:
-    """Yield where the elements of one tensor lie, in their order."""
+    """Yield the places of one tensor's elements, in order of the elements."""
     held = source.checkpoint.tensors[tensor]
     itemsize = ITEMSIZE[held.dtype]
     copies = source.cutting.locate(whole_segment(tensor, held.numel), target_itemsize=itemsize)
@@ -166,7 +167,7 @@ def _pieces(
 
 
 def _ranks_of_files(source: Source) -> list[int | None]:
-    """Tell of every file which data-parallel rank saved it; None where that is no single one."""
+    """Return for each file the data-parallel rank that saved it; None if it is not a single one."""
     if source.kind == "dumps":
         return list(range(len(source.files)))
     parsed = (names.parse(file.path.name) for file in source.files)
@@ -174,12 +175,12 @@ def _ranks_of_files(source: Source) -> list[int | None]:
 
 
 def rank_detail(source: Source, rank: int) -> RankDetail:
-    """Describe what one data-parallel rank holds.
+    """Describe the part of the optimizer that one data-parallel rank holds.
 
     Raises
     ------
     UsageError
-        There is no such rank; the message says which there are.
+        There is no such rank; the message says which ranks there are.
     """
     layout = source.checkpoint.layout
     if source.kind == "store":
@@ -217,19 +218,20 @@ def _partitions(source: Source, rank: int) -> Iterator[OwnedPartition]:
 def _parts_of_group(
     source: Source, group: ParamGroup, number: int, sharer: int, rows: Mapping[str, Ints]
 ) -> Iterator[OwnedPartition]:
-    """Yield what a rank holds of a group: one partition, or one for each sub-group."""
+    """Yield a rank's partition of a group, or its partition of each sub-group."""
     cutting, masters = source.cutting, rows[MASTER]
     numels = np.array([source.checkpoint.tensors[row].numel for row in masters.tolist()])
     is_cut_alone = source.checkpoint.layout.stage == 3
     slots, lead = cutting.first_piece[masters], cutting.lead[masters]
-    # The parameters of one sub-group lie in the same pieces, one behind the other.
+    # The parameters of one sub-group lie in the same pieces, one after the other.
     borders = np.flatnonzero(np.diff(slots)) + 1 if is_cut_alone else np.zeros(0, np.int64)
     for unit, members in enumerate(np.split(np.arange(len(masters)), borders)):
         tensors = masters[members]
         piece, origin = cutting.piece_numel[tensors], cutting.origin[tensors]
         start = np.clip(sharer * piece - origin, 0, numels[members])
         stop = np.clip((sharer + 1) * piece - origin, 0, numels[members])
-        # In stages 1 and 2 a parameter lies at its place in the flat group, before the partition's.
+        # At stages 1 and 2, `origin` is a parameter's place in the flat group, from which the place
+        # of the partition is subtracted.
         at = lead[members] // cutting.itemsize[tensors] + start - (sharer * piece - origin)
         total = int(piece.sum()) if is_cut_alone else int(piece[0])
         held = np.flatnonzero(stop > start)

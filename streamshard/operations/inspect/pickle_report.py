@@ -1,4 +1,4 @@
-"""`inspect --pickles`: every name that a checkpoint's pickles ask for, before anyone loads them."""
+"""`inspect --pickles`: lists every name that a checkpoint's pickles import, and loads none."""
 
 import os
 from collections import Counter
@@ -33,43 +33,43 @@ class PickledFile:
     """Relative to the source."""
     pickles: int
     names: Mapping[str, int]
-    """What they name → how often."""
+    """Name that the pickles import → how often."""
     problem: str | None
-    """Why the file was not looked through to its end."""
+    """Why the file was not searched to its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedGlobal:
-    """Something that pickles ask to be imported."""
+    """A name that pickles import."""
 
     name: str
     """Module and qualified name."""
     is_known: bool
-    """Whether it is one that DeepSpeed, torch, NumPy and collections write by themselves."""
+    """Whether it is one of the names that DeepSpeed, torch, NumPy and collections write."""
     count: int
     files: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PickleListing:
-    """What all pickles of a checkpoint ask for."""
+    """The names that all pickles of a checkpoint import."""
 
     path: str
     names: tuple[NamedGlobal, ...]
-    """Those that are not known first."""
+    """Unknown names come first."""
     files: tuple[PickledFile, ...]
     notes: tuple[str, ...]
 
     @property
     def problems(self) -> tuple[PickledFile, ...]:
-        """Files that were not looked through to their end."""
+        """Files that were not searched to their end."""
         return tuple(file for file in self.files if file.problem is not None)
 
 
 def list_pickles(source: str | os.PathLike[str], *, tag: str | None = None) -> PickleListing:
     """List the names in all pickles of a checkpoint, of a store, of dumps, or of a single file.
 
-    Nothing is imported or called for it. The checkpoint may be one that no other verb accepts.
+    Nothing is imported or called. The checkpoint may be one that no other verb accepts.
 
     Raises
     ------
@@ -107,7 +107,7 @@ def _list(root: Path, tag: str | None) -> PickleListing:
 
 
 def _files(root: Path, tag: str | None, notes: list[str]) -> list[Path]:
-    """List the files that belong to a checkpoint, or all there are if that cannot be told."""
+    """List the files of a checkpoint; or all files, if its tag cannot be chosen."""
     if dump_names.is_source_template(str(root)):
         template = dump_names.parse_source(str(root))
         entries = sorted(template.directory.iterdir())
@@ -138,7 +138,7 @@ def _below(root: Path) -> list[Path]:
 
 
 def _in_files(root: Path, paths: list[Path]) -> Iterator[tuple[str, Finding]]:
-    """Look into files on disk."""
+    """Search files on disk."""
     base = root if root.is_dir() else root.parent
     for path in paths:
         finding = _in_file(path, base, given=path == root)
@@ -147,12 +147,12 @@ def _in_files(root: Path, paths: list[Path]) -> Iterator[tuple[str, Finding]]:
 
 
 def _in_file(path: Path, base: Path, *, given: bool) -> Finding | None:
-    """Look into one file; a link is followed where it stays inside, or is what the user gave."""
+    """Search one file; a link is followed if it stays inside, or if the user gave it."""
     try:
         if not given and not is_inside(path, base):
             return Finding(0, {}, f"a symbolic link that leads out, to {path.resolve()}")
         if path.is_dir():
-            return None  # a link, and what it leads to is listed by itself
+            return None  # a link to a directory whose files are listed themselves
         if not path.is_file():
             return Finding(0, {}, "no regular file")
         with stream_of(path) as stream:
@@ -162,7 +162,7 @@ def _in_file(path: Path, base: Path, *, given: bool) -> Finding | None:
 
 
 def _in_store(root: Path, tag: str | None) -> Iterator[tuple[str, Finding]]:
-    """Look into a store's training state, and into the files that it keeps."""
+    """Search a store's training state, and the files that the store keeps."""
     state = f"{STATE_PATH}/c/0"
     yield state, _in_state(root / state, root)
     try:
@@ -186,7 +186,7 @@ def _in_store(root: Path, tag: str | None) -> Iterator[tuple[str, Finding]]:
 
 
 def _in_state(path: Path, root: Path) -> Finding:
-    """Look into a store's training state, even where its checksum does not fit."""
+    """Search a store's training state, even if its checksum is wrong."""
     try:
         place = os.path.realpath(path)
         if not Path(place).is_relative_to(os.path.realpath(root)):
@@ -215,7 +215,7 @@ class _StoredFile:
         """Size in bytes."""
 
     def read_at(self, offset: int, count: int) -> bytes:
-        """Read bytes from an offset on: fewer than asked for only where the file ends."""
+        """Read bytes from an offset; fewer than `count` only at the end of the file."""
         stop = min(offset + count, self.nbytes)
         one = np.array([self._tensor], dtype=np.int64)
         wanted = Segments(one, np.array([offset]), np.array([stop]), np.zeros_like(one))

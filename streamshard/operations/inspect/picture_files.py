@@ -1,4 +1,4 @@
-"""Writes pictures of how a checkpoint is cut."""
+"""Writes pictures that show how a checkpoint is cut."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from streamshard.operations.transfer.target import exists, partial_of, require_s
 
 @dataclass(frozen=True, slots=True)
 class PictureFiles:
-    """Which pictures are wanted, and where."""
+    """The pictures to write, and their paths."""
 
     svg: Path | None
     html: Path | None
@@ -24,7 +24,7 @@ class PictureFiles:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """All files to be made."""
+        """All files to write."""
         return tuple(path for path in (self.svg, self.html) if path is not None)
 
     def require_free(self) -> None:
@@ -33,9 +33,9 @@ class PictureFiles:
         Raises
         ------
         TargetExistsError
-            One is there, or something that is no file.
+            A file exists, or something else is at its path.
         UsageError
-            Both are to be the same file.
+            Both pictures have the same path.
         """
         if len(set(self.paths)) < len(self.paths):
             raise UsageError(f"{self.svg}: cannot be --svg and --html at once")
@@ -54,12 +54,12 @@ class PictureFiles:
     def draw(
         self, source: Source, world_size: int | None, zero_stage: int | None
     ) -> tuple[FileSummary, ...]:
-        """Draw a checkpoint, and what it would be resized; write whole files or none.
+        """Draw a checkpoint, and how it would be resized; write complete files or none.
 
         Raises
         ------
         UsageError
-            A file would lie in the source, or it cannot be resized so.
+            A file would lie in the source, or the checkpoint cannot be resized in that way.
         TargetError
             A file cannot be written.
         """

@@ -1,4 +1,4 @@
-"""Chooses which parameters have a colour of their own in a picture, and what they are called."""
+"""Chooses which parameters share a colour in a picture, and their names."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from typing import Final, Self
 import numpy as np
 
 _MOST_UNITS: Final = 96
-"""Colours that are told apart by where they are."""
+"""Most colours in a picture; similar ones differ by their places."""
 _MOST_RUNS: Final = 2 * _MOST_UNITS
-"""Parts of one param group that are drawn."""
+"""Most parts of one param group that are drawn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """Which parameters are drawn together, and what they are called."""
+    """The parameters that are drawn together, and their names."""
 
     units: tuple[str, ...]
     unit_of: dict[str, int]
@@ -24,7 +24,7 @@ class Named:
 
     @classmethod
     def of(cls, params: Sequence[str]) -> Self:
-        """Give each parameter a colour; if there are too many, those whose names begin alike."""
+        """Give each parameter a colour; if there are too many, one to those of a common prefix."""
         if len(params) <= _MOST_UNITS:
             return cls(tuple(params), {name: i for i, name in enumerate(params)}, True)
         runs = _alike_by_name(params)
@@ -33,10 +33,10 @@ class Named:
         return cls(units, dict(zip(params, which, strict=True)), False)
 
     def runs(self, names: Sequence[str]) -> list[tuple[int, list[str]]]:
-        """Put together what follows each other and has one colour: (unit, its members here).
+        """Group consecutive parameters of the same colour: (unit, its members here).
 
-        Stored by turns, as round robin does, what is of one colour lies far apart. If that makes
-        too many, neighbours are put together all the same, in the colour of the first.
+        In round-robin order, parameters of one colour lie far apart. If there are too many groups,
+        neighbours of different colours are merged, in the colour of the first.
         """
         found = [(u, list(same)) for u, same in groupby(names, key=self.unit_of.__getitem__)]
         if len(found) <= _MOST_RUNS:
@@ -46,7 +46,7 @@ class Named:
         return [(span[0][0], [name for _, some in span for name in some]) for span in spans]
 
     def title(self, unit: int, members: Sequence[str]) -> str:
-        """Say what a run is, and of how many parameters."""
+        """Return the title of a run, with the count of its parameters."""
         if len(members) == 1:
             return members[0]
         is_one = all(self.unit_of[name] == unit for name in members)
@@ -55,10 +55,11 @@ class Named:
 
 
 def _alike_by_name(params: Sequence[str]) -> list[tuple[str, int]]:
-    """Put together parameters that follow each other: (name for all of them, how many).
+    """Group consecutive parameters by their names: (name of the group, count of parameters).
 
-    As deep into the names as there is room for. Where that leaves few, those of one step deeper
-    are shared out: a model of a thousand layers is drawn as so many layers at a time.
+    Names are compared to the greatest depth that gives no more groups than there are colours. If
+    that gives too few groups, the groups of the next depth are merged in equal numbers: a model of
+    a thousand layers is drawn some layers at a time.
     """
     parts = [name.split(".") for name in params]
 

@@ -1,4 +1,4 @@
-"""Says what is there where `inspect` finds no checkpoint that it can open."""
+"""Describes a source that `inspect` cannot open: several checkpoints, or an incomplete one."""
 
 import os
 from collections.abc import Sequence
@@ -40,12 +40,12 @@ def look_around(
     like: Path_ | None,
     tag: str | None,
 ) -> CheckpointList | IncompleteCheckpoint | None:
-    """Look at what a source holds that could not be opened; None if that is nothing to list.
+    """Describe a source that could not be opened; return None if there is nothing to list.
 
     Parameters
     ----------
     error
-        Why it could not be opened.
+        Why the source could not be opened.
     """
     root = Path(source)
     try:
@@ -56,7 +56,7 @@ def look_around(
         config, known = read_hints([source], source_ds_config_file, like)
         return _incomplete(Request(source, tag, config, known))
     except (StreamshardError, OSError):
-        return None  # the first error tells more
+        return None  # the first error is more useful
 
 
 def _needs_choice(root: Path) -> bool:
@@ -68,7 +68,7 @@ def _needs_choice(root: Path) -> bool:
 
 
 def _directory(root: Path, error: SourceError) -> CheckpointList | None:
-    """List what is in a directory; without `latest`, tags beside each other are a problem."""
+    """List a directory's checkpoints; tags without a `latest` beside them are a problem."""
     found = summaries(root)
     is_run = (root / names.LATEST).exists() or any(
         "/" not in one.path and one.kind == "native" and _is_tag(root / one.path) for one in found

@@ -1,4 +1,4 @@
-"""Notices what does not keep a checkpoint from being read, and somebody should look at."""
+"""Finds problems that do not prevent reading a checkpoint, but that the user should look at."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ from streamshard.posix import entries_below
 
 
 def problems_of(source: Source) -> tuple[str, ...]:
-    """Look at what lies around an opened checkpoint; the names of files are all that is read."""
+    """Check the files around an opened checkpoint; only their names and `latest` are read."""
     with source_errors(source.path):
         return tuple(_problems(source)) if source.kind == "native" else ()
 
@@ -36,7 +36,7 @@ def _problems(source: Source) -> Iterator[str]:
 
 
 def _newer_tags(run_dir: Path, tag: str) -> Iterator[str]:
-    """Look for saves that came after this one: one that was cut off never became `latest`."""
+    """Find later saves than this one: a save that was interrupted never became `latest`."""
     step = step_of(tag)
     for entry in sorted((run_dir / tag).parent.iterdir()):
         other = step_of(entry.name)

@@ -1,1 +1,1 @@
-"""The native files of a target: settings, content, regions."""
+"""Makes the native files of a target: their settings, content and regions."""

@@ -1,4 +1,4 @@
-"""Turns spelled torch files into work: every storage becomes a region with its copies."""
+"""Turns serialized torch files into work: each storage becomes regions with their copies."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,8 +46,7 @@ from streamshard.operations.source.source import Source
 from streamshard.operations.source.zero_cutting import flat_groups
 
 _SPAN_BYTES: Final = 256 << 20
-"""Large files are shared out among workers in spans of about this size, which holds whole elements
-of any dtype."""
+"""Workers get large files in spans of about this size, a multiple of any dtype's item size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ class FamilyCut:
 def cut_family(
     checkpoint: Checkpoint, family: Family, layout: ZeroLayout, module_dtype: str
 ) -> FamilyCut:
-    """Cut one family as an engine of this layout does."""
+    """Cut one family as an engine with this layout does."""
     if layout.stage < 3:
         return FamilyCut(flat_groups(checkpoint, family, layout, module_dtype), ())
     numels = checkpoint.master_numels(family)
@@ -76,7 +75,7 @@ def cut_family(
 
 
 class NativeFiles:
-    """Knows how a target is cut, and fills its files from a source."""
+    """Fills the files of a target from a source, according to how the target is cut."""
 
     def __init__(self, source: Source, world_size: int, cuts: Sequence[FamilyCut]) -> None:
         self._source = source
@@ -87,11 +86,11 @@ class NativeFiles:
         self._members = _members(source.checkpoint)
 
     def lay_out(self, image: FileImage) -> torch_file.TorchLayout:
-        """Lay out a file; its size and its pickle are known then."""
+        """Lay out a file, which determines its size and its pickle."""
         return torch_file.lay_out(image.serialized, PurePosixPath(image.path).stem)
 
     def torch_target(self, image: FileImage) -> TargetFile:
-        """Turn one spelled file into work."""
+        """Return the target of one serialized file."""
         layout = self.lay_out(image)
         spans, crc32s = _StorageSpans(), []
         late: list[tuple[int, torch_file.Record, JoinedCrc32]] = []
@@ -118,7 +117,7 @@ class NativeFiles:
         return TargetFile(image.path, spans.all(), endings)
 
     def fill(self, content: Content, image: FileImage) -> NDArray[np.int64]:
-        """List the tensors of which a storage that is cut holds parts, or its ranks together."""
+        """List the tensors in a cut storage: of all ranks together, or of its rank (`WholesOf`)."""
         if isinstance(content, PartitionOf):
             return self._members[image.family, content.group, content.state]
         if isinstance(content, ShardsOf):
@@ -129,7 +128,7 @@ class NativeFiles:
         return self._segments(content, image, itemsize=1).tensor
 
     def other_targets(self, paths: Mapping[str, str]) -> Iterator[TargetFile]:
-        """Turn the files that come along into work; `paths` says what each is to be called."""
+        """Yield the targets of the sidecars; `paths` maps each name to the path in the target."""
         modes = {file.path: file.mode for file in self._source.checkpoint.files}
         for index, tensor in enumerate(self._tensors):
             if tensor.state == FILE and tensor.name in paths:
@@ -147,7 +146,7 @@ class NativeFiles:
         record: torch_file.Record,
         crc: JoinedCrc32,
     ) -> Iterator[Region]:
-        """Yield the pieces of a record's data; what follows the data, if it is only one."""
+        """Yield the regions of a record's data; a single region also holds the descriptor."""
         source_dtype, target_dtype = self._dtypes(storage, content)
         source_itemsize, target_itemsize = ITEMSIZE[source_dtype], ITEMSIZE[target_dtype]
         segments = self._segments(content, image, target_itemsize)
@@ -168,10 +167,10 @@ class NativeFiles:
             yield region
 
     def _dtypes(self, storage: Storage, content: Content) -> tuple[str, str]:
-        """Tell what a storage's elements are in the source, and what they are to become."""
+        """Return the dtypes of a storage's elements in the source and in the target."""
         if isinstance(content, Whole | ShardOf):
             tensor = self._tensors[content.tensor]
-            # A blob is bytes, whatever dtype its storage gives them.
+            # A blob is bytes, whatever dtype its storage has.
             return tensor.dtype, tensor.dtype if tensor.state == BLOB else storage.dtype
         return storage.dtype, storage.dtype
 
@@ -202,7 +201,7 @@ class NativeFiles:
 
 
 class _StorageSpans:
-    """Shares out a file's parts, which follow each other, among spans of about the same size."""
+    """Divides the consecutive parts of a file into spans of about the same size."""
 
     def __init__(self) -> None:
         self._spans: list[Span] = []
@@ -217,25 +216,25 @@ class _StorageSpans:
             self.skip_to(self._end)
 
     def add_all(self, parts: Iterable[Fixed | Region]) -> int:
-        """Add the next parts; returns the byte offset behind them."""
+        """Add the next parts, and return the byte offset after them."""
         for part in parts:
             self.add(part)
         return self._end
 
     def skip_to(self, offset: int) -> None:
-        """Begin a span at an offset; what is before it is not of any."""
+        """End the current span, and begin one at an offset; bytes in between are in no span."""
         if self._parts:
             self._spans.append(Span(self._start, self._parts))
         self._start, self._end, self._parts = offset, offset, []
 
     def all(self) -> list[Span]:
-        """Return all spans, of which an empty file has one as well."""
+        """Return all spans; an empty file has one span too."""
         self.skip_to(self._end)
         return self._spans or [Span(0, [])]
 
 
 def _pieces(nbytes: int) -> Iterator[tuple[int, int]]:
-    """Cut so many bytes; what is empty is one piece."""
+    """Cut a count of bytes into pieces (start, stop); zero bytes are one piece."""
     for start in range(0, max(nbytes, 1), _SPAN_BYTES):
         yield start, min(start + _SPAN_BYTES, nbytes)
 

@@ -1,4 +1,4 @@
-"""Spells the native files of a target, and counts what they take."""
+"""Serializes the native files of a target, and counts their bytes."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -21,9 +21,9 @@ from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.byte_accounting import ByteCounts, NativeTally
 
 _COPY_BYTES: Final = 4 * 8 * 8
-"""Four integers a copy, in each of the few files that are in flight at once."""
+"""Four integers for each copy, in each of the few files in flight."""
 _LOCATE_BYTES: Final = 16 * 8
-"""Arrays that finding a copy takes for a moment."""
+"""Temporary arrays for locating a copy."""
 
 
 def serialize(
@@ -32,14 +32,14 @@ def serialize(
     template: Template | None,
     resized: frameworks.Resized,
 ) -> tuple[NativeFiles, Sequence[Images]]:
-    """Cut a checkpoint as the settings say, and spell its files: torch files, and what fills them.
+    """Cut a checkpoint according to the settings, and serialize its torch files.
 
     Parameters
     ----------
     template
-        How dumps are named, where it is dumps that are made.
+        Names of the dumps, if the target is dumps.
     resized
-        What becomes of a framework's files.
+        New names of a framework's files, and those that are left out.
     """
     checkpoint, layout = source.checkpoint, settings.layout
     dtype = settings.module_dtype
@@ -76,7 +76,7 @@ def count_bytes(
     *,
     has_latest: bool,
 ) -> ByteCounts:
-    """Count what will be made of the source's files."""
+    """Count the bytes of the target's files, and how often each tensor is read."""
     byte_counts, checkpoint = NativeTally(source, files), source.checkpoint
     for serialized in images:
         byte_counts.add(serialized.sizes())
@@ -88,9 +88,10 @@ def count_bytes(
 
 
 def copies_bytes(source: Source, world_size: int) -> int:
-    """Bound what the copies of a target file take, and the work of finding one storage's copies.
+    """Return an upper bound of the memory for a target file's copies and for locating them.
 
-    A rank's share of a parameter lies with at most N / M + 2 ranks of the source.
+    A rank's share of a parameter lies on at most N / M + 2 ranks of the source, for N source ranks
+    and M target ranks.
     """
     checkpoint = source.checkpoint
     spread = checkpoint.layout.world_size // world_size + 2

@@ -1,4 +1,4 @@
-"""What shapes the files of a target, and where that was found."""
+"""Decides the settings that shape the files of a target, and says where they come from."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from streamshard.formats.deepspeed import ds_config, names, resume_settings
 from streamshard.model import MODULE, ZeroLayout
 
 _MOST_RANKS: Final = 1 << 17
-"""More GPUs than any job has; a plan for them takes minutes, and what is larger is a mistake."""
+"""More GPUs than any job has. A plan for so many takes minutes; a larger number is a mistake."""
 _NOT_CUT: Final = (
     "Saved without ZeRO (stage 0), which cuts nothing: DeepSpeed loads the source itself on any "
     "count of ranks. Of what it saved, dp_world_size alone is another in OUT."
@@ -29,7 +29,7 @@ _STAGE_0: Final = (
 
 @dataclass(frozen=True, slots=True)
 class TargetSettings:
-    """What the files of a target are shaped by, and where that was found."""
+    """The settings that shape the files of a target; the notes say where they come from."""
 
     layout: ZeroLayout
     config: Mapping[str, Any]
@@ -45,14 +45,14 @@ def target_settings(
     zero_stage: int | None,
     wanted: ds_config.Config | None,
 ) -> TargetSettings:
-    """Decide what shapes the target: the flags, else the given config, else the kept one.
+    """Decide the target's settings: from the flags, else the given config, else the kept one.
 
     Raises
     ------
     UsageError
-        What is asked for contradicts itself, or would have to be made up.
+        The options contradict each other, or need values that the checkpoint lacks.
     UnsupportedError
-        The checkpoint's optimizer cannot be taken to that stage.
+        The checkpoint's optimizer cannot be converted to that stage.
     """
     kept = checkpoint.config
     stage, dtype = zero_stage or checkpoint.layout.stage, checkpoint.module_dtype
@@ -93,7 +93,7 @@ def target_settings(
 
 
 def _left_out(checkpoint: Checkpoint, stage: int) -> Iterator[str]:
-    """Name the weights that stages 1 and 2 happen to save and stage 3 does not."""
+    """Name the excluded weights that stages 1 and 2 save and stage 3 does not."""
     if stage < 3:
         return
     index = checkpoint.tensor_index()
@@ -113,7 +113,7 @@ def _uncut_settings(
     zero_stage: int | None,
     wanted: ds_config.Config | None,
 ) -> TargetSettings:
-    """Decide what shapes the target of what was saved without ZeRO, which stays without."""
+    """Decide the target's settings for a checkpoint that was saved without ZeRO, and stays so."""
     kept, dtype = checkpoint.config, checkpoint.module_dtype
     config = dict(kept) if wanted is None else ds_config.resolved(wanted, kept)
     if zero_stage or (wanted is not None and ds_config.zero_stage(config)):
@@ -134,7 +134,7 @@ def _uncut_settings(
 def _require_resumable(
     checkpoint: Checkpoint, config: ds_config.Config, layout: ZeroLayout, *, given: bool
 ) -> None:
-    """Refuse a config with which DeepSpeed would not load what the files hold."""
+    """Refuse a config with which DeepSpeed would not load the target's files."""
     entries = [entry for family in checkpoint.families for entry in family.module]
     job = resume_settings.Resuming(
         config=config,
@@ -157,7 +157,7 @@ def _require_resumable(
 def _other_sequences(
     checkpoint: Checkpoint, config: ds_config.Config, world_size: int
 ) -> str | None:
-    """Object to another count of ranks that hold each partition alike."""
+    """Return an objection if the config changes how many ranks hold copies of each partition."""
     saved = checkpoint.replicas
     asked = ds_config.sequence_mesh(config)
     if asked == ((world_size, saved) if saved > 1 else None):
@@ -174,9 +174,9 @@ def _other_sequences(
 
 
 def _saved_stage(checkpoint: Checkpoint) -> int:
-    """Tell the stage that the job that saved was configured for.
+    """Return the stage in the config of the job that saved.
 
-    BF16_Optimizer, which cuts as stage 1 does, may have been trained without a stage.
+    BF16_Optimizer cuts as stage 1 does, but its job may have been configured without a stage.
     """
     if checkpoint.layout.bf16_optimizer and checkpoint.config:
         return ds_config.zero_stage(checkpoint.config) or 0
@@ -184,15 +184,15 @@ def _saved_stage(checkpoint: Checkpoint) -> int:
 
 
 def _is_pipeline(checkpoint: Checkpoint) -> bool:
-    """Tell whether the weights of the module's layers are in files of their own."""
+    """Tell whether the weights of each module layer are in a separate file."""
     modules = [family.model_state.get(names.MODULE_STATE) for family in checkpoint.families]
     return not checkpoint.is_dumps and None in modules
 
 
 def _require_carried_parts(checkpoint: Checkpoint, stage: int, dtype: str) -> None:
-    """Refuse to change what the weights of pipeline layers and experts would have to change with.
+    """Refuse a stage or dtype that the files of pipeline layers and experts cannot follow.
 
-    Their files come along as they are; DeepSpeed trains neither at stage 3.
+    These files are copied as they are; DeepSpeed trains neither pipelines nor experts at stage 3.
     """
     pipeline = _is_pipeline(checkpoint)
     if not pipeline and checkpoint.expert_parallel == 1:
@@ -206,12 +206,13 @@ def _require_carried_parts(checkpoint: Checkpoint, stage: int, dtype: str) -> No
 
 
 def require_allowed(checkpoint: Checkpoint, world_size: int) -> int:
-    """Return the data-parallel size at a count of ranks.
+    """Return the data-parallel size for a count of all ranks.
 
     Raises
     ------
     UsageError
-        The ranks do not divide among the parts of the model, or among its experts.
+        The count is not a multiple of the model's parts, its experts' ranks and its replicas; or it
+        is too small or too large.
     """
     parts, experts = len(checkpoint.families), checkpoint.expert_parallel
     replicas = checkpoint.replicas
@@ -232,7 +233,7 @@ def require_allowed(checkpoint: Checkpoint, world_size: int) -> int:
 
 
 def _agreed_stage(in_config: int | None, asked: int | None) -> int:
-    """Take the stage from the given config, and hold it against the flag if there is one."""
+    """Return the stage of the given config, and require that it agrees with the flag, if given."""
     if in_config is not None and asked is not None and in_config != asked:
         message = f"--zero-stage {asked}, but the given config says stage {in_config}"
         raise UsageError(f"{message}; make them agree")
@@ -244,7 +245,7 @@ def _agreed_stage(in_config: int | None, asked: int | None) -> int:
 
 
 def _require_known_order(checkpoint: Checkpoint, config: ds_config.Config, stage: int) -> None:
-    """Refuse to guess how dumps are stored where the job's config makes that doubtful."""
+    """Refuse to guess the layout of dumps if the given config leaves it open."""
     unknown = checkpoint.is_dumps and not checkpoint.config
     layout = ds_config.zero_layout(config, stage=stage, world_size=1)
     if unknown and (layout.round_robin or layout.parameter_alignment):
@@ -259,7 +260,7 @@ def _require_known_order(checkpoint: Checkpoint, config: ds_config.Config, stage
 def _require_same_scaling(checkpoint: Checkpoint, target: str) -> None:
     source = checkpoint.module_dtype
     if checkpoint.is_dumps and not checkpoint.config:
-        # Dumps tell fp16 by its loss scale, and nothing else.
+        # Only the loss scale in dumps shows fp16.
         state = checkpoint.families[0].optimizer_file[names.OPTIMIZER]
         dynamic = state.get("dynamic_loss_scale") is True
         source = "float16" if dynamic else target

@@ -1,1 +1,1 @@
-"""`repartition`: native files for another world size."""
+"""`repartition`: writes native files for another world size."""

@@ -1,4 +1,4 @@
-"""`repartition`: native files for another world size, from shards or from a store."""
+"""`repartition`: writes native files for another world size, from shards or from a store."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,32 +57,32 @@ class RepartitionPlan:
     target: Path
     purpose: RunIdentity
     template: Template | None
-    """How dumps are named, where the target is a directory of them."""
+    """Names of the dumps, if the target is a directory of dumps."""
     images: Sequence[Images]
-    """Spell the torch files to be made."""
+    """Serialize the torch files to write."""
     files: NativeFiles
     resized: frameworks.Resized
-    """What becomes of the files that come along."""
+    """New names of the sidecars, and those that are left out."""
     byte_counts: ByteCounts
     changes: tuple[Change, ...]
     written: Request | None
-    """How to open what was written, where it is to be verified; the path is still to be put in."""
+    """How to open the written files to verify them, still without a path; None if not verified."""
     memory: MemoryPlan
     overwrite: bool
     report: Report
-    """What running it will do."""
+    """What the run will do."""
     if_needed: bool = False
-    """Whether nothing is to be written where that is not needed."""
+    """Whether to write nothing if that is not needed."""
     may_resume: bool = False
-    """Whether the job that will resume can do so from the source as it is."""
+    """Whether the job can resume from the source as it is."""
 
     def found(self, progress: Progress | None = None) -> Report | None:
-        """Return what to report if there is nothing to do; else None.
+        """Return the report of a run that has nothing to do; None if there is something to do.
 
         Raises
         ------
         TargetExistsError
-            Something else than what this would make is there, and may not be replaced.
+            The target exists, holds something else, and may not be replaced.
         """
         if self.may_resume:
             is_native = self.source.kind == "native"
@@ -106,8 +106,8 @@ class RepartitionPlan:
         Raises
         ------
         StreamshardError
-            The source changed or the target cannot be written. No target is left then, but what
-            was written is kept beside its place, and the same plan goes on from there.
+            The source changed, or the target cannot be written. Then there is no target, but the
+            files written so far are kept beside its place, and the same plan continues with them.
         """
         if self.if_needed and (found := self.found(progress)) is not None:
             return found
@@ -137,11 +137,11 @@ class RepartitionPlan:
         return self.byte_counts.sizes
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan down, for `load_plan` or `streamshard apply`."""
+        """Save the plan to a file, for `load_plan` or `streamshard apply`."""
         plan_file.write(Path(path), self.asked, self.purpose, self.sizes())
 
     def outlook(self, *, measures_disk: bool = True) -> Outlook:
-        """Tell more of what running it will do, and how long it may take."""
+        """Estimate in detail what the run will do, and how long it may take."""
         return estimate_run(
             self.source,
             self.byte_counts,
@@ -154,7 +154,7 @@ class RepartitionPlan:
         )
 
     def _verify(self, place: Path, told: Progress) -> None:
-        """Compare what was written with the source, if that was asked for."""
+        """Compare the written files with the source, if the plan says so."""
         if self.written is not None:
             path = place / self.template.name if self.template else place
             written = replace(self.written, path=path)
@@ -190,31 +190,34 @@ def plan_repartition(
         Run directory with `latest`, tag directory, store, or a template of raw per-rank dumps
         such as ``ckpt/optimizer.{rank:02d}.pt``.
     target
-        Run directory to make; for raw dumps a template, whose directory is made.
+        Run directory to make; for raw dumps a template in a directory that is made.
     world_size
-        Count of all ranks that will resume. Tensor, pipeline and expert parallelism stay as they
-        are, so with them not every count is possible. Of a store by default that of the ranks that
-        saved what is in it.
+        Count of all ranks of the job that resumes. Tensor, pipeline and expert parallelism stay as
+        they are, so with them not every count is possible. For a store the default is the count of
+        ranks that saved its content; for other sources there is no default.
     zero_stage
-        ZeRO stage that will resume; by default the config's.
+        ZeRO stage of the job that resumes; by default the stage in the config.
     ds_config_file
-        The whole DeepSpeed config of the job that will resume; by default the one kept in the
-        checkpoint. What it leaves out has DeepSpeed's defaults; an "auto" in it, the last run's
-        value.
+        The complete DeepSpeed config of the job that resumes; by default the config kept in the
+        checkpoint. A key that it leaves out has DeepSpeed's default; an "auto" in it has the last
+        run's value.
     source_ds_config_file
         The DeepSpeed config of the job that saved, for raw dumps, which hold none.
     like
-        Another checkpoint of the same job, for what the source does not tell: raw dumps of stage 3
-        hold no shapes, files of `elastic_checkpoint` no hyper-parameters, and those of Muon at
-        stages 1 and 2 not the order in which stage 3 has its parameters.
+        Reference checkpoint: another checkpoint of the same job, which supplies what the source
+        lacks. Raw dumps of stage 3 hold no shapes, files of `elastic_checkpoint` no
+        hyper-parameters, and files of Muon at stages 1 and 2 not the order in which stage 3 keeps
+        the parameters.
     memory_limit
-        Bytes allowed above what the program itself occupies; by default 1 GiB, and never more than
-        half of what the machine, or the cgroup, leaves there.
+        Bytes of memory beyond what the program itself takes; by default 1 GiB, but at most half of
+        the remaining memory of the machine or the cgroup.
     verify
-        Read back from disk what was written, and compare it with the source before it is renamed.
+        Read the written files back from disk, and compare them with the source before they are
+        renamed into place.
     if_needed
-        Write nothing if the source's files are as the job that resumes would have them, or if the
-        target is to the byte what would be written; the report says so, and where to resume from.
+        Write nothing if the job can resume from the source's own files, or if the target already
+        holds exactly the bytes that would be written. The report says so, and says which directory
+        to resume from.
 
     Raises
     ------
@@ -242,7 +245,7 @@ def plan_repartition(
     directory = place_to_make(template.directory if template else Path(target))
     require_other(source, directory)
     if if_needed:
-        require_named(directory)  # what is there is looked at when all is planned
+        require_named(directory)  # its content is compared after planning
     else:
         require_free(directory, overwrite=overwrite, template=template)
     wanted = ds_config.read_file(Path(ds_config_file)) if ds_config_file else None
@@ -365,12 +368,12 @@ def repartition(
 
 
 def _own_world_size(source: Source) -> int:
-    """Tell how many ranks saved what is in a store, to which it may be meant to go back.
+    """Return how many ranks saved the content of a store: the default world size of the target.
 
     Raises
     ------
     UsageError
-        It is none: files of that world size are there already.
+        The source is not a store: its files are for that world size already.
     """
     if source.kind != "store":
         ranks = counted(source.checkpoint.ranks, "rank")
@@ -382,7 +385,7 @@ def _own_world_size(source: Source) -> int:
 def _options(
     source: Source, world_size: int, settings: TargetSettings, template: Template | None
 ) -> dict[str, str]:
-    """Tell what was asked for, as far as bytes depend on it, by the options that say so."""
+    """Return the options on which the target's bytes depend."""
     shaping = settings.layout, settings.config, settings.module_dtype, settings.is_bf16
     options = {
         "verb": "repartition",
@@ -395,7 +398,7 @@ def _options(
 
 
 def _require_same_kind(source: Source, template: Template | None, target: str) -> None:
-    """Refuse to make a checkpoint of dumps, which lack the model, or dumps of a checkpoint."""
+    """Refuse to make a checkpoint from dumps, which lack the model, or dumps from a checkpoint."""
     if source.checkpoint.is_dumps and template is None:
         message = f"{target}: the source is raw dumps, without the model's files; give a template"
         raise UsageError(f"{message} for the target too, such as 'out/{source.checkpoint.tag}'")

@@ -1,1 +1,1 @@
-"""What another world size means for the job that resumes: batch, data, settings."""
+"""Explains the effects of another world size on the job that resumes: batch, data, settings."""

@@ -15,43 +15,43 @@ _UNKNOWN = (
 )
 
 _LIMIT_BATCH: Final = 1 << 24
-"""Samples in a global batch that nobody has; up to there, all ways to share them can be tried."""
+"""More samples than any global batch has; up to this number, all ways to divide it can be tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
-    """The global batch of a job that saved, and the settings that keep it in the job that resumes.
+    """The global batch of the job that saved, and the settings that keep it in the new job.
 
-    A rank counts once for each sample it gets: ranks that share a sequence count as one.
+    Ranks that share a sequence count as one rank.
     """
 
     total: int
     micro: int
-    """Samples that a rank of the old job took at once."""
+    """Micro batch of the old job: samples that a rank processed at once."""
     accumulation: int
     """Micro batches in a step of the old job."""
     ranks: int
-    """Of the new job, as far as they get samples of their own."""
+    """Ranks of the new job that get samples of their own."""
     where: str
     """The ranks of the new job in words: `6 ranks, 2 for each sequence`."""
     data_parallel_size: int | None
-    """What the new job's config has to say about it; None where it says nothing."""
+    """Value of this key for the new job's config; None if the config does not need the key."""
     is_sure: bool
-    """Whether the checkpoint tells among how many ranks a sequence is cut."""
+    """Whether the checkpoint says among how many ranks a sequence is cut."""
 
     @property
     def kept(self) -> BatchPlan | None:
-        """The settings that keep the global batch; None where the ranks do not divide it."""
+        """The settings that keep the global batch; None if the ranks do not divide it."""
         return keep_global_batch(self.total, self.micro, self.ranks)
 
     @property
     def nearest(self) -> tuple[BatchPlan, ...]:
-        """The settings with the global batches next to it."""
+        """The settings with the nearest other global batches."""
         return nearest_plans(self.total, self.micro, self.ranks)
 
     @property
     def unchanged(self) -> BatchPlan:
-        """What the new job has with the old one's settings for each rank."""
+        """The new job's batch if each rank keeps the old job's settings."""
         total = self.micro * self.accumulation * self.ranks
         return BatchPlan(total, self.micro, self.accumulation)
 
@@ -59,14 +59,14 @@ class GlobalBatch:
 def global_batch(
     checkpoint: Checkpoint, config: ds_config.Config, world_size: int
 ) -> GlobalBatch | str:
-    """Work out the global batch; or say why that cannot be done.
+    """Compute the global batch; or return a text that says why it is not known.
 
     Parameters
     ----------
     config
-        Of the new job.
+        DeepSpeed config of the new job.
     world_size
-        Count of its data-parallel ranks, those that sequence parallelism adds included.
+        Count of the new job's data-parallel ranks, including those of sequence parallelism.
     """
     each = _ranks_counted_per_rank(checkpoint)
     saved_ranks, world_size = checkpoint.layout.world_size * each, world_size * each
@@ -103,19 +103,19 @@ def _where(checkpoint: Checkpoint, world_size: int, cut: int) -> str:
 
 
 def _ranks_counted_per_rank(checkpoint: Checkpoint) -> int:
-    """Tell how many ranks DeepSpeed counts into the batch for each data-parallel one.
+    """Return how many ranks DeepSpeed counts into the batch for each data-parallel rank.
 
-    AutoTP has no model-parallel unit to ask, so all ranks are counted (`DeepSpeedConfig.__init__`).
+    With AutoTP there is no model-parallel unit, so all ranks count (`DeepSpeedConfig.__init__`).
     """
     is_auto = ds_config.features(checkpoint.config).tensor_parallel > 1
     return len(checkpoint.families) if is_auto else 1
 
 
 def _ranks_per_sample(checkpoint: Checkpoint, saved_ranks: int) -> int | None:
-    """Find out among how many of the data-parallel ranks the old job cut each sample.
+    """Find out among how many data-parallel ranks the old job cut each sample.
 
-    Sequence parallelism counts its ranks as data-parallel ones, except where a mesh keeps them
-    apart. None where nothing tells, 0 where what is told does not fit the ranks.
+    Ranks of sequence parallelism count as data-parallel ranks, unless a mesh keeps them apart.
+    Returns None if the checkpoint does not say, 0 if its batch sizes do not fit the ranks.
     """
     if checkpoint.replicas > 1:
         return 1
@@ -125,7 +125,7 @@ def _ranks_per_sample(checkpoint: Checkpoint, saved_ranks: int) -> int | None:
     asked = ds_config.sequence_parallel_size(checkpoint.config)
     if asked is not None:
         return asked
-    # DeepSpeed's own unit for sequence parallelism calls itself a tensor parallel one.
+    # DeepSpeed's own unit for sequence parallelism calls itself tensor parallel.
     degrees = checkpoint.families[0].model_state.get(names.PARALLEL_DEGREES)
     told = degrees.values() if isinstance(degrees, dict) else ()
     beyond = prod(n for n in told if isinstance(n, int)) // len(checkpoint.families)
@@ -133,7 +133,7 @@ def _ranks_per_sample(checkpoint: Checkpoint, saved_ranks: int) -> int | None:
 
 
 def _ranks_per_sample_now(checkpoint: Checkpoint, config: ds_config.Config, before: int) -> int:
-    """Tell among how many of the data-parallel ranks the new job cuts each sample."""
+    """Return among how many data-parallel ranks the new job cuts each sample."""
     if checkpoint.replicas > 1:
         return 1
     return ds_config.sequence_parallel_size(config) or before
@@ -142,7 +142,7 @@ def _ranks_per_sample_now(checkpoint: Checkpoint, config: ds_config.Config, befo
 def _complete(
     total: int | None, micro: int | None, accumulation: int | None, batch_ranks: int
 ) -> tuple[int, int, int] | None:
-    """Work out (global batch, micro batch, accumulation) as DeepSpeed does from what is given."""
+    """Compute the missing of (global batch, micro batch, accumulation) as DeepSpeed does."""
     if total is None and micro is not None:
         total = micro * (accumulation or 1) * batch_ranks
     if total is not None and micro is None:

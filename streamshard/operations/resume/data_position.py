@@ -1,4 +1,4 @@
-"""Where the job that resumes goes on in its data, if its global batch changes or stays."""
+"""Explains where in its data a job continues, if its global batch stays or changes."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -15,11 +15,11 @@ from streamshard.operations.source.source import Source
 from streamshard.operations.source.source_access import SourceAccess
 
 _HEAD_BYTES: Final = 64 << 10
-"""Of `trainer_state.json`, whose log of the training comes later and may be long."""
+"""Bytes read of `trainer_state.json`: the training log comes later, and may be long."""
 
 
 def text(source: Source, framework: str | None, batch: GlobalBatch | str) -> str | None:
-    """Say where a framework goes on in the data; None where it is none that is known."""
+    """Say where a framework continues in the data; None if the framework is not known."""
     if framework == frameworks.HF_TRAINER:
         state = frameworks.trainer_state(_head(source, frameworks.TRAINER_STATE))
         return "\n".join(_trainer(state, batch)) if state else _TRAINER_UNKNOWN
@@ -44,7 +44,7 @@ _LIGHTNING: Final = (
 
 
 def _head(source: Source, name: str) -> bytes:
-    """Read the beginning of a file that comes along."""
+    """Read the beginning of a sidecar."""
     tensors = source.checkpoint.tensors
     number = next(n for n, t in enumerate(tensors) if (t.state, t.name) == (FILE, name))
     head = np.empty(min(_HEAD_BYTES, tensors[number].numel), dtype=np.uint8)
@@ -91,7 +91,7 @@ def _spans_epochs(state: TrainerState) -> bool:
 
 
 def _effect(state: TrainerState, batch: GlobalBatch, plan: BatchPlan) -> str:
-    """Say what becomes of the samples with another global batch."""
+    """Say how many samples another global batch leaves out or repeats."""
     skipped = state.step * plan.train_batch_size
     more = skipped - state.step * batch.total
     count = f"{abs(more):,} sample{'s are' if abs(more) != 1 else ' is'}"
@@ -104,7 +104,7 @@ def _effect(state: TrainerState, batch: GlobalBatch, plan: BatchPlan) -> str:
 
 
 def _batches(batch: GlobalBatch) -> str:
-    """Say how many samples one batch of Accelerate's data loader is, on all ranks together."""
+    """Say how many samples a batch of Accelerate's data loader has on all ranks together."""
     plans = [batch.kept] if batch.kept is not None else batch.nearest
     sizes = dict.fromkeys(plan.micro_batch * batch.ranks for plan in plans)
     shown = " or ".join(f"{size:,}" for size in sizes)

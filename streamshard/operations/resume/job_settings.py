@@ -1,9 +1,9 @@
-"""What to set in a job for a global batch, in the words of the framework that runs it.
+"""Names the settings that keep a global batch, in the words of the job's framework.
 
-HF Trainer and Accelerate write their own numbers over "auto" in the DeepSpeed config; numbers that
-are there already must agree (`trainer_config_process` of transformers 5.23, `_prepare_deepspeed` of
-accelerate 1.15). Lightning refuses accumulation in it (`_format_batch_size_and_grad_accum_config`
-of lightning 2.6).
+HF Trainer and Accelerate replace "auto" in the DeepSpeed config with their own numbers; numbers
+that are there already must agree (`trainer_config_process` of transformers 5.23,
+`_prepare_deepspeed` of accelerate 1.15). Lightning refuses accumulation in that config
+(`_format_batch_size_and_grad_accum_config` of lightning 2.6).
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ Settings = Callable[[GlobalBatch, BatchPlan], str]
 
 
 def text(batch: GlobalBatch, framework: str | None) -> str:
-    """Say how the job keeps its global batch, or what comes next to it."""
+    """Say how the job keeps its global batch, or which global batches are nearest."""
     settings = _SETTINGS.get(framework or "", _deepspeed)
     notes = _remarks(batch, framework)
     kept = batch.kept
@@ -37,7 +37,7 @@ def text(batch: GlobalBatch, framework: str | None) -> str:
 
 
 def arguments(plan: BatchPlan) -> str:
-    """Name the arguments of HF Trainer, as Python has them."""
+    """Return the arguments of HF Trainer as Python code."""
     return (
         f"per_device_train_batch_size={plan.micro_batch}, "
         f"gradient_accumulation_steps={plan.accumulation}"
@@ -45,7 +45,7 @@ def arguments(plan: BatchPlan) -> str:
 
 
 def _other_ranks(batch: GlobalBatch) -> str:
-    """Name the next world sizes that divide the batch, where nothing else limits them."""
+    """Name the nearest world sizes that divide the batch, if nothing else limits them."""
     if batch.where != counted(batch.ranks, "rank"):
         return ""
     below, above = range(batch.ranks - 1, 0, -1), range(batch.ranks + 1, batch.total + 1)
@@ -112,7 +112,7 @@ _SETTINGS: Final[Mapping[str, Settings]] = {
 
 
 def _keys(batch: GlobalBatch, plan: BatchPlan) -> str:
-    """Lay out the keys of a DeepSpeed config; the accumulation last."""
+    """Return the keys of a DeepSpeed config as text, the accumulation last."""
     return (
         f'  "train_batch_size": {plan.train_batch_size},\n'
         f'  "train_micro_batch_size_per_gpu": {plan.micro_batch},\n'
@@ -121,7 +121,7 @@ def _keys(batch: GlobalBatch, plan: BatchPlan) -> str:
 
 
 def _remarks(batch: GlobalBatch, framework: str | None) -> list[str]:
-    """Say where these numbers may not be the job's."""
+    """Return remarks on cases in which the job does not use these numbers."""
     found = []
     plans = [batch.kept] if batch.kept is not None else batch.nearest
     if framework == frameworks.HF_TRAINER and any(p.micro_batch != batch.micro for p in plans):

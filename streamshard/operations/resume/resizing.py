@@ -1,4 +1,4 @@
-"""What another world size means for the job that resumes, subject by subject."""
+"""Explains the effects of another world size on the job that resumes, subject by subject."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from streamshard.operations.source.source import Source
 
 _SCHEDULER: Final = "lr_scheduler"
 _COUNTERS: Final = ("last_epoch", "last_batch_iteration", "num_updates", "_step_count")
-"""Where schedulers keep how far they are: torch's, DeepSpeed's, others'."""
+"""Keys in which schedulers keep their step: torch's, DeepSpeed's, others'."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What becomes of one thing."""
+    """The effect on one subject."""
 
     subject: str
     """`random generators`, `global batch`, `data position` or `learning rate`."""
@@ -26,12 +26,12 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Resizing:
-    """What another world size means for a job."""
+    """The effects of another world size on a job."""
 
     changes: tuple[Change, ...]
-    """Subject by subject; nothing if the world size stays as it was."""
+    """One change per subject; none if the world size stays as it was."""
     notes: tuple[str, ...]
-    """What of it the user has to know or do, and is told by the run itself as well."""
+    """The effects that the user has to know or act on; the run's report has them too."""
 
 
 def explain(
@@ -42,12 +42,12 @@ def explain(
     dp_world_size: int,
     config: ds_config.Config,
 ) -> Resizing:
-    """Say what becomes of what depends on the count of ranks.
+    """Explain the effects on everything that depends on the count of ranks.
 
     Parameters
     ----------
     world_size
-        Count of all ranks that resume, of which `dp_world_size` are data-parallel ones.
+        Count of all ranks that resume; the data-parallel size of these is `dp_world_size`.
     config
         The DeepSpeed config of the job that resumes.
     """
@@ -70,7 +70,7 @@ def explain(
 
 
 def _framework(checkpoint: Checkpoint, resized: frameworks.Resized) -> str | None:
-    """Tell Lightning's Trainer from Fabric, which keeps nothing of its own."""
+    """Return the framework; Fabric is Lightning without keys of its own in the model state."""
     is_fabric = (
         resized.framework == frameworks.LIGHTNING
         and frameworks.LIGHTNING_VERSION not in checkpoint.families[0].model_state
@@ -89,7 +89,7 @@ def _generators(checkpoint: Checkpoint, resized: frameworks.Resized) -> str:
 
 
 def _position(checkpoint: Checkpoint) -> Iterator[str]:
-    """Say where the engine counts on from; it does so at `load_checkpoint` of DeepSpeed 0.19.8."""
+    """Say from which step the engine continues, as `load_checkpoint` of DeepSpeed 0.19.8 does."""
     state = checkpoint.families[0].model_state
     steps, samples = state.get("global_steps"), state.get("global_samples")
     if not isinstance(steps, int):

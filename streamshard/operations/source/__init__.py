@@ -1,1 +1,1 @@
-"""Opens whatever SRC names, and knows where every element of it lies."""
+"""Opens a source, and computes the place of every element in its files."""

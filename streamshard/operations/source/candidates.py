@@ -1,4 +1,4 @@
-"""Finds the checkpoints in a directory, to name them where one of them has to be chosen."""
+"""Finds the checkpoints in a directory, for messages that ask the user to choose one."""
 
 import shlex
 from collections.abc import Iterator
@@ -11,31 +11,31 @@ from streamshard.operations.source.sidecars import has_shards
 
 _MOST_NAMED: Final = 8
 _SUFFIXES: Final = (".zarr", ".ckpt")
-"""Of stores, and of the directories that Lightning saves."""
+"""Suffixes of stores, and of the directories that Lightning saves."""
 
 
 def find_candidates(root: Path) -> list[str]:
-    """List the checkpoints in a directory by their paths in it, in order of their steps.
+    """List the relative paths of the checkpoints in a directory, in order of their steps.
 
-    Each path is a source by itself: a tag directory; a directory with a `latest` of its own, such
-    as HF Trainer's `checkpoint-500`; a store. Where `latest` is missing in such a directory, its
-    tag directories are listed.
+    Each path can be opened as a source: a tag directory; a directory with its own `latest`, such as
+    HF Trainer's `checkpoint-500`; a store. If a directory has no `latest`, the tag directories in
+    it are listed instead.
     """
     found: list[str] = []
     for entry in root.iterdir():
         try:
             if entry.is_dir() and not entry.name.startswith(names.OWN_PREFIX):
                 found += _candidates_at(entry)
-        except FileNotFoundError:  # removed meanwhile, as Trainer's save_total_limit does
+        except FileNotFoundError:  # removed meanwhile, as by Trainer's save_total_limit
             continue
-        except PermissionError:  # whoever opens it is told
+        except PermissionError:  # opening this checkpoint reports the error
             if step_of_path(entry.name) is not None:
                 found.append(entry.name)
     return sorted(found, key=lambda name: (step_of_path(name) or -1, name))
 
 
 def _candidates_at(entry: Path) -> Iterator[str]:
-    """Tell whether a directory is a checkpoint, or holds checkpoints."""
+    """Yield the checkpoint that a directory is, or the checkpoints in it."""
     if _is_checkpoint(entry) or (entry / names.LATEST).is_file():
         yield entry.name
         return
@@ -48,7 +48,7 @@ def _is_checkpoint(directory: Path) -> bool:
         return True
     if not has_shards(directory):
         return False
-    # DeepSpeed's universal checkpoints hold the model files of the one they were made from.
+    # DeepSpeed's universal checkpoints hold the model files of their source too.
     kinds = {parsed.kind for f in directory.iterdir() if (parsed := names.parse(f.name))}
     return "optim" in kinds or not (directory / "zero").is_dir()
 
@@ -65,7 +65,7 @@ def step_of_path(path: str) -> int | None:
 
 
 def hint_of_candidates(root: Path) -> str:
-    """Say which checkpoints there are in a directory that is none itself, the newest first."""
+    """Name the checkpoints in a directory that is not a checkpoint itself, the newest first."""
     found = find_candidates(root)[::-1]
     if not found:
         return ". Give the directory that holds 'latest', or a tag directory"

@@ -1,4 +1,4 @@
-"""Finds Muon's momentum where ranks keep it whole for every parameter that they own a part of."""
+"""Locates Muon's momentum, which a rank keeps whole for each parameter that it owns a part of."""
 
 from typing import Final
 
@@ -12,26 +12,26 @@ from streamshard.model import Slot, SourceFile, SourceMap
 from streamshard.posix import stream_of
 
 _SAMPLE_BYTES: Final = 4096
-"""How much of each end of two copies is compared."""
+"""Bytes at each end of two copies that are compared."""
 
 
 class WholeMomentum:
-    """Says of one param group where the momentum of each parameter lies.
+    """The places of the momentum of each parameter in one param group.
 
-    A rank's momentum is that of all parameters of which it owns a part, in stored order and without
-    gaps. Ranks that own parts of one parameter keep copies of its momentum, computed from the same
-    gradient. The first rank's is taken. Of the others only both ends are compared with it: reading
-    all of them would be reading most of the momentum twice where partitions are small.
+    A rank's momentum holds all parameters of which the rank owns a part, in stored order and
+    without gaps. Ranks that own parts of the same parameter keep copies of its momentum, computed
+    from the same gradient. The first rank's copy is read. Of the other copies only both ends are
+    compared with it: with small partitions, reading them all would read most of the momentum twice.
 
-    Cut like any other state, a momentum can have these lengths on all ranks too; then it is the
-    same. For rank r, let p be the sum of the padding and of the gaps in its partition. A momentum
-    that is cut has as many elements as the partition. That the whole parameters have as many means
-    that what ranks beside r own of them is as much as p. Without `parameter_alignment` there are no
-    gaps, and padding is on the last ranks that hold anything. A parameter that r shares with r + 1
-    lets r have no padding, so p = 0, so r shares none. So no parameter is shared, and there is no
-    padding on ranks that own parameters: either way a rank has its parameters one after the other,
-    and nothing else. Only with gaps can the lengths agree where the contents do not; what tells
-    then is that the config says which way it is.
+    A momentum that is cut like any other state can have these lengths on all ranks too; then both
+    layouts are the same. For rank r, let p be the sum of the padding and of the gaps in its
+    partition. A momentum that is cut has as many elements as the partition. If the whole parameters
+    have as many elements, then other ranks own p elements of r's parameters. Without
+    `parameter_alignment` there are no gaps, and padding is on the last ranks that hold anything. If
+    r shares a parameter with r + 1, r has no padding, so p = 0, so r shares no parameter. Hence no
+    parameter is shared, and ranks that own parameters have no padding: in both layouts a rank has
+    its parameters one after the other, and nothing else. Only with gaps can the lengths agree while
+    the contents differ; then the config says which layout it is.
     """
 
     def __init__(self, flat: FlatGroup, slot: Slot, itemsize: int) -> None:
@@ -40,14 +40,14 @@ class WholeMomentum:
         self._itemsize = itemsize
 
     def lengths(self) -> list[int]:
-        """Count the elements that each rank should have."""
+        """Return the count of elements that each rank should have."""
         ranks = range(self._flat.world_size)
         return [self._flat.cut(rank).whole_numel for rank in ranks]
 
     def require_nothing_lost(self, source_map: SourceMap) -> None:
-        """Refuse momentum off whose end `elastic_checkpoint` took what was not padding.
+        """Refuse momentum whose end `elastic_checkpoint` cut off as if it were padding.
 
-        It strips every state of as much as the partition has of padding, and momentum has none.
+        It cuts the length of the partition's padding off every state, but momentum has no padding.
 
         Raises
         ------
@@ -78,7 +78,7 @@ class WholeMomentum:
         Raises
         ------
         DisagreementError
-            Two ranks have different momentum of one parameter; the message names the files.
+            Two ranks have different momentum for one parameter; the message names the files.
         """
         found: dict[int, tuple[SourceFile, int]] = {}
         for rank in range(self._flat.world_size):

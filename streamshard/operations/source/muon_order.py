@@ -1,4 +1,4 @@
-"""Brings Muon's parameters into the order in which the engine of another stage has them."""
+"""Brings Muon's parameters into the order in which the engine of another stage keeps them."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,10 +9,10 @@ from streamshard.layout.zero import muon_order
 
 
 def needs_order(checkpoint: Checkpoint, stage: int) -> bool:
-    """Tell whether the order in which a stage has Muon's parameters is not known from these files.
+    """Tell whether these files lack the order in which a stage keeps Muon's parameters.
 
-    Stages 1 and 2 have them sorted by size. So has stage 3, unless the model was made under
-    `zero.Init`: then they stay as the training script passed them, which sorting has lost.
+    Stages 1 and 2 sort them by size. So does stage 3, unless the model was made under `zero.Init`:
+    then they stay in the order in which the training script passed them, which sorting has lost.
     """
     return stage == 3 > checkpoint.layout.stage and any(
         family.is_muon(group) and len({*shapes.values()}) > 1
@@ -22,19 +22,19 @@ def needs_order(checkpoint: Checkpoint, stage: int) -> bool:
 
 
 def in_order_of(checkpoint: Checkpoint, stage: int, like: Checkpoint | None) -> Checkpoint:
-    """Return a checkpoint with Muon's parameters in the order in which a stage has them.
+    """Return a checkpoint with Muon's parameters in the order in which a stage keeps them.
 
     Parameters
     ----------
     like
-        A checkpoint of the same job at that stage, for orders that are not known.
+        Reference checkpoint of the same job at that stage, for an order that is not known.
 
     Raises
     ------
     UnsupportedError
-        An order is not known, and no checkpoint tells it.
+        The order is not known, and there is no reference checkpoint of that stage.
     DisagreementError
-        The checkpoint that is to tell it has other parameters.
+        The reference checkpoint has other parameters.
     """
     if needs_order(checkpoint, stage):
         if like is None or like.layout.stage != stage:
@@ -62,7 +62,7 @@ def _reordered(family: Family, order: Mapping[int, tuple[str, ...]]) -> Family:
 
 
 def _sorted(checkpoint: Checkpoint, family: Family) -> dict[int, tuple[str, ...]]:
-    """Sort as Muon does; parameters that a stage-3 job had sorted already stay as they are."""
+    """Sort as Muon does; parameters that a stage-3 job sorted already stay as they are."""
     found = {}
     for place, shapes in enumerate(checkpoint.group_shapes(family)):
         if family.is_muon(family.groups[place]):

@@ -1,4 +1,4 @@
-"""Finds the files that lie beside the tags and come along: scripts, tokenizer, configs."""
+"""Finds the sidecars, which lie beside the tags and are carried along: tokenizer, configs, …"""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,14 +14,14 @@ _MOST_NAMED: Final = 8
 
 
 def find_beside(run_dir: Path, tag: str) -> tuple[list[tuple[Path, str]], list[str]]:
-    """List files with their paths relative to the run directory; notes name what is left behind.
+    """List sidecars with their paths relative to the run directory; notes name those left behind.
 
-    Symbolic links are followed to files within the run directory, and nowhere else.
+    Symbolic links are followed only to files within the run directory.
 
     Raises
     ------
     UnsupportedError
-        A name cannot be kept, or Accelerate saved a second model.
+        A file's name is not text, or Accelerate saved a second model.
     """
     left: list[Path] = []
     entries = may_come_along(run_dir)
@@ -33,7 +33,7 @@ def find_beside(run_dir: Path, tag: str) -> tuple[list[tuple[Path, str]], list[s
     framework = frameworks.framework_of(tag, [name for _, name in found])
     if framework is None:
         return found, _notes(left, run_dir)
-    # A framework's directory holds one checkpoint, so what lies deeper belongs to it as well.
+    # A framework's directory holds one checkpoint, so files in its subdirectories belong to it too.
     for directory in sorted(d for d in entries if d.is_dir() and not d.is_symlink()):
         if has_shards(directory) or directory.name == tag.partition("/")[0]:
             if framework == frameworks.ACCELERATE and directory.name != tag.partition("/")[0]:
@@ -46,7 +46,7 @@ def find_beside(run_dir: Path, tag: str) -> tuple[list[tuple[Path, str]], list[s
 
 
 def may_come_along(run_dir: Path) -> list[Path]:
-    """List what is in a run directory, but for what names the tags, and for our own marks."""
+    """List a run directory, except the files that name tags, and streamshard's own files."""
     skipped = {names.LATEST, names.LATEST_UNIVERSAL}
     return [
         entry
@@ -61,12 +61,12 @@ def has_shards(path: Path) -> bool:
 
 
 def _carried(entries: Iterable[Path], run_dir: Path, left: list[Path]) -> list[Path]:
-    """Choose the files that come along; those that do not, and might be missed, are added."""
+    """Return the files that are carried along; add links that are not carried to `left`."""
     found = []
     for entry in sorted(entries):
         if entry.is_symlink():
             is_file = entry.is_file() and is_inside(entry, run_dir)
-            # A link to a shard is a name for it; as a file it would be a shard of the old ranks.
+            # A link to a shard is not carried: as a file it would be a shard of the old ranks.
             if is_file and names.parse(entry.resolve().name) is None:
                 found.append(entry)
             elif is_file or not entry.is_dir() or not is_inside(entry, run_dir):

@@ -1,4 +1,4 @@
-"""Opens whatever SRC names: finds the checkpoint, reads its headers, and cuts it as ZeRO did."""
+"""Opens a source: finds the checkpoint, reads its headers, and computes how ZeRO cut it."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -39,14 +39,14 @@ _ELASTIC: Final = (
 )
 
 _MOST_DEEP: Final = 4
-"""Directories that are looked into for the one in which a tag directory is, from its path alone."""
+"""How many directories around a tag directory are searched for its run directory."""
 _LATEST_BYTES: Final = 4096
-"""More than any tag has."""
+"""More bytes than any tag has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An opened checkpoint: its content, and where every element of it lies."""
+    """An opened checkpoint: its content, and the place of every element."""
 
     path: Path
     """The run directory, the store, or the directory of the dumps."""
@@ -60,13 +60,13 @@ class Source:
     codec_bytes: int = 0
     """Memory that decoding one file takes."""
     like: Checkpoint | None = None
-    """Another checkpoint of the same job, given for what this one does not tell."""
+    """Reference checkpoint: another one of the same job, which supplies what this one lacks."""
     is_elastic: bool = False
     """Whether its files were saved with `elastic_checkpoint`, without hyper-parameters."""
 
     @property
     def needs_like(self) -> bool:
-        """Whether it could not be read without another checkpoint."""
+        """Whether it can only be read with a reference checkpoint."""
         return self.is_elastic or (self.kind == "dumps" and self.checkpoint.layout.stage == 3)
 
     def require_states(self) -> None:
@@ -75,7 +75,7 @@ class Source:
         Raises
         ------
         UnsupportedError
-            They were; the message says when and why.
+            The states were dropped; the message says when and why.
         """
         dropped = self.checkpoint.dropped
         if dropped is not None:
@@ -83,12 +83,12 @@ class Source:
             raise UnsupportedError(f"{message}. 'streamshard export' writes its weights")
 
     def require_use_of_like(self, *, needed: bool = False) -> None:
-        """Refuse a checkpoint that is given for nothing.
+        """Refuse a reference checkpoint that is not needed.
 
         Raises
         ------
         UsageError
-            It was not needed for reading, nor is it needed for what is to be done.
+            It was not needed to read the source, and the verb does not need it (`needed`).
         """
         if self.like is not None and not (self.needs_like or needed):
             message = f"{self.path}: tells all that is needed itself, so there is no use for --like"
@@ -109,18 +109,19 @@ def open_source(
     ds_config_file
         DeepSpeed config of the job that saved, for raw dumps, which hold none.
     like
-        Another checkpoint of the same job, for what this one does not tell: raw dumps of stage 3
-        hold no shapes, and files of `elastic_checkpoint` no hyper-parameters.
+        Reference checkpoint: another checkpoint of the same job, which supplies what this one
+        lacks. Raw dumps of stage 3 hold no shapes, and files of `elastic_checkpoint` no
+        hyper-parameters.
 
     Raises
     ------
     SourceError
-        There is no checkpoint there, or it cannot be used; the message names the file.
+        There is no checkpoint, or it cannot be used; the message names the file.
     """
     config, known = read_hints([path], ds_config_file, like)
     opened = open_with(path, tag, config=config, like=known)
     if opened.is_elastic and known is not None:
-        # Absolute, so that the bytes of a store do not depend on where somebody stood.
+        # Absolute, so that a store's bytes do not depend on the working directory.
         note = _ELASTIC.format(like=Path(str(like)).absolute(), tag=known.tag)
         checkpoint = opened.checkpoint
         opened = replace(opened, checkpoint=replace(checkpoint, notes=(note, *checkpoint.notes)))
@@ -132,14 +133,15 @@ def read_hints(
     ds_config_file: str | os.PathLike[str] | None,
     like: str | os.PathLike[str] | None,
 ) -> tuple[ds_config.Config | None, Checkpoint | None]:
-    """Read what is given to open checkpoints with; see `open_source`.
+    """Read the config and the reference checkpoint to open sources with; see `open_source`.
 
     Raises
     ------
     UsageError
-        There is a config, and none of the paths names raw dumps.
+        There is a config, but none of the paths names raw dumps; or the reference checkpoint was
+        saved without ZeRO.
     SourceError
-        The other checkpoint cannot be used.
+        The reference checkpoint cannot be used.
     """
     if ds_config_file is not None and not any(dump_names.is_source_template(str(p)) for p in paths):
         message = f"{paths[0]}: is no set of raw dumps, so there is no use for --source-ds-config"
@@ -158,7 +160,7 @@ def open_with(
     config: ds_config.Config | None = None,
     like: Checkpoint | None = None,
 ) -> Source:
-    """Open a checkpoint with what is known of it already; see `open_source`."""
+    """Open a checkpoint with a config and a reference that were read already; see `open_source`."""
     return try_again(lambda: _open(path, tag, config, like))
 
 
@@ -185,7 +187,8 @@ def find_tag(root: Path, tag: str | None) -> tuple[Path, Path]:
     Raises
     ------
     SourceError
-        There is none, or it leads out of the run directory; the message says where there are some.
+        There is no tag directory, or it is a link out of the run directory. If there are others,
+        the message names them.
     """
     if not root.exists():
         raise SourceNotFoundError(f"{root}: no such file or directory")
@@ -212,9 +215,9 @@ def find_tag(root: Path, tag: str | None) -> tuple[Path, Path]:
 
 
 def _run_directory_of(tag_dir: Path) -> Path:
-    """Find the run directory of a tag directory: that around it, but for tags that are paths.
+    """Find the run directory of a tag directory: its parent, unless the tag is a path.
 
-    For `epoch/1` it is where a `latest` names another `epoch/2`, or the like.
+    For `epoch/1` it is the directory whose `latest` names a tag of the same depth, as `epoch/2`.
     """
     for place in tag_dir.parents[:_MOST_DEEP]:
         if (place / names.LATEST).is_file():
@@ -256,7 +259,7 @@ def _open_dumps(path: str, config: ds_config.Config | None, like: Checkpoint | N
         require_inside(file, template.directory)
     with zero_reader.malformed(template.directory):
         checkpoint, source_map = dump_reader.read(files, template.name, config, like)
-        # The slices that name the parameters are recorded in the group's own order already.
+        # The recorded slices name the parameters in the group's own order already.
         cutting = cut_source(checkpoint, source_map)
     return Source(
         template.directory, "dumps", checkpoint, cutting, source_map.files, {},

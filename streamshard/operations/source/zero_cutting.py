@@ -1,4 +1,4 @@
-"""Combines where a source keeps things with the arithmetic of how it was cut, and checks both."""
+"""Computes where every element of a source lies, and checks the files against that layout."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -21,7 +21,7 @@ _LAYOUT_KEYS: Final = (
 def flat_groups(
     checkpoint: Checkpoint, family: Family, layout: ZeroLayout, dtype: str
 ) -> list[FlatGroup]:
-    """Lay out a family's param groups for stages 1 and 2; `dtype` is that of the module."""
+    """Lay out a family's param groups for stages 1 and 2; `dtype` is the module's dtype."""
     numels = checkpoint.master_numels(family)
     unit = alignment_unit(ITEMSIZE[dtype]) if layout.parameter_alignment else 1
     return [
@@ -36,12 +36,12 @@ def flat_groups(
 
 
 def cut_source(checkpoint: Checkpoint, source_map: SourceMap) -> Cutting:
-    """Say where every element of every logical tensor lies.
+    """Compute the place of every element of every logical tensor.
 
     Raises
     ------
     SourceError
-        What the files hold or record is not what the arithmetic says; the message names the file.
+        The files' lengths or records differ from the computed ones; the message names the file.
     """
     tensors = checkpoint.tensors
     builder = CuttingBuilder([ITEMSIZE[tensor.dtype] for tensor in tensors])
@@ -70,7 +70,7 @@ def cut_source(checkpoint: Checkpoint, source_map: SourceMap) -> Cutting:
 
 
 class _Placing:
-    """Says of one family's optimizer states where their elements lie."""
+    """Places the elements of one family's optimizer states."""
 
     def __init__(
         self,
@@ -117,9 +117,9 @@ class _Placing:
     def _require_recorded(
         self, recorded: RecordedCut, rank: int, groups: Sequence[FlatGroup]
     ) -> None:
-        """Refuse a source whose files describe another cut than the one computed from its config.
+        """Refuse a source whose files record another cut than the one computed from its config.
 
-        The lengths alone would not tell: stored in another order, parameters take as much room.
+        The lengths alone do not show it: in another order, parameters take as much room.
         """
         held = self._family.held_by(rank, self._layout)
         cuts = [groups[group].cut(sharer) for group, sharer in held]
@@ -163,10 +163,11 @@ class _Placing:
 
 
 def _stripped_lengths(flat: FlatGroup, found: Slot) -> list[int]:
-    """Count the masters that each rank saves of its partition: `partition[: numel - padding]`.
+    """Count the master weights that each rank saves: `partition[: numel - padding]`.
 
-    Padding that DeepSpeed before 0.16.4 counted on the last rank alone was left on the others, and
-    more of it than that rank holds made an end that Python counts from behind.
+    DeepSpeed before 0.16.4 counted all padding on the last rank, and saved the padding of the other
+    ranks. If the padding was longer than that rank's partition, the end of the slice was negative,
+    which Python counts from the back.
     """
     numel, ranks = flat.partition_numel, range(flat.world_size)
     lengths = [len(range(numel)[: numel - flat.padding_counted_last(rank)]) for rank in ranks]
@@ -176,7 +177,7 @@ def _stripped_lengths(flat: FlatGroup, found: Slot) -> list[int]:
 
 
 def _require_lengths(slot: Slot, lengths: Sequence[int], source_map: SourceMap, what: str) -> None:
-    """Refuse a source whose tensors are not as long as the arithmetic says."""
+    """Refuse a source whose tensors do not have the computed lengths."""
     for rank, (found, expected) in enumerate(zip(slot.numels.tolist(), lengths, strict=True)):
         if found != expected:
             path = source_map.files[int(slot.files[rank])].path

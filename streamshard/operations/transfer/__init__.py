@@ -1,1 +1,1 @@
-"""What verbs that write do alike: plan, estimate, stage, run, read back, commit, report."""
+"""The common steps of verbs that write: plan, estimate, stage, run, read back, commit, report."""

@@ -1,4 +1,4 @@
-"""What a plan writes, file by file, and how often it reads each tensor of its source for that."""
+"""Counts the bytes of every file that a plan writes, and how often it reads each source tensor."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,21 +25,22 @@ from streamshard.operations.native.storage_regions import NativeFiles
 from streamshard.operations.source.source import Source
 
 _PIECES_AT_ONCE: Final = 1 << 16
-"""So many are looked up together, which bounds what that takes."""
+"""Pieces that are located together, which bounds the memory for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ByteCounts:
-    """What a plan writes, and what of its source it reads for that."""
+    """The bytes that a plan writes, and the tensors that it reads for them."""
 
     sizes: Mapping[str, int]
-    """Path of every target file → its bytes, at most where they are compressed."""
+    """Path of every target file → its bytes; an upper bound for compressed files."""
     times: NDArray[np.int64]
-    """How often each of the source's tensors is read in whole."""
+    """How often each of the source's tensors is read completely."""
     cast_bytes: int = 0
-    """Of these, module weights made of master weights, or weights cast to another dtype."""
+    """Bytes written that are module weights cast from master weights, or weights cast to another
+    dtype."""
     padding_bytes: int = 0
-    """Of these, zeros that fill up partitions."""
+    """Bytes written that are zeros to fill up partitions."""
 
 
 class NativeTally:
@@ -51,11 +52,11 @@ class NativeTally:
         self._times = np.zeros(len(self._tensors), dtype=np.int64)
         self._sizes: dict[str, int] = {}
         self._cut: set[tuple[int, str, int, str]] = set()
-        """What is shared out among ranks, and was counted as a whole with the first of them."""
+        """Tensors that are cut among ranks, and were counted completely with the first rank."""
         self._cast_bytes = self._padding_bytes = 0
 
     def add(self, images: Iterable[tuple[FileImage, Sequence[str]]]) -> None:
-        """Add files, each with the paths of all that are like it in size."""
+        """Add files, each with the paths of all files that are laid out like it."""
         for image, paths in images:
             nbytes = self._files.lay_out(image).nbytes
             self._sizes.update(dict.fromkeys(paths, nbytes))
@@ -63,13 +64,13 @@ class NativeTally:
                 self._add(storage, image, len(paths))
 
     def add_files(self, tensors: Mapping[int, str]) -> None:
-        """Add files that come along: tensor → path."""
+        """Add sidecars: tensor → path."""
         for tensor, path in tensors.items():
             self._times[tensor] += 1
             self._sizes[path] = self._tensors[tensor].nbytes
 
     def add_bytes(self, path: str, nbytes: int) -> None:
-        """Add a file that is made without the source."""
+        """Add a file that is not read from the source."""
         self._sizes[path] = nbytes
 
     def _add(self, storage: Storage, image: FileImage, count: int) -> None:
@@ -89,13 +90,13 @@ class NativeTally:
                 self._count(members, storage)
 
     def _count(self, members: NDArray[np.int64], storage: Storage) -> None:
-        """Count tensors that are read once, by all ranks together or by one."""
+        """Count tensors that are read once, by one rank or by all ranks together."""
         self._times[members] += 1
         numel = sum(self._tensors[tensor].numel for tensor in members.tolist())
         self._padding_bytes -= numel * ITEMSIZE[storage.dtype]
 
     def done(self) -> ByteCounts:
-        """Return what was counted."""
+        """Return the counts."""
         return ByteCounts(self._sizes, self._times, self._cast_bytes, self._padding_bytes)
 
 
@@ -108,12 +109,13 @@ def _key(content: PartitionOf | ShardsOf | ShardOf, image: FileImage) -> tuple[i
 
 
 def read_bytes(source: Source, times: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Work out how many bytes of content are read of each of the source's files.
+    """Compute how many bytes of content are read from each of the source's files.
 
     Parameters
     ----------
     times
-        How often each tensor is read in whole. What is compressed is read once, or a few times.
+        How often each tensor is read completely. A compressed file counts once; the run may read
+        it a few times.
     """
     cutting, tensors = source.cutting, source.checkpoint.tensors
     found = np.zeros(len(source.files), dtype=np.int64)
@@ -126,7 +128,7 @@ def read_bytes(source: Source, times: NDArray[np.int64]) -> NDArray[np.int64]:
     for some in np.split(wanted, bounds[1:]):
         zeros = np.zeros_like(some)
         copies = cutting.locate(Segments(some, zeros, numels[some], some), target_itemsize=0)
-        # Copies of a tensor tell by `target`, which does not go on, whose they are.
+        # With target_itemsize=0, each copy's `target` stays the number of its tensor.
         np.add.at(found, copies.file, copies.nbytes * times[copies.target])
     for number, decoder in source.decoders.items():
         if not isinstance(decoder, BlockDigests) and found[number]:

@@ -1,6 +1,6 @@
-"""What a run would do, worth reading before it: files, memory, time, space, what becomes of what.
+"""Estimates a run before it starts: files, memory, time, disk space, parts left out or made.
 
-This is what `--dry-run` tells, and what it prints with `--json` under the key `outlook`.
+`--dry-run` shows the estimate, and with `--json` prints it under the key `outlook`.
 """
 
 import shutil
@@ -28,21 +28,21 @@ from streamshard.operations.transfer.target import allocated_bytes, partial_of, 
 Encode = Callable[[memoryview], bytes]
 
 _SHARE: Final = 10
-"""No more than this part of the free space is written to measure the disk."""
+"""At most one tenth of the free space is written to measure the disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileBytes:
-    """A file, and how many of its bytes are read or written."""
+    """A file, and the count of its bytes that are read or written."""
 
     path: str
-    """Of the source as it was given or found; of the target relative to it."""
+    """A source file's path as it was given or found; a target file's path in the target."""
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryParts:
-    """What the projected memory is made of, all in bytes.
+    """The parts of the projected memory, all in bytes.
 
     `projected = floor + metadata + workers x (window + scratch + codec) + slack`
     """
@@ -56,25 +56,25 @@ class MemoryParts:
     codec_bytes: int
     slack_bytes: int
     limit_bytes: int
-    """Allowed above the floor."""
+    """Bytes allowed above the floor."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimeEstimate:
-    """How long a run may take: an estimate, and no more, from a second's look at the disk."""
+    """A rough estimate of a run's duration, from measuring the disk for about a second."""
 
     seconds: float | None
-    """Reading, compressing and writing one after the other, where in a run they overlap, and
-    compressed stores are smaller; what it takes to decompress is not counted. None where one of
-    them could not be measured."""
+    """Time to read, compress and write one after the other. In a run these overlap, and compressed
+    stores are smaller; time to decompress is not counted. None if one of them could not be
+    measured."""
     read_bytes_per_second: int
-    """Of pieces from all over the source, from wherever they were, disk or page cache."""
+    """Rate for pieces from all over the source, read from disk or from the page cache."""
     read_sample_bytes: int
     write_bytes_per_second: int
-    """Of a file beside the target that was written and synced; 0 where that could not be done."""
+    """Rate for a file beside the target that was written and synced; 0 if that was impossible."""
     write_sample_bytes: int
     encode_bytes_per_second: int
-    """Of pieces of the source that were compressed by all workers; 0 where nothing is."""
+    """Rate at which all workers compressed pieces of the source; 0 without compression."""
     encode_sample_bytes: int
     problem: str | None
     """Why something could not be measured."""
@@ -82,51 +82,52 @@ class TimeEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Room on the target's file system."""
+    """Space on the target's file system."""
 
     directory: str
-    """Where the target would lie, or what there is of it."""
+    """Parent directory of the target, or its nearest parent that exists."""
     free_bytes: int
     free_after_bytes: int
-    """With what the target replaces given back; more where it is compressed."""
+    """Free space after the run and after removal of the replaced target; more if the target is
+    compressed."""
     begun_bytes: int
-    """What an earlier run has left beside the target's place, and which is used or removed."""
+    """Bytes that an earlier run left beside the target's place; this run uses or removes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Something that is in the source and not in the target, or the other way round."""
+    """A part of the source that is not in the target, or the other way round."""
 
     what: str
     count: int
-    """Of tensors or files; 0 where that says nothing."""
+    """Count of tensors or files; 0 if a count has no meaning."""
     nbytes: int
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a run would do."""
+    """The estimate of a run."""
 
     reads: tuple[FileBytes, ...]
-    """Every file of the source, with the bytes of content that are read of it."""
+    """Every file of the source, with the bytes of content that are read from it."""
     read_bytes: int
     writes: tuple[FileBytes, ...]
     """Every file of the target."""
     written_bytes: int
     is_upper_bound: bool
-    """Whether files are compressed, and no larger than is said here; else sizes are exact."""
+    """Whether files are compressed, so that the sizes are upper bounds; else sizes are exact."""
     reread_bytes: int
-    """Read besides to verify: what was written twice, and the source once; else 0."""
+    """Bytes read to verify: the written files twice, and the source once; 0 without `verify`."""
     memory: MemoryParts
     time: TimeEstimate | None
-    """None if it was not asked for."""
+    """None if the disk was not measured."""
     space: Space
     changes: tuple[Change, ...]
-    """What another world size means for the job; empty where it is the same, or there is none."""
+    """Effects of another world size on the job; empty if the world size stays, or there is none."""
     left_out: tuple[Part, ...]
     made: tuple[Part, ...]
-    """What is not copied from the source."""
+    """Parts of the target that are not copied from the source."""
 
 
 def estimate_run(
@@ -141,14 +142,14 @@ def estimate_run(
     encode: Encode | None = None,
     measures_disk: bool = True,
 ) -> Outlook:
-    """Find out what a run would do; nothing is left of what is written to measure the disk.
+    """Estimate a run; files written to measure the disk are removed again.
 
     Parameters
     ----------
     new_files
         Count of files that are made for new ranks.
     encode
-        Compresses what is written, if it is compressed.
+        The function that compresses the target's data; None if it is not compressed.
     """
     read = read_bytes(source, byte_counts.times)
     read_sum, written = int(read.sum()), report.bytes_written
@@ -204,12 +205,12 @@ def _time(
     nbytes: tuple[int, int],
     encode: Encode | None,
 ) -> TimeEstimate:
-    """Measure the disk.
+    """Measure the disk, and estimate the time.
 
     Parameters
     ----------
     nbytes
-        To be read, and to be written.
+        Bytes to read, and bytes to write.
     """
     read, written = nbytes
     reading = encoding = writing = Speed(0, 0)
@@ -257,7 +258,7 @@ _OTHERS: Final = {
 
 
 def _left_out(source: Source, byte_counts: ByteCounts, report: Report) -> Iterator[Part]:
-    """Tell what is in the source and not read, state by state."""
+    """Yield the parts of the source that are not read, state by state."""
     checkpoint = source.checkpoint
     weights = {
         (family.name, entry.name)
@@ -281,12 +282,12 @@ def _left_out(source: Source, byte_counts: ByteCounts, report: Report) -> Iterat
     if source.kind != "store":
         held = int(read_bytes(source, np.ones_like(byte_counts.times)).sum())
         nbytes = max(0, sum(file.nbytes for file in source.files) - held)
-        why = "spelled anew or not needed, as is what ranks keep alike"
+        why = "not copied: written anew, or redundant among ranks"
         yield Part("padding, headers, pickles", 0, nbytes, why)
 
 
 def _made(byte_counts: ByteCounts, report: Report, new_files: int) -> Iterator[Part]:
-    """Tell what is in the target and not as it was in the source."""
+    """Yield the parts of the target that are not copied from the source."""
     if byte_counts.cast_bytes:
         if report.verb == "export":
             yield Part("weights", 0, byte_counts.cast_bytes, f"cast to {report.dtype}")

@@ -1,4 +1,4 @@
-"""What every verb that moves bytes does alike: fit memory, check space, run, measure."""
+"""The steps that all verbs that move bytes share: fit the memory, run, measure."""
 
 import os
 import time
@@ -22,20 +22,20 @@ DEFAULT_LIMIT_BYTES: Final = 1024 * MIB
 
 
 _STEP_BYTES: Final = 4 * MIB
-"""What planning takes differs a little from run to run: rounded up, the projection does not."""
+"""Memory for planning varies a little between runs; rounded up to this, the projection does not."""
 
 
 def default_workers(*, encodes: bool = False) -> int:
-    """Count of workers that keep a disk busy without crowding a login node.
+    """Return a count of workers that keeps a disk busy without overloading a login node.
 
-    Encoding is slower than a disk: one per core then, and one that writes meanwhile.
+    Encoding is slower than a disk: then it is one worker per core, and one that writes meanwhile.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
     return min(16, cores + 1) if encodes else min(4, cores)
 
 
 def limit_or_default(asked: int | None, floor_bytes: int) -> int:
-    """Return the limit asked for; else 1 GiB, or half of what there is if that is less."""
+    """Return the given limit; by default 1 GiB, or half of the available memory if that is less."""
     if asked is not None:
         return asked
     return min(DEFAULT_LIMIT_BYTES, max(0, resident_memory.available_bytes() - floor_bytes) // 2)
@@ -51,20 +51,20 @@ def fit_memory(
     reopened: int = 0,
     encodes: bool = False,
 ) -> MemoryPlan:
-    """Fit a run into the limit, once everything is planned.
+    """Fit a run into the memory limit; call it after everything is planned.
 
-    What planning took at its peak stands for the metadata, which the run will hold again.
+    The peak memory of planning is the estimate for the metadata, which the run holds again.
 
     Parameters
     ----------
     workers
-        How many; by default see `default_workers`, and fewer where memory is tight.
+        Count of workers; by default see `default_workers`, and fewer if memory is short.
     copies_bytes
-        What the copies of the files in flight take, which are found only during the run.
+        Memory for the copies of the files in flight, which are located only during the run.
     reopened
-        How many times as much as the source's headers those take that are read back after the run.
+        Memory for the headers that are read back after the run, in multiples of the source's.
     encodes
-        Whether what is written is compressed.
+        Whether the target is compressed.
     """
     if workers is not None and workers < 1:
         raise UsageError(f"--workers {workers}: at least one is needed")
@@ -94,7 +94,7 @@ def run(
     memory_plan: MemoryPlan,
     progress: Progress,
 ) -> None:
-    """Write all files of a plan below the partial target, but for what is written there already."""
+    """Write all files of a plan to the partial target, except parts that are written already."""
     if target.is_written:
         return
     resources = Resources(
@@ -102,13 +102,13 @@ def run(
     )
     decoders, partial = source.decoders, target.partial
     Engine(source.files, decoders, resources, progress, partial).run(files)
-    # Bytes that were read before a file changed do not belong to those that were read after it.
+    # If a file changed during the run, the bytes read before and after do not belong together.
     for file in source.files:
         require_unchanged(file)
 
 
 def _is_large(source: Source) -> bool:
-    """Tell whether a run would push out of memory what other programs have read."""
+    """Tell whether a run's files would push other programs' files out of the page cache."""
     read_bytes = sum(file.nbytes for file in source.files)
     return 2 * read_bytes > resident_memory.available_bytes() // 2
 
@@ -116,7 +116,7 @@ def _is_large(source: Source) -> bool:
 def measured(
     report: Report, target: PartialTarget, progress: Progress, work: Callable[[], None]
 ) -> Report:
-    """Do the work, and add to the report how long it took and how much memory at most."""
+    """Do the work, and add its duration and its peak memory to the report."""
     progress.start(report.bytes_written, WRITING)
     began = time.monotonic()
     try:

@@ -1,7 +1,7 @@
-"""`--if-needed`: whether what a run would make is there already, proved by reading it.
+"""`--if-needed`: finds out whether the target already holds what a run would write.
 
-Nothing is recorded in a target for that. Every file of it is compared, byte by byte, with what the
-run would write: that proves more than a name, a size or a date could, whoever wrote the files, and
+Nothing is recorded in a target for this. Every file is compared, byte by byte, with the bytes that
+the run would write. That proves more than a name, a size or a date, whoever wrote the files, and
 costs reading both sides once.
 """
 
@@ -27,33 +27,33 @@ from streamshard.operations.transfer.target import JOURNAL, is_vacant, require_f
 from streamshard.posix import entries_below, stream_of
 
 _LATEST_BYTES: Final = 4096
-"""More than any tag has."""
+"""More bytes than any tag has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a run would make, and where."""
+    """The result that a run would have, and its place."""
 
     report: Report
     target: Path
     source: Source
     memory: MemoryPlan
     sizes: Mapping[str, int]
-    """Size of every file by its path; at most, where there is compression."""
+    """Size of every file by its path; an upper bound if files are compressed."""
     passes: Sequence[Callable[[], Iterable[TargetFile]]]
-    """Make the files, each of which may need what the pass before has seen."""
+    """Functions that make the files; each may need what the passes before it have read."""
     overwrite: bool
     latest: str | None = None
-    """What the `latest` file is to name, which no pass makes."""
+    """Tag that the `latest` file should name; no pass makes this file."""
     template: Template | None = None
 
     def found(self, progress: Progress | None = None) -> Report | None:
-        """Return what to report if the target is what the run would make; None if it is not.
+        """Return a report if the target holds what the run would write, else None.
 
         Raises
         ------
         TargetExistsError
-            Something else is there, which may not be replaced.
+            The target holds something else, and may not be replaced.
         """
         difference = None
         with target_errors(self.target):
@@ -77,7 +77,7 @@ class Wanted:
         return None
 
     def _difference(self, progress: Progress) -> str | None:
-        """Say what is first found to be otherwise in the target."""
+        """Describe the first difference of the target; None if there is none."""
         if not self.target.is_dir():
             return "it is no directory"
         with target_errors(self.target):
@@ -116,14 +116,14 @@ class Wanted:
 
 
 def nothing_done(report: Report, found: str, path: str) -> Report:
-    """Return what to report of a run that there was no need for."""
+    """Return the report of a run that was not needed."""
     return replace(
         report, found=found, path=path, files=0, bytes_written=0, is_verified=False, seconds=0.0
     )
 
 
 def latest_of(run_dir: Path) -> str | None:
-    """Read which tag a job that resumes from a directory takes; None if nothing says so."""
+    """Return the tag that a job loads from a run directory; None if there is no `latest`."""
     path = run_dir / names.LATEST
     if not path.is_file():
         return None
@@ -132,9 +132,10 @@ def latest_of(run_dir: Path) -> str | None:
 
 
 def has_files_of(source: Source, world_size: int, settings: TargetSettings) -> bool:
-    """Tell whether a job with these settings resumes from the source's own files.
+    """Tell whether a job with these settings can resume from the source's own files.
 
-    They are laid out as the job's would be, and what a plain `load_checkpoint` takes is this tag.
+    It can if its own files would be laid out alike, and `load_checkpoint` without a tag takes this
+    tag.
     """
     checkpoint = source.checkpoint
     if source.kind == "store" or source.is_elastic or checkpoint.ranks != world_size:
@@ -147,7 +148,7 @@ def has_files_of(source: Source, world_size: int, settings: TargetSettings) -> b
 
 
 def _shape(source: Source, layout: ZeroLayout) -> ZeroLayout:
-    """Leave of a layout what shapes files at its stage."""
+    """Return a layout without the settings that do not shape files at its stage."""
     families = source.checkpoint.families
     has_muon = any(family.is_muon(group) for family in families for group in family.groups)
     has_experts = source.checkpoint.expert_parallel > 1

@@ -1,7 +1,7 @@
-"""Plans that are written down, to be run later if nothing has changed by then.
+"""Writes and reads plan files, to run a plan later if nothing has changed.
 
-A plan file is JSON: what was asked for, with absolute paths; what the run is about, as a journal
-spells it; and what it would write. It is not trusted: all of it is looked at before it is used.
+A plan file is JSON: the options of the command, with absolute paths; the run identity, as a journal
+serializes it; and the files to write. It is not trusted: everything is checked before it is used.
 """
 
 import base64
@@ -25,7 +25,7 @@ from streamshard.posix import stream_of
 _KIND: Final = "streamshard plan"
 _VERSION: Final = 1
 _LIMIT_BYTES: Final = 64 << 20
-"""A plan takes 11 bytes for each file of its source, and little besides."""
+"""Largest plan file that is read; a plan takes 11 bytes per source file, and little more."""
 _LIMIT_COUNT: Final = 1 << 63
 
 Check = Callable[[Any], bool]
@@ -84,15 +84,15 @@ OPTIONS: Final[Mapping[str, Mapping[str, Check]]] = {
         "frozen": _flag,
     },
 }
-"""Verb → its options by their names in Python, and what they may be."""
+"""Verb → its options by their names in Python, each with a check of its value."""
 _PATHS: Final = ("source_ds_config_file", "like", "ds_config_file")
 _ITEM_BYTES: Final = 8
-"""Of each source file in what a journal spells."""
+"""Bytes of a source file's digest in a journal's header."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What somebody asked for: a verb, and all that it was given."""
+    """A verb, with the paths and options that it was called with."""
 
     verb: str
     source: str
@@ -101,7 +101,7 @@ class Asked:
 
     @classmethod
     def of(cls, verb: str, source: object, target: object, **options: Any) -> Self:  # noqa: ANN401
-        """Take down a call, so that it means the same in any directory."""
+        """Record a call so that it means the same in any working directory."""
         for name in _PATHS:
             if options.get(name) is not None:
                 options[name] = _absolute(options[name])
@@ -115,27 +115,27 @@ def _absolute(path: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SavedPlan:
-    """A plan as it was written down."""
+    """The content of a plan file."""
 
     asked: Asked
     purpose: Mapping[str, Any]
-    """Header of the journal that its run would begin."""
+    """Header of the journal that the plan's run would begin."""
     files: int
-    """Files to be written."""
+    """Count of files to write."""
     bytes_written: int
     sizes: str
-    """Digest of their paths and sizes."""
+    """Digest of the files' paths and sizes."""
 
 
 def write(path: Path, asked: Asked, purpose: RunIdentity, sizes: Mapping[str, int]) -> None:
-    """Write a plan down.
+    """Write a plan file.
 
     Raises
     ------
     UsageError
-        The place is in the source or the target, neither of which may change.
+        The path is in the source or the target, neither of which may change.
     TargetError
-        Something else than a plan is there, or the file cannot be written.
+        The path exists and is not a plan file, or the file cannot be written.
     """
     source = purpose.source
     here = path.absolute().parent.resolve()
@@ -149,7 +149,8 @@ def write(path: Path, asked: Asked, purpose: RunIdentity, sizes: Mapping[str, in
     options = dict(asked.options)
     if source.kind == "native" and options["tag"] is None:
         tag = source.checkpoint.tag
-        # A later save moves `latest`; of a tag directory the name is in the path already.
+        # A later save changes `latest`, so the tag is recorded. The path of a tag directory already
+        # contains the tag.
         options["tag"] = tag if (Path(asked.source) / tag).is_dir() else None
     document = {
         "kind": _KIND,
@@ -174,7 +175,7 @@ def write(path: Path, asked: Asked, purpose: RunIdentity, sizes: Mapping[str, in
 
 
 def _require_replaceable(path: Path) -> None:
-    """Refuse a place in no directory, and one that has anything but an earlier plan."""
+    """Refuse a path without a directory, and one where there is anything but an earlier plan."""
     if not path.parent.is_dir():
         raise TargetError(f"{path}: there is no directory {path.parent}; make it first")
     if not exists(path):
@@ -192,12 +193,12 @@ def plan_digest(sizes: Mapping[str, int]) -> str:
 
 
 def read(path: Path) -> SavedPlan:
-    """Read a plan.
+    """Read a plan file.
 
     Raises
     ------
     UsageError
-        There is no such file, or it is no plan that this version understands.
+        There is no such file, or it is not a plan of this version.
     """
     try:
         with stream_of(path) as stream:
@@ -222,7 +223,7 @@ def read(path: Path) -> SavedPlan:
 
 
 class _MalformedError(Exception):
-    """Something is not as it is written."""
+    """Something in a plan file is not as streamshard writes it."""
 
 
 def _saved(document: Mapping[str, Any]) -> SavedPlan:
@@ -251,7 +252,7 @@ def _saved(document: Mapping[str, Any]) -> SavedPlan:
 
 
 def _require(values: Mapping[str, Any], checks: Mapping[str, Check]) -> None:
-    """Refuse keys that are unknown or missing, and values that cannot be."""
+    """Refuse keys that are unknown or missing, and invalid values."""
     for key in values:
         if key not in checks:
             raise _MalformedError(f"{key!r} is not known here")
@@ -263,7 +264,7 @@ def _require(values: Mapping[str, Any], checks: Mapping[str, Check]) -> None:
 
 
 def _is_header(value: object) -> bool:
-    """Tell whether something may be what a journal begins with."""
+    """Tell whether a value may be a journal's header."""
     if not isinstance(value, dict) or not isinstance(value.get("options"), dict):
         return False
     texts = [*value["options"].values(), value.get("headers"), value.get("files")]

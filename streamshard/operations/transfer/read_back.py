@@ -1,4 +1,4 @@
-"""Reads back what a run has written, and compares it with what it was made from."""
+"""Reads the written files back from disk, and compares them with the source."""
 
 import threading
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from streamshard.operations.transfer.report import Progress
 
 
 class BothSides:
-    """Counts bytes that are read of either side of a comparison, and tells of each pair once."""
+    """Counts the bytes read on both sides of a comparison, and reports each pair of bytes once."""
 
     def __init__(self, progress: Callable[[int], None]) -> None:
         self._progress = progress
@@ -36,19 +36,19 @@ class BothSides:
 def require_same(
     written: Request, place: Path, source: Source, memory: MemoryPlan, progress: Progress
 ) -> None:
-    """Refuse what was written unless its checksums are right and its content is the source's.
+    """Require that the written files have correct checksums, and the content of the source.
 
     Parameters
     ----------
     written
-        What is looked at, synced to the disk already.
+        The written checkpoint, which is synced to the disk already.
     place
-        Directory in which it lies. What the system keeps of it in memory is dropped.
+        Directory of the files. The system's page cache of them is dropped first.
 
     Raises
     ------
     NotAsWrittenError
-        It is not what it should be; the message says what is wrong first.
+        The files are wrong; the message names the first difference.
     """
     with target_errors(place):
         drop_cached(place)

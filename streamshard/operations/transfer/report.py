@@ -1,4 +1,4 @@
-"""What verbs return, and what they tell while they run."""
+"""The report that a verb returns, and the progress that it gives while it runs."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -7,17 +7,17 @@ from streamshard.engine.run.phases import READING, Watcher
 
 
 class Progress(Watcher, Protocol):
-    """Someone who wants to know how far a run is; called from several threads."""
+    """Receives the progress of a run; its methods are called from several threads."""
 
     def start(self, total_bytes: int, phase: str = READING) -> None:
-        """Take note of how much there is to deal with, and of what is done first."""
+        """Start with the total of bytes and the first phase."""
 
     def stop(self) -> None:
-        """Take note of the end, whether good or bad."""
+        """Stop, after success or failure."""
 
 
 class Silent:
-    """Progress that nobody wants to know."""
+    """Progress that is not shown."""
 
     def start(self, total_bytes: int, phase: str = READING) -> None:
         """Do nothing."""
@@ -37,7 +37,7 @@ class Silent:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a run did, or what it would do. Its names are the keys of `--json`."""
+    """The result of a run, or of its plan. The field names are the keys of `--json`."""
 
     verb: str
     source: str
@@ -50,31 +50,31 @@ class Report:
     files: int
     """Files written."""
     bytes_written: int
-    """Exact, but for a compressed store before the run: an upper bound."""
+    """Exact; only for a compressed store before the run it is an upper bound."""
     floor_bytes: int
     """Resident memory before anything was opened."""
     limit_bytes: int
     """Memory allowed above the floor."""
     projected_bytes: int
-    """Resident memory that the run was not to exceed, floor included."""
+    """Most resident memory that the plan allows the run, floor included."""
     kept_bytes: int = 0
-    """Bytes of these that an earlier run had written before it was cut off."""
+    """Part of `bytes_written` that an earlier, interrupted run had written."""
     peak_bytes: int | None = None
     """Highest resident memory that was measured; None before the run."""
     seconds: float | None = None
     """Duration of the run without planning; None before the run."""
     is_verified: bool = False
-    """Whether what was written is read back and compared with the source."""
+    """Whether the written files are read back and compared with the source."""
     tensors: int | None = None
-    """Tensors exported, tied ones once; None for other verbs."""
+    """Count of exported tensors, tied ones once; None for other verbs."""
     dtype: str | None = None
-    """What they are cast to: `fp32`, `bf16` or `fp16`; None where nothing is cast."""
+    """Dtype of an export's weights: `fp32`, `bf16` or `fp16`; None if nothing is cast."""
     overflowed: int | None = None
     """Finite elements that the dtype cannot hold, and that became infinite; None before a run."""
     path: str = ""
-    """Where what was asked for is, and a job resumes from: the target; or with `if_needed` the
-    source, if a job can resume from that as it is."""
+    """The path to use or to resume from: the target; or with `if_needed` the source, if a job can
+    resume from it as it is."""
     found: str | None = None
-    """With `if_needed`, what has it already, so that nothing was written: `source` or `target`."""
+    """With `if_needed`, if nothing was written: which one has the result, `source` or `target`."""
     notes: tuple[str, ...] = field(default=())
     """What the user should know or do next."""

@@ -1,4 +1,4 @@
-"""What a run is about: all that the bytes of its target follow from."""
+"""The identity of a run: everything that determines the bytes of its target."""
 
 import base64
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ _MOST_SHOWN: Final = 40
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """What a run is about."""
+    """Everything that determines the bytes of a run's target."""
 
     source: Source
     header: Mapping[str, Any]
-    """How a journal spells it."""
+    """The identity as a journal's header serializes it."""
 
     @classmethod
     def of(cls, source: Source, options: Mapping[str, str], *, replaces: bool) -> Self:
@@ -30,9 +30,9 @@ class RunIdentity:
         Parameters
         ----------
         options
-            The verb, and what was asked for, as far as bytes depend on it.
+            The verb, and the options on which the target's bytes depend.
         replaces
-            Whether what is at the target may be replaced, which does not change a byte.
+            Whether an existing target may be replaced, which does not change the bytes.
         """
         header = {
             "format": _FORMAT,
@@ -44,7 +44,7 @@ class RunIdentity:
         return cls(source, header)
 
     def difference(self, other: Mapping[str, Any]) -> str | None:
-        """Say what an earlier run was about, if not the same; `other` is what it spelled."""
+        """Describe the difference to an earlier run with the header `other`; None if none."""
         own = self.header
         if own["format"] != other.get("format"):
             return "is of another version of streamshard"
@@ -75,13 +75,13 @@ class RunIdentity:
 
 
 def _digest(file: SourceFile) -> bytes:
-    """Return a digest of what a file looked like when the plan was made."""
+    """Return a digest of a file's size, time and inode when the plan was made."""
     looks = f"{file.nbytes} {file.mtime_ns} {file.inode}"
     return blake2b(looks.encode(), digest_size=_DIGEST_BYTES).digest()
 
 
 def _told(key: str, options: Mapping[str, str]) -> str:
-    """Spell an option as a user knows it."""
+    """Describe an option as the user writes it."""
     if key not in options:
         return f"no {key}"
     if key == "verb":
@@ -90,5 +90,5 @@ def _told(key: str, options: Mapping[str, str]) -> str:
 
 
 def digest_of_settings(value: object) -> str:
-    """Return what stands for settings that are too long to be shown."""
+    """Return a digest of settings that are too long to be shown."""
     return sha256(repr(value).encode()).hexdigest()

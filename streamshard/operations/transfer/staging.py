@@ -1,13 +1,14 @@
 """`OUT.partial`: where a target is built, locked, and kept for the next run if this one fails.
 
-What is on the disk is at any moment one of these, and the same command finishes each of them:
+At any moment the disk is in one of these states, and the same command finishes each of them:
 
-- no OUT, an empty one, or the old one, and no OUT.partial, or one whose journal tells what is
-  written;
-- OUT.partial with a journal that says it is whole: it is to be renamed, onto an empty OUT too;
-- with `--overwrite`, OUT.replaced and no OUT, or an empty one that somebody made since: what was
-  replaced goes back to its place;
-- OUT with that journal still in it: what it replaced is to be removed, then the journal.
+- OUT does not exist, is empty, or is the old one; OUT.partial does not exist, or has a journal of
+  the parts that are written.
+- OUT.partial has a journal that says it is complete: it is renamed to OUT, which may exist if it is
+  empty.
+- With `--overwrite`, OUT.replaced exists, and OUT does not, or is empty because somebody made it
+  since: OUT.replaced is renamed back to OUT.
+- OUT has that journal still in it: OUT.replaced is removed, then the journal.
 """
 
 import os
@@ -45,7 +46,7 @@ _RESERVED: Final = f"{names.OWN_PREFIX}.reserved"
 
 
 class PartialTarget:
-    """A target while it is being made."""
+    """A target while it is being written."""
 
     def __init__(
         self,
@@ -63,11 +64,11 @@ class PartialTarget:
         self._template = template
         self._lock = Lock(self._target.with_name(f"{_LOCK}.{target.name}"), self._target)
         self._made: list[Path] = []
-        """Parents that were made for the target, innermost first."""
+        """Parent directories that were made for the target, innermost first."""
         self._replaced = replaced_of(self._target)
         self._reservation: Reservation | None = None
         self._is_own = False
-        """Whether what is in the partial target is this run's, or was and is gone on from."""
+        """Whether the partial target belongs to this run, or to the earlier run it continues."""
         self.path = partial_of(self._target)
 
     def __enter__(self) -> Self:
@@ -85,9 +86,9 @@ class PartialTarget:
         return self
 
     def _settle(self) -> None:
-        """Finish or undo the change of names that an earlier run was in the middle of."""
+        """Finish or undo the renaming that an earlier run was interrupted in."""
         self.is_done = False
-        """Whether the target is there, and is what this run is to make."""
+        """Whether the target exists, and is what this run would make."""
         done = Journal(self._target / JOURNAL)
         if done.is_whole and done.header is not None:
             self._tidy(done)
@@ -96,7 +97,7 @@ class PartialTarget:
             self._replaced.rename(self._target)
 
     def _prepare(self) -> None:
-        """Begin afresh, or find out what there is to go on from."""
+        """Start from the beginning, or continue from an earlier run's partial target."""
         if self.is_done:
             return
         template, header = self._template, self.journal.header
@@ -121,10 +122,10 @@ class PartialTarget:
         self.partial = Partial(self.path, self.journal, self._reservation)
 
     def _become_like_empty(self) -> None:
-        """Take over owner, mode and access list of the empty directory whose place is taken.
+        """Take over owner, mode and access list of the empty directory that will be replaced.
 
-        Before anything is written, so that it is as private as that one all the while, and its
-        files get the group that a set-group-ID bit gives them.
+        This happens before anything is written. So the partial target is as private as that
+        directory all the time, and its files get the group that a set-group-ID bit gives them.
         """
         if not exists(self._target) or not is_vacant(self._target):
             return
@@ -134,7 +135,7 @@ class PartialTarget:
         shutil.copystat(self._target, self.path)
 
     def _remove_unknown(self) -> None:
-        """Remove files of which nothing is noted, and which are not known to be ours therefore."""
+        """Remove files that the journal does not list: they are not known to be this run's."""
         for path in list(entries_below(self.path)):
             relative = path.relative_to(self.path).as_posix()
             is_directory = path.is_dir() and not path.is_symlink()
@@ -143,7 +144,7 @@ class PartialTarget:
 
     @property
     def is_written(self) -> bool:
-        """Whether an earlier run wrote everything, so that at most names are to be changed."""
+        """Whether an earlier run wrote everything, so that at most renaming is left to do."""
         return self.is_done or self.journal.is_whole
 
     def __exit__(
@@ -164,7 +165,7 @@ class PartialTarget:
         self._held.close()
 
     def _remove_if_empty(self) -> None:
-        """Remove a partial target that nobody gains anything from."""
+        """Remove this run's partial target if nothing was written."""
         if self._is_own and self.journal.is_empty:
             shutil.rmtree(self.path, ignore_errors=True)
 
@@ -175,16 +176,16 @@ class PartialTarget:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that an earlier run had written."""
+        """Bytes that an earlier run wrote."""
         return self._nbytes if self.is_written else self.partial.kept_bytes
 
     def commit(self, latest: str | None = None) -> None:
-        """Move what was written, and is durable, into its place.
+        """Rename the partial target to the target, after its files are durable.
 
         Parameters
         ----------
         latest
-            Tag that the `latest` file is to name; it is written after everything else.
+            Tag for the `latest` file, which is written after everything else.
         """
         if self.is_done:
             return
@@ -202,8 +203,8 @@ class PartialTarget:
             self._tidy(self.journal)
 
     def _swap_in(self) -> None:
-        """Put the new directory into its place; what was there comes back if that fails."""
-        # Where somebody has put something meanwhile, the system refuses to rename.
+        """Rename the new directory to the target; if that fails, restore the old target."""
+        # If somebody has put something there meanwhile, the system refuses to rename.
         if is_vacant(self._target) or not replaces(self.journal):
             self.path.rename(self._target)
             return
@@ -215,7 +216,7 @@ class PartialTarget:
             raise
 
     def _tidy(self, done: Journal) -> None:
-        """Remove what the new target has replaced, then the journal that says so."""
+        """Remove the replaced target, then the journal that records the replacement."""
         if replaces(done) and exists(self._replaced):
             remove(self._replaced)
         (self._target / JOURNAL).unlink()

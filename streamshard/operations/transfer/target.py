@@ -1,4 +1,4 @@
-"""Which places may become a target: free ones, and what is ours and may be replaced."""
+"""Decides which paths may become a target: free ones, and our own that may be replaced."""
 
 import os
 import shutil
@@ -19,26 +19,26 @@ from streamshard.model import SourceFile
 from streamshard.posix import entries_below
 
 JOURNAL: Final = f"{names.OWN_PREFIX}.journal"
-"""File in a partial target that says what of it is written."""
+"""File in a partial target that records which parts are written."""
 _BLOCK_BYTES: Final = 512
-"""In what stat(2) counts, whatever the file system has for blocks."""
+"""The unit of st_blocks in stat(2), whatever the block size of the file system."""
 
 
 def partial_of(target: Path) -> Path:
-    """Where a target is built."""
+    """Return the path where a target is built."""
     return target.with_name(f"{target.name}.partial")
 
 
 def replaced_of(target: Path) -> Path:
-    """Where what was at a target's place is until the new one is there."""
+    """Return the path that holds the old target until the new one is in place."""
     return target.with_name(f"{target.name}.replaced")
 
 
 def place_to_make(target: Path) -> Path:
-    """Return where a target is made: where it leads, if it is a link to a directory that is free.
+    """Return the path of a target: if it is a link to a free directory, that directory's path.
 
-    What is built beside the directory takes its place, and the link stays. It leads there still
-    when a run was killed that had made the target, and had not yet removed its journal.
+    The target is built beside the directory and takes its place, and the link stays. This holds too
+    for a target that a run had completed when it was killed, but whose journal is still there.
     """
     with target_errors(target):
         if target.is_symlink() and target.is_dir():
@@ -49,7 +49,7 @@ def place_to_make(target: Path) -> Path:
 
 
 def require_separate(source: Path, files: Sequence[SourceFile], target: Path) -> None:
-    """Refuse a target that would be written into its own source, or the other way round."""
+    """Refuse a target that lies in its own source, or the other way round."""
     here = {source.resolve(), *{file.path.parent.resolve() for file in files}}
     for place in (target, partial_of(target), replaced_of(target)):
         there = place.resolve()
@@ -61,13 +61,13 @@ def require_separate(source: Path, files: Sequence[SourceFile], target: Path) ->
 
 
 def require_other(source: str | os.PathLike[str], target: Path) -> None:
-    """Refuse a target that is the source, before anyone is told how to overwrite it."""
+    """Refuse a target that is the source, before a message advises --overwrite."""
     if target.resolve() == Path(source).resolve():
         raise UsageError(f"{target}: is the source itself; choose another place")
 
 
 def require_named(target: Path) -> None:
-    """Refuse a target that has no name by which others can be put beside it."""
+    """Refuse a target without a name, from which the names beside it are made."""
     if target.name in ("", ".."):
         raise UsageError(f"{target}: is no name for a new directory; write it out")
 
@@ -75,8 +75,8 @@ def require_named(target: Path) -> None:
 def require_free(target: Path, *, overwrite: bool, template: Template | None = None) -> None:
     """Refuse a target that exists, unless it is empty, or is one of ours and may be replaced.
 
-    A directory of dumps is ours if nothing else is in it. What an earlier run has left is in
-    nobody's way: it may be gone on from, or is put in order first.
+    A directory of dumps is ours if nothing else is in it. The remains of an earlier run are
+    allowed: the run is continued, or its renaming is finished first.
     """
     require_named(target)
     with target_errors(target):
@@ -106,7 +106,7 @@ def _require_free(target: Path, *, overwrite: bool, template: Template | None) -
 
 
 def _require_place(target: Path) -> None:
-    """Refuse a directory whose place another one cannot take, by a rename, as it is."""
+    """Refuse a directory that another one cannot replace by a rename."""
     if not target.is_dir() or target.is_symlink():
         return
     reason = None
@@ -122,17 +122,17 @@ def _require_place(target: Path) -> None:
 
 
 def replaces(journal: Journal) -> bool:
-    """Tell whether the run of a journal may replace what is at its target."""
+    """Tell whether the run of a journal may replace an existing target."""
     return journal.header is not None and journal.header.get("replaces") is True
 
 
 def exists(path: Path) -> bool:
-    """Tell whether there is anything, if only a link that leads nowhere."""
+    """Tell whether a path exists, even as a dangling link."""
     return path.exists() or path.is_symlink()
 
 
 def is_vacant(path: Path) -> bool:
-    """Tell whether a directory can be renamed to a path: nothing is there, or an empty one."""
+    """Tell whether a directory can be renamed to a path: it is free, or an empty directory."""
     if path.is_symlink() or not path.is_dir():
         return not exists(path)
     with os.scandir(path) as entries:
@@ -140,19 +140,19 @@ def is_vacant(path: Path) -> bool:
 
 
 def is_there(path: Path) -> bool:
-    """Tell whether there is anything, where nobody catches what the system says.
+    """Tell whether a path exists, as `exists`, for callers that do not catch OSError.
 
     Raises
     ------
     TargetError
-        That cannot be found out.
+        The system does not tell whether the path exists.
     """
     with target_errors(path):
         return exists(path)
 
 
 def _may_be_cleared(partial: Path) -> bool:
-    """Tell whether a directory is one that a run had only begun to make."""
+    """Tell whether a partial target holds no more than a journal, and so may be removed."""
     if partial.is_symlink() or not partial.is_dir():
         return False
     return all(entry.name.startswith(JOURNAL) for entry in partial.iterdir())
@@ -183,7 +183,7 @@ def _is_ours(target: Path, template: Template | None) -> bool:
 
 
 def _is_alone(target: Path, tag: str) -> bool:
-    """Tell whether the directories that a tag lies in, if it is a path, hold nothing else."""
+    """Tell whether the parent directories of a tag that is a path hold nothing else."""
     parts = Path(tag).parts
     if not names.is_tag(tag) or not (target / tag).is_dir():
         return False
@@ -195,14 +195,14 @@ def _is_alone(target: Path, tag: str) -> bool:
 
 
 def _named(file: Path) -> str:
-    """Read which tag a file names; empty if there is no such file."""
+    """Return the tag that a file names; empty if there is no such file."""
     return file.read_text(errors="replace").strip() if file.is_file() else ""
 
 
 def require_space(target: Path, nbytes: int) -> None:
     """Refuse a run whose output does not fit on the target's file system.
 
-    What an earlier run has left is counted: either it is kept, or it is removed first.
+    Space that an earlier run's partial target takes counts as free: it is kept or removed first.
     """
     with target_errors(target):
         free = shutil.disk_usage(place_of(target)).free + allocated_bytes(partial_of(target))
@@ -212,7 +212,7 @@ def require_space(target: Path, nbytes: int) -> None:
 
 
 def place_of(target: Path) -> Path:
-    """Return the directory that a target is to be made in, or the nearest around it that exists."""
+    """Return the parent directory of a target, or the nearest parent that exists."""
     place = target.absolute().parent
     while not place.exists():
         place = place.parent
@@ -220,7 +220,7 @@ def place_of(target: Path) -> Path:
 
 
 def allocated_bytes(root: Path) -> int:
-    """Count what the files below a directory take of its file system."""
+    """Return the disk space that the files below a directory take."""
     if not exists(root):
         return 0
     return sum(path.lstat().st_blocks * _BLOCK_BYTES for path in entries_below(root))
@@ -240,5 +240,5 @@ def remove(path: Path) -> None:
         else:
             path.unlink(missing_ok=True)
     except OSError as error:
-        # What rmtree names is relative to a directory that it does not name.
+        # rmtree may name a path relative to a directory that it does not name.
         raise OSError(error.errno, error.strerror, str(path)) from error

@@ -1,1 +1,1 @@
-"""`verify`: whether a checkpoint is whole and as it was written."""
+"""`verify`: checks that a checkpoint is complete and unchanged."""

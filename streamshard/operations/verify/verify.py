@@ -1,4 +1,4 @@
-"""`verify`: whether a checkpoint is whole and as it was written, or the same as another."""
+"""`verify`: checks that a checkpoint is complete and unchanged, or that it equals another one."""
 
 import os
 import time
@@ -45,31 +45,31 @@ def verify(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> Verification:
-    """Check a checkpoint, or compare it with another; changes nothing.
+    """Check a checkpoint, or compare it with another one; changes nothing.
 
-    Every problem is in the result, not only the first. An error is raised only where there is no
-    checkpoint to speak of, or where what it is compared with cannot be read.
+    The result lists every problem, not only the first. An error is raised only if there is no
+    checkpoint at `path`, or if the checkpoint `against` cannot be read.
 
     Parameters
     ----------
     path
         Run directory with `latest`, tag directory, store, or a template of raw per-rank dumps.
     against
-        Another checkpoint, of whatever format, stage and world size. Then the logical content of
-        both is compared, and nothing else is looked at.
+        Another checkpoint, of any format, stage and world size. With it, the logical content of
+        both checkpoints is compared, and nothing else is checked.
     sample
-        Part of the bytes to read: `3/20` for the third of twenty, or `5%` for the one of twenty
-        whose turn it is today. Structure is always checked as a whole.
+        Part of the bytes to read: `3/20` for the third of twenty parts, or `5%` for one of twenty
+        parts, another one every day. The structure is always checked completely.
     digests
-        Take the digest of every tensor of shards too, which reads them once more. Those of a store
-        are taken anyway.
+        Compute the digest of every tensor in shards too, which reads the shards a second time. The
+        digests of a store are always computed.
     source_ds_config_file, like
-        For checkpoints that do not tell all that is needed; see `plan_repartition`.
+        For checkpoints that lack information; see `plan_repartition`.
     tag
-        Tag to read of `path`; by default the one that `latest` names.
+        Tag of `path` to read; by default the one that `latest` names.
     memory_limit
-        Bytes allowed above what the program itself occupies; by default 1 GiB, and never more than
-        half of what the machine, or the cgroup, leaves there.
+        Bytes of memory beyond what the program itself takes; by default 1 GiB, but at most half of
+        the remaining memory of the machine or the cgroup.
 
     Raises
     ------
@@ -114,7 +114,7 @@ def verify(
 
 
 def _sample(text: str | None) -> Sample:
-    """Read which part is asked for; a percentage stands for another one every day."""
+    """Parse the part to read; a percentage stands for another part every day."""
     if text is None:
         return EVERYTHING
     try:
@@ -127,14 +127,14 @@ def _sample(text: str | None) -> Sample:
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """What a run may use."""
+    """Limits of a run."""
 
     floor_bytes: int
     limit_bytes: int
     workers: int | None
 
     def fit(self, codec_bytes: int) -> MemoryPlan:
-        """Fit a run into the limit, once everything is opened."""
+        """Fit a run into the memory limit; call it after everything is opened."""
         return execution.fit_memory(
             floor_bytes=self.floor_bytes,
             codec_bytes=codec_bytes,
@@ -144,7 +144,7 @@ class _Limits:
 
 
 class _Run:
-    """One run of the verb, and what it has found."""
+    """One run of the verb, and its results."""
 
     def __init__(self, sample: Sample, limits: _Limits, progress: Progress) -> None:
         self.sample = sample
@@ -158,7 +158,7 @@ class _Run:
         self._progress = progress
 
     def check(self, request: Request, *, digests: bool) -> None:
-        """Look at the structure, then read everything that has a checksum."""
+        """Check the structure, then read everything that has a checksum."""
         checked = look_at(request, self.findings, self.sample)
         self.kind, self.tag = checked.kind, checked.tag
         if checked.source is not None:

@@ -1,1 +1,1 @@
-"""The archive of a tag: made, proved, recorded, and later reduced to weights."""
+"""Makes the archive of a tag, proves it, records it, and later reduces it to weights."""

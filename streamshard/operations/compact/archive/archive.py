@@ -1,4 +1,4 @@
-"""Makes the archive of one tag: a store, without what follows from the rest or is there already."""
+"""Makes the archive of one tag: a store without derived weights, which shares equal files."""
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ from streamshard.posix import entries_below
 
 _LINK: Final = f"{names.OWN_PREFIX}.link"
 _SCRIPT: Final = "zero_to_fp32.py"
-"""DeepSpeed writes it anew with every save, and always the same."""
+"""DeepSpeed writes this script with every save, always with the same content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +45,19 @@ class Archiver:
 
     run_dir: Path
     directory: Path
-    """Where the archives are."""
+    """Directory of the archives."""
     shape: StoreShape
     means: Means
     at_rest_ns: int
-    """What beside the tags changed later than this is left alone, as logs are; see `_SCRIPT`."""
+    """Sidecars that changed later than this are left out, such as logs; `_SCRIPT` is not."""
 
     def archive(self, tag: str) -> Receipt:
-        """Archive a tag and prove it; goes on where an earlier run was cut off.
+        """Archive a tag and prove the archive; continue an interrupted run.
 
         Raises
         ------
         StreamshardError
-            The tag cannot be read, or the archive not written, or is not as it should be.
+            The tag cannot be read, or the archive cannot be written, or the archive is wrong.
         """
         place = Place(self.directory, tag)
         if is_there(place.store) and place.read_receipt() is None:
@@ -85,7 +85,7 @@ class Archiver:
             derived=tuple(array_path(tensors[number]) for number in sorted(derived)),
         )
         if is_there(place.store) and not is_there(place.store / JOURNAL):
-            # An earlier run had come that far; if it is not this source's, it is made anew.
+            # An earlier run completed the store; if it is not of this source, it is made anew.
             with suppress(StreamshardError):
                 return self._seal(receipt, small, place, Checks(), checks)
             self._write(small, place, overwrite=True)
@@ -95,11 +95,11 @@ class Archiver:
             except TargetExistsError:
                 if is_there(place.store):
                     raise
-                self._write(small, place, overwrite=True)  # begun with another source
+                self._write(small, place, overwrite=True)  # it was begun with another source
         return self._seal(receipt, small, place, Checks(), checks)
 
     def _moving(self, opened: Source) -> set[int]:
-        """List the files beside the tag that somebody may be writing."""
+        """List the files beside the tag that a program may still be writing."""
         found = set()
         for number in omissions.beside(opened):
             name = opened.checkpoint.tensors[number].name
@@ -127,7 +127,7 @@ class Archiver:
     def _seal(
         self, receipt: Receipt, small: Source, place: Place, checks: Checks, before: Checks
     ) -> Receipt:
-        """Take what there is to record of an archive and its source, prove it, write it down."""
+        """Hash an archive and its source, prove the archive, and write the receipt."""
         checks.done += before.done
         paths = [file.path for file in small.files]
         with source_errors(self.run_dir):
@@ -172,7 +172,7 @@ class Archiver:
 
 
 def _remove_own_marks(store: Path) -> None:
-    """Remove what a run was cut off at while it made links."""
+    """Remove a link that an interrupted run had only begun to put in place."""
     for path in list(entries_below(store)):
         if path.name == _LINK:
             path.unlink()
@@ -180,15 +180,15 @@ def _remove_own_marks(store: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Lets an archive have the files that earlier ones hold already, as further names of them."""
+    """Replaces files of an archive by hard links to equal files of earlier archives."""
 
     place: Place
     means: Means
 
     def share(self, sums: dict[str, str]) -> list[str]:
-        """Replace files by links to the same in earlier archives; returns which are links now.
+        """Replace files by links to equal files in earlier archives; return the paths of the links.
 
-        Where the file system has no links, or no more of a file, it stays as it is.
+        If the file system has no hard links, or a file has too many, the file stays as it is.
         """
         earlier = self._earlier()
         shared = []
@@ -199,12 +199,12 @@ class Sharing:
         return shared
 
     def _earlier(self) -> dict[str, Path]:
-        """Return SHA-256 → a file that is said to have it."""
+        """Return SHA-256 → a file that has it, according to the lists of earlier archives."""
         found: dict[str, Path] = {}
         for other in Place.all_in(self.place.directory):
             if other.tag == self.place.tag:
                 continue
-            with suppress(SourceError):  # what it would have had is stored once more
+            with suppress(SourceError):  # its files are then stored once more
                 held = other.read_receipt()
                 if held is not None and held.state != BEGUN:
                     other = other.held(held)
@@ -213,7 +213,7 @@ class Sharing:
         return found
 
     def _link(self, known: Path, path: Path, digest: str) -> bool:
-        """Make a file another name of one that is known, once that is found right."""
+        """Replace a file by a link to a known file, after checking the known file's SHA-256."""
         link = path.with_name(_LINK)
         try:
             if known.samefile(path):

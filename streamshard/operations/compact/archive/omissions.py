@@ -1,4 +1,4 @@
-"""Leaves out of an opened checkpoint what follows from the rest, and has been proved to."""
+"""Leaves tensors out of an opened checkpoint, such as module weights proved to be casts."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from streamshard.operations.transfer.report import Progress
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A tensor that may follow from another."""
+    """A tensor that may be a cast of another."""
 
     number: int
     pair: Pair
@@ -63,12 +63,12 @@ def _candidate(
 
 
 def that_follow(source: Source, memory: MemoryPlan, progress: Progress) -> set[int]:
-    """Read all module weights beside their masters; returns those that are casts to the bit.
+    """Compare all module weights with their master weights; return those that are exact casts.
 
     Raises
     ------
     SourceError
-        Something cannot be read; the message names the file.
+        A file cannot be read; the message names it.
     """
     candidates = may_follow(source.checkpoint)
     findings = Findings()
@@ -80,7 +80,7 @@ def that_follow(source: Source, memory: MemoryPlan, progress: Progress) -> set[i
 
 
 def beside(source: Source) -> set[int]:
-    """List the files that lie beside the tag and come along."""
+    """List the sidecars that lie beside the tag."""
     tag = f"{source.checkpoint.tag}/"
     return {
         number
@@ -90,18 +90,18 @@ def beside(source: Source) -> set[int]:
 
 
 def tag_only(source: Source) -> Source:
-    """Return a source without the files that lie beside the tag."""
+    """Return a source without the sidecars that lie beside the tag."""
     return narrowed(source, beside(source))
 
 
 def narrowed(source: Source, left_out: Collection[int]) -> Source:
-    """Return a source that lacks some tensors, and the files that held nothing else."""
+    """Return a source without some tensors, and without the sidecars among them."""
     checkpoint, cutting = source.checkpoint, source.cutting
     kept = [number for number in range(len(checkpoint.tensors)) if number not in left_out]
     rows = np.array(kept, dtype=np.int64)
     alone = _alone(source, left_out)
     files = tuple(file for number, file in enumerate(source.files) if number not in alone)
-    # What is left out of the files is named by no row that is kept.
+    # No row that is kept refers to a file that is left out.
     numbers = np.cumsum([number not in alone for number in range(len(source.files))]) - 1
     cutting = replace(
         cutting,
@@ -117,7 +117,7 @@ def narrowed(source: Source, left_out: Collection[int]) -> Source:
 
 
 def _alone(source: Source, left_out: Collection[int]) -> set[int]:
-    """List the source's files that come along unread and are among what is left out."""
+    """List the source's files that are sidecars and are left out."""
     if source.kind != "native":
         return set()
     first, tensors = source.cutting.first_piece, source.checkpoint.tensors

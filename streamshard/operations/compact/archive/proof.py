@@ -1,4 +1,4 @@
-"""Proves that an archive is whole and holds what its source holds, and writes down each step."""
+"""Proves that an archive is complete and equals its source, and records each check."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,13 +26,13 @@ from streamshard.operations.verify import verify
 
 
 class Checks:
-    """What was looked at so far."""
+    """The checks so far."""
 
     def __init__(self) -> None:
         self.done: list[Check] = []
 
     def hold(self, name: str, look: Callable[[], str]) -> None:
-        """Look at one thing, and write down what came of it; what is wrong goes on as an error."""
+        """Do one check and record its result; an error is recorded and raised again."""
         at = spell_time(datetime.now(UTC))
         try:
             told = look()
@@ -44,13 +44,13 @@ class Checks:
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What proving may use."""
+    """The limits and the progress of proving."""
 
     limits: Limits
     progress: Progress
 
     def memory(self, codec_bytes: int = 0) -> MemoryPlan:
-        """Fit a comparison into the limit."""
+        """Fit a comparison into the memory limit."""
         floor_bytes = self.limits.floor_bytes
         return execution.fit_memory(
             floor_bytes=floor_bytes,
@@ -65,7 +65,7 @@ class Means:
         return self.limits.workers or execution.default_workers()
 
     def hash_all(self, paths: list[Path]) -> list[str]:
-        """Take the SHA-256 of files, past the page cache."""
+        """Compute the SHA-256 of files, bypassing the page cache."""
         self.progress.start(sum(path.stat().st_size for path in paths))
         try:
             return sha256_of(paths, self.progress.advance, workers=self.workers)
@@ -74,19 +74,19 @@ class Means:
 
 
 def prove(source: Source, place: Place, means: Means, checks: Checks, *, tag_only: bool) -> None:
-    """Hold an archive against what was recorded of it, and against its source.
+    """Compare an archive with its records and with its source.
 
     Parameters
     ----------
     source
-        Without what follows from the rest.
+        The source without derived weights.
     tag_only
-        Whether files beside the tag are left aside, which may be others by now.
+        Whether to ignore sidecars beside the tag, which may have changed since.
 
     Raises
     ------
     StreamshardError
-        Something is not as it should be; the checks say what was found before.
+        A check failed; `checks` holds it, and the checks before it.
     """
     checks.hold("archive_synced", lambda: _synced(place))
     checks.hold("archive_bytes", lambda: intact(place, means))
@@ -108,14 +108,14 @@ def _synced(place: Place) -> str:
 
 
 def intact(place: Place, means: Means) -> str:
-    """Require of every file of an archive to be as its SHA-256 says, read past the page cache.
+    """Require that every file of an archive has its SHA-256, read bypassing the page cache.
 
     Raises
     ------
     IntegrityError
-        A file is missing, damaged, or is not in the list.
+        A file is missing, is damaged, or is not in the list.
     SourceError
-        Something cannot be read.
+        A file cannot be read.
     """
     sums, found = place.read_sums(), place.files()
     if sums.keys() != {*found}:
@@ -131,12 +131,12 @@ def intact(place: Place, means: Means) -> str:
 
 
 def same_archive(receipt: Receipt, place: Place) -> str:
-    """Require of an archive to be the one that was held against its source, and no other.
+    """Require that an archive is the one that was compared with its source.
 
     Raises
     ------
     CorruptFileError
-        Its list is of other files.
+        Its list of checksums has changed.
     SourceError
         The list cannot be read.
     """
@@ -163,12 +163,12 @@ def _verified(place: Place, means: Means) -> str:
 
 
 def state_equal(archive: Source, source: Source) -> str:
-    """Require of two sides to be alike in all that is no tensor, and in what tensors there are.
+    """Require that both sides have the same list of tensors, and equal everything but tensor data.
 
     Raises
     ------
     IntegrityError
-        They are not.
+        They differ.
     """
     mine, theirs = (_spelled(side.checkpoint) for side in (archive, source))
     if mine != theirs:
@@ -178,20 +178,20 @@ def state_equal(archive: Source, source: Source) -> str:
 
 
 def _spelled(checkpoint: Checkpoint) -> bytes:
-    """Spell all that is no tensor, and what tensors there are."""
-    # Notes are of the reading, and of what lies beside the tags.
+    """Serialize everything that is not a tensor, and the list of tensors."""
+    # Notes are about reading, and about files beside the tags.
     return store_state.dump(store_state.without(replace(checkpoint, notes=()), ()), ())
 
 
 def content_equal(archive: Source, source: Source, means: Means) -> str:
-    """Require of two sides to be alike in every bit of every tensor, and in all else.
+    """Require that both sides are equal in every bit of every tensor, and in everything else.
 
     Raises
     ------
     IntegrityError
-        They are not.
+        They differ.
     SourceError
-        Something cannot be read.
+        A file cannot be read.
     """
     pairing = pair_up(archive, source)
     findings = Findings()

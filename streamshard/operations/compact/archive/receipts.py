@@ -1,4 +1,4 @@
-"""What is kept beside an archive: the SHA-256 of its files, and the receipt of what was checked."""
+"""Reads and writes the files beside an archive: the SHA-256 of its files, and its receipt."""
 
 import json
 from collections.abc import Mapping
@@ -19,25 +19,25 @@ _FORMAT: Final = 1
 _SUM_LETTERS: Final = 64
 
 RECEIPT: Final = ".receipt.json"
-"""End of the names of receipts."""
+"""Suffix of the names of receipts."""
 
 BEGUN: Final = "begun"
-"""The archive is being made, or somebody was cut off at it."""
+"""The archive is being made, or a run was interrupted while it made the archive."""
 ARCHIVED: Final = "archived"
-"""The archive is whole, and the tag where it was."""
+"""The archive is complete, and the tag is where it was."""
 TRASHED: Final = "trashed"
-"""The tag is in the trash, or on its way there."""
+"""The tag is in the trash, or about to be moved there."""
 PURGED: Final = "purged"
-"""The tag is gone, or about to be."""
+"""The tag is removed for good, or about to be."""
 DROPPING: Final = "dropping"
-"""As purged, and an archive of the weights alone is being made beside the full one."""
+"""As purged, and an archive of only the weights is being made beside the full archive."""
 WEIGHTS_ONLY: Final = "weights only"
-"""The archive is the one of the weights alone; the full one is gone, or about to be."""
+"""The archive holds only the weights; the full archive is removed, or about to be."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceRecord:
-    """A file of which an archive was made."""
+    """A file from which an archive was made."""
 
     path: str
     """Relative to the run directory."""
@@ -50,51 +50,51 @@ class SourceRecord:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Something that was looked at."""
+    """The result of one check."""
 
     name: str
     holds: bool
     at: str
     told: str = ""
-    """What was found, or what was wrong."""
+    """The result, or the error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What became of one tag."""
+    """The record of one tag and its archive."""
 
     tag: str
     run_dir: str
     device: int
-    """Of the run directory."""
+    """Device of the run directory; `inode` is the directory's too."""
     inode: int
     state: str
     archived: str = ""
-    """When, as all times here in UTC; empty if that has not come yet."""
+    """Time of archiving, in UTC as all times here; empty before it."""
     trashed: str = ""
     purged: str = ""
     source: tuple[SourceRecord, ...] = ()
     derived: tuple[str, ...] = ()
-    """Arrays that are left out: casts of others, to the bit."""
+    """Arrays that are left out because they are exact casts of others."""
     left_out: tuple[str, ...] = ()
-    """Files beside the tag that were changing at that time."""
+    """Files beside the tag that were left out because they had changed recently."""
     source_bytes: int = 0
     archive_bytes: int = 0
     shared_files: int = 0
-    """Files of the archive that are links to the same in earlier ones."""
+    """Count of the archive's files that are links to equal files in earlier archives."""
     shared_bytes: int = 0
     dropped: str = ""
-    """When it was decided that optimizer states go, as the archive says it too."""
+    """Time at which dropping the optimizer states was decided; the archive records it too."""
     dropped_states: tuple[str, ...] = ()
     full_bytes: int = 0
-    """What the archive took before they went; 0 while they are there."""
+    """Size of the full archive before the states were dropped; 0 while it has them."""
     sums_sha256: str = ""
-    """Of the list of the archive's files, when they were last held against what they are of; empty
-    in receipts of early versions."""
+    """SHA-256 of the list of the archive's files when the archive was last compared with its
+    original; empty in receipts of early versions."""
     checks: tuple[Check, ...] = ()
 
     def below_tag(self) -> dict[str, SourceRecord]:
-        """Return the tag's own files by their path in it."""
+        """Return the files of the tag directory by their path in it."""
         prefix = f"{self.tag}/"
         return {
             record.path.removeprefix(prefix): record
@@ -105,16 +105,16 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the archive of a tag is."""
+    """The paths of a tag's archive and of the files beside it."""
 
     directory: Path
     tag: str
     of_weights: bool = False
-    """Whether it is the one without optimizer states, which has a name of its own."""
+    """Whether it is the archive without optimizer states, which has another name."""
 
     @classmethod
     def all_in(cls, directory: Path) -> "list[Place]":
-        """List the places of which there are receipts.
+        """List the places of all archives that have a receipt.
 
         Raises
         ------
@@ -129,26 +129,26 @@ class Place:
 
     @property
     def _name(self) -> str:
-        """Name of a file for a tag, which may be a path."""
+        """File name made from the tag, which may be a path."""
         return names.flat(self.tag)
 
     @property
     def store(self) -> Path:
-        """The archive itself."""
+        """The archive's store."""
         return self.directory / f"{self._name}{'.weights' if self.of_weights else ''}.zarr"
 
     @property
     def sums(self) -> Path:
-        """The SHA-256 of all its files, for sha256sum."""
+        """The list of the SHA-256 of all files of the store, for sha256sum."""
         return self.store.with_name(f"{self.store.name}.sha256")
 
     @property
     def receipt(self) -> Path:
-        """What was checked."""
+        """The receipt, which records the checks."""
         return self.directory / f"{self._name}{RECEIPT}"
 
     def held(self, receipt: Receipt) -> "Place":
-        """Return where the archive is of which a receipt says that it is whole."""
+        """Return the place of the archive that a receipt says is complete: full or only weights."""
         return replace(self, of_weights=receipt.state == WEIGHTS_ONLY)
 
     def write_receipt(self, receipt: Receipt) -> None:
@@ -162,7 +162,7 @@ class Place:
         Raises
         ------
         SourceError
-            It cannot be read.
+            The receipt cannot be read.
         """
         try:
             with source_errors(self.receipt):
@@ -177,12 +177,12 @@ class Place:
         self._write(self.sums, "".join(lines).encode("utf-8", "surrogateescape"))
 
     def read_sums(self) -> dict[str, str]:
-        """Read the list.
+        """Read the list; returns the SHA-256 of every file by its path in the store.
 
         Raises
         ------
         SourceError
-            It is not there, or is none.
+            The list is missing, or is malformed.
         """
         with source_errors(self.sums):
             text = read_all(self.sums).decode("utf-8", "surrogateescape")
@@ -193,12 +193,12 @@ class Place:
         return {path.removeprefix(prefix): digest for path, digest in found.items()}
 
     def sums_sha256(self) -> str:
-        """Take the SHA-256 of the list itself, which stands for the archive as a whole.
+        """Compute the SHA-256 of the list itself, which identifies the whole archive.
 
         Raises
         ------
         SourceError
-            It cannot be read.
+            The list cannot be read.
         """
         with source_errors(self.sums):
             return sha256(read_all(self.sums)).hexdigest()
@@ -218,7 +218,7 @@ class Place:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Remove what runs were writing here when they were cut off; none may be under way."""
+    """Remove unfinished files of interrupted runs; no other run may be active."""
     with target_errors(directory):
         for ending in ("receipt.json", "sha256"):
             for path in directory.glob(f"{names.OWN_PREFIX}.*.{ending}"):
@@ -234,7 +234,7 @@ def _read(data: bytes) -> Receipt:
         raise ValueError("of another version")
     source = [_noun(SourceRecord, item) for item in document.pop("source")]
     checks = [_noun(Check, item) for item in document.pop("checks")]
-    # The last of them no receipt had before there were archives without states.
+    # Receipts of versions before archives without states lack "dropped_states".
     named = ("derived", "left_out", "dropped_states")
     derived, left_out, dropped = (tuple(map(str, document.pop(key, ()))) for key in named)
     receipt = replace(_noun(Receipt, document), derived=derived, left_out=left_out)
@@ -243,7 +243,7 @@ def _read(data: bytes) -> Receipt:
 
 
 def _noun(kind: type[N], values: Mapping[str, Any]) -> N:
-    """Make a noun of plain values, each of the type that it has to be."""
+    """Make a dataclass of plain values, and check the type of each value."""
     made = kind(**values)
     for field in fields(made):
         value = getattr(made, field.name)
@@ -253,7 +253,7 @@ def _noun(kind: type[N], values: Mapping[str, Any]) -> N:
 
 
 def _line(path: str, digest: str) -> str:
-    r"""Spell a line as sha256sum does.
+    r"""Serialize a line as sha256sum does.
 
     >>> _line("a/b", "00"), _line("a\\b", "00")
     ('00  a/b\n', '\\00  a\\\\b\n')
@@ -263,7 +263,7 @@ def _line(path: str, digest: str) -> str:
 
 
 def _parse(line: str) -> tuple[str, str]:
-    """Read a line; returns the path first.
+    """Parse a line of sha256sum into (path, digest).
 
     >>> _parse("0" * 64 + "  a/b")[0]
     'a/b'
@@ -278,12 +278,12 @@ def _parse(line: str) -> tuple[str, str]:
 
 
 def age_at(now: datetime, since: str) -> timedelta:
-    """Tell how long ago a time in a receipt was.
+    """Return how long ago a time in a receipt was.
 
     Raises
     ------
     ValueError
-        It is none.
+        The text is not a time with a time zone.
 
     >>> str(age_at(datetime(2026, 11, 21, tzinfo=UTC), "2026-11-20T22:00:00+00:00"))
     '2:00:00'
@@ -295,7 +295,7 @@ def age_at(now: datetime, since: str) -> timedelta:
 
 
 def spell_time(at: datetime) -> str:
-    """Spell a time for a receipt, with all that there is of it: grace is counted from there.
+    """Serialize a time for a receipt, with full precision: the grace time is counted from it.
 
     >>> spell_time(datetime(2026, 11, 21, 4, 5, tzinfo=UTC))
     '2026-11-21T04:05:00+00:00'

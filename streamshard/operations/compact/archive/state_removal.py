@@ -1,8 +1,8 @@
-"""Drops the optimizer states of archives whose originals have long been removed for good.
+"""Drops the optimizer states of archives whose originals were removed for good long ago.
 
-An archive of the weights alone is made beside the full one, under a name of its own, and proved;
-then the receipt says so, and then the full one goes. So at any moment the one that the receipt
-names is whole, with the list of its checksums beside it.
+An archive of only the weights is made beside the full archive, under another name, and proved. Then
+the receipt names it, and then the full archive is removed. So at any moment the archive that the
+receipt names is complete, with the list of its checksums beside it.
 """
 
 from collections.abc import Iterator
@@ -46,29 +46,30 @@ _WHY: Final = "by compact, as --weights-only-older-than asked for"
 
 @dataclass(frozen=True, slots=True)
 class Dropper:
-    """Makes archives of weights alone of full ones."""
+    """Replaces full archives by archives of only the weights."""
 
     run_dir: Path
     here: Identity
-    """Which directory that was when the run began."""
+    """Identity of the run directory when the run began."""
     directory: Path
-    """Where the archives are."""
+    """Directory of the archives."""
     means: Means
     now: datetime
 
     def archives(self) -> list[str]:
-        """List the tags of which there are receipts."""
+        """List the tags that have a receipt."""
         return [place.tag for place in Place.all_in(self.directory)]
 
     def is_due(self, tag: str, least_age: timedelta) -> bool:
-        """Tell whether the states of an archive are to go, or the rest of a full one.
+        """Tell whether to drop the states of an archive, or to remove the rest of a full archive.
 
-        Never while the original is anywhere, or where the receipt does not say that it is gone.
+        States are never dropped while the original exists anywhere, or unless the receipt says that
+        it was removed.
 
         Raises
         ------
         SourceError
-            The receipt cannot be read, or does not say since when it is gone.
+            The receipt cannot be read, or does not say when the original was removed.
         """
         place = Place(self.directory, tag)
         receipt = place.read_receipt()
@@ -86,13 +87,13 @@ class Dropper:
         return is_old and next(self._originals(tag), None) is None
 
     def drop(self, tag: str, *, is_dry_run: bool) -> CompactedTag:
-        """Drop the states of an archive that is due, and tell what came of it.
+        """Drop the states of an archive that is due, and return the result.
 
         Raises
         ------
         StreamshardError
-            They may not go, or something cannot be written; then the full archive is as it was,
-            and the receipt says why.
+            The states may not be dropped, or a file cannot be written. Then the full archive is
+            unchanged, and the receipt says why.
         """
         full = Place(self.directory, tag)
         receipt = full.read_receipt()
@@ -127,7 +128,7 @@ class Dropper:
         )
 
     def _make(self, receipt: Receipt, full: Place, left: Remainder) -> Receipt:
-        """Make and prove the archive of weights, and have the receipt name it."""
+        """Make and prove the archive of weights, and let the receipt name it."""
         checks = Checks()
         before = tuple(check for check in receipt.checks if check.holds)
         try:
@@ -138,10 +139,10 @@ class Dropper:
             receipt = self._begin(receipt, full, left)
             weights = replace(full, of_weights=True)
             if is_there(weights.store):
-                # An earlier run had come that far; if it is not as it should be, it is made anew.
+                # An earlier run completed this archive; if it is wrong, it is made anew.
                 with suppress(StreamshardError):
                     return self._seal(receipt, full, left, Checks(), (*before, *checks.done))
-                full.write_receipt(receipt)  # which is not to name what goes now
+                full.write_receipt(receipt)  # it must not name the archive that is removed now
                 with target_errors(weights.store):
                     remove(weights.store)
             left.write(weights.store)
@@ -151,7 +152,7 @@ class Dropper:
             raise
 
     def _begin(self, receipt: Receipt, full: Place, left: Remainder) -> Receipt:
-        """Write down that what is found under the names to be used is ours from here on."""
+        """Record that files under the names of the archive of weights are ours from now on."""
         if receipt.state == DROPPING:
             return receipt
         weights = replace(full, of_weights=True)
@@ -172,7 +173,7 @@ class Dropper:
         checks: Checks,
         before: tuple[Check, ...],
     ) -> Receipt:
-        """Prove the archive of weights, and have the receipt name it."""
+        """Prove the archive of weights, and let the receipt name it."""
         weights = replace(full, of_weights=True)
         with source_errors(weights.store):
             paths = weights.files()
@@ -185,7 +186,7 @@ class Dropper:
         with source_errors(weights.store):
             stats = [(weights.store / path).stat() for path in paths]
         dropped = left.source.checkpoint.dropped
-        # The full archive has one of the names, and this one another.
+        # The full archive has one link to a kept file, and this archive another.
         shared = [stat.st_size for stat in stats if stat.st_nlink > 2]
         sealed = replace(
             receipt,
@@ -202,33 +203,33 @@ class Dropper:
         return sealed
 
     def _remove_full(self, full: Place) -> None:
-        """Remove a full archive, once more after the one that is left was found whole.
+        """Remove a full archive, after the archive of weights was checked once more.
 
         Raises
         ------
         IntegrityError
-            What is left is not whole; then nothing is removed.
+            The archive of weights is not intact; then nothing is removed.
         TargetError
-            Something cannot be removed.
+            A file cannot be removed.
         """
         intact(replace(full, of_weights=True), self.means)
         store, going, _ = self._remains(full)
         with target_errors(going):
             remove(going)
             if exists(store):
-                store.rename(going)  # half of an archive is never to be under its name
+                store.rename(going)  # a partly removed archive must not have the archive's name
             sync_path(self.directory)
             full.sums.unlink(missing_ok=True)
             remove(going)
             sync_path(self.directory)
 
     def _remains(self, full: Place) -> tuple[Path, Path, Path]:
-        """List what may be left of a full archive."""
+        """List the paths that may be left of a full archive."""
         going = full.store.with_name(f"{names.OWN_PREFIX}.going.{full.store.name}")
         return full.store, going, full.sums
 
     def _originals(self, tag: str) -> Iterator[Path]:
-        """Yield where the original, or some of it, still is."""
+        """Yield the paths where the original, or a part of it, still exists."""
         trash = Trash(self.run_dir)
         if is_there(self.run_dir / tag):
             yield self.run_dir / tag
@@ -236,7 +237,7 @@ class Dropper:
             yield trash.place_of(tag)
 
     def _original_gone(self, receipt: Receipt) -> str:
-        """Require of the run directory to be the one, and of the original not to be there."""
+        """Require that the run directory is the archived one, and that the original is gone."""
         now = Identity.of(self.run_dir)
         if now != self.here or now != Identity(receipt.device, receipt.inode):
             message = f"{self.run_dir}: is another directory, or on another device, than the one"
@@ -247,7 +248,7 @@ class Dropper:
 
 
 def _same_files(full: Place, weights: Place, sums: dict[str, str], left: Remainder) -> str:
-    """Require of files that are kept to have the SHA-256 that was recorded of them."""
+    """Require that the kept files have their recorded SHA-256."""
     recorded, kept = full.read_sums(), left.kept()
     for path in kept:
         if path not in sums or sums[path] != recorded.get(path):

@@ -1,6 +1,6 @@
-"""Leaves the optimizer's states out of an opened store, and makes the store of what is left.
+"""Leaves the optimizer's states out of an opened store, and writes a store of the rest.
 
-No tensor is decoded: what is kept has the same chunks, and so the same files.
+No tensor is decoded: kept tensors have the same chunks, and so the same files.
 """
 
 import os
@@ -26,15 +26,15 @@ _KEPT = (MASTER, MODULE, BLOB, FILE)
 
 
 def states_of(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Name the optimizer's states that are tensors of a parameter's size; others are small."""
+    """Name the optimizer's states that are stored as tensors per parameter; others are small."""
     found = (tensor.state for tensor in checkpoint.tensors if tensor.state not in _KEPT)
     return tuple(dict.fromkeys(found))
 
 
 def without_states(source: Source, *, at: str, why: str) -> Source:
-    """Return a source that lacks all that the optimizer keeps of its parameters.
+    """Return a source without the optimizer's states of its parameters.
 
-    Hyper-parameters stay; so does all training state that is not the optimizer's.
+    Hyper-parameters stay, and so does all training state that is not the optimizer's.
     """
     checkpoint = source.checkpoint
     groups = [group for family in checkpoint.families for group in family.groups]
@@ -54,15 +54,15 @@ def without_states(source: Source, *, at: str, why: str) -> Source:
 
 @dataclass(frozen=True, slots=True)
 class Remainder:
-    """What is left of a store without the optimizer's states."""
+    """The part of a store that is left without the optimizer's states."""
 
     full: Source
     source: Source
-    """What is left, where the full store has it."""
+    """The rest, read from the full store."""
     manifest: Manifest
-    """Of the full store."""
+    """Manifest of the full store."""
     shapes: store_state.ChunkShapes
-    """Of the chunks of all tensors of the full store."""
+    """Chunk shapes of all tensors of the full store."""
 
     @classmethod
     def of(cls, store: Path, *, at: str, why: str) -> "Remainder":
@@ -71,7 +71,7 @@ class Remainder:
         Raises
         ------
         SourceError, IntegrityError
-            It cannot be read.
+            The store cannot be read.
         """
         full = open_source(store)
         with source_errors(store):
@@ -80,7 +80,7 @@ class Remainder:
         return cls(full, without_states(full, at=at, why=why), manifest, shapes)
 
     def kept(self) -> dict[str, FileRecord]:
-        """Return the files of the full store that are kept as they are: all of kept tensors."""
+        """Return the files of the full store that are kept as they are: those of kept tensors."""
         arrays = {array_path(tensor) for tensor in self.source.checkpoint.tensors}
         known = self.manifest.records
         places = store_files.places(self.full.checkpoint, self.shapes)
@@ -94,7 +94,7 @@ class Remainder:
 
     @property
     def dropped_bytes(self) -> int:
-        """Bytes of the files that are not kept, but for those that are written anew."""
+        """Bytes of the files of dropped tensors."""
         arrays = {array_path(tensor) for tensor in self.source.checkpoint.tensors}
         dropped = {array_path(t) for t in self.full.checkpoint.tensors} - arrays
         places = store_files.places(self.full.checkpoint, self.shapes)
@@ -107,12 +107,12 @@ class Remainder:
         return sum(self.manifest.records[path].nbytes for path in paths)
 
     def write(self, target: Path) -> None:
-        """Make the store, durably; what an earlier run has left of it is made anew.
+        """Write the store durably; the partial store of an earlier run is removed first.
 
         Raises
         ------
         TargetError
-            It cannot be written.
+            The store cannot be written.
         """
         partial = partial_of(target)
         with target_errors(partial):
@@ -120,7 +120,7 @@ class Remainder:
             try:
                 self._fill(partial)
             except OSError:
-                shutil.rmtree(partial, ignore_errors=True)  # on a full disk it is in the way
+                shutil.rmtree(partial, ignore_errors=True)  # it would keep a full disk full
                 raise
             partial.rename(target)
             sync_path(target.parent)
@@ -134,7 +134,7 @@ class Remainder:
         sync_tree(partial)
 
     def _documents(self) -> Mapping[str, bytes]:
-        """Spell what is not a tensor's, by path."""
+        """Serialize the files that do not belong to kept tensors, by path."""
         held = self.manifest.digests
         if held is None:
             message = f"{self.full.path}: holds no digests of its tensors, as early versions wrote"
@@ -155,7 +155,7 @@ class Remainder:
 
 
 def _take(known: Path, path: Path) -> None:
-    """Make a file another name of one that is known; where that cannot be, a copy of it."""
+    """Make a hard link to a known file; if that is impossible, a copy."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(known, path, follow_symlinks=False)

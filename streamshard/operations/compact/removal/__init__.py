@@ -1,1 +1,1 @@
-"""The way of a tag out of its run directory: proof, trash, removal."""
+"""Removes a tag from its run directory: proof, trash, removal for good."""

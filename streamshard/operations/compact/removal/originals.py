@@ -1,4 +1,4 @@
-"""Looks at the files of a tag before they may go: are all known, and are they as they were?"""
+"""Checks the files of a tag before it may be removed: all are known, and all are unchanged."""
 
 import os
 from datetime import UTC, datetime
@@ -18,12 +18,12 @@ _TIME: Final = "time of change"
 
 
 def accounted_for(source: Source) -> str:
-    """Require of everything in a tag directory to be in what was read of it.
+    """Require that every file in a tag directory belongs to the opened source.
 
     Raises
     ------
     UnsupportedError
-        Something is not, so that an archive would lack it.
+        A file does not belong to it, so an archive would lack that file.
     """
     tag = source.checkpoint.tag
     known = {file.path for file in source.files}
@@ -41,12 +41,13 @@ def accounted_for(source: Source) -> str:
 
 
 def ranks_agree(source: Source) -> str:
-    """Require of a checkpoint that nothing is known to be left out of it.
+    """Require that nothing in a checkpoint's files is known to be left out by reading.
 
     Raises
     ------
     UnsupportedError
-        Something is: a rank keeps some of its own, or a copy is not one.
+        Ranks or copies differ, or a file holds records that are not read: an archive would lack
+        something.
     """
     for note in source.checkpoint.notes:
         if note.startswith(UNLIKE):
@@ -55,12 +56,12 @@ def ranks_agree(source: Source) -> str:
 
 
 def records_of(source: Source, run_dir: Path) -> tuple[SourceRecord, ...]:
-    """Record what the files of a source look like.
+    """Record path, size, time of change, inode and device of a source's files.
 
     Raises
     ------
     SourceError
-        One cannot be looked at any more.
+        A file cannot be read any more.
     """
     found = []
     for file in source.files:
@@ -72,21 +73,21 @@ def records_of(source: Source, run_dir: Path) -> tuple[SourceRecord, ...]:
 
 
 def unchanged(receipt: Receipt, root: Path, means: Means | None) -> str:
-    """Require of a tag's files to be those that were archived.
+    """Require that a tag's files are those that were archived.
 
     Parameters
     ----------
     root
-        Where the tag directory is now.
+        The present path of the tag directory.
     means
-        To read them too; without, they are only looked at.
+        Means to compare the files' SHA-256 too; without them, only size, time and inode.
 
     Raises
     ------
     CorruptFileError
-        One looks otherwise, or holds something else.
+        A file's size, time, inode, device or content has changed.
     IncompleteError
-        There are others, or not all.
+        A file is missing, or was not archived.
     """
     records = receipt.below_tag()
     with source_errors(root):
@@ -119,7 +120,7 @@ def _require_as_recorded(path: Path, record: SourceRecord) -> None:
 
 
 def _moment(epoch_ns: int) -> str:
-    """Spell a time of a file for a person."""
+    """Format the time of a file for a message."""
     try:
         moment = datetime.fromtimestamp(epoch_ns // 10**9, UTC)
     except (OSError, OverflowError, ValueError):  # some file systems keep any number

@@ -1,9 +1,9 @@
-"""Looks at what belongs to no parameter before it is given up.
+"""Checks the padding, which belongs to no parameter and which no archive holds.
 
-At stages 1 and 2 it begins as zeros (`align_dense_tensors` of `deepspeed/runtime/utils.py`, 0.19.8)
-that no gradient reaches, so an optimizer makes the same of every element: where they are not alike,
-they are not padding, whatever the arithmetic says. At stage 3 it is memory that nobody filled, of
-which nothing can be told.
+At stages 1 and 2 padding begins as zeros (`align_dense_tensors` of `deepspeed/runtime/utils.py`,
+0.19.8) that no gradient reaches, so an optimizer gives every element the same value. Elements that
+differ are not padding, whatever the arithmetic says. At stage 3 padding is uninitialized memory,
+which cannot be checked.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ from streamshard.operations.source.zero_cutting import flat_groups
 
 @dataclass(frozen=True, slots=True)
 class _Padding:
-    """Where one state of a param group has elements that are no parameter's."""
+    """The places of one state of a param group where the elements belong to no parameter."""
 
     what: str
     itemsize: int
@@ -32,12 +32,12 @@ class _Padding:
 
 
 def padding_alike(source: Source) -> str:
-    """Require of the padding of every state of a param group that all of it is one value.
+    """Require that all padding of each state of a param group has one value.
 
     Raises
     ------
     UnsupportedError
-        It is not; the message names a file in which it is not what was found before.
+        The padding has different values; the message names a file with a different one.
     SourceError
         A file cannot be read.
     """
@@ -75,7 +75,7 @@ def _paddings(
 
 
 def _behind(flat: FlatGroup, tensors: NDArray[np.int64], *, is_lean: bool) -> Segments:
-    """Spell what lies behind each parameter as elements that it would have if it were longer.
+    """Return the padding after each parameter, addressed as further elements of the parameter.
 
     Parameters
     ----------

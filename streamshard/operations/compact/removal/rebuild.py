@@ -1,4 +1,4 @@
-"""Rebuilds a tag from its archive, and holds what comes of it against what was archived."""
+"""Rebuilds a tag from its archive, and compares the result with the tag."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,23 +20,23 @@ _RUN: Final = "run"
 
 
 def rebuilt_equal(source: Source, place: Place, means: Means) -> str:
-    """Write the native files that an archive gives back, compare them with the tag, remove them.
+    """Write native files from an archive, compare them with the tag, and remove them.
 
-    They take as much room beside the archive as the tag itself, for as long as this takes.
+    Meanwhile they take as much space beside the archive as the tag itself.
 
     Parameters
     ----------
     source
-        The tag, nothing of it left out.
+        The complete tag.
 
     Raises
     ------
     NoSpaceError
-        There is no room for them.
+        There is not enough space for the files.
     IntegrityError
-        They do not hold what the tag holds.
+        The files differ from the tag.
     StreamshardError
-        They cannot be written, or not be read.
+        The files cannot be written or read.
     """
     rebuilt_dir = place.directory / _REBUILT / _RUN
     remove_rebuilt(place.directory)
@@ -55,7 +55,7 @@ def rebuilt_equal(source: Source, place: Place, means: Means) -> str:
 
 
 def remove_rebuilt(directory: Path) -> None:
-    """Remove what was rebuilt in a directory of archives; none may be under way."""
+    """Remove rebuilt files from a directory of archives; no other run may be active."""
     with target_errors(directory / _REBUILT):
         remove(directory / _REBUILT)
 
@@ -71,5 +71,5 @@ def _rebuild(place: Place, rebuilt_dir: Path, means: Means) -> None:
         message = "is archived, and stays until there is room to rebuild it from that once"
         raise NoSpaceError(f"{message}: {error}") from error
     except BaseException as error:
-        error.__notes__ = []  # of what is kept to go on from, which is not
+        error.__notes__ = []  # they say that files are kept to continue with, which is not so here
         raise

@@ -1,4 +1,4 @@
-"""Removes a tag whose archive is proved: into the trash first, and for good once time is over."""
+"""Removes a tag whose archive is proved: first into the trash, after the grace time for good."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -37,23 +37,23 @@ class Remover:
 
     run_dir: Path
     here: Identity
-    """Which directory that was when the run began."""
+    """Identity of the run directory when the run began."""
     directory: Path
-    """Where the archives are."""
+    """Directory of the archives."""
     means: Means
     now: datetime
 
     @property
     def trash(self) -> Trash:
-        """Where tags go to."""
+        """The trash of the run directory."""
         return Trash(self.run_dir)
 
     def place(self, tag: str) -> Place:
-        """Where the archive of a tag is."""
+        """Return the place of a tag's archive."""
         return Place(self.directory, tag)
 
     def remove(self, tag: str, still_free: Callable[[], str]) -> Receipt:
-        """Move a tag into the trash if its archive holds all of it, whatever was found before.
+        """Move a tag into the trash if its archive holds all of it; all checks are done anew.
 
         Parameters
         ----------
@@ -63,7 +63,8 @@ class Remover:
         Raises
         ------
         StreamshardError
-            It may not go, or cannot be moved; then it is where it was, and the receipt says why.
+            The tag may not be removed, or cannot be moved. Then it is where it was, and the receipt
+            says why.
         """
         place, checks = self.place(tag), Checks()
         receipt = self._receipt(tag)
@@ -74,7 +75,7 @@ class Remover:
             raise SourceError(f"{self.trash.rest_of(tag)}: {message}")
         try:
             self._look(tag, receipt, checks, still_free)
-            # That it is in the trash since then has to be known before it is there.
+            # The receipt must say when the tag was moved before the tag is in the trash.
             receipt = replace(receipt, sums_sha256=place.sums_sha256())
             at = spell_time(max(self.now, datetime.now(UTC)))  # the run may have begun long ago
             trashed = replace(receipt, checks=tuple(checks.done), trashed=at)
@@ -125,12 +126,12 @@ class Remover:
         return receipt
 
     def waits(self, tag: str, grace: timedelta) -> str:
-        """Tell a person since when a tag waits in the trash; empty if its grace time is over.
+        """Say since when a tag has been in the trash; empty if its grace time is over.
 
         Raises
         ------
         SourceError
-            Its receipt does not tell since when it is there.
+            The receipt does not say since when.
         """
         receipt = self._receipt(tag)
         try:
@@ -148,13 +149,13 @@ class Remover:
         Parameters
         ----------
         unwanted
-            Looks at the run directory again; raises an error if something would keep the tag now.
-            Not asked of what is partly gone, nor where a user has named the tag.
+            Looks at the run directory again; raises an error if something would protect the tag
+            now. It is not called for a tag that is partly removed; None if the user named the tag.
 
         Raises
         ------
         StreamshardError
-            It may not go, or something of it cannot be removed.
+            The tag may not be removed, or a file of it cannot be removed.
         """
         place, checks = self.place(tag), Checks()
         is_going = tag in self.trash.going()
@@ -175,7 +176,7 @@ class Remover:
         if unwanted is not None and not is_going:
             checks.hold("not_protected", unwanted)
         done = (*receipt.checks, *checks.done)
-        # Before it is gone: nobody would come back to write it down.
+        # Before the tag is removed: after an interruption, no later run would record it.
         place.write_receipt(
             replace(receipt, state=PURGED, purged=spell_time(self.now), checks=done)
         )
@@ -183,12 +184,12 @@ class Remover:
         self.trash.empty(tag)
 
     def bring_back(self, tag: str) -> None:
-        """Move a tag out of the trash, to where it was; goes on where a run was cut off at that.
+        """Move a tag out of the trash to its former place; continue an interrupted run.
 
         Raises
         ------
         StreamshardError
-            It is not in the trash, or something is in its place.
+            The tag is not in the trash, or something is in its place.
         """
         receipt = self.place(tag).read_receipt()
         is_ours = receipt is not None and receipt.tag == tag
@@ -196,24 +197,24 @@ class Remover:
             self.trash.bring_back(tag)
         else:
             unchanged(receipt, self.run_dir / tag, None)
-        gone = (DROPPING, WEIGHTS_ONLY)  # of another save of that name
+        gone = (DROPPING, WEIGHTS_ONLY)  # such a receipt is of another save of that name
         if is_ours and receipt is not None and receipt.state not in gone:
             self.note_back(receipt)
 
     def is_back(self, receipt: Receipt) -> bool:
-        """Tell whether a tag is where it was, though its receipt says that it is in the trash.
+        """Tell whether a tag is in its place although its receipt says that it is in the trash.
 
         Raises
         ------
         TargetError
-            The trash cannot be looked at.
+            The trash cannot be read.
         """
         tag = receipt.tag
         is_here = names.is_tag(tag) and is_there(self.run_dir / tag)
         return receipt.state == TRASHED and is_here and tag not in self.trash.tags()
 
     def note_back(self, receipt: Receipt) -> Receipt:
-        """Write down that a tag is where it was; returns the receipt."""
+        """Record in the receipt that a tag is in its place again; return the receipt."""
         back = replace(receipt, state=ARCHIVED, trashed="")
         self.place(receipt.tag).write_receipt(back)
         return back

@@ -1,7 +1,7 @@
-"""The trash of a run directory: where tags are until their grace time is over.
+"""The trash of a run directory, which holds tags until their grace time is over.
 
-A tag is at any moment in one place: beside the others, in the trash, or, once it may go for good,
-in the part of the trash that is being emptied. Each move is one rename in one file system.
+At any moment a tag is in one place: beside the other tags, in the trash, or in the part of the
+trash that is being emptied. Each move is one rename within one file system.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _GOING: Final = f"{names.OWN_PREFIX}.going"
 
 @dataclass(frozen=True, slots=True)
 class Trash:
-    """What was moved out of the way in a run directory."""
+    """The tags of a run directory that were moved into its trash."""
 
     run_dir: Path
 
@@ -37,7 +37,7 @@ class Trash:
         return self._names(self._place)
 
     def going(self) -> list[str]:
-        """List those of which a part may be gone already."""
+        """List the tags of which a part may be removed already."""
         return self._names(self._going)
 
     def _names(self, place: Path) -> list[str]:
@@ -48,11 +48,11 @@ class Trash:
             return sorted(map(names.unflat, kept))
 
     def place_of(self, tag: str) -> Path:
-        """Where a tag is, or would be, in the trash."""
+        """Return the path of a tag in the trash, whether it is there or not."""
         return self._place / names.flat(tag)
 
     def rest_of(self, tag: str) -> Path:
-        """Where what is left of a tag is while it is removed for good."""
+        """Return the path of the rest of a tag while it is removed for good."""
         return self._going / names.flat(tag)
 
     def take(self, tag: str) -> None:
@@ -61,7 +61,7 @@ class Trash:
         Raises
         ------
         TargetError
-            It cannot be moved; then it is where it was.
+            The tag cannot be moved; then it is where it was.
         """
         source, target = self.run_dir / tag, self.place_of(tag)
         with target_errors(target):
@@ -80,20 +80,20 @@ class Trash:
         Raises
         ------
         UsageError
-            It is not there.
+            The tag is not in the trash.
         TargetExistsError
-            There is something of its name beside the tags.
+            Something of its name is in the run directory.
         """
         self.require(tag)
         source, target = self.place_of(tag), self.run_dir / tag
         with target_errors(target):
             if exists(target):
                 raise TargetExistsError(f"{target}: exists; move it away to bring {tag} back")
-            target.parent.mkdir(parents=True, exist_ok=True)  # of a tag that is a path
+            target.parent.mkdir(parents=True, exist_ok=True)  # for a tag that is a path
             self._move(source, target)
 
     def condemn(self, tag: str) -> Path:
-        """Move a tag to where it can only be removed; returns where."""
+        """Move a tag to the part of the trash that is being emptied; return its path there."""
         with target_errors(self.rest_of(tag)):
             self._make(self._going)
             if tag not in self.going():
@@ -102,24 +102,24 @@ class Trash:
         return self.rest_of(tag)
 
     def empty(self, tag: str) -> None:
-        """Remove a tag that is condemned.
+        """Remove a condemned tag for good.
 
         Raises
         ------
         TargetError
-            Something of it cannot be removed.
+            A file of the tag cannot be removed.
         """
         with target_errors(self.rest_of(tag)):
             remove(self.rest_of(tag))
             sync_path(self._going)
 
     def require(self, tag: str) -> None:
-        """Require of a tag to be in the trash, and whole.
+        """Require that a tag is in the trash, and that no part of it is removed.
 
         Raises
         ------
         UsageError
-            It is not.
+            The tag is not in the trash, or a part of it may be removed.
         """
         if tag in self.going():
             raise UsageError(f"{self.rest_of(tag)}: was to be removed for good; some may be gone")
