@@ -45,6 +45,34 @@ def types(session: nox.Session) -> None:
     run_shared(session, "-m", "mypy", *where, groups=["types"])
 
 
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the site into `build/site`; a link that leads nowhere is an error."""
+    session.install(*packages("docs"))
+    # What the theme has to say of its next version is for whoever raises the pin.
+    quiet = {"NO_MKDOCS_2_WARNING": "1"}
+    session.run("mkdocs", "build", "--clean", "--config-file", "docs/site/mkdocs.yml", env=quiet)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Make sdist and wheel in `dist`, check them, and try the wheel in an empty environment."""
+    session.install(*packages("build"))
+    made = Path("dist")
+    shutil.rmtree(made, ignore_errors=True)
+    # The wheel is built from the sdist, which shows that the sdist has all that it needs.
+    session.run("python", "-m", "build", "--outdir", str(made))
+    session.run("twine", "check", "--strict", *map(str, made.iterdir()))
+    (wheel,) = made.glob("*.whl")
+    empty = Path(session.create_tmp()) / "empty"
+    shutil.rmtree(empty, ignore_errors=True)
+    session.run("python", "-m", "venv", str(empty))
+    program, pip = str(empty / "bin" / "streamshard"), (str(empty / "bin" / "python"), "-m", "pip")
+    session.run(*pip, "install", "-qq", "--disable-pip-version-check", str(wheel), external=True)
+    for arguments in (["--version"], ["inspect", "--help"]):
+        session.run(program, *arguments, external=True)
+
+
 @nox.session(python=False)
 def fuzz(session: nox.Session) -> None:
     """Fuzz a reader: `-- TARGET -max_total_time=1800`; see `tests/fuzz`."""

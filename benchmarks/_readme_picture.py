@@ -9,7 +9,7 @@ import streamshard
 from benchmarks._fabricate import fabricate
 from benchmarks._model import Model
 
-PICTURE: Final = Path(".readme/cut.svg")
+PICTURE: Final = Path("docs/cut.svg")
 _MODEL: Final = Model(
     groups=(
         {

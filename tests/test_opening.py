@@ -28,6 +28,7 @@ import streamshard
 from streamshard import LazyTensor, OpenCheckpoint
 from streamshard.errors import CorruptFileError, IntegrityError, SourceNotFoundError, UsageError
 from streamshard.layout.selection import select
+from tests.documents import TEXTS, blocks
 from tests.fabricated import write
 from tests.job import EXPERTS, STATES, TAG, Job, expected, values
 from tests.verify.conftest import DUMPS, write_dumps
@@ -413,14 +414,17 @@ def test_options_are_those_of_inspect(made: Callable[[str], Path], tmp_path: Pat
         streamshard.open(made("native-2"), like=made("native-3"))
 
 
-def test_the_readme_works_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_in_the_readme_and_the_pages_works_as_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = Job(stage=2, groups=((("layers.0.weight", (3000, 2)),),), tied={})
     write(job, tmp_path / "runs" / "7b")
-    readme = (Path(streamshard.__file__).parent.parent / "README.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    (block,) = [block for block in blocks if "streamshard.open(" in block]
+    streamshard.convert(tmp_path / "runs" / "7b", tmp_path / "7b.zarr")
     monkeypatch.chdir(tmp_path)
-    exec(block)
+    shown = [block for text in TEXTS.values() for block in blocks(text, "python")]
+    assert any("streamshard.open(" in block for block in shown)
+    for block in shown:
+        exec(block, {})
 
 
 # NumPy, data frames, notebooks --------------------------------------------------------------------

@@ -20,6 +20,7 @@ from streamshard.cli.parser import arguments_of
 from streamshard.formats.pickle.inert_dump import dump
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import Storage
+from tests.documents import page
 from tests.fabricated import client_state, load, write
 from tests.job import TAG, Job, Keepsake
 
@@ -65,6 +66,10 @@ ONE_SOURCE = ("inspect", "list_pickles", "load_plan", "open", "verify")
 
 def test_the_surface_is_pinned() -> None:
     assert streamshard.__all__ == SURFACE == sorted(SURFACE)
+
+
+def test_the_page_of_the_api_names_the_surface() -> None:
+    assert sorted(re.findall(r"^::: streamshard\.(\w+)$", page("api"), re.MULTILINE)) == SURFACE
 
 
 def test_the_surface_is_all_that_can_be_imported() -> None:
@@ -151,13 +156,13 @@ def test_the_tree_in_the_docstring_is_the_tree_of_classes() -> None:
     }
 
 
-def test_exit_codes_are_those_in_the_help_and_the_readme() -> None:
+def test_exit_codes_are_those_in_the_help_and_in_the_documents() -> None:
     known = {0, *CODES.values(), *signals.SIGNALS.values()}
     parser = arguments_of()
     assert isinstance(parser, argparse.ArgumentParser)
     said = (parser.epilog or "").partition("Exit codes:")[2]
     assert {int(code) for code in re.findall(r"\b(\d+)\b", said)} == known
-    listed = re.findall(r"^\| (\d+) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    listed = re.findall(r"^\| (\d+) \|", page("safety"), re.MULTILINE)
     assert sorted(int(code) for code in listed) == sorted(known)
 
 

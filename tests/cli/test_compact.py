@@ -16,8 +16,8 @@ from streamshard.engine.io.lock import Lock
 from streamshard.sizes import show_bytes
 from tests.cli.conftest import streamshard
 from tests.compact.runs import NO_GRACE, STEPS, bits, make_run, save, tag_of
+from tests.documents import TEXTS, blocks, page
 
-README = (Path(api.__file__).parent.parent / "README.md").read_text()
 FIRST = tag_of(STEPS[0])
 
 
@@ -209,7 +209,8 @@ def test_a_native_source_needs_a_world_size(run: Path, tmp_path: Path) -> None:
 
 
 def test_the_line_for_cron_does_what_it_says(run: Path, tmp_path: Path) -> None:
-    (line,) = re.findall(r"^30 3 \* \* \* (.*)$", README, re.MULTILINE)
+    every = "\n".join(TEXTS.values())
+    (line,) = {*re.findall(r"^30 3 \* \* \* (.*)$", every, re.MULTILINE)}
     assert "%" not in line  # which cron takes for the end of a line
     program, words = shlex.split(line)[0], shlex.split(line)[1:]
     assert Path(program).is_absolute()  # cron would not find it otherwise
@@ -225,10 +226,9 @@ def test_the_line_for_cron_does_what_it_says(run: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
 def test_systemd_understands_the_units(tmp_path: Path) -> None:
-    section = README.partition("`streamshard-compact.service`")[2].partition("\n## ")[0]
-    blocks = re.findall(r"```\n(.*?)```", section, re.DOTALL)
+    units = blocks(page("archive"), "ini")
     names = ("streamshard-compact.service", "streamshard-compact.timer")
-    for name, text in zip(names, blocks, strict=True):
+    for name, text in zip(names, units, strict=True):
         (tmp_path / name).write_text(text.replace("/usr/local/bin/streamshard", "/bin/true"))
     command = ["systemd-analyze", "verify", *(str(tmp_path / name) for name in names)]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -1,32 +1,79 @@
-"""The README's commands are what the command line understands."""
+"""The commands of the README and of the pages behind it are what the command line understands."""
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
-import streamshard
-from streamshard.cli.parser import arguments_of
+import pytest
 
-README = (Path(streamshard.__file__).parent.parent / "README.md").read_text()
+from docs.site import commands_page
+from streamshard.cli.parser import arguments_of
+from tests.documents import PAGES, README, TEXTS, blocks
+
 COMMAND = re.compile(r"(?:\$ |30 3 \* \* \* \S*/|ExecStart=\S*/)?(streamshard .*?)(?: +#.*)?")
 """As it is typed, shown, or told to cron and to systemd; what comes behind # is said of it."""
+IN_A_SHELL = re.compile(r"\$\((streamshard .*?)\)")
+MOST_LINES = 250
+"""Lines of the README: who comes by reads it to the end."""
 
 
-def test_every_command_is_understood() -> None:
-    blocks = re.findall(r"^```(?:python)?\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-    lines = [line for block in blocks for line in block.splitlines()]
-    found = [COMMAND.fullmatch(line) for line in lines]
-    commands = [match[1] for match in found if match]
-    verbs = [shlex.split(command)[1] for command in commands]
-    assert {"inspect", "repartition", "compact", "verify", "diff", "export", "apply"} <= set(verbs)
-    for command in commands:
+def commands(text: str) -> list[str]:
+    """List the commands in a page's blocks."""
+    lines = [line for block in blocks(text) for line in block.splitlines()]
+    found = [COMMAND.fullmatch(line) or IN_A_SHELL.search(line) for line in lines]
+    return [match[1].partition(" > ")[0].replace("$N", "6") for match in found if match]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_is_understood(page: Path) -> None:
+    for command in commands(TEXTS[page]):
         arguments_of().parse_args(shlex.split(command)[1:])
 
 
-def test_every_link_leads_somewhere() -> None:
-    titles = re.findall(r"^#+ (.*)$", README, re.MULTILINE)
-    places = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
-    links = re.findall(r"\]\(([^)]+)\)", README)
-    assert {link[1:] for link in links if link.startswith("#")} <= places
-    root = Path(streamshard.__file__).parent.parent
-    assert all((root / link).is_file() for link in links if not link.startswith("#"))
+def test_commands_of_all_verbs_are_shown() -> None:
+    shown = {shlex.split(command)[1] for text in TEXTS.values() for command in commands(text)}
+    verbs = {name for name, _, _ in commands_page._verbs(arguments_of())}
+    assert shown == verbs
+    in_readme = {shlex.split(command)[1] for command in commands(TEXTS[README])}
+    assert {"inspect", "repartition", "compact"} <= in_readme
+
+
+def test_the_page_of_commands_is_what_the_parser_says() -> None:
+    assert commands_page.PAGE.read_text() == commands_page.page(), (
+        "run: python -m docs.site.commands_page"
+    )
+
+
+def test_the_readme_is_short() -> None:
+    assert len(TEXTS[README].splitlines()) <= MOST_LINES
+
+
+def anchors(text: str) -> set[str]:
+    """List the anchors of a page's titles, as hosts of repositories and the site make them."""
+    without_blocks = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)$", without_blocks, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", TEXTS[page]):
+        if link.startswith("https://"):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.is_file(), link
+        assert not anchor or anchor in anchors(target.read_text()), link
+
+
+def test_every_page_is_named_in_the_readme() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", TEXTS[README])
+    assert {README.parent / link for link in links} >= {*PAGES} - {README}
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    project = tomllib.loads((README.parent / "pyproject.toml").read_text())["project"]
+    newest = re.search(r"^## (\S+)", TEXTS[README.parent / "CHANGELOG.md"], re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == project["version"]

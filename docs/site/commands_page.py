@@ -1,0 +1,81 @@
+"""Writes `docs/commands.md` from the parser: `python -m docs.site.commands_page`.
+
+The page does not depend on the version of Python or on the width of a terminal, as `--help` does.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from streamshard.cli.parser import arguments_of
+
+PAGE: Final = Path(__file__).parent.parent / "commands.md"
+_HEAD: Final = """\
+# Commands
+
+This page is made from the command line's own parser, so it says what `--help` says.
+`python -m docs.site.commands_page` writes it anew.
+
+SRC is a run directory that holds `latest`, a tag directory, a checkpoint directory of HF Trainer,
+Accelerate or Lightning, a store, or a template of raw per-rank dumps. In square brackets stands
+what counts without the option. Sizes are written as `64MiB` or `5GB`, times as `90m`, `2h` or `7d`.
+[Exit codes](safety.md#exit-codes) are the same for all commands.
+"""
+_GENERAL: Final = ("json", "quiet", "verbose")
+"""What every verb takes, and so stands last."""
+
+
+def page() -> str:
+    """Return the whole page."""
+    verbs, table = _verbs(arguments_of()), ["| command | what it does |", "|---|---|"]
+    table += [f"| [`{name}`](#{name}) | {summary} |" for name, summary, _ in verbs]
+    return "\n".join([_HEAD, *table, *(line for verb in verbs for line in _section(*verb)), ""])
+
+
+def _verbs(parser: argparse.ArgumentParser) -> list[tuple[str, str, argparse.ArgumentParser]]:
+    """List (name, what it does, its parser) of every verb."""
+    (verbs,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    said = {action.dest: _cell(action.help) for action in verbs._choices_actions}
+    return [
+        (name, said[name][:1].upper() + said[name][1:], verb)
+        for name, verb in verbs.choices.items()
+    ]
+
+
+def _section(name: str, summary: str, verb: argparse.ArgumentParser) -> Iterator[str]:
+    """Yield a verb's lines: what it does, an example, and a table of all that it takes."""
+    actions = [action for action in verb._actions if action.dest != "help"]
+    places = [action for action in actions if not action.option_strings]
+    general = [action for action in actions if action.dest in _GENERAL]
+    own = [action for action in actions if action not in (*places, *general)]
+    usage = " ".join([name, *(str(action.metavar) for action in places)])
+    yield from ("", f"## {name}", "", f"`streamshard {usage} [options]`", "", f"{summary}.", "")
+    yield from ("```", (verb.epilog or "").partition(": ")[2], "```", "")
+    yield from ("| argument | what it does |", "|---|---|")
+    for action in (*places, *own, *general):
+        yield f"| {_names(action)} | {_cell(action.help)} |"
+
+
+def _names(action: argparse.Action) -> str:
+    """Name an argument with its value, as a usage line does."""
+    if not action.option_strings:
+        return f"`{action.metavar}`"
+    value = "" if action.nargs == 0 else f" {_value(action)}"
+    return ", ".join(f"`{option}{value}`" for option in action.option_strings)
+
+
+def _value(action: argparse.Action) -> str:
+    if action.choices is not None:
+        return "{" + ",".join(map(str, action.choices)) + "}"
+    value = action.metavar or action.dest.upper()
+    return f"{value} ..." if action.nargs == "+" else str(value)
+
+
+def _cell(text: str | None) -> str:
+    """Write a help text as the cell of a table."""
+    return (text or "").replace("%%", "%").replace("|", "\\|").replace("*", "\\*")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
