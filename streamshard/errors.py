@@ -92,3 +92,14 @@ class IntegrityError(StreamshardError):
 
 class NotAsWrittenError(IntegrityError):
     """The bytes read back from the disk differ from the bytes that the run wrote."""
+
+
+def release_frames(error: BaseException) -> None:
+    """Release the memory that an error's frames hold, before more is read while it is kept.
+
+    A reader that was refused half-way through a hostile pickle holds all that it has read of it.
+    """
+    one: BaseException | None = error
+    while one is not None:
+        one.__traceback__ = None
+        one = one.__cause__ or one.__context__

@@ -195,8 +195,8 @@ def test_a_place_that_cannot_be_taken_is_refused_at_once(
     os.chown(out, *((4321, 4321) if case == "parent" else (1234, 1234)))
     place.chmod(0o755 if case == "parent" else 0o777)
     arguments = ["repartition", str(source), str(out), "--world-size", "3"]
-    script = "import os, sys\nfrom streamshard import cli\nos.setuid(4321)\n"
-    command = [sys.executable, "-c", f"{script}sys.exit(cli.main({arguments!r}))"]
+    script = "import os, sys\nfrom streamshard.cli.main import main\nos.setuid(4321)\n"
+    command = [sys.executable, "-c", f"{script}sys.exit(main({arguments!r}))"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 4, done.stderr
     assert ("may not be written" if case == "parent" else "belongs to user 1234") in done.stderr

@@ -16,8 +16,8 @@ from tests.cli.conftest import Finished, optimizer_file, streamshard, tree, with
 
 CUT_OFF = """
 import os, pathlib, signal, sys
-from streamshard import cli
-from streamshard.engine import journal
+from streamshard.cli.main import main
+from streamshard.engine.run import journal
 where, what, count, signals = sys.argv[1:5]
 owner = {"note": journal.Journal, "rename": pathlib.Path, "unlink": pathlib.Path}[what]
 real, left = getattr(owner, what), int(count)
@@ -34,7 +34,7 @@ def cut_off(self, *rest, **options):
 setattr(owner, what, cut_off)
 # Whoever runs the tests in the background may have it ignored, which is inherited.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.exit(cli.main(sys.argv[5:]))
+sys.exit(main(sys.argv[5:]))
 """
 SIZE = 200_000
 """Bytes of a chunk, so that a store has some."""
@@ -131,16 +131,17 @@ def test_a_run_that_does_not_come_to_an_end_is_ended(
     """Threads that wait for each other, or for a server that is gone, wait for ever."""
     script = (
         "import signal, sys, threading\n"
-        "from streamshard import cli, stopping\n"
+        "from streamshard.cli import signals\n"
+        "from streamshard.cli.main import main\n"
         "from streamshard.operations.transfer.staging import PartialTarget\n"
-        "stopping.PATIENCE_SECONDS = 1\n"
+        "signals.PATIENCE_SECONDS = 1\n"
         "def stuck(self, *rest):\n"
         "    threading.Event().wait()\n"
         "def asked(self, **options):\n"
         "    signal.raise_signal(signal.SIGTERM)\n"
         "PartialTarget.__exit__ = stuck\n"
         "PartialTarget.commit = asked\n"
-        "sys.exit(cli.main(sys.argv[1:]))\n"
+        "sys.exit(main(sys.argv[1:]))\n"
     )
     command = ("repartition", saved(3), tmp_path / "out", "--world-size", 3)
     done = subprocess.run([sys.executable, "-c", script, *map(str, command)], timeout=300)
@@ -157,10 +158,10 @@ def test_a_run_that_is_over_is_not_stopped(
     """It has done all that it will; only the interpreter is still there."""
     script = (
         "import atexit, signal, sys\n"
-        "from streamshard import cli\n"
+        "from streamshard.__main__ import program\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"atexit.register(signal.raise_signal, {number:d})\n"
-        "cli.program()\n"
+        "program()\n"
     )
     path = tmp_path if source is None else saved(source)
     command = [sys.executable, "-c", script, "verify", str(path), "--quiet"]

@@ -103,7 +103,10 @@ def test_the_message_names_the_tags_there_are(run: Path, in_process: Streamshard
     (run / "latest").write_text("epoch/9")
     done = in_process("inspect", run)
     assert done.code == 3
-    assert done.err.endswith("which is not there. Choose one with --tag: epoch/1, epoch/2\n")
+    assert "which is not there. Give one of the 2 checkpoints in it" in done.err
+    for tag in ("epoch/1", "epoch/2"):
+        assert tag in done.err
+        assert in_process("inspect", run / tag).code == 0
 
 
 def test_a_target_with_more_in_it_is_not_replaced(

@@ -169,10 +169,10 @@ def test_a_disk_that_fills_up_on_the_way(saved: Callable[[int], Path], small_dis
     """The free space is looked at once; another program may take it after that."""
     script = (
         "import os, sys\n"
-        "from streamshard import cli\n"
-        "from streamshard.operations import repartition\n"
+        "from streamshard.cli.main import main\n"
+        "from streamshard.operations.repartition import repartition\n"
         "repartition.require_space = lambda target, nbytes: None\n"
-        "sys.exit(cli.main(sys.argv[1:]))\n"
+        "sys.exit(main(sys.argv[1:]))\n"
     )
     command = ["repartition", str(saved(2)), str(small_disk / "out"), "--world-size", "8"]
     done = subprocess.run([sys.executable, "-c", script, *command], capture_output=True, text=True)
@@ -198,8 +198,8 @@ def test_a_file_size_limit(saved: Callable[[int], Path], tmp_path: Path) -> None
         "import resource, signal, sys\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-        "from streamshard import cli\n"
-        "sys.exit(cli.main(sys.argv[1:]))\n"
+        "from streamshard.cli.main import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
     )
     command = ["repartition", str(saved(2)), str(tmp_path / "out"), "--world-size", "1"]
     done = subprocess.run([sys.executable, "-c", script, *command], capture_output=True, text=True)
@@ -236,7 +236,7 @@ def test_permissions_and_links(stage_2: Path, tmp_path: Path) -> None:
 
 
 def test_sigpipe_is_no_error(saved: Callable[[int], Path]) -> None:
-    command = f"{sys.executable} -m streamshard.cli.main inspect {saved(2)} -v | head -n 1"
+    command = f"{sys.executable} -m streamshard inspect {saved(2)} -v | head -n 1"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True)
     assert done.stderr == b""
     assert done.returncode in (0, 128 + signal.SIGPIPE)

@@ -106,3 +106,5 @@ def _require_whole_optimizer(family: Family) -> None:
             raise CorruptFileError(f"param group {group.number} lacks an expert rank")
     if family.model_state and not {names.MODULE_STATE, names.PARAM_SHAPES} <= {*family.model_state}:
         raise CorruptFileError("holds no whole model file")
+    if not isinstance(family.model_state.get(names.SHARED_PARAMS) or {}, dict):
+        raise CorruptFileError(f"its '{names.SHARED_PARAMS}' is no list of tied parameters")

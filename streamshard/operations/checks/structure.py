@@ -13,6 +13,7 @@ from streamshard.errors import (
     StreamshardError,
     UnsupportedError,
     UsageError,
+    release_frames,
 )
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed import ds_config
@@ -131,6 +132,7 @@ def _look_at_dumps(
     except SourceNotFoundError:
         raise
     except (SourceError, IntegrityError) as error:
+        release_frames(error)
         opened = None
         entries = sorted(directory.iterdir())
         named = [entry for entry in entries if template.rank_of(entry.name) is not None]
@@ -159,6 +161,7 @@ def _look_at_native(request: Request, root: Path, findings: Findings, sample: Sa
         raise
     # The user's options were checked before, so a UsageError is about a config in the files.
     except (SourceError, IntegrityError, UsageError) as error:
+        release_frames(error)
         opened = None
         beside = [p for p in may_come_along(run_dir) if p.is_file() and is_inside(p, run_dir)]
         fit = _Fit([*sorted(entries_below(tag_dir)), *sorted(beside)], [run_dir, tag_dir], findings)

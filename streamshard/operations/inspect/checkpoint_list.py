@@ -7,7 +7,7 @@ from pathlib import Path
 from stat import S_ISREG
 
 from streamshard.engine.io.files import source_errors
-from streamshard.errors import SourceError, StreamshardError, UnsupportedError
+from streamshard.errors import SourceError, StreamshardError, UnsupportedError, release_frames
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read import shard_survey
 from streamshard.formats.deepspeed.read.shard_survey import Recorded
@@ -63,6 +63,7 @@ def _summary(root: Path, name: str, latest: str | None, opened: Source | None) -
     except OSError as error:
         problem = f"{error.filename or place}: cannot be read ({error.strerror})"
     except StreamshardError as error:
+        release_frames(error)
         problem, is_known = str(error), not isinstance(error, UnsupportedError)
         recorded = recorded_in(place) if kind == "native" else None
     return CheckpointSummary(

@@ -10,6 +10,7 @@ from streamshard.errors import (
     IncompleteError,
     SourceError,
     StreamshardError,
+    release_frames,
 )
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read import shard_survey
@@ -48,6 +49,7 @@ def look_around(
         Why the source could not be opened.
     """
     root = Path(source)
+    release_frames(error)
     try:
         if tag is None and root.is_dir() and _needs_choice(root):
             return _directory(root, error)

@@ -256,8 +256,10 @@ class ModuleReader:
     def strip(self, entries: Sequence[ModuleEntry]) -> None:
         """Empty the entries of rank 0's file that depend on the partitioning; keep the keys."""
         tied = self._as_in_module(self._first.get(names.SHARED_PARAMS) or {})
-        # Ties of weights outside of the module: of pipeline layers, or of frozen weights left out.
-        elsewhere = OrderedDict(pair for pair in tied.items() if pair[0] not in self._module)
+        # What the entries do not show: ties of weights outside of the module (of pipeline layers,
+        # or of frozen weights left out), and weights that only begin at one address.
+        shown = {entry.name: entry.alias_of for entry in entries}
+        elsewhere = OrderedDict(pair for pair in tied.items() if shown.get(pair[0]) != pair[1])
         self.strip_module(entries)
         if self._first.get(names.RANDOM_LTD) is not None:
             # DeepSpeed's zero_to_fp32 looks for these names in the module's state dict.

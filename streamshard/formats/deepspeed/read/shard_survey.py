@@ -11,7 +11,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final, TypeVar
 
-from streamshard.errors import CorruptFileError, DisagreementError, IncompleteError, SourceError
+from streamshard.errors import (
+    CorruptFileError,
+    DisagreementError,
+    IncompleteError,
+    SourceError,
+    release_frames,
+)
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.deepspeed.read.agreement import rank_counts, stage_of
@@ -160,6 +166,7 @@ def _readable(
             with of_file(path):
                 require_unrolled(root[key] for key in names.LOOKED_INTO if key in root)
         except SourceError as error:
+            release_frames(error)
             errors.append(error)
             continue
         except OSError as error:

@@ -112,7 +112,11 @@ class ModuleWriter:
             for entry in self._family.module
             if entry.alias_of and entry.alias_of not in buffers
         }
-        return {**(self._family.model_state.get(names.SHARED_PARAMS) or {}), **tied}
+        listed = self._family.model_state.get(names.SHARED_PARAMS) or {}
+        if self._layout.stage == 3:
+            # There the list alone makes a tie: what only begins at one address must not be in it.
+            listed = {name: kept for name, kept in listed.items() if name not in self._entries}
+        return {**tied, **listed}
 
     def _module_entry(self, entry: ModuleEntry, made: Mapping[str, Node]) -> Node:
         if entry.kind == "extra":
