@@ -80,7 +80,9 @@ def check_world_size(
         )
         if isinstance(world_size, int) and world_size > found:
             last = files.optimizer_files[-1]
-            missing = last.with_name(last.name.replace(f"rank_{found - 1}_", f"rank_{found}_"))
+            missing = last.with_name(
+                last.name.replace(f"pp_rank_{found - 1}_", f"pp_rank_{found}_")
+            )
             message += f"; {missing} is missing: copy it from the node that saved it"
         else:
             surplus = files.optimizer_files[world_size if isinstance(world_size, int) else 0]
