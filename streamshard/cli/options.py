@@ -45,12 +45,14 @@ def add_keeping_options(verb: argparse.ArgumentParser) -> None:
 def add_source_options(verb: argparse.ArgumentParser, of: str = "") -> None:
     """Add the options that supply what a source lacks: config, reference checkpoint, tag."""
     verb.add_argument(
-        "--source-ds-config", metavar="FILE", help="DeepSpeed config of the job that left raw dumps"
+        "--source-ds-config",
+        metavar="FILE",
+        help="DeepSpeed config of the job that saved raw dumps",
     )
     verb.add_argument(
         "--like",
         metavar="SRC",
-        help="another checkpoint of the same job, for what SRC does not tell: see the README",
+        help="reference checkpoint of the same job, which supplies what SRC lacks: see the README",
     )
     verb.add_argument("--tag", help=f"tag to read{of} [the one that 'latest' names]")
 
@@ -81,8 +83,8 @@ def add_resource_options(verb: argparse.ArgumentParser) -> None:
         "--progress",
         choices=PROGRESS_MODES,
         default=PROGRESS_MODES[0],
-        help="how far it is, on standard error: a bar, a line per tenth, or JSON objects, one a "
-        "second [a bar on a terminal, else lines once it has taken 5 seconds]",
+        help="show progress on standard error: a bar, a line per tenth, or a JSON object a second "
+        "[a bar on a terminal; elsewhere lines, if the run takes more than 5 seconds]",
     )
 
 
@@ -93,13 +95,13 @@ def add_moving_options(verb: argparse.ArgumentParser, *, resumes: bool = False) 
     verb.add_argument(
         "--if-needed",
         action="store_true",
-        help="do nothing, with exit code 0, if OUT is to the byte what this would make"
-        + (", or a job can resume from SRC as it is" if resumes else ""),
+        help="write nothing, and exit with 0, if OUT already holds what this would write, byte for "
+        "byte" + (", or if a job can resume from SRC as it is" if resumes else ""),
     )
     verb.add_argument(
         "--print-path",
         action="store_true",
-        help="print nothing on standard output but the path of what was asked for, for scripts",
+        help="print only the path of the result on standard output, for scripts",
     )
     verb.add_argument(
         "-n", "--dry-run", action="store_true", help="show what would be done, and write nothing"
@@ -129,9 +131,8 @@ def with_templates(argv: Sequence[str]) -> list[str]:
     for (is_file, place), group in groupby(argv, _file_and_place):
         words = [*group]
         if is_file and len(words) > 1 and "{" not in str(place):
-            from streamshard.formats.deepspeed.dumps import (
-                dump_names,  # not at the top: rarely needed, as most words are not files
-            )
+            # Not at the top: rarely needed, as most words are not files.
+            from streamshard.formats.deepspeed.dumps import dump_names
 
             paths = [*map(Path, words)]
             if len(words) > _MOST_SOURCES or dump_names.fitting([path.name for path in paths]):

@@ -155,10 +155,13 @@ def _add_repartition(verbs: Verbs) -> None:
         "--world-size",
         type=int,
         metavar="M",
-        help="all ranks that will resume [of a store: as many as saved what is in it]",
+        help="number of ranks that will resume [of a store: as many as saved its content]",
     )
     verb.add_argument(
-        "--zero-stage", type=int, choices=(1, 2, 3), help="stage that will resume [the source's]"
+        "--zero-stage",
+        type=int,
+        choices=(1, 2, 3),
+        help="stage of the job that will resume [the source's]",
     )
     verb.add_argument(
         "--ds-config",
@@ -310,13 +313,13 @@ def _add_inspect(verbs: Verbs) -> None:
         action="append",
         default=[],
         metavar="PATTERN",
-        help="tell of tensors of such names who holds which elements, in which file, and where",
+        help="show which rank holds which elements of these tensors, in which file, and where",
     )
     verb.add_argument(
         "--rank",
         type=int,
         metavar="R",
-        help="tell what data-parallel rank R holds, numbered as in zero_pp_rank_R",
+        help="show what data-parallel rank R holds, numbered as in zero_pp_rank_R",
     )
     for option, form in (("--svg", "an SVG"), ("--html", "a page with names where one points")):
         what = f"draw how each parameter is cut among ranks, as {form}"
@@ -357,7 +360,7 @@ def _add_compact(verbs: Verbs) -> None:
         "--max-delete",
         type=int,
         metavar="N",
-        help="move N tags at most in a run, those counted that lose their states [all]",
+        help="move at most N tags in a run; tags that lose their states count too [all]",
     )
     verb.add_argument(
         "--weights-only-older-than",
@@ -387,7 +390,7 @@ def _add_compact(verbs: Verbs) -> None:
         nargs="+",
         default=[],
         metavar="TAG",
-        help="leave ambiguous tags as they are, and tell of them again only when they change; give "
+        help="leave ambiguous tags as they are, and report them again only when they change; give "
         "it behind ARCHIVE_DIR",
     )
     verb.add_argument("--codec", choices=CODECS, default="zstd", help="compression [zstd]")
