@@ -28,11 +28,11 @@ import numpy as np
 
 from benchmarks._measure import machine, print_table
 from streamshard import sizes
-from streamshard.engine.io import page_cache
-from streamshard.engine.io.file_system import last_error, libc
-from streamshard.engine.io.memory_map import map_range
 from streamshard.engine.numeric.checksums import crc32
-from streamshard.posix import open_to_read, read_into
+from streamshard.io import page_cache
+from streamshard.io.file_system import last_error, libc
+from streamshard.io.memory_map import map_range
+from streamshard.io.posix import open_to_read, read_into
 
 WINDOW: Final = 1 << 20
 AHEAD: Final = 4 << 20

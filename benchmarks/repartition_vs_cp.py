@@ -33,7 +33,7 @@ from benchmarks._measure import (
 )
 from benchmarks._model import Model, transformer
 from streamshard import sizes
-from streamshard.engine.io.page_cache import drop_cached
+from streamshard.io.page_cache import drop_cached
 
 FROM, TO = 8, 6
 SHORT = "256MB"

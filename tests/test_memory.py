@@ -24,9 +24,9 @@ from benchmarks._layout import TAG
 from benchmarks._measure import STREAMSHARD, Measured, measure
 from benchmarks._model import Model, transformer, values
 from benchmarks._model import Run as ModelRun
-from streamshard.engine.io.durability import sync_tree
-from streamshard.engine.io.page_cache import drop_cached
 from streamshard.formats.torch.zip_audit import audit
+from streamshard.io.durability import sync_tree
+from streamshard.io.page_cache import drop_cached
 
 MIB = 1 << 20
 LIMIT = 48 * MIB

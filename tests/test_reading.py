@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import streamshard as api
-from streamshard import posix
-from streamshard.formats.torch.readable import ReadableFile
-from streamshard.posix import entries_below, read_into
+from streamshard.io import posix
+from streamshard.io.posix import entries_below, read_into
+from streamshard.io.readable import ReadableFile
 from tests.cli.conftest import tree
 from tests.fabricated import write
 from tests.job import Job

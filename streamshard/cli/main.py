@@ -35,7 +35,6 @@ from streamshard.cli.text.tables import (
     report_text,
     verification_text,
 )
-from streamshard.engine.io.throttle import yield_to_others
 from streamshard.errors import (
     IntegrityError,
     SourceError,
@@ -43,6 +42,7 @@ from streamshard.errors import (
     TargetLockedError,
     UsageError,
 )
+from streamshard.io.throttle import yield_to_others
 from streamshard.operations import apply
 from streamshard.operations.compact import compact
 from streamshard.operations.convert import convert

@@ -13,7 +13,7 @@ from streamshard.formats.pickle.inert import Global, Node
 from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
 from streamshard.formats.torch import zip_directory
 from streamshard.formats.torch.legacy_file import MAGIC_NUMBER
-from streamshard.formats.torch.readable import Readable
+from streamshard.io.readable import Readable
 
 _SUFFIXES: Final = frozenset({".bin", ".ckpt", ".p", ".pickle", ".pkl", ".pt", ".pth"})
 """Files with these suffixes are unpickled by some program, whatever their first bytes are."""

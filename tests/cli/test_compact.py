@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import streamshard as api
-from streamshard.engine.io.lock import Lock
+from streamshard.io.lock import Lock
 from streamshard.sizes import show_bytes
 from tests.cli.conftest import streamshard
 from tests.compact.runs import NO_GRACE, STEPS, bits, make_run, save, tag_of

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from streamshard.engine.io.lock import Lock
+from streamshard.io.lock import Lock
 from tests.cli.conftest import Finished, model_file, streamshard, tree
 from tests.cli.test_going_on import cut_off
 from tests.fabricated import load

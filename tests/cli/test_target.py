@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import streamshard as api
-from streamshard.engine.io.lock import Lock
 from streamshard.errors import TargetError
+from streamshard.io.lock import Lock
 from tests.cli.conftest import streamshard, tree
 
 

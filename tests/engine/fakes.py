@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from streamshard.engine.io.files import SourceReader
 from streamshard.engine.run.journal import Journal
+from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.staged_files import Partial
 from streamshard.model import Copies, SourceFile
 

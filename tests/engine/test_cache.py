@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from streamshard.engine.io.files import SourceReader
-from streamshard.engine.io.page_cache import drop_cached
 from streamshard.engine.run.runner import Engine, Resources
+from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.work import Region, Span, TargetFile
+from streamshard.io.page_cache import drop_cached
 from tests.engine.fakes import Told, copies_of, is_cached, on_disk, opened
 
 MIB = 1 << 20

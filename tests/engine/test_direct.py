@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from streamshard.engine.io import direct_io, files
-from streamshard.engine.io.direct_io import BLOCK_BYTES, LEAST_BYTES, aligned, open_direct
-from streamshard.engine.io.file_system import EXT4, TMPFS, XFS, file_system_of
-from streamshard.engine.io.files import write_blocks
 from streamshard.engine.run.runner import Engine, Resources
 from streamshard.engine.run.work import Fixed, Region, Span, TargetFile
+from streamshard.io import direct_io, files
+from streamshard.io.direct_io import BLOCK_BYTES, LEAST_BYTES, aligned, open_direct
+from streamshard.io.file_system import EXT4, TMPFS, XFS, file_system_of
+from streamshard.io.files import write_blocks
 from tests.engine.fakes import (
     Told,
     copies_of,
@@ -106,7 +106,7 @@ def test_what_the_disk_does_not_take_goes_through_the_cache(
             return real(place[0], view[:taken_at_first], offset)
         return real(descriptor, view, offset)
 
-    monkeypatch.setattr("streamshard.engine.io.files.os.pwrite", choosy)
+    monkeypatch.setattr("streamshard.io.files.os.pwrite", choosy)
     with both(target) as place:
         write_blocks(*place, wanted, 0)
     through, past = place
@@ -119,7 +119,7 @@ def test_other_errors_are_errors(target: Path, monkeypatch: pytest.MonkeyPatch) 
     def fail(descriptor: int, view: memoryview, offset: int) -> int:
         raise OSError(errno.EIO, "the disk is gone")
 
-    monkeypatch.setattr("streamshard.engine.io.files.os.pwrite", fail)
+    monkeypatch.setattr("streamshard.io.files.os.pwrite", fail)
     with both(target) as place, pytest.raises(OSError, match="the disk is gone"):
         write_blocks(*place, content(MIB), 0)
 

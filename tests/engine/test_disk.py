@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from streamshard.engine.io import disk_speed
-from streamshard.engine.io.page_cache import drop_file
+from streamshard.io import disk_speed
+from streamshard.io.page_cache import drop_file
 from tests.engine.fakes import is_cached, on_disk, open_descriptors
 
 MIB = 1 << 20

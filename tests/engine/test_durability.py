@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from streamshard.engine.io import durability
-from streamshard.engine.io.durability import sync_tree
+from streamshard.io import durability
+from streamshard.io.durability import sync_tree
 from tests.engine.fakes import open_descriptors
 
 
@@ -34,7 +34,7 @@ def synced(tree: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         with lock:
             found.append(str(path.relative_to(tree)))
 
-    monkeypatch.setattr("streamshard.engine.io.durability.os.fsync", note)
+    monkeypatch.setattr("streamshard.io.durability.os.fsync", note)
     return found
 
 
@@ -74,7 +74,7 @@ def test_by_one_call_where_it_does_the_same(
         return 0
 
     monkeypatch.setattr(durability, "_linux_version", lambda: (5, 8))
-    monkeypatch.setattr("streamshard.engine.io.file_system._fstatfs", statfs)
+    monkeypatch.setattr("streamshard.io.file_system._fstatfs", statfs)
     monkeypatch.setattr(durability, "_syncfs", syncfs)
     before = open_descriptors()
     sync_tree(tree)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from streamshard.engine.io.files import Decoder, SourceReader, open_target, target_errors, write_all
+from streamshard.engine.run.source_reader import Decoder, SourceReader
 from streamshard.errors import (
     CorruptFileError,
     IntegrityError,
@@ -18,6 +18,7 @@ from streamshard.errors import (
     SourceError,
     TargetError,
 )
+from streamshard.io.files import open_target, target_errors, write_all
 from streamshard.model import BlockDigests, Memory, SourceFile
 from tests.engine.fakes import on_disk, open_descriptors
 
@@ -58,7 +59,7 @@ def test_short_reads_are_continued(
     def few(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         return real(descriptor, [buffers[0][:most]], offset)
 
-    monkeypatch.setattr("streamshard.engine.io.files.os.preadv", few)
+    monkeypatch.setattr("streamshard.io.files.os.preadv", few)
     reader = reader_of(on_disk(tmp_path, [DATA, DATA[::-1]]))
     assert read(reader, 0, 17, 300) == DATA[17:300]
     assert read(reader, 1, 0, 1000) == DATA[::-1]
@@ -74,7 +75,7 @@ def test_short_writes_are_continued(
     def few(descriptor: int, view: memoryview, offset: int) -> int:
         return real(descriptor, view[:most], offset)
 
-    monkeypatch.setattr("streamshard.engine.io.files.os.pwrite", few)
+    monkeypatch.setattr("streamshard.io.files.os.pwrite", few)
     descriptor = open_target(tmp_path / "deep" / "target", is_new=True)
     write_all(descriptor, memoryview(DATA), 5)
     os.close(descriptor)

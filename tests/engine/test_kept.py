@@ -1,6 +1,6 @@
 """Memory that is used again."""
 
-from streamshard.engine.io.buffers import ReusableBuffer
+from streamshard.engine.run.buffers import ReusableBuffer
 
 
 def test_it_is_as_large_as_was_asked_for_and_the_same_where_it_suffices() -> None:

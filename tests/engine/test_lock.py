@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from streamshard.engine.io import lock as module
-from streamshard.engine.io.lock import Holder, Lock
 from streamshard.errors import TargetLockedError
+from streamshard.io import lock as module
+from streamshard.io.lock import Holder, Lock
 from tests.engine.fakes import open_descriptors
 
 NO_FLOCK = OSError(errno.ENOSYS, "Function not implemented")
@@ -29,7 +29,7 @@ def has_flock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
     known: bool = request.param == "flock"
     if not known:
-        monkeypatch.setattr("streamshard.engine.io.lock.fcntl.flock", refuse)
+        monkeypatch.setattr("streamshard.io.lock.fcntl.flock", refuse)
     return known
 
 
@@ -200,7 +200,7 @@ def test_the_system_s_refusal_is_not_taken_for_a_lock(
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("streamshard.engine.io.lock.fcntl.flock", refuse)
+    monkeypatch.setattr("streamshard.io.lock.fcntl.flock", refuse)
     with pytest.raises(OSError, match="Input/output error"):
         Lock(tmp_path / "lock", Path("out")).take()
 

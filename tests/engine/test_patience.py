@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from streamshard.engine.io.files import SourceReader
-from streamshard.engine.io.retry import StoppedError, is_transient, try_again
+from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.window import Window
 from streamshard.engine.run.work import Fixed, Span
 from streamshard.errors import SourceError
+from streamshard.io.retry import StoppedError, is_transient, try_again
 from tests.engine.fakes import FakeReader, on_disk, open_descriptors
 from tests.engine.test_window import buffer
 
@@ -28,7 +28,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
             waited.append(timeout or 0.0)
             return False
 
-    monkeypatch.setattr("streamshard.engine.io.retry.threading.Event", Event)
+    monkeypatch.setattr("streamshard.io.retry.threading.Event", Event)
     return waited
 
 
@@ -114,7 +114,7 @@ def test_a_source_is_opened_and_read_anew(
 
 def test_a_window_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing = Failing(errno.EHOSTDOWN, 2, os.pwrite)
-    monkeypatch.setattr("streamshard.engine.io.files.os.pwrite", failing)
+    monkeypatch.setattr("streamshard.io.files.os.pwrite", failing)
     with (tmp_path / "file").open("w+b") as stream:
         window = Window(buffer(150), buffer(8), FakeReader([]))
         window.write(Span(0, [Fixed(DATA)]), stream.fileno())

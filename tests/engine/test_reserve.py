@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from streamshard.engine.io import preallocation
-from streamshard.engine.io.preallocation import Reservation
+from streamshard.io import preallocation
+from streamshard.io.preallocation import Reservation
 from tests.engine.fakes import open_descriptors
 
 MIB = 1 << 20

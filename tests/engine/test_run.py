@@ -13,14 +13,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from streamshard.engine.io import durability
-from streamshard.engine.io.files import SourceReader
 from streamshard.engine.numeric.cast import cast_between
 from streamshard.engine.numeric.digests import JoinedCrc32
 from streamshard.engine.run import phases
 from streamshard.engine.run.runner import Engine, Resources
+from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.work import Fixed, Region, Span, TargetFile
 from streamshard.errors import CorruptFileError, IntegrityError, NoSpaceError, TargetError
+from streamshard.io import durability
 from streamshard.model import BlockDigests
 from tests.engine.fakes import (
     JOURNAL,

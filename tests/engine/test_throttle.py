@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 
-from streamshard.engine.io.throttle import Throttle
+from streamshard.io.throttle import Throttle
 
 RATE = 1_000_000
 
@@ -44,7 +44,7 @@ def test_what_is_slow_by_itself_is_not_held_back() -> None:
 
 SCRIPT = """
 import ctypes, os
-from streamshard.engine.io.throttle import yield_to_others
+from streamshard.io.throttle import yield_to_others
 yield_to_others()
 numbers = {"x86_64": 252, "aarch64": 31}  # ioprio_get
 get = numbers.get(os.uname().machine)

@@ -12,7 +12,7 @@ import torch
 
 from streamshard.errors import CorruptFileError, StreamshardError, UnsupportedError
 from streamshard.formats.torch import torch_file, zip_directory
-from streamshard.formats.torch.readable import ReadableFile
+from streamshard.io.readable import ReadableFile
 
 END = 22
 END_64 = 56

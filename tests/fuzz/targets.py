@@ -14,10 +14,10 @@ from streamshard.errors import StreamshardError
 from streamshard.formats import pickle_files
 from streamshard.formats.pickle import inert_dump, inert_load
 from streamshard.formats.torch import torch_file
-from streamshard.formats.torch.readable import ReadableFile
 from streamshard.formats.torch.torch_tensor import Storage, tensor_of
 from streamshard.formats.torch.tree_comparison import compare_nodes
 from streamshard.formats.zarr import store_manifest, store_state
+from streamshard.io.readable import ReadableFile
 
 FORBIDDEN: Final = ("exec", "import", "compile", "os.", "subprocess.", "socket.", "shutil.")
 """Audit events that no input may cause; with `open`, but for the one file that is read."""

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import streamshard
-from streamshard.engine.io.page_cache import drop_cached
 from streamshard.errors import IntegrityError
+from streamshard.io.page_cache import drop_cached
 from streamshard.operations.transfer import read_back
 from tests.fabricated import load, save, write
 from tests.job import TAG

@@ -20,7 +20,7 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from streamshard.engine.io.durability import sync_path
+from streamshard.io.durability import sync_path
 
 Numbers = NDArray[np.uint64]
 

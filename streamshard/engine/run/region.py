@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from streamshard.engine.io.files import SourceReader
+from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.work import Region
 from streamshard.model import Copies
 

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from streamshard.engine.io.direct_io import LEAST_BYTES, aligned, open_direct
-from streamshard.engine.io.durability import sync_tree
-from streamshard.engine.io.files import Decoder, SourceReader, open_target, target_errors, write_all
-from streamshard.engine.io.page_cache import drop_file
 from streamshard.engine.run import resident_memory
 from streamshard.engine.run.phases import SYNCING, WRITING, Watcher
+from streamshard.engine.run.source_reader import Decoder, SourceReader
 from streamshard.engine.run.staged_files import Partial
 from streamshard.engine.run.window import Window, unwritten_bytes
 from streamshard.engine.run.work import Span, TargetFile
+from streamshard.io.direct_io import LEAST_BYTES, aligned, open_direct
+from streamshard.io.durability import sync_tree
+from streamshard.io.files import open_target, target_errors, write_all
+from streamshard.io.page_cache import drop_file
 from streamshard.model import SourceFile
 
 _KEPT_FILES: Final = 8

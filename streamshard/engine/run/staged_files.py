@@ -3,8 +3,8 @@
 import threading
 from pathlib import Path
 
-from streamshard.engine.io.preallocation import Reservation
 from streamshard.engine.run.journal import Journal
+from streamshard.io.preallocation import Reservation
 
 
 class Partial:

@@ -6,17 +6,18 @@ from typing import Final
 
 import numpy as np
 
-from streamshard.engine.io.buffers import ReusableBuffer
-from streamshard.engine.io.direct_io import BLOCK_BYTES
-from streamshard.engine.io.durability import finish_writeback, start_writeback
-from streamshard.engine.io.files import SourceReader, write_blocks
-from streamshard.engine.io.page_cache import drop_behind
-from streamshard.engine.io.retry import StoppedError, try_again
 from streamshard.engine.numeric.checksums import crc32
+from streamshard.engine.run.buffers import ReusableBuffer
 from streamshard.engine.run.journal import Written
 from streamshard.engine.run.region import RegionFiller
+from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.work import Encoding, Fixed, Region, Span
-from streamshard.posix import read_into
+from streamshard.io.direct_io import BLOCK_BYTES
+from streamshard.io.durability import finish_writeback, start_writeback
+from streamshard.io.files import write_blocks
+from streamshard.io.page_cache import drop_behind
+from streamshard.io.posix import read_into
+from streamshard.io.retry import StoppedError, try_again
 
 _UNWRITTEN_BYTES: Final = (16 << 20, 256 << 20)
 """Smallest and largest amount that a worker may be ahead of the disk."""

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from streamshard.engine.io.files import Decoder, SourceReader
 from streamshard.engine.numeric.checksums import Crc32
 from streamshard.engine.numeric.digests import RunningDigest
 from streamshard.engine.run.region import RegionFiller
+from streamshard.engine.run.source_reader import Decoder, SourceReader
 from streamshard.engine.run.work import Region
 from streamshard.model import Digest, SourceFile
 

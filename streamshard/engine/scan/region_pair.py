@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from streamshard.engine.io.files import SourceReader
 from streamshard.engine.run.region import RegionFiller
+from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.work import Region
 
 Next = Callable[[int], tuple[memoryview, memoryview]]

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from streamshard.engine.io.files import Decoder, SourceReader, target_errors
+from streamshard.engine.run.source_reader import Decoder, SourceReader
 from streamshard.engine.run.window import DifferentError, Window
 from streamshard.engine.run.work import Span, TargetFile
 from streamshard.engine.scan.pool import run_ordered
+from streamshard.io.files import target_errors
+from streamshard.io.posix import open_to_read, read_into
 from streamshard.model import SourceFile
-from streamshard.posix import open_to_read, read_into
 
 
 class Matcher:

@@ -13,8 +13,8 @@ from streamshard.formats.pickle import inert_load
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.inert_load import LIMIT_BYTES
 from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
-from streamshard.formats.torch.readable import Readable
 from streamshard.formats.torch.torch_tensor import Storage, storage_from_id
+from streamshard.io.readable import Readable
 from streamshard.model import ITEMSIZE
 
 MAGIC_NUMBER: Final = 0x1950A86A20F9469CFC6C

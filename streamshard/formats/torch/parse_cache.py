@@ -22,7 +22,7 @@ from streamshard.formats.torch.device_names import DeviceNumbers
 from streamshard.formats.torch.torch_file import TorchFile
 from streamshard.formats.torch.torch_tensor import Storage
 from streamshard.formats.torch.zip_directory import CRC32_IN_ENTRY, NAME_IN_ENTRY, NAME_IN_HEADER
-from streamshard.posix import read_into, stream_of
+from streamshard.io.posix import read_into, stream_of
 
 _LIMIT_BYTES: Final = 1 << 26
 """Most bytes of all skeletons in the cache; two more are in memory while a file is compared."""

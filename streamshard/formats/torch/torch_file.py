@@ -21,11 +21,11 @@ from streamshard.formats.pickle import inert_dump, inert_load
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
 from streamshard.formats.torch import legacy_file, zip_directory
-from streamshard.formats.torch.readable import Readable, ReadableFile
 from streamshard.formats.torch.torch_tensor import Storage, storage_from_id, storage_id
 from streamshard.formats.torch.zip_directory import ZipRecord
+from streamshard.io.posix import stream_of
+from streamshard.io.readable import Readable, ReadableFile
 from streamshard.model import ITEMSIZE, Literal
-from streamshard.posix import stream_of
 
 PICKLE: Final = "data.pkl"
 """Record that holds the object."""

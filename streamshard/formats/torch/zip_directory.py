@@ -13,7 +13,7 @@ from typing import Final
 from streamshard.errors import CorruptFileError, UnsupportedError
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
-from streamshard.formats.torch.readable import Readable
+from streamshard.io.readable import Readable
 
 MAGIC: Final = b"PK\x03\x04"
 """First bytes of a zip, unless something was put before it."""

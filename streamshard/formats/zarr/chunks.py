@@ -10,8 +10,8 @@ from isal import isal_zlib
 from numcodecs.blosc import Blosc
 
 from streamshard.errors import IntegrityError
+from streamshard.io.posix import read_into
 from streamshard.model import Memory
-from streamshard.posix import read_into
 
 Stored = bytes | bytearray | memoryview
 

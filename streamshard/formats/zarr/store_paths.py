@@ -7,7 +7,7 @@ from typing import Final
 from streamshard.errors import CorruptFileError, IncompleteError, SourceError
 from streamshard.formats.links import is_inside, place_of
 from streamshard.formats.zarr.chunks import require_checksum
-from streamshard.posix import read_all
+from streamshard.io.posix import read_all
 
 LIMIT_BYTES: Final = 1 << 30
 """Most bytes of a document, manifest or training state. A sparse file can claim any size."""

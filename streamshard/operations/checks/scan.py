@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from streamshard.engine.io.files import Decoder
+from streamshard.engine.run.source_reader import Decoder
 from streamshard.engine.scan.pool import run_ordered
 from streamshard.engine.scan.probe import Probe
 from streamshard.errors import StreamshardError

@@ -8,9 +8,9 @@ from stat import S_ISREG
 from typing import Final
 
 from streamshard.defaults import CODECS
-from streamshard.engine.io.files import Encoded
 from streamshard.engine.numeric import digests
 from streamshard.engine.numeric.checksums import crc32
+from streamshard.engine.run.source_reader import Encoded
 from streamshard.errors import IntegrityError, SourceError, StreamshardError
 from streamshard.formats.deepspeed.names import OWN_PREFIX
 from streamshard.formats.pickle.inert import show

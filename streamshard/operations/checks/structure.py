@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamshard.engine.io.files import Decoder, source_errors
+from streamshard.engine.run.source_reader import Decoder
 from streamshard.errors import (
     IntegrityError,
     SourceError,
@@ -23,6 +23,8 @@ from streamshard.formats.deepspeed.read import shard_survey
 from streamshard.formats.deepspeed.read.shard_survey import Survey
 from streamshard.formats.links import is_inside, require_regular
 from streamshard.formats.zarr import store_files, zarr_reader
+from streamshard.io.files import source_errors
+from streamshard.io.posix import entries_below
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.sample import Sample
 from streamshard.model import SourceFile
@@ -32,7 +34,6 @@ from streamshard.operations.checks.store_check import StoreCheck
 from streamshard.operations.checks.torch_check import TorchFiles, deepspeed_owner
 from streamshard.operations.source.sidecars import may_come_along
 from streamshard.operations.source.source import Source, find_tag, open_with
-from streamshard.posix import entries_below
 
 Path_ = str | os.PathLike[str]
 

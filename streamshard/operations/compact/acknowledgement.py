@@ -7,16 +7,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-from streamshard.engine.io.durability import write_durably
-from streamshard.engine.io.files import source_errors, target_errors
 from streamshard.errors import CorruptFileError, SourceError, UsageError
 from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import names
+from streamshard.io.durability import write_durably
+from streamshard.io.files import source_errors, target_errors
+from streamshard.io.posix import read_all
 from streamshard.operations.compact import compact_report, tag_choice
 from streamshard.operations.compact.archive.receipts import spell_time
 from streamshard.operations.compact.compact_report import CompactedTag
 from streamshard.operations.compact.tag_choice import Choice, Tag
-from streamshard.posix import read_all
 
 ENDING: Final = ".acknowledged.json"
 _FORMAT: Final = 1

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.defaults import DEFAULT_CHUNK_BYTES, DEFAULT_GRACE, DEFAULT_MIN_AGE
-from streamshard.engine.io.files import target_errors
 from streamshard.engine.run import resident_memory
 from streamshard.errors import UsageError
+from streamshard.io.files import target_errors
 from streamshard.operations.compact.compact_report import (
     ARCHIVED,
     BROUGHT_BACK,

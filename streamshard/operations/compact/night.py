@@ -7,8 +7,6 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Final
 
-from streamshard.engine.io.files import target_errors
-from streamshard.engine.io.lock import Lock
 from streamshard.errors import (
     CorruptFileError,
     IncompleteError,
@@ -19,6 +17,8 @@ from streamshard.errors import (
 )
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.names import step_of
+from streamshard.io.files import target_errors
+from streamshard.io.lock import Lock
 from streamshard.operations.compact import compact_report, tag_choice
 from streamshard.operations.compact.acknowledgement import Acknowledging
 from streamshard.operations.compact.archive.archive import Archiver

@@ -9,16 +9,16 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import Final
 
-from streamshard.engine.io.files import source_errors
 from streamshard.errors import SourceNotFoundError, StreamshardError, TargetError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.names import step_of
 from streamshard.formats.links import place_of
+from streamshard.io.files import source_errors
+from streamshard.io.posix import entries_below, stream_of
 from streamshard.operations.compact.removal.trash import Trash
 from streamshard.operations.compact.tag_choice import Run, Tag
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import open_source
-from streamshard.posix import entries_below, stream_of
 
 _NAME_BYTES: Final = 4096
 """More bytes than any tag has."""

@@ -1,7 +1,7 @@
 """Progress of a run that handles one tag after the other."""
 
-from streamshard.engine.io.throttle import Throttle
 from streamshard.engine.run.phases import READING
+from streamshard.io.throttle import Throttle
 from streamshard.operations.transfer.report import Progress
 
 

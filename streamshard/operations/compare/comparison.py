@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from streamshard.engine.io.files import SourceReader
+from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.scan.equality import Comparator, Comparison, Mismatch
 from streamshard.engine.scan.pool import run_ordered
 from streamshard.errors import StreamshardError

@@ -8,8 +8,8 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from streamshard.engine.io.files import Decoder
 from streamshard.engine.numeric.cast import comparing_cast
+from streamshard.engine.run.source_reader import Decoder
 from streamshard.engine.run.work import Region
 from streamshard.layout.cutting import Cutting, Segments, coalesce
 from streamshard.model import ITEMSIZE, SourceFile

@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Final
 
-from streamshard.engine.io.files import SourceReader
 from streamshard.engine.numeric.cast import wider
 from streamshard.engine.run import resident_memory
+from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.scan.distance import BLOCK_NUMEL, NUMERIC, Measured, Measurement, Measurer
 from streamshard.engine.scan.pool import Count, run_ordered
 from streamshard.errors import UsageError

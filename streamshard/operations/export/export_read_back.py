@@ -6,14 +6,15 @@ from pathlib import Path
 
 import numpy as np
 
-from streamshard.engine.io.files import Decoder, target_errors
-from streamshard.engine.io.page_cache import drop_cached
 from streamshard.engine.run.phases import COMPARING, VERIFYING
+from streamshard.engine.run.source_reader import Decoder
 from streamshard.errors import NotAsWrittenError, SourceError
 from streamshard.formats import pretrained, safetensors_file
 from streamshard.formats.safetensors_file import Described, Stored
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import tensor_of
+from streamshard.io.files import target_errors
+from streamshard.io.page_cache import drop_cached
 from streamshard.layout.cutting import Cutting, CuttingBuilder
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.sample import EVERYTHING

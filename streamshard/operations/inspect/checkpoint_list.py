@@ -6,16 +6,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from stat import S_ISREG
 
-from streamshard.engine.io.files import source_errors
 from streamshard.errors import SourceError, StreamshardError, UnsupportedError, release_frames
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read import shard_survey
 from streamshard.formats.deepspeed.read.shard_survey import Recorded
 from streamshard.formats.links import is_inside
+from streamshard.io.files import source_errors
+from streamshard.io.posix import entries_below
 from streamshard.operations.inspect.inspect_report import CheckpointSummary
 from streamshard.operations.source.candidates import find_candidates, step_of_path
 from streamshard.operations.source.source import Source, find_tag, open_source
-from streamshard.posix import entries_below
 
 
 def summaries(root: Path, opened: Source | None = None) -> tuple[CheckpointSummary, ...]:

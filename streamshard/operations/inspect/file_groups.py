@@ -7,12 +7,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from streamshard.engine.io.files import source_errors
 from streamshard.formats.deepspeed import names
+from streamshard.io.files import source_errors
+from streamshard.io.posix import entries_below, read_all
 from streamshard.model import MODULE
 from streamshard.operations.inspect.inspect_report import FileGroup, FileSummary
 from streamshard.operations.source.source import Source
-from streamshard.posix import entries_below, read_all
 
 _NUMBERS: Final = re.compile(r"(\d+)")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from streamshard.engine.io.files import SourceReader, source_errors
+from streamshard.engine.run.source_reader import SourceReader
 from streamshard.errors import IntegrityError, SourceError, SourceNotFoundError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.dumps import dump_names
@@ -16,13 +16,14 @@ from streamshard.formats.global_names import KNOWN
 from streamshard.formats.links import is_inside
 from streamshard.formats.pickle.inert import Global
 from streamshard.formats.pickle_files import Finding, look_into, look_into_state
-from streamshard.formats.torch.readable import ReadableFile
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, require_checksum
 from streamshard.formats.zarr.documents import STATE_PATH
+from streamshard.io.files import source_errors
+from streamshard.io.posix import entries_below, read_all, stream_of
+from streamshard.io.readable import ReadableFile
 from streamshard.layout.cutting import Segments
 from streamshard.model import FILE
 from streamshard.operations.source.source import Source, find_tag, open_source
-from streamshard.posix import entries_below, read_all, stream_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from streamshard.drawing.page import page
 from streamshard.drawing.svg import svg
-from streamshard.engine.io.durability import write_durably
-from streamshard.engine.io.files import target_errors
 from streamshard.errors import TargetError, TargetExistsError, UsageError
+from streamshard.io.durability import write_durably
+from streamshard.io.files import target_errors
 from streamshard.operations.inspect.cut_picture import picture_of
 from streamshard.operations.inspect.inspect_report import FileSummary
 from streamshard.operations.source.source import Source

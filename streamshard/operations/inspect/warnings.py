@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from streamshard.engine.io.files import source_errors
 from streamshard.errors import SourceError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.names import step_of
 from streamshard.formats.deepspeed.read.rank_files import find
+from streamshard.io.files import source_errors
+from streamshard.io.posix import entries_below
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Source, find_tag
-from streamshard.posix import entries_below
 
 
 def problems_of(source: Source) -> tuple[str, ...]:

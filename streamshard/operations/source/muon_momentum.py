@@ -6,10 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
+from streamshard.io.posix import stream_of
 from streamshard.layout.cutting import CuttingBuilder
 from streamshard.layout.zero import FlatGroup
 from streamshard.model import Slot, SourceFile, SourceMap
-from streamshard.posix import stream_of
 
 _SAMPLE_BYTES: Final = 4096
 """Bytes at each end of two copies that are compared."""

@@ -8,7 +8,7 @@ from streamshard.errors import UnsupportedError
 from streamshard.formats import frameworks
 from streamshard.formats.deepspeed import names
 from streamshard.formats.links import is_inside
-from streamshard.posix import entries_below
+from streamshard.io.posix import entries_below
 
 _MOST_NAMED: Final = 8
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from streamshard.engine.io.files import Decoder, source_errors
-from streamshard.engine.io.retry import try_again
+from streamshard.engine.run.source_reader import Decoder
 from streamshard.errors import (
     CorruptFileError,
     IncompleteError,
@@ -25,13 +24,15 @@ from streamshard.formats.deepspeed.read import zero_reader
 from streamshard.formats.links import require_inside
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.zarr import zarr_reader
+from streamshard.io.files import source_errors
+from streamshard.io.posix import entries_below, stream_of
+from streamshard.io.retry import try_again
 from streamshard.layout.cutting import Cutting
 from streamshard.layout.zero import round_robin_order
 from streamshard.model import SourceFile, SourceMap
 from streamshard.operations.source.candidates import find_candidates, hint_of_candidates
 from streamshard.operations.source.sidecars import find_beside, has_shards
 from streamshard.operations.source.zero_cutting import cut_source
-from streamshard.posix import entries_below, stream_of
 
 _ELASTIC: Final = (
     "Saved with elastic_checkpoint, which keeps no hyper-parameters: those of all param groups, "

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamshard.engine.io.files import SourceReader
 from streamshard.engine.numeric.cast import Cast
 from streamshard.engine.run.region import RegionFiller
+from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.work import Region
 from streamshard.errors import UsageError
 from streamshard.layout.cutting import Segments, coalesce

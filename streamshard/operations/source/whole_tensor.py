@@ -5,7 +5,7 @@ from typing import Final
 
 import numpy as np
 
-from streamshard.engine.io.files import Decoder
+from streamshard.engine.run.source_reader import Decoder
 from streamshard.errors import UsageError
 from streamshard.layout.cutting import coalesce, whole_segment
 from streamshard.model import ITEMSIZE, BlockDigests

@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from streamshard.engine.io.disk_speed import (
+from streamshard.io.disk_speed import (
     Speed,
     measure_encoding,
     measure_reading,

@@ -7,12 +7,12 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
-from streamshard.engine.io.files import require_unchanged
 from streamshard.engine.run import resident_memory
 from streamshard.engine.run.phases import WRITING
 from streamshard.engine.run.runner import Engine, Resources
 from streamshard.engine.run.work import TargetFile
 from streamshard.errors import MemoryLimitError, UsageError
+from streamshard.io.files import require_unchanged
 from streamshard.layout.memory_plan import MIB, SCRATCH_BYTES, MemoryPlan, plan_memory
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.report import Progress, Report

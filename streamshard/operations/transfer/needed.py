@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from streamshard.engine.io.files import target_errors
 from streamshard.engine.run.journal import Journal
 from streamshard.engine.run.phases import COMPARING
 from streamshard.engine.run.work import TargetFile
@@ -18,13 +17,14 @@ from streamshard.engine.scan.target_comparison import first_difference
 from streamshard.errors import TargetExistsError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
+from streamshard.io.files import target_errors
+from streamshard.io.posix import entries_below, stream_of
 from streamshard.layout.memory_plan import SCRATCH_BYTES, MemoryPlan
 from streamshard.model import ZeroLayout
 from streamshard.operations.native.target_settings import TargetSettings
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.report import Progress, Report, Silent
 from streamshard.operations.transfer.target import JOURNAL, is_vacant, require_free, require_space
-from streamshard.posix import entries_below, stream_of
 
 _LATEST_BYTES: Final = 4096
 """More bytes than any tag has."""

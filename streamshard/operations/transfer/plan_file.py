@@ -13,14 +13,14 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, Self
 
-from streamshard.engine.io.durability import write_durably
-from streamshard.engine.io.files import target_errors
 from streamshard.errors import TargetError, TargetExistsError, UsageError
 from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import names
+from streamshard.io.durability import write_durably
+from streamshard.io.files import target_errors
+from streamshard.io.posix import stream_of
 from streamshard.operations.transfer.run_identity import RunIdentity
 from streamshard.operations.transfer.target import exists, partial_of, place_to_make
-from streamshard.posix import stream_of
 
 _KIND: Final = "streamshard plan"
 _VERSION: Final = 1

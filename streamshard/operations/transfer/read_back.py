@@ -4,10 +4,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from streamshard.engine.io.files import target_errors
-from streamshard.engine.io.page_cache import drop_cached
 from streamshard.engine.run.phases import COMPARING, VERIFYING
 from streamshard.errors import NotAsWrittenError, SourceError
+from streamshard.io.files import target_errors
+from streamshard.io.page_cache import drop_cached
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.sample import EVERYTHING
 from streamshard.operations.checks.problems import Findings

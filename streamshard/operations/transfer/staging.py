@@ -18,15 +18,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from streamshard.engine.io.durability import sync_path, write_durably
-from streamshard.engine.io.files import target_errors
-from streamshard.engine.io.lock import Lock
-from streamshard.engine.io.preallocation import Reservation
 from streamshard.engine.run.journal import Journal
 from streamshard.engine.run.staged_files import Partial
 from streamshard.errors import NotAsWrittenError, TargetExistsError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
+from streamshard.io.durability import sync_path, write_durably
+from streamshard.io.files import target_errors
+from streamshard.io.lock import Lock
+from streamshard.io.posix import entries_below
+from streamshard.io.preallocation import Reservation
 from streamshard.operations.transfer.run_identity import RunIdentity
 from streamshard.operations.transfer.target import (
     JOURNAL,
@@ -39,7 +40,6 @@ from streamshard.operations.transfer.target import (
     replaces,
     require_free,
 )
-from streamshard.posix import entries_below
 
 _LOCK: Final = f"{names.OWN_PREFIX}.lock"
 _RESERVED: Final = f"{names.OWN_PREFIX}.reserved"

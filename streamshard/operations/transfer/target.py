@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from streamshard.engine.io.files import target_errors
-from streamshard.engine.io.mounts import is_mount_point
 from streamshard.engine.run.journal import Journal
 from streamshard.errors import NoSpaceError, TargetExistsError, UsageError
 from streamshard.formats import pretrained
@@ -15,8 +13,10 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.frameworks import framework_of
 from streamshard.formats.zarr.zarr_reader import is_store
+from streamshard.io.file_system import is_mount_point
+from streamshard.io.files import target_errors
+from streamshard.io.posix import entries_below
 from streamshard.model import SourceFile
-from streamshard.posix import entries_below
 
 JOURNAL: Final = f"{names.OWN_PREFIX}.journal"
 """File in a partial target that records which parts are written."""

@@ -17,8 +17,8 @@ from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_file import TorchFile
 from streamshard.formats.torch.torch_tensor import Storage
 from streamshard.formats.torch.tree_comparison import spell_few
+from streamshard.io.posix import entries_below, stream_of
 from streamshard.model import SourceFile
-from streamshard.posix import entries_below, stream_of
 
 _FREE_BYTES: Final = 1 << 24
 """Fingerprints of a file may serialize this many bytes, however much the entries share."""

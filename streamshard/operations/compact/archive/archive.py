@@ -6,8 +6,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from streamshard.engine.io.durability import sync_tree
-from streamshard.engine.io.files import source_errors, target_errors
 from streamshard.engine.run import resident_memory
 from streamshard.errors import (
     CorruptFileError,
@@ -17,6 +15,9 @@ from streamshard.errors import (
 )
 from streamshard.formats.deepspeed import names
 from streamshard.formats.zarr.documents import array_path
+from streamshard.io.durability import sync_tree
+from streamshard.io.files import source_errors, target_errors
+from streamshard.io.posix import entries_below
 from streamshard.operations.compact.archive import omissions
 from streamshard.operations.compact.archive.proof import Checks, Means, prove
 from streamshard.operations.compact.archive.receipts import (
@@ -32,7 +33,6 @@ from streamshard.operations.compact.run_directory import Identity
 from streamshard.operations.convert.convert import StoreShape, plan_store
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.transfer.target import JOURNAL, is_there
-from streamshard.posix import entries_below
 
 _LINK: Final = f"{names.OWN_PREFIX}.link"
 _SCRIPT: Final = "zero_to_fp32.py"

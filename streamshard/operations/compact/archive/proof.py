@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from streamshard.engine.io.durability import sync_path, sync_tree
-from streamshard.engine.io.files import source_errors, target_errors
-from streamshard.engine.io.sha256 import sha256_of
 from streamshard.engine.run import resident_memory
 from streamshard.errors import CorruptFileError, IntegrityError, StreamshardError
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.zarr import store_state
+from streamshard.io.durability import sync_path, sync_tree
+from streamshard.io.files import source_errors, target_errors
+from streamshard.io.sha256 import sha256_of
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.compact.archive import omissions

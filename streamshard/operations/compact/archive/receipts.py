@@ -8,12 +8,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from streamshard.engine.io.durability import write_durably
-from streamshard.engine.io.files import source_errors, target_errors
 from streamshard.errors import CorruptFileError
 from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import names
-from streamshard.posix import entries_below, read_all
+from streamshard.io.durability import write_durably
+from streamshard.io.files import source_errors, target_errors
+from streamshard.io.posix import entries_below, read_all
 
 _FORMAT: Final = 1
 _SUM_LETTERS: Final = 64

@@ -12,8 +12,6 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Final
 
-from streamshard.engine.io.durability import sync_path
-from streamshard.engine.io.files import source_errors, target_errors
 from streamshard.errors import (
     CorruptFileError,
     IntegrityError,
@@ -22,6 +20,8 @@ from streamshard.errors import (
 )
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.names import step_of
+from streamshard.io.durability import sync_path
+from streamshard.io.files import source_errors, target_errors
 from streamshard.operations.compact import compact_report
 from streamshard.operations.compact.archive.proof import Checks, Means, intact, prove, same_archive
 from streamshard.operations.compact.archive.receipts import (

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from streamshard.engine.io.durability import sync_path, sync_tree
-from streamshard.engine.io.files import source_errors, target_errors
 from streamshard.errors import UnsupportedError
 from streamshard.formats.checkpoint import Checkpoint, Dropped
 from streamshard.formats.zarr import store_files, store_manifest, store_state, zarr_writer
 from streamshard.formats.zarr.documents import MANIFEST_PATH, STATE_PATH, array_path
 from streamshard.formats.zarr.store_manifest import FileRecord, Manifest
+from streamshard.io.durability import sync_path, sync_tree
+from streamshard.io.files import source_errors, target_errors
 from streamshard.model import BLOB, FILE, MASTER, MODULE
 from streamshard.operations.compact.archive import omissions
 from streamshard.operations.convert.store_targets import record_of, small_array

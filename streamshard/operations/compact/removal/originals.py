@@ -6,13 +6,13 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Final
 
-from streamshard.engine.io.files import source_errors
 from streamshard.errors import CorruptFileError, IncompleteError, UnsupportedError
 from streamshard.formats.deepspeed.read.redundant_copies import UNLIKE
+from streamshard.io.files import source_errors
+from streamshard.io.posix import entries_below
 from streamshard.operations.compact.archive.proof import Means
 from streamshard.operations.compact.archive.receipts import Receipt, SourceRecord
 from streamshard.operations.source.source import Source
-from streamshard.posix import entries_below
 
 _TIME: Final = "time of change"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from streamshard.engine.io.files import SourceReader
+from streamshard.engine.run.source_reader import SourceReader
 from streamshard.errors import UnsupportedError
 from streamshard.formats.checkpoint import Family
 from streamshard.layout.cutting import Segments

@@ -4,10 +4,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from streamshard.engine.io.files import source_errors, target_errors
 from streamshard.engine.run import resident_memory
 from streamshard.errors import IntegrityError, NoSpaceError
 from streamshard.formats.deepspeed import names
+from streamshard.io.files import source_errors, target_errors
 from streamshard.operations.compact.archive import omissions
 from streamshard.operations.compact.archive.proof import Means, content_equal, state_equal
 from streamshard.operations.compact.archive.receipts import Place

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from streamshard.engine.io.durability import sync_path
-from streamshard.engine.io.files import target_errors
 from streamshard.errors import TargetError, TargetExistsError, UsageError
 from streamshard.formats.deepspeed import names
+from streamshard.io.durability import sync_path
+from streamshard.io.files import target_errors
 from streamshard.operations.transfer.target import exists, remove
 
 _TRASH: Final = f"{names.OWN_PREFIX}.trash"

@@ -1,29 +1,21 @@
-"""The one place that reads from sources and writes to targets."""
+"""Reads ranges of source files: checks recorded checksums, decodes, keeps a few files open."""
 
-import errno
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Final, Protocol
 
-from streamshard.engine.io import page_cache
-from streamshard.engine.io.buffers import ReusableBuffer
-from streamshard.engine.io.direct_io import BLOCK_BYTES, LEAST_BYTES
-from streamshard.engine.io.memory_map import map_range
-from streamshard.engine.io.retry import try_again
 from streamshard.engine.numeric.checksums import crc32
-from streamshard.errors import (
-    CorruptFileError,
-    IntegrityError,
-    NoSpaceError,
-    SourceError,
-    TargetError,
-)
+from streamshard.engine.run.buffers import ReusableBuffer
+from streamshard.errors import CorruptFileError, IntegrityError, SourceError
+from streamshard.io import page_cache
+from streamshard.io.files import require_same
+from streamshard.io.memory_map import map_range
+from streamshard.io.posix import open_to_read, read_into
+from streamshard.io.retry import try_again
 from streamshard.model import BlockDigests, Memory, SourceFile
-from streamshard.posix import open_to_read, read_into
 
 _OPEN_FILES: Final = 64
 """Source files that one worker keeps open. A run may have more sources than a process may open."""
@@ -149,7 +141,7 @@ class SourceReader:
         try:
             descriptor = self._descriptor(file)
             # It may have been open for long, and a map that leaves the file ends the process.
-            _require_same(self._files[file], os.fstat(descriptor))
+            require_same(self._files[file], os.fstat(descriptor))
             return map_range(descriptor, offset, nbytes, is_private=is_private)
         except OSError:
             self._forget(file)
@@ -246,98 +238,9 @@ class SourceReader:
         source = self._files[file]
         descriptor = open_to_read(source.path)
         try:
-            _require_same(source, os.fstat(descriptor))
+            require_same(source, os.fstat(descriptor))
         except BaseException:
             os.close(descriptor)  # an open descriptor would count as checked the next time
             raise
         self._open[file] = descriptor
         return descriptor
-
-
-def require_unchanged(source: SourceFile) -> None:
-    """Refuse a source file that has changed since the plan was made.
-
-    Raises
-    ------
-    SourceError
-        The file is gone, or has another size or modification time.
-    """
-    try:
-        stat = source.path.stat()
-    except OSError as error:
-        raise SourceError(f"{source.path}: gone during the run ({error.strerror})") from error
-    _require_same(source, stat)
-
-
-def _require_same(source: SourceFile, stat: os.stat_result) -> None:
-    if (stat.st_size, stat.st_mtime_ns) != (source.nbytes, source.mtime_ns):
-        message = (
-            f"{source.path}: changed while it was being read ({source.nbytes} bytes when the run "
-            f"began, {stat.st_size} now). Is the job still saving? Run again when it has finished"
-        )
-        raise CorruptFileError(message)
-
-
-@contextmanager
-def source_errors(path: Path) -> Iterator[None]:
-    """Turn system errors while reading a source into an error that names the file."""
-    try:
-        yield
-    except OSError as error:
-        place = error.filename or path
-        raise SourceError(f"{place}: cannot be read ({error.strerror})") from error
-
-
-@contextmanager
-def target_errors(path: Path) -> Iterator[None]:
-    """Turn system errors while writing a target into an error that names the file."""
-    try:
-        yield
-    except OSError as error:
-        place = error.filename or path
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            message = f"{place}: no space left on the target's file system ({error.strerror})"
-            raise NoSpaceError(f"{message}; free some and run the same command again") from error
-        raise TargetError(f"{place}: cannot be written ({error.strerror})") from error
-
-
-def open_target(path: Path, *, is_new: bool) -> int:
-    """Open a file for writing at any offset; a new file must not exist yet."""
-    flags = os.O_RDWR | os.O_CLOEXEC
-    if is_new:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        flags |= os.O_CREAT | os.O_EXCL
-    return os.open(path, flags, 0o666)
-
-
-def write_all(descriptor: int, view: memoryview, offset: int) -> None:
-    """Write all of a view at a byte offset."""
-    while len(view):
-        count = os.pwrite(descriptor, view, offset)
-        view, offset = view[count:], offset + count
-
-
-def write_blocks(descriptor: int, direct: int, view: memoryview, offset: int) -> None:
-    """Write all of a view at a byte offset; enough whole blocks are written past the page cache.
-
-    Parameters
-    ----------
-    direct
-        Descriptor from `open_direct`; -1 if there is none.
-    view
-        Its distance in memory from a block boundary equals that of the offset in the file.
-    """
-    start = -offset % BLOCK_BYTES
-    stop = max(start, len(view) - (offset + len(view)) % BLOCK_BYTES)
-    if direct < 0 or stop - start < LEAST_BYTES:
-        write_all(descriptor, view, offset)
-        return
-    write_all(descriptor, view[:start], offset)
-    try:
-        write_all(direct, view[start:stop], offset + start)
-    except OSError as error:
-        # The disk may need larger blocks, or a short write may have ended within a block.
-        if error.errno != errno.EINVAL:
-            raise
-        write_all(descriptor, view[start:stop], offset + start)
-    write_all(descriptor, view[stop:], offset + stop)

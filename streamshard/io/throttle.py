@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from streamshard.engine.io.file_system import libc
+from streamshard.io.file_system import libc
 
 _NICENESS: Final = 19
 _IDLE_CLASS: Final = 3 << 13

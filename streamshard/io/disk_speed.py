@@ -14,11 +14,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from streamshard.engine.io.direct_io import aligned, open_direct
-from streamshard.engine.io.files import write_blocks
-from streamshard.engine.io.page_cache import drop_file
+from streamshard.io.direct_io import aligned, open_direct
+from streamshard.io.files import write_blocks
+from streamshard.io.page_cache import drop_file
+from streamshard.io.posix import open_to_read, stream_of
 from streamshard.model import SourceFile
-from streamshard.posix import open_to_read, stream_of
 
 PIECE_BYTES: Final = 1 << 20
 MOST_BYTES: Final = 64 << 20

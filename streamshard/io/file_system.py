@@ -1,8 +1,11 @@
-"""System calls that Python does not offer, and the types of file systems."""
+"""System calls that Python does not offer, the types of file systems, and mount points."""
 
 import ctypes
 import os
+import re
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final
 
 EXT4, XFS, BTRFS, F2FS, TMPFS = 0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994
@@ -10,6 +13,10 @@ EXT4, XFS, BTRFS, F2FS, TMPFS = 0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01
 LOCAL: Final = {EXT4, XFS, BTRFS, F2FS, TMPFS}
 
 _STATFS_BYTES: Final = 256
+_MOUNTS: Final = Path("/proc/self/mountinfo")
+_PLACE: Final = 4
+"""Index of the mount point among a line's fields; see proc_pid_mountinfo(5)."""
+_ESCAPED: Final = re.compile(rb"\\([0-7]{3})")
 
 
 def libc(
@@ -43,3 +50,20 @@ def file_system_of(descriptor: int) -> int:
     if _fstatfs is None or os.uname().sysname != "Linux" or _fstatfs(descriptor, buffer) != 0:
         return 0
     return int(ctypes.c_long.from_buffer(buffer).value)  # f_type, the first field
+
+
+def is_mount_point(directory: Path) -> bool:
+    """Tell whether a directory is a mount point.
+
+    Only the system's list shows a bind mount within the same file system.
+    """
+    if directory.is_mount():
+        return True
+    with suppress(OSError):
+        place = os.fsencode(directory.resolve())
+        return any(_place(line) == place for line in _MOUNTS.read_bytes().splitlines())
+    return False
+
+
+def _place(line: bytes) -> bytes:
+    return _ESCAPED.sub(lambda match: bytes([int(match[1], 8)]), line.split(b" ")[_PLACE])

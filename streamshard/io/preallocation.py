@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 from typing import Final
 
-from streamshard.engine.io.file_system import TMPFS, file_system_of, last_error, libc
+from streamshard.io.file_system import TMPFS, file_system_of, last_error, libc
 
 _STEP_BYTES: Final = 64 << 20
 _fallocate = libc("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from streamshard.engine.io.file_system import EXT4, XFS, file_system_of
+from streamshard.io.file_system import EXT4, XFS, file_system_of
 
 BLOCK_BYTES: Final = max(4096, mmap.PAGESIZE)
 """Offsets in the file and addresses in memory must be multiples of this: of the disk's block and

@@ -12,7 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Final
 
-from streamshard.engine.io.file_system import (
+from streamshard.io.file_system import (
     BTRFS,
     EXT4,
     F2FS,
@@ -22,7 +22,7 @@ from streamshard.engine.io.file_system import (
     last_error,
     libc,
 )
-from streamshard.posix import entries_below
+from streamshard.io.posix import entries_below
 
 _SYNC_FILE_RANGE_WRITE: Final = 2
 _SYNC_FILE_RANGE_WAIT: Final = 1 | 2 | 4

@@ -11,7 +11,7 @@ import os
 import weakref
 from typing import Final
 
-from streamshard.engine.io.file_system import last_error, libc
+from streamshard.io.file_system import last_error, libc
 
 _FAILED: Final = ctypes.c_void_p(-1).value
 _map = libc(

@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from streamshard.posix import entries_below, open_to_read
+from streamshard.io.posix import entries_below, open_to_read
 
 LEAST_BYTES: Final = 1 << 16
 """For smaller ranges, dropping costs more than it saves."""

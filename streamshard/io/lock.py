@@ -18,8 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, Self
 
-from streamshard.engine.io.file_system import LOCAL, file_system_of
 from streamshard.errors import TargetLockedError
+from streamshard.io.file_system import LOCAL, file_system_of
 
 _NO_LINKS: Final = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL}
 """Errors of os.link on file systems without hard links."""

@@ -3,7 +3,7 @@
 import os
 from typing import Protocol
 
-from streamshard.posix import read_into
+from streamshard.io.posix import read_into
 
 
 class Readable(Protocol):

@@ -1,1 +1,0 @@
-"""File input and output: reading, writing, locks, durability."""
