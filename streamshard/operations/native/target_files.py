@@ -5,6 +5,7 @@ from typing import Final
 
 from streamshard.formats import frameworks
 from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.cut.family_cut import cut_family
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
 from streamshard.formats.deepspeed.write.zero_writer import (
@@ -15,7 +16,7 @@ from streamshard.formats.deepspeed.write.zero_writer import (
     WholeImages,
 )
 from streamshard.model import FILE
-from streamshard.operations.native.storage_regions import NativeFiles, cut_family
+from streamshard.operations.native.storage_regions import NativeFiles
 from streamshard.operations.native.target_settings import TargetSettings
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.byte_accounting import ByteCounts, NativeTally
@@ -53,8 +54,7 @@ def serialize(
             config=settings.config,
             module_dtype=settings.module_dtype,
             is_bf16=settings.is_bf16,
-            flat_cuts=[group.serialize() for group in cut.flat_groups],
-            sub_groups=cut.sub_groups,
+            cut=cut,
         )
         for mp_rank, (family, cut) in enumerate(zip(checkpoint.families, cuts, strict=True))
     ]

@@ -11,6 +11,7 @@ from streamshard.engine.run.work import TargetFile
 from streamshard.errors import UsageError
 from streamshard.formats import frameworks
 from streamshard.formats.deepspeed import ds_config
+from streamshard.formats.deepspeed.cut import muon_order
 from streamshard.formats.deepspeed.dumps import dump_names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.deepspeed.write.zero_writer import Images
@@ -26,7 +27,6 @@ from streamshard.operations.native.target_settings import (
 )
 from streamshard.operations.resume import resizing
 from streamshard.operations.resume.resizing import Change
-from streamshard.operations.source import muon_order
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.transfer import execution, needed, plan_file, read_back
 from streamshard.operations.transfer.byte_accounting import ByteCounts

@@ -8,6 +8,7 @@ from pathlib import Path
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
 from streamshard.formats.checkpoint import Family, ParamGroup
 from streamshard.formats.deepspeed import ds_config, names
+from streamshard.formats.deepspeed.cut.zero_cutting import FamilyMap
 from streamshard.formats.deepspeed.read import elastic_reader
 from streamshard.formats.deepspeed.read.agreement import (
     CUT_KEYS,
@@ -29,7 +30,7 @@ from streamshard.formats.deepspeed.unsupported import Saved, refuse
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.node_checks import name_of, of_file
 from streamshard.formats.torch.torch_tensor import shape_of, storages_in, tensor_of
-from streamshard.model import BLOB, MASTER, FamilyMap, LogicalTensor, Slot, Whole, ZeroLayout
+from streamshard.model import BLOB, MASTER, LogicalTensor, Slot, Whole, ZeroLayout
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -14,18 +14,18 @@ import numpy as np
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
 from streamshard.formats.checkpoint import FlatState, ModuleEntry, ParamGroup, ScalarState
 from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.cut.recorded_cut import RecordedCut, recorded_cut
 from streamshard.formats.deepspeed.read.rank_files import (
     SAVE_AGAIN,
     SourceFiles,
     fingerprint,
     require,
 )
-from streamshard.formats.deepspeed.read.recorded_cut import recorded_cut
 from streamshard.formats.deepspeed.read.state_reader import HeldState
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import name_of, of_file
 from streamshard.formats.torch.torch_tensor import Tensor, storages_in, tensor_of
-from streamshard.model import MASTER, RecordedCut, Slot, ZeroLayout
+from streamshard.model import MASTER, Slot, ZeroLayout
 
 _STATES_LIMIT: Final = 100
 """Most states of one group. Each state takes the work of one tensor on every rank."""
