@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
+from streamshard.errors import CorruptFileError, UnsupportedError
 from streamshard.formats.checkpoint import Family, ParamGroup
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.cut.zero_cutting import FamilyMap
@@ -14,6 +14,7 @@ from streamshard.formats.deepspeed.read.agreement import (
     CUT_KEYS,
     check_agreement,
     check_world_size,
+    disagreement,
     family_stage,
 )
 from streamshard.formats.deepspeed.read.model_files import ModelFile, differences, read_models
@@ -166,8 +167,7 @@ def _param_shapes(
         raise UnsupportedError(f"{message} {SAVE_AGAIN}")
     compared = (names.PARAM_SHAPES, "global_steps")
     for file, wrong in differences(models, lambda file: {k: file.root.get(k) for k in compared}):
-        message = f"{file.path} and {models[0].path} disagree about {wrong[0]}"
-        raise DisagreementError(f"{message}: they are not of one step of one run")
+        raise disagreement(file.path, models[0].path, str(wrong[0]))
     with of_file(files.model_files[0]):
         return [{name_of(name): shape_of(shape) for name, shape in unit.items()} for unit in units]
 

@@ -3,30 +3,27 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
 
-from streamshard.errors import CorruptFileError, DisagreementError, IncompleteError, UsageError
+from streamshard.errors import (
+    CorruptFileError,
+    DisagreementError,
+    IncompleteError,
+    UsageError,
+    raise_first,
+)
 from streamshard.formats import frameworks
 from streamshard.formats.checkpoint import Checkpoint, OtherFile, Reading
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.cut.family_cut import undo_round_robin
 from streamshard.formats.deepspeed.cut.zero_cutting import SourceMap, cut_source
 from streamshard.formats.deepspeed.read import stage_0_reader
+from streamshard.formats.deepspeed.read.agreement import SAME_IN_ALL, disagreements, model_facts
 from streamshard.formats.deepspeed.read.family import FamilyReading, read_family
-from streamshard.formats.deepspeed.read.rank_files import ShardSet, SourceFiles, find, fingerprint
+from streamshard.formats.deepspeed.read.rank_files import ShardSet, SourceFiles, find
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch import torch_file
 from streamshard.model import FILE, LogicalTensor
-
-_SAME_IN_ALL: Final = (
-    "global_steps",
-    "skipped_steps",
-    "global_samples",
-    names.DP_WORLD_SIZE,
-    names.MP_WORLD_SIZE,
-)
-"""Entries that are equal in the model files of all parts of the model."""
 
 
 def read(
@@ -129,11 +126,10 @@ def _check_families(readings: Sequence[FamilyReading], shards: ShardSet) -> None
     """Refuse families that were not saved together, and missing parts of the model."""
     models = [reading.family.model_state for reading in readings]
     paths = [files.model_files[0] for files in shards.families]
-    for model, reading, path in zip(models, readings, paths, strict=True):
-        for key in _SAME_IN_ALL:
-            if fingerprint(model.get(key)) != fingerprint(models[0].get(key)):
-                message = f"{path} and {paths[0]} disagree about {key}"
-                raise DisagreementError(f"{message}: they are not of one step of one run")
+    keys = (*SAME_IN_ALL, names.DP_WORLD_SIZE)
+    facts = {path: model_facts(model, keys) for model, path in zip(models, paths, strict=True)}
+    raise_first(disagreements(facts, paths[0]))
+    for reading, path in zip(readings, paths, strict=True):
         if (reading.layout, reading.module_dtype) != (
             readings[0].layout,
             readings[0].module_dtype,
