@@ -6,12 +6,13 @@ from typing import Final
 from streamshard.engine.run.work import Fixed, Span, TargetFile
 from streamshard.errors import UnsupportedError
 from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.cut.family_cut import cut_family
 from streamshard.formats.deepspeed.write.universal_writer import UniversalImages
 from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
 from streamshard.model import LogicalTensor, Whole
 from streamshard.operations.export.weights import only_family
 from streamshard.operations.native.native_byte_counts import NativeByteCounter
-from streamshard.operations.native.storage_regions import NativeFiles, cut_family
+from streamshard.operations.native.storage_regions import NativeFiles
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.byte_accounting import ByteCounts
 
@@ -67,8 +68,7 @@ class UniversalFiles:
                 config=checkpoint.config,
                 module_dtype=checkpoint.module_dtype,
                 is_bf16=checkpoint.is_bf16,
-                flat_cuts=[group.serialize() for group in cut.flat_groups],
-                sub_groups=cut.sub_groups,
+                cut=cut,
             )
         )
         self._units = max(len(cut.sub_groups), len(self._family.groups))

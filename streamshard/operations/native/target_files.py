@@ -7,6 +7,7 @@ from typing import Final, Self
 
 from streamshard.engine.run.work import TargetFile
 from streamshard.formats import frameworks
+from streamshard.formats.deepspeed.cut.family_cut import cut_family
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
 from streamshard.formats.deepspeed.write.zero_writer import (
@@ -19,7 +20,7 @@ from streamshard.formats.deepspeed.write.zero_writer import (
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.operations.checks.structure import Request
 from streamshard.operations.native.native_byte_counts import count_bytes
-from streamshard.operations.native.storage_regions import NativeFiles, cut_family
+from streamshard.operations.native.storage_regions import NativeFiles
 from streamshard.operations.native.target_settings import TargetSettings
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer import read_back
@@ -69,8 +70,7 @@ class NativeWriter:
                 config=settings.config,
                 module_dtype=settings.module_dtype,
                 is_bf16=settings.is_bf16,
-                flat_cuts=[group.serialize() for group in cut.flat_groups],
-                sub_groups=cut.sub_groups,
+                cut=cut,
             )
             for mp_rank, (family, cut) in enumerate(zip(checkpoint.families, cuts, strict=True))
         ]

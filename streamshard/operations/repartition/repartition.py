@@ -7,6 +7,7 @@ from pathlib import Path
 from streamshard.errors import UsageError
 from streamshard.formats import frameworks
 from streamshard.formats.deepspeed import ds_config
+from streamshard.formats.deepspeed.cut import muon_order
 from streamshard.formats.deepspeed.dumps import dump_names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.model import ZeroLayout
@@ -17,7 +18,6 @@ from streamshard.operations.native.target_settings import (
     target_settings,
 )
 from streamshard.operations.resume import resizing
-from streamshard.operations.source import muon_order
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer import needed
 from streamshard.operations.transfer.plan import TransferPlan, plan_transfer
