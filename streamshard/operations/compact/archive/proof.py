@@ -73,8 +73,13 @@ class Means:
             self.progress.stop()
 
 
-def prove(source: Source, place: Place, means: Means, checks: Checks, *, tag_only: bool) -> None:
-    """Compare an archive with its records and with its source.
+def prove(
+    source: Source, place: Place, means: Means, checks: Checks, *, tag_only: bool = False
+) -> Source:
+    """Compare an archive with its records, and all but tensor data with its source.
+
+    Returns the opened archive. Whether its tensors are those of its source is left to prove: by
+    `content_equal`, or by files that are rebuilt from it.
 
     Parameters
     ----------
@@ -98,7 +103,7 @@ def prove(source: Source, place: Place, means: Means, checks: Checks, *, tag_onl
     if tag_only:
         archive, source = omissions.tag_only(archive), omissions.tag_only(source)
     checks.hold("state_equal", lambda: state_equal(archive, source))
-    checks.hold("content_equal", lambda: content_equal(archive, source, means))
+    return archive
 
 
 def _synced(place: Place) -> str:
