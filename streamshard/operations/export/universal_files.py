@@ -11,9 +11,10 @@ from streamshard.formats.deepspeed.write.universal_writer import UniversalImages
 from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
 from streamshard.model import LogicalTensor, Whole
 from streamshard.operations.export.weights import only_family
+from streamshard.operations.native.native_byte_counts import NativeByteCounter
 from streamshard.operations.native.storage_regions import NativeFiles
 from streamshard.operations.source.source import Source
-from streamshard.operations.transfer.byte_accounting import ByteCounts, NativeTally
+from streamshard.operations.transfer.byte_accounting import ByteCounts
 
 _NAMELESS: Final = (
     "saved without ZeRO (stage 0), whose optimizer does not name the parameters, and a universal "
@@ -102,7 +103,7 @@ class UniversalFiles:
 
     def byte_counts(self) -> ByteCounts:
         """Count the bytes that are written, and how often each tensor is read."""
-        byte_counts = NativeTally(self._source, self.native)
+        byte_counts = NativeByteCounter(self._source, self.native)
         byte_counts.add((image, [image.path]) for image in self.images.all())
         for path, data in self._latest.items():
             byte_counts.add_bytes(path, len(data))
