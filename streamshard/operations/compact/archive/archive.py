@@ -19,7 +19,7 @@ from streamshard.io.durability import sync_tree
 from streamshard.io.files import source_errors, target_errors
 from streamshard.io.posix import entries_below
 from streamshard.operations.compact.archive import omissions
-from streamshard.operations.compact.archive.proof import Checks, Means, prove
+from streamshard.operations.compact.archive.proof import Checks, Means, content_equal, prove
 from streamshard.operations.compact.archive.receipts import (
     ARCHIVED,
     BEGUN,
@@ -150,7 +150,8 @@ class Archiver:
             shared = Sharing(place, self.means).share(sums)
             sync_tree(place.store)
         place.write_sums(sums)
-        prove(small, place, self.means, checks, tag_only=False)
+        archive = prove(small, place, self.means, checks)
+        checks.hold("content_equal", lambda: content_equal(archive, small, self.means))
         checks.hold("source_unchanged", lambda: self._require_unchanged(small, receipt.source))
         with source_errors(place.store):
             sizes = {path: (place.store / path).stat().st_size for path in sums}
