@@ -91,6 +91,25 @@ def test_a_tag_of_which_something_else_comes_back_stays(
     assert "rebuilt_equal" in {check["name"] for check in receipt_of(archive, FIRST)["checks"]}
 
 
+def test_what_does_not_come_back_on_the_night_that_archives_it_stays_too(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, write, archive = bits(run), RepartitionPlan.run, tmp_path / "archive"
+
+    def write_wrongly(plan: RepartitionPlan, progress: Progress | None = None) -> Report:
+        report = write(plan, progress)
+        change_a_weight(plan.target / FIRST)
+        return report
+
+    monkeypatch.setattr(RepartitionPlan, "run", write_wrongly)
+    assert actions(api.compact(run, archive, delete=True))[FIRST] == "failed"
+    assert bits(run) == before
+    assert (failed_checks(archive), own_files(archive)) == (["rebuilt_equal"], [])
+    assert receipt_of(archive, FIRST)["state"] == "archived"
+    monkeypatch.undo()
+    assert actions(api.compact(run, archive, delete=True))[FIRST] == "deleted"
+
+
 @pytest.mark.kernel
 def test_without_room_to_rebuild_it_a_tag_stays(run: Path, small_disk: Path) -> None:
     archive, size = small_disk / "archive", sum(map(len, bits(run / FIRST).values()))
