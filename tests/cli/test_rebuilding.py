@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import streamshard as api
-from streamshard.operations.repartition.repartition import RepartitionPlan
+from streamshard.operations.transfer.plan import TransferPlan
 from streamshard.operations.transfer.report import Progress, Report
 from tests.cli.conftest import streamshard
 from tests.cli.test_going_on import cut_off
@@ -67,47 +67,34 @@ def lose_a_file(rebuilt: Path) -> None:
     ("damage", "action"),
     [(change_a_weight, "failed"), (count_a_step_more, "failed"), (lose_a_file, "ambiguous")],
 )
+@pytest.mark.parametrize("is_archived", [True, False])
 def test_a_tag_of_which_something_else_comes_back_stays(
     run: Path,
-    archive: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     damage: Callable[[Path], None],
     action: str,
+    is_archived: bool,
 ) -> None:
-    before, write = bits(run), RepartitionPlan.run
+    before, write, archive = bits(run), TransferPlan.run, tmp_path / "archive"
+    if is_archived:
+        api.compact(run, archive)
 
-    def write_wrongly(plan: RepartitionPlan, progress: Progress | None = None) -> Report:
+    def write_wrongly(plan: TransferPlan, progress: Progress | None = None) -> Report:
         report = write(plan, progress)
-        damage(plan.target / FIRST)
+        if report.verb == "repartition":
+            damage(plan.target / FIRST)
         return report
 
-    monkeypatch.setattr(RepartitionPlan, "run", write_wrongly)
+    monkeypatch.setattr(TransferPlan, "run", write_wrongly)
     assert actions(api.compact(run, archive, delete=True))[FIRST] == action
-    assert bits(run) == before
-    assert (failed_checks(archive), own_files(archive)) == (["rebuilt_equal"], [])
-    monkeypatch.undo()
-    assert actions(api.compact(run, archive, delete=True))[FIRST] == "deleted"
-    assert (failed_checks(archive), own_files(archive)) == ([], [])
-    assert "rebuilt_equal" in {check["name"] for check in receipt_of(archive, FIRST)["checks"]}
-
-
-def test_what_does_not_come_back_on_the_night_that_archives_it_stays_too(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before, write, archive = bits(run), RepartitionPlan.run, tmp_path / "archive"
-
-    def write_wrongly(plan: RepartitionPlan, progress: Progress | None = None) -> Report:
-        report = write(plan, progress)
-        change_a_weight(plan.target / FIRST)
-        return report
-
-    monkeypatch.setattr(RepartitionPlan, "run", write_wrongly)
-    assert actions(api.compact(run, archive, delete=True))[FIRST] == "failed"
     assert bits(run) == before
     assert (failed_checks(archive), own_files(archive)) == (["rebuilt_equal"], [])
     assert receipt_of(archive, FIRST)["state"] == "archived"
     monkeypatch.undo()
     assert actions(api.compact(run, archive, delete=True))[FIRST] == "deleted"
+    assert (failed_checks(archive), own_files(archive)) == ([], [])
+    assert "rebuilt_equal" in {check["name"] for check in receipt_of(archive, FIRST)["checks"]}
 
 
 @pytest.mark.kernel

@@ -16,8 +16,8 @@ from streamshard.operations.compact.archive.proof import Means
 from streamshard.operations.compact.archive.receipts import Receipt
 from streamshard.operations.compact.removal import removal
 from streamshard.operations.compact.removal.originals import unchanged
-from streamshard.operations.convert.convert import Limits
 from streamshard.operations.source.source import Source
+from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Silent
 from tests.compact.runs import ALL, FIRST, actions, age, bits, make_run, receipt_of, tags_in
 from tests.compact.test_padding import flat_tensors

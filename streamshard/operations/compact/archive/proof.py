@@ -20,9 +20,9 @@ from streamshard.operations.compact.archive.receipts import Check, Place, Receip
 from streamshard.operations.compact.run_directory import looks_of
 from streamshard.operations.compare.comparison import EXTRA_BYTES, Comparing
 from streamshard.operations.compare.matching import pair_up
-from streamshard.operations.convert.convert import Limits
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.transfer import execution
+from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Progress
 
 
