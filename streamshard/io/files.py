@@ -8,6 +8,8 @@ from pathlib import Path
 
 from streamshard.errors import CorruptFileError, NoSpaceError, SourceError, TargetError
 from streamshard.io.direct_io import BLOCK_BYTES, LEAST_BYTES
+from streamshard.io.entries import examine
+from streamshard.io.readable import Status
 from streamshard.model import SourceFile
 
 
@@ -17,21 +19,21 @@ def require_unchanged(source: SourceFile) -> None:
     Raises
     ------
     SourceError
-        The file is gone, or has another size or modification time.
+        The file is gone, or has another size or version.
     """
     try:
-        stat = source.path.stat()
+        status = examine(source.path)
     except OSError as error:
         raise SourceError(f"{source.path}: gone during the run ({error.strerror})") from error
-    require_same(source, stat)
+    require_same(source, status)
 
 
-def require_same(source: SourceFile, stat: os.stat_result) -> None:
-    """Refuse a file whose size or time is not that of the plan; see `require_unchanged`."""
-    if (stat.st_size, stat.st_mtime_ns) != (source.nbytes, source.mtime_ns):
+def require_same(source: SourceFile, status: Status) -> None:
+    """Refuse a file whose size or version is not that of the plan; see `require_unchanged`."""
+    if (status.nbytes, status.version) != (source.nbytes, source.version):
         message = (
             f"{source.path}: changed while it was being read ({source.nbytes} bytes when the run "
-            f"began, {stat.st_size} now). Is the job still saving? Run again when it has finished"
+            f"began, {status.nbytes} now). Is the job still saving? Run again when it has finished"
         )
         raise CorruptFileError(message)
 

@@ -16,7 +16,7 @@ from streamshard.io.direct_io import BLOCK_BYTES
 from streamshard.io.durability import finish_writeback, start_writeback
 from streamshard.io.files import write_blocks
 from streamshard.io.page_cache import drop_behind
-from streamshard.io.posix import read_into
+from streamshard.io.readable import read_into
 from streamshard.io.retry import StoppedError, try_again
 
 _UNWRITTEN_BYTES: Final = (16 << 20, 256 << 20)

@@ -7,15 +7,15 @@ directory must be equal. Values that no reader needs must be the same for all re
 writer writes them. The records must fill the file.
 """
 
-import os
 import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
-from streamshard.io.posix import stream_of
+from streamshard.io.entries import open_readable, read_all
+from streamshard.io.readable import Readable
 
 _LOCAL: Final = struct.Struct("<IHHHHHIIIHH")
 _CENTRAL: Final = struct.Struct("<IHHHHHHIIIHHHHHII")
@@ -70,9 +70,9 @@ def is_torch_file(path: Path) -> bool:
 
     TorchScript's archives look alike, but also have constants; they do not count.
     """
-    with stream_of(path) as stream:
-        start = stream.read(_LOCAL.size + _LIMIT_16)
-        names = _Auditor(stream).names()
+    with open_readable(path) as file:
+        start = file.read_at(0, _LOCAL.size + _LIMIT_16)
+        names = _Auditor(file).names()
     if start.startswith(b"PK\x03\x04") and len(start) > _LOCAL.size:
         name_bytes = _LOCAL.unpack_from(start)[-2]
         names = [*names, start[_LOCAL.size : _LOCAL.size + name_bytes]]
@@ -82,14 +82,13 @@ def is_torch_file(path: Path) -> bool:
 
 def is_legacy(path: Path) -> bool:
     """Tell whether a file begins like a pickle, as in torch's legacy format."""
-    with stream_of(path) as stream:
-        return stream.read(1) == b"\x80"
+    return read_all(path, 1) == b"\x80"
 
 
 def audit(path: Path) -> TorchAudit:
     """Check everything in a torch file but the bytes of its records."""
-    with stream_of(path) as stream:
-        auditor = _Auditor(stream)
+    with open_readable(path) as file:
+        auditor = _Auditor(file)
         records = auditor.run()
     more = auditor.untold
     last = [f"{more:,} more problems of its container"] if more else []
@@ -132,12 +131,12 @@ class _Damaged(Exception):
 
 
 class _Auditor:
-    def __init__(self, stream: BinaryIO) -> None:
+    def __init__(self, file: Readable) -> None:
         self.problems: list[str] = []
         self.untold = 0
         self.root = ""
-        self._stream = stream
-        self._nbytes = stream.seek(0, os.SEEK_END)
+        self._file = file
+        self._nbytes = file.nbytes
 
     def run(self) -> list[StoredRecord]:
         try:
@@ -184,10 +183,7 @@ class _Auditor:
         return list(form.unpack(data)[1:])
 
     def _bytes(self, offset: int, nbytes: int) -> bytes:
-        if not 0 <= offset < self._nbytes:
-            return b""
-        self._stream.seek(offset)
-        return self._stream.read(nbytes)
+        return self._file.read_at(offset, nbytes) if offset >= 0 else b""
 
     # The end of the file -----------------------------------------------------------------------
 

@@ -17,10 +17,10 @@ from streamshard.errors import TargetError, TargetExistsError, UsageError
 from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import names
 from streamshard.io.durability import write_durably
+from streamshard.io.entries import lexists, stream_of
 from streamshard.io.files import target_errors
-from streamshard.io.posix import stream_of
 from streamshard.operations.transfer.run_identity import RunIdentity
-from streamshard.operations.transfer.target import exists, partial_of, place_to_make
+from streamshard.operations.transfer.target import partial_of, place_to_make
 
 _KIND: Final = "streamshard plan"
 _VERSION: Final = 1
@@ -178,7 +178,7 @@ def _require_replaceable(path: Path) -> None:
     """Refuse a path without a directory, and one where there is anything but an earlier plan."""
     if not path.parent.is_dir():
         raise TargetError(f"{path}: there is no directory {path.parent}; make it first")
-    if not exists(path):
+    if not lexists(path):
         return
     try:
         read(path)

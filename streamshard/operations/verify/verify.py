@@ -17,6 +17,7 @@ from streamshard.errors import (
     UnsupportedError,
     UsageError,
 )
+from streamshard.io.entries import entries_below, is_denied, is_directory
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.sample import EVERYTHING, Sample
 from streamshard.operations.checks.problems import Difference, Findings, Verification
@@ -185,7 +186,8 @@ class _Run:
             raise
         except (SourceError, IntegrityError) as error:
             place = Path(request.path)
-            files = {*place.rglob("*")} if place.is_dir() else set()
+            found = entries_below(place, skips=is_denied) if is_directory(place) else ()
+            files = {entry.path for entry in found}
             self.findings.add_error(error, place, files)
             self.projected_bytes = self._limits.fit(EXTRA_BYTES).projected_bytes
             return

@@ -17,7 +17,7 @@ from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_file import TorchFile
 from streamshard.formats.torch.torch_tensor import Storage
 from streamshard.formats.torch.tree_comparison import spell_few
-from streamshard.io.posix import entries_below, stream_of
+from streamshard.io.entries import identify, is_file, open_readable, paths_below
 from streamshard.model import SourceFile
 
 _FREE_BYTES: Final = 1 << 24
@@ -81,7 +81,7 @@ def find(tag_dir: Path) -> ShardSet:
     prefixes: dict[str, Path] = {}
     parts: list[Path] = []
     others: list[Path] = []
-    for path in sorted(p for p in entries_below(tag_dir) if p.is_file()):
+    for path in sorted(p for p in paths_below(tag_dir) if is_file(p)):
         parsed = names.parse(path.name) if path.parent == tag_dir else None
         if parsed is None:
             others.append(path)
@@ -179,9 +179,8 @@ class SourceFiles:
         return tuple(self._notes)
 
     def add(self, path: Path) -> int:
-        """Number a file and record its current size, modification time and inode."""
-        stat = path.stat()
-        self.files.append(SourceFile.of(path, stat))
+        """Number a file and record its current size and identity."""
+        self.files.append(identify(path))
         return len(self.files) - 1
 
     def read_dict(self, path: Path) -> dict[str, Any]:
@@ -209,9 +208,8 @@ class SourceFiles:
 
     def read_bytes(self, storage: Storage, offset: int, nbytes: int) -> bytes:
         """Read a small tensor's bytes."""
-        with stream_of(self.path_of(storage)) as stream:
-            stream.seek(offset)
-            data = stream.read(nbytes)
+        with open_readable(self.path_of(storage)) as file:
+            data = file.read_at(offset, nbytes)
         if len(data) != nbytes:
             message = f"{self.path_of(storage)}: ends before byte {offset + nbytes}"
             raise CorruptFileError(message)

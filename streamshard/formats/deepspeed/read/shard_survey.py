@@ -28,6 +28,7 @@ from streamshard.formats.pickle.node_checks import of_file, require_unrolled
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import tensor_of
 from streamshard.formats.torch.tree_comparison import spell_few, spell_key
+from streamshard.io.entries import paths_in
 
 Roots = Mapping[Path, Mapping[str, Node]]
 Facts = Mapping[str, bytes]
@@ -115,7 +116,7 @@ def survey(tag_dir: Path, aside: Set[Path]) -> Survey:
     aside
         Existing files that must not be opened.
     """
-    parsed = {path: names.parse(path.name) for path in sorted(tag_dir.iterdir())}
+    parsed = {path: names.parse(path.name) for path in sorted(paths_in(tag_dir))}
     files = {path: found for path, found in parsed.items() if found is not None}
     errors: list[SourceError] = []
     found = Survey([], errors)
@@ -137,7 +138,7 @@ def survey(tag_dir: Path, aside: Set[Path]) -> Survey:
 
 def survey_dumps(template: Template, aside: Set[Path]) -> Survey:
     """List the errors of raw per-rank dumps, of each file and of the set."""
-    ranks = {template.rank_of(entry.name) for entry in template.directory.iterdir()}
+    ranks = {template.rank_of(entry.name) for entry in paths_in(template.directory)}
     present = {rank for rank in ranks if rank is not None}
     paths = {template.directory / template.file_name(rank) for rank in present}
     errors: list[SourceError] = []
