@@ -16,8 +16,8 @@ from typing import Final
 
 from streamshard.io.direct_io import aligned, open_direct
 from streamshard.io.entries import open_readable
-from streamshard.io.files import write_blocks
 from streamshard.io.page_cache import drop_file
+from streamshard.io.sink import write_blocks
 from streamshard.model import SourceFile
 
 PIECE_BYTES: Final = 1 << 20

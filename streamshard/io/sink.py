@@ -1,15 +1,149 @@
-"""Creates, renames and removes files and directories; errors are OSError and name the path."""
+"""Writes files; makes, renames and removes files and directories. All errors are OSError.
 
+The only places today are local directories, whose files can be written at any offset. Another place
+has a `Sink` of its own; one whose files only grow at their end says so.
+"""
+
+import errno
 import os
 import shutil
 import threading
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
+from streamshard.io.direct_io import BLOCK_BYTES, LEAST_BYTES, open_direct
 from streamshard.io.entries import entries_below, is_real_directory, lexists
+from streamshard.io.readable import read_into
 
 _BLOCK_BYTES: Final = 512
 """The unit of st_blocks in stat(2), whatever the block size of the file system."""
+
+
+class Sink(Protocol):
+    """A file that is being written, perhaps by several workers at a time."""
+
+    @property
+    def appends_only(self) -> bool:
+        """Whether each write must begin where the one before ended."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Divisor by which a view in memory should be as far from a boundary as in the file."""
+
+    @property
+    def descriptor(self) -> int:
+        """Descriptor, for hints about the page cache; -1 if the file is not local."""
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Write all of a view at an offset; once more does no harm."""
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Read back what is written; returns the bytes read, fewer only at the file's end."""
+
+    def finish(self, mode: int | None) -> None:
+        """Complete the file, with permission bits where they matter."""
+
+    def close(self) -> None:
+        """Stop writing, unless that is done; what is not complete is of no use to readers."""
+
+
+class LocalSink:
+    """A local file, written at any offset; large writes go past the page cache if they can.
+
+    Parameters
+    ----------
+    direct
+        Descriptor from `open_direct`; -1 if there is none.
+    """
+
+    appends_only = False
+
+    def __init__(self, descriptor: int, direct: int = -1) -> None:
+        self.descriptor = descriptor
+        """Descriptor of the file."""
+        self._direct = direct
+
+    @property
+    def block_bytes(self) -> int:
+        """Block size of direct writes; 1 if there are none."""
+        return BLOCK_BYTES if self._direct >= 0 else 1
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Write all of a view at an offset; once more does no harm."""
+        write_blocks(self.descriptor, self._direct, view, offset)
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Read back what is written; returns the bytes read, fewer only at the file's end."""
+        return read_into(self.descriptor, view, offset)
+
+    def finish(self, mode: int | None) -> None:
+        """Complete the file, with permission bits where they matter."""
+        if mode is not None:
+            os.fchmod(self.descriptor, mode)
+        self.close()
+
+    def close(self) -> None:
+        """Stop writing, unless that is done."""
+        for descriptor in (self.descriptor, self._direct):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self.descriptor = self._direct = -1
+
+
+def open_sink(path: Path, *, is_new: bool, nbytes: int) -> Sink:
+    """Open a file of a target to write it; a new file must not exist yet.
+
+    Parameters
+    ----------
+    nbytes
+        How much is to be written.
+    """
+    descriptor = open_target(path, is_new=is_new)
+    # Not for an existing file: the page cache may still hold its earlier pages.
+    goes_past = is_new and nbytes >= LEAST_BYTES
+    return LocalSink(descriptor, open_direct(path, descriptor) if goes_past else -1)
+
+
+def open_target(path: Path, *, is_new: bool) -> int:
+    """Open a file for writing at any offset; a new file must not exist yet."""
+    flags = os.O_RDWR | os.O_CLOEXEC
+    if is_new:
+        make_directory(path.parent, parents=True, exist_ok=True)
+        flags |= os.O_CREAT | os.O_EXCL
+    return os.open(path, flags, 0o666)
+
+
+def write_all(descriptor: int, view: memoryview, offset: int) -> None:
+    """Write all of a view at a byte offset."""
+    while len(view):
+        count = os.pwrite(descriptor, view, offset)
+        view, offset = view[count:], offset + count
+
+
+def write_blocks(descriptor: int, direct: int, view: memoryview, offset: int) -> None:
+    """Write all of a view at a byte offset; enough whole blocks are written past the page cache.
+
+    Parameters
+    ----------
+    direct
+        Descriptor from `open_direct`; -1 if there is none.
+    view
+        Its distance in memory from a block boundary equals that of the offset in the file.
+    """
+    start = -offset % BLOCK_BYTES
+    stop = max(start, len(view) - (offset + len(view)) % BLOCK_BYTES)
+    if direct < 0 or stop - start < LEAST_BYTES:
+        write_all(descriptor, view, offset)
+        return
+    write_all(descriptor, view[:start], offset)
+    try:
+        write_all(direct, view[start:stop], offset + start)
+    except OSError as error:
+        # The disk may need larger blocks, or a short write may have ended within a block.
+        if error.errno != errno.EINVAL:
+            raise
+        write_all(descriptor, view[start:stop], offset + start)
+    write_all(descriptor, view[stop:], offset + stop)
 
 
 class AppendedFile:

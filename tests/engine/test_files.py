@@ -18,8 +18,9 @@ from streamshard.errors import (
     SourceError,
     TargetError,
 )
-from streamshard.io.files import open_target, target_errors, write_all
+from streamshard.io.files import target_errors
 from streamshard.io.readable import OpenedFile
+from streamshard.io.sink import open_target, write_all
 from streamshard.model import BlockDigests, Memory, SourceFile
 from tests.engine.fakes import on_disk, open_descriptors
 
@@ -60,7 +61,7 @@ def test_short_reads_are_continued(
     def few(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         return real(descriptor, [buffers[0][:most]], offset)
 
-    monkeypatch.setattr("streamshard.io.files.os.preadv", few)
+    monkeypatch.setattr("streamshard.io.readable.os.preadv", few)
     reader = reader_of(on_disk(tmp_path, [DATA, DATA[::-1]]))
     assert read(reader, 0, 17, 300) == DATA[17:300]
     assert read(reader, 1, 0, 1000) == DATA[::-1]
@@ -76,7 +77,7 @@ def test_short_writes_are_continued(
     def few(descriptor: int, view: memoryview, offset: int) -> int:
         return real(descriptor, view[:most], offset)
 
-    monkeypatch.setattr("streamshard.io.files.os.pwrite", few)
+    monkeypatch.setattr("streamshard.io.sink.os.pwrite", few)
     descriptor = open_target(tmp_path / "deep" / "target", is_new=True)
     write_all(descriptor, memoryview(DATA), 5)
     os.close(descriptor)

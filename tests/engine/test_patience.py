@@ -114,7 +114,7 @@ def test_a_source_is_opened_and_read_anew(
 
 def test_a_window_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing = Failing(errno.EHOSTDOWN, 2, os.pwrite)
-    monkeypatch.setattr("streamshard.io.files.os.pwrite", failing)
+    monkeypatch.setattr("streamshard.io.sink.os.pwrite", failing)
     with (tmp_path / "file").open("w+b") as stream:
         window = Window(buffer(150), buffer(8), FakeReader([]))
         window.write(Span(0, [Fixed(DATA)]), stream.fileno())

@@ -17,8 +17,9 @@ from streamshard.engine.run.window import Window, unwritten_bytes
 from streamshard.engine.run.work import Span, TargetFile
 from streamshard.io.direct_io import LEAST_BYTES, aligned, open_direct
 from streamshard.io.durability import sync_tree
-from streamshard.io.files import open_target, target_errors, write_all
+from streamshard.io.files import target_errors
 from streamshard.io.page_cache import drop_file
+from streamshard.io.sink import open_target, write_all
 from streamshard.model import SourceFile
 
 _KEPT_FILES: Final = 8

@@ -14,10 +14,10 @@ from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.work import Encoding, Fixed, Region, Span
 from streamshard.io.direct_io import BLOCK_BYTES
 from streamshard.io.durability import finish_writeback, start_writeback
-from streamshard.io.files import write_blocks
 from streamshard.io.page_cache import drop_behind
 from streamshard.io.readable import read_into
 from streamshard.io.retry import StoppedError, try_again
+from streamshard.io.sink import write_blocks
 
 _UNWRITTEN_BYTES: Final = (16 << 20, 256 << 20)
 """Smallest and largest amount that a worker may be ahead of the disk."""
