@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 from streamshard.io.direct_io import BLOCK_BYTES, LEAST_BYTES, open_direct
 from streamshard.io.entries import entries_below, is_real_directory, lexists
-from streamshard.io.readable import read_into
+from streamshard.io.readable import open_to_read, read_into
 
 _BLOCK_BYTES: Final = 512
 """The unit of st_blocks in stat(2), whatever the block size of the file system."""
@@ -102,6 +102,11 @@ def open_sink(path: Path, *, is_new: bool, nbytes: int) -> Sink:
     # Not for an existing file: the page cache may still hold its earlier pages.
     goes_past = is_new and nbytes >= LEAST_BYTES
     return LocalSink(descriptor, open_direct(path, descriptor) if goes_past else -1)
+
+
+def open_written(path: Path) -> Sink:
+    """Open a file of a target only to read back what is written."""
+    return LocalSink(open_to_read(path))
 
 
 def open_target(path: Path, *, is_new: bool) -> int:

@@ -3,14 +3,14 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import google_crc32c
 import numpy as np
 
 from streamshard.engine.numeric import digests
-from streamshard.engine.numeric.checksums import ChunkChecksums, crc32
-from streamshard.engine.run.work import Encoding, Fixed, Region, Span, TargetFile
+from streamshard.engine.numeric.checksums import crc32
+from streamshard.engine.run.work import Fixed, Region, Span, SpanResult, TargetFile, Trailer
 from streamshard.errors import UnsupportedError
 from streamshard.formats.zarr import store_manifest, store_paths, store_state, zarr_writer
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, BloscChunk, serialize_checksum
@@ -139,12 +139,17 @@ class StoreTargets:
     def _chunk_target(self, chunk: Chunk) -> TargetFile:
         dtype = self._source.checkpoint.tensors[chunk.tensor].dtype
         itemsize = ITEMSIZE[dtype]
-        copies = self._copies(chunk, itemsize)
-        if self._codec == "none":
-            region = self._raw_region(chunk, copies, itemsize)
-        else:
-            region = self._encoded_region(chunk, copies, itemsize)
-        return TargetFile(chunk.path, [Span(0, [region])])
+        is_raw = self._codec == "none"
+        region = Region(
+            chunk.nbytes,
+            self._copies(chunk, itemsize),
+            trailer=Trailer(is_crc32c=True),
+            codec=None if is_raw else BloscChunk(self._codec, itemsize),
+            takes_crc32c=True,
+            block_bytes=BLOCK_BYTES if is_raw else 0,
+        )
+        take = partial(self._take, chunk, itemsize)
+        return TargetFile(chunk.path, [Span(0, [region])], take=take)
 
     def _copies(self, chunk: Chunk, itemsize: int) -> Copies:
         one = np.array([chunk.tensor], dtype=np.int64)
@@ -152,48 +157,14 @@ class StoreTargets:
         found = self._source.cutting.locate(segments, target_itemsize=itemsize)
         return coalesce(found, itemsize=itemsize, target_itemsize=itemsize)
 
-    def _raw_region(self, chunk: Chunk, copies: Copies, itemsize: int) -> Region:
-        sums = ChunkChecksums(BLOCK_BYTES)
-
-        def trailer() -> bytes:
-            size = chunk.nbytes + CHECKSUM_BYTES
-            self._records[chunk.path] = FileRecord(size, sums.blocks.values())
-            self._note(chunk, digests.of_chunk(sums, chunk.nbytes, BLOCK_BYTES), itemsize)
-            return serialize_checksum(sums.crc32c.value)
-
-        return Region(chunk.nbytes, copies, sums, trailer, CHECKSUM_BYTES)
-
-    def _encoded_region(self, chunk: Chunk, copies: Copies, itemsize: int) -> Region:
-        codec, content_digest = BloscChunk(self._codec, itemsize), digests.RunningDigest()
-        stored_digest = digests.RunningDigest()
-
-        def trailer() -> bytes:
-            end = serialize_checksum(stored_digest.value.crc32c)
-            stored_digest.update(memoryview(end))
-            note()
-            return end
-
-        def recall(stored: bytes) -> None:
-            content = memoryview(bytearray(chunk.nbytes))
-            codec.decode(stored, Path(chunk.path), content)
-            content_digest.update(content)
-            stored_digest.update(memoryview(stored))
-            note()
-
-        def note() -> None:
-            found = stored_digest.value
-            self._records[chunk.path] = FileRecord(
-                found.nbytes, np.array([found.crc32], dtype=np.uint32)
-            )
-            self._note(chunk, content_digest.value, itemsize)
-
-        encoding = Encoding(codec.encode, recall, stored_digest)
-        return Region(chunk.nbytes, copies, content_digest, trailer, encoding=encoding)
-
-    def _note(self, chunk: Chunk, whole: Digest, itemsize: int) -> None:
-        """Keep the digest of a chunk's elements, without the zeros past the tensor's end."""
+    def _take(self, chunk: Chunk, itemsize: int, result: SpanResult) -> None:
+        """Note a chunk, and the digest of its elements without the zeros past the tensor's end."""
+        region, written = result.regions[0], result.written
+        crc32s = np.array(region.blocks or [written.crc32], dtype=np.uint32)
+        self._records[chunk.path] = FileRecord(written.nbytes, crc32s)
         past_end = chunk.nbytes - (chunk.stop - chunk.start) * itemsize
-        self._digests[chunk.tensor, chunk.start] = digests.without_zeros(whole, past_end)
+        found = digests.without_zeros(region.content, past_end)
+        self._digests[chunk.tensor, chunk.start] = found
 
 
 def small_array(path: str, data: bytes) -> dict[str, bytes]:
