@@ -9,6 +9,9 @@ from streamshard.engine.run.source_reader import Decoder, SourceReader
 from streamshard.engine.run.work import Region
 from streamshard.model import Digest, SourceFile
 
+Seen = Callable[[int, int, memoryview], None]
+"""Is shown each window of a file's content: number of the file, offset, bytes."""
+
 
 class Probe:
     """A worker's reader and its buffer."""
@@ -20,10 +23,12 @@ class Probe:
         *,
         window_bytes: int,
         progress: Callable[[int], None],
+        seen: Seen | None = None,
     ) -> None:
         self._reader = SourceReader(files, decoders)
         self._window = memoryview(bytearray(window_bytes))
         self._progress = progress
+        self._seen = seen
 
     def close(self) -> None:
         """Close all files."""
@@ -66,5 +71,7 @@ class Probe:
         for at in range(start, stop, len(self._window)):
             view = self._window[: min(len(self._window), stop - at)]
             self._reader.read_into(file, at, view)
+            if self._seen is not None:
+                self._seen(file, at, view)
             self._progress(len(view))
             yield view

@@ -32,7 +32,8 @@ from streamshard.formats.zarr.documents import (
 from streamshard.formats.zarr.store_manifest import Manifest
 from streamshard.formats.zarr.store_paths import read_checked, read_small, require_inside
 from streamshard.io.entries import examine
-from streamshard.model import ITEMSIZE, BlockDigests, Slot, SourceFile, SourceMap
+from streamshard.layout.cutting import Cutting, CuttingBuilder
+from streamshard.model import ITEMSIZE, BlockDigests, Slot, SourceFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,8 @@ class Store:
     """An opened store."""
 
     checkpoint: Checkpoint
-    source_map: SourceMap
+    cutting: Cutting
+    files: tuple[SourceFile, ...]
     decoders: dict[int, BlockDigests | EncodedChunk]
     codec_bytes: int
 
@@ -112,7 +114,7 @@ class _StoreReader:
         self._codec_bytes = 0
 
     def open(self, chunk_shapes: store_state.ChunkShapes) -> Store:
-        chunks = {}
+        builder = CuttingBuilder([ITEMSIZE[tensor.dtype] for tensor in self._checkpoint.tensors])
         both = zip(self._checkpoint.tensors, chunk_shapes, strict=True)
         for index, (tensor, shape) in enumerate(both):
             numel = math.prod(shape)
@@ -135,9 +137,9 @@ class _StoreReader:
                 offsets=np.zeros(len(keys), dtype=np.int64),
                 numels=np.full(len(keys), numel, dtype=np.int64),
             )
-            chunks[index] = (numel, slot)
-        source_map = SourceMap(files=tuple(self._files), chunks=chunks)
-        return Store(self._checkpoint, source_map, self._decoders, self._codec_bytes)
+            builder.place(index, builder.slot(slot), piece_numel=numel)
+        files = tuple(self._files)
+        return Store(self._checkpoint, builder.build(), files, self._decoders, self._codec_bytes)
 
     def _add(self, path: str, numel: int, itemsize: int) -> None:
         """Add one chunk. It must be complete: Zarr would read a missing chunk as zeros."""

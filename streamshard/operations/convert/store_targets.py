@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import google_crc32c
 import numpy as np
@@ -12,6 +13,7 @@ from streamshard.engine.numeric import digests
 from streamshard.engine.numeric.checksums import crc32
 from streamshard.engine.run.work import Fixed, Region, Span, SpanResult, TargetFile, Trailer
 from streamshard.errors import UnsupportedError
+from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.zarr import store_manifest, store_paths, store_state, zarr_writer
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, BloscChunk, serialize_checksum
 from streamshard.formats.zarr.documents import MANIFEST_PATH, STATE_PATH, array_path, chunk_keys
@@ -19,8 +21,14 @@ from streamshard.formats.zarr.store_files import MANIFEST_FILES, STATE_FILES
 from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord
 from streamshard.layout.cutting import Segments, coalesce
 from streamshard.layout.grid import chunk_counts
+from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import ITEMSIZE, Copies, Digest
+from streamshard.operations.checks.structure import Request
 from streamshard.operations.source.source import Source
+from streamshard.operations.transfer import read_back
+from streamshard.operations.transfer.byte_accounting import ByteCounts
+from streamshard.operations.transfer.report import Progress, Report
+from streamshard.operations.transfer.target_writer import Pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +73,38 @@ class StoreTargets:
         for chunk in self._chunks():
             yield self._chunk_target(chunk)
 
-    def sizes(self, *, reads_back: bool = False) -> dict[str, int]:
-        """Compute the size of every file by its path; an upper bound if the store is compressed.
-
-        Parameters
-        ----------
-        reads_back
-            Require that the documents to be written can be read again.
+    def byte_counts(self) -> ByteCounts:
+        """Count the bytes that are written; an upper bound if the store is compressed.
 
         Raises
         ------
         UnsupportedError
             A file of the store could not be read again.
         """
+        with of_file(self._source.path):
+            sizes = self._sizes()
+        return ByteCounts(sizes, np.ones(len(self._source.checkpoint.tensors), dtype=np.int64))
+
+    def copies_bytes(self, workers: int | None) -> int:
+        """Return no bytes: a file is one chunk, with few copies."""
+        return 0
+
+    def passes(self) -> Sequence[Pass]:
+        """Return two passes: the manifest lists the checksums of everything else."""
+        return [self.content, self.manifest]
+
+    def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
+        """Read the written store back, and compare it with the source."""
+        return read_back.differences(Request(place), self._source, memory, progress)
+
+    def finish(self, report: Report) -> Report:
+        """Report the exact size, which compression determines."""
+        return replace(report, bytes_written=self.nbytes or report.bytes_written)
+
+    def _sizes(self) -> dict[str, int]:
+        """Compute the size of every file by its path."""
         documents = self._documents()
-        if reads_back:
-            store_state.require_readable(documents[STATE_FILES[1]][:-CHECKSUM_BYTES])
+        store_state.require_readable(documents[STATE_FILES[1]][:-CHECKSUM_BYTES])
         records = {path: record_of(data) for path, data in documents.items()}
         for chunk in self._chunks():
             blocks = -(-chunk.nbytes // BLOCK_BYTES) if self._codec == "none" else 1

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from streamshard.errors import SourceError, StreamshardError, UnsupportedError, release_frames
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.read import shard_survey
-from streamshard.formats.deepspeed.read.shard_survey import Recorded
+from streamshard.formats.deepspeed.read import validation
+from streamshard.formats.deepspeed.read.validation import Recorded
 from streamshard.formats.links import is_inside
 from streamshard.io.entries import entries_below, is_file, paths_in
 from streamshard.io.files import source_errors
@@ -109,7 +109,7 @@ def recorded_in(place: Path, tag: str | None = None) -> Recorded | None:
     """Return what the readable shards record of a checkpoint that cannot be opened."""
     try:
         run_dir, tag_dir = find_tag(place, tag)
-        return shard_survey.recorded(regular(sorted(paths_in(tag_dir)), run_dir, tag_dir))
+        return validation.recorded(regular(sorted(paths_in(tag_dir)), run_dir, tag_dir))
     except (StreamshardError, OSError):
         return None
 

@@ -1,7 +1,6 @@
 """Turns serialized torch files into work: each storage becomes regions with their copies."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Final
 
@@ -10,7 +9,8 @@ from numpy.typing import NDArray
 
 from streamshard.engine.numeric.cast import cast_between
 from streamshard.engine.run.work import Fixed, Region, Span, TargetFile
-from streamshard.formats.checkpoint import Checkpoint, Family
+from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.deepspeed.cut.family_cut import FamilyCut
 from streamshard.formats.deepspeed.write.zero_writer import FileImage
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import Storage
@@ -23,7 +23,6 @@ from streamshard.layout.cutting import (
     shard_segments,
     whole_segment,
 )
-from streamshard.layout.zero import FlatGroup, sub_groups
 from streamshard.model import (
     BLOB,
     FILE,
@@ -35,42 +34,14 @@ from streamshard.model import (
     PartitionOf,
     ShardOf,
     ShardsOf,
-    SubGroup,
     Whole,
     WholesOf,
-    ZeroLayout,
 )
 from streamshard.operations.native import torch_records
 from streamshard.operations.source.source import Source
-from streamshard.operations.source.zero_cutting import flat_groups
 
 _SPAN_BYTES: Final = 256 << 20
 """Workers get large files in spans of about this size, a multiple of any dtype's item size."""
-
-
-@dataclass(frozen=True, slots=True)
-class FamilyCut:
-    """How a target's family is cut."""
-
-    flat_groups: Sequence[FlatGroup]
-    """One per param group (stages 1 and 2)."""
-    sub_groups: Sequence[SubGroup]
-    """Across all param groups (stage 3)."""
-
-
-def cut_family(
-    checkpoint: Checkpoint, family: Family, layout: ZeroLayout, module_dtype: str
-) -> FamilyCut:
-    """Cut one family as an engine with this layout does."""
-    if layout.stage < 3:
-        return FamilyCut(flat_groups(checkpoint, family, layout, module_dtype), ())
-    numels = checkpoint.master_numels(family)
-    units = sub_groups(
-        [[numels[name] for name in group.params] for group in family.groups],
-        world_size=layout.world_size,
-        sub_group_size=layout.sub_group_size,
-    )
-    return FamilyCut((), units)
 
 
 class NativeFiles:
