@@ -7,11 +7,10 @@ and keys are in ``formats``.
 """
 
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -238,17 +237,17 @@ Memory = Callable[[int], memoryview]
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file to read from, with its size, time and inode when the plan was made."""
+    """A file to read from, with its size and identity when the plan was made.
+
+    Only the place that the file belongs to knows what its identity means; see `io.entries`.
+    """
 
     path: Path
     nbytes: int
-    mtime_ns: int
-    inode: int
-
-    @classmethod
-    def of(cls, path: Path, stat: os.stat_result) -> Self:
-        """Describe a file by its `stat` result."""
-        return cls(path, stat.st_size, stat.st_mtime_ns, stat.st_ino)
+    version: str
+    """Changes whenever the content does."""
+    file_id: str
+    """Tells the file from another one at its path; "0" where the place has nothing like it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,5 @@
 """Writes spans in another process, which knows nothing but what is sent to it."""
 
-import os
 import pickle
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,6 +8,7 @@ from pathlib import Path
 from streamshard.engine.run.source_reader import Decoder, SourceReader
 from streamshard.engine.run.window import Window
 from streamshard.engine.run.work import Span
+from streamshard.io.sink import open_sink
 from streamshard.model import SourceFile
 
 Task = tuple[str, int, Span, int]
@@ -23,11 +23,11 @@ def perform(sources: bytes, task: bytes) -> bytes:
     path, size, span, window_bytes = pickle.loads(task)
     reader = SourceReader(files, decoders)
     buffer, scratch = (memoryview(bytearray(window_bytes)) for _ in range(2))
-    descriptor = os.open(path, os.O_RDWR)
+    file = open_sink(Path(path), is_new=False, nbytes=0)
     try:
-        result = Window(buffer, scratch, reader).write(span, descriptor, is_new=size == 0)
+        result = Window(buffer, scratch, reader).write(span, file, is_new=size == 0)
     finally:
-        os.close(descriptor)
+        file.close()
         reader.close()
     if "torch" in sys.modules:
         raise AssertionError(f"{Path(path).name} took torch to write")

@@ -1,8 +1,8 @@
 """What else an export writes: files that the weights are used with, and what its report says."""
 
 import json
+import os
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,14 +81,14 @@ def test_a_framework_keeps_templates_deeper_and_a_store_keeps_them_all(
 def test_a_directory_around_that_cannot_be_read_is_no_obstacle(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listing = Path.iterdir
+    listing = os.scandir
 
-    def refuse(path: Path) -> Iterator[Path]:
+    def refuse(path: Path) -> object:
         if path == run.parent:
             raise PermissionError(13, "Permission denied", str(path))
         return listing(path)
 
-    monkeypatch.setattr(Path, "iterdir", refuse)
+    monkeypatch.setattr(os, "scandir", refuse)
     report = streamshard.export(run, tmp_path / "out")
     assert any(f"{run.parent}: it cannot be read" in note for note in report.notes)
 

@@ -41,6 +41,32 @@ MOST_MODULES = 14
 DEMO = "demo"
 """Stands beside the house: what it may import is listed in its own test."""
 
+TOUCHES_FILES: dict[str, str] = {
+    "streamshard.cli.streams": "opens what stands in for the process's own closed streams",
+    "streamshard.cli.signals": "writes its last words to a descriptor, in a signal handler",
+    "streamshard.engine.run.resident_memory": "reads in /proc how much memory the process has",
+}
+"""Modules outside of `io` that open, read or write, each with the reason."""
+SYSTEM = ("os", "os.path", "shutil", "io")
+OF_SYSTEM = {
+    "os.PathLike", "os.environ", "os.sep", "os.fsencode", "os.fsdecode", "os.path",
+    "os.path.relpath", "os.path.dirname", "os.path.commonpath", "os._exit", "os.geteuid",
+    "os.sched_getaffinity", "os.get_terminal_size", "shutil.get_terminal_size", "io.BytesIO",
+    "io.StringIO", "io.TextIOWrapper",
+}  # fmt: skip
+"""What all rooms may take from these modules: nothing of it looks at a file."""
+FILE_MODULES = {"fcntl", "fileinput", "glob", "mmap", "tarfile", "tempfile", "zipfile"}
+OF_PATH = {
+    "chmod": 2, "exists": 1, "expanduser": 0, "glob": 1, "hardlink_to": 1,
+    "is_block_device": 0, "is_dir": 1, "is_fifo": 0, "is_file": 1, "is_mount": 0,
+    "is_symlink": 0, "iterdir": 0, "lchmod": 1, "link_to": 1, "lstat": 0, "mkdir": 3,
+    "read_bytes": 0, "read_text": 3, "readlink": 0, "rename": 1, "replace": 1,
+    "resolve": 1, "rglob": 1, "rmdir": 0, "samefile": 1, "stat": 1, "symlink_to": 2, "touch": 2,
+    "unlink": 1, "walk": 3, "write_bytes": 1, "write_text": 4,
+}  # fmt: skip
+"""Methods of `pathlib.Path` that look at files, with the most arguments that they take: a method of
+the same name with more arguments is another, such as `str.replace`."""
+
 
 def module_names(root: Path) -> dict[str, Path]:
     """Name every module of a package, the package itself included."""
@@ -242,6 +268,77 @@ def test_no_room_imports_torch_or_deepspeed_and_the_demo_little_else() -> None:
             # One method hands out torch's tensors, and looks for torch only when it is called.
             lent = {"torch"} if module == "streamshard.operations.source.lazy_tensor" else set()
             assert tops & {"torch", "deepspeed"} == lent, module
+
+
+def file_accesses(tree: ast.Module) -> set[str]:
+    """List what a module does with files by itself, instead of asking `io` for it."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= FILE_MODULES & {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module in {"os", "os.path", "shutil", "io"}:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= FILE_MODULES & {str(node.module)}
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in SYSTEM:
+            found |= {ast.unparse(node)} - OF_SYSTEM
+        if isinstance(node, ast.Call):
+            found |= _opened_or_examined(node)
+    return found
+
+
+def _opened_or_examined(call: ast.Call) -> set[str]:
+    """Name the built-in `open` or the method of a path that a call is of, if any."""
+    if isinstance(call.func, ast.Name):
+        return {"open"} & {call.func.id}
+    if not isinstance(call.func, ast.Attribute) or ast.unparse(call.func.value) == "os":
+        return set()
+    name, count = call.func.attr, len(call.args) + len(call.keywords)
+    modes = [arg.value for arg in call.args if isinstance(arg, ast.Constant)]
+    is_open = name == "open" and any(isinstance(mode, str) for mode in modes)
+    return {f".{name}()"} if is_open or count <= OF_PATH.get(name, -1) else set()
+
+
+def test_only_one_room_touches_files() -> None:
+    found = {
+        module: accesses
+        for module, path in MODULES.items()
+        if room(module) not in ("io", DEMO)
+        and (accesses := file_accesses(ast.parse(path.read_text())))
+    }
+    assert {module: found[module] for module in found.keys() - TOUCHES_FILES.keys()} == {}
+    assert found.keys() == TOUCHES_FILES.keys()
+
+
+@pytest.mark.parametrize(
+    ("line", "is_found"),
+    [
+        ("import tempfile", True),
+        ("from mmap import mmap", True),
+        ("from os import scandir", True),
+        ("from shutil import rmtree", True),
+        ("os.stat(path)", True),
+        ("os.path.exists(path)", True),
+        ("stack.callback(os.close, descriptor)", True),
+        ("shutil.disk_usage(path).free", True),
+        ("open(path)", True),
+        ("path.open('rb')", True),
+        ("(path / 'latest').is_file()", True),
+        ("path.mkdir(parents=True, exist_ok=True)", True),
+        ("path.read_text(errors='replace')", True),
+        ("temporary.replace(path)", True),
+        ("text.replace('a', 'b')", False),
+        ("request.open()", False),
+        ("sources.read_bytes(storage, 0, 4)", False),
+        ("is_file(path)", False),
+        ("os.fsencode(path)", False),
+        ("os.path.relpath(path)", False),
+        ("def f(path: str | os.PathLike[str]) -> None: ...", False),
+        ("shutil.get_terminal_size()", False),
+    ],
+)
+def test_what_counts_as_touching_files(line: str, is_found: bool) -> None:
+    assert bool(file_accesses(ast.parse(line))) == is_found
 
 
 def _is_standard(name: str) -> bool:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import streamshard as api
-from streamshard.io import posix
-from streamshard.io.posix import entries_below, read_into
-from streamshard.io.readable import ReadableFile
+from streamshard.io import readable
+from streamshard.io.entries import paths_below, read_all
+from streamshard.io.readable import ReadableFile, read_into
 from tests.cli.conftest import tree
 from tests.fabricated import write
 from tests.job import Job
@@ -37,13 +37,13 @@ def test_files_of_others_are_read_all_the_same(
     real = os.open
 
     def refuse(path: Path, flags: int) -> int:
-        if flags & posix._QUIET:
+        if flags & readable._QUIET:
             raise PermissionError(1, "Operation not permitted")
         return real(path, flags)
 
-    monkeypatch.setattr(posix, "_QUIET", os.O_APPEND)
+    monkeypatch.setattr(readable, "_QUIET", os.O_APPEND)
     monkeypatch.setattr(os, "open", refuse)
-    assert posix.read_all(tmp_path / "file") == b"content"
+    assert read_all(tmp_path / "file") == b"content"
 
 
 @pytest.mark.parametrize("most", [1, 1000])
@@ -72,7 +72,7 @@ def test_a_directory_that_cannot_be_read_is_not_left_out(
     run = write(Job(stage=2), tmp_path / "run")
     (next(run.glob("global*")) / "deep" / "er").mkdir(parents=True)
     (run / "link").symlink_to(run)
-    assert {*entries_below(run)} == {*run.rglob("*")}
+    assert {*paths_below(run)} == {*run.rglob("*")}
     real = os.scandir
 
     def refuse(path: str) -> object:

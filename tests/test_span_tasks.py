@@ -23,6 +23,7 @@ from streamshard.formats.deepspeed.write.zero_writer import (
     NativeImages,
     WholeImages,
 )
+from streamshard.io.sink import Sink
 from streamshard.operations.export import weight_files
 from streamshard.operations.native import storage_regions
 from tests import far_worker
@@ -64,11 +65,9 @@ class FarWindow(Window):
         self._far = far
         self._sources = pickle.dumps((reader._files, reader._decoders))
 
-    def write(
-        self, span: Span, descriptor: int, direct: int = -1, *, is_new: bool = True
-    ) -> SpanResult:
+    def write(self, span: Span, file: Sink, *, is_new: bool = True) -> SpanResult:
         """Send the span twice: a late second time does no harm."""
-        path = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115
+        path = os.readlink(f"/proc/self/fd/{file.descriptor}")  # noqa: PTH115
         results = []
         for size in (0, 1):
             task = pickle.dumps((path, size, span, 4096))

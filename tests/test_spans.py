@@ -11,7 +11,7 @@ import streamshard as api
 from streamshard.engine.run import window
 from streamshard.engine.run.journal import Journal, Written
 from streamshard.errors import StreamshardError
-from streamshard.io.posix import read_into
+from streamshard.io.readable import read_into
 from streamshard.operations.export import weight_files
 from streamshard.operations.native import storage_regions
 from tests.cli.conftest import tree

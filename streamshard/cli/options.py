@@ -10,6 +10,7 @@ from typing import Final
 from streamshard import sizes
 from streamshard.defaults import DEFAULT_MIN_AGE, PROGRESS_MODES
 from streamshard.errors import UsageError
+from streamshard.io.entries import is_file
 
 _MOST_SOURCES: Final = 2
 """Maximum number of consecutive sources that a verb takes."""
@@ -131,9 +132,9 @@ def with_templates(argv: Sequence[str]) -> list[str]:
         The file of a rank between others is missing.
     """
     found: list[str] = []
-    for (is_file, place), group in groupby(argv, _file_and_place):
+    for (is_one, place), group in groupby(argv, _file_and_place):
         words = [*group]
-        if is_file and len(words) > 1 and "{" not in str(place):
+        if is_one and len(words) > 1 and "{" not in str(place):
             # Not at the top: rarely needed, as most words are not files.
             from streamshard.formats.deepspeed.dumps import dump_names
 
@@ -147,10 +148,9 @@ def with_templates(argv: Sequence[str]) -> list[str]:
 def _file_and_place(word: str) -> tuple[bool, Path]:
     path = Path(word)
     try:
-        is_file = path.is_file()
-    except (OSError, ValueError):  # such as a name that is too long
-        is_file = False
-    return is_file, path.parent
+        return is_file(path), path.parent
+    except OSError:  # such as a name that is too long
+        return False, path.parent
 
 
 def size(text: str) -> int:

@@ -14,6 +14,15 @@ from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.dumps.dump_names import template_of
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch import torch_file
+from streamshard.io.entries import (
+    entries_below,
+    is_denied,
+    is_directory,
+    is_file,
+    is_link,
+    paths_in,
+    paths_like,
+)
 
 _WEIGHTS: Final = re.compile(
     r".*\.(safetensors|gguf)|.*\.(safetensors|bin)\.index\.json"
@@ -61,7 +70,7 @@ def file(path: Path) -> str | None:
         return f"a model's weights; {_NOTHING_CUT}"
     if _TORCH_DCP.fullmatch(path.name):
         return f"one file of {_DCP}"
-    expected = path.suffix in (".pt", ".pth", ".bin", ".ckpt") and path.is_file()  # not a pipe
+    expected = path.suffix in (".pt", ".pth", ".bin", ".ckpt") and is_file(path)  # not a pipe
     return _torch_file(path) if expected else None
 
 
@@ -100,7 +109,7 @@ def kind_of_whole_dump(root: Mapping[str, Node]) -> str | None:
 
 def _template(path: Path) -> str:
     """Suggest the template of the dumps in a file's directory, if only one fits."""
-    beside = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
+    beside = [entry.name for entry in paths_in(path.parent) if is_file(entry)]
     name = template_of(path.name, beside)
     return f", '{path.with_name(name)}'" if name else " such as 'optimizer.{rank:02d}.pt'"
 
@@ -109,16 +118,18 @@ def _template(path: Path) -> str:
 
 
 def _listed(path: Path) -> set[str]:
-    return {entry.name for entry in path.iterdir()}
+    return {entry.name for entry in paths_in(path)}
 
 
 def _with_children(path: Path) -> list[Path]:
-    return [path, *sorted(entry for entry in path.iterdir() if entry.is_dir())]
+    return [path, *sorted(entry for entry in paths_in(path) if is_directory(entry))]
 
 
 def _universal(path: Path) -> str | None:
     params = path / "zero"
-    made = params.is_dir() and any(params.rglob(_UNIVERSAL_PARAM))
+    made = is_directory(params) and any(
+        entry.name == _UNIVERSAL_PARAM for entry in entries_below(params, skips=is_denied)
+    )
     if not made and names.LATEST_UNIVERSAL not in _listed(path):
         return None
     return (
@@ -150,8 +161,8 @@ def _torch_dcp(path: Path) -> str | None:
 
 
 def _dumps(path: Path) -> str | None:
-    for entry in sorted(path.glob("*.pt")):
-        if entry.is_symlink() or not entry.is_file():
+    for entry in sorted(paths_like(path, "*.pt")):
+        if is_link(entry) or not is_file(entry):
             continue
         try:
             text = _torch_file(entry)

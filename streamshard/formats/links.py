@@ -1,10 +1,9 @@
 """Checks the symbolic links in a source: they are followed only if they stay inside it."""
 
-import os
 from pathlib import Path
-from stat import S_ISREG
 
 from streamshard.errors import CorruptFileError, SourceError
+from streamshard.io.entries import examine, resolve
 
 
 def require_inside(path: Path, *roots: Path) -> None:
@@ -37,7 +36,7 @@ def require_regular(path: Path, *roots: Path) -> None:
         The path cannot be examined, such as a link to nothing.
     """
     require_inside(path, *roots)
-    if not S_ISREG(path.stat().st_mode):
+    if not examine(path).is_file:
         raise CorruptFileError(f"{path}: no regular file; move it away, or copy what it should be")
 
 
@@ -52,4 +51,4 @@ def is_inside(path: Path, *roots: Path) -> bool:
 
 def place_of(path: Path) -> Path:
     """Resolve all symbolic links in a path, as far as possible."""
-    return Path(os.path.realpath(path))
+    return resolve(path)

@@ -16,6 +16,7 @@ from typing import Any, Final
 from streamshard.errors import CorruptFileError, UnsupportedError
 from streamshard.formats import strict_json
 from streamshard.formats.pickle.inert import show
+from streamshard.io.entries import open_readable
 from streamshard.model import ITEMSIZE
 
 _DTYPES: Final = {
@@ -141,13 +142,13 @@ def read(path: Path) -> Sequence[Stored]:
     OSError
         The file cannot be read.
     """
-    nbytes = path.stat().st_size
-    with path.open("rb") as stream:
-        head = stream.read(_LENGTH.size)
+    with open_readable(path) as file:
+        nbytes = file.nbytes
+        head = file.read_at(0, _LENGTH.size)
         length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else nbytes
         if length > min(LIMIT_BYTES, nbytes - _LENGTH.size):
             raise CorruptFileError(f"{path}: no whole safetensors file ({nbytes} bytes)")
-        serialized = stream.read(length)
+        serialized = file.read_at(_LENGTH.size, length)
     try:
         header = strict_json.parse(serialized)
         start = _LENGTH.size + length

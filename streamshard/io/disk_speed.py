@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.io.direct_io import aligned, open_direct
-from streamshard.io.files import write_blocks
+from streamshard.io.entries import open_readable
 from streamshard.io.page_cache import drop_file
-from streamshard.io.posix import open_to_read, stream_of
+from streamshard.io.sink import write_blocks
 from streamshard.model import SourceFile
 
 PIECE_BYTES: Final = 1 << 20
@@ -68,11 +68,8 @@ def measure_reading(
         path, offset, nbytes = piece
         if clock() - began > SECONDS:
             return 0
-        descriptor = open_to_read(path)
-        try:
-            return len(os.pread(descriptor, nbytes, offset))
-        finally:
-            os.close(descriptor)
+        with open_readable(path) as file:
+            return len(file.read_at(offset, nbytes))
 
     pieces = list(islice(_pieces(files), _MOST_PIECES))
     cached = {path for path, offset, _ in pieces if _is_cached(path, offset)}
@@ -102,15 +99,13 @@ def _is_cached(path: Path, offset: int) -> bool:
     """Tell whether a byte is in the page cache; True if the system cannot tell."""
     if not hasattr(os, "RWF_NOWAIT"):
         return True
-    descriptor = open_to_read(path)
-    try:
-        return os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
-    except BlockingIOError:
-        return False
-    except OSError:  # not every file system knows the flag
-        return True
-    finally:
-        os.close(descriptor)
+    with open_readable(path) as file:
+        try:
+            return os.preadv(file.descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+        except BlockingIOError:
+            return False
+        except OSError:  # not every file system knows the flag
+            return True
 
 
 def measure_encoding(
@@ -130,9 +125,8 @@ def measure_encoding(
     largest = sorted(files, key=lambda file: -file.nbytes)[:workers]
     pieces = []
     for file in largest:
-        with stream_of(file.path) as stream:
-            stream.seek(file.nbytes // 2 // PIECE_BYTES * PIECE_BYTES)
-            data = stream.read(_ENCODED_BYTES)
+        with open_readable(file.path) as opened:
+            data = opened.read_at(file.nbytes // 2 // PIECE_BYTES * PIECE_BYTES, _ENCODED_BYTES)
             pieces.append(memoryview(data)[: len(data) // _LONGEST * _LONGEST])
     began = clock()
     with ThreadPoolExecutor(workers, thread_name_prefix="streamshard") as pool:

@@ -12,6 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Final
 
+from streamshard.io.entries import paths_below
 from streamshard.io.file_system import (
     BTRFS,
     EXT4,
@@ -22,7 +23,6 @@ from streamshard.io.file_system import (
     last_error,
     libc,
 )
-from streamshard.io.posix import entries_below
 
 _SYNC_FILE_RANGE_WRITE: Final = 2
 _SYNC_FILE_RANGE_WAIT: Final = 1 | 2 | 4
@@ -78,7 +78,7 @@ def sync_tree(root: Path) -> None:
     with ThreadPoolExecutor(_THREADS) as pool:
         # A name must not be durable before what it names.
         for wanted in (False, True):
-            paths = (path for path in chain(entries_below(root), [root]) if path.is_dir() == wanted)
+            paths = (path for path in chain(paths_below(root), [root]) if path.is_dir() == wanted)
             while some := list(islice(paths, 64 * _THREADS)):
                 list(pool.map(sync_path, some))
 

@@ -39,7 +39,7 @@ def map_range(descriptor: int, offset: int, nbytes: int, *, is_private: bool) ->
     OSError
         The file system has no maps, or there are too many.
     """
-    if _map is None or _unmap is None:
+    if _map is None or _unmap is None or descriptor < 0:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     before = offset % mmap.ALLOCATIONGRANULARITY
     length = before + nbytes

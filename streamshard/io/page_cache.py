@@ -1,11 +1,14 @@
-"""Tells the system which file ranges to read ahead and which to drop; hints, where supported."""
+"""Tells the system which file ranges to read ahead and which to drop; hints, where supported.
+
+A descriptor of -1 stands for a file that is not local, and has no pages in the cache.
+"""
 
 import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from streamshard.io.posix import entries_below, open_to_read
+from streamshard.io.entries import is_directory, open_readable, paths_below
 
 LEAST_BYTES: Final = 1 << 16
 """For smaller ranges, dropping costs more than it saves."""
@@ -16,7 +19,7 @@ _BLOCK_BYTES: Final = 32 << 20
 
 def read_ahead(descriptor: int, offset: int, nbytes: int) -> None:
     """Start reading a range into the page cache, without waiting."""
-    if hasattr(os, "posix_fadvise"):
+    if descriptor >= 0 and hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
 
@@ -36,21 +39,18 @@ def drop_behind(descriptor: int, begin: int, end: int) -> None:
 
 def drop_file(path: Path) -> None:
     """Drop a file from the page cache, so that the next read comes from the disk."""
-    descriptor = open_to_read(path)
-    try:
-        _drop(descriptor, 0, os.fstat(descriptor).st_size)
-    finally:
-        os.close(descriptor)
+    with open_readable(path) as file:
+        _drop(file.descriptor, 0, file.nbytes)
 
 
 def drop_cached(root: Path) -> None:
     """Drop all files below a directory from the page cache."""
-    for path in entries_below(root):
-        if not path.is_dir():
+    for path in paths_below(root):
+        if not is_directory(path):
             drop_file(path)
 
 
 def _drop(descriptor: int, start: int, end: int) -> None:
-    if hasattr(os, "posix_fadvise"):
+    if descriptor >= 0 and hasattr(os, "posix_fadvise"):
         with suppress(OSError):  # not every file system supports it
             os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_DONTNEED)

@@ -1,9 +1,66 @@
-"""Bytes that can be read at any offset, whatever holds them."""
+"""Bytes that can be read at any offset, whatever holds them; files are opened for reading only.
+
+Not even the access time of a local file changes, where the system allows.
+"""
 
 import os
-from typing import Protocol
+from dataclasses import dataclass
+from pathlib import Path
+from stat import S_ISDIR, S_ISLNK, S_ISREG
+from types import TracebackType
+from typing import Final, Protocol, Self
 
-from streamshard.io.posix import read_into
+from streamshard.model import SourceFile
+
+_QUIET: Final = getattr(os, "O_NOATIME", 0)
+"""Flag of open(2) that keeps the access time; allowed only for the owner of a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What a place tells of a file or a directory without opening it."""
+
+    mode: int
+    """Kind and permission bits, as in stat(2)."""
+    nbytes: int
+    modified_ns: int
+    version: str
+    """Changes whenever the content does: the time of change of a local file, or an etag."""
+    file_id: int
+    """Inode; 0 where the place has no such number."""
+    device: int
+    links: int
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is a regular file."""
+        return S_ISREG(self.mode)
+
+    @property
+    def is_directory(self) -> bool:
+        """Whether it is a directory."""
+        return S_ISDIR(self.mode)
+
+    @property
+    def is_link(self) -> bool:
+        """Whether it is a symbolic link."""
+        return S_ISLNK(self.mode)
+
+    @property
+    def permissions(self) -> int:
+        """Permission bits."""
+        return self.mode & 0o777
+
+    def source_file(self, path: Path) -> SourceFile:
+        """Describe the file at a path as a source."""
+        return SourceFile(path, self.nbytes, self.version, str(self.file_id))
+
+    @classmethod
+    def of(cls, stat: os.stat_result) -> "Status":
+        """Convert the status of a local file."""
+        changed = stat.st_mtime_ns
+        ids = stat.st_ino, stat.st_dev, stat.st_nlink
+        return cls(stat.st_mode, stat.st_size, changed, str(changed), *ids)
 
 
 class Readable(Protocol):
@@ -17,16 +74,88 @@ class Readable(Protocol):
         """Read bytes from an offset; fewer than requested only at the end of the file."""
 
 
+class OpenedFile(Readable, Protocol):
+    """A file that is open for reading; a context manager, too."""
+
+    @property
+    def descriptor(self) -> int:
+        """Descriptor, for the page cache and for memory maps; -1 if the file is not local."""
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Fill a view from an offset; returns the bytes read, fewer only at the file's end."""
+
+    def status(self) -> Status:
+        """Return the present status of the file that is open."""
+
+    def close(self) -> None:
+        """Close the file."""
+
+    def __enter__(self) -> Self:
+        """Return the file itself."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close the file."""
+
+
 class ReadableFile:
-    """The bytes of an open file."""
+    """An open local file, which closes its descriptor."""
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+        self.descriptor = descriptor
+        """Descriptor of the file."""
         self.nbytes = os.fstat(descriptor).st_size
         """Size in bytes."""
 
     def read_at(self, offset: int, count: int) -> bytes:
         """Read bytes from an offset; fewer than requested only at the end of the file."""
         data = bytearray(max(0, min(count, self.nbytes - offset)))
-        done = read_into(self._descriptor, memoryview(data), offset)
+        done = self.read_into(memoryview(data), offset)
         return bytes(data[:done])
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Fill a view from an offset; returns the bytes read, fewer only at the file's end."""
+        return read_into(self.descriptor, view, offset)
+
+    def status(self) -> Status:
+        """Return the present status of the file that is open."""
+        return Status.of(os.fstat(self.descriptor))
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self.descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def open_to_read(path: Path) -> int:
+    """Open a local file for reading; returns its descriptor."""
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | _QUIET)
+    except PermissionError:
+        return os.open(path, flags)
+
+
+def read_into(descriptor: int, view: memoryview, offset: int) -> int:
+    """Fill a view from a byte offset of a local file; returns the bytes read, as `OpenedFile`."""
+    done = 0
+    while done < len(view):
+        count = os.preadv(descriptor, [view[done:]], offset + done)
+        if not count:
+            break
+        done += count
+    return done

@@ -181,10 +181,10 @@ def test_files_that_an_earlier_archive_holds_are_stored_once(tmp_path: Path) -> 
 def test_without_links_everything_is_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(self: Path, target: Path) -> None:
-        raise PermissionError(1, "Operation not permitted", str(target))
+    def refuse(known: Path, path: Path) -> None:
+        raise PermissionError(1, "Operation not permitted", str(path))
 
-    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    monkeypatch.setattr("streamshard.operations.compact.archive.archive.make_link", refuse)
     run = make_run(tmp_path / "run", steps=(1, 2, 3, 4, 5))
     found = api.compact(run, tmp_path / "archive", delete=True)
     assert [tag.action for tag in found.tags[:2]] == ["deleted", "deleted"]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from streamshard.engine.run.journal import Journal
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.staged_files import Partial
+from streamshard.io.entries import identify
 from streamshard.model import Copies, SourceFile
 
 JOURNAL = ".journal"
@@ -71,8 +72,7 @@ def on_disk(directory: Path, contents: Sequence[bytes]) -> tuple[SourceFile, ...
     for number, content in enumerate(contents):
         path = directory / f"source-{number}"
         path.write_bytes(content)
-        stat = path.stat()
-        found.append(SourceFile.of(path, stat))
+        found.append(identify(path))
     return tuple(found)
 
 

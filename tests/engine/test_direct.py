@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from streamshard.engine.run.runner import Engine, Resources
 from streamshard.engine.run.work import Ending, Fixed, Region, Span, TargetFile
-from streamshard.io import direct_io, files
+from streamshard.io import direct_io, sink
 from streamshard.io.direct_io import BLOCK_BYTES, LEAST_BYTES, aligned, open_direct
 from streamshard.io.file_system import EXT4, TMPFS, XFS, file_system_of
-from streamshard.io.files import write_blocks
+from streamshard.io.sink import write_blocks
 from tests.engine.fakes import (
     Told,
     copies_of,
@@ -72,7 +72,7 @@ def content(nbytes: int, offset: int = 0) -> memoryview:
 def test_every_byte_is_written_where_it_belongs(target: Path, offset: int, nbytes: int) -> None:
     wanted = content(nbytes, offset)
     with pytest.MonkeyPatch.context() as patch, both(target) as place:
-        patch.setattr(files, "LEAST_BYTES", 1)
+        patch.setattr(sink, "LEAST_BYTES", 1)
         write_blocks(*place, wanted, offset)
     assert target.read_bytes() == bytes(offset) + bytes(wanted)
 
@@ -106,7 +106,7 @@ def test_what_the_disk_does_not_take_goes_through_the_cache(
             return real(place[0], view[:taken_at_first], offset)
         return real(descriptor, view, offset)
 
-    monkeypatch.setattr("streamshard.io.files.os.pwrite", choosy)
+    monkeypatch.setattr("streamshard.io.sink.os.pwrite", choosy)
     with both(target) as place:
         write_blocks(*place, wanted, 0)
     through, past = place
@@ -119,7 +119,7 @@ def test_other_errors_are_errors(target: Path, monkeypatch: pytest.MonkeyPatch) 
     def fail(descriptor: int, view: memoryview, offset: int) -> int:
         raise OSError(errno.EIO, "the disk is gone")
 
-    monkeypatch.setattr("streamshard.io.files.os.pwrite", fail)
+    monkeypatch.setattr("streamshard.io.sink.os.pwrite", fail)
     with both(target) as place, pytest.raises(OSError, match="the disk is gone"):
         write_blocks(*place, content(MIB), 0)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from streamshard.io import disk_speed
+from streamshard.io.entries import identify
 from streamshard.io.page_cache import drop_file
 from tests.engine.fakes import is_cached, on_disk, open_descriptors
 
@@ -29,7 +30,7 @@ def test_all_of_a_little_is_read_and_pieces_of_much(tmp_path: Path) -> None:
     sparse = tmp_path / "much"
     with sparse.open("wb") as stream:
         stream.truncate(1000 * MIB)
-    much = (*on_disk(tmp_path, [bytes(5)]), type(little[0]).of(sparse, sparse.stat()))
+    much = (*on_disk(tmp_path, [bytes(5)]), identify(sparse))
     pieces = [(path.name, offset) for path, offset, _ in disk_speed._pieces(much)]
     assert len(pieces) == disk_speed.MOST_BYTES // disk_speed.PIECE_BYTES + 1
     assert {path for path, _ in pieces} == {"source-0", "much"}

@@ -18,7 +18,9 @@ from streamshard.errors import (
     SourceError,
     TargetError,
 )
-from streamshard.io.files import open_target, target_errors, write_all
+from streamshard.io.files import target_errors
+from streamshard.io.readable import OpenedFile
+from streamshard.io.sink import open_target, write_all
 from streamshard.model import BlockDigests, Memory, SourceFile
 from tests.engine.fakes import on_disk, open_descriptors
 
@@ -59,7 +61,7 @@ def test_short_reads_are_continued(
     def few(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         return real(descriptor, [buffers[0][:most]], offset)
 
-    monkeypatch.setattr("streamshard.io.files.os.preadv", few)
+    monkeypatch.setattr("streamshard.io.readable.os.preadv", few)
     reader = reader_of(on_disk(tmp_path, [DATA, DATA[::-1]]))
     assert read(reader, 0, 17, 300) == DATA[17:300]
     assert read(reader, 1, 0, 1000) == DATA[::-1]
@@ -75,7 +77,7 @@ def test_short_writes_are_continued(
     def few(descriptor: int, view: memoryview, offset: int) -> int:
         return real(descriptor, view[:most], offset)
 
-    monkeypatch.setattr("streamshard.io.files.os.pwrite", few)
+    monkeypatch.setattr("streamshard.io.sink.os.pwrite", few)
     descriptor = open_target(tmp_path / "deep" / "target", is_new=True)
     write_all(descriptor, memoryview(DATA), 5)
     os.close(descriptor)
@@ -119,13 +121,13 @@ def test_asking_ahead_reads_nothing_wrong_and_never_fails_where_reading_might(
 def test_a_source_changed_after_planning_is_refused(tmp_path: Path, change: str) -> None:
     (source,) = on_disk(tmp_path, [DATA])
     if change == "touched":
-        os.utime(source.path, ns=(0, source.mtime_ns + 1))
+        os.utime(source.path, ns=(0, int(source.version) + 1))
     elif change == "rewritten":
         source.path.write_bytes(DATA[::-1])
-        os.utime(source.path, ns=(0, source.mtime_ns + 1_000_000))
+        os.utime(source.path, ns=(0, int(source.version) + 1_000_000))
     else:
         os.truncate(source.path, 999 if change == "shorter" else 1001)
-        os.utime(source.path, ns=(0, source.mtime_ns))
+        os.utime(source.path, ns=(0, int(source.version)))
     reader = reader_of([source])
     before = open_descriptors()
     for _ in range(2):  # being refused once does not make it good
@@ -177,10 +179,10 @@ class Reversed:
         self.name = name
         self.log = log
 
-    def decode(self, descriptor: int, stored: Memory, content: Memory) -> memoryview:
+    def decode(self, file: OpenedFile, stored: Memory, content: Memory) -> memoryview:
         """Return the content, noting that it was asked for."""
         self.log.append(self.name)
-        return memoryview(os.pread(descriptor, 10_000, 0)[::-1])
+        return memoryview(file.read_at(0, 10_000)[::-1])
 
 
 def test_an_encoded_file_is_decoded_once_while_it_is_wanted(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from streamshard.io.sha256 import sha256_of
+from streamshard.operations.compact.archive.sha256 import sha256_of
 
 
 def test_it_is_that_of_hashlib_in_the_order_asked_for(tmp_path: Path) -> None:

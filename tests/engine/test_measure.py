@@ -20,7 +20,8 @@ from streamshard.engine.scan.distance import (
     Measurement,
     Measurer,
 )
-from streamshard.model import Copies, SourceFile
+from streamshard.io.entries import identify
+from streamshard.model import Copies
 from streamshard.operations.diff.diff_report import Totals
 
 Array = NDArray[Any]
@@ -57,7 +58,7 @@ def measured(
     for name, array in (("left", left), ("right", right)):
         path = place / name
         path.write_bytes(array.tobytes())
-        readers.append(SourceReader([SourceFile.of(path, path.stat())], {}))
+        readers.append(SourceReader([identify(path)], {}))
     zero = np.zeros(1, dtype=np.int64)
     region = Region(
         content_bytes=left.nbytes,

@@ -12,6 +12,7 @@ from streamshard.engine.run.window import Window
 from streamshard.engine.run.work import Fixed, Span
 from streamshard.errors import SourceError
 from streamshard.io.retry import StoppedError, is_transient, try_again
+from streamshard.io.sink import LocalSink
 from tests.engine.fakes import FakeReader, on_disk, open_descriptors
 from tests.engine.test_window import buffer
 
@@ -114,9 +115,9 @@ def test_a_source_is_opened_and_read_anew(
 
 def test_a_window_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing = Failing(errno.EHOSTDOWN, 2, os.pwrite)
-    monkeypatch.setattr("streamshard.io.files.os.pwrite", failing)
+    monkeypatch.setattr("streamshard.io.sink.os.pwrite", failing)
     with (tmp_path / "file").open("w+b") as stream:
         window = Window(buffer(150), buffer(8), FakeReader([]))
-        window.write(Span(0, [Fixed(DATA)]), stream.fileno())
+        window.write(Span(0, [Fixed(DATA)]), LocalSink(stream.fileno()))
         assert os.pread(stream.fileno(), 1000, 0) == DATA
     assert failing.calls == 4

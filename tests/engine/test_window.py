@@ -16,6 +16,7 @@ from streamshard.engine.run.journal import Written
 from streamshard.engine.run.region import RegionFiller
 from streamshard.engine.run.window import Window, unwritten_bytes
 from streamshard.engine.run.work import Fixed, Region, RegionResult, Span, Trailer
+from streamshard.io.sink import LocalSink
 from streamshard.model import Digest
 from tests.engine.fakes import FakeReader, Row, copies_of, expected, regions
 
@@ -30,7 +31,9 @@ def buffer(nbytes: int) -> memoryview:
 def written(span: Span, reader: FakeReader, window: int, scratch: int = 8) -> bytes:
     """Write a span into an empty file and return what the file holds then."""
     with tempfile.TemporaryFile() as stream:
-        found = Window(buffer(window), buffer(scratch), reader).write(span, stream.fileno())
+        found = Window(buffer(window), buffer(scratch), reader).write(
+            span, LocalSink(stream.fileno())
+        )
         data = os.pread(stream.fileno(), 1 << 20, 0)
     assert found.written == Written(len(data), zlib.crc32(data))
     return data
@@ -84,7 +87,9 @@ def test_parts_follow_each_other_at_the_offset(drawn: Sequence[bytes | Drawn], w
         stream.write(b"?" * (17 + len(wanted) + 3))
         stream.flush()
         writer = Window(buffer(window), buffer(8), FakeReader(contents))
-        assert writer.write(Span(17, parts), stream.fileno()).written.nbytes == len(wanted)
+        assert writer.write(Span(17, parts), LocalSink(stream.fileno())).written.nbytes == len(
+            wanted
+        )
         stream.seek(0)
         assert stream.read() == b"?" * 17 + wanted + b"?" * 3
     assert sum(part.nbytes for part in parts) == len(wanted)
@@ -137,20 +142,20 @@ def test_what_is_recalled_is_known_as_if_it_were_written(
     whole = one if is_encoded else b"#" + one + b"!" + one
     writer = Window(buffer(window), buffer(8), FakeReader(contents))
     with tempfile.TemporaryFile() as stream:
-        found = writer.write(span, stream.fileno())
+        found = writer.write(span, LocalSink(stream.fileno()))
         assert os.pread(stream.fileno(), 1 << 20, 0) == whole
         assert found.written == Written(len(whole), zlib.crc32(whole))
         offsets = [0] if is_encoded else [1, 2 + len(one)]
         assert [part.offset for part in found.regions] == offsets
         for part in found.regions:
             checked(part, content)
-        assert writer.recall(span, stream.fileno(), found.written) == found
+        assert writer.recall(span, LocalSink(stream.fileno()), found.written) == found
         for place in (0, len(whole) // 2, len(whole) - 1):
             os.pwrite(stream.fileno(), bytes([whole[place] ^ 1]), place)
-            assert writer.recall(span, stream.fileno(), found.written) is None
+            assert writer.recall(span, LocalSink(stream.fileno()), found.written) is None
             os.pwrite(stream.fileno(), whole[place : place + 1], place)
         os.truncate(stream.fileno(), len(whole) - 1)
-        assert writer.recall(span, stream.fileno(), found.written) is None
+        assert writer.recall(span, LocalSink(stream.fileno()), found.written) is None
 
 
 @pytest.mark.parametrize("number", [1.0, 1e30, float("inf")])
@@ -166,13 +171,13 @@ def test_overflow_is_counted_or_the_span_is_written_again(number: float) -> None
     )
     writer = Window(buffer(16), buffer(8), FakeReader([numbers.tobytes()]))
     with tempfile.TemporaryFile() as stream:
-        found = writer.write(Span(0, [region]), stream.fileno())
+        found = writer.write(Span(0, [region]), LocalSink(stream.fileno()))
         assert found.regions[0].overflowed == (2 if number == 1e30 else 0)
         # Of an infinite element, the file does not tell whether it was finite in the source.
-        again = writer.recall(Span(0, [region]), stream.fileno(), found.written)
+        again = writer.recall(Span(0, [region]), LocalSink(stream.fileno()), found.written)
         assert again == (found if number == 1.0 else None)
         os.truncate(stream.fileno(), 5)
-        assert writer.recall(Span(0, [region]), stream.fileno(), found.written) is None
+        assert writer.recall(Span(0, [region]), LocalSink(stream.fileno()), found.written) is None
 
 
 @given(regions(), st.integers(1, 30))
@@ -194,7 +199,7 @@ def test_of_what_was_encoded_before_nothing_is_left() -> None:
     for nbytes, rows in ((8, [(0, 0, 0, 8)]), (6, [(0, 1, 2, 2)]), (9, [(0, 0, 0, 3)])):
         region = Region(nbytes, copies_of(rows), trailer=Trailer(), codec=codec)
         with tempfile.TemporaryFile() as stream:
-            found = window.write(Span(0, [region]), stream.fileno())
+            found = window.write(Span(0, [region]), LocalSink(stream.fileno()))
             assert found.written.nbytes == nbytes + 2 + 4
     assert codec.seen == [b"abcdefgh", b"\0\0bc\0\0", b"abc" + bytes(6)]
 
@@ -260,7 +265,9 @@ def test_windows_of_zeros_become_holes_that_read_as_zeros(around: bytes) -> None
     copies = copies_of([(0, 0, at, len(around)) for at in (0, nbytes - 1) if around])
     region = Region(nbytes, copies)
     with tempfile.TemporaryFile() as stream:
-        found = Window(buffer(window), buffer(8), reader).write(Span(0, [region]), stream.fileno())
+        found = Window(buffer(window), buffer(8), reader).write(
+            Span(0, [region]), LocalSink(stream.fileno())
+        )
         data = os.pread(stream.fileno(), nbytes + 1, 0)
         allocated = os.fstat(stream.fileno()).st_blocks * 512
     assert found.written == Written(nbytes, zlib.crc32(data))
@@ -275,7 +282,10 @@ def test_a_window_is_used_again_for_the_next_span() -> None:
     for offset in (0, 5):
         with tempfile.TemporaryFile() as stream:
             region = Region(20, copies_of([(0, 3, 1, 10)]))
-            assert window.write(Span(offset, [region]), stream.fileno()).written.nbytes == 20
+            assert (
+                window.write(Span(offset, [region]), LocalSink(stream.fileno())).written.nbytes
+                == 20
+            )
             data = os.pread(stream.fileno(), 100, 0)
         assert data == bytes(offset) + b"\0" + bytes(range(4, 14)) + bytes(9)
         assert np.frombuffer(data, np.uint8).sum() == sum(range(4, 14))

@@ -7,8 +7,6 @@ lose or tear lines and data; the only effect is that some spans are written agai
 """
 
 import json
-import os
-import threading
 import zlib
 from array import array
 from collections.abc import Iterator, Mapping
@@ -20,7 +18,9 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from streamshard.io.durability import sync_path
+from streamshard.io.durability import write_durably
+from streamshard.io.entries import stream_of
+from streamshard.io.sink import AppendedFile
 
 Numbers = NDArray[np.uint64]
 
@@ -72,8 +72,7 @@ class Journal:
         """Whether the earlier run wrote everything."""
         self.is_empty = True
         """Whether neither an earlier run nor this one has written a span."""
-        self._descriptor = -1
-        self._lock = threading.Lock()
+        self._file = AppendedFile(path)
         self._read()
 
     def _read(self) -> None:
@@ -101,10 +100,7 @@ class Journal:
     def begin(self, header: Mapping[str, Any]) -> None:
         """Start a new journal, which from now on identifies the directory as this run's."""
         new = self.path.with_name(f"{self.path.name}.new")
-        new.write_bytes(_spell(header))
-        sync_path(new)
-        new.replace(self.path)
-        sync_path(self.path.parent)
+        write_durably(self.path, _spell(header), new)
         self.header = header
         self._spans, self.is_whole, self.is_empty = (
             _Spans.of(np.zeros((0, 4), dtype=np.uint64)),
@@ -115,29 +111,21 @@ class Journal:
 
     def proceed(self) -> None:
         """Open the existing journal to append to it."""
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self._file.open()
 
     def note(self, path: str, offset: int, written: Written) -> None:
         """Add the content of a written span; may be called from several threads."""
-        self._append([path, offset, written.nbytes, written.crc32])
+        self._file.append(_spell([path, offset, written.nbytes, written.crc32]))
         self.is_empty = False
 
     def note_whole(self) -> None:
         """Record durably that all files are written and durable."""
-        self._append(_WHOLE)
-        os.fsync(self._descriptor)
-
-    def _append(self, line: object) -> None:
-        data = _spell(line)
-        with self._lock:
-            while data:
-                data = data[os.write(self._descriptor, data) :]
+        self._file.append(_spell(_WHOLE))
+        self._file.sync()
 
     def close(self) -> None:
         """Close the journal, unless that is done."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._file.close()
 
 
 def _spell(line: object) -> bytes:
@@ -149,7 +137,7 @@ def _spell(line: object) -> bytes:
 def _lines(path: Path) -> Iterator[Any]:
     """Yield the lines whose checksum is correct."""
     try:
-        stream = path.open("rb")
+        stream = stream_of(path)
     except (FileNotFoundError, NotADirectoryError):
         return
     with stream:

@@ -1,6 +1,5 @@
 """Writes target files with a few workers that have one window each."""
 
-import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,10 +15,12 @@ from streamshard.engine.run.source_reader import Decoder, SourceReader
 from streamshard.engine.run.staged_files import Partial
 from streamshard.engine.run.window import Window, unwritten_bytes
 from streamshard.engine.run.work import Span, SpanResult, TargetFile
-from streamshard.io.direct_io import LEAST_BYTES, aligned, open_direct
+from streamshard.io.direct_io import aligned
 from streamshard.io.durability import sync_tree
-from streamshard.io.files import open_target, target_errors, write_all
+from streamshard.io.entries import exists
+from streamshard.io.files import target_errors
 from streamshard.io.page_cache import drop_file
+from streamshard.io.sink import open_sink
 from streamshard.model import SourceFile
 
 _KEPT_FILES: Final = 8
@@ -44,10 +45,8 @@ class _OpenFile:
         self.file = file
         self.path = path
         self.is_new = is_new
-        self.descriptor = open_target(path, is_new=is_new)
-        # Not for an existing file: the page cache may still hold its earlier pages.
-        goes_past = is_new and sum(span.nbytes for span in file.spans) >= LEAST_BYTES
-        self.direct = open_direct(path, self.descriptor) if goes_past else -1
+        nbytes = sum(span.nbytes for span in file.spans)
+        self.sink = open_sink(path, is_new=is_new, nbytes=nbytes)
         self._endings = FileEndings(file)
         self._left = len(file.spans)
 
@@ -62,18 +61,9 @@ class _OpenFile:
         """Write the endings; returns their size."""
         endings = list(self._endings.all())
         for offset, data in endings:
-            write_all(self.descriptor, memoryview(data), offset)
-        if self.file.mode is not None:
-            os.fchmod(self.descriptor, self.file.mode)
-        self.close()
+            self.sink.write(memoryview(data), offset)
+        self.sink.finish(self.file.mode)
         return sum(len(data) for _, data in endings)
-
-    def close(self) -> None:
-        """Close the file, unless that is done."""
-        for descriptor in (self.descriptor, self.direct):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self.descriptor = self.direct = -1
 
 
 class Engine:
@@ -135,14 +125,14 @@ class Engine:
             for reader in self._readers:
                 reader.close()
             for left in self._opened:
-                left.close()
+                left.sink.close()
 
     def _spans(self, files: Iterable[TargetFile]) -> Iterator[tuple[_OpenFile, Span]]:
         for file in files:
             path = self._partial.path / file.path
             with target_errors(path):
                 # After a power failure, the journal may list a file that is gone.
-                is_new = not self._partial.journal.holds(file.path) or not path.exists()
+                is_new = not self._partial.journal.holds(file.path) or not exists(path)
                 opened = _OpenFile(file, path, is_new=is_new)
             self._opened.add(opened)
             for span in file.spans:
@@ -165,14 +155,14 @@ class Engine:
         window, partial, path = self._window(), self._partial, opened.file.path
         known = None if opened.is_new else partial.journal.find(path, span.offset)
         if known is not None:
-            kept = window.recall(span, opened.descriptor, known)
+            kept = window.recall(span, opened.sink, known)
             if kept is not None:
                 partial.keep(known.nbytes)
                 self._watcher.keep(span.nbytes)
                 self._watcher.advance(span.nbytes)
                 return kept
         partial.make_room(span.nbytes)
-        result = window.write(span, opened.descriptor, opened.direct, is_new=opened.is_new)
+        result = window.write(span, opened.sink, is_new=opened.is_new)
         partial.journal.note(path, span.offset, result.written)
         # Progress counts data before compression: add what compression saved.
         self._watcher.advance(span.nbytes - result.written.nbytes)

@@ -1,6 +1,5 @@
 """Reads ranges of source files: checks recorded checksums, decodes, keeps a few files open."""
 
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -11,9 +10,10 @@ from streamshard.engine.numeric.checksums import crc32
 from streamshard.engine.run.buffers import ReusableBuffer
 from streamshard.errors import CorruptFileError, IntegrityError, SourceError
 from streamshard.io import page_cache
+from streamshard.io.entries import open_readable
 from streamshard.io.files import require_same
 from streamshard.io.memory_map import map_range
-from streamshard.io.posix import open_to_read, read_into
+from streamshard.io.readable import OpenedFile
 from streamshard.io.retry import try_again
 from streamshard.model import BlockDigests, Memory, SourceFile
 
@@ -26,7 +26,7 @@ _OPEN_TOGETHER: Final = 512
 class Encoded(Protocol):
     """A file with encoded content, which can only be decoded as a whole."""
 
-    def decode(self, descriptor: int, stored: Memory, content: Memory) -> memoryview:
+    def decode(self, file: OpenedFile, stored: Memory, content: Memory) -> memoryview:
         """Return the content, checked against its recorded checksums.
 
         Parameters
@@ -67,7 +67,7 @@ class SourceReader:
         self._drops_behind = drops_behind
         self._files = files
         self._decoders = decoders
-        self._open: OrderedDict[int, int] = OrderedDict()
+        self._open: OrderedDict[int, OpenedFile] = OrderedDict()
         self._decoded: tuple[int, memoryview] = (-1, memoryview(b""))
         """File that was decoded last, and its content, as the next read is likely from it too."""
         self._stored, self._content = ReusableBuffer(), ReusableBuffer()
@@ -79,7 +79,7 @@ class SourceReader:
     def close(self) -> None:
         """Close all files."""
         while self._open:
-            os.close(self._open.popitem()[1])
+            self._open.popitem()[1].close()
 
     def read_into(self, file: int, offset: int, view: memoryview) -> None:
         """Fill a view from a byte offset of a file's content.
@@ -135,14 +135,14 @@ class SourceReader:
             The file has changed since the plan was made.
         """
         with suppress(OSError):  # the actual read retries, and reports the error
-            page_cache.read_ahead(self._descriptor(file), offset, nbytes)
+            page_cache.read_ahead(self._opened(file).descriptor, offset, nbytes)
 
     def _map(self, file: int, offset: int, nbytes: int, is_private: bool) -> memoryview:
         try:
-            descriptor = self._descriptor(file)
+            opened = self._opened(file)
             # It may have been open for long, and a map that leaves the file ends the process.
-            require_same(self._files[file], os.fstat(descriptor))
-            return map_range(descriptor, offset, nbytes, is_private=is_private)
+            require_same(self._files[file], opened.status())
+            return map_range(opened.descriptor, offset, nbytes, is_private=is_private)
         except OSError:
             self._forget(file)
             raise
@@ -166,14 +166,14 @@ class SourceReader:
     def _forget(self, file: int) -> None:
         """Close a file: its server may no longer know it, so the next try opens it again."""
         if file in self._open:
-            os.close(self._open.pop(file))
+            self._open.pop(file).close()
 
     def _decode(self, file: int, decoder: Encoded) -> memoryview:
-        return decoder.decode(self._descriptor(file), self._stored, self._content)
+        return decoder.decode(self._opened(file), self._stored, self._content)
 
     def _read(self, file: int, offset: int, view: memoryview) -> None:
-        descriptor = self._descriptor(file)
-        done = read_into(descriptor, view, offset)
+        opened = self._opened(file)
+        done = opened.read_into(view, offset)
         if done < len(view):
             source = self._files[file]
             message = (
@@ -182,7 +182,7 @@ class SourceReader:
             )
             raise CorruptFileError(message)
         if self._drops_behind and len(view) >= page_cache.LEAST_BYTES:
-            self._drop_read(file, descriptor, offset, offset + len(view))
+            self._drop_read(file, opened.descriptor, offset, offset + len(view))
 
     def _drop_read(self, file: int, descriptor: int, offset: int, end: int) -> None:
         """Drop from the cache what this reader read; others may need the data before that."""
@@ -229,18 +229,18 @@ class SourceReader:
             message = f"{self._files[file].path}: bytes {start} to {start + len(content)} are"
             raise IntegrityError(f"{message} damaged: they are not those that were written")
 
-    def _descriptor(self, file: int) -> int:
+    def _opened(self, file: int) -> OpenedFile:
         if file in self._open:
             self._open.move_to_end(file)
             return self._open[file]
         while len(self._open) >= self._keeps_open:
-            os.close(self._open.popitem(last=False)[1])
+            self._open.popitem(last=False)[1].close()
         source = self._files[file]
-        descriptor = open_to_read(source.path)
+        opened = open_readable(source.path)
         try:
-            require_same(source, os.fstat(descriptor))
+            require_same(source, opened.status())
         except BaseException:
-            os.close(descriptor)  # an open descriptor would count as checked the next time
+            opened.close()  # an open file would count as checked the next time
             raise
-        self._open[file] = descriptor
-        return descriptor
+        self._open[file] = opened
+        return opened

@@ -13,12 +13,10 @@ from streamshard.engine.run.journal import Written
 from streamshard.engine.run.region import RegionFiller
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.work import Codec, Fixed, Region, RegionResult, Span, SpanResult
-from streamshard.io.direct_io import BLOCK_BYTES
 from streamshard.io.durability import finish_writeback, start_writeback
-from streamshard.io.files import write_blocks
 from streamshard.io.page_cache import drop_behind
-from streamshard.io.posix import read_into
 from streamshard.io.retry import StoppedError, try_again
+from streamshard.io.sink import LocalSink, Sink
 
 _UNWRITTEN_BYTES: Final = (16 << 20, 256 << 20)
 """Smallest and largest amount that a worker may be ahead of the disk."""
@@ -65,7 +63,7 @@ class Window:
         self._buffer = buffer
         self._scratch = scratch
         self._reader = reader
-        self._descriptor = self._direct = -1
+        self._file: Sink = LocalSink(-1)
         self._offset = 0
         self._begun = self._filled = 0
         """Start and stop of the part of the buffer that is not written yet."""
@@ -77,19 +75,15 @@ class Window:
         self._content = ReusableBuffer()
         """Memory for content before it is encoded."""
 
-    def write(
-        self, span: Span, descriptor: int, direct: int = -1, *, is_new: bool = True
-    ) -> SpanResult:
+    def write(self, span: Span, file: Sink, *, is_new: bool = True) -> SpanResult:
         """Write a span of a file.
 
         Parameters
         ----------
-        direct
-            Descriptor from `open_direct`; -1 if there is none.
         is_new
             Whether the file is empty at that place, so that zeros need not be written.
         """
-        self._descriptor, self._direct, self._offset = descriptor, direct, span.offset
+        self._file, self._offset = file, span.offset
         self._begin()
         self._start, self._crc32, self._makes_holes = span.offset, 0, is_new
         regions = []
@@ -103,14 +97,14 @@ class Window:
         self._flush(last=True)
         return self._result(span, regions)
 
-    def recall(self, span: Span, descriptor: int, written: Written) -> SpanResult | None:
+    def recall(self, span: Span, file: Sink, written: Written) -> SpanResult | None:
         """Return the result of a span that an earlier run wrote, as if it were written now.
 
         Reads the span once. Returns None if its content differs from that run's journal or from
         the span's fixed parts, or if overflow is to be counted and an element is infinite: it may
         have been infinite before the cast.
         """
-        self._descriptor, self._offset, self._crc32 = descriptor, span.offset, 0
+        self._file, self._offset, self._crc32 = file, span.offset, 0
         end = span.offset + written.nbytes
         regions = []
         for part in span.parts:
@@ -162,7 +156,7 @@ class Window:
             # Whole elements of any dtype.
             room = max(len(self._buffer) // _LONGEST * _LONGEST, 1)
             view = self._buffer[: min(room, end - self._offset)]
-            if read_into(self._descriptor, view, self._offset) < len(view):
+            if self._file.read_into(view, self._offset) < len(view):
                 return  # the file was cut off, maybe within an element
             self._offset += len(view)
             yield view
@@ -178,15 +172,14 @@ class Window:
         if self._compares:
             self._require_same(view)
         elif last or not (self._makes_holes and _is_hole(view)):
-            place = self._descriptor, self._direct
-            try_again(lambda: write_blocks(*place, view, self._offset), self._stop)
+            try_again(lambda: self._file.write(view, self._offset), self._stop)
         if len(view) > len(self._buffer) // 2 and not self._compares:
-            start_writeback(self._descriptor, self._offset, len(view))
+            start_writeback(self._file.descriptor, self._offset, len(view))
             behind = self._offset - self._unwritten_bytes
             if behind >= self._start:
-                finish_writeback(self._descriptor, behind, len(view))
+                finish_writeback(self._file.descriptor, behind, len(view))
                 if self._drops_behind:
-                    drop_behind(self._descriptor, self._start, behind + len(view))
+                    drop_behind(self._file.descriptor, self._start, behind + len(view))
         self._offset += len(view)
         if self._told is not None:
             self._told(len(view))
@@ -197,13 +190,13 @@ class Window:
         for start in range(0, len(view), len(self._scratch)):
             wanted = view[start : start + len(self._scratch)]
             found = self._scratch[: len(wanted)]
-            count = read_into(self._descriptor, found, self._offset + start)
+            count = self._file.read_into(found, self._offset + start)
             if count < len(wanted) or not np.array_equal(found, wanted):
                 raise DifferentError
 
     def _begin(self) -> None:
         """Restart the buffer at the file offset's distance from a block boundary."""
-        self._begun = self._filled = self._offset % BLOCK_BYTES if self._direct >= 0 else 0
+        self._begun = self._filled = self._offset % self._file.block_bytes
 
     def _put(self, data: bytes | memoryview) -> None:
         view = memoryview(data)

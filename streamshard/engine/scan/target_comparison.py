@@ -1,6 +1,5 @@
 """Compares existing files byte by byte with those that a run would write; writes nothing."""
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -11,8 +10,9 @@ from streamshard.engine.run.source_reader import Decoder, SourceReader
 from streamshard.engine.run.window import DifferentError, Window
 from streamshard.engine.run.work import Span, SpanResult, TargetFile
 from streamshard.engine.scan.pool import run_ordered
+from streamshard.io.entries import open_readable
 from streamshard.io.files import target_errors
-from streamshard.io.posix import open_to_read, read_into
+from streamshard.io.sink import open_written
 from streamshard.model import SourceFile
 
 
@@ -41,13 +41,13 @@ class Matcher:
         """Return the result of a span as if it were written; None if the file differs."""
         place = self._root / path
         with target_errors(place):
-            descriptor = open_to_read(place)
+            file = open_written(place)
             try:
-                return self._window.write(span, descriptor)
+                return self._window.write(span, file)
             except DifferentError:
                 return None
             finally:
-                os.close(descriptor)
+                file.close()
 
 
 def first_difference(
@@ -107,15 +107,10 @@ def _ends_so(
     progress: Callable[[int], None],
 ) -> bool:
     """Tell whether a file has these endings, and no bytes after them and the compared spans."""
-    with target_errors(path):
-        descriptor = open_to_read(path)
-        try:
-            for offset, data in endings:
-                found = memoryview(bytearray(len(data)))
-                if read_into(descriptor, found, offset) < len(data) or found != data:
-                    return False
-                end = max(end, offset + len(data))
-                progress(len(data))
-            return os.fstat(descriptor).st_size == end
-        finally:
-            os.close(descriptor)
+    with target_errors(path), open_readable(path) as file:
+        for offset, data in endings:
+            if file.read_at(offset, len(data)) != data:
+                return False
+            end = max(end, offset + len(data))
+            progress(len(data))
+        return file.nbytes == end

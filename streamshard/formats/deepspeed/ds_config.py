@@ -12,6 +12,7 @@ from streamshard.errors import UsageError
 from streamshard.formats import strict_json
 from streamshard.formats.deepspeed.ds_config_keys import mistyped
 from streamshard.formats.pickle.inert import show
+from streamshard.io.entries import read_all
 from streamshard.model import ZeroLayout
 
 Config = Mapping[str, Any]
@@ -34,7 +35,7 @@ def read_file(path: Path) -> Config:
         The file cannot be read, is not a JSON object, or has a key that looks mistyped.
     """
     try:
-        config = strict_json.parse(path.read_bytes())
+        config = strict_json.parse(read_all(path))
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:

@@ -22,7 +22,7 @@ from streamshard.formats.torch.device_names import DeviceNumbers
 from streamshard.formats.torch.torch_file import TorchFile
 from streamshard.formats.torch.torch_tensor import Storage
 from streamshard.formats.torch.zip_directory import CRC32_IN_ENTRY, NAME_IN_ENTRY, NAME_IN_HEADER
-from streamshard.io.posix import read_into, stream_of
+from streamshard.io.entries import examine, open_readable
 
 _LIMIT_BYTES: Final = 1 << 26
 """Most bytes of all skeletons in the cache; two more are in memory while a file is compared."""
@@ -81,7 +81,7 @@ class Twins:
 
     def find(self, path: Path) -> Twin | None:
         """Compare a file with those in the cache; None if it must be parsed."""
-        skeleton = self._skeletons.get(path.stat().st_size)
+        skeleton = self._skeletons.get(examine(path).nbytes)
         return skeleton.twin(path) if skeleton is not None else None
 
 
@@ -91,7 +91,7 @@ class _Skeleton:
     def __init__(self, path: Path, found: TorchFile) -> None:
         self._path = path
         self._root = found.root
-        self.file_bytes = path.stat().st_size
+        self.file_bytes = examine(path).nbytes
         paths = [record.name.partition("/")[2] for record in found.records]
         looked_into = [path in torch_file.LOOKED_INTO for path in paths]
         self._regions = _joined(
@@ -135,10 +135,10 @@ class _Skeleton:
     def _read(self, path: Path) -> Bytes:
         """Read the bytes of the regions; fewer bytes if the file ends before."""
         data, at = bytearray(self.nbytes), 0
-        with stream_of(path) as stream:
+        with open_readable(path) as file:
             for start, stop in self._regions:
                 piece = memoryview(data)[at : at + stop - start]
-                at += read_into(stream.fileno(), piece, start)
+                at += file.read_into(piece, start)
         return np.frombuffer(data, dtype=np.uint8, count=at)
 
     def _place(self, offsets: Offsets) -> Offsets:

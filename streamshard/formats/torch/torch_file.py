@@ -23,8 +23,8 @@ from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
 from streamshard.formats.torch import legacy_file, zip_directory
 from streamshard.formats.torch.torch_tensor import Storage, storage_from_id, storage_id
 from streamshard.formats.torch.zip_directory import CRC32_IN_ENTRY, ZipRecord
-from streamshard.io.posix import stream_of
-from streamshard.io.readable import Readable, ReadableFile
+from streamshard.io.entries import examine, open_readable
+from streamshard.io.readable import Readable
 from streamshard.model import ITEMSIZE, Literal
 
 PICKLE: Final = "data.pkl"
@@ -78,8 +78,7 @@ def read(path: Path, file: int) -> TorchFile:
         The file was written on a big-endian machine, or by a very old torch.
     """
     try:
-        with stream_of(path) as stream:
-            source = ReadableFile(stream.fileno())
+        with open_readable(path) as source:
             # As torch does, decide by the first bytes: the end may look like the other format.
             if legacy_file.is_legacy(source.read_at(0, len(zip_directory.MAGIC))):
                 found = TorchFile(*legacy_file.read(source), is_legacy=True)
@@ -87,7 +86,7 @@ def read(path: Path, file: int) -> TorchFile:
                 found = _read_archive(source)
     except EndedTooEarlyError as error:
         message = (
-            f"{path}: not a whole torch file ({error}; {path.stat().st_size} bytes). "
+            f"{path}: not a whole torch file ({error}; {examine(path).nbytes} bytes). "
             "Was the save interrupted? Copy the file again or take an earlier tag."
         )
         raise CorruptFileError(message) from error
@@ -101,9 +100,8 @@ def read(path: Path, file: int) -> TorchFile:
 def pickled(path: Path, found: TorchFile) -> bytes:
     """Read the pickle of an opened zip: its contents without the storages."""
     record = next(record for record in found.records if record.name.endswith(f"/{PICKLE}"))
-    with path.open("rb") as stream:
-        stream.seek(record.start)
-        return stream.read(record.nbytes)
+    with open_readable(path) as file:
+        return file.read_at(record.start, record.nbytes)
 
 
 def checksum(storage: Storage) -> int:
@@ -119,10 +117,9 @@ def checksum(storage: Storage) -> int:
     if storage.path is None:
         raise CorruptFileError("a storage of no file")
     found, left = 0, storage.nbytes
-    with stream_of(storage.path) as stream:
-        stream.seek(storage.offset)
+    with open_readable(storage.path) as file:
         while left:
-            piece = stream.read(min(left, _PIECE_BYTES))
+            piece = file.read_at(storage.offset + storage.nbytes - left, min(left, _PIECE_BYTES))
             if not piece:
                 raise CorruptFileError(f"{storage.path}: ends {left} bytes before its last storage")
             found, left = zlib.crc32(piece, found), left - len(piece)

@@ -16,8 +16,8 @@ from typing import Final
 from streamshard.errors import SourceError
 from streamshard.formats.torch import zip_directory
 from streamshard.formats.torch.zip_directory import LocalHeader, ZipDirectory, ZipEntry
-from streamshard.io.posix import stream_of
-from streamshard.io.readable import Readable, ReadableFile
+from streamshard.io.entries import open_readable, read_all
+from streamshard.io.readable import Readable
 
 _LIMIT_32: Final = 0xFFFFFFFF
 _ZIP64: Final = 0x0001
@@ -61,22 +61,21 @@ def is_torch_file(path: Path) -> bool:
 
     TorchScript's archives look alike, but also have constants; they do not count.
     """
-    with stream_of(path) as stream:
-        names = zip_directory.names(ReadableFile(stream.fileno()))
+    with open_readable(path) as file:
+        names = zip_directory.names(file)
     own = {name.partition(b"/")[2] for name in names}
     return b"data.pkl" in own and b"constants.pkl" not in own
 
 
 def is_legacy(path: Path) -> bool:
     """Tell whether a file begins like a pickle, as in torch's legacy format."""
-    with stream_of(path) as stream:
-        return stream.read(1) == b"\x80"
+    return read_all(path, 1) == b"\x80"
 
 
 def audit(path: Path) -> TorchAudit:
     """Check everything in a torch file but the bytes of its records."""
-    with stream_of(path) as stream:
-        auditor = _Auditor(ReadableFile(stream.fileno()))
+    with open_readable(path) as file:
+        auditor = _Auditor(file)
         records = auditor.run()
     more = auditor.untold
     last = [f"{more:,} more problems of its container"] if more else []

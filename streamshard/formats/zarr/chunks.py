@@ -11,7 +11,7 @@ from isal import isal_zlib
 from numcodecs.blosc import Blosc
 
 from streamshard.errors import IntegrityError
-from streamshard.io.posix import read_into
+from streamshard.io.readable import OpenedFile
 from streamshard.model import Memory
 
 Stored = bytes | bytearray | memoryview
@@ -84,10 +84,10 @@ class EncodedChunk:
         """Name of the compression: `lz4`, `zstd`."""
         return self._codec.name
 
-    def decode(self, descriptor: int, stored: Memory, content: Memory) -> memoryview:
+    def decode(self, file: OpenedFile, stored: Memory, content: Memory) -> memoryview:
         """Read and decompress the chunk into the caller's memory."""
         data = stored(self._stored_bytes + 1)
-        found = read_into(descriptor, data, 0)
+        found = file.read_into(data, 0)
         if found != self._stored_bytes:
             message = f"{self._path}: {found} bytes where {self._stored_bytes} were written"
             raise IntegrityError(message)

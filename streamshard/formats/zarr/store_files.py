@@ -15,6 +15,7 @@ from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, LIMIT_BYTES
 from streamshard.formats.zarr.documents import MANIFEST_PATH, STATE_PATH, array_path, chunk_keys
 from streamshard.formats.zarr.store_manifest import FileRecord, Manifest
 from streamshard.formats.zarr.store_paths import read_checked, read_small, require_inside
+from streamshard.io.entries import is_file
 from streamshard.model import ITEMSIZE
 
 MANIFEST_FILES: Final = (f"{MANIFEST_PATH}/zarr.json", f"{MANIFEST_PATH}/c/0")
@@ -38,7 +39,7 @@ class ChunkPlace:
 
 def may_be_store(root: Path) -> bool:
     """Tell whether a directory looks like a store, which may be damaged."""
-    return any((root / path).is_file() for path in (MANIFEST_FILES[1], STATE_FILES[1]))
+    return any(is_file(root / path) for path in (MANIFEST_FILES[1], STATE_FILES[1]))
 
 
 def read_manifest(root: Path) -> Manifest:

@@ -1,13 +1,12 @@
 """Reads small files of a store and checks paths in it. Neither is trusted."""
 
 from pathlib import Path
-from stat import S_ISREG
 from typing import Final
 
 from streamshard.errors import CorruptFileError, IncompleteError, SourceError
 from streamshard.formats.links import is_inside, place_of
 from streamshard.formats.zarr.chunks import require_checksum
-from streamshard.io.posix import read_all
+from streamshard.io.entries import examine, read_all
 
 LIMIT_BYTES: Final = 1 << 30
 """Most bytes of a document, manifest or training state. A sparse file can claim any size."""
@@ -39,13 +38,13 @@ def read_small(path: Path) -> bytes:
         The file cannot be read.
     """
     try:
-        stat = path.stat()
+        stat = examine(path)
     except (FileNotFoundError, NotADirectoryError):
         raise IncompleteError(f"{path}: missing; the store is not whole") from None
-    if not S_ISREG(stat.st_mode):
+    if not stat.is_file:
         raise CorruptFileError(f"{path}: no regular file")
-    if stat.st_size > LIMIT_BYTES:
-        raise CorruptFileError(f"{path}: {stat.st_size:,} bytes, where {LIMIT_BYTES:,} is most")
+    if stat.nbytes > LIMIT_BYTES:
+        raise CorruptFileError(f"{path}: {stat.nbytes:,} bytes, where {LIMIT_BYTES:,} is most")
     return read_all(path)
 
 

@@ -4,7 +4,6 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from stat import S_ISREG
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,7 @@ from streamshard.formats.zarr.documents import (
 )
 from streamshard.formats.zarr.store_manifest import Manifest
 from streamshard.formats.zarr.store_paths import read_checked, read_small, require_inside
+from streamshard.io.entries import examine
 from streamshard.layout.cutting import Cutting, CuttingBuilder
 from streamshard.model import ITEMSIZE, BlockDigests, Slot, SourceFile
 
@@ -147,14 +147,14 @@ class _StoreReader:
         if record is None:
             raise CorruptFileError(f"{full}: a chunk that the manifest does not list")
         try:
-            stat = full.lstat()
+            stat = examine(full, follows=False)
         except OSError as error:
             message = f"{full}: this chunk of the store cannot be read ({error.strerror})"
             raise SourceError(message) from error
-        if not S_ISREG(stat.st_mode):
+        if not stat.is_file:
             raise SourceError(f"{full}: no regular file; copy the store with 'cp -rL'")
-        if stat.st_size != record.nbytes:
-            message = f"{full}: {stat.st_size} bytes where {record.nbytes} were written"
+        if stat.nbytes != record.nbytes:
+            message = f"{full}: {stat.nbytes} bytes where {record.nbytes} were written"
             raise IntegrityError(message)
         content_bytes = numel * itemsize
         if self._codec == "none":
@@ -179,4 +179,4 @@ class _StoreReader:
             self._decoders[len(self._files)] = chunk
             # Twice, because the allocator keeps the memory of the previous chunk.
             self._codec_bytes = max(self._codec_bytes, 2 * (content_bytes + record.nbytes))
-        self._files.append(SourceFile.of(full, stat))
+        self._files.append(stat.source_file(full))

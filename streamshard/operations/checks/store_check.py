@@ -1,10 +1,8 @@
 """Checks a store: the list of its files, every chunk, and the digests of its tensors."""
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from stat import S_ISREG
 from typing import Final
 
 from streamshard.defaults import CODECS
@@ -20,6 +18,7 @@ from streamshard.formats.zarr.documents import array_path
 from streamshard.formats.zarr.store_files import MANIFEST_FILES, ChunkPlace
 from streamshard.formats.zarr.store_manifest import FileRecord, Manifest
 from streamshard.formats.zarr.store_paths import require_inside
+from streamshard.io.entries import entries_below, examine
 from streamshard.layout.sample import Sample
 from streamshard.model import ITEMSIZE, SourceFile
 from streamshard.operations.checks import chunk_check
@@ -89,20 +88,16 @@ class StoreCheck:
 
     def _present(self) -> set[str]:
         """List all entries except directories and streamshard's own marks."""
-        found: set[str] = set()
-        for directory, directories, files in os.walk(self._root, onerror=self._note_unread):
-            here = Path(directory)
-            links = [name for name in directories if (here / name).is_symlink()]
-            found |= {
-                (here / name).relative_to(self._root).as_posix()
-                for name in (*files, *links)
-                if not name.startswith(OWN_PREFIX)
-            }
-        return found
+        return {
+            entry.path.relative_to(self._root).as_posix()
+            for entry in entries_below(self._root, skips=self._note_unread)
+            if not entry.is_directory and not entry.name.startswith(OWN_PREFIX)
+        }
 
-    def _note_unread(self, error: OSError) -> None:
+    def _note_unread(self, error: OSError) -> bool:
         place = Path(error.filename or self._root)
         self._findings.add(UNREADABLE, place, f"{place}: cannot be read ({error.strerror})")
+        return True
 
     def _take_unlisted(self, present: set[str]) -> None:
         """Add every file that looks like a chunk: without a manifest no list of files is known."""
@@ -124,7 +119,7 @@ class StoreCheck:
             if full.parent not in self._directories:
                 require_inside(full.parent, self._root)
                 self._directories.add(full.parent)
-            stat = full.lstat()
+            stat = examine(full, follows=False)
         except (FileNotFoundError, NotADirectoryError):
             message = f"{full}: missing; {nbytes} bytes were written"
             self._findings.add(MISSING, full, message)
@@ -134,15 +129,15 @@ class StoreCheck:
         except SourceError as error:
             self._findings.add_error(error, full.parent)
         else:
-            if not S_ISREG(stat.st_mode):
+            if not stat.is_file:
                 message = f"{full}: no regular file; copy the store with 'cp -rL'"
                 self._findings.add(MALFORMED, full, message)
-            elif nbytes not in (None, stat.st_size):
-                message = f"{full}: {stat.st_size} bytes, {nbytes} were written"
+            elif nbytes not in (None, stat.nbytes):
+                message = f"{full}: {stat.nbytes} bytes, {nbytes} were written"
                 self._findings.add(DAMAGED, full, message)
             else:
                 self._index[path] = len(self.files)
-                self.files.append(SourceFile.of(full, stat))
+                self.files.append(stat.source_file(full))
 
     def _read_state(self, manifest: Manifest) -> None:
         """Compare the tensors in the training state with the manifest."""

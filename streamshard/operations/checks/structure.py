@@ -26,8 +26,8 @@ from streamshard.formats.deepspeed.read.validation import (
 )
 from streamshard.formats.links import is_inside, require_regular
 from streamshard.formats.zarr import store_files, zarr_reader
+from streamshard.io.entries import identify, is_directory, is_file, paths_below, paths_in
 from streamshard.io.files import source_errors
-from streamshard.io.posix import entries_below
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.sample import Sample
 from streamshard.model import SourceFile
@@ -102,7 +102,7 @@ def look_at(request: Request, findings: Findings, sample: Sample) -> Looked:
         template = request.template
         if template is not None:
             return _look_at_dumps(request, template, findings, sample)
-        if (root / "zarr.json").is_file() or store_files.may_be_store(root):
+        if is_file(root / "zarr.json") or store_files.may_be_store(root):
             return _look_at_store(request, root, findings, sample)
         return _look_at_native(request, root, findings, sample)
 
@@ -138,7 +138,7 @@ def _look_at_dumps(
     except (SourceError, IntegrityError) as error:
         release_frames(error)
         opened = None
-        entries = sorted(directory.iterdir())
+        entries = sorted(paths_in(directory))
         named = [entry for entry in entries if template.rank_of(entry.name) is not None]
         fit = _Fit(named, [directory], findings)
         _explain(error, findings, directory, validate_dumps(template, fit.others), fit)
@@ -153,7 +153,7 @@ def _look_at_native(request: Request, root: Path, findings: Findings, sample: Sa
     except SourceNotFoundError:
         raise
     except SourceError as error:
-        if not root.is_dir():
+        if not is_directory(root):
             raise
         findings.add_error(error, root, [root / "latest"])
         return Looked("native", None, (), lambda: iter(()), {})
@@ -167,8 +167,8 @@ def _look_at_native(request: Request, root: Path, findings: Findings, sample: Sa
     except (SourceError, IntegrityError, UsageError) as error:
         release_frames(error)
         opened = None
-        beside = [p for p in may_come_along(run_dir) if p.is_file() and is_inside(p, run_dir)]
-        fit = _Fit([*sorted(entries_below(tag_dir)), *sorted(beside)], [run_dir, tag_dir], findings)
+        beside = [p for p in may_come_along(run_dir) if is_file(p) and is_inside(p, run_dir)]
+        fit = _Fit([*sorted(paths_below(tag_dir)), *sorted(beside)], [run_dir, tag_dir], findings)
         _explain(error, findings, tag_dir, validate(tag_dir, fit.others), fit)
         paths = fit.files
     torch = TorchFiles(_described(paths), deepspeed_owner, findings, sample)
@@ -184,7 +184,7 @@ class _Fit:
         self.others: set[Path] = set()
         for entry in entries:
             try:
-                if entry.is_dir() and is_inside(entry, *roots):
+                if is_directory(entry) and is_inside(entry, *roots):
                     continue
                 require_regular(entry, *roots)
                 self.files.append(entry)
@@ -211,6 +211,5 @@ def _explain(
 
 
 def _described(paths: Iterable[Path]) -> list[SourceFile]:
-    """Return path, size and time of each file as they are now, each file once."""
-    stats = {path: path.stat() for path in paths}
-    return [SourceFile.of(path, stat) for path, stat in stats.items()]
+    """Return size and identity of each file as they are now, each file once."""
+    return [identify(path) for path in dict.fromkeys(paths)]

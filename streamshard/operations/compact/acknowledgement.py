@@ -11,8 +11,9 @@ from streamshard.errors import CorruptFileError, SourceError, UsageError
 from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import names
 from streamshard.io.durability import write_durably
+from streamshard.io.entries import exists, paths_like, read_all
 from streamshard.io.files import source_errors, target_errors
-from streamshard.io.posix import read_all
+from streamshard.io.sink import remove_file
 from streamshard.operations.compact import compact_report, tag_choice
 from streamshard.operations.compact.archive.receipts import spell_time
 from streamshard.operations.compact.compact_report import CompactedTag
@@ -100,8 +101,8 @@ class Acknowledging:
     def remove_unfinished(self) -> None:
         """Remove unfinished files of interrupted runs; no other run may be active."""
         with target_errors(self.directory):
-            for path in self.directory.glob(f"{names.OWN_PREFIX}.*{ENDING}"):
-                path.unlink()
+            for path in paths_like(self.directory, f"{names.OWN_PREFIX}.*{ENDING}"):
+                remove_file(path)
 
     def _path(self, tag: str) -> Path:
         return self.directory / f"{names.flat(tag)}{ENDING}"
@@ -110,7 +111,7 @@ class Acknowledging:
         path = self._path(tag)
         try:
             with source_errors(path):
-                if not path.exists():
+                if not exists(path):
                     return None
                 document: Any = strict_json.parse(read_all(path))
             known = _parse(document)

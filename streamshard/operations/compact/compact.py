@@ -1,7 +1,6 @@
 """`compact`: archives old tags of a run directory, and with `delete` removes them."""
 
 import os
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
@@ -11,7 +10,9 @@ from typing import Final
 from streamshard.defaults import DEFAULT_CHUNK_BYTES, DEFAULT_GRACE, DEFAULT_MIN_AGE
 from streamshard.engine.run import resident_memory
 from streamshard.errors import UsageError
+from streamshard.io.entries import resolve
 from streamshard.io.files import target_errors
+from streamshard.io.sink import free_bytes
 from streamshard.operations.compact.compact_report import (
     ARCHIVED,
     BROUGHT_BACK,
@@ -172,8 +173,8 @@ def _about_space(archive_dir: Path, tags: Sequence[CompactedTag]) -> Iterator[st
     rebuilt = [t.source_bytes for t in tags if t.action == DELETED]
     if new or rebuilt:
         with target_errors(archive_dir):
-            free_bytes = shutil.disk_usage(place_of(archive_dir)).free
-        room = f"{archive_dir}: {show_bytes(free_bytes)} free there"
+            left_bytes = free_bytes(place_of(archive_dir))
+        room = f"{archive_dir}: {show_bytes(left_bytes)} free there"
     if new:
         most = f"must fit without, and the largest has {show_bytes(max(new))}"
         yield f"{room}, for {show_bytes(sum(new))} before compression; each tag {most}"
@@ -197,7 +198,7 @@ def _require_times(now: datetime | None, **given: timedelta | None) -> None:
 
 
 def _require_apart(run_dir: Path, archive_dir: Path) -> None:
-    here, there = run_dir.resolve(), archive_dir.resolve()
+    here, there = resolve(run_dir), resolve(archive_dir)
     if here == there or here in there.parents or there in here.parents:
         message = f"{archive_dir}: lies in or around {run_dir}; choose another place, best on"
         raise UsageError(f"{message} another disk")

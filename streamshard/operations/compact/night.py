@@ -19,6 +19,7 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.names import step_of
 from streamshard.io.files import target_errors
 from streamshard.io.lock import Lock
+from streamshard.io.sink import make_directory
 from streamshard.operations.compact import compact_report, tag_choice
 from streamshard.operations.compact.acknowledgement import Acknowledging
 from streamshard.operations.compact.archive.archive import Archiver
@@ -100,7 +101,7 @@ class Compacting:
             if not settings.dry_run:
                 for place in self._locked():
                     with target_errors(place):
-                        place.mkdir(parents=True, exist_ok=True)
+                        make_directory(place, parents=True, exist_ok=True)
                         lock = Lock(place / _LOCK, place)
                         lock.take()
                     stack.callback(lock.release)

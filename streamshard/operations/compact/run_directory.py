@@ -6,15 +6,24 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from stat import S_ISDIR, S_ISREG
 from typing import Final
 
 from streamshard.errors import SourceNotFoundError, StreamshardError, TargetError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.names import step_of
 from streamshard.formats.links import place_of
+from streamshard.io.entries import (
+    Entry,
+    entries_below,
+    examine,
+    exists,
+    is_directory,
+    is_real_directory,
+    paths_below,
+    paths_in,
+    read_all,
+)
 from streamshard.io.files import source_errors
-from streamshard.io.posix import entries_below, stream_of
 from streamshard.operations.compact.removal.trash import Trash
 from streamshard.operations.compact.tag_choice import Run, Tag
 from streamshard.operations.source.sidecars import has_shards
@@ -41,13 +50,13 @@ class Identity:
             There is no directory.
         """
         try:
-            stat = path.stat()
+            stat = examine(path)
         except OSError as error:
             message = f"{path}: cannot be looked at ({error.strerror}); is it mounted?"
             raise SourceNotFoundError(message) from error
-        if not S_ISDIR(stat.st_mode):
+        if not stat.is_directory:
             raise SourceNotFoundError(f"{path}: no directory; give the one that holds 'latest'")
-        return cls(stat.st_dev, stat.st_ino)
+        return cls(stat.device, stat.file_id)
 
 
 def look_at(run_dir: Path, before: Run | None = None) -> Run:
@@ -96,13 +105,12 @@ def _trashed(run_dir: Path, links: Sequence[Path]) -> tuple[Tag, ...]:
 def _named(path: Path) -> str | None:
     """Read a file that names a tag; None if there is no such file."""
     try:
-        stat = path.lstat()
+        stat = examine(path, follows=False)
     except FileNotFoundError:
         return None
-    if not S_ISREG(stat.st_mode):
+    if not stat.is_file:
         raise ValueError("no regular file")
-    with stream_of(path) as stream:
-        name = stream.read(_NAME_BYTES).decode(errors="replace").strip()
+    name = read_all(path, _NAME_BYTES).decode(errors="replace").strip()
     if not names.is_tag(name):
         raise ValueError("empty, or names what is no directory here")
     return name
@@ -111,18 +119,17 @@ def _named(path: Path) -> str | None:
 def _links(run_dir: Path) -> Iterator[Path]:
     """Yield the symbolic links below a run directory."""
 
-    def refuse(error: OSError) -> None:
+    def is_left_out(error: OSError) -> bool:
         # A tag that cannot be read is reported elsewhere; an entry removed meanwhile is no tag.
         is_left_out = isinstance(error, PermissionError | FileNotFoundError)
-        if not is_left_out or error.filename == str(run_dir):
-            raise error
+        return is_left_out and str(error.filename) != str(run_dir)
 
-    for place, directories, files in os.walk(run_dir, onerror=refuse):
-        directories[:] = [d for d in directories if not d.startswith(names.OWN_PREFIX)]
-        for name in (*directories, *files):
-            path = Path(place, name)
-            if path.is_symlink():
-                yield path
+    def is_own(entry: Entry) -> bool:
+        return entry.name.startswith(names.OWN_PREFIX)
+
+    for entry in entries_below(run_dir, enters=lambda e: not is_own(e), skips=is_left_out):
+        if entry.is_link and not (is_own(entry) and is_directory(entry.path)):
+            yield entry.path
 
 
 def _candidates(run_dir: Path, latest: str | None) -> Iterator[Path]:
@@ -131,20 +138,20 @@ def _candidates(run_dir: Path, latest: str | None) -> Iterator[Path]:
     If `latest` names `epoch/2`, the entries two directories deep are included; a directory with its
     own `latest` belongs to another run.
     """
-    level = [*run_dir.iterdir()]
+    level = [*paths_in(run_dir)]
     yield from level
     for _ in range((latest or "").count("/")):
         around = [d for d in level if _may_hold_tags(d)]
-        level = [entry for directory in around for entry in directory.iterdir()]
+        level = [entry for directory in around for entry in paths_in(directory)]
         yield from level
 
 
 def _may_hold_tags(directory: Path) -> bool:
     is_own = directory.name.startswith(names.OWN_PREFIX)
-    if is_own or directory.is_symlink() or not directory.is_dir():
+    if is_own or not is_real_directory(directory):
         return False
     try:
-        return not (directory / names.LATEST).exists() and not has_shards(directory)
+        return not exists(directory / names.LATEST) and not has_shards(directory)
     except OSError:  # a directory that cannot be read holds nothing that may be removed
         return False
 
@@ -152,7 +159,7 @@ def _may_hold_tags(directory: Path) -> bool:
 def _tag(entry: Path, run_dir: Path, links: Sequence[Path], known: Mapping[str, Tag]) -> Tag | None:
     """Describe a directory with shards; return None for anything else."""
     is_own = entry.name.startswith(names.OWN_PREFIX)
-    if is_own or entry.is_symlink() or not entry.is_dir():
+    if is_own or not is_real_directory(entry):
         return None
     name = entry.relative_to(run_dir).as_posix()
     try:
@@ -160,12 +167,12 @@ def _tag(entry: Path, run_dir: Path, links: Sequence[Path], known: Mapping[str, 
             return None
         if not names.is_tag(name):
             told = f"{str(entry)!r}: holds shards, and its name is no text; rename it"
-            return Tag(name, entry.lstat().st_mtime_ns, told)
+            return Tag(name, examine(entry, follows=False).modified_ns, told)
         changed_ns, nbytes, looks = looks_of(entry)
     except OSError as error:
         if step_of(name) is None:
             return None
-        return Tag(name, entry.lstat().st_mtime_ns, f"{entry}: {error.strerror}")
+        return Tag(name, examine(entry, follows=False).modified_ns, f"{entry}: {error.strerror}")
     here = place_of(entry)
     is_linked = any(link == here or here in link.parents for link in links)
     problem = known[looks].problem if looks in known else _problem(run_dir, name)
@@ -175,11 +182,11 @@ def _tag(entry: Path, run_dir: Path, links: Sequence[Path], known: Mapping[str, 
 def looks_of(directory: Path) -> tuple[int, int, str]:
     """Return the newest time of change in a directory, its size, and a digest of its entries."""
     changed, nbytes, digest = 0, 0, sha256()
-    for path in sorted([directory, *entries_below(directory)]):
-        stat = path.lstat()
-        changed = max(changed, stat.st_mtime_ns)
-        nbytes += stat.st_size if S_ISREG(stat.st_mode) else 0
-        looks = f"{path}\0{stat.st_mode}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ino}\0"
+    for path in sorted([directory, *paths_below(directory)]):
+        stat = examine(path, follows=False)
+        changed = max(changed, stat.modified_ns)
+        nbytes += stat.nbytes if stat.is_file else 0
+        looks = f"{path}\0{stat.mode}\0{stat.nbytes}\0{stat.modified_ns}\0{stat.file_id}\0"
         digest.update(os.fsencode(looks))
     return changed, nbytes, digest.hexdigest()
 

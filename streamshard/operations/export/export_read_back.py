@@ -12,6 +12,7 @@ from streamshard.formats import pretrained, safetensors_file
 from streamshard.formats.safetensors_file import Described, Stored
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import tensor_of
+from streamshard.io.entries import identify, read_all
 from streamshard.io.files import target_errors
 from streamshard.layout.cutting import Cutting, CuttingBuilder
 from streamshard.layout.memory_plan import MemoryPlan
@@ -73,11 +74,10 @@ class _ReadBack:
 
     def add(self, path: Path, *, is_torch: bool = False) -> int:
         """Add a file, and return its size."""
-        stat = path.stat()
-        self._files.append(SourceFile.of(path, stat))
+        self._files.append(identify(path))
         if is_torch:
             self._torch_files.append(self._files[-1])
-        return stat.st_size
+        return self._files[-1].nbytes
 
     def pair(self, name: str, offset: int, tensor: int, dtype: str) -> None:
         """Pair the data at an offset of the last added file with one of the source's tensors."""
@@ -110,7 +110,7 @@ class _ReadBack:
 
 def _documents(documents: Mapping[str, bytes], place: Path) -> Iterator[str]:
     for name, data in documents.items():
-        if (place / name).read_bytes() != data:
+        if read_all(place / name) != data:
             yield f"{name} is not what was written"
 
 

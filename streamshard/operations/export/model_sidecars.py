@@ -10,8 +10,9 @@ from streamshard.engine.run.work import Region, Span, TargetFile
 from streamshard.formats import pretrained
 from streamshard.formats.checkpoint import OtherFile
 from streamshard.formats.links import is_inside
+from streamshard.io.entries import examine, identify, is_file, is_link, paths_in
 from streamshard.layout.cutting import whole_segment
-from streamshard.model import FILE, LogicalTensor, SourceFile
+from streamshard.model import FILE, LogicalTensor
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.byte_accounting import ByteCounts
 
@@ -84,13 +85,13 @@ def _beside(place: Path, known: Mapping[str, str]) -> tuple[dict[str, Path], lis
     """Find sidecars in a directory that are not known yet, and links that lead out of it."""
     found: dict[str, Path] = {}
     left = []
-    for entry in sorted(place.iterdir()):
+    for entry in sorted(paths_in(place)):
         name = entry.name
         if name in known or not name.isprintable() or not pretrained.comes_along(name):
             continue
-        if entry.is_file() and is_inside(entry, place):
+        if is_file(entry) and is_inside(entry, place):
             found[name] = entry
-        elif entry.is_symlink():
+        elif is_link(entry):
             left.append(name)
     return found, left
 
@@ -99,9 +100,9 @@ def _adopted(source: Source, beside: Mapping[str, Path]) -> Source:
     """Add files to a source, each as one piece of raw bytes."""
     if not beside:
         return source
-    files = [_described(path) for path in beside.values()]
+    files = [identify(path) for path in beside.values()]
     tensors = [LogicalTensor(FILE, str(f.path), "uint8", (f.nbytes,)) for f in files]
-    others = [OtherFile(str(f.path), f.path.stat().st_mode & 0o777) for f in files]
+    others = [OtherFile(str(f.path), examine(f.path).permissions) for f in files]
     checkpoint, cutting, count = source.checkpoint, source.cutting, len(files)
     zeros, ones = np.zeros(count, dtype=np.int64), np.ones(count, dtype=np.int64)
     numbers = np.arange(count, dtype=np.int64)
@@ -124,10 +125,6 @@ def _adopted(source: Source, beside: Mapping[str, Path]) -> Source:
             offset=np.append(cutting.offset, zeros),
         ),
     )
-
-
-def _described(path: Path) -> SourceFile:
-    return SourceFile.of(path, path.stat())
 
 
 def _notes(

@@ -4,15 +4,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from stat import S_ISREG
 
 from streamshard.errors import SourceError, StreamshardError, UnsupportedError, release_frames
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read import validation
 from streamshard.formats.deepspeed.read.validation import Recorded
 from streamshard.formats.links import is_inside
+from streamshard.io.entries import entries_below, is_file, paths_in
 from streamshard.io.files import source_errors
-from streamshard.io.posix import entries_below
 from streamshard.operations.inspect.inspect_report import CheckpointSummary
 from streamshard.operations.source.candidates import find_candidates, step_of_path
 from streamshard.operations.source.source import Source, find_tag, open_source
@@ -53,7 +52,7 @@ def _latest(root: Path) -> str | None:
 
 def _summary(root: Path, name: str, latest: str | None, opened: Source | None) -> CheckpointSummary:
     place = root / name
-    kind = "store" if (place / "zarr.json").is_file() else "native"
+    kind = "store" if is_file(place / "zarr.json") else "native"
     problem, recorded, nbytes, changed, is_known = None, None, 0, None, True
     try:
         nbytes, changed = _size_and_time(place)
@@ -89,7 +88,7 @@ def _unnamed(root: Path, name: str) -> str | None:
     """Return a problem if a framework's directory lacks `latest`, which is written last."""
     directory = (root / name).parent
     latest = directory / names.LATEST
-    if directory == root or latest.is_file() or (root / names.LATEST).is_file():
+    if directory == root or is_file(latest) or is_file(root / names.LATEST):
         return None
     message = f"{latest}: not there, so load_checkpoint() finds no tag unless it is given one"
     return f"{message}; DeepSpeed writes it last, so the save may have been cut off"
@@ -110,7 +109,7 @@ def recorded_in(place: Path, tag: str | None = None) -> Recorded | None:
     """Return what the readable shards record of a checkpoint that cannot be opened."""
     try:
         run_dir, tag_dir = find_tag(place, tag)
-        return validation.recorded(regular(sorted(tag_dir.iterdir()), run_dir, tag_dir))
+        return validation.recorded(regular(sorted(paths_in(tag_dir)), run_dir, tag_dir))
     except (StreamshardError, OSError):
         return None
 
@@ -118,12 +117,12 @@ def recorded_in(place: Path, tag: str | None = None) -> Recorded | None:
 def regular(paths: Sequence[Path], *roots: Path) -> list[Path]:
     """Return the shards that are regular files within the given directories."""
     shards = [path for path in paths if names.parse(path.name)]
-    return [path for path in shards if is_inside(path, *roots) and path.is_file()]
+    return [path for path in shards if is_inside(path, *roots) and is_file(path)]
 
 
 def _size_and_time(place: Path) -> tuple[int, str | None]:
     """Return the size of all files, and the time at which the newest was written."""
-    stats = [stat for path in entries_below(place) if S_ISREG((stat := path.lstat()).st_mode)]
-    newest = max((stat.st_mtime for stat in stats), default=None)
-    time = None if newest is None else datetime.fromtimestamp(int(newest), UTC).isoformat()
-    return sum(stat.st_size for stat in stats), time
+    stats = [stat for entry in entries_below(place) if (stat := entry.status()).is_file]
+    newest = max((stat.modified_ns for stat in stats), default=None)
+    time = None if newest is None else datetime.fromtimestamp(newest // 10**9, UTC).isoformat()
+    return sum(stat.nbytes for stat in stats), time

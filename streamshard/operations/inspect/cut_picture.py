@@ -15,6 +15,7 @@ from streamshard.errors import UsageError
 from streamshard.formats.checkpoint import Checkpoint, Family, ParamGroup
 from streamshard.formats.deepspeed.cut import muon_order
 from streamshard.formats.deepspeed.cut.family_cut import cut_family, flat_groups
+from streamshard.io.entries import resolve
 from streamshard.layout.bands import Band, Cut, flat_cut, shard_cut, tape_cut
 from streamshard.model import ITEMSIZE, MASTER, ZeroLayout
 from streamshard.operations.inspect.ownership import sharing_ranks
@@ -71,7 +72,7 @@ def picture_of(
     left = len(places) - len(panels)
     more = f"{left:,} more param groups, of other parts of the model or other experts, not drawn."
     return Picture(
-        title=f"{source.path.resolve().name} at {source.checkpoint.tag}",
+        title=f"{resolve(source.path).name} at {source.checkpoint.tag}",
         facts=_facts(source),
         panels=tuple(panels),
         notes=(more,) if left else (),

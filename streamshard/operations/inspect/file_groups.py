@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.formats.deepspeed import names
+from streamshard.io.entries import examine, is_file, paths_below, read_all
 from streamshard.io.files import source_errors
-from streamshard.io.posix import entries_below, read_all
 from streamshard.model import MODULE
 from streamshard.operations.inspect.inspect_report import FileGroup, FileSummary
 from streamshard.operations.source.source import Source
@@ -26,7 +26,7 @@ def list_files(source: Source) -> tuple[FileSummary, ...]:
     found = {relative(source, n): f.nbytes for n, f in enumerate(source.files)}
     with source_errors(source.path):
         found |= {
-            path.relative_to(source.path).as_posix(): path.stat().st_size
+            path.relative_to(source.path).as_posix(): examine(path).nbytes
             for path in _without_tensors(source)
         }
     return tuple(FileSummary(path, found[path]) for path in sorted(found, key=natural_order))
@@ -35,8 +35,8 @@ def list_files(source: Source) -> tuple[FileSummary, ...]:
 def _without_tensors(source: Source) -> Iterator[Path]:
     if source.kind == "store":
         known = {file.path for file in source.files}
-        below = (path for path in entries_below(source.path) if path not in known)
-        yield from (path for path in below if path.is_file())
+        below = (path for path in paths_below(source.path) if path not in known)
+        yield from (path for path in below if is_file(path))
     elif source.kind == "native":
         latest = source.path / names.LATEST
         with suppress(FileNotFoundError):

@@ -18,9 +18,17 @@ from streamshard.formats.pickle.inert import Global
 from streamshard.formats.pickle_files import Finding, look_into, look_into_state
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, require_checksum
 from streamshard.formats.zarr.documents import STATE_PATH
+from streamshard.io.entries import (
+    exists,
+    files_below,
+    is_directory,
+    is_file,
+    open_readable,
+    paths_in,
+    read_all,
+    resolve,
+)
 from streamshard.io.files import source_errors
-from streamshard.io.posix import entries_below, read_all, stream_of
-from streamshard.io.readable import ReadableFile
 from streamshard.layout.cutting import Segments
 from streamshard.model import FILE
 from streamshard.operations.source.source import Source, find_tag, open_source
@@ -83,7 +91,7 @@ def list_pickles(source: str | os.PathLike[str], *, tag: str | None = None) -> P
 
 def _list(root: Path, tag: str | None) -> PickleListing:
     notes: list[str] = []
-    if (root / "zarr.json").is_file():
+    if is_file(root / "zarr.json"):
         found = _in_store(root, tag)
     else:
         found = _in_files(root, _files(root, tag, notes))
@@ -111,15 +119,15 @@ def _files(root: Path, tag: str | None, notes: list[str]) -> list[Path]:
     """List the files of a checkpoint; or all files, if its tag cannot be chosen."""
     if dump_names.is_source_template(str(root)):
         template = dump_names.parse_source(str(root))
-        entries = sorted(template.directory.iterdir())
+        entries = sorted(paths_in(template.directory))
         found = [path for path in entries if template.rank_of(path.name) is not None]
         if not found:
             message = f"{root}: no file of this name for any rank"
             raise SourceNotFoundError(f"{message}{dump_names.hint_of_templates(root)}")
         return found
-    if not root.exists():
+    if not exists(root):
         raise SourceNotFoundError(f"{root}: no such file or directory")
-    if not root.is_dir():
+    if not is_directory(root):
         return [root]
     try:
         run_dir, tag_dir = find_tag(root, tag)
@@ -135,12 +143,12 @@ def _files(root: Path, tag: str | None, notes: list[str]) -> list[Path]:
 
 def _below(root: Path) -> list[Path]:
     """List all files below a directory; links to directories are listed, not followed."""
-    return sorted(p for p in entries_below(root) if p.is_symlink() or not p.is_dir())
+    return sorted(files_below(root))
 
 
 def _in_files(root: Path, paths: list[Path]) -> Iterator[tuple[str, Finding]]:
     """Search files on disk."""
-    base = root if root.is_dir() else root.parent
+    base = root if is_directory(root) else root.parent
     for path in paths:
         finding = _in_file(path, base, given=path == root)
         if finding is not None:
@@ -151,13 +159,13 @@ def _in_file(path: Path, base: Path, *, given: bool) -> Finding | None:
     """Search one file; a link is followed if it stays inside, or if the user gave it."""
     try:
         if not given and not is_inside(path, base):
-            return Finding(0, {}, f"a symbolic link that leads out, to {path.resolve()}")
-        if path.is_dir():
+            return Finding(0, {}, f"a symbolic link that leads out, to {resolve(path)}")
+        if is_directory(path):
             return None  # a link to a directory whose files are listed themselves
-        if not path.is_file():
+        if not is_file(path):
             return Finding(0, {}, "no regular file")
-        with stream_of(path) as stream:
-            return look_into(ReadableFile(stream.fileno()), path.name)
+        with open_readable(path) as file:
+            return look_into(file, path.name)
     except OSError as error:
         return Finding(0, {}, f"cannot be read ({error.strerror})")
 
@@ -189,10 +197,10 @@ def _in_store(root: Path, tag: str | None) -> Iterator[tuple[str, Finding]]:
 def _in_state(path: Path, root: Path) -> Finding:
     """Search a store's training state, even if its checksum is wrong."""
     try:
-        place = os.path.realpath(path)
-        if not Path(place).is_relative_to(os.path.realpath(root)):
+        place = resolve(path)
+        if not place.is_relative_to(resolve(root)):
             return Finding(0, {}, f"a symbolic link leads out, to {place}")
-        if not path.is_file():
+        if not is_file(path):
             return Finding(0, {}, "no regular file")
         stored = read_all(path)
     except OSError as error:

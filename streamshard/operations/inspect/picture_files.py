@@ -7,11 +7,13 @@ from streamshard.drawing.page import page
 from streamshard.drawing.svg import svg
 from streamshard.errors import TargetError, TargetExistsError, UsageError
 from streamshard.io.durability import write_durably
+from streamshard.io.entries import is_directory, is_file, lexists
 from streamshard.io.files import target_errors
+from streamshard.io.sink import remove_file
 from streamshard.operations.inspect.cut_picture import picture_of
 from streamshard.operations.inspect.inspect_report import FileSummary
 from streamshard.operations.source.source import Source
-from streamshard.operations.transfer.target import exists, partial_of, require_separate
+from streamshard.operations.transfer.target import partial_of, require_separate
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +43,12 @@ class PictureFiles:
             raise UsageError(f"{self.svg}: cannot be --svg and --html at once")
         for path in self.paths:
             with target_errors(path):
-                if not path.parent.is_dir():
+                if not is_directory(path.parent):
                     message = f"{path}: there is no directory {path.parent}; make it first"
                     raise TargetError(message)
-                if exists(path) and not self.overwrite:
+                if lexists(path) and not self.overwrite:
                     raise TargetExistsError(f"{path}: exists; use --overwrite to replace it")
-                if exists(path) and not path.is_file():
+                if lexists(path) and not is_file(path):
                     raise TargetExistsError(
                         f"{path}: is no file, so --overwrite will not replace it"
                     )
@@ -76,6 +78,6 @@ def _write(path: Path, text: str) -> FileSummary:
         try:
             write_durably(path, data, partial_of(path))
         except BaseException:
-            partial_of(path).unlink(missing_ok=True)
+            remove_file(partial_of(path), missing_ok=True)
             raise
     return FileSummary(str(path), len(data))

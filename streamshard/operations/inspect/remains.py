@@ -14,6 +14,7 @@ from streamshard.errors import (
 )
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read.validation import Recorded, recorded
+from streamshard.io.entries import exists, is_directory, is_file
 from streamshard.layout.sample import EVERYTHING
 from streamshard.model import SourceFile
 from streamshard.operations.checks import structure
@@ -50,7 +51,7 @@ def look_around(
     root = Path(source)
     release_frames(error)
     try:
-        if tag is None and root.is_dir() and _needs_choice(root):
+        if tag is None and is_directory(root) and _needs_choice(root):
             return _directory(root, error)
         if not isinstance(error, IncompleteError | CorruptFileError | DisagreementError):
             return None
@@ -64,14 +65,14 @@ def _needs_choice(root: Path) -> bool:
     try:
         find_tag(root, None)
     except (SourceError, OSError):
-        return not (root / "zarr.json").is_file()
+        return not is_file(root / "zarr.json")
     return False
 
 
 def _directory(root: Path, error: SourceError) -> CheckpointList | None:
     """List a directory's checkpoints; tags without a `latest` beside them are a problem."""
     found = summaries(root)
-    is_run = (root / names.LATEST).exists() or any(
+    is_run = exists(root / names.LATEST) or any(
         "/" not in one.path and one.kind == "native" and _is_tag(root / one.path) for one in found
     )
     return CheckpointList(
@@ -80,7 +81,7 @@ def _directory(root: Path, error: SourceError) -> CheckpointList | None:
 
 
 def _is_tag(place: Path) -> bool:
-    return not (place / names.LATEST).is_file()
+    return not is_file(place / names.LATEST)
 
 
 def _incomplete(request: Request) -> IncompleteCheckpoint:

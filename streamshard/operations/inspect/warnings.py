@@ -7,8 +7,8 @@ from streamshard.errors import SourceError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.names import step_of
 from streamshard.formats.deepspeed.read.rank_files import find
+from streamshard.io.entries import is_directory, is_file, paths_below, paths_in
 from streamshard.io.files import source_errors
-from streamshard.io.posix import entries_below
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Source, find_tag
 
@@ -22,7 +22,7 @@ def problems_of(source: Source) -> tuple[str, ...]:
 def _problems(source: Source) -> Iterator[str]:
     run_dir, tag = source.path, source.checkpoint.tag
     latest = run_dir / names.LATEST
-    if not latest.is_file():
+    if not is_file(latest):
         yield f"{latest}: not there, so load_checkpoint() finds no tag unless it is given one."
     else:
         try:
@@ -30,17 +30,17 @@ def _problems(source: Source) -> Iterator[str]:
         except SourceError as error:
             yield f"{error}."
     yield from _newer_tags(run_dir, tag)
-    for path in sorted(entries_below(run_dir / tag)):
-        if path.parent != run_dir / tag and path.is_file() and names.parse(path.name):
+    for path in sorted(paths_below(run_dir / tag)):
+        if path.parent != run_dir / tag and is_file(path) and names.parse(path.name):
             yield f"{path}: looks like a shard, lies in a directory of its own, and is not read."
 
 
 def _newer_tags(run_dir: Path, tag: str) -> Iterator[str]:
     """Find later saves than this one: a save that was interrupted never became `latest`."""
     step = step_of(tag)
-    for entry in sorted((run_dir / tag).parent.iterdir()):
+    for entry in sorted(paths_in((run_dir / tag).parent)):
         other = step_of(entry.name)
-        if step is None or other is None or other <= step or not entry.is_dir():
+        if step is None or other is None or other <= step or not is_directory(entry):
             continue
         try:
             if has_shards(entry):

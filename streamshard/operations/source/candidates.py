@@ -7,6 +7,7 @@ from typing import Final
 
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.names import step_of
+from streamshard.io.entries import is_directory, is_file, paths_in
 from streamshard.operations.source.sidecars import has_shards
 
 _MOST_NAMED: Final = 8
@@ -22,9 +23,9 @@ def find_candidates(root: Path) -> list[str]:
     it are listed instead.
     """
     found: list[str] = []
-    for entry in root.iterdir():
+    for entry in paths_in(root):
         try:
-            if entry.is_dir() and not entry.name.startswith(names.OWN_PREFIX):
+            if is_directory(entry) and not entry.name.startswith(names.OWN_PREFIX):
                 found += _candidates_at(entry)
         except FileNotFoundError:  # removed meanwhile, as by Trainer's save_total_limit
             continue
@@ -36,21 +37,21 @@ def find_candidates(root: Path) -> list[str]:
 
 def _candidates_at(entry: Path) -> Iterator[str]:
     """Yield the checkpoint that a directory is, or the checkpoints in it."""
-    if _is_checkpoint(entry) or (entry / names.LATEST).is_file():
+    if _is_checkpoint(entry) or is_file(entry / names.LATEST):
         yield entry.name
         return
-    inside = [place for place in entry.iterdir() if place.is_dir()]
+    inside = [place for place in paths_in(entry) if is_directory(place)]
     yield from (f"{entry.name}/{place.name}" for place in inside if _is_checkpoint(place))
 
 
 def _is_checkpoint(directory: Path) -> bool:
-    if (directory / "zarr.json").is_file():
+    if is_file(directory / "zarr.json"):
         return True
     if not has_shards(directory):
         return False
     # DeepSpeed's universal checkpoints hold the model files of their source too.
-    kinds = {parsed.kind for f in directory.iterdir() if (parsed := names.parse(f.name))}
-    return "optim" in kinds or not (directory / "zero").is_dir()
+    kinds = {parsed.kind for f in paths_in(directory) if (parsed := names.parse(f.name))}
+    return "optim" in kinds or not is_directory(directory / "zero")
 
 
 def step_of_path(path: str) -> int | None:

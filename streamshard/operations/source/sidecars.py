@@ -8,7 +8,16 @@ from streamshard.errors import UnsupportedError
 from streamshard.formats import frameworks
 from streamshard.formats.deepspeed import names
 from streamshard.formats.links import is_inside
-from streamshard.io.posix import entries_below
+from streamshard.io.entries import (
+    is_directory,
+    is_file,
+    is_link,
+    is_real_directory,
+    link_target,
+    paths_below,
+    paths_in,
+    resolve,
+)
 
 _MOST_NAMED: Final = 8
 
@@ -34,13 +43,13 @@ def find_beside(run_dir: Path, tag: str) -> tuple[list[tuple[Path, str]], list[s
     if framework is None:
         return found, _notes(left, run_dir)
     # A framework's directory holds one checkpoint, so files in its subdirectories belong to it too.
-    for directory in sorted(d for d in entries if d.is_dir() and not d.is_symlink()):
+    for directory in sorted(d for d in entries if is_real_directory(d)):
         if has_shards(directory) or directory.name == tag.partition("/")[0]:
             if framework == frameworks.ACCELERATE and directory.name != tag.partition("/")[0]:
                 message = f"{directory}: a second model of one Accelerate checkpoint, which is not"
                 raise UnsupportedError(f"{message} supported; save each model by itself")
             continue
-        inside = _carried(entries_below(directory), run_dir, left)
+        inside = _carried(paths_below(directory), run_dir, left)
         found += [(path, path.relative_to(run_dir).as_posix()) for path in inside]
     return found, _notes(left, run_dir)
 
@@ -50,28 +59,28 @@ def may_come_along(run_dir: Path) -> list[Path]:
     skipped = {names.LATEST, names.LATEST_UNIVERSAL}
     return [
         entry
-        for entry in run_dir.iterdir()
+        for entry in paths_in(run_dir)
         if entry.name not in skipped and not entry.name.startswith(names.OWN_PREFIX)
     ]
 
 
 def has_shards(path: Path) -> bool:
     """Tell whether a directory holds files of ZeRO's."""
-    return any(names.parse(entry.name) for entry in path.iterdir())
+    return any(names.parse(entry.name) for entry in paths_in(path))
 
 
 def _carried(entries: Iterable[Path], run_dir: Path, left: list[Path]) -> list[Path]:
     """Return the files that are carried along; add links that are not carried to `left`."""
     found = []
     for entry in sorted(entries):
-        if entry.is_symlink():
-            is_file = entry.is_file() and is_inside(entry, run_dir)
+        if is_link(entry):
+            is_whole = is_file(entry) and is_inside(entry, run_dir)
             # A link to a shard is not carried: as a file it would be a shard of the old ranks.
-            if is_file and names.parse(entry.resolve().name) is None:
+            if is_whole and names.parse(resolve(entry).name) is None:
                 found.append(entry)
-            elif is_file or not entry.is_dir() or not is_inside(entry, run_dir):
+            elif is_whole or not is_directory(entry) or not is_inside(entry, run_dir):
                 left.append(entry)
-        elif entry.is_file():
+        elif is_file(entry):
             found.append(entry)
     return found
 
@@ -79,7 +88,7 @@ def _carried(entries: Iterable[Path], run_dir: Path, left: list[Path]) -> list[P
 def _notes(left: Sequence[Path], run_dir: Path) -> list[str]:
     if not left:
         return []
-    named = [f"{path.relative_to(run_dir)} to {path.readlink()}" for path in left[:_MOST_NAMED]]
+    named = [f"{path.relative_to(run_dir)} to {link_target(path)}" for path in left[:_MOST_NAMED]]
     more = f" and {len(left) - _MOST_NAMED:,} more" if len(left) > _MOST_NAMED else ""
     message = "Symbolic links that are not carried, as they lead out of the run directory, nowhere"
     message = (

@@ -23,8 +23,8 @@ from streamshard.formats.deepspeed.read import zero_reader
 from streamshard.formats.links import require_inside
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.zarr import zarr_reader
+from streamshard.io.entries import exists, is_directory, is_file, paths_below, read_all
 from streamshard.io.files import source_errors
-from streamshard.io.posix import entries_below, stream_of
 from streamshard.io.retry import try_again
 from streamshard.layout.cutting import Cutting
 from streamshard.model import SourceFile
@@ -174,7 +174,7 @@ def _open(
             template = dump_names.parse_source(str(path))
             dumps = dump_reader.read(template, config, like)
             opened = _source(template.directory, "dumps", dumps)
-        elif (root / "zarr.json").is_file():
+        elif is_file(root / "zarr.json"):
             opened = _open_store(root, tag)
         else:
             opened = _open_native(*find_tag(root, tag), like)
@@ -190,9 +190,9 @@ def find_tag(root: Path, tag: str | None) -> tuple[Path, Path]:
         There is no tag directory, or it is a link out of the run directory. If there are others,
         the message names them.
     """
-    if not root.exists():
+    if not exists(root):
         raise SourceNotFoundError(f"{root}: no such file or directory")
-    if not root.is_dir():
+    if not is_directory(root):
         what = detect.file(root)
         if what is not None:
             raise UnsupportedError(f"{root}: {what}")
@@ -204,7 +204,7 @@ def find_tag(root: Path, tag: str | None) -> tuple[Path, Path]:
         tag = _latest(root)
     elif not names.is_tag(tag):
         raise SourceError(f"{root}: tag {show(tag)} is no path of a directory in it")
-    elif not (root / tag).is_dir():
+    elif not is_directory(root / tag):
         message = f"{root / tag}: no such tag directory{hint_of_candidates(root)}"
         raise SourceNotFoundError(message)
     require_inside(root / tag, root)
@@ -220,7 +220,7 @@ def _run_directory_of(tag_dir: Path) -> Path:
     For `epoch/1` it is the directory whose `latest` names a tag of the same depth, as `epoch/2`.
     """
     for place in tag_dir.parents[:_MOST_DEEP]:
-        if (place / names.LATEST).is_file():
+        if is_file(place / names.LATEST):
             depth = len(tag_dir.relative_to(place).parts)
             with suppress(SourceError):
                 if len(Path(_latest(place)).parts) == depth:
@@ -231,29 +231,28 @@ def _run_directory_of(tag_dir: Path) -> Path:
 
 def _latest(root: Path) -> str:
     latest = root / names.LATEST
-    if not latest.is_file():
+    if not is_file(latest):
         what = None if find_candidates(root) else detect.directory(root)
         if what is not None:
             raise UnsupportedError(f"{root}: {what}")
         message = f"{root}: no 'latest' file and no shards in it{hint_of_candidates(root)}"
         raise SourceNotFoundError(message)
     require_inside(latest, root)
-    with stream_of(latest) as stream:
-        tag = stream.read(_LATEST_BYTES).decode(errors="replace").strip()
+    tag = read_all(latest, _LATEST_BYTES).decode(errors="replace").strip()
     if not tag:
         message = f"{latest}: empty, as a save that was killed leaves it{hint_of_candidates(root)}"
         raise IncompleteError(message)
     if not names.is_tag(tag):
         message = f"{latest}: names {show(tag)}, which leads out of the run directory or is no name"
         raise SourceError(f"{message}{hint_of_candidates(root)}")
-    if not (root / tag).is_dir():
+    if not is_directory(root / tag):
         message = f"{latest}: names {show(tag)}, which is not there{hint_of_candidates(root)}"
         raise IncompleteError(message)
     return tag
 
 
 def _open_native(run_dir: Path, tag_dir: Path, like: Checkpoint | None) -> Source:
-    for path in entries_below(tag_dir):
+    for path in paths_below(tag_dir):
         require_inside(path, run_dir, tag_dir)
     tag = tag_dir.relative_to(run_dir).as_posix()
     files, notes = find_beside(run_dir, tag)

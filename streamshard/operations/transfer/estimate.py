@@ -3,7 +3,6 @@
 `--dry-run` shows the estimate, and with `--json` prints it under the key `outlook`.
 """
 
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +16,14 @@ from streamshard.io.disk_speed import (
     measure_reading,
     measure_writing,
 )
+from streamshard.io.sink import allocated_bytes, free_bytes
 from streamshard.layout.memory_plan import SCRATCH_BYTES, SLACK_BYTES, MemoryPlan
 from streamshard.model import BLOB, FILE, MASTER, MODULE, SourceFile
 from streamshard.operations.resume.resizing import Change
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.byte_accounting import ByteCounts, read_bytes
 from streamshard.operations.transfer.report import Report
-from streamshard.operations.transfer.target import allocated_bytes, partial_of, place_of
+from streamshard.operations.transfer.target import partial_of, place_of
 
 Encode = Callable[[memoryview], bytes]
 
@@ -193,7 +193,7 @@ def _memory(plan: MemoryPlan, report: Report) -> MemoryParts:
 
 def _space(target: Path, written: int) -> Space:
     place = place_of(target)
-    free, begun = shutil.disk_usage(place).free, allocated_bytes(partial_of(target))
+    free, begun = free_bytes(place), allocated_bytes(partial_of(target))
     after = free + begun + allocated_bytes(target) - written
     return Space(str(place), free, after, begun)
 

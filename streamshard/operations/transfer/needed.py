@@ -16,8 +16,13 @@ from streamshard.engine.scan.target_comparison import first_difference
 from streamshard.errors import TargetExistsError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
+from streamshard.io.entries import (
+    files_below,
+    is_directory,
+    is_file,
+    read_all,
+)
 from streamshard.io.files import target_errors
-from streamshard.io.posix import entries_below, stream_of
 from streamshard.layout.memory_plan import SCRATCH_BYTES, MemoryPlan
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.report import Progress, Report, Silent
@@ -75,14 +80,10 @@ class Wanted:
 
     def _difference(self, progress: Progress) -> str | None:
         """Describe the first difference of the target; None if there is none."""
-        if not self.target.is_dir():
+        if not is_directory(self.target):
             return "it is no directory"
         with target_errors(self.target):
-            there = {
-                path.relative_to(self.target).as_posix()
-                for path in entries_below(self.target)
-                if path.is_symlink() or not path.is_dir()
-            }
+            there = {path.relative_to(self.target).as_posix() for path in files_below(self.target)}
             named = latest_of(self.target) if self.latest is not None else None
         if named != self.latest:
             told = "there is no 'latest'" if named is None else f"its 'latest' names {named!r}"
@@ -122,7 +123,6 @@ def nothing_done(report: Report, found: str, path: str) -> Report:
 def latest_of(run_dir: Path) -> str | None:
     """Return the tag that a job loads from a run directory; None if there is no `latest`."""
     path = run_dir / names.LATEST
-    if not path.is_file():
+    if not is_file(path):
         return None
-    with stream_of(path) as stream:
-        return stream.read(_LATEST_BYTES).decode(errors="replace").strip()
+    return read_all(path, _LATEST_BYTES).decode(errors="replace").strip()

@@ -17,10 +17,11 @@ from streamshard.errors import TargetError, TargetExistsError, UsageError
 from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import names
 from streamshard.io.durability import write_durably
+from streamshard.io.entries import is_directory, lexists, read_all, resolve
 from streamshard.io.files import target_errors
-from streamshard.io.posix import stream_of
+from streamshard.io.sink import remove_file
 from streamshard.operations.transfer.run_identity import RunIdentity
-from streamshard.operations.transfer.target import exists, partial_of, place_to_make
+from streamshard.operations.transfer.target import partial_of, place_to_make
 from streamshard.operations.verb_options import (
     ConvertOptions,
     ExportOptions,
@@ -145,9 +146,9 @@ def write(path: Path, command: Command, identity: RunIdentity, sizes: Mapping[st
     if command.verb not in OPTIONS:
         raise UsageError(f"{path}: a part of a larger plan, which cannot be saved by itself")
     source = identity.source
-    here = path.absolute().parent.resolve()
+    here = resolve(path.absolute().parent)
     target = place_to_make(Path(command.target))
-    for place in (source.path.resolve(), target.resolve(), partial_of(target).resolve()):
+    for place in (resolve(source.path), resolve(target), resolve(partial_of(target))):
         if place == here or place in here.parents:
             message = f"{path}: lies in {place}, and would change what the plan is about"
             raise UsageError(f"{message}; choose another place")
@@ -159,7 +160,7 @@ def write(path: Path, command: Command, identity: RunIdentity, sizes: Mapping[st
         tag = source.checkpoint.tag
         # A later save changes `latest`, so the tag is recorded. The path of a tag directory already
         # contains the tag.
-        options["tag"] = tag if (Path(command.source) / tag).is_dir() else None
+        options["tag"] = tag if is_directory(Path(command.source) / tag) else None
     document = {
         "kind": _KIND,
         "version": _VERSION,
@@ -178,15 +179,15 @@ def write(path: Path, command: Command, identity: RunIdentity, sizes: Mapping[st
         try:
             write_durably(path, data, temporary)
         except BaseException:
-            temporary.unlink(missing_ok=True)
+            remove_file(temporary, missing_ok=True)
             raise
 
 
 def _require_replaceable(path: Path) -> None:
     """Refuse a path without a directory, and one where there is anything but an earlier plan."""
-    if not path.parent.is_dir():
+    if not is_directory(path.parent):
         raise TargetError(f"{path}: there is no directory {path.parent}; make it first")
-    if not exists(path):
+    if not lexists(path):
         return
     try:
         read(path)
@@ -209,8 +210,7 @@ def read(path: Path) -> SavedPlan:
         There is no such file, or it is not a plan of this version.
     """
     try:
-        with stream_of(path) as stream:
-            data = stream.read(_LIMIT_BYTES + 1)
+        data = read_all(path, _LIMIT_BYTES + 1)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
     if len(data) > _LIMIT_BYTES:

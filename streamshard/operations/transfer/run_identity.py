@@ -75,8 +75,8 @@ class RunIdentity:
 
 
 def _digest(file: SourceFile) -> bytes:
-    """Return a digest of a file's size, time and inode when the plan was made."""
-    looks = f"{file.nbytes} {file.mtime_ns} {file.inode}"
+    """Return a digest of a file's size and identity when the plan was made."""
+    looks = f"{file.nbytes} {file.version} {file.file_id}"
     return blake2b(looks.encode(), digest_size=_DIGEST_BYTES).digest()
 
 

@@ -11,8 +11,6 @@ At any moment the disk is in one of these states, and the same command finishes 
 - OUT has that journal still in it: OUT.replaced is removed, then the journal.
 """
 
-import os
-import shutil
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -24,18 +22,28 @@ from streamshard.errors import NotAsWrittenError, TargetExistsError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.durability import sync_path, write_durably
+from streamshard.io.entries import (
+    exists,
+    files_below,
+    lexists,
+)
 from streamshard.io.files import target_errors
 from streamshard.io.lock import Lock
-from streamshard.io.posix import entries_below
 from streamshard.io.preallocation import Reservation
+from streamshard.io.sink import (
+    allocated_bytes,
+    discard,
+    make_directory,
+    remove,
+    remove_file,
+    rename,
+    take_over_status,
+)
 from streamshard.operations.transfer.run_identity import RunIdentity
 from streamshard.operations.transfer.target import (
     JOURNAL,
-    allocated_bytes,
-    exists,
     is_vacant,
     partial_of,
-    remove,
     replaced_of,
     replaces,
     require_free,
@@ -73,8 +81,8 @@ class PartialTarget:
 
     def __enter__(self) -> Self:
         with target_errors(self.path), ExitStack() as stack:
-            self._made = [p for p in self._target.parents if not p.exists()]
-            self._target.parent.mkdir(parents=True, exist_ok=True)
+            self._made = [p for p in self._target.parents if not exists(p)]
+            make_directory(self._target.parent, parents=True, exist_ok=True)
             self._lock.take()
             stack.callback(self._lock.release)
             self.journal = Journal(self.path / JOURNAL)
@@ -93,8 +101,8 @@ class PartialTarget:
         if done.is_whole and done.header is not None:
             self._tidy(done)
             self.is_done = self._purpose.difference(done.header) is None and not self._overwrite
-        elif replaces(self.journal) and exists(self._replaced) and is_vacant(self._target):
-            self._replaced.rename(self._target)
+        elif replaces(self.journal) and lexists(self._replaced) and is_vacant(self._target):
+            rename(self._replaced, self._target)
 
     def _prepare(self) -> None:
         """Start from the beginning, or continue from an earlier run's partial target."""
@@ -104,7 +112,7 @@ class PartialTarget:
         require_free(self._target, overwrite=self._overwrite, template=template)
         if self._overwrite or header is None:
             self._is_own = True
-            self.path.mkdir(exist_ok=True)
+            make_directory(self.path, exist_ok=True)
             self._become_like_empty()
             self.journal.begin(self._purpose.header)
         else:
@@ -127,20 +135,16 @@ class PartialTarget:
         This happens before anything is written. So the partial target is as private as that
         directory all the time, and its files get the group that a set-group-ID bit gives them.
         """
-        if not exists(self._target) or not is_vacant(self._target):
+        if not lexists(self._target) or not is_vacant(self._target):
             return
-        wanted, own = self._target.stat(), self.path.stat()
-        if (wanted.st_uid, wanted.st_gid) != (own.st_uid, own.st_gid):
-            os.chown(self.path, wanted.st_uid, wanted.st_gid)
-        shutil.copystat(self._target, self.path)
+        take_over_status(self._target, self.path)
 
     def _remove_unknown(self) -> None:
         """Remove files that the journal does not list: they are not known to be this run's."""
-        for path in list(entries_below(self.path)):
+        for path in files_below(self.path):
             relative = path.relative_to(self.path).as_posix()
-            is_directory = path.is_dir() and not path.is_symlink()
-            if not is_directory and relative != JOURNAL and not self.journal.holds(relative):
-                path.unlink()
+            if relative != JOURNAL and not self.journal.holds(relative):
+                remove_file(path)
 
     @property
     def is_written(self) -> bool:
@@ -156,8 +160,8 @@ class PartialTarget:
         with suppress(OSError):
             self._finish_reservation()
         if isinstance(error, NotAsWrittenError):
-            shutil.rmtree(self.path, ignore_errors=True)
-        elif error is not None and not self.journal.is_empty and os.path.lexists(self.path):
+            discard(self.path)
+        elif error is not None and not self.journal.is_empty and lexists(self.path):
             how = "without --overwrite" if self._overwrite else "again"
             error.add_note(
                 f"{self.path}: keeps what was written; run the same command {how} to go on"
@@ -167,7 +171,7 @@ class PartialTarget:
     def _remove_if_empty(self) -> None:
         """Remove this run's partial target if nothing was written."""
         if self._is_own and self.journal.is_empty:
-            shutil.rmtree(self.path, ignore_errors=True)
+            discard(self.path)
 
     def _finish_reservation(self) -> None:
         if self._reservation is not None:
@@ -206,18 +210,18 @@ class PartialTarget:
         """Rename the new directory to the target; if that fails, restore the old target."""
         # If somebody has put something there meanwhile, the system refuses to rename.
         if is_vacant(self._target) or not replaces(self.journal):
-            self.path.rename(self._target)
+            rename(self.path, self._target)
             return
-        self._target.rename(self._replaced)
+        rename(self._target, self._replaced)
         try:
-            self.path.rename(self._target)
+            rename(self.path, self._target)
         except BaseException:
-            self._replaced.rename(self._target)
+            rename(self._replaced, self._target)
             raise
 
     def _tidy(self, done: Journal) -> None:
         """Remove the replaced target, then the journal that records the replacement."""
-        if replaces(done) and exists(self._replaced):
+        if replaces(done) and lexists(self._replaced):
             remove(self._replaced)
-        (self._target / JOURNAL).unlink()
+        remove_file(self._target / JOURNAL)
         sync_path(self._target)

@@ -1,7 +1,6 @@
 """Decides which paths may become a target: free ones, and our own that may be replaced."""
 
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -13,15 +12,25 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.frameworks import framework_of
 from streamshard.formats.zarr.zarr_reader import is_store
+from streamshard.io.entries import (
+    exists,
+    files_below,
+    is_directory,
+    is_file,
+    is_link,
+    is_real_directory,
+    lexists,
+    paths_in,
+    read_all,
+    resolve,
+)
 from streamshard.io.file_system import is_mount_point
 from streamshard.io.files import target_errors
-from streamshard.io.posix import entries_below
+from streamshard.io.sink import allocated_bytes, foreign_owner, free_bytes, may_change
 from streamshard.model import SourceFile
 
 JOURNAL: Final = f"{names.OWN_PREFIX}.journal"
 """File in a partial target that records which parts are written."""
-_BLOCK_BYTES: Final = 512
-"""The unit of st_blocks in stat(2), whatever the block size of the file system."""
 
 
 def partial_of(target: Path) -> Path:
@@ -41,8 +50,8 @@ def place_to_make(target: Path) -> Path:
     for a target that a run had completed when it was killed, but whose journal is still there.
     """
     with target_errors(target):
-        if target.is_symlink() and target.is_dir():
-            directory = target.resolve()
+        if is_link(target) and is_directory(target):
+            directory = resolve(target)
             if is_vacant(directory) or Journal(directory / JOURNAL).is_whole:
                 return directory
     return target
@@ -50,9 +59,9 @@ def place_to_make(target: Path) -> Path:
 
 def require_separate(source: Path, files: Sequence[SourceFile], target: Path) -> None:
     """Refuse a target that lies in its own source, or the other way round."""
-    here = {source.resolve(), *{file.path.parent.resolve() for file in files}}
+    here = {resolve(source), *{resolve(file.path.parent) for file in files}}
     for place in (target, partial_of(target), replaced_of(target)):
-        there = place.resolve()
+        there = resolve(place)
         if any(h == there or h in there.parents or there in h.parents for h in here):
             message = f"{target}: lies in or around the source {source}"
             if place != target:
@@ -62,7 +71,7 @@ def require_separate(source: Path, files: Sequence[SourceFile], target: Path) ->
 
 def require_other(source: str | os.PathLike[str], target: Path) -> None:
     """Refuse a target that is the source, before a message advises --overwrite."""
-    if target.resolve() == Path(source).resolve():
+    if resolve(target) == resolve(Path(source)):
         raise UsageError(f"{target}: is the source itself; choose another place")
 
 
@@ -88,13 +97,13 @@ def _require_free(target: Path, *, overwrite: bool, template: Template | None) -
         return
     partial, replaced = partial_of(target), replaced_of(target)
     begun = Journal(partial / JOURNAL)
-    if exists(replaced) and not (is_vacant(target) and replaces(begun)):
+    if lexists(replaced) and not (is_vacant(target) and replaces(begun)):
         message = f"{replaced}: is in the way, and was not left by an --overwrite that was cut off"
         raise TargetExistsError(f"{message}; move it, or choose another target")
-    if exists(partial) and begun.header is None and not _may_be_cleared(partial):
+    if lexists(partial) and begun.header is None and not _may_be_cleared(partial):
         message = f"{partial}: is in the way, and was not left by a run that was cut off"
         raise TargetExistsError(f"{message}; move it, or choose another target")
-    if exists(target):
+    if lexists(target):
         _require_place(target)
     if is_vacant(target):
         return
@@ -107,14 +116,14 @@ def _require_free(target: Path, *, overwrite: bool, template: Template | None) -
 
 def _require_place(target: Path) -> None:
     """Refuse a directory that another one cannot replace by a rename."""
-    if not target.is_dir() or target.is_symlink():
+    if not is_real_directory(target):
         return
     reason = None
     if is_mount_point(target):
         reason = "is a mount point, which no other directory can take the place of"
-    elif not os.access(target.absolute().parent, os.W_OK | os.X_OK):
+    elif not may_change(target.absolute().parent):
         reason = f"its place cannot be taken, as {target.absolute().parent} may not be written"
-    elif os.geteuid() not in (0, owner := target.stat().st_uid):
+    elif (owner := foreign_owner(target)) is not None:
         reason = f"belongs to user {owner}, and user {os.geteuid()} can make no directory for them"
     if reason is not None:
         message = f"{target}: {reason}; what is made is built beside its place and then renamed"
@@ -126,21 +135,15 @@ def replaces(journal: Journal) -> bool:
     return journal.header is not None and journal.header.get("replaces") is True
 
 
-def exists(path: Path) -> bool:
-    """Tell whether a path exists, even as a dangling link."""
-    return path.exists() or path.is_symlink()
-
-
 def is_vacant(path: Path) -> bool:
     """Tell whether a directory can be renamed to a path: it is free, or an empty directory."""
-    if path.is_symlink() or not path.is_dir():
-        return not exists(path)
-    with os.scandir(path) as entries:
-        return next(entries, None) is None
+    if not is_real_directory(path):
+        return not lexists(path)
+    return next(paths_in(path), None) is None
 
 
 def is_there(path: Path) -> bool:
-    """Tell whether a path exists, as `exists`, for callers that do not catch OSError.
+    """Tell whether a path exists, as `lexists`, for callers that do not catch OSError.
 
     Raises
     ------
@@ -148,29 +151,29 @@ def is_there(path: Path) -> bool:
         The system does not tell whether the path exists.
     """
     with target_errors(path):
-        return exists(path)
+        return lexists(path)
 
 
 def _may_be_cleared(partial: Path) -> bool:
     """Tell whether a partial target holds no more than a journal, and so may be removed."""
-    if partial.is_symlink() or not partial.is_dir():
+    if not is_real_directory(partial):
         return False
-    return all(entry.name.startswith(JOURNAL) for entry in partial.iterdir())
+    return all(entry.name.startswith(JOURNAL) for entry in paths_in(partial))
 
 
 def _is_ours(target: Path, template: Template | None) -> bool:
     """Tell whether a directory is one checkpoint, store, set of dumps or export, and no more."""
-    if target.is_symlink() or not target.is_dir():
+    if not is_real_directory(target):
         return False
-    entries = list(target.iterdir())
+    entries = list(paths_in(target))
     if template is not None:
         return all(template.rank_of(entry.name) is not None for entry in entries)
-    if (target / "zarr.json").is_file():
+    if is_file(target / "zarr.json"):
         return is_store(target)
-    files = [path for path in entries_below(target) if path.is_symlink() or not path.is_dir()]
+    files = files_below(target)
     if pretrained.is_export([path.relative_to(target).as_posix() for path in files]):
         return True
-    found = {entry.name for entry in entries if entry.is_dir()}
+    found = {entry.name for entry in entries if is_directory(entry)}
     universal = _named(target / names.LATEST_UNIVERSAL)
     if universal and {entry.name for entry in entries} == {
         names.LATEST_UNIVERSAL, universal.partition("/")[0]
@@ -185,18 +188,18 @@ def _is_ours(target: Path, template: Template | None) -> bool:
 def _is_alone(target: Path, tag: str) -> bool:
     """Tell whether the parent directories of a tag that is a path hold nothing else."""
     parts = Path(tag).parts
-    if not names.is_tag(tag) or not (target / tag).is_dir():
+    if not names.is_tag(tag) or not is_directory(target / tag):
         return False
     levels = [target.joinpath(*parts[:depth]) for depth in range(1, len(parts))]
     return all(
-        [entry.name for entry in level.iterdir()] == [parts[depth]]
+        [entry.name for entry in paths_in(level)] == [parts[depth]]
         for depth, level in enumerate(levels, start=1)
     )
 
 
 def _named(file: Path) -> str:
     """Return the tag that a file names; empty if there is no such file."""
-    return file.read_text(errors="replace").strip() if file.is_file() else ""
+    return read_all(file).decode(errors="replace").strip() if is_file(file) else ""
 
 
 def require_space(target: Path, nbytes: int) -> None:
@@ -205,7 +208,7 @@ def require_space(target: Path, nbytes: int) -> None:
     Space that an earlier run's partial target takes counts as free: it is kept or removed first.
     """
     with target_errors(target):
-        free = shutil.disk_usage(place_of(target)).free + allocated_bytes(partial_of(target))
+        free = free_bytes(place_of(target)) + allocated_bytes(partial_of(target))
     if nbytes > free:
         message = f"{target}: needs {nbytes:,} bytes, {free:,} are free on its file system"
         raise NoSpaceError(f"{message}. Nothing was written; free some, or choose another place")
@@ -214,31 +217,6 @@ def require_space(target: Path, nbytes: int) -> None:
 def place_of(target: Path) -> Path:
     """Return the parent directory of a target, or the nearest parent that exists."""
     place = target.absolute().parent
-    while not place.exists():
+    while not exists(place):
         place = place.parent
     return place
-
-
-def allocated_bytes(root: Path) -> int:
-    """Return the disk space that the files below a directory take."""
-    if not exists(root):
-        return 0
-    return sum(path.lstat().st_blocks * _BLOCK_BYTES for path in entries_below(root))
-
-
-def remove(path: Path) -> None:
-    """Remove a directory with all that is in it, or a file.
-
-    Raises
-    ------
-    OSError
-        Something cannot be removed; it names the path that was given.
-    """
-    try:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-    except OSError as error:
-        # rmtree may name a path relative to a directory that it does not name.
-        raise OSError(error.errno, error.strerror, str(path)) from error

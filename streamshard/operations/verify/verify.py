@@ -16,6 +16,7 @@ from streamshard.errors import (
     UnsupportedError,
     UsageError,
 )
+from streamshard.io.entries import entries_below, is_denied, is_directory
 from streamshard.layout.sample import EVERYTHING, Sample
 from streamshard.operations.checks.problems import Difference, Findings, Verification
 from streamshard.operations.checks.scan import scan
@@ -166,7 +167,8 @@ class _Run:
             raise
         except (SourceError, IntegrityError) as error:
             place = Path(request.path)
-            files = {*place.rglob("*")} if place.is_dir() else set()
+            found = entries_below(place, skips=is_denied) if is_directory(place) else ()
+            files = {entry.path for entry in found}
             self.findings.add_error(error, place, files)
             self.projected_bytes = self._limits.fit(EXTRA_BYTES).projected_bytes
             return

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
-from streamshard.io.posix import stream_of
+from streamshard.io.entries import open_readable
 from streamshard.layout.cutting import CuttingBuilder
 from streamshard.layout.zero import FlatGroup
 from streamshard.model import Slot, SourceFile
@@ -110,9 +110,8 @@ def _require_alike(one: tuple[SourceFile, int], other: tuple[SourceFile, int], n
 
 
 def _read(file: SourceFile, offset: int, nbytes: int) -> bytes:
-    with stream_of(file.path) as stream:
-        stream.seek(offset)
-        data = stream.read(nbytes)
+    with open_readable(file.path) as opened:
+        data = opened.read_at(offset, nbytes)
     if len(data) != nbytes:
         raise CorruptFileError(f"{file.path}: ends before byte {offset + nbytes}")
     return data

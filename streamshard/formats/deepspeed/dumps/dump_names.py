@@ -9,6 +9,7 @@ from string import Formatter
 from typing import Final
 
 from streamshard.errors import IncompleteError, SourceNotFoundError, UsageError
+from streamshard.io.entries import exists, is_directory, is_file, paths_in
 
 _WILDCARDS: Final = frozenset("*?[")
 _NUMBER: Final = re.compile(r"[0-9]+")
@@ -52,9 +53,9 @@ class Template:
             There are no files, or the file of a rank is missing between others.
         """
         where = self.directory / self.name
-        if not self.directory.is_dir():
+        if not is_directory(self.directory):
             raise SourceNotFoundError(f"{self.directory}: no such directory")
-        ranks = {self.rank_of(entry.name) for entry in self.directory.iterdir()} - {None}
+        ranks = {self.rank_of(entry.name) for entry in paths_in(self.directory)} - {None}
         if not ranks:
             message = f"{where}: no file of this name for any rank{hint_of_templates(where)}"
             raise SourceNotFoundError(message)
@@ -99,7 +100,7 @@ def parse(path: str) -> Template:
 def is_source_template(path: str) -> bool:
     """Tell whether a path stands for the files of all ranks: a template or a file name pattern."""
     whole = Path(path)
-    return is_template(path) or (bool(_WILDCARDS & {*whole.name}) and not whole.exists())
+    return is_template(path) or (bool(_WILDCARDS & {*whole.name}) and not exists(whole))
 
 
 def parse_source(path: str) -> Template:
@@ -197,9 +198,9 @@ def _as_padded(template: Template) -> Template:
 
 
 def _files_in(directory: Path) -> list[str]:
-    if not directory.is_dir():
+    if not is_directory(directory):
         raise SourceNotFoundError(f"{directory}: no such directory")
-    return sorted(entry.name for entry in directory.iterdir() if entry.is_file())
+    return sorted(entry.name for entry in paths_in(directory) if is_file(entry))
 
 
 def _templates(file_names: Iterable[str]) -> Iterator[tuple[str, list[int]]]:

@@ -16,7 +16,7 @@ from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_file import TorchFile
 from streamshard.formats.torch.torch_tensor import Storage
 from streamshard.formats.torch.tree_comparison import spell_few
-from streamshard.io.posix import entries_below, stream_of
+from streamshard.io.entries import identify, is_file, open_readable, paths_below
 from streamshard.model import SourceFile
 
 SAVE_AGAIN: Final = "Load it with a later version at its own world size, and save it again"
@@ -182,7 +182,7 @@ def find(tag_dir: Path) -> ShardSet:
     UnsupportedError
         The files are not a ZeRO checkpoint, or not a complete one; the message says what they are.
     """
-    found = TagFiles(tag_dir, sorted(p for p in entries_below(tag_dir) if p.is_file()))
+    found = TagFiles(tag_dir, sorted(p for p in paths_below(tag_dir) if is_file(p)))
     raise_first(found.mixed())
     refuse_files(tag_dir, found.others)
     if not found.prefixes:
@@ -219,9 +219,8 @@ class SourceFiles:
         return tuple(self._notes)
 
     def add(self, path: Path) -> int:
-        """Number a file and record its current size, modification time and inode."""
-        stat = path.stat()
-        self.files.append(SourceFile.of(path, stat))
+        """Number a file and record its current size and identity."""
+        self.files.append(identify(path))
         return len(self.files) - 1
 
     def read_dict(self, path: Path) -> dict[str, Any]:
@@ -244,9 +243,8 @@ class SourceFiles:
 
     def read_bytes(self, storage: Storage, offset: int, nbytes: int) -> bytes:
         """Read a small tensor's bytes."""
-        with stream_of(self.path_of(storage)) as stream:
-            stream.seek(offset)
-            data = stream.read(nbytes)
+        with open_readable(self.path_of(storage)) as file:
+            data = file.read_at(offset, nbytes)
         if len(data) != nbytes:
             message = f"{self.path_of(storage)}: ends before byte {offset + nbytes}"
             raise CorruptFileError(message)

@@ -35,6 +35,7 @@ from streamshard.formats.deepspeed.read.zero_reader import malformed
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.torch.torch_tensor import tensor_of
 from streamshard.formats.torch.tree_comparison import spell_key
+from streamshard.io.entries import paths_in
 
 Root = Mapping[str, Node]
 T = TypeVar("T")
@@ -68,7 +69,7 @@ def validate(tag_dir: Path, aside: Set[Path]) -> SetErrors:
     aside
         Existing files that must not be opened.
     """
-    files = TagFiles(tag_dir, sorted(tag_dir.iterdir()))
+    files = TagFiles(tag_dir, sorted(paths_in(tag_dir)))
     errors: list[SourceError] = []
     found = SetErrors([], errors)
     roots = dict(_readable(files.shards - aside, found.own))
@@ -96,7 +97,7 @@ def validate(tag_dir: Path, aside: Set[Path]) -> SetErrors:
 
 def validate_dumps(template: Template, aside: Set[Path]) -> SetErrors:
     """List the errors of raw per-rank dumps, of each file and of the set."""
-    ranks = {template.rank_of(entry.name) for entry in template.directory.iterdir()}
+    ranks = {template.rank_of(entry.name) for entry in paths_in(template.directory)}
     present = {rank for rank in ranks if rank is not None}
     paths = {template.directory / template.file_name(rank) for rank in present}
     errors: list[SourceError] = []

@@ -23,6 +23,7 @@ from streamshard.formats.deepspeed.read.rank_files import ShardSet, SourceFiles,
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch import torch_file
+from streamshard.io.entries import examine
 from streamshard.model import FILE, LogicalTensor
 
 
@@ -189,7 +190,7 @@ def _adopt_files(
         index = sources.add(path)
         whole[len(tensors)] = (index, 0)
         tensors.append(LogicalTensor(FILE, relative, "uint8", (sources.files[index].nbytes,)))
-        files.append(OtherFile(relative, path.stat().st_mode & 0o777))
+        files.append(OtherFile(relative, examine(path).permissions))
     if len({file.path for file in files}) != len(files):
         raise CorruptFileError("two files claim the same place in the checkpoint")
     return tuple(files)

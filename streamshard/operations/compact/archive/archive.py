@@ -16,8 +16,9 @@ from streamshard.errors import (
 from streamshard.formats.deepspeed import names
 from streamshard.formats.zarr.documents import array_path
 from streamshard.io.durability import sync_tree
+from streamshard.io.entries import examine, is_same_file, paths_below
 from streamshard.io.files import source_errors, target_errors
-from streamshard.io.posix import entries_below
+from streamshard.io.sink import make_link, remove_file, replace_file
 from streamshard.operations.compact.archive import omissions
 from streamshard.operations.compact.archive.proof import Checks, Means, Proved, content_equal, prove
 from streamshard.operations.compact.archive.receipts import (
@@ -115,7 +116,7 @@ class Archiver:
         for number in omissions.beside(opened):
             name = opened.checkpoint.tensors[number].name
             with source_errors(self.run_dir / name):
-                changed_ns = (self.run_dir / name).stat().st_mtime_ns
+                changed_ns = examine(self.run_dir / name).modified_ns
             if changed_ns > self.at_rest_ns and name != _SCRIPT:
                 found.add(number)
         return found
@@ -165,7 +166,7 @@ class Archiver:
             checks.hold("content_equal", lambda: content_equal(archive, small, self.means))
         checks.hold("source_unchanged", lambda: self._require_unchanged(small, receipt.source))
         with source_errors(place.store):
-            sizes = {path: (place.store / path).stat().st_size for path in sums}
+            sizes = {path: examine(place.store / path).nbytes for path in sums}
         sealed = replace(
             receipt,
             state=ARCHIVED,
@@ -204,9 +205,9 @@ class Archiver:
 
 def _remove_own_marks(store: Path) -> None:
     """Remove a link that an interrupted run had only begun to put in place."""
-    for path in list(entries_below(store)):
+    for path in list(paths_below(store)):
         if path.name == _LINK:
-            path.unlink()
+            remove_file(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,12 +248,12 @@ class Sharing:
         """Replace a file by a link to a known file, after checking the known file's SHA-256."""
         link = path.with_name(_LINK)
         try:
-            if known.samefile(path):
+            if is_same_file(known, path):
                 return True
             if self.means.hash_all([known]) != [digest]:
                 return False
-            link.hardlink_to(known)
+            make_link(known, link)
         except OSError:
             return False
-        link.replace(path)
+        replace_file(link, path)
         return True

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from streamshard.engine.run import resident_memory
 from streamshard.engine.run.source_reader import Encoded
 from streamshard.io.page_cache import drop_cached
+from streamshard.io.readable import OpenedFile
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.sample import EVERYTHING
 from streamshard.model import BlockDigests, Memory, SourceFile
@@ -97,7 +98,7 @@ class _Shown:
     """Size of the file."""
     show: Callable[[memoryview], None]
 
-    def decode(self, descriptor: int, stored: Memory, content: Memory) -> memoryview:
+    def decode(self, file: OpenedFile, stored: Memory, content: Memory) -> memoryview:
         """Return the content."""
         held = memoryview(b"")
 
@@ -106,6 +107,6 @@ class _Shown:
             held = stored(nbytes)
             return held
 
-        found = self.decoder.decode(descriptor, keep, content)
+        found = self.decoder.decode(file, keep, content)
         self.show(held[: self.nbytes])
         return found

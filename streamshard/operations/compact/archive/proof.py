@@ -10,13 +10,14 @@ from streamshard.errors import CorruptFileError, IntegrityError, StreamshardErro
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.zarr import store_state
 from streamshard.io.durability import sync_path, sync_tree
+from streamshard.io.entries import examine
 from streamshard.io.files import source_errors, target_errors
-from streamshard.io.sha256 import sha256_of
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.compact.archive import omissions
 from streamshard.operations.compact.archive.archive_reading import ArchiveReading
 from streamshard.operations.compact.archive.receipts import Check, Place, Receipt, spell_time
+from streamshard.operations.compact.archive.sha256 import sha256_of
 from streamshard.operations.compact.run_directory import looks_of
 from streamshard.operations.compare.comparison import EXTRA_BYTES, Comparing
 from streamshard.operations.compare.matching import pair_up
@@ -84,7 +85,7 @@ class Means:
 
     def hash_all(self, paths: list[Path]) -> list[str]:
         """Compute the SHA-256 of files, bypassing the page cache."""
-        self.progress.start(sum(path.stat().st_size for path in paths))
+        self.progress.start(sum(examine(path).nbytes for path in paths))
         try:
             return sha256_of(paths, self.progress.advance, workers=self.workers)
         finally:

@@ -12,8 +12,9 @@ from streamshard.errors import CorruptFileError
 from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import names
 from streamshard.io.durability import write_durably
+from streamshard.io.entries import exists, files_below, paths_in, paths_like, read_all
 from streamshard.io.files import source_errors, target_errors
-from streamshard.io.posix import entries_below, read_all
+from streamshard.io.sink import remove_file
 
 _FORMAT: Final = 1
 _SUM_LETTERS: Final = 64
@@ -122,7 +123,7 @@ class Place:
             The directory cannot be listed.
         """
         with source_errors(directory):
-            found = directory.iterdir() if directory.exists() else iter(())
+            found = paths_in(directory) if exists(directory) else iter(())
             known = sorted(entry.name for entry in found if entry.name.endswith(RECEIPT))
         own = (name for name in known if not name.startswith(names.OWN_PREFIX))
         return [cls(directory, names.unflat(name.removesuffix(RECEIPT))) for name in own]
@@ -166,7 +167,7 @@ class Place:
         """
         try:
             with source_errors(self.receipt):
-                return _read(read_all(self.receipt)) if self.receipt.exists() else None
+                return _read(read_all(self.receipt)) if exists(self.receipt) else None
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             message = f"{self.receipt}: not as streamshard writes it ({error}); look into it"
             raise CorruptFileError(message) from error
@@ -207,9 +208,7 @@ class Place:
         """List the files of the archive as they are on the disk."""
         with source_errors(self.store):
             return sorted(
-                path.relative_to(self.store).as_posix()
-                for path in entries_below(self.store)
-                if path.is_symlink() or not path.is_dir()
+                path.relative_to(self.store).as_posix() for path in files_below(self.store)
             )
 
     def _write(self, path: Path, data: bytes) -> None:
@@ -221,8 +220,8 @@ def remove_unfinished(directory: Path) -> None:
     """Remove unfinished files of interrupted runs; no other run may be active."""
     with target_errors(directory):
         for ending in ("receipt.json", "sha256"):
-            for path in directory.glob(f"{names.OWN_PREFIX}.*.{ending}"):
-                path.unlink()
+            for path in paths_like(directory, f"{names.OWN_PREFIX}.*.{ending}"):
+                remove_file(path)
 
 
 N = TypeVar("N", SourceRecord, Check, Receipt)

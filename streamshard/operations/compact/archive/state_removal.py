@@ -21,7 +21,9 @@ from streamshard.errors import (
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.names import step_of
 from streamshard.io.durability import sync_path
+from streamshard.io.entries import examine, lexists
 from streamshard.io.files import source_errors, target_errors
+from streamshard.io.sink import remove, remove_file, rename
 from streamshard.operations.compact import compact_report
 from streamshard.operations.compact.archive.proof import (
     Checks,
@@ -45,7 +47,7 @@ from streamshard.operations.compact.archive.weights_only import Remainder, state
 from streamshard.operations.compact.compact_report import CompactedTag
 from streamshard.operations.compact.removal.trash import Trash
 from streamshard.operations.compact.run_directory import Identity
-from streamshard.operations.transfer.target import exists, is_there, partial_of, remove
+from streamshard.operations.transfer.target import is_there, partial_of
 from streamshard.sizes import show_bytes
 
 _WHY: Final = "by compact, as --weights-only-older-than asked for"
@@ -192,16 +194,16 @@ class Dropper:
         checks.hold("content_equal", lambda: content_equal(archive, left.source, self.means))
         checks.hold("original_still_gone", lambda: self._original_gone(receipt))
         with source_errors(weights.store):
-            stats = [(weights.store / path).stat() for path in paths]
+            stats = [examine(weights.store / path) for path in paths]
         dropped = left.source.checkpoint.dropped
         # The full archive has one link to a kept file, and this archive another.
-        shared = [stat.st_size for stat in stats if stat.st_nlink > 2]
+        shared = [stat.nbytes for stat in stats if stat.links > 2]
         sealed = replace(
             receipt,
             state=WEIGHTS_ONLY,
             dropped_states=dropped.states if dropped else (),
             full_bytes=receipt.archive_bytes,
-            archive_bytes=sum(stat.st_size for stat in stats),
+            archive_bytes=sum(stat.nbytes for stat in stats),
             shared_files=len(shared),
             shared_bytes=sum(shared),
             sums_sha256=weights.sums_sha256(),
@@ -224,10 +226,10 @@ class Dropper:
         store, going, _ = self._remains(full)
         with target_errors(going):
             remove(going)
-            if exists(store):
-                store.rename(going)  # a partly removed archive must not have the archive's name
+            if lexists(store):
+                rename(store, going)  # a partly removed archive must not have the archive's name
             sync_path(self.directory)
-            full.sums.unlink(missing_ok=True)
+            remove_file(full.sums, missing_ok=True)
             remove(going)
             sync_path(self.directory)
 

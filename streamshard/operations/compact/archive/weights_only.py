@@ -3,8 +3,6 @@
 No tensor is decoded: kept tensors have the same chunks, and so the same files.
 """
 
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,11 +14,12 @@ from streamshard.formats.zarr.documents import MANIFEST_PATH, STATE_PATH, array_
 from streamshard.formats.zarr.store_manifest import FileRecord, Manifest
 from streamshard.io.durability import sync_path, sync_tree
 from streamshard.io.files import source_errors, target_errors
+from streamshard.io.sink import discard, link_or_copy, remove, rename, write_new
 from streamshard.model import BLOB, FILE, MASTER, MODULE
 from streamshard.operations.compact.archive import omissions
 from streamshard.operations.convert.store_targets import record_of, small_array
 from streamshard.operations.source.source import Source, open_source
-from streamshard.operations.transfer.target import partial_of, remove
+from streamshard.operations.transfer.target import partial_of
 
 _KEPT = (MASTER, MODULE, BLOB, FILE)
 
@@ -120,17 +119,16 @@ class Remainder:
             try:
                 self._fill(partial)
             except OSError:
-                shutil.rmtree(partial, ignore_errors=True)  # it would keep a full disk full
+                discard(partial)  # it would keep a full disk full
                 raise
-            partial.rename(target)
+            rename(partial, target)
             sync_path(target.parent)
 
     def _fill(self, partial: Path) -> None:
         for path in self.kept():
-            _take(self.full.path / path, partial / path)
+            link_or_copy(self.full.path / path, partial / path)
         for path, data in self._documents().items():
-            (partial / path).parent.mkdir(parents=True, exist_ok=True)
-            (partial / path).write_bytes(data)
+            write_new(partial / path, data)
         sync_tree(partial)
 
     def _documents(self) -> Mapping[str, bytes]:
@@ -152,12 +150,3 @@ class Remainder:
         digests = {array: held[array] for array in arrays}
         manifest = store_manifest.serialize(dict(sorted(records.items())), codec, digests)
         return {**written, **small_array(MANIFEST_PATH, manifest)}
-
-
-def _take(known: Path, path: Path) -> None:
-    """Make a hard link to a known file; if that is impossible, a copy."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(known, path, follow_symlinks=False)
-    except OSError:
-        shutil.copyfile(known, path)

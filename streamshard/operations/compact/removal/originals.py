@@ -3,13 +3,12 @@
 import os
 from datetime import UTC, datetime
 from pathlib import Path
-from stat import S_ISREG
 from typing import Final
 
 from streamshard.errors import CorruptFileError, IncompleteError, UnsupportedError
 from streamshard.formats.deepspeed.read.redundant_copies import UNLIKE
+from streamshard.io.entries import examine, files_below
 from streamshard.io.files import source_errors
-from streamshard.io.posix import entries_below
 from streamshard.operations.compact.archive.proof import Means
 from streamshard.operations.compact.archive.receipts import Receipt, SourceRecord
 from streamshard.operations.source.source import Source
@@ -30,12 +29,9 @@ def accounted_for(source: Source) -> str:
     known |= {source.path / file.path for file in source.checkpoint.files}
     count = 0
     with source_errors(source.path / tag):
-        for path in entries_below(source.path / tag):
-            mode = path.lstat().st_mode
-            if path.is_dir() and not path.is_symlink():
-                continue
+        for path in files_below(source.path / tag):
             count += 1
-            if not S_ISREG(mode) or path not in known:
+            if not examine(path, follows=False).is_file or path not in known:
                 raise UnsupportedError(f"{path}: would not be in an archive; move it away")
     return f"{count:,} files"
 
@@ -66,8 +62,8 @@ def records_of(source: Source, run_dir: Path) -> tuple[SourceRecord, ...]:
     found = []
     for file in source.files:
         with source_errors(file.path):
-            stat = file.path.stat()
-        looks = stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_dev
+            stat = examine(file.path)
+        looks = stat.nbytes, stat.modified_ns, stat.file_id, stat.device
         found.append(SourceRecord(os.path.relpath(file.path, run_dir), *looks))
     return tuple(found)
 
@@ -91,11 +87,7 @@ def unchanged(receipt: Receipt, root: Path, means: Means | None) -> str:
     """
     records = receipt.below_tag()
     with source_errors(root):
-        paths = {
-            path.relative_to(root).as_posix(): path
-            for path in entries_below(root)
-            if path.is_symlink() or not path.is_dir()
-        }
+        paths = {path.relative_to(root).as_posix(): path for path in files_below(root)}
         for name in sorted(paths.keys() ^ records.keys()):
             there = "was archived, and is not there" if name in records else "was not archived"
             raise IncompleteError(f"{root / name}: {there}")
@@ -109,8 +101,8 @@ def unchanged(receipt: Receipt, root: Path, means: Means | None) -> str:
 
 
 def _require_as_recorded(path: Path, record: SourceRecord) -> None:
-    stat = path.lstat()
-    found = stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_dev
+    stat = examine(path, follows=False)
+    found = stat.nbytes, stat.modified_ns, stat.file_id, stat.device
     known = record.nbytes, record.mtime_ns, record.inode, record.device
     words = "size", _TIME, "inode", "device"
     for word, now, then in zip(words, found, known, strict=True):

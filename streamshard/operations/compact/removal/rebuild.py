@@ -8,12 +8,12 @@ from streamshard.engine.run import resident_memory
 from streamshard.errors import IntegrityError, NoSpaceError
 from streamshard.formats.deepspeed import names
 from streamshard.io.files import source_errors, target_errors
+from streamshard.io.sink import remove
 from streamshard.operations.compact.archive import omissions
 from streamshard.operations.compact.archive.proof import Means, content_equal, state_equal
 from streamshard.operations.compact.archive.receipts import Place
 from streamshard.operations.repartition.repartition import plan_repartition
 from streamshard.operations.source.source import Source, open_source
-from streamshard.operations.transfer.target import remove
 
 _REBUILT: Final = f"{names.OWN_PREFIX}.rebuilt"
 _RUN: Final = "run"

@@ -11,8 +11,9 @@ from typing import Final
 from streamshard.errors import TargetError, TargetExistsError, UsageError
 from streamshard.formats.deepspeed import names
 from streamshard.io.durability import sync_path
+from streamshard.io.entries import examine, exists, is_link, lexists, paths_in
 from streamshard.io.files import target_errors
-from streamshard.operations.transfer.target import exists, remove
+from streamshard.io.sink import make_directory, remove, rename
 
 _TRASH: Final = f"{names.OWN_PREFIX}.trash"
 _GOING: Final = f"{names.OWN_PREFIX}.going"
@@ -43,7 +44,7 @@ class Trash:
     def _names(self, place: Path) -> list[str]:
         with target_errors(place):
             self._require_own(place)
-            found = place.iterdir() if place.exists() else iter(())
+            found = paths_in(place) if exists(place) else iter(())
             kept = (path.name for path in found if not path.name.startswith(names.OWN_PREFIX))
             return sorted(map(names.unflat, kept))
 
@@ -66,10 +67,10 @@ class Trash:
         source, target = self.run_dir / tag, self.place_of(tag)
         with target_errors(target):
             self._make(self._place)
-            if exists(target):
+            if lexists(target):
                 message = f"{target}: another save of this tag is in the trash"
                 raise TargetExistsError(f"{message}; --purge or --undelete that one first")
-            if source.stat().st_dev != self._place.stat().st_dev:
+            if examine(source).device != examine(self._place).device:
                 message = f"{self._place}: on another file system than {source}"
                 raise TargetError(f"{message}, so that a tag could not be moved there at once")
             self._move(source, target)
@@ -87,9 +88,9 @@ class Trash:
         self.require(tag)
         source, target = self.place_of(tag), self.run_dir / tag
         with target_errors(target):
-            if exists(target):
+            if lexists(target):
                 raise TargetExistsError(f"{target}: exists; move it away to bring {tag} back")
-            target.parent.mkdir(parents=True, exist_ok=True)  # for a tag that is a path
+            make_directory(target.parent, parents=True, exist_ok=True)  # for a tag that is a path
             self._move(source, target)
 
     def condemn(self, tag: str) -> Path:
@@ -129,15 +130,15 @@ class Trash:
 
     def _make(self, place: Path) -> None:
         self._require_own(place)
-        place.mkdir(exist_ok=True)
+        make_directory(place, exist_ok=True)
         sync_path(place.parent)
 
     def _require_own(self, place: Path) -> None:
         for path in (self._place, place):
-            if path.is_symlink():
+            if is_link(path):
                 raise TargetError(f"{path}: a symbolic link, where tags are moved to; remove it")
 
     def _move(self, source: Path, target: Path) -> None:
-        source.rename(target)
+        rename(source, target)
         for path in (target.parent, source.parent):
             sync_path(path)

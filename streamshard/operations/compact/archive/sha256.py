@@ -6,8 +6,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Final
 
+from streamshard.io.entries import stream_of
 from streamshard.io.page_cache import drop_file
-from streamshard.io.posix import stream_of
 
 _READ_BYTES: Final = 1 << 20
 

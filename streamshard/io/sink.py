@@ -1,0 +1,274 @@
+"""Writes files; makes, renames and removes files and directories. All errors are OSError.
+
+The only places today are local directories, whose files can be written at any offset. Another place
+has a `Sink` of its own; one whose files only grow at their end says so.
+"""
+
+import errno
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Final, Protocol
+
+from streamshard.io.direct_io import BLOCK_BYTES, LEAST_BYTES, open_direct
+from streamshard.io.entries import entries_below, is_real_directory, lexists
+from streamshard.io.readable import open_to_read, read_into
+
+_BLOCK_BYTES: Final = 512
+"""The unit of st_blocks in stat(2), whatever the block size of the file system."""
+
+
+class Sink(Protocol):
+    """A file that is being written, perhaps by several workers at a time."""
+
+    @property
+    def appends_only(self) -> bool:
+        """Whether each write must begin where the one before ended."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Divisor by which a view in memory should be as far from a boundary as in the file."""
+
+    @property
+    def descriptor(self) -> int:
+        """Descriptor, for hints about the page cache; -1 if the file is not local."""
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Write all of a view at an offset; once more does no harm."""
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Read back what is written; returns the bytes read, fewer only at the file's end."""
+
+    def finish(self, mode: int | None) -> None:
+        """Complete the file, with permission bits where they matter."""
+
+    def close(self) -> None:
+        """Stop writing, unless that is done; what is not complete is of no use to readers."""
+
+
+class LocalSink:
+    """A local file, written at any offset; large writes go past the page cache if they can.
+
+    Parameters
+    ----------
+    direct
+        Descriptor from `open_direct`; -1 if there is none.
+    """
+
+    appends_only = False
+
+    def __init__(self, descriptor: int, direct: int = -1) -> None:
+        self.descriptor = descriptor
+        """Descriptor of the file."""
+        self._direct = direct
+
+    @property
+    def block_bytes(self) -> int:
+        """Block size of direct writes; 1 if there are none."""
+        return BLOCK_BYTES if self._direct >= 0 else 1
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Write all of a view at an offset; once more does no harm."""
+        write_blocks(self.descriptor, self._direct, view, offset)
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Read back what is written; returns the bytes read, fewer only at the file's end."""
+        return read_into(self.descriptor, view, offset)
+
+    def finish(self, mode: int | None) -> None:
+        """Complete the file, with permission bits where they matter."""
+        if mode is not None:
+            os.fchmod(self.descriptor, mode)
+        self.close()
+
+    def close(self) -> None:
+        """Stop writing, unless that is done."""
+        for descriptor in (self.descriptor, self._direct):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self.descriptor = self._direct = -1
+
+
+def open_sink(path: Path, *, is_new: bool, nbytes: int) -> Sink:
+    """Open a file of a target to write it; a new file must not exist yet.
+
+    Parameters
+    ----------
+    nbytes
+        How much is to be written.
+    """
+    descriptor = open_target(path, is_new=is_new)
+    # Not for an existing file: the page cache may still hold its earlier pages.
+    goes_past = is_new and nbytes >= LEAST_BYTES
+    return LocalSink(descriptor, open_direct(path, descriptor) if goes_past else -1)
+
+
+def open_written(path: Path) -> Sink:
+    """Open a file of a target only to read back what is written."""
+    return LocalSink(open_to_read(path))
+
+
+def open_target(path: Path, *, is_new: bool) -> int:
+    """Open a file for writing at any offset; a new file must not exist yet."""
+    flags = os.O_RDWR | os.O_CLOEXEC
+    if is_new:
+        make_directory(path.parent, parents=True, exist_ok=True)
+        flags |= os.O_CREAT | os.O_EXCL
+    return os.open(path, flags, 0o666)
+
+
+def write_all(descriptor: int, view: memoryview, offset: int) -> None:
+    """Write all of a view at a byte offset."""
+    while len(view):
+        count = os.pwrite(descriptor, view, offset)
+        view, offset = view[count:], offset + count
+
+
+def write_blocks(descriptor: int, direct: int, view: memoryview, offset: int) -> None:
+    """Write all of a view at a byte offset; enough whole blocks are written past the page cache.
+
+    Parameters
+    ----------
+    direct
+        Descriptor from `open_direct`; -1 if there is none.
+    view
+        Its distance in memory from a block boundary equals that of the offset in the file.
+    """
+    start = -offset % BLOCK_BYTES
+    stop = max(start, len(view) - (offset + len(view)) % BLOCK_BYTES)
+    if direct < 0 or stop - start < LEAST_BYTES:
+        write_all(descriptor, view, offset)
+        return
+    write_all(descriptor, view[:start], offset)
+    try:
+        write_all(direct, view[start:stop], offset + start)
+    except OSError as error:
+        # The disk may need larger blocks, or a short write may have ended within a block.
+        if error.errno != errno.EINVAL:
+            raise
+        write_all(descriptor, view[start:stop], offset + start)
+    write_all(descriptor, view[stop:], offset + stop)
+
+
+class AppendedFile:
+    """A file that exists and grows at its end."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = -1
+        self._lock = threading.Lock()
+
+    def open(self) -> None:
+        """Open the file; before that, nothing can be appended."""
+        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+
+    def append(self, data: bytes) -> None:
+        """Add bytes; may be called from several threads."""
+        with self._lock:
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+
+    def sync(self) -> None:
+        """Make all bytes durable."""
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Close the file, unless that is done."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def make_directory(path: Path, *, parents: bool = False, exist_ok: bool = False) -> None:
+    """Make a directory; as `Path.mkdir`."""
+    path.mkdir(parents=parents, exist_ok=exist_ok)
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Write a small file, with the directories that it lies in."""
+    make_directory(path.parent, parents=True, exist_ok=True)
+    path.write_bytes(data)
+
+
+def rename(path: Path, target: Path) -> None:
+    """Rename a file or a directory within one file system; an empty directory may be replaced."""
+    path.rename(target)
+
+
+def replace_file(path: Path, target: Path) -> None:
+    """Rename a file; at any moment there is the old or the new one at the target."""
+    path.replace(target)
+
+
+def make_link(known: Path, path: Path) -> None:
+    """Make a hard link to a known file; a symbolic link itself is linked to."""
+    os.link(known, path, follow_symlinks=False)
+
+
+def link_or_copy(known: Path, path: Path) -> None:
+    """Make a hard link to a known file; if that is impossible, a copy."""
+    make_directory(path.parent, parents=True, exist_ok=True)
+    try:
+        make_link(known, path)
+    except OSError:
+        shutil.copyfile(known, path)
+
+
+def remove_file(path: Path, *, missing_ok: bool = False) -> None:
+    """Remove a file or a link."""
+    path.unlink(missing_ok=missing_ok)
+
+
+def remove(path: Path) -> None:
+    """Remove a directory with all that is in it, or a file; nothing may be there.
+
+    Raises
+    ------
+    OSError
+        Something cannot be removed; it names the path that was given.
+    """
+    try:
+        if is_real_directory(path):
+            shutil.rmtree(path)
+        else:
+            remove_file(path, missing_ok=True)
+    except OSError as error:
+        # rmtree may name a path relative to a directory that it does not name.
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def discard(directory: Path) -> None:
+    """Remove what can be removed of a directory; errors are ignored."""
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def take_over_status(known: Path, path: Path) -> None:
+    """Give a directory owner, mode, times and access list of another one."""
+    wanted, own = known.stat(), path.stat()
+    if (wanted.st_uid, wanted.st_gid) != (own.st_uid, own.st_gid):
+        os.chown(path, wanted.st_uid, wanted.st_gid)
+    shutil.copystat(known, path)
+
+
+def may_change(directory: Path) -> bool:
+    """Tell whether this process may make and remove entries of a directory."""
+    return os.access(directory, os.W_OK | os.X_OK)
+
+
+def foreign_owner(path: Path) -> int | None:
+    """Return the user that a path belongs to; None if this process may act as that user."""
+    owner = path.stat().st_uid
+    return None if os.geteuid() in (0, owner) else owner
+
+
+def free_bytes(directory: Path) -> int:
+    """Return the free space on the file system of a directory."""
+    return shutil.disk_usage(directory).free
+
+
+def allocated_bytes(root: Path) -> int:
+    """Return the space that what is below a directory takes on its file system."""
+    if not lexists(root):
+        return 0
+    return sum(entry.path.lstat().st_blocks * _BLOCK_BYTES for entry in entries_below(root))
