@@ -75,13 +75,7 @@ class Means:
 
     def memory(self, codec_bytes: int = 0) -> MemoryPlan:
         """Fit a comparison into the memory limit."""
-        floor_bytes = self.limits.floor_bytes
-        return execution.fit_memory(
-            floor_bytes=floor_bytes,
-            codec_bytes=codec_bytes + EXTRA_BYTES,
-            workers=self.limits.workers,
-            limit_bytes=execution.limit_or_default(self.limits.memory_limit, floor_bytes),
-        )
+        return self.limits.fit(codec_bytes + EXTRA_BYTES)
 
     @property
     def workers(self) -> int:
