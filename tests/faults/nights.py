@@ -52,6 +52,7 @@ class Night:
 NIGHTS: Final[Sequence[Night]] = (
     Night("compact: archive", "one archived of four", (), tag=tag_of(2)),
     Night("compact: delete", "archived", ("--delete",), ends_as="trashed"),
+    Night("compact: archive and delete", "saved", ("--delete",), ends_as="trashed"),
     Night("compact: undelete", "deleted", ("--undelete", TAG), by_hand=True),
     Night(
         "compact: purge",
@@ -81,6 +82,7 @@ _KEPT: Final[Mapping[str, Any]] = {"keep_last": 2}
 SETUPS: Final[Mapping[str, tuple[Sequence[int], Sequence[Mapping[str, Any]]]]] = {
     # What was saved, and what `compact` was asked for in turn.
     "one archived of four": ((1, 2, 3, 4), ({"keep_tags": [tag_of(2)]},)),
+    "saved": ((1, 2, 3), ()),
     "archived": ((1, 2, 3), ({},)),
     "deleted": ((1, 2, 3), ({"delete": True},)),
     "purged": (
