@@ -30,9 +30,13 @@ from streamshard.formats.zarr.documents import (
     array_path,
     chunk_keys,
 )
+from streamshard.formats.zarr.rewritten_array import RewrittenArray, RewrittenPiece
+from streamshard.formats.zarr.rewritten_documents import find_rewritten, read_small_array
 from streamshard.formats.zarr.store_manifest import Manifest
-from streamshard.formats.zarr.store_paths import read_checked, read_small, require_inside
+from streamshard.formats.zarr.store_paths import read_small, require_inside
 from streamshard.model import ITEMSIZE, BlockDigests, Slot, SourceFile, SourceMap
+
+ChunkDecoder = BlockDigests | EncodedChunk | RewrittenPiece
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +45,10 @@ class Store:
 
     checkpoint: Checkpoint
     source_map: SourceMap
-    decoders: dict[int, BlockDigests | EncodedChunk]
+    decoders: dict[int, ChunkDecoder]
     codec_bytes: int
+    rewritten: tuple[str, ...]
+    """Paths of the arrays that another tool rewrote."""
 
 
 def read(root: Path) -> Store:
@@ -57,8 +63,8 @@ def read(root: Path) -> Store:
         require_inside(root / path, root)
     _require_version(root)
     try:
-        manifest = store_manifest.read(read_checked(root / MANIFEST_PATH / "c/0"))
-        checkpoint, chunk_shapes = store_state.load(read_checked(root / STATE_PATH / "c/0"))
+        manifest = store_manifest.read(read_small_array(root, MANIFEST_PATH))
+        checkpoint, chunk_shapes = store_state.load(read_small_array(root, STATE_PATH, manifest))
     except (CorruptFileError, UnsupportedError) as error:
         raise type(error)(f"{root}: {error}") from error
     if _version(root) != store_state.version_of(checkpoint):
@@ -105,11 +111,13 @@ class _StoreReader:
     def __init__(self, root: Path, checkpoint: Checkpoint, manifest: Manifest) -> None:
         self._root = root
         self._checkpoint = checkpoint
+        self._manifest = manifest
         self._records = manifest.records
         self._codec = manifest.codec
         self._files: list[SourceFile] = []
-        self._decoders: dict[int, BlockDigests | EncodedChunk] = {}
+        self._decoders: dict[int, ChunkDecoder] = {}
         self._codec_bytes = 0
+        self._rewritten: list[str] = []
 
     def open(self, chunk_shapes: store_state.ChunkShapes) -> Store:
         chunks = {}
@@ -119,6 +127,10 @@ class _StoreReader:
             if len(shape) != len(tensor.shape) or not numel:
                 message = f"{self._root}: chunks of {show(shape)} for {tensor.name}"
                 raise CorruptFileError(f"{message} of {show(tensor.shape)}")
+            rewritten = find_rewritten(self._root, tensor, shape, self._manifest)
+            if rewritten is not None:
+                chunks[index] = self._add_rewritten(rewritten, array_path(tensor))
+                continue
             counts = [-(-n // c) for n, c in zip(tensor.shape, shape, strict=True)]
             if math.prod(counts) > len(self._records):
                 message = f"{self._root}: {math.prod(counts):,} chunks of {tensor.name}, where the"
@@ -137,7 +149,30 @@ class _StoreReader:
             )
             chunks[index] = (numel, slot)
         source_map = SourceMap(files=tuple(self._files), chunks=chunks)
-        return Store(self._checkpoint, source_map, self._decoders, self._codec_bytes)
+        return Store(
+            self._checkpoint,
+            source_map,
+            self._decoders,
+            self._codec_bytes,
+            tuple(self._rewritten),
+        )
+
+    def _add_rewritten(self, array: RewrittenArray, path: str) -> tuple[int, Slot]:
+        """Add an array that another tool rewrote, in pieces that are not its chunks."""
+        first = len(self._files)
+        for number in range(array.pieces):
+            self._decoders[first + number] = RewrittenPiece(array, number)
+            self._files.append(array.document)
+        # Nothing is read from these; the run ends with an error if one of them changes.
+        self._files += array.files.values()
+        self._codec_bytes = max(self._codec_bytes, array.codec_bytes)
+        self._rewritten.append(path)
+        slot = Slot(
+            files=np.arange(first, first + array.pieces, dtype=np.int64),
+            offsets=np.zeros(array.pieces, dtype=np.int64),
+            numels=np.full(array.pieces, array.numel, dtype=np.int64),
+        )
+        return array.numel, slot
 
     def _add(self, path: str, numel: int, itemsize: int) -> None:
         """Add one chunk. It must be complete: Zarr would read a missing chunk as zeros."""
