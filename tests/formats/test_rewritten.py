@@ -16,6 +16,7 @@ import pytest
 import torch
 import zarr
 from isal import isal_zlib
+from zarr.codecs import GzipCodec
 
 import streamshard
 from streamshard.engine.run.source_reader import SourceReader
@@ -406,6 +407,27 @@ def test_memory_is_counted_before_anything_is_read(tmp_path: Path) -> None:
         )
     with pytest.raises(MemoryLimitError, match="Nothing was read or written"):
         streamshard.verify(tmp_path / "x.zarr", memory_limit=100 << 20)
+
+
+MEASURED = """
+import sys, streamshard
+done = streamshard.repartition(*sys.argv[1:], world_size=2, workers=1)
+print(done.peak_bytes, done.projected_bytes)
+"""
+
+
+@pytest.mark.memory
+def test_measured_memory_is_what_was_projected(tmp_path: Path) -> None:
+    """The worst case: compressed twice, in chunks that are most of what a run takes."""
+    job = Job(groups=((("w", (2048, 3000)),),), tied={}, frozen=(), world_size=1)
+    write(job, tmp_path / "run")
+    streamshard.convert(tmp_path / "run", tmp_path / "x.zarr")
+    twice = [GzipCodec(level=1), GzipCodec(level=1)]
+    rewrite_array(tmp_path / "x.zarr", "state/fp32/w", chunks=(2048, 3000), compressors=twice)
+    command = [sys.executable, "-c", MEASURED, str(tmp_path / "x.zarr"), str(tmp_path / "out")]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    measured, projected = map(int, found.stdout.split())
+    assert measured <= projected
 
 
 def test_a_chunk_that_changes_after_planning(rewritten: Path, tmp_path: Path) -> None:

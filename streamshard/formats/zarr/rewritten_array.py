@@ -53,6 +53,8 @@ class RewrittenArray:
     """The dtype as it is stored."""
     chunk: tuple[int, ...]
     """Shape of what one file holds: a chunk or a zarr shard."""
+    steps: int
+    """Count of codecs that take memory of their own, such as compressions."""
     digest: str = ""
     """Digest of all elements in the manifest."""
     missing: set[str] = field(default_factory=set)
@@ -64,7 +66,7 @@ class RewrittenArray:
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave out the lock and what was read, so that it can be sent to another process."""
         named = (self.directory, self.document, self.content, self.files, self.shape, self.dtype)
-        return RewrittenArray, (*named, self.chunk, self.digest)
+        return RewrittenArray, (*named, self.chunk, self.steps, self.digest)
 
     @property
     def rows(self) -> int:
@@ -91,9 +93,10 @@ class RewrittenArray:
         """Memory that decoding a piece takes."""
         nbytes = math.prod(self.chunk) * ITEMSIZE[self.dtype]
         stored = max((file.nbytes for file in self.files.values()), default=0)
-        # A chunk as it is stored, before and after its last codec, and as it is handed over. As
-        # much again, because the allocator keeps the memory of the previous chunk.
-        return self.numel * ITEMSIZE[self.dtype] + 2 * (2 * nbytes + stored)
+        # A codec holds what it reads, twice what it makes while that grows, and a copy. Around the
+        # codecs are the file and the chunk, twice because the allocator keeps those before them.
+        held = 2 * (nbytes + stored) + 4 * self.steps * nbytes
+        return self.numel * ITEMSIZE[self.dtype] + held
 
     def piece_bytes(self, number: int) -> int:
         """Return the size of a piece's elements."""

@@ -160,6 +160,7 @@ def _find(root: Path, path: str, nbytes: int, expected_content: bytes) -> Rewrit
         tuple(expected["shape"]),
         expected["data_type"],
         _chunk_shape(document, place),
+        sum(name not in ("bytes", "sharding_indexed") for name in _names(document["codecs"])),
     )
     found.open()
     return found
