@@ -4,7 +4,8 @@
 
 Both go through the file by windows of a MiB. One reads a window into a buffer that is used again;
 the other has the system put the pages of the window in place (MADV_POPULATE_READ), takes the
-checksum where they are, and lets go of them (MADV_DONTNEED). Warm: the page cache holds the file;
+checksum where they are, and lets go of them (MADV_DONTNEED). Two ways also write what they read
+into the page cache, one of them straight out of the map. Warm: the page cache holds the file;
 cold: it has forgotten it. "Asked ahead": the system is told of every window 4 MiB before it is
 read, as streamshard does. Every round goes each way once, in another order; shown are medians and
 the range, and the CPU time, which other programs on the machine disturb least.
@@ -31,6 +32,7 @@ from streamshard import sizes
 from streamshard.engine.numeric.checksums import crc32
 from streamshard.io import page_cache
 from streamshard.io.file_system import last_error, libc
+from streamshard.io.files import write_all
 from streamshard.io.memory_map import map_range
 from streamshard.io.posix import open_to_read, read_into
 
@@ -51,6 +53,13 @@ class Share:
     start: int
     stop: int
     is_asked_ahead: bool
+    target: int
+    """Descriptor of the file to write the windows to; -1 if they are only read."""
+
+    def write(self, window: memoryview, start: int) -> None:
+        """Write a window into the page cache, if there is a file to write to."""
+        if self.target >= 0:
+            write_all(self.target, window, start)
 
     def windows(self) -> Iterator[tuple[int, int]]:
         """Yield the bounds of the windows."""
@@ -81,6 +90,7 @@ def through_buffer(share: Share) -> list[int]:
         window = buffer[: stop - start]
         read_into(share.descriptor, window, start)
         found.append(crc32(window))
+        share.write(window, start)
     return found
 
 
@@ -102,7 +112,9 @@ def _mapped(share: Share, *, is_populated: bool) -> list[int]:
         place, nbytes = address + start - share.start, stop - start
         if is_populated:
             _advise(place, nbytes, POPULATE_READ)
-        found.append(crc32(view[start - share.start : stop - share.start]))
+        window = view[start - share.start : stop - share.start]
+        found.append(crc32(window))
+        share.write(window, start)
         _advise(place, nbytes, mmap.MADV_DONTNEED)
     return found
 
@@ -120,6 +132,7 @@ class Way:
     work: Callable[[Share], list[int]]
     """Returns the checksum of every window, or nothing."""
     is_asked_ahead: bool = False
+    writes: bool = False
 
 
 WAYS: Final = (
@@ -130,6 +143,8 @@ WAYS: Final = (
     Way("pread + CRC-32, asked ahead", through_buffer, is_asked_ahead=True),
     Way("map, populate + CRC-32, asked ahead", populated, is_asked_ahead=True),
     Way("map, touch + CRC-32, asked ahead", touched, is_asked_ahead=True),
+    Way("pread + CRC-32 + write", through_buffer, writes=True),
+    Way("map, populate + CRC-32 + write", populated, writes=True),
 )
 
 
@@ -181,6 +196,11 @@ def make_file(path: Path, nbytes: int) -> None:
         os.fsync(stream.fileno())
 
 
+def copy_of(path: Path) -> Path:
+    """Return where the ways that write make a copy."""
+    return path.with_name("copy")
+
+
 def measure(path: Path, nbytes: int, threads: list[int], runs: int, *, is_cold: bool) -> Passes:
     """Go through the file in all ways, in an order that is another in every round."""
     found: Passes = {}
@@ -193,6 +213,8 @@ def measure(path: Path, nbytes: int, threads: list[int], runs: int, *, is_cold: 
             way, count = turns[number]
             if is_cold:
                 page_cache.drop_file(path)
+            copy_of(path).unlink(missing_ok=True)
+            os.sync()  # what is left to write would slow the next way down
             done = once(path, nbytes, way, count)
             if done.checksums not in ([], wanted):
                 raise RuntimeError(f"{way.name}: other checksums")
@@ -207,11 +229,14 @@ def once(path: Path, nbytes: int, way: Way, threads: int) -> Pass:
 
     def work(start: int) -> None:
         descriptor = open_to_read(path)
+        target = os.open(copy_of(path), os.O_WRONLY | os.O_CREAT) if way.writes else -1
         try:
-            share = Share(descriptor, start, min(start + step, nbytes), way.is_asked_ahead)
-            found[start] = way.work(share)
+            stop = min(start + step, nbytes)
+            found[start] = way.work(Share(descriptor, start, stop, way.is_asked_ahead, target))
         finally:
             os.close(descriptor)
+            if way.writes:
+                os.close(target)
 
     running = [threading.Thread(target=work, args=(start,)) for start in range(0, nbytes, step)]
     began, cpu_began = time.perf_counter(), time.process_time()

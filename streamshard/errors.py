@@ -19,6 +19,7 @@
         └── NotAsWrittenError         what was written reads back as something else
 """
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 
@@ -103,3 +104,12 @@ def release_frames(error: BaseException) -> None:
     while one is not None:
         one.__traceback__ = None
         one = one.__cause__ or one.__context__
+
+
+def raise_first(errors: Iterable[SourceError]) -> None:
+    """Raise the first of the errors that a check yields, if there is one.
+
+    A check yields errors so that opening can stop at the first, and `verify` can list them all.
+    """
+    for error in errors:
+        raise error

@@ -9,7 +9,7 @@ and keys are in ``formats``.
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
@@ -148,17 +148,6 @@ class RankPartition:
 
 
 @dataclass(frozen=True, slots=True)
-class FlatCut:
-    """How one param group is flattened and cut (stages 1 and 2)."""
-
-    order: tuple[int, ...]
-    """Indices into the param group, in the order in which the parameters are stored."""
-    alignments: tuple[int, ...]
-    """Alignment padding after each parameter, in stored order."""
-    partitions: tuple[RankPartition, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class SubGroup:
     """Consecutive parameters of one param group that ZeRO-3 flattens together."""
 
@@ -283,48 +272,3 @@ class Slot:
     """Byte offsets in those files."""
     numels: NDArray[np.int64]
     """Recorded elements of each piece, to be checked against the arithmetic."""
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedCut:
-    """The cut as a rank's file records it (stages 1 and 2), to be checked against the arithmetic.
-
-    A field is None where the DeepSpeed version that saved the file did not record it yet.
-    """
-
-    path: Path
-    paddings: tuple[int, ...] | None
-    alignments: tuple[tuple[int, ...], ...] | None
-    slices: tuple[tuple[tuple[str, int, int], ...], ...] | None
-    """(parameter, start in the partition, numel) per param group."""
-
-
-@dataclass(frozen=True, slots=True)
-class FamilyMap:
-    """Where the shards of one family store its cut tensors."""
-
-    partitions: Mapping[tuple[int, str], Slot] = field(default_factory=dict)
-    """(param group, state) → each rank's partition (stages 1 and 2)."""
-    stripped: bool = False
-    """Whether states, like masters, are saved without their padding (stages 1 and 2)."""
-    recorded: tuple[RecordedCut, ...] = ()
-    """One per rank (stages 1 and 2)."""
-    sub_groups: Mapping[tuple[int, str], Slot] = field(default_factory=dict)
-    """(sub-group, state) → each rank's shards (stage 3)."""
-    sub_group_params: tuple[tuple[str, ...], ...] = ()
-    """Names of the parameters in each sub-group (stage 3)."""
-
-
-@dataclass(frozen=True, slots=True)
-class SourceMap:
-    """Where a source stores its logical tensors, by the source's own layout."""
-
-    files: tuple[SourceFile, ...]
-    families: tuple[FamilyMap, ...] = ()
-    """One per family of the checkpoint; none for a store."""
-    whole: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """Tensor → (file, byte offset), for tensors that lie in one piece."""
-    shards: Mapping[int, Slot] = field(default_factory=dict)
-    """Tensor → each rank's shard of it (stage 3, frozen weights)."""
-    chunks: Mapping[int, tuple[int, Slot]] = field(default_factory=dict)
-    """Tensor → (elements per chunk, its chunks in order), for a store."""

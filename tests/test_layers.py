@@ -26,6 +26,7 @@ INNER: dict[str, tuple[str, ...]] = {
     "formats.pickle": ("formats.torch", "formats.deepspeed", "formats.zarr"),
     "formats.torch": ("formats.deepspeed", "formats.zarr"),
     "formats.deepspeed": ("formats.zarr",),
+    "formats.deepspeed.cut": ("formats.deepspeed.read", "formats.deepspeed.write"),
     "formats.deepspeed.read": ("formats.deepspeed.write",),
     "formats.deepspeed.write": ("formats.deepspeed.read",),
     "cli.text": ("engine", "formats", "io", "layout"),

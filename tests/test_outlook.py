@@ -1,6 +1,6 @@
 """What a dry run tells, held against what a run then reads and writes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -8,18 +8,14 @@ import numpy as np
 import pytest
 
 import streamshard
-from streamshard.engine.run.work import Region, TargetFile
-from streamshard.operations.convert.convert import ConvertPlan
-from streamshard.operations.export.export import ExportPlan
-from streamshard.operations.repartition.repartition import RepartitionPlan
-from streamshard.operations.source.source import Source
+from streamshard.engine.run.work import Region
 from streamshard.operations.transfer import estimate
 from streamshard.operations.transfer.estimate import Outlook, estimate_run
+from streamshard.operations.transfer.plan import TransferPlan
 from tests.fabricated import write
 from tests.job import Job
 from tests.test_momentum import MUON
 
-Plan = RepartitionPlan | ConvertPlan | ExportPlan
 KEYS = {
     "Outlook": "reads read_bytes writes written_bytes is_upper_bound reread_bytes memory "
     "time space changes left_out made",
@@ -39,10 +35,10 @@ def test_the_keys_are_pinned() -> None:
     assert [" ".join(field.name for field in fields(kind)) for kind in kinds] == [*KEYS.values()]
 
 
-def resize(stage: int, to: int, world_size: int = 3) -> Callable[[Path], Plan]:
+def resize(stage: int, to: int, world_size: int = 3) -> Callable[[Path], TransferPlan]:
     """Plan to go from a stage to another, or the same one."""
 
-    def plan(place: Path) -> Plan:
+    def plan(place: Path) -> TransferPlan:
         run = write(Job(stage=stage, world_size=4), place / "run")
         return streamshard.plan_repartition(
             run, place / "out", world_size=world_size, zero_stage=to
@@ -63,13 +59,13 @@ def converted(codec: str) -> Callable[[Path], Path]:
     return make
 
 
-def momentum(place: Path) -> Plan:
+def momentum(place: Path) -> TransferPlan:
     """Plan for states that ranks keep whole."""
     run = write(replace(MUON, stage=2), place / "run")
     return streamshard.plan_repartition(run, place / "out", world_size=3)
 
 
-CASES: dict[str, Callable[[Path], Plan]] = {
+CASES: dict[str, Callable[[Path], TransferPlan]] = {
     **{f"{a} to {b}": resize(a, b) for a in (2, 3) for b in (2, 3)},
     "momentum": momentum,
     "convert": lambda place: streamshard.plan_convert(
@@ -87,19 +83,11 @@ CASES: dict[str, Callable[[Path], Plan]] = {
 }
 
 
-def targets(plan: Plan) -> tuple[Source, Iterator[TargetFile]]:
-    """Return what the engine is handed."""
-    if isinstance(plan, ConvertPlan):
-        return plan.source, plan.files.content()
-    source = plan.source if isinstance(plan, RepartitionPlan) else plan.companions.source
-    return source, plan._targets()
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_bytes_are_those_that_the_engine_reads_and_writes(case: str, tmp_path: Path) -> None:
     plan = CASES[case](tmp_path)
     told = plan.outlook(measures_disk=False)
-    source, files = targets(plan)
+    source, files = plan.source, plan.output.writer.passes()[0]()
     read, zeros = np.zeros(len(source.files), dtype=np.int64), 0
     for file in files:
         for region in (part for span in file.spans for part in span.parts):
@@ -224,8 +212,8 @@ def test_a_place_that_cannot_be_written_is_said_and_no_error(tmp_path: Path) -> 
     if not Path("/proc/self").exists():
         pytest.skip("no file system here in which nobody can write")
     plan = resize(2, 2)(tmp_path)
-    assert isinstance(plan, RepartitionPlan)
-    told = estimate_run(plan.source, plan.byte_counts, plan.memory, plan.report, Path("/proc/out"))
+    byte_counts = plan.output.writer.byte_counts()
+    told = estimate_run(plan.source, byte_counts, plan.memory, plan.report, Path("/proc/out"))
     assert told.time is not None
     assert told.time.seconds is None
     assert "/proc" in str(told.time.problem)

@@ -369,4 +369,4 @@ def test_verbs_that_only_read_tell_so(tmp_path: Path) -> None:
 def test_the_flag_is_on_all_verbs_that_read_tensors() -> None:
     for verb in ("repartition", "convert", "export", "verify", "compact"):
         arguments = arguments_of().parse_args([verb, "a", *(["b"] * (verb != "verify"))])
-        assert arguments.progress == "auto"
+        assert arguments.progress_mode == "auto"

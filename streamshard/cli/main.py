@@ -10,17 +10,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from typing import Final, Protocol
+from inspect import Parameter, signature
+from typing import Any, Final
 
 from streamshard.cli.completion import completion_script
-from streamshard.cli.options import (
-    compacting_options,
-    inspecting_options,
-    moving_options,
-    reading_options,
-    resource_options,
-    source_options,
-)
+from streamshard.cli.options import require_sense
 from streamshard.cli.parser import arguments_of, parse_command
 from streamshard.cli.progress import display
 from streamshard.cli.signals import SIGNALS, Signals, StoppedBySignal
@@ -45,17 +39,15 @@ from streamshard.errors import (
 from streamshard.io.throttle import yield_to_others
 from streamshard.operations import apply
 from streamshard.operations.compact import compact
-from streamshard.operations.convert import convert
 from streamshard.operations.diff import diff
-from streamshard.operations.export import export
 from streamshard.operations.inspect import inspect, pickle_report, remains
 from streamshard.operations.inspect.inspect_report import (
     CheckpointList,
     IncompleteCheckpoint,
     Inspection,
 )
-from streamshard.operations.repartition import repartition
 from streamshard.operations.transfer.estimate import Outlook
+from streamshard.operations.transfer.plan import TransferPlan
 from streamshard.operations.transfer.report import Progress, Report
 from streamshard.operations.verify import verify
 
@@ -86,6 +78,7 @@ def carry_out(arguments: argparse.Namespace, signals: Signals) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     """Run one verb to its end; returns the exit code."""
     try:
+        require_sense(arguments)
         _VERBS[arguments.verb](arguments)
         sys.stdout.flush()
     except StreamshardError as error:
@@ -107,48 +100,21 @@ def _tell(message: str, error: BaseException) -> None:
         print(printable(line), file=sys.stderr)
 
 
-def _repartition(arguments: argparse.Namespace) -> None:
+def _keywords(function: Callable[..., object], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the keywords of a function that the command line has a value for."""
+    parameters = signature(function).parameters
+    return {
+        name: value
+        for name, value in vars(arguments).items()
+        if name in parameters and parameters[name].kind is Parameter.KEYWORD_ONLY
+    }
+
+
+def _transfer(arguments: argparse.Namespace) -> None:
+    planner = apply.PLANNERS[arguments.verb]
     with _progress(arguments) as progress:
-        plan = repartition.plan_repartition(
-            arguments.source,
-            arguments.target,
-            world_size=arguments.world_size,
-            zero_stage=arguments.zero_stage,
-            ds_config_file=arguments.ds_config,
-            **moving_options(arguments),
-        )
-        done = _carry_out(plan, arguments, progress)
-    _show(*done, arguments)
-
-
-def _convert(arguments: argparse.Namespace) -> None:
-    with _progress(arguments) as progress:
-        plan = convert.plan_convert(
-            arguments.source,
-            arguments.target,
-            codec=arguments.codec,
-            chunk_size=arguments.chunk_size,
-            **moving_options(arguments),
-        )
-        done = _carry_out(plan, arguments, progress)
-    _show(*done, arguments)
-
-
-def _export(arguments: argparse.Namespace) -> None:
-    with _progress(arguments) as progress:
-        plan = export.plan_export(
-            arguments.source,
-            arguments.target,
-            dtype=arguments.dtype,
-            format=arguments.format,
-            max_shard_size=arguments.max_shard_size,
-            include=arguments.include,
-            exclude=arguments.exclude,
-            keep_dtype=arguments.keep_dtype,
-            strip_prefix=arguments.strip_prefix,
-            frozen=not arguments.no_frozen,
-            **moving_options(arguments),
-        )
+        options = _keywords(planner, arguments)
+        plan = planner(arguments.source, arguments.target, **options)
         done = _carry_out(plan, arguments, progress)
     _show(*done, arguments)
 
@@ -156,12 +122,7 @@ def _export(arguments: argparse.Namespace) -> None:
 def _verify(arguments: argparse.Namespace) -> None:
     with _progress(arguments) as progress:
         found = verify.verify(
-            arguments.source,
-            against=arguments.against,
-            sample=arguments.sample,
-            digests=arguments.digests,
-            progress=progress,
-            **reading_options(arguments),
+            arguments.source, progress=progress, **_keywords(verify.verify, arguments)
         )
     if arguments.json:
         _print(json.dumps(asdict(found), indent=2))
@@ -178,10 +139,8 @@ def _diff(arguments: argparse.Namespace) -> None:
         found = diff.diff(
             arguments.source,
             arguments.other,
-            params=arguments.param,
-            against_tag=arguments.against_tag,
             progress=progress,
-            **reading_options(arguments),
+            **_keywords(diff.diff, arguments),
         )
     if arguments.json:
         _print(json.dumps(asdict(found), indent=2))
@@ -195,12 +154,12 @@ def _inspect(arguments: argparse.Namespace) -> None:
     if arguments.pickles:
         _inspect_pickles(arguments)
         return
-    options = inspecting_options(arguments)
+    options = _keywords(inspect.inspect, arguments)
     found: Inspection | CheckpointList | IncompleteCheckpoint | None
     try:
         found = inspect.inspect(arguments.source, **options)
     except SourceError as error:
-        own = source_options(arguments)
+        own = _keywords(remains.look_around, arguments)
         more = (value for name, value in options.items() if name not in own)
         is_brief = not all(value is None or value is False or value == [] for value in more)
         found = None if is_brief else remains.look_around(error, arguments.source, **own)
@@ -235,7 +194,7 @@ def _terminal_width() -> int | None:
 
 
 def _inspect_pickles(arguments: argparse.Namespace) -> None:
-    options = inspecting_options(arguments)
+    options = _keywords(inspect.inspect, arguments)
     tag = options.pop("tag")
     if not all(value is None or value is False or value == [] for value in options.values()):
         raise UsageError("--pickles lists names and nothing else: of the other options only --tag")
@@ -252,14 +211,14 @@ def _inspect_pickles(arguments: argparse.Namespace) -> None:
 
 def _apply(arguments: argparse.Namespace) -> None:
     with _progress(arguments) as progress:
-        plan = apply.load_plan(arguments.plan, **resource_options(arguments))
+        plan = apply.load_plan(arguments.plan, **_keywords(apply.load_plan, arguments))
         done = _carry_out(plan, arguments, progress)
     _show(*done, arguments)
 
 
 def _compact(arguments: argparse.Namespace) -> None:
     yield_to_others()
-    options = compacting_options(arguments)
+    options = _keywords(compact.compact, arguments)
     try:
         with _progress(arguments) as progress:
             found = compact.compact(
@@ -284,9 +243,7 @@ def _completion(arguments: argparse.Namespace) -> None:
 
 
 _VERBS: Final[Mapping[str, Callable[[argparse.Namespace], None]]] = {
-    "repartition": _repartition,
-    "convert": _convert,
-    "export": _export,
+    **dict.fromkeys(apply.PLANNERS, _transfer),
     "verify": _verify,
     "diff": _diff,
     "inspect": _inspect,
@@ -297,28 +254,8 @@ _VERBS: Final[Mapping[str, Callable[[argparse.Namespace], None]]] = {
 """The function that runs each verb of the command line."""
 
 
-class _Plan(Protocol):
-    """The plan of a verb that writes."""
-
-    @property
-    def report(self) -> Report:
-        """What a run of the plan will do."""
-
-    def outlook(self) -> Outlook:
-        """Return the detailed estimate of a run."""
-
-    def save(self, path: str) -> None:
-        """Save the plan to a file."""
-
-    def found(self, progress: Progress) -> Report | None:
-        """Check whether the result already exists; None if it does not."""
-
-    def run(self, progress: Progress) -> Report:
-        """Run the plan."""
-
-
 def _carry_out(
-    plan: _Plan, arguments: argparse.Namespace, progress: Progress
+    plan: TransferPlan, arguments: argparse.Namespace, progress: Progress
 ) -> tuple[Report, Outlook | None]:
     """Run a plan, or for `--dry-run` only estimate it."""
     if arguments.dry_run:
@@ -347,7 +284,7 @@ def _show(report: Report, outlook: Outlook | None, arguments: argparse.Namespace
 
 
 def _progress(arguments: argparse.Namespace) -> AbstractContextManager[Progress]:
-    return display(arguments.progress, is_quiet=arguments.quiet)
+    return display(arguments.progress_mode, is_quiet=arguments.quiet)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Options that several verbs share: on the command line, and as arguments of the Python call."""
+"""Options of the command line that several verbs share, and the checks of their values."""
 
 import argparse
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from streamshard import sizes
 from streamshard.defaults import DEFAULT_MIN_AGE, PROGRESS_MODES
@@ -28,6 +28,7 @@ def add_keeping_options(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument(
         "--keep-tag",
+        dest="keep_tags",
         action="append",
         default=[],
         metavar="PATTERN",
@@ -46,6 +47,7 @@ def add_source_options(verb: argparse.ArgumentParser, of: str = "") -> None:
     """Add the options that supply what a source lacks: config, reference checkpoint, tag."""
     verb.add_argument(
         "--source-ds-config",
+        dest="source_ds_config_file",
         metavar="FILE",
         help="DeepSpeed config of the job that saved raw dumps",
     )
@@ -81,6 +83,7 @@ def add_resource_options(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument(
         "--progress",
+        dest="progress_mode",
         choices=PROGRESS_MODES,
         default=PROGRESS_MODES[0],
         help="show progress on standard error: a bar, a line per tenth, or a JSON object a second "
@@ -176,67 +179,22 @@ def memory_size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def source_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that describe a source, by their names in Python."""
-    return {
-        "source_ds_config_file": arguments.source_ds_config,
-        "like": arguments.like,
-        "tag": arguments.tag,
-    }
-
-
-def inspecting_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of `inspect`."""
-    same = "rank svg html world_size zero_stage overwrite"
-    return {
-        **{name: getattr(arguments, name) for name in same.split()},
-        "params": arguments.param,
-        **source_options(arguments),
-    }
-
-
-def reading_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of verbs that read tensors.
+def require_sense(arguments: argparse.Namespace) -> None:
+    """Refuse options that ask for something impossible, or contradict each other.
 
     Raises
     ------
     UsageError
-        An option asks for something impossible.
+        The message names the options.
     """
-    return {**source_options(arguments), **resource_options(arguments)}
-
-
-def resource_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options for a run's memory and workers; see `reading_options` for errors."""
-    if arguments.workers is not None and arguments.workers < 1:
-        raise UsageError(f"--workers {arguments.workers}: at least one is needed")
-    return {"memory_limit": arguments.memory_limit, "workers": arguments.workers}
-
-
-def compacting_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of `compact`; see `reading_options` for errors."""
-    same = "keep_last keep_every min_age codec delete grace max_delete undelete purge dry_run"
-    same += " weights_only_older_than acknowledge"
-    return {
-        **{name: getattr(arguments, name) for name in same.split()},
-        "keep_tags": arguments.keep_tag,
-        "bytes_per_second": arguments.bwlimit,
-        **resource_options(arguments),
-    }
-
-
-def moving_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of verbs that write; see `reading_options` for errors."""
-    if arguments.plan_out is not None and not arguments.dry_run:
-        raise UsageError(f"--plan-out {arguments.plan_out}: saves a plan; give --dry-run with it")
-    if arguments.plan_out is not None and arguments.if_needed:
-        message = f"--plan-out {arguments.plan_out}: saves what is to be written, whether it is"
-        raise UsageError(f"{message} needed or not; leave --if-needed out")
-    if arguments.print_path and arguments.json:
+    given = {"workers": None, "plan_out": None, "print_path": False, **vars(arguments)}
+    workers, plan_out = given["workers"], given["plan_out"]
+    if workers is not None and workers < 1:
+        raise UsageError(f"--workers {workers}: at least one is needed")
+    if plan_out is not None and not arguments.dry_run:
+        raise UsageError(f"--plan-out {plan_out}: saves a plan; give --dry-run with it")
+    if plan_out is not None and arguments.if_needed:
+        message = f"--plan-out {plan_out}: saves what is to be written, whether it is needed or not"
+        raise UsageError(f"{message}; leave --if-needed out")
+    if given["print_path"] and arguments.json:
         raise UsageError("--print-path: is the key 'path' of --json; leave one of them out")
-    writing = {
-        "overwrite": arguments.overwrite,
-        "verify": arguments.verify,
-        "if_needed": arguments.if_needed,
-    }
-    return {**reading_options(arguments), **writing}

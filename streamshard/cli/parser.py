@@ -165,6 +165,7 @@ def _add_repartition(verbs: Verbs) -> None:
     )
     verb.add_argument(
         "--ds-config",
+        dest="ds_config_file",
         metavar="FILE",
         help="whole DeepSpeed config of the job that will resume [the one kept in the checkpoint]",
     )
@@ -234,7 +235,10 @@ def _add_export(verbs: Verbs) -> None:
         help="take it from the front of names: module. [nothing]",
     )
     verb.add_argument(
-        "--no-frozen", action="store_true", help="leave out weights that were not trained"
+        "--no-frozen",
+        dest="frozen",
+        action="store_false",
+        help="leave out weights that were not trained",
     )
     add_moving_options(verb)
 
@@ -277,6 +281,7 @@ def _add_diff(verbs: Verbs) -> None:
     verb.add_argument("other", metavar="B", help="another one, of any format, stage and world size")
     verb.add_argument(
         "--param",
+        dest="params",
         action="append",
         default=[],
         metavar="PATTERN",
@@ -310,6 +315,7 @@ def _add_inspect(verbs: Verbs) -> None:
     )
     verb.add_argument(
         "--param",
+        dest="params",
         action="append",
         default=[],
         metavar="PATTERN",
@@ -396,6 +402,7 @@ def _add_compact(verbs: Verbs) -> None:
     verb.add_argument("--codec", choices=CODECS, default="zstd", help="compression [zstd]")
     verb.add_argument(
         "--bwlimit",
+        dest="bytes_per_second",
         type=size,
         metavar="SIZE",
         help="read and write no more than this a second: 200MB [no limit]",

@@ -8,7 +8,8 @@ from typing import Any
 from streamshard.errors import CorruptFileError
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.pickle.inert import Node
-from streamshard.model import MASTER, LogicalTensor, ZeroLayout
+from streamshard.layout.cutting import Cutting
+from streamshard.model import MASTER, LogicalTensor, SourceFile, ZeroLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,3 +238,15 @@ class Checkpoint:
         """Return the element count of a family's trained parameters, by name."""
         mine = (t for t in self.tensors if t.state == MASTER and t.family == family.name)
         return {t.name: t.numel for t in mine}
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A checkpoint as a reader returns it: its content, and the place of every element."""
+
+    checkpoint: Checkpoint
+    cutting: Cutting
+    files: tuple[SourceFile, ...]
+    """The files that the cutting refers to."""
+    is_elastic: bool = False
+    """Whether the files were saved with `elastic_checkpoint`, without hyper-parameters."""

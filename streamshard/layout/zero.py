@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from streamshard.model import FlatCut, RankPartition, SubGroup
+from streamshard.model import RankPartition, SubGroup
 
 START_ALIGNMENT: Final = 2
 """`nccl_start_alignment_factor`: a flat group is padded to this many elements per rank."""
@@ -70,9 +70,10 @@ class FlatGroup:
         return min(max(stop - self.numel, 0), self.partition_numel)
 
     def padding_counted_last(self, rank: int) -> int:
-        """Count padding as DeepSpeed did before 0.16.4: the last rank has all the group's padding.
+        """Count all of a group's padding on the last rank, even if other ranks hold it.
 
-        The count may exceed the length of that rank's partition.
+        So does `BF16_Optimizer`, and so did DeepSpeed before 0.16.4. The count may exceed the
+        length of that rank's partition.
         """
         last = rank == self.world_size - 1
         return self.world_size * self.partition_numel - self.numel if last else 0
@@ -95,11 +96,6 @@ class FlatGroup:
         """List the parameters that a rank owns a part of, in stored order."""
         owned = (index for index, _, _ in self.cut(rank).slices)
         return tuple(sorted(owned, key=lambda index: int(self.starts[index])))
-
-    def serialize(self) -> FlatCut:
-        """Return the partitions of all ranks, in the form that file writers need."""
-        ranks = tuple(self.cut(rank) for rank in range(self.world_size))
-        return FlatCut(self.order, self.alignments, ranks)
 
 
 def slices_within(

@@ -3,21 +3,21 @@
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from streamshard.errors import SourceError, TargetExistsError, UsageError
-from streamshard.operations.convert.convert import ConvertPlan, plan_convert
-from streamshard.operations.export.export import ExportPlan, plan_export
-from streamshard.operations.repartition.repartition import RepartitionPlan, plan_repartition
+from streamshard.operations.convert.convert import plan_convert
+from streamshard.operations.export.export import plan_export
+from streamshard.operations.repartition.repartition import plan_repartition
 from streamshard.operations.transfer import plan_file
+from streamshard.operations.transfer.plan import TransferPlan
 
-Plan: TypeAlias = RepartitionPlan | ConvertPlan | ExportPlan
-
-PLANNERS: Final[Mapping[str, Callable[..., Plan]]] = {
+PLANNERS: Final[Mapping[str, Callable[..., TransferPlan]]] = {
     "repartition": plan_repartition,
     "convert": plan_convert,
     "export": plan_export,
 }
+"""The function that plans each verb that writes."""
 _ANEW: Final = "Plan anew with --dry-run --plan-out"
 
 
@@ -26,7 +26,7 @@ def load_plan(
     *,
     memory_limit: int | None = None,
     workers: int | None = None,
-) -> Plan:
+) -> TransferPlan:
     """Read a plan that `--plan-out` or `plan.save` wrote, and plan it again; writes nothing.
 
     Call `run` of the result to carry out the plan. If that run is interrupted, apply the plan
@@ -48,22 +48,21 @@ def load_plan(
     """
     place = Path(path)
     saved = plan_file.read(place)
-    asked = saved.asked
-    options: dict[str, Any] = dict(asked.options)
+    options: dict[str, Any] = dict(saved.options)
     if memory_limit is not None:
         options["memory_limit"] = memory_limit
     if workers is not None:
         options["workers"] = workers
     try:
-        plan = PLANNERS[asked.verb](asked.source, asked.target, **options)
+        plan = PLANNERS[saved.verb](saved.source, saved.target, **options)
     except TargetExistsError as error:
         if not options["overwrite"]:
             error.add_note(f"{place}: was made without --overwrite. {_ANEW}, and with --overwrite")
         raise
-    difference = plan.purpose.difference(saved.purpose)
+    difference = plan.identity.difference(saved.identity)
     if difference is not None:
-        own = plan.purpose.header
-        same = all(own[key] == saved.purpose[key] for key in ("format", "options"))
+        own = plan.identity.header
+        same = all(own[key] == saved.identity[key] for key in ("format", "options"))
         raise (SourceError if same else UsageError)(f"{place}: {difference}. {_ANEW}")
     sizes = plan.sizes()
     if plan_file.plan_digest(sizes) != saved.sizes:

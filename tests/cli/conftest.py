@@ -3,9 +3,8 @@
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from benchmarks._model import transformer
 from streamshard.cli.main import main
 from streamshard.engine.run import phases
 from tests.fabricated import write
+from tests.forked import Finished, run_forked
 from tests.job import Job
 
 RANKS = 4
@@ -39,21 +39,10 @@ def without_progress(shown: str) -> str:
     return _PROGRESS.sub("", shown)
 
 
-@dataclass(frozen=True)
-class Finished:
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
-    """Without progress."""
-
-
 def streamshard(*arguments: object) -> Finished:
-    """Run the command line in a process of its own."""
-    command = [sys.executable, "-m", "streamshard", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    return Finished(done.returncode, done.stdout, without_progress(done.stderr))
+    """Run the command line in a process of its own; leave progress out of its standard error."""
+    done = run_forked(*map(str, arguments))
+    return replace(done, err=without_progress(done.err))
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Finished
 from tests.cli.conftest import streamshard as command
 from tests.fabricated import load, save, write
+from tests.forked import Finished
 from tests.job import TAG, Job
 
 RANKS = 11

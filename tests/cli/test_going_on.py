@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from streamshard.cli.main import main
-from tests.cli.conftest import Finished, optimizer_file, streamshard, tree, without_progress
+from tests.cli.conftest import optimizer_file, streamshard, tree, without_progress
+from tests.forked import Finished
 
 CUT_OFF = """
 import os, pathlib, signal, sys

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from streamshard.io.lock import Lock
-from tests.cli.conftest import Finished, model_file, streamshard, tree
+from tests.cli.conftest import model_file, streamshard, tree
 from tests.cli.test_going_on import cut_off
 from tests.fabricated import load
 from tests.faults.scenarios import times
+from tests.forked import Finished
 from tests.job import TAG
 
 Saved = Callable[[int], Path]

@@ -22,9 +22,9 @@ import streamshard
 from streamshard.cli.text.inspect_text import inspection_text
 from streamshard.errors import UsageError
 from streamshard.operations.inspect.inspect_report import ParameterDetail
-from tests.cli.conftest import Finished
 from tests.cli.conftest import streamshard as command
 from tests.fabricated import write
+from tests.forked import Finished
 from tests.job import EXPERTS, TAG, Job
 
 SMALL = Job(stage=2, world_size=3)

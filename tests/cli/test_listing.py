@@ -14,9 +14,9 @@ import streamshard
 from streamshard.cli.text.inspect_text import inspection_text
 from streamshard.operations.inspect.checkpoint_list import summaries
 from streamshard.operations.inspect.inspect_report import CheckpointList
-from tests.cli.conftest import Finished
 from tests.cli.conftest import streamshard as command
 from tests.fabricated import edit, load, save, write
+from tests.forked import Finished
 from tests.job import Job
 
 JOB = Job(stage=2, world_size=3)

@@ -13,7 +13,8 @@ import pytest
 import streamshard as api
 from streamshard.cli.parser import arguments_of
 from streamshard.cli.text.diff_text import diff_text
-from tests.cli.conftest import RANKS, Finished, streamshard, without_progress
+from tests.cli.conftest import RANKS, streamshard, without_progress
+from tests.forked import Finished
 
 
 def test_inspect_tells_what_is_there(saved: Callable[[int], Path]) -> None:

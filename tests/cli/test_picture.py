@@ -13,8 +13,8 @@ import streamshard
 from benchmarks._readme_picture import PICTURE, draw
 from streamshard.drawing.svg import LEFT, PLOT
 from streamshard.errors import TargetError, TargetExistsError, UsageError
-from tests.cli.conftest import Finished
 from tests.fabricated import write
+from tests.forked import Finished
 from tests.job import EXPERTS, Job
 
 SVG = "{http://www.w3.org/2000/svg}"

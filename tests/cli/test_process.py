@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Finished, streamshard
+from tests.cli.conftest import streamshard
+from tests.forked import Finished
 from tests.job import TAG
 
 INTERRUPT = """

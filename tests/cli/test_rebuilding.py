@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import streamshard as api
-from streamshard.operations.repartition.repartition import RepartitionPlan
+from streamshard.operations.transfer.plan import TransferPlan
 from streamshard.operations.transfer.report import Progress, Report
 from tests.cli.conftest import streamshard
 from tests.cli.test_going_on import cut_off
@@ -74,14 +74,15 @@ def test_a_tag_of_which_something_else_comes_back_stays(
     damage: Callable[[Path], None],
     action: str,
 ) -> None:
-    before, write = bits(run), RepartitionPlan.run
+    before, write = bits(run), TransferPlan.run
 
-    def write_wrongly(plan: RepartitionPlan, progress: Progress | None = None) -> Report:
+    def write_wrongly(plan: TransferPlan, progress: Progress | None = None) -> Report:
         report = write(plan, progress)
-        damage(plan.target / FIRST)
+        if report.verb == "repartition":
+            damage(plan.target / FIRST)
         return report
 
-    monkeypatch.setattr(RepartitionPlan, "run", write_wrongly)
+    monkeypatch.setattr(TransferPlan, "run", write_wrongly)
     assert actions(api.compact(run, archive, delete=True))[FIRST] == action
     assert bits(run) == before
     assert (failed_checks(archive), own_files(archive)) == (["rebuilt_equal"], [])

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import streamshard as api
-from tests.cli.conftest import Finished
 from tests.compact.runs import NO_GRACE, actions, age, bits, later, receipt_of
 from tests.fabricated import client_state, write
+from tests.forked import Finished
 from tests.job import Job
 
 Streamshard = Callable[..., Finished]

@@ -7,7 +7,8 @@ import google_crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamshard.engine.numeric.checksums import BlockCrc32, ChunkChecksums, Crc32, Crc32c, crc32
+from streamshard.engine.numeric.checksums import RunningChecksums, crc32, crc32c, join_crc32
+from streamshard.model import Digest
 
 DATA = st.binary(max_size=200)
 CUTS = st.lists(st.integers(0, 200), max_size=8).map(sorted)
@@ -19,33 +20,24 @@ def split(data: bytes, cuts: list[int]) -> list[memoryview]:
     return [memoryview(data)[a:b] for a, b in pairwise(ends)]
 
 
-@given(DATA, CUTS)
-def test_crc32_and_crc32c_of_any_split(data: bytes, cuts: list[int]) -> None:
-    plain, castagnoli = Crc32(), Crc32c()
+@given(DATA, CUTS, st.integers(0, 70), st.booleans())
+def test_any_split(data: bytes, cuts: list[int], block_bytes: int, takes_crc32c: bool) -> None:
+    running = RunningChecksums(takes_crc32c=takes_crc32c, block_bytes=block_bytes)
     for part in split(data, cuts):
-        plain.update(part)
-        castagnoli.update(part)
-    assert plain.value == zlib.crc32(data) == crc32(data)
-    assert castagnoli.value == google_crc32c.value(data)
+        running.update(part)
+    wanted = google_crc32c.value(data) if takes_crc32c else 0
+    assert running.digest == Digest(len(data), zlib.crc32(data), wanted)
+    starts = range(0, len(data) if block_bytes else 0, block_bytes or 1)
+    assert running.blocks == [zlib.crc32(data[at : at + block_bytes]) for at in starts]
 
 
-@given(DATA, CUTS, st.integers(1, 70))
-def test_blocks_of_any_split(data: bytes, cuts: list[int], block_bytes: int) -> None:
-    blocks, both = BlockCrc32(block_bytes), ChunkChecksums(block_bytes)
-    for part in split(data, cuts):
-        blocks.update(part)
-        both.update(part)
-    starts = range(0, len(data), block_bytes)
-    wanted = [zlib.crc32(data[start : start + block_bytes]) for start in starts]
-    assert blocks.values().tolist() == wanted
-    assert both.blocks.values().tolist() == wanted
-    assert both.crc32c.value == google_crc32c.value(data)
+@given(DATA, DATA)
+def test_of_bytes_that_follow_others(before: bytes, after: bytes) -> None:
+    assert crc32(after, crc32(before)) == zlib.crc32(before + after)
+    assert crc32c(after, crc32c(before)) == google_crc32c.value(before + after)
+    assert join_crc32(crc32(before), crc32(after), len(after)) == zlib.crc32(before + after)
 
 
 def test_known_answers() -> None:
-    digits = memoryview(b"123456789")
-    plain, castagnoli = Crc32(), Crc32c()
-    plain.update(digits)
-    castagnoli.update(digits)
-    assert plain.value == 0xCBF43926
-    assert castagnoli.value == 0xE3069283
+    assert crc32(b"123456789") == 0xCBF43926
+    assert crc32c(b"123456789") == 0xE3069283

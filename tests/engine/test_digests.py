@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamshard.engine.numeric import digests
-from streamshard.engine.numeric.checksums import ChunkChecksums
-from streamshard.engine.numeric.digests import CRC32, CRC32C, EMPTY, RunningDigest
+from streamshard.engine.numeric.digests import CRC32, CRC32C, EMPTY
 from streamshard.model import Digest
 from tests.engine.test_checksums import CUTS, DATA, split
 
@@ -25,10 +24,6 @@ def direct(data: bytes) -> Digest:
 def test_any_pieces_make_the_digest_of_the_whole(data: bytes, cuts: list[int]) -> None:
     parts = split(data, cuts)
     assert digests.joined(direct(bytes(part)) for part in parts) == direct(data)
-    running = RunningDigest()
-    for part in parts:
-        running.update(part)
-    assert running.value == direct(data)
 
 
 @given(DATA, DATA, LONG)
@@ -49,16 +44,6 @@ def test_how_pieces_are_joined_first_does_not_matter(parts: list[bytes]) -> None
 @given(DATA, LONG)
 def test_zeros_at_the_end_can_be_taken_away(data: bytes, zeros: int) -> None:
     assert digests.without_zeros(direct(data + bytes(zeros)), zeros) == direct(data)
-
-
-@given(DATA, CUTS, st.integers(1, 70))
-def test_of_a_chunk_by_the_checksums_of_its_blocks(
-    data: bytes, cuts: list[int], block_bytes: int
-) -> None:
-    sums = ChunkChecksums(block_bytes)
-    for part in split(data, cuts):
-        sums.update(part)
-    assert digests.of_chunk(sums, len(data), block_bytes) == direct(data)
 
 
 @pytest.mark.parametrize(("crc", "known"), [(CRC32, 0xCBF43926), (CRC32C, 0xE3069283)])

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from streamshard.engine.run.runner import Engine, Resources
-from streamshard.engine.run.work import Fixed, Region, Span, TargetFile
+from streamshard.engine.run.work import Ending, Fixed, Region, Span, TargetFile
 from streamshard.io import direct_io, files
 from streamshard.io.direct_io import BLOCK_BYTES, LEAST_BYTES, aligned, open_direct
 from streamshard.io.file_system import EXT4, TMPFS, XFS, file_system_of
@@ -150,7 +150,7 @@ def file_of(lengths: list[int]) -> TargetFile:
         region = Region(nbytes, copies_of([(0, source, 0, nbytes)]))
         spans.append(Span(at, [Fixed(b"#"), region]))
         source, at = source + nbytes, at + 1 + nbytes
-    return TargetFile("file", spans, lambda: [(at, b"the end")])
+    return TargetFile("file", spans, [Ending(at, b"the end")])
 
 
 def test_workers_that_share_a_file_share_blocks_of_it(target: Path) -> None:

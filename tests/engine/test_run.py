@@ -4,7 +4,8 @@ import errno
 import os
 import resource
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
@@ -14,11 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from streamshard.engine.numeric.cast import cast_between
-from streamshard.engine.numeric.digests import JoinedCrc32
 from streamshard.engine.run import phases
 from streamshard.engine.run.runner import Engine, Resources
 from streamshard.engine.run.source_reader import SourceReader
-from streamshard.engine.run.work import Fixed, Region, Span, TargetFile
+from streamshard.engine.run.work import Ending, Fixed, Region, Span, TargetFile
 from streamshard.errors import CorruptFileError, IntegrityError, NoSpaceError, TargetError
 from streamshard.io import durability
 from streamshard.model import BlockDigests
@@ -44,9 +44,9 @@ def simple(path: str, nbytes: int = 250) -> TargetFile:
     return TargetFile(path, [Span(0, [region])], ending(nbytes, b"end"))
 
 
-def ending(offset: int, data: bytes = b"the end") -> Callable[[], list[tuple[int, bytes]]]:
-    """Spell a file's end."""
-    return lambda: [(offset, data)]
+def ending(offset: int, data: bytes = b"the end") -> list[Ending]:
+    """Describe a file's end."""
+    return [Ending(offset, data)]
 
 
 class Run:
@@ -151,18 +151,22 @@ def test_a_run_goes_on_from_any_spans_that_are_whole(
     def files() -> list[TargetFile]:
         """Plan all again, as another process would."""
         spans, at = [], 0
-        crc = JoinedCrc32()
+        sums: list[tuple[int, int, int]] = []
         for first, (_, rows, nbytes) in zip(before, drawn, strict=False):
             moved = [(file + first, *rest) for file, *rest in rows]
             copies = copies_of([(a, b, c, d) for a, b, c, d in moved])
-            spans.append(Span(at, [Fixed(b"#"), Region(nbytes, copies, crc.piece(nbytes))]))
+            spans.append(Span(at, [Fixed(b"#"), Region(nbytes, copies)]))
+            sums.append((4 * len(sums), at + 1, at + 1 + nbytes))
             at += 1 + nbytes
-        return [TargetFile("file", spans, lambda: [(at, crc.value.to_bytes(4, "big"))])]
+        return [TargetFile("file", spans, [Ending(at, bytes(4 * len(sums)), sums)])]
 
     spans = files()[0].spans
     assert run.over(files()) == 0
     whole = (run.root / "file").read_bytes()
-    broken = torn.draw(st.sets(st.integers(0, len(whole) - 5)))
+    for place, start, stop in files()[0].endings[0].crc32s:
+        end = files()[0].endings[0].offset + place
+        assert int.from_bytes(whole[end : end + 4], "little") == zlib.crc32(whole[start:stop])
+    broken = torn.draw(st.sets(st.integers(0, files()[0].endings[0].offset - 1)))
     with (run.root / "file").open("r+b") as stream:
         for place in broken:
             stream.seek(place)

@@ -5,17 +5,18 @@ import tempfile
 import zlib
 from collections.abc import Sequence
 
+import google_crc32c
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from streamshard.engine.numeric.cast import cast_between
-from streamshard.engine.numeric.checksums import Crc32
 from streamshard.engine.run.journal import Written
 from streamshard.engine.run.region import RegionFiller
 from streamshard.engine.run.window import Window, unwritten_bytes
-from streamshard.engine.run.work import Encoding, Fixed, Region, Span
+from streamshard.engine.run.work import Fixed, Region, RegionResult, Span, Trailer
+from streamshard.model import Digest
 from tests.engine.fakes import FakeReader, Row, copies_of, expected, regions
 
 Drawn = tuple[list[bytes], list[Row], int]
@@ -31,7 +32,7 @@ def written(span: Span, reader: FakeReader, window: int, scratch: int = 8) -> by
     with tempfile.TemporaryFile() as stream:
         found = Window(buffer(window), buffer(scratch), reader).write(span, stream.fileno())
         data = os.pread(stream.fileno(), 1 << 20, 0)
-    assert found == Written(len(data), zlib.crc32(data))
+    assert found.written == Written(len(data), zlib.crc32(data))
     return data
 
 
@@ -39,14 +40,10 @@ def written(span: Span, reader: FakeReader, window: int, scratch: int = 8) -> by
 def test_a_region_is_streamed_through_any_window(drawn: Drawn, window: int) -> None:
     contents, rows, nbytes = drawn
     reader = FakeReader(contents)
-    checksum = Crc32()
-    region = Region(
-        nbytes, copies_of(rows), checksum, lambda: checksum.value.to_bytes(4, "big"), 4
-    )  # fmt: skip
+    region = Region(nbytes, copies_of(rows), trailer=Trailer(b"<", b">"))
     data = written(Span(0, [region]), reader, window)
     content = expected(contents, rows, nbytes)
-    # The trailer is asked for after the checksum has seen all of the content, and not before.
-    assert data == content + zlib.crc32(content).to_bytes(4, "big")
+    assert data == content + b"<" + zlib.crc32(content).to_bytes(4, "little") + b">"
     assert len(data) == region.nbytes
     # Every source byte is read once, and none that is not wanted.
     read = [(file, at + i) for file, at, count in reader.calls for i in range(count)]
@@ -87,52 +84,119 @@ def test_parts_follow_each_other_at_the_offset(drawn: Sequence[bytes | Drawn], w
         stream.write(b"?" * (17 + len(wanted) + 3))
         stream.flush()
         writer = Window(buffer(window), buffer(8), FakeReader(contents))
-        assert writer.write(Span(17, parts), stream.fileno()).nbytes == len(wanted)
+        assert writer.write(Span(17, parts), stream.fileno()).written.nbytes == len(wanted)
         stream.seek(0)
         assert stream.read() == b"?" * 17 + wanted + b"?" * 3
     assert sum(part.nbytes for part in parts) == len(wanted)
 
 
-def never(stored: bytes) -> None:
-    """Stand for what nothing may call."""
-    raise AssertionError(stored)
+class Backwards:
+    """A codec that remembers what it encoded."""
+
+    def __init__(self) -> None:
+        self.seen: list[bytes] = []
+
+    def encode(self, content: memoryview) -> bytes:
+        """Turn the content round."""
+        self.seen.append(bytes(content))
+        return b"<" + bytes(content[::-1]) + b">"
+
+    def decode(self, encoded: memoryview, content: memoryview) -> None:
+        """Turn it round again."""
+        for at in range(len(content)):
+            content[at] = encoded[-2 - at]
+
+
+def checked(found: RegionResult, content: bytes, overflowed: int = 0) -> None:
+    """Compare a result with checksums of the whole content."""
+    assert found.content == Digest(len(content), zlib.crc32(content), google_crc32c.value(content))
+    blocks = [content[at : at + 7] for at in range(0, len(content), 7)]
+    assert found.blocks == tuple(map(zlib.crc32, blocks))
+    assert found.overflowed == overflowed
+
+
+@given(regions(), st.integers(1, 30), st.booleans(), st.booleans())
+def test_what_is_recalled_is_known_as_if_it_were_written(
+    drawn: Drawn, window: int, is_encoded: bool, is_crc32c: bool
+) -> None:
+    contents, rows, nbytes = drawn
+    region = Region(
+        nbytes,
+        copies_of(rows),
+        trailer=Trailer(is_crc32c=is_crc32c),
+        codec=Backwards() if is_encoded else None,
+        takes_crc32c=True,
+        block_bytes=7,
+    )
+    # A region that is encoded is alone in its file.
+    span = Span(0, [region] if is_encoded else [Fixed(b"#"), region, Fixed(b"!"), region])
+    content = expected(contents, rows, nbytes)
+    stored = b"<" + content[::-1] + b">" if is_encoded else content
+    crc32 = google_crc32c.value(stored) if is_crc32c else zlib.crc32(stored)
+    one = stored + crc32.to_bytes(4, "little")
+    whole = one if is_encoded else b"#" + one + b"!" + one
+    writer = Window(buffer(window), buffer(8), FakeReader(contents))
+    with tempfile.TemporaryFile() as stream:
+        found = writer.write(span, stream.fileno())
+        assert os.pread(stream.fileno(), 1 << 20, 0) == whole
+        assert found.written == Written(len(whole), zlib.crc32(whole))
+        offsets = [0] if is_encoded else [1, 2 + len(one)]
+        assert [part.offset for part in found.regions] == offsets
+        for part in found.regions:
+            checked(part, content)
+        assert writer.recall(span, stream.fileno(), found.written) == found
+        for place in (0, len(whole) // 2, len(whole) - 1):
+            os.pwrite(stream.fileno(), bytes([whole[place] ^ 1]), place)
+            assert writer.recall(span, stream.fileno(), found.written) is None
+            os.pwrite(stream.fileno(), whole[place : place + 1], place)
+        os.truncate(stream.fileno(), len(whole) - 1)
+        assert writer.recall(span, stream.fileno(), found.written) is None
+
+
+@pytest.mark.parametrize("number", [1.0, 1e30, float("inf")])
+def test_overflow_is_counted_or_the_span_is_written_again(number: float) -> None:
+    numbers = np.array([0.5, number, -3.0, number], dtype=np.float32)
+    region = Region(
+        8,
+        copies_of([(0, 0, 0, 16)]),
+        source_itemsize=4,
+        target_itemsize=2,
+        cast=cast_between("float32", "float16"),
+        counts_overflow=True,
+    )
+    writer = Window(buffer(16), buffer(8), FakeReader([numbers.tobytes()]))
+    with tempfile.TemporaryFile() as stream:
+        found = writer.write(Span(0, [region]), stream.fileno())
+        assert found.regions[0].overflowed == (2 if number == 1e30 else 0)
+        # Of an infinite element, the file does not tell whether it was finite in the source.
+        again = writer.recall(Span(0, [region]), stream.fileno(), found.written)
+        assert again == (found if number == 1.0 else None)
+        os.truncate(stream.fileno(), 5)
+        assert writer.recall(Span(0, [region]), stream.fileno(), found.written) is None
 
 
 @given(regions(), st.integers(1, 30))
 def test_an_encoded_region_is_handed_over_whole(drawn: Drawn, window: int) -> None:
     contents, rows, nbytes = drawn
-    checksum, stored_checksum, seen = Crc32(), Crc32(), []
-
-    def encode(content: memoryview) -> bytes:
-        seen.append(bytes(content))
-        return b"<" + bytes(content[::-1]) + b">"
-
-    encoding = Encoding(encode, never, stored_checksum)
-    region = Region(nbytes, copies_of(rows), checksum, encoding=encoding)
+    codec = Backwards()
+    region = Region(nbytes, copies_of(rows), codec=codec)
     content = expected(contents, rows, nbytes)
     data = written(Span(0, [region]), FakeReader(contents), window)
     assert data == b"<" + content[::-1] + b">"
-    assert seen == [content]
-    assert checksum.value == zlib.crc32(content)
-    assert stored_checksum.value == zlib.crc32(data)
+    assert codec.seen == [content]
 
 
 def test_of_what_was_encoded_before_nothing_is_left() -> None:
     """Neither where a later region is shorter nor where no copy writes."""
-    seen = []
-
-    def encode(content: memoryview) -> bytes:
-        seen.append(bytes(content))
-        return b"*"
-
+    codec = Backwards()
     reader = FakeReader([b"abcdefgh"])
     window = Window(buffer(4), buffer(8), reader)
     for nbytes, rows in ((8, [(0, 0, 0, 8)]), (6, [(0, 1, 2, 2)]), (9, [(0, 0, 0, 3)])):
-        encoding = Encoding(encode, never, Crc32())
-        region = Region(nbytes, copies_of(rows), Crc32(), lambda: b"!", encoding=encoding)
+        region = Region(nbytes, copies_of(rows), trailer=Trailer(), codec=codec)
         with tempfile.TemporaryFile() as stream:
-            assert window.write(Span(0, [region]), stream.fileno()).nbytes == 2
-    assert seen == [b"abcdefgh", b"\0\0bc\0\0", b"abc" + bytes(6)]
+            found = window.write(Span(0, [region]), stream.fileno())
+            assert found.written.nbytes == nbytes + 2 + 4
+    assert codec.seen == [b"abcdefgh", b"\0\0bc\0\0", b"abc" + bytes(6)]
 
 
 @given(regions(4), st.integers(2, 40), st.integers(4, 40))
@@ -194,14 +258,14 @@ def test_windows_of_zeros_become_holes_that_read_as_zeros(around: bytes) -> None
     nbytes, window = 8 << 20, 1 << 20
     reader = FakeReader([around])
     copies = copies_of([(0, 0, at, len(around)) for at in (0, nbytes - 1) if around])
-    region = Region(nbytes, copies, trailer=lambda: b"", trailer_bytes=0)
+    region = Region(nbytes, copies)
     with tempfile.TemporaryFile() as stream:
         found = Window(buffer(window), buffer(8), reader).write(Span(0, [region]), stream.fileno())
         data = os.pread(stream.fileno(), nbytes + 1, 0)
         allocated = os.fstat(stream.fileno()).st_blocks * 512
-    assert found == Written(nbytes, zlib.crc32(data))
+    assert found.written == Written(nbytes, zlib.crc32(data))
     assert data == around + bytes(nbytes - 2 * len(around)) + around
-    assert region.checksum.value == zlib.crc32(data)  # type: ignore[attr-defined]
+    assert found.regions[0].content.crc32 == zlib.crc32(data)
     assert allocated <= 2 * window
 
 
@@ -211,7 +275,7 @@ def test_a_window_is_used_again_for_the_next_span() -> None:
     for offset in (0, 5):
         with tempfile.TemporaryFile() as stream:
             region = Region(20, copies_of([(0, 3, 1, 10)]))
-            assert window.write(Span(offset, [region]), stream.fileno()).nbytes == 20
+            assert window.write(Span(offset, [region]), stream.fileno()).written.nbytes == 20
             data = os.pread(stream.fileno(), 100, 0)
         assert data == bytes(offset) + b"\0" + bytes(range(4, 14)) + bytes(9)
         assert np.frombuffer(data, np.uint8).sum() == sum(range(4, 14))

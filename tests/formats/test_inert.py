@@ -48,6 +48,15 @@ def test_what_is_carried_unpickles_to_the_same(graph: object, protocol: int) -> 
 
 
 @settings(max_examples=150)
+@given(graphs(), st.sampled_from(PROTOCOLS))
+def test_a_copy_from_another_process_is_written_as_the_same_bytes(
+    graph: object, protocol: int
+) -> None:
+    node = load(pickled(graph, protocol))
+    assert dump(pickle.loads(pickle.dumps(node))) == dump(node)
+
+
+@settings(max_examples=150)
 @given(graphs(PLAIN))
 def test_bytes_are_those_of_the_standard_pickler(graph: object) -> None:
     data = pickle.dumps(graph, protocol=2)

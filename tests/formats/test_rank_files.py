@@ -19,7 +19,7 @@ from streamshard.formats.pickle.inert import Call
 from streamshard.formats.pickle.inert_dump import dump
 from streamshard.formats.torch.parse_cache import Twins
 from streamshard.formats.torch.torch_tensor import Storage
-from streamshard.model import Slot
+from streamshard.model import MODULE, Slot
 from tests.fabricated import client_state, load, save, write
 from tests.formats.conftest import Device
 from tests.job import TAG, Job, stand_ins
@@ -66,24 +66,24 @@ def test_devices_of_ranks(tmp_path: Path, device: Device) -> None:
 
 def test_frozen_shards_lie_in_the_ranks_own_files(tmp_path: Path) -> None:
     run = write(JOB, tmp_path / "run")
-    checkpoint, source_map = zero_reader.read(run / TAG, [])
-    for index, slot in source_map.shards.items():
-        name = checkpoint.tensors[index].name
+    reading = zero_reader.read(run / TAG, [])
+    cutting, index = reading.cutting, reading.checkpoint.tensor_index()
+    for name, _ in FROZEN:
+        first = cutting.first_piece[index["", MODULE, name]]
         for rank, path in enumerate(model_files(run, 12)):
-            assert source_map.files[slot.files[rank]].path == path
+            assert reading.files[cutting.file[first + rank]].path == path
             shard = load(path)["frozen_param_fragments"][name].view(torch.uint8)
-            data = path.read_bytes()[int(slot.offsets[rank]) :][: len(shard)]
+            data = path.read_bytes()[int(cutting.offset[first + rank]) :][: len(shard)]
             assert data == shard.numpy().tobytes()
-    assert len(source_map.shards) == len(FROZEN)
 
 
 def test_sizes_and_times_of_all_files(tmp_path: Path) -> None:
     run = write(JOB, tmp_path / "run")
-    _, source_map = zero_reader.read(run / TAG, [])
-    for file in source_map.files:
+    files = zero_reader.read(run / TAG, []).files
+    for file in files:
         stat = file.path.stat()
         assert (file.nbytes, file.mtime_ns) == (stat.st_size, stat.st_mtime_ns)
-    assert len({file.path for file in source_map.files}) == len(source_map.files) == 24
+    assert len({file.path for file in files}) == len(files) == 24
 
 
 def change_ranks(run: Path, change: Callable[[int, dict[str, Any]], object]) -> None:
@@ -105,10 +105,10 @@ def move_frequencies(one: int) -> Callable[[int, dict[str, Any]], object]:
 
 def test_ranks_that_differ_in_a_buffer_are_noted(tmp_path: Path) -> None:
     run = write(JOB, tmp_path / "run")
-    assert zero_reader.read(run / TAG, [])[0].notes == ()
+    assert zero_reader.read(run / TAG, []).checkpoint.notes == ()
     change_ranks(run, move_frequencies(4))
     assert parsed(read_twins(run, 12)) == [0, 10]
-    (note,) = zero_reader.read(run / TAG, [])[0].notes
+    (note,) = zero_reader.read(run / TAG, []).checkpoint.notes
     assert "differ in rotary.inv_freq;" in note
 
 
@@ -122,7 +122,7 @@ def test_ranks_that_differ_in_what_they_carry_are_noted(tmp_path: Path) -> None:
         ),
     )
     assert parsed(read_twins(run, 12)) == [0, 10]
-    (note,) = zero_reader.read(run / TAG, [])[0].notes
+    (note,) = zero_reader.read(run / TAG, []).checkpoint.notes
     assert "differ in rng, table;" in note
     require_same_readings(run)
 
@@ -145,7 +145,7 @@ def test_checkpoint_without_checksums(tmp_path: Path) -> None:
     run = write(JOB, tmp_path / "run")
     change_ranks(run, move_frequencies(5))
     assert parsed(read_twins(run, 12)) == [0, 10]
-    (note,) = zero_reader.read(run / TAG, [])[0].notes
+    (note,) = zero_reader.read(run / TAG, []).checkpoint.notes
     assert "differ in rotary.inv_freq;" in note
     require_same_readings(run)
 

@@ -101,11 +101,10 @@ def test_a_copy_is_read_by_every_verb(original: Path, tmp_path: Path, how: str) 
     assert found.tensors == len(found.digests)
     assert "rewritten by another tool" in " ".join(found.notes)
     assert written(store, tmp_path / "a") == written(original, tmp_path / "b")
-    for verb in (streamshard.convert, streamshard.export):
-        for source, out in ((store, "ours"), (original, "theirs")):
-            verb(source, tmp_path / verb.__name__ / out)
-        results = [content_of(tmp_path / verb.__name__ / out) for out in ("ours", "theirs")]
-        assert results[0] == results[1]
+    for source, out in ((store, tmp_path / "ours"), (original, tmp_path / "theirs")):
+        streamshard.convert(source, out / "again.zarr")
+        streamshard.export(source, out / "weights")
+    assert content_of(tmp_path / "ours") == content_of(tmp_path / "theirs")
     assert streamshard.verify(store, against=original.parent / "run").is_good
     assert streamshard.diff(original, store).is_equal
 

@@ -213,13 +213,12 @@ def test_directories_and_whole_stores_may_be_links_within(store: Path) -> None:
 
 
 @pytest.mark.parametrize("said", [0, 79, 0x7FFFFFFF, 0xFFFFFFFF])
-def test_a_compressed_chunk_that_says_it_is_larger(tmp_path: Path, said: int) -> None:
+def test_a_compressed_chunk_that_says_it_is_larger(said: int) -> None:
     codec = BloscChunk("zstd", 4)
     stored = bytearray(codec.encode(memoryview(bytes(80))))
     stored[4:8] = said.to_bytes(4, "little")
-    lying = bytes(stored) + serialize_checksum(google_crc32c.value(bytes(stored)))
     with pytest.raises(IntegrityError, match=rf"says it decodes to {said} bytes where 80 belong"):
-        codec.decode(lying, tmp_path, memoryview(bytearray(80)))
+        codec.decode(memoryview(stored), memoryview(bytearray(80)))
 
 
 @pytest.mark.parametrize("name", ["\ud800", "x" * 5000], ids=["half a letter", "long"])

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.multiprocessing.spawn import ProcessException, spawn
+from torch.multiprocessing import get_context
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from tests.oracle import jobs as work
 
@@ -23,6 +24,8 @@ START_SECONDS = 120.0
 COLLECTIVE_SECONDS = 60.0
 JOB_SECONDS = 90.0
 """Hard limits, far above what is measured; a rank that waits for a dead one fails first."""
+# Two seconds of imports for every rank; those with an older DeepSpeed import it themselves.
+get_context("forkserver").set_forkserver_preload(["torch", "deepspeed", "tests.oracle.jobs"])
 
 
 @dataclass(frozen=True)
@@ -75,11 +78,12 @@ def _start_and_wait(
     deepspeed_at: Path | None,
 ) -> str:
     """Let the ranks run to their end; the reason when it is a bad one, else ''."""
-    context: Any = spawn(  # type: ignore[no-untyped-call]
+    context: Any = start_processes(  # type: ignore[no-untyped-call]
         _rank_main,
         args=(world_size, jobs, do, start_dir, deepspeed_at),
         nprocs=world_size,
         join=False,
+        start_method="forkserver" if deepspeed_at is None else "spawn",
     )
     deadline = time.monotonic() + START_SECONDS + JOB_SECONDS
     done = 0

@@ -17,8 +17,9 @@ import streamshard
 from streamshard.errors import SourceNotFoundError, UsageError
 from streamshard.formats.zarr.chunks import serialize_checksum
 from streamshard.formats.zarr.zarr_writer import small_array_document
-from tests.fabricated import client_state, load, save, write
+from tests.fabricated import client_state, edit, load, save, write
 from tests.job import TAG, Job
+from tests.test_stage_0 import stage_0
 from tests.verify.conftest import DUMPS, SMALL, kinds_of, write_dumps
 
 
@@ -127,6 +128,44 @@ def test_a_rank_of_another_world_size(fresh: Callable[[str], Path], tmp_path: Pa
         ("disagreement", shard(run, 4).name),
         ("missing", shard(run, 3).name),
     ]
+
+
+def test_parts_of_a_model_may_have_other_parameters(tmp_path: Path) -> None:
+    """As with pipelines. A rank that is missing is then the only problem."""
+    run = write(replace(SMALL, parts=2), tmp_path / "run")
+    edit(
+        run / TAG / "mp_rank_01_model_states.pt",
+        lambda model: model["param_shapes"][0].update(other=torch.Size([3])),
+    )
+    shard(run, 1).unlink()
+    assert kinds_of(streamshard.verify(run)) == [("missing", shard(run, 1).name)]
+
+
+def test_all_files_of_a_part_of_another_step(tmp_path: Path) -> None:
+    run = write(replace(SMALL, parts=2), tmp_path / "run")
+    gone, *part = sorted((run / TAG).glob("*_mp_rank_01_optim_states.pt"))
+    gone.unlink()
+    for path in part:
+        other_step(path)
+    wanted = [*(("disagreement", path.name) for path in part), ("missing", gone.name)]
+    assert kinds_of(streamshard.verify(run)) == wanted
+
+
+def test_two_sets_of_files_in_one_place(fresh: Callable[[str], Path]) -> None:
+    run = fresh("native-2")
+    twice = shard(run, 1)
+    shutil.copy(twice, twice.with_name(twice.name.removeprefix("bf16_")))
+    twice.write_bytes(twice.read_bytes()[:-100])
+    found = streamshard.verify(run)
+    assert ("malformed", twice.name) in kinds_of(found)
+    assert any("both claim to be of one rank" in problem.message for problem in found.problems)
+
+
+def test_without_zero_no_optimizer_file_is_missing(tmp_path: Path) -> None:
+    run = stage_0(tmp_path / "run")
+    path = run / TAG / "mp_rank_00_model_states.pt"
+    edit(path, lambda model: model.update(dp_world_size="many"))
+    assert kinds_of(streamshard.verify(run)) == [("disagreement", path.name)]
 
 
 def test_of_experts_without_zero_only_that_is_said(fresh: Callable[[str], Path]) -> None:

@@ -4,6 +4,7 @@ NaNs are the exception. They stay NaNs, but torch's bits for them depend on the 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from streamshard.errors import UnsupportedError
 from streamshard.model import ITEMSIZE
 
-Cast = Callable[[memoryview, memoryview], None]
+_Function = Callable[[memoryview, memoryview], None]
 """Converts source elements in the first view into target elements that fill the second."""
 
 
@@ -49,12 +50,12 @@ def _float64_to_float32(source: memoryview, target: memoryview) -> None:
         np.frombuffer(target, dtype=np.float32)[:] = np.frombuffer(source, dtype=np.float64)
 
 
-_TO_FLOAT32: Final[dict[str, Cast]] = {
+_TO_FLOAT32: Final[dict[str, _Function]] = {
     "bfloat16": _bfloat16_to_float32,
     "float16": _float16_to_float32,
     "float64": _float64_to_float32,
 }
-_FROM_FLOAT32: Final[dict[str, Cast]] = {
+_FROM_FLOAT32: Final[dict[str, _Function]] = {
     "bfloat16": _float32_to_bfloat16,
     "float16": _float32_to_float16,
 }
@@ -62,7 +63,7 @@ _STEP_NUMEL: Final = 1 << 14
 """Elements per cast: for larger temporary arrays, new memory would be mapped each time."""
 
 
-def _by_float32(source: str, target: str) -> Cast:
+def _by_float32(source: str, target: str) -> _Function:
     """Cast in two steps, as torch does, which for float64 rounds twice."""
     widen, narrow = _TO_FLOAT32[source], _FROM_FLOAT32[target]
 
@@ -78,7 +79,7 @@ def _by_float32(source: str, target: str) -> Cast:
     return cast
 
 
-_CASTS: Final[dict[tuple[str, str], Cast]] = {
+_CASTS: Final[dict[tuple[str, str], _Function]] = {
     **{(source, "float32"): cast for source, cast in _TO_FLOAT32.items()},
     **{("float32", target): cast for target, cast in _FROM_FLOAT32.items()},
     **{
@@ -88,6 +89,30 @@ _CASTS: Final[dict[tuple[str, str], Cast]] = {
         if source != target
     },
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """A conversion between two dtypes, as data: any process finds the function for it."""
+
+    source: str
+    target: str
+
+    def __call__(self, view: memoryview, into: memoryview) -> None:
+        """Convert source elements into target elements that fill a view."""
+        pair = self.source, self.target
+        (_CASTS.get(pair) or _WIDENINGS[pair])(view, into)
+
+    def count_overflow(self, view: memoryview, into: memoryview) -> int:
+        """Convert elements, and count the finite ones that become infinite."""
+        step, made = _STEP_NUMEL * ITEMSIZE[self.source], _STEP_NUMEL * ITEMSIZE[self.target]
+        overflowed = 0
+        for number, at in enumerate(range(0, len(view), step)):
+            piece, result = view[at : at + step], into[number * made : (number + 1) * made]
+            self(piece, result)
+            infinite = count_infinite(result, self.target)
+            overflowed += infinite - count_infinite(piece, self.source) if infinite else 0
+        return overflowed
 
 
 def cast_between(source: str, target: str) -> Cast | None:
@@ -102,10 +127,10 @@ def cast_between(source: str, target: str) -> Cast | None:
         return None
     if (source, target) not in _CASTS:
         raise UnsupportedError(f"weights cannot be converted from {source} to {target}")
-    return _CASTS[source, target]
+    return Cast(source, target)
 
 
-def _to_float64(source: str) -> Cast:
+def _to_float64(source: str) -> _Function:
     def cast(view: memoryview, into: memoryview) -> None:
         with np.errstate(invalid="ignore"):
             np.frombuffer(into, dtype=np.float64)[:] = np.frombuffer(view, dtype=source)
@@ -119,7 +144,7 @@ def _bfloat16_to_float64(source: memoryview, target: memoryview) -> None:
         np.frombuffer(target, dtype=np.float64)[:] = bits.view(np.float32)
 
 
-_WIDENINGS: Final[dict[tuple[str, str], Cast]] = {
+_WIDENINGS: Final[dict[tuple[str, str], _Function]] = {
     ("bfloat16", "float32"): _bfloat16_to_float32,
     ("float16", "float32"): _float16_to_float32,
     ("bfloat16", "float64"): _bfloat16_to_float64,
@@ -145,7 +170,9 @@ def wider(one: str, other: str) -> str | None:
 
 def comparing_cast(source: str, target: str) -> Cast | None:
     """Find the cast to the dtype in which elements are compared; see `cast_between`."""
-    return _WIDENINGS.get((source, target)) or cast_between(source, target)
+    if (source, target) in _WIDENINGS:
+        return Cast(source, target)
+    return cast_between(source, target)
 
 
 _INFINITY: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {
@@ -165,38 +192,6 @@ def find_nans(view: memoryview, dtype: str) -> NDArray[np.bool_]:
     bits = np.frombuffer(view, dtype=word)
     found: NDArray[np.bool_] = (bits & word((1 << (8 * bits.itemsize - 1)) - 1)) > infinity
     return found
-
-
-def counting_overflow(source: str, target: str, add: Callable[[int], None]) -> Cast | None:
-    """Find the conversion between two dtypes, with a count of the finite elements that overflow.
-
-    Parameters
-    ----------
-    add
-        Called from workers with the count of finite elements that became infinite.
-
-    Raises
-    ------
-    UnsupportedError
-        The conversion is not supported.
-    """
-    cast = cast_between(source, target)
-    if cast is None:
-        return None
-
-    step, made = _STEP_NUMEL * ITEMSIZE[source], _STEP_NUMEL * ITEMSIZE[target]
-
-    def counting(view: memoryview, into: memoryview) -> None:
-        overflowed = 0
-        for number, at in enumerate(range(0, len(view), step)):
-            piece, result = view[at : at + step], into[number * made : (number + 1) * made]
-            cast(piece, result)
-            infinite = count_infinite(result, target)
-            overflowed += infinite - count_infinite(piece, source) if infinite else 0
-        if overflowed:
-            add(overflowed)
-
-    return counting
 
 
 def count_infinite(view: memoryview, dtype: str) -> int:

@@ -1,101 +1,68 @@
-"""Running checksums over a stream of bytes."""
-
-from typing import Protocol
+"""CRC-32 as zip files use it, and CRC-32C (Castagnoli) as Zarr's checksum codec uses it."""
 
 import google_crc32c
 import numpy as np
 from isal import isal_zlib
-from numpy.typing import NDArray
 
-
-class Checksum(Protocol):
-    """A checksum of the bytes of a region so far."""
-
-    def update(self, view: memoryview) -> None:
-        """Add the next bytes."""
-
-    def reset(self) -> None:
-        """Begin again without any bytes."""
-
-
-class Crc32:
-    """CRC-32 as zip files use it."""
-
-    def __init__(self) -> None:
-        self.value = 0
-
-    def update(self, view: memoryview) -> None:
-        """Take in the next bytes."""
-        self.value = isal_zlib.crc32(view, self.value)
-
-    def reset(self) -> None:
-        """Begin again."""
-        self.value = 0
-
-
-class Crc32c:
-    """CRC-32C (Castagnoli) as Zarr's checksum codec uses it."""
-
-    def __init__(self) -> None:
-        self.value = 0
-
-    def update(self, view: memoryview) -> None:
-        """Take in the next bytes."""
-        # The library needs a bytes-like object of its kind; an array over the view avoids a copy.
-        self.value = google_crc32c.extend(self.value, np.frombuffer(view, dtype=np.uint8))
-
-    def reset(self) -> None:
-        """Begin again."""
-        self.value = 0
-
-
-class BlockCrc32:
-    """CRC-32 of each block of fixed length, so that any block can be checked separately."""
-
-    def __init__(self, block_bytes: int) -> None:
-        self._block_bytes = block_bytes
-        self._values: list[int] = []
-        self._open = 0
-        """Bytes of the last, incomplete block so far."""
-
-    def update(self, view: memoryview) -> None:
-        """Take in the next bytes."""
-        while len(view):
-            if self._open == 0:
-                self._values.append(0)
-            piece = view[: self._block_bytes - self._open]
-            self._values[-1] = isal_zlib.crc32(piece, self._values[-1])
-            self._open = (self._open + len(piece)) % self._block_bytes
-            view = view[len(piece) :]
-
-    def reset(self) -> None:
-        """Begin again."""
-        self._values.clear()
-        self._open = 0
-
-    def values(self) -> NDArray[np.uint32]:
-        """Return one CRC per block, in order."""
-        return np.array(self._values, dtype=np.uint32)
-
-
-class ChunkChecksums:
-    """Both kinds of checksums of an uncompressed chunk, computed in one pass."""
-
-    def __init__(self, block_bytes: int) -> None:
-        self.crc32c = Crc32c()
-        self.blocks = BlockCrc32(block_bytes)
-
-    def update(self, view: memoryview) -> None:
-        """Take in the next bytes."""
-        self.crc32c.update(view)
-        self.blocks.update(view)
-
-    def reset(self) -> None:
-        """Begin again."""
-        self.crc32c.reset()
-        self.blocks.reset()
+from streamshard.model import Digest
 
 
 def crc32(view: memoryview | bytes, before: int = 0) -> int:
     """Return the CRC-32 of bytes that follow others with the CRC-32 `before`."""
     return int(isal_zlib.crc32(view, before))
+
+
+def crc32c(view: memoryview | bytes, before: int = 0) -> int:
+    """Return the CRC-32C of bytes that follow others with the CRC-32C `before`."""
+    # The library needs a bytes-like object of its kind; an array over the view avoids a copy.
+    return int(google_crc32c.extend(before, np.frombuffer(view, dtype=np.uint8)))
+
+
+def join_crc32(first: int, second: int, second_bytes: int) -> int:
+    """Return the CRC-32 of two consecutive runs of bytes from their CRC-32s."""
+    return int(isal_zlib.crc32_combine(first, second, second_bytes))
+
+
+class RunningChecksums:
+    """Checksums of a stream of bytes. The CRC-32 of a byte is computed once.
+
+    Parameters
+    ----------
+    takes_crc32c
+        Whether to compute the CRC-32C, too.
+    block_bytes
+        Length of blocks, each of which gets a CRC-32; 0 for none.
+    """
+
+    def __init__(self, *, takes_crc32c: bool = False, block_bytes: int = 0) -> None:
+        self.nbytes = 0
+        self.crc32 = 0
+        self.crc32c = 0
+        """Stays 0 if it is not asked for."""
+        self.blocks: list[int] = []
+        """CRC-32 of each block so far; the last may be incomplete."""
+        self._takes_crc32c = takes_crc32c
+        self._block_bytes = block_bytes
+
+    @property
+    def digest(self) -> Digest:
+        """Digest of the bytes so far."""
+        return Digest(self.nbytes, self.crc32, self.crc32c)
+
+    def update(self, view: memoryview) -> None:
+        """Take in the next bytes."""
+        if self._takes_crc32c:
+            self.crc32c = crc32c(view, self.crc32c)
+        if not self._block_bytes:
+            self.crc32 = crc32(view, self.crc32)
+            self.nbytes += len(view)
+            return
+        while len(view):
+            begun = self.nbytes % self._block_bytes
+            piece = view[: self._block_bytes - begun]
+            found = crc32(piece)
+            before = self.blocks.pop() if begun else 0
+            self.blocks.append(join_crc32(before, found, len(piece)))
+            self.crc32 = join_crc32(self.crc32, found, len(piece))
+            self.nbytes += len(piece)
+            view = view[len(piece) :]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
-from streamshard.engine.numeric.checksums import ChunkChecksums, Crc32, Crc32c
+from streamshard.engine.numeric.checksums import join_crc32
 from streamshard.model import Digest
 
 _ONES: Final = 0xFFFFFFFF
@@ -76,7 +76,7 @@ def joined(pieces: Iterable[Digest]) -> Digest:
     """Return the digest of consecutive pieces."""
     nbytes = crc32 = crc32c = 0
     for piece in pieces:
-        crc32 = CRC32.joined(crc32, piece.crc32, piece.nbytes)
+        crc32 = join_crc32(crc32, piece.crc32, piece.nbytes)
         crc32c = CRC32C.joined(crc32c, piece.crc32c, piece.nbytes)
         nbytes += piece.nbytes
     return Digest(nbytes, crc32, crc32c)
@@ -89,59 +89,3 @@ def without_zeros(digest: Digest, nbytes: int) -> Digest:
         CRC32.without_zeros(digest.crc32, nbytes),
         CRC32C.without_zeros(digest.crc32c, nbytes),
     )
-
-
-class JoinedCrc32:
-    """CRC-32 of pieces that several workers process in any order."""
-
-    def __init__(self) -> None:
-        self._pieces: list[tuple[Crc32, int]] = []
-
-    def piece(self, nbytes: int) -> Crc32:
-        """Add the next piece; the caller updates the returned checksum with the piece's bytes."""
-        piece = Crc32()
-        self._pieces.append((piece, nbytes))
-        return piece
-
-    @property
-    def value(self) -> int:
-        """CRC-32 of all pieces in order."""
-        joined = 0
-        for piece, nbytes in self._pieces:
-            joined = CRC32.joined(joined, piece.value, nbytes)
-        return joined
-
-
-class RunningDigest:
-    """The digest of a stream of bytes."""
-
-    def __init__(self) -> None:
-        self._nbytes = 0
-        self._crc32 = Crc32()
-        self._crc32c = Crc32c()
-
-    def update(self, view: memoryview) -> None:
-        """Take in the next bytes."""
-        self._crc32.update(view)
-        self._crc32c.update(view)
-        self._nbytes += len(view)
-
-    def reset(self) -> None:
-        """Begin again."""
-        self._nbytes = 0
-        self._crc32.reset()
-        self._crc32c.reset()
-
-    @property
-    def value(self) -> Digest:
-        """Digest of the bytes so far."""
-        return Digest(self._nbytes, self._crc32.value, self._crc32c.value)
-
-
-def of_chunk(sums: ChunkChecksums, nbytes: int, block_bytes: int) -> Digest:
-    """Return the digest of a chunk from its checksums."""
-    crc32 = 0
-    for block, value in enumerate(sums.blocks.values().tolist()):
-        held = min(block_bytes, nbytes - block * block_bytes)
-        crc32 = CRC32.joined(crc32, value, held)
-    return Digest(nbytes, crc32, sums.crc32c.value)

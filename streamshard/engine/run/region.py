@@ -62,6 +62,8 @@ class RegionFiller:
         self._used = 0
         """Source bytes that this copy has delivered."""
         self._at = 0
+        self.overflowed = 0
+        """Finite elements that the cast made infinite so far, if the region counts them."""
         self._ahead = ReadAhead(region.copies, reader)
 
     def fill(self, view: memoryview) -> None:
@@ -101,6 +103,10 @@ class RegionFiller:
             piece = self._scratch[: min(step, count - start)]
             self._reader.read_into(file, offset + start, piece)
             produced = len(piece) // region.source_itemsize * region.target_itemsize
-            region.cast(piece, view[written : written + produced])
+            into = view[written : written + produced]
+            if region.counts_overflow:
+                self.overflowed += region.cast.count_overflow(piece, into)
+            else:
+                region.cast(piece, into)
             written += produced
         return written

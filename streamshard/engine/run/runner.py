@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.engine.run import resident_memory
+from streamshard.engine.run.endings import FileEndings
 from streamshard.engine.run.phases import SYNCING, WRITING, Watcher
 from streamshard.engine.run.source_reader import Decoder, SourceReader
 from streamshard.engine.run.staged_files import Partial
 from streamshard.engine.run.window import Window, unwritten_bytes
-from streamshard.engine.run.work import Span, TargetFile
+from streamshard.engine.run.work import Span, SpanResult, TargetFile
 from streamshard.io.direct_io import LEAST_BYTES, aligned, open_direct
 from streamshard.io.durability import sync_tree
 from streamshard.io.files import open_target, target_errors, write_all
@@ -47,18 +48,19 @@ class _OpenFile:
         # Not for an existing file: the page cache may still hold its earlier pages.
         goes_past = is_new and sum(span.nbytes for span in file.spans) >= LEAST_BYTES
         self.direct = open_direct(path, self.descriptor) if goes_past else -1
+        self._endings = FileEndings(file)
         self._left = len(file.spans)
-        self._lock = threading.Lock()
 
-    def span_done(self) -> bool:
-        """Count a finished span; returns whether it was the last."""
-        with self._lock:
-            self._left -= 1
-            return self._left == 0
+    def span_done(self, result: SpanResult) -> bool:
+        """Take the result of a finished span; returns whether it was the last."""
+        self.file.take(result)
+        self._endings.add(result)
+        self._left -= 1
+        return self._left == 0
 
     def finish(self) -> int:
         """Write the endings; returns their size."""
-        endings = self.file.endings()
+        endings = list(self._endings.all())
         for offset, data in endings:
             write_all(self.descriptor, memoryview(data), offset)
         if self.file.mode is not None:
@@ -91,6 +93,8 @@ class Engine:
         self._watcher = watcher
         self._partial = partial
         self._local = threading.local()
+        self._lock = threading.Lock()
+        """Held while a result is taken."""
         self._stop = threading.Event()
         self._readers: list[SourceReader] = []
         self._opened: set[_OpenFile] = set()
@@ -146,28 +150,33 @@ class Engine:
 
     def _write(self, opened: _OpenFile, span: Span) -> None:
         with target_errors(opened.path):
-            self._keep_or_write(opened, span)
-            if opened.span_done():
+            result = self._keep_or_write(opened, span)
+            with self._lock:
+                is_last = opened.span_done(result)
+            if is_last:
                 self._watcher.advance(opened.finish())
                 self._opened.discard(opened)
                 if self._resources.drops_behind:
                     self._finished.append(opened.path)
                     self._drop(keep=_KEPT_FILES)
 
-    def _keep_or_write(self, opened: _OpenFile, span: Span) -> None:
+    def _keep_or_write(self, opened: _OpenFile, span: Span) -> SpanResult:
         """Keep a span that an earlier run wrote correctly, else write it."""
         window, partial, path = self._window(), self._partial, opened.file.path
         known = None if opened.is_new else partial.journal.find(path, span.offset)
-        if known is not None and window.recall(span, opened.descriptor, known):
-            partial.keep(known.nbytes)
-            self._watcher.keep(span.nbytes)
-            self._watcher.advance(span.nbytes)
-            return
+        if known is not None:
+            kept = window.recall(span, opened.descriptor, known)
+            if kept is not None:
+                partial.keep(known.nbytes)
+                self._watcher.keep(span.nbytes)
+                self._watcher.advance(span.nbytes)
+                return kept
         partial.make_room(span.nbytes)
-        written = window.write(span, opened.descriptor, opened.direct, is_new=opened.is_new)
-        partial.journal.note(path, span.offset, written)
+        result = window.write(span, opened.descriptor, opened.direct, is_new=opened.is_new)
+        partial.journal.note(path, span.offset, result.written)
         # Progress counts data before compression: add what compression saved.
-        self._watcher.advance(span.nbytes - written.nbytes)
+        self._watcher.advance(span.nbytes - result.written.nbytes)
+        return result
 
     def _drop(self, *, keep: int) -> None:
         """Drop finished files from the page cache, except the last, which are not yet on disk."""

@@ -1,17 +1,18 @@
 """Streams parts through one buffer into a file: large sequential writes even of small fragments."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
 
-from streamshard.engine.numeric.checksums import crc32
+from streamshard.engine.numeric.cast import count_infinite
+from streamshard.engine.numeric.checksums import RunningChecksums, crc32, join_crc32
 from streamshard.engine.run.buffers import ReusableBuffer
 from streamshard.engine.run.journal import Written
 from streamshard.engine.run.region import RegionFiller
 from streamshard.engine.run.source_reader import SourceReader
-from streamshard.engine.run.work import Encoding, Fixed, Region, Span
+from streamshard.engine.run.work import Codec, Fixed, Region, RegionResult, Span, SpanResult
 from streamshard.io.direct_io import BLOCK_BYTES
 from streamshard.io.durability import finish_writeback, start_writeback
 from streamshard.io.files import write_blocks
@@ -71,15 +72,15 @@ class Window:
         self._start = 0
         """Byte offset where the current span begins."""
         self._crc32 = 0
-        """CRC-32 of the written part of the span."""
+        """CRC-32 of the span up to the last part, or piece of a part, that is complete."""
         self._makes_holes = True
         self._content = ReusableBuffer()
         """Memory for content before it is encoded."""
 
     def write(
         self, span: Span, descriptor: int, direct: int = -1, *, is_new: bool = True
-    ) -> Written:
-        """Write a span of a file; returns the size and checksum of its content.
+    ) -> SpanResult:
+        """Write a span of a file.
 
         Parameters
         ----------
@@ -91,73 +92,80 @@ class Window:
         self._descriptor, self._direct, self._offset = descriptor, direct, span.offset
         self._begin()
         self._start, self._crc32, self._makes_holes = span.offset, 0, is_new
+        regions = []
         for part in span.parts:
             if isinstance(part, Fixed):
                 self._put(part.data)
-            elif part.encoding is not None:
-                self._put_encoded(part, part.encoding)
+            elif part.codec is None:
+                regions.append(self._stream(part))
             else:
-                self._stream(part)
+                regions.append(self._put_encoded(part, part.codec))
         self._flush(last=True)
-        return Written(self._offset - span.offset, self._crc32)
+        return self._result(span, regions)
 
-    def recall(self, span: Span, descriptor: int, written: Written) -> bool:
-        """Accept a span that an earlier run wrote, as if it had been written now.
+    def recall(self, span: Span, descriptor: int, written: Written) -> SpanResult | None:
+        """Return the result of a span that an earlier run wrote, as if it were written now.
 
-        Reads the span once. Returns False, without any effect, if its content differs from that
-        run's journal or from the span's fixed parts, or if a region must not be kept.
+        Reads the span once. Returns None if its content differs from that run's journal or from
+        the span's fixed parts, or if overflow is to be counted and an element is infinite: it may
+        have been infinite before the cast.
         """
-        stored = bytearray()
-        holds = self._take_in(span, descriptor, written, stored)
+        self._descriptor, self._offset, self._crc32 = descriptor, span.offset, 0
+        end = span.offset + written.nbytes
+        regions = []
         for part in span.parts:
             if isinstance(part, Fixed):
+                if self._recall_bytes(part.nbytes, end) != part.data:
+                    return None
                 continue
-            if not holds:
-                part.checksum.reset()
-            elif part.encoding is not None:
-                part.encoding.recall(bytes(stored))
-            else:
-                part.trailer()
-        return holds
+            region = self._recall_region(part, end, written)
+            if region is None:
+                return None
+            regions.append(region)
+        found = self._result(span, regions)
+        return found if found.written == written else None
 
-    def _take_in(self, span: Span, descriptor: int, written: Written, stored: bytearray) -> bool:
-        """Read a span back into the checksums; appends encoded content to `stored`."""
-        offset, left, found = span.offset, written.nbytes, 0
+    def _result(self, span: Span, regions: Sequence[RegionResult]) -> SpanResult:
+        written = Written(self._offset - span.offset, self._crc32)
+        return SpanResult(span.offset, written, tuple(regions))
 
-        def pieces(nbytes: int) -> Iterator[memoryview]:
-            nonlocal offset, left, found
-            for view in self._read_back(descriptor, offset, min(nbytes, left)):
-                offset, left, found = offset + len(view), left - len(view), crc32(view, found)
-                yield view
+    def _recall_region(self, region: Region, end: int, written: Written) -> RegionResult | None:
+        offset, sums, cast = self._offset, _checksums(region), region.cast
+        if region.codec is None:
+            for view in self._read_back(region.content_bytes, end):
+                if region.counts_overflow and cast and count_infinite(view, cast.target):
+                    return None
+                sums.update(view)
+            self._crc32 = join_crc32(self._crc32, sums.crc32, sums.nbytes)
+            self._recall_bytes(region.trailer_bytes, end)
+        else:
+            stored = self._recall_bytes(end - offset, end)
+            if self._crc32 != written.crc32:
+                return None
+            content = self._content(region.content_bytes)
+            encoded = memoryview(stored)[: len(stored) - region.trailer_bytes]
+            region.codec.decode(encoded, content)
+            sums.update(content)
+        return RegionResult(offset, sums.digest, tuple(sums.blocks))
 
-        for part in span.parts:
-            if isinstance(part, Fixed):
-                if b"".join(map(bytes, pieces(part.nbytes))) != part.data:
-                    return False
-            elif part.encoding is not None:
-                stored.extend(b"".join(map(bytes, pieces(left))))
-            else:
-                for view in pieces(part.content_bytes):
-                    if part.keeps is not None and not part.keeps(view):
-                        return False
-                    part.checksum.update(view)
-                for _ in pieces(part.trailer_bytes):
-                    pass
-        return left == 0 and found == written.crc32
+    def _recall_bytes(self, nbytes: int, end: int) -> bytes:
+        """Read the next bytes of a span whole."""
+        data = b"".join(map(bytes, self._read_back(nbytes, end)))
+        self._crc32 = crc32(data, self._crc32)
+        return data
 
-    def _read_back(self, descriptor: int, offset: int, nbytes: int) -> Iterator[memoryview]:
-        """Yield a range of a file through the buffer, up to the end of the file."""
-        end = offset + nbytes
-        while offset < end:
+    def _read_back(self, nbytes: int, end: int) -> Iterator[memoryview]:
+        """Yield the next bytes of a span through the buffer, up to its end or the file's."""
+        end = min(end, self._offset + nbytes)
+        while self._offset < end:
             self._require_going_on()
             # Whole elements of any dtype.
             room = max(len(self._buffer) // _LONGEST * _LONGEST, 1)
-            view = self._buffer[: min(room, end - offset)]
-            count = read_into(descriptor, view, offset)
-            if not count:
-                return
-            yield view[:count]
-            offset += count
+            view = self._buffer[: min(room, end - self._offset)]
+            if read_into(self._descriptor, view, self._offset) < len(view):
+                return  # the file was cut off, maybe within an element
+            self._offset += len(view)
+            yield view
 
     def _require_going_on(self) -> None:
         if self._stop.is_set():
@@ -167,7 +175,6 @@ class Window:
         """Write the buffer's content; zeros are skipped to make a hole, except at the end."""
         self._require_going_on()
         view = self._buffer[self._begun : self._filled]
-        self._crc32 = crc32(view, self._crc32)
         if self._compares:
             self._require_same(view)
         elif last or not (self._makes_holes and _is_hole(view)):
@@ -200,6 +207,7 @@ class Window:
 
     def _put(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
+        self._crc32 = crc32(view, self._crc32)
         while len(view):
             if self._filled == len(self._buffer):
                 self._flush()
@@ -208,8 +216,9 @@ class Window:
             self._filled += len(piece)
             view = view[len(piece) :]
 
-    def _stream(self, region: Region) -> None:
-        filler = RegionFiller(region, self._reader, self._scratch)
+    def _stream(self, region: Region) -> RegionResult:
+        filler, sums = RegionFiller(region, self._reader, self._scratch), _checksums(region)
+        offset = self._offset + self._filled - self._begun
         left = region.content_bytes
         while left:
             room = len(self._buffer) - self._filled
@@ -219,32 +228,46 @@ class Window:
             count = min(left, room - room % region.target_itemsize)
             view = self._buffer[self._filled : self._filled + count]
             filler.fill(view)
-            region.checksum.update(view)
+            sums.update(view)
             self._filled += count
             left -= count
-        self._put(region.trailer())
+        self._crc32 = join_crc32(self._crc32, sums.crc32, sums.nbytes)
+        if region.trailer is not None:
+            checksum = sums.crc32c if region.trailer.is_crc32c else sums.crc32
+            self._put(region.trailer.serialize(checksum))
+        return RegionResult(offset, sums.digest, tuple(sums.blocks), filler.overflowed)
 
-    def _put_encoded(self, region: Region, encoding: Encoding) -> None:
+    def _put_encoded(self, region: Region, codec: Codec) -> RegionResult:
         """Encode a region's whole content outside of the window's buffer, and write the result.
 
         Each piece passes through all steps at once, while it is in the CPU cache.
         """
         content = self._content(region.content_bytes)
-        filler = RegionFiller(region, self._reader, self._scratch)
+        filler, sums = RegionFiller(region, self._reader, self._scratch), _checksums(region)
         for piece in self._pieces(content, region.target_itemsize):
             self._require_going_on()
             filler.fill(piece)
-            region.checksum.update(piece)
-        for piece in self._pieces(memoryview(encoding.encode(content))):
-            encoding.checksum.update(piece)
+            sums.update(piece)
+        offset, trailer, found = self._offset, region.trailer, 0
+        for piece in self._pieces(memoryview(codec.encode(content))):
+            if trailer is not None:
+                found = trailer.checksum(piece, found)
             self._put(piece)
-        self._put(region.trailer())
+        if trailer is not None:
+            self._put(trailer.serialize(found))
+        return RegionResult(offset, sums.digest, tuple(sums.blocks), filler.overflowed)
 
     def _pieces(self, view: memoryview, itemsize: int = 1) -> Iterator[memoryview]:
         """Yield a view in pieces of whole elements, each at most as long as the buffer."""
         step = len(self._buffer) // itemsize * itemsize
         for at in range(0, len(view), step):
             yield view[at : at + step]
+
+
+def _checksums(region: Region) -> RunningChecksums:
+    in_trailer = region.trailer is not None and region.trailer.is_crc32c
+    takes_crc32c = region.takes_crc32c or (in_trailer and region.codec is None)
+    return RunningChecksums(takes_crc32c=takes_crc32c, block_bytes=region.block_bytes)
 
 
 def _is_hole(view: memoryview) -> bool:

@@ -1,22 +1,27 @@
-"""The files to write, described independently of any format."""
+"""The files to write, described independently of any format.
+
+A span is the task of one worker: plain data without functions, so that it can be sent to any
+process. What comes back, a span's result, is plain data too.
+"""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Protocol
 
 from streamshard.engine.numeric.cast import Cast
-from streamshard.engine.numeric.checksums import Checksum, Crc32
-from streamshard.model import Copies
+from streamshard.engine.numeric.checksums import crc32, crc32c
+from streamshard.engine.run.journal import Written
+from streamshard.model import Copies, Digest
 
 
-@dataclass(frozen=True, slots=True)
-class Encoding:
-    """How the stored bytes are made from the whole content."""
+class Codec(Protocol):
+    """Compresses content. It is sent with its span, so it must be possible to pickle it."""
 
-    encode: Callable[[memoryview], bytes]
-    recall: Callable[[bytes], None]
-    """Accepts the bytes that an earlier run stored, trailer included, in place of the content."""
-    checksum: Checksum
-    """Receives the result of `encode` before the trailer is serialized."""
+    def encode(self, content: memoryview) -> bytes:
+        """Return the bytes to store."""
+
+    def decode(self, encoded: memoryview, content: memoryview) -> None:
+        """Fill a view with the content of encoded bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,28 +37,56 @@ class Fixed:
 
 
 @dataclass(frozen=True, slots=True)
+class Trailer:
+    """Bytes after a region's content, with the checksum of the stored content among them."""
+
+    before: bytes = b""
+    after: bytes = b""
+    is_crc32c: bool = False
+    """Whether the checksum is a CRC-32C; else it is a CRC-32."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return len(self.before) + 4 + len(self.after)
+
+    def checksum(self, view: memoryview, before: int) -> int:
+        """Return the checksum of bytes that follow others with the checksum `before`."""
+        return crc32c(view, before) if self.is_crc32c else crc32(view, before)
+
+    def serialize(self, checksum: int) -> bytes:
+        """Return the bytes with the checksum put in."""
+        return self.before + checksum.to_bytes(4, "little") + self.after
+
+
+@dataclass(frozen=True, slots=True)
 class Region:
     """Bytes that come from sources; zeros where no copy writes."""
 
     content_bytes: int
     copies: Copies
-    checksum: Checksum = field(default_factory=Crc32)
-    trailer: Callable[[], bytes] = bytes
-    """Serializes the bytes after the content, once the checksum has seen all content."""
-    trailer_bytes: int = 0
     source_itemsize: int = 1
     target_itemsize: int = 1
     cast: Cast | None = None
-    keeps: Callable[[memoryview], bool] | None = None
-    """Tells whether elements that an earlier run wrote can be kept; if a count about them cannot be
-    recovered, they are written again."""
-    encoding: Encoding | None = None
+    counts_overflow: bool = False
+    """Whether to count finite elements that the cast makes infinite."""
+    trailer: Trailer | None = None
+    codec: Codec | None = None
     """How to encode the content, if it is not stored as it is; the region is alone in its file."""
+    takes_crc32c: bool = False
+    """Whether the result has a CRC-32C of the content, besides the CRC-32."""
+    block_bytes: int = 0
+    """Length of the blocks of which the result has a CRC-32 each; 0 for none."""
 
     @property
     def nbytes(self) -> int:
         """Size in the file, the trailer included; an upper bound if the region is encoded."""
         return self.content_bytes + self.trailer_bytes
+
+    @property
+    def trailer_bytes(self) -> int:
+        """Size of the trailer."""
+        return self.trailer.nbytes if self.trailer is not None else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +103,54 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class RegionResult:
+    """What is known of a region's content after it is written."""
+
+    offset: int
+    """Where the content begins in the file."""
+    content: Digest
+    """Its CRC-32C is 0 if it was not asked for."""
+    blocks: tuple[int, ...] = ()
+    """CRC-32 of each block, if they were asked for."""
+    overflowed: int = 0
+    """Finite elements that the cast made infinite, if they were counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpanResult:
+    """What is known of a span after it is written, or found to be as an earlier run wrote it."""
+
+    offset: int
+    written: Written
+    """The bytes in the file."""
+    regions: tuple[RegionResult, ...]
+    """In the order of the span's parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Bytes that are written after all spans of a file, with checksums of its content in them."""
+
+    offset: int
+    data: bytes
+    crc32s: Sequence[tuple[int, int, int]] = ()
+    """(place, start, stop): at this place of `data` goes the CRC-32 of the file's bytes from start
+    to stop, which are the content of whole regions."""
+
+
+def _ignore(result: SpanResult) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
 class TargetFile:
-    """A file to write."""
+    """A file to write. Its spans are sent to workers; the rest stays where the run is led."""
 
     path: str
     """Relative to the target directory."""
     spans: Sequence[Span]
-    endings: Callable[[], Sequence[tuple[int, bytes]]] = tuple
-    """Returns the bytes to write after all spans, each with its byte offset."""
+    endings: Sequence[Ending] = ()
     mode: int | None = None
     """Permission bits, where they matter."""
+    take: Callable[[SpanResult], None] = _ignore
+    """Called with each span's result, in any order, but never twice at the same time."""

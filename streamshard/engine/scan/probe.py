@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from streamshard.engine.numeric.checksums import Crc32
-from streamshard.engine.numeric.digests import RunningDigest
+from streamshard.engine.numeric.checksums import RunningChecksums
 from streamshard.engine.run.region import RegionFiller
 from streamshard.engine.run.source_reader import Decoder, SourceReader
 from streamshard.engine.run.work import Region
 from streamshard.model import Digest, SourceFile
+
+Seen = Callable[[int, int, memoryview], None]
+"""Is shown each window of a file's content: number of the file, offset, bytes."""
 
 
 class Probe:
@@ -21,10 +23,12 @@ class Probe:
         *,
         window_bytes: int,
         progress: Callable[[int], None],
+        seen: Seen | None = None,
     ) -> None:
         self._reader = SourceReader(files, decoders)
         self._window = memoryview(bytearray(window_bytes))
         self._progress = progress
+        self._seen = seen
 
     def close(self) -> None:
         """Close all files."""
@@ -32,31 +36,32 @@ class Probe:
 
     def crc32(self, file: int, start: int, stop: int) -> int:
         """Return the CRC-32 of a range of a file's content."""
-        checksum = Crc32()
+        checksum = RunningChecksums()
         for view in self._windows(file, start, stop):
             checksum.update(view)
-        return checksum.value
+        return checksum.crc32
 
     def digests(self, file: int, cuts: Sequence[int]) -> list[Digest]:
         """Return the digests of the ranges of a file's content between consecutive cuts."""
         return [self._digest(file, start, stop) for start, stop in pairwise(cuts)]
 
     def _digest(self, file: int, start: int, stop: int) -> Digest:
-        digest = RunningDigest()
+        digest = RunningChecksums(takes_crc32c=True)
         for view in self._windows(file, start, stop):
             digest.update(view)
-        return digest.value
+        return digest.digest
 
     def digest_of(self, region: Region) -> Digest:
         """Return the digest of the content of a region without a cast."""
-        digest, filler = RunningDigest(), RegionFiller(region, self._reader, memoryview(b""))
+        digest = RunningChecksums(takes_crc32c=True)
+        filler = RegionFiller(region, self._reader, memoryview(b""))
         step = len(self._window) // region.target_itemsize * region.target_itemsize
         for at in range(0, region.content_bytes, step):
             view = self._window[: min(step, region.content_bytes - at)]
             filler.fill(view)
             self._progress(len(view))
             digest.update(view)
-        return digest.value
+        return digest.digest
 
     def read(self, file: int, start: int, stop: int) -> bytes:
         """Return a few bytes of a file's content."""
@@ -66,5 +71,7 @@ class Probe:
         for at in range(start, stop, len(self._window)):
             view = self._window[: min(len(self._window), stop - at)]
             self._reader.read_into(file, at, view)
+            if self._seen is not None:
+                self._seen(file, at, view)
             self._progress(len(view))
             yield view

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from streamshard.engine.run.endings import FileEndings
 from streamshard.engine.run.source_reader import Decoder, SourceReader
 from streamshard.engine.run.window import DifferentError, Window
-from streamshard.engine.run.work import Span, TargetFile
+from streamshard.engine.run.work import Span, SpanResult, TargetFile
 from streamshard.engine.scan.pool import run_ordered
 from streamshard.io.files import target_errors
 from streamshard.io.posix import open_to_read, read_into
@@ -36,13 +37,13 @@ class Matcher:
         """Close all files."""
         self._reader.close()
 
-    def end_of(self, path: str, span: Span) -> int | None:
-        """Return the end offset of a span in its file; None if the file's content differs."""
+    def result_of(self, path: str, span: Span) -> SpanResult | None:
+        """Return the result of a span as if it were written; None if the file differs."""
         place = self._root / path
         with target_errors(place):
             descriptor = open_to_read(place)
             try:
-                return span.offset + self._window.write(span, descriptor).nbytes
+                return self._window.write(span, descriptor)
             except DifferentError:
                 return None
             finally:
@@ -69,14 +70,14 @@ def first_difference(
     SourceError, IntegrityError
         A source cannot be read, or has changed.
     """
-    waiting: deque[tuple[TargetFile, bool]] = deque()
+    waiting: deque[tuple[TargetFile, FileEndings, bool]] = deque()
 
-    def jobs() -> Iterator[Callable[[Matcher], int | None]]:
+    def jobs() -> Iterator[Callable[[Matcher], SpanResult | None]]:
         for file in files:
-            spans = file.spans or [Span(0, [])]
+            spans, endings = file.spans or [Span(0, [])], FileEndings(file)
             for number, span in enumerate(spans, 1):
-                waiting.append((file, number == len(spans)))
-                yield partial(Matcher.end_of, path=file.path, span=span)
+                waiting.append((file, endings, number == len(spans)))
+                yield partial(Matcher.result_of, path=file.path, span=span)
 
     def matcher() -> Matcher:
         reader = SourceReader(sources, decoders, workers=workers)
@@ -86,12 +87,14 @@ def first_difference(
 
     end = 0
     for found in run_ordered(jobs(), matcher, workers):
-        file, is_last = waiting.popleft()
+        file, endings, is_last = waiting.popleft()
         if found is None:
             return file.path
-        end = max(end, found)
+        file.take(found)
+        endings.add(found)
+        end = max(end, found.offset + found.written.nbytes)
         if is_last:
-            if not _ends_so(root / file.path, file.endings(), end, progress):
+            if not _ends_so(root / file.path, endings.all(), end, progress):
                 return file.path
             end = 0
     return None
@@ -99,7 +102,7 @@ def first_difference(
 
 def _ends_so(
     path: Path,
-    endings: Sequence[tuple[int, bytes]],
+    endings: Iterable[tuple[int, bytes]],
     end: int,
     progress: Callable[[int], None],
 ) -> bool:

@@ -29,7 +29,16 @@ class Global:
         return f"{self.module}.{self.name}"
 
 
-UNSET: Final = Global("streamshard", "UNSET")
+class _Unset(Global):
+    """The mark itself. It is known by identity, so a copy that was pickled must be the same."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> str:
+        return "UNSET"
+
+
+UNSET: Final = _Unset("streamshard", "UNSET")
 """Marks a call without a BUILD state, because a pickle can set None as the state."""
 
 

@@ -11,7 +11,7 @@ with torch's, byte by byte.
 
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -22,7 +22,7 @@ from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
 from streamshard.formats.torch import legacy_file, zip_directory
 from streamshard.formats.torch.torch_tensor import Storage, storage_from_id, storage_id
-from streamshard.formats.torch.zip_directory import ZipRecord
+from streamshard.formats.torch.zip_directory import CRC32_IN_ENTRY, ZipRecord
 from streamshard.io.posix import stream_of
 from streamshard.io.readable import Readable, ReadableFile
 from streamshard.model import ITEMSIZE, Literal
@@ -200,11 +200,16 @@ class Record:
         numbers += [self.start] if self.start >= _LIMIT_32 else []
         return struct.pack(f"<HH{len(numbers)}Q", 1, 8 * len(numbers), *numbers) if numbers else b""
 
+    @property
+    def data_start(self) -> int:
+        """Byte offset of the data, which is aligned."""
+        bare = self.start + _LOCAL.size + len(self.name.encode()) + len(self.zip64()) + 4
+        return bare + -bare % _ALIGNMENT
+
     def header(self) -> bytes:
         """Serialize the local header with the padding that aligns the data."""
         name, extra = self.name.encode(), self.zip64()
-        bare = self.start + _LOCAL.size + len(name) + len(extra) + 4
-        gap = -bare % _ALIGNMENT
+        gap = self.data_start - (self.start + _LOCAL.size + len(name) + len(extra) + 4)
         extra += struct.pack("<2sH", b"FB", gap) + b"Z" * gap
         flags = _FLAGS if self.nbytes else _FLAGS_EMPTY
         numbers = (0x04034B50, 0, flags, 0, 0, 0, 0, 0, 0, len(name), len(extra))
@@ -228,7 +233,7 @@ class Record:
     @property
     def end(self) -> int:
         """Byte offset just behind the descriptor."""
-        return self.start + len(self.header()) + self.nbytes + len(self.descriptor(0))
+        return self.data_start + self.nbytes + len(self.descriptor(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +246,13 @@ class TorchLayout:
     def nbytes(self) -> int:
         """Size of the whole file, known before a byte of it is written."""
         return self.records[-1].end + len(self.ending([0] * len(self.records)))
+
+    def crc32_places(self) -> Iterator[int]:
+        """Yield the place of each record's CRC-32 in the ending."""
+        entry = 0
+        for record in self.records:
+            yield entry + CRC32_IN_ENTRY
+            entry += len(record.central(0))
 
     def ending(self, crc32s: Sequence[int]) -> bytes:
         """Serialize the central directory and the end records, given each record's CRC-32."""
@@ -299,8 +311,3 @@ def lay_out(serialized: Serialized, stem: str) -> TorchLayout:
         records.append(Record(f"{stem}/{name}", start, nbytes, content))
         start = records[-1].end
     return TorchLayout(tuple(records))
-
-
-def crc32_of(literal: Literal) -> int:
-    """Return the CRC-32 of literal bytes."""
-    return zlib.crc32(literal.data)

@@ -1,6 +1,7 @@
 """Stored bytes of a chunk: optionally compressed, always followed by a CRC-32C."""
 
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -29,20 +30,24 @@ def serialize_checksum(crc32c: int) -> bytes:
     return struct.pack("<I", crc32c)
 
 
+@dataclass(frozen=True, slots=True)
 class BloscChunk:
-    """Compresses and decompresses chunks of one dtype."""
+    """Compresses and decompresses chunks of one dtype, without their checksums."""
 
-    def __init__(self, cname: str, itemsize: int) -> None:
-        self.name = cname
-        self._blosc = Blosc(cname=cname, clevel=5, shuffle=Blosc.BITSHUFFLE)
-        self._itemsize = itemsize
+    name: str
+    """Name of the compression: `lz4`, `zstd`."""
+    itemsize: int
+
+    @property
+    def _blosc(self) -> Blosc:
+        return Blosc(cname=self.name, clevel=5, shuffle=Blosc.BITSHUFFLE)
 
     def encode(self, content: memoryview) -> bytes:
-        """Compress a chunk's content, without the checksum."""
+        """Compress a chunk's content."""
         # Blosc shuffles by the item size of the array that it is given.
-        return bytes(self._blosc.encode(np.frombuffer(content, dtype=f"V{self._itemsize}")))
+        return bytes(self._blosc.encode(np.frombuffer(content, dtype=f"V{self.itemsize}")))
 
-    def decode(self, stored: Stored, path: Path, content: memoryview) -> None:
+    def decode(self, encoded: memoryview, content: memoryview) -> None:
         """Decompress a chunk's content into a view of its size.
 
         Raises
@@ -50,12 +55,10 @@ class BloscChunk:
         IntegrityError
             The stored bytes are not those that were written.
         """
-        data = require_checksum(stored, path)
-        said = int.from_bytes(data[_BLOSC_SIZE], "little")
-        if len(data) < _BLOSC_HEADER_BYTES or said != len(content):
-            message = f"{path}: says it decodes to {said} bytes where {len(content)} belong"
-            raise IntegrityError(message)
-        self._blosc.decode(data, content)
+        said = int.from_bytes(encoded[_BLOSC_SIZE], "little")
+        if len(encoded) < _BLOSC_HEADER_BYTES or said != len(content):
+            raise IntegrityError(f"says it decodes to {said} bytes where {len(content)} belong")
+        self._blosc.decode(encoded, content)
 
 
 class EncodedChunk:
@@ -93,7 +96,11 @@ class EncodedChunk:
         if isal_zlib.crc32(data) != self._stored_crc32:
             raise IntegrityError(f"{self._path}: damaged: its bytes are not those in the manifest")
         view = content(self._content_bytes)
-        self._codec.decode(data, self._path, view)
+        encoded = require_checksum(data, self._path)
+        try:
+            self._codec.decode(encoded, view)
+        except IntegrityError as error:
+            raise IntegrityError(f"{self._path}: {error}") from error
         return view
 
 

@@ -95,7 +95,7 @@ class RewrittenArray:
         stored = max((file.nbytes for file in self.files.values()), default=0)
         # A codec holds what it reads, twice what it makes while that grows, and a copy. Around the
         # codecs are the file and the chunk, twice because the allocator keeps those before them.
-        held = 2 * (nbytes + stored) + 4 * self.steps * nbytes
+        held = 2 * (nbytes + stored) + 5 * self.steps * nbytes
         return self.numel * ITEMSIZE[self.dtype] + held
 
     def piece_bytes(self, number: int) -> int:

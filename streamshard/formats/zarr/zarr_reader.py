@@ -34,7 +34,8 @@ from streamshard.formats.zarr.rewritten_array import RewrittenArray, RewrittenPi
 from streamshard.formats.zarr.rewritten_documents import find_rewritten, read_small_array
 from streamshard.formats.zarr.store_manifest import Manifest
 from streamshard.formats.zarr.store_paths import read_small, require_inside
-from streamshard.model import ITEMSIZE, BlockDigests, Slot, SourceFile, SourceMap
+from streamshard.layout.cutting import Cutting, CuttingBuilder
+from streamshard.model import ITEMSIZE, BlockDigests, Slot, SourceFile
 
 ChunkDecoder = BlockDigests | EncodedChunk | RewrittenPiece
 
@@ -44,7 +45,8 @@ class Store:
     """An opened store."""
 
     checkpoint: Checkpoint
-    source_map: SourceMap
+    cutting: Cutting
+    files: tuple[SourceFile, ...]
     decoders: dict[int, ChunkDecoder]
     codec_bytes: int
     rewritten: tuple[str, ...]
@@ -120,7 +122,7 @@ class _StoreReader:
         self._rewritten: list[str] = []
 
     def open(self, chunk_shapes: store_state.ChunkShapes) -> Store:
-        chunks = {}
+        builder = CuttingBuilder([ITEMSIZE[tensor.dtype] for tensor in self._checkpoint.tensors])
         both = zip(self._checkpoint.tensors, chunk_shapes, strict=True)
         for index, (tensor, shape) in enumerate(both):
             numel = math.prod(shape)
@@ -129,7 +131,8 @@ class _StoreReader:
                 raise CorruptFileError(f"{message} of {show(tensor.shape)}")
             rewritten = find_rewritten(self._root, tensor, shape, self._manifest)
             if rewritten is not None:
-                chunks[index] = self._add_rewritten(rewritten, array_path(tensor))
+                slot = self._add_rewritten(rewritten, array_path(tensor))
+                builder.place(index, builder.slot(slot), piece_numel=rewritten.numel)
                 continue
             counts = [-(-n // c) for n, c in zip(tensor.shape, shape, strict=True)]
             if math.prod(counts) > len(self._records):
@@ -147,17 +150,17 @@ class _StoreReader:
                 offsets=np.zeros(len(keys), dtype=np.int64),
                 numels=np.full(len(keys), numel, dtype=np.int64),
             )
-            chunks[index] = (numel, slot)
-        source_map = SourceMap(files=tuple(self._files), chunks=chunks)
+            builder.place(index, builder.slot(slot), piece_numel=numel)
         return Store(
             self._checkpoint,
-            source_map,
+            builder.build(),
+            tuple(self._files),
             self._decoders,
             self._codec_bytes,
             tuple(self._rewritten),
         )
 
-    def _add_rewritten(self, array: RewrittenArray, path: str) -> tuple[int, Slot]:
+    def _add_rewritten(self, array: RewrittenArray, path: str) -> Slot:
         """Add an array that another tool rewrote, in pieces that are not its chunks."""
         first = len(self._files)
         for number in range(array.pieces):
@@ -167,12 +170,11 @@ class _StoreReader:
         self._files += array.files.values()
         self._codec_bytes = max(self._codec_bytes, array.codec_bytes)
         self._rewritten.append(path)
-        slot = Slot(
+        return Slot(
             files=np.arange(first, first + array.pieces, dtype=np.int64),
             offsets=np.zeros(array.pieces, dtype=np.int64),
             numels=np.full(array.pieces, array.numel, dtype=np.int64),
         )
-        return array.numel, slot
 
     def _add(self, path: str, numel: int, itemsize: int) -> None:
         """Add one chunk. It must be complete: Zarr would read a missing chunk as zeros."""

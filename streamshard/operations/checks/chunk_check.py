@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from streamshard.engine.numeric import digests
-from streamshard.engine.numeric.digests import CRC32
+from streamshard.engine.numeric.checksums import join_crc32
 from streamshard.engine.scan.probe import Probe
 from streamshard.errors import IntegrityError, StreamshardError
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, serialize_checksum
@@ -79,7 +79,7 @@ class ChunkCheck:
         for piece in pieces:
             if at % BLOCK_BYTES == 0:
                 found.append(0)
-            found[-1] = CRC32.joined(found[-1], piece.crc32, piece.nbytes)
+            found[-1] = join_crc32(found[-1], piece.crc32, piece.nbytes)
             at += piece.nbytes
         return found
 

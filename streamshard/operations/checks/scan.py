@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from streamshard.engine.run.source_reader import Decoder
 from streamshard.engine.scan.pool import run_ordered
-from streamshard.engine.scan.probe import Probe
+from streamshard.engine.scan.probe import Probe, Seen
 from streamshard.errors import StreamshardError
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import SourceFile
@@ -43,12 +43,19 @@ def scan(
     decoders: Mapping[int, Decoder],
     memory: MemoryPlan,
     progress: Callable[[int], None],
+    seen: Seen | None = None,
 ) -> None:
-    """Read all units from their files, in order, a bounded number of pieces at a time."""
+    """Read all units from their files, in order, a bounded number of pieces at a time.
+
+    Parameters
+    ----------
+    seen
+        Is shown the bytes of the files that are read as they are, by several threads.
+    """
     waiting: deque[Unit] = deque()
     results: deque[Result] = deque()
     window_bytes = memory.window_bytes
-    make = partial(Probe, files, decoders, window_bytes=window_bytes, progress=progress)
+    make = partial(Probe, files, decoders, window_bytes=window_bytes, progress=progress, seen=seen)
     for found in run_ordered(_jobs(units, waiting), make, memory.workers):
         results.extend(found)
         while waiting and len(results) >= len(waiting[0].pieces):

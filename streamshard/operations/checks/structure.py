@@ -19,8 +19,11 @@ from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed import ds_config
 from streamshard.formats.deepspeed.dumps import dump_names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
-from streamshard.formats.deepspeed.read import shard_survey
-from streamshard.formats.deepspeed.read.shard_survey import Survey
+from streamshard.formats.deepspeed.read.validation import (
+    SetErrors,
+    validate,
+    validate_dumps,
+)
 from streamshard.formats.links import is_inside, require_regular
 from streamshard.formats.zarr import store_files, zarr_reader
 from streamshard.io.files import source_errors
@@ -138,7 +141,7 @@ def _look_at_dumps(
         entries = sorted(directory.iterdir())
         named = [entry for entry in entries if template.rank_of(entry.name) is not None]
         fit = _Fit(named, [directory], findings)
-        _explain(error, findings, directory, shard_survey.survey_dumps(template, fit.others), fit)
+        _explain(error, findings, directory, validate_dumps(template, fit.others), fit)
         paths = fit.files
     torch = TorchFiles(_described(paths), template.rank_of, findings, sample)
     return Looked("dumps", template.name, torch.files, torch.units, {}, source=opened)
@@ -166,7 +169,7 @@ def _look_at_native(request: Request, root: Path, findings: Findings, sample: Sa
         opened = None
         beside = [p for p in may_come_along(run_dir) if p.is_file() and is_inside(p, run_dir)]
         fit = _Fit([*sorted(entries_below(tag_dir)), *sorted(beside)], [run_dir, tag_dir], findings)
-        _explain(error, findings, tag_dir, shard_survey.survey(tag_dir, fit.others), fit)
+        _explain(error, findings, tag_dir, validate(tag_dir, fit.others), fit)
         paths = fit.files
     torch = TorchFiles(_described(paths), deepspeed_owner, findings, sample)
     tag = tag_dir.relative_to(run_dir).as_posix()
@@ -195,14 +198,14 @@ class _Fit:
 
 
 def _explain(
-    error: StreamshardError, findings: Findings, place: Path, survey: Survey, fit: _Fit
+    error: StreamshardError, findings: Findings, place: Path, errors: SetErrors, fit: _Fit
 ) -> None:
     """Add all problems of a set of shards that cannot be opened."""
     files = {*fit.files, *fit.others}
     # For an unsupported kind of checkpoint it is not known which files belong together, so such
     # problems are left out. But if a single file is refused, that is the reason, whatever the kind.
-    is_of_a_kind = isinstance(error, UnsupportedError) and not (survey.own or fit.others)
-    for found in (*survey.own, *(() if is_of_a_kind else survey.together)):
+    is_of_a_kind = isinstance(error, UnsupportedError) and not (errors.own or fit.others)
+    for found in (*errors.own, *(() if is_of_a_kind else errors.together)):
         findings.add_error(found, place, files)
     findings.add_unexplained(error, place, files)
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
-from streamshard.engine.numeric.digests import CRC32
+from streamshard.engine.numeric.checksums import join_crc32
 from streamshard.engine.scan.probe import Probe
 from streamshard.errors import StreamshardError
 from streamshard.formats.deepspeed import names
@@ -105,7 +105,7 @@ class TorchFiles:
             if isinstance(result, StreamshardError):
                 self.findings.add_error(result, path)
                 return
-            crc32 = CRC32.joined(crc32, result, size)
+            crc32 = join_crc32(crc32, result, size)
         self.findings.checked += 1
         if crc32 != record.crc32:
             message = (

@@ -22,9 +22,10 @@ from streamshard.operations.compact.compact_report import (
 from streamshard.operations.compact.night import Compacting, Settings
 from streamshard.operations.compact.tag_choice import Rules, matches
 from streamshard.operations.compact.tag_progress import TagProgress
-from streamshard.operations.convert.convert import Limits, StoreShape
+from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Progress, Silent
 from streamshard.operations.transfer.target import place_of
+from streamshard.operations.verb_options import ConvertOptions
 from streamshard.sizes import show_bytes, show_duration
 
 Path_ = str | os.PathLike[str]
@@ -127,7 +128,7 @@ def compact(
         run_dir=Path(run_dir).absolute(),
         archive_dir=Path(archive_dir).absolute(),
         rules=Rules(keep_last, min_age_ns, keep_every, tuple(keep_tags)),
-        shape=StoreShape(codec, chunk_size),
+        storing=ConvertOptions(codec=codec, chunk_size=chunk_size),
         limits=Limits(floor_bytes, memory_limit, workers),
         delete=delete,
         grace=grace,

@@ -33,8 +33,9 @@ from streamshard.operations.compact.run_directory import Identity, look_at
 from streamshard.operations.compact.tag_choice import Choice, Rules, Run, choose, refusal
 from streamshard.operations.compact.tag_choice_review import Again
 from streamshard.operations.compact.tag_progress import TagProgress
-from streamshard.operations.convert.convert import Limits, StoreShape
+from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.target import is_there
+from streamshard.operations.verb_options import ConvertOptions
 from streamshard.sizes import show_duration
 
 _LOCK: Final = f"{names.OWN_PREFIX}.lock"
@@ -47,7 +48,7 @@ class Settings:
     run_dir: Path
     archive_dir: Path
     rules: Rules
-    shape: StoreShape
+    storing: ConvertOptions
     limits: Limits
     delete: bool
     grace: timedelta
@@ -82,7 +83,7 @@ class Compacting:
         self._acknowledging = Acknowledging(settings.run_dir, settings.archive_dir)
         rest_ns = self._now_ns - settings.rules.min_age_ns
         run_dir, directory = settings.run_dir, settings.archive_dir
-        self._archiver = Archiver(run_dir, directory, settings.shape, self._means, rest_ns)
+        self._archiver = Archiver(run_dir, directory, settings.storing, self._means, rest_ns)
         self._remover = Remover(run_dir, self._here, directory, self._means, now)
         self._dropper = Dropper(run_dir, self._here, directory, self._means, now)
 

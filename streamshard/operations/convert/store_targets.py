@@ -2,16 +2,18 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import google_crc32c
 import numpy as np
 
 from streamshard.engine.numeric import digests
-from streamshard.engine.numeric.checksums import ChunkChecksums, crc32
-from streamshard.engine.run.work import Encoding, Fixed, Region, Span, TargetFile
+from streamshard.engine.numeric.checksums import crc32
+from streamshard.engine.run.work import Fixed, Region, Span, SpanResult, TargetFile, Trailer
 from streamshard.errors import UnsupportedError
+from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.zarr import store_manifest, store_paths, store_state, zarr_writer
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, BloscChunk, serialize_checksum
 from streamshard.formats.zarr.documents import MANIFEST_PATH, STATE_PATH, array_path, chunk_keys
@@ -19,8 +21,14 @@ from streamshard.formats.zarr.store_files import MANIFEST_FILES, STATE_FILES
 from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord
 from streamshard.layout.cutting import Segments, coalesce
 from streamshard.layout.grid import chunk_counts
+from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import ITEMSIZE, Copies, Digest
+from streamshard.operations.checks.structure import Request
 from streamshard.operations.source.source import Source
+from streamshard.operations.transfer import read_back
+from streamshard.operations.transfer.byte_accounting import ByteCounts
+from streamshard.operations.transfer.report import Progress, Report
+from streamshard.operations.transfer.target_writer import Pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +73,38 @@ class StoreTargets:
         for chunk in self._chunks():
             yield self._chunk_target(chunk)
 
-    def sizes(self, *, reads_back: bool = False) -> dict[str, int]:
-        """Compute the size of every file by its path; an upper bound if the store is compressed.
-
-        Parameters
-        ----------
-        reads_back
-            Require that the documents to be written can be read again.
+    def byte_counts(self) -> ByteCounts:
+        """Count the bytes that are written; an upper bound if the store is compressed.
 
         Raises
         ------
         UnsupportedError
             A file of the store could not be read again.
         """
+        with of_file(self._source.path):
+            sizes = self._sizes()
+        return ByteCounts(sizes, np.ones(len(self._source.checkpoint.tensors), dtype=np.int64))
+
+    def copies_bytes(self, workers: int | None) -> int:
+        """Return no bytes: a file is one chunk, with few copies."""
+        return 0
+
+    def passes(self) -> Sequence[Pass]:
+        """Return two passes: the manifest lists the checksums of everything else."""
+        return [self.content, self.manifest]
+
+    def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
+        """Read the written store back, and compare it with the source."""
+        return read_back.differences(Request(place), self._source, memory, progress)
+
+    def finish(self, report: Report) -> Report:
+        """Report the exact size, which compression determines."""
+        return replace(report, bytes_written=self.nbytes or report.bytes_written)
+
+    def _sizes(self) -> dict[str, int]:
+        """Compute the size of every file by its path."""
         documents = self._documents()
-        if reads_back:
-            store_state.require_readable(documents[STATE_FILES[1]][:-CHECKSUM_BYTES])
+        store_state.require_readable(documents[STATE_FILES[1]][:-CHECKSUM_BYTES])
         records = {path: record_of(data) for path, data in documents.items()}
         for chunk in self._chunks():
             blocks = -(-chunk.nbytes // BLOCK_BYTES) if self._codec == "none" else 1
@@ -139,12 +163,17 @@ class StoreTargets:
     def _chunk_target(self, chunk: Chunk) -> TargetFile:
         dtype = self._source.checkpoint.tensors[chunk.tensor].dtype
         itemsize = ITEMSIZE[dtype]
-        copies = self._copies(chunk, itemsize)
-        if self._codec == "none":
-            region = self._raw_region(chunk, copies, itemsize)
-        else:
-            region = self._encoded_region(chunk, copies, itemsize)
-        return TargetFile(chunk.path, [Span(0, [region])])
+        is_raw = self._codec == "none"
+        region = Region(
+            chunk.nbytes,
+            self._copies(chunk, itemsize),
+            trailer=Trailer(is_crc32c=True),
+            codec=None if is_raw else BloscChunk(self._codec, itemsize),
+            takes_crc32c=True,
+            block_bytes=BLOCK_BYTES if is_raw else 0,
+        )
+        take = partial(self._take, chunk, itemsize)
+        return TargetFile(chunk.path, [Span(0, [region])], take=take)
 
     def _copies(self, chunk: Chunk, itemsize: int) -> Copies:
         one = np.array([chunk.tensor], dtype=np.int64)
@@ -152,48 +181,14 @@ class StoreTargets:
         found = self._source.cutting.locate(segments, target_itemsize=itemsize)
         return coalesce(found, itemsize=itemsize, target_itemsize=itemsize)
 
-    def _raw_region(self, chunk: Chunk, copies: Copies, itemsize: int) -> Region:
-        sums = ChunkChecksums(BLOCK_BYTES)
-
-        def trailer() -> bytes:
-            size = chunk.nbytes + CHECKSUM_BYTES
-            self._records[chunk.path] = FileRecord(size, sums.blocks.values())
-            self._note(chunk, digests.of_chunk(sums, chunk.nbytes, BLOCK_BYTES), itemsize)
-            return serialize_checksum(sums.crc32c.value)
-
-        return Region(chunk.nbytes, copies, sums, trailer, CHECKSUM_BYTES)
-
-    def _encoded_region(self, chunk: Chunk, copies: Copies, itemsize: int) -> Region:
-        codec, content_digest = BloscChunk(self._codec, itemsize), digests.RunningDigest()
-        stored_digest = digests.RunningDigest()
-
-        def trailer() -> bytes:
-            end = serialize_checksum(stored_digest.value.crc32c)
-            stored_digest.update(memoryview(end))
-            note()
-            return end
-
-        def recall(stored: bytes) -> None:
-            content = memoryview(bytearray(chunk.nbytes))
-            codec.decode(stored, Path(chunk.path), content)
-            content_digest.update(content)
-            stored_digest.update(memoryview(stored))
-            note()
-
-        def note() -> None:
-            found = stored_digest.value
-            self._records[chunk.path] = FileRecord(
-                found.nbytes, np.array([found.crc32], dtype=np.uint32)
-            )
-            self._note(chunk, content_digest.value, itemsize)
-
-        encoding = Encoding(codec.encode, recall, stored_digest)
-        return Region(chunk.nbytes, copies, content_digest, trailer, encoding=encoding)
-
-    def _note(self, chunk: Chunk, whole: Digest, itemsize: int) -> None:
-        """Keep the digest of a chunk's elements, without the zeros past the tensor's end."""
+    def _take(self, chunk: Chunk, itemsize: int, result: SpanResult) -> None:
+        """Note a chunk, and the digest of its elements without the zeros past the tensor's end."""
+        region, written = result.regions[0], result.written
+        crc32s = np.array(region.blocks or [written.crc32], dtype=np.uint32)
+        self._records[chunk.path] = FileRecord(written.nbytes, crc32s)
         past_end = chunk.nbytes - (chunk.stop - chunk.start) * itemsize
-        self._digests[chunk.tensor, chunk.start] = digests.without_zeros(whole, past_end)
+        found = digests.without_zeros(region.content, past_end)
+        self._digests[chunk.tensor, chunk.start] = found
 
 
 def small_array(path: str, data: bytes) -> dict[str, bytes]:

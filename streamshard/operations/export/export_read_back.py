@@ -1,6 +1,6 @@
 """Reads the files of an export back from disk, and compares them with the source."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -8,13 +8,11 @@ import numpy as np
 
 from streamshard.engine.run.phases import COMPARING, VERIFYING
 from streamshard.engine.run.source_reader import Decoder
-from streamshard.errors import NotAsWrittenError, SourceError
 from streamshard.formats import pretrained, safetensors_file
 from streamshard.formats.safetensors_file import Described, Stored
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import tensor_of
 from streamshard.io.files import target_errors
-from streamshard.io.page_cache import drop_cached
 from streamshard.layout.cutting import Cutting, CuttingBuilder
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.sample import EVERYTHING
@@ -32,41 +30,21 @@ from streamshard.operations.transfer.read_back import BothSides
 from streamshard.operations.transfer.report import Progress
 
 
-def require_exported(
+def export_differences(
     place: Path,
     files: WeightFiles | UniversalFiles,
     companions: Companions,
     memory: MemoryPlan,
     progress: Progress,
-) -> None:
-    """Read exported files back from disk, and require that they agree with the source.
-
-    Raises
-    ------
-    NotAsWrittenError
-        They do not agree; the message names the first difference.
-    """
+) -> list[str]:
+    """Read exported files back from disk, and describe how they differ from the source."""
     read = _ReadBack(place, companions.source)
-    looks: list[Callable[[], Iterator[str]]] = [
-        lambda: _documents(files.documents(), place),
-        lambda: _companions(companions, read),
-        lambda: (
-            _images(files, read) if isinstance(files, UniversalFiles) else _weights(files, read)
-        ),
-    ]
     with target_errors(place):
-        drop_cached(place)
-        try:
-            wrong = [message for look in looks for message in look()]
-            wrong = wrong or read.compare(memory, progress)
-        except SourceError as error:
-            wrong = [str(error)]
-    if wrong:
-        more = f", and {len(wrong) - 1:,} more" if len(wrong) > 1 else ""
-        raise NotAsWrittenError(
-            f"{place}: read back from disk, it is not what {companions.source.path} holds. "
-            f"{wrong[0]}{more}. It was not put into its place"
+        found = [*_documents(files.documents(), place), *_companions(companions, read)]
+        found += (
+            _images(files, read) if isinstance(files, UniversalFiles) else _weights(files, read)
         )
+        return found or read.compare(memory, progress)
 
 
 @dataclass(frozen=True, slots=True)

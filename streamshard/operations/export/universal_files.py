@@ -6,13 +6,15 @@ from typing import Final
 from streamshard.engine.run.work import Fixed, Span, TargetFile
 from streamshard.errors import UnsupportedError
 from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.cut.family_cut import cut_family
 from streamshard.formats.deepspeed.write.universal_writer import UniversalImages
 from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
 from streamshard.model import LogicalTensor, Whole
 from streamshard.operations.export.weights import only_family
-from streamshard.operations.native.storage_regions import NativeFiles, cut_family
+from streamshard.operations.native.native_byte_counts import NativeByteCounter
+from streamshard.operations.native.storage_regions import NativeFiles
 from streamshard.operations.source.source import Source
-from streamshard.operations.transfer.byte_accounting import ByteCounts, NativeTally
+from streamshard.operations.transfer.byte_accounting import ByteCounts
 
 _NAMELESS: Final = (
     "saved without ZeRO (stage 0), whose optimizer does not name the parameters, and a universal "
@@ -66,8 +68,7 @@ class UniversalFiles:
                 config=checkpoint.config,
                 module_dtype=checkpoint.module_dtype,
                 is_bf16=checkpoint.is_bf16,
-                flat_cuts=[group.serialize() for group in cut.flat_groups],
-                sub_groups=cut.sub_groups,
+                cut=cut,
             )
         )
         self._units = max(len(cut.sub_groups), len(self._family.groups))
@@ -102,7 +103,7 @@ class UniversalFiles:
 
     def byte_counts(self) -> ByteCounts:
         """Count the bytes that are written, and how often each tensor is read."""
-        byte_counts = NativeTally(self._source, self.native)
+        byte_counts = NativeByteCounter(self._source, self.native)
         byte_counts.add((image, [image.path]) for image in self.images.all())
         for path, data in self._latest.items():
             byte_counts.add_bytes(path, len(data))

@@ -1,6 +1,6 @@
 """Turns weights into the files of an export, each filled span by span from a source."""
 
-import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,9 +9,8 @@ from typing import Final, TypeVar, overload
 
 import numpy as np
 
-from streamshard.engine.numeric.cast import count_infinite, counting_overflow
-from streamshard.engine.numeric.checksums import Crc32, crc32
-from streamshard.engine.run.work import Fixed, Region, Span, TargetFile
+from streamshard.engine.numeric.cast import cast_between
+from streamshard.engine.run.work import Fixed, Region, Span, SpanResult, TargetFile
 from streamshard.formats import pretrained, safetensors_file
 from streamshard.formats.safetensors_file import Described, SafetensorsLayout
 from streamshard.formats.torch import torch_file
@@ -22,6 +21,7 @@ from streamshard.layout.memory_plan import MIB
 from streamshard.layout.shards import shards
 from streamshard.model import ITEMSIZE, Literal, Whole
 from streamshard.operations.export.weights import Weight
+from streamshard.operations.native import torch_records
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.byte_accounting import ByteCounts
 
@@ -85,7 +85,6 @@ class WeightFiles:
         ranges = shards([weight.nbytes for weight in weights], most_bytes)
         paths = pretrained.weight_files(form, len(ranges))
         self._held = {p: [weights[i] for i in r] for p, r in zip(paths, ranges, strict=True)}
-        self._lock = threading.Lock()
         self.overflowed: dict[str, int] = {}
         """Tensor → count of its finite elements that the cast made infinite, if there are any."""
 
@@ -167,7 +166,13 @@ class WeightFiles:
         makers += [
             partial(self._span, run) for run in _runs(pieces, lambda p: self._cost(p), _SPAN_BYTES)
         ]
-        return TargetFile(path, _LazySpans(makers))
+
+        def take(result: SpanResult) -> None:
+            for offset, count in _overflowed(result):
+                piece = pieces[bisect_right(pieces, offset, key=lambda piece: piece.offset) - 1]
+                self._note_overflow(piece.weight, count)
+
+        return TargetFile(path, _LazySpans(makers), take=take)
 
     def _pieces(self, weight: Weight, offset: int) -> Iterator[_Piece]:
         """Cut a weight into pieces, each of which one worker writes."""
@@ -201,53 +206,38 @@ class WeightFiles:
             copies=coalesce(copies, itemsize=ITEMSIZE[source], target_itemsize=itemsize),
             source_itemsize=ITEMSIZE[source],
             target_itemsize=itemsize,
-            cast=counting_overflow(
-                source, piece.weight.dtype, partial(self._overflow, piece.weight.names[0])
-            ),
-            keeps=partial(_is_counted, piece.weight.dtype)
-            if source != piece.weight.dtype
-            else None,
+            cast=cast_between(source, piece.weight.dtype),
+            counts_overflow=True,
         )
 
-    def _overflow(self, name: str, count: int) -> None:
-        with self._lock:
-            self.overflowed[name] = self.overflowed.get(name, 0) + count
+    def _note_overflow(self, weight: Weight, count: int) -> None:
+        name = weight.names[0]
+        self.overflowed[name] = self.overflowed.get(name, 0) + count
 
     def _torch_target(self, path: str, layout: TorchLayout) -> TargetFile:
         weights = self._held[path]
-        checksums = [Crc32() for _ in layout.records]
-        numbered = list(zip(layout.records, checksums, strict=True))
-        runs = _runs(numbered, lambda one: one[0].nbytes + 2 * _COPY_COST, _SPAN_BYTES)
-        return TargetFile(
-            path,
-            _LazySpans([partial(self._torch_span, weights, run) for run in runs]),
-            lambda: [(layout.records[-1].end, layout.ending([crc.value for crc in checksums]))],
-        )
+        records = layout.records
+        runs = _runs(records, lambda record: record.nbytes + 2 * _COPY_COST, _SPAN_BYTES)
 
-    def _torch_span(self, weights: Sequence[Weight], run: Sequence[tuple[Record, Crc32]]) -> Span:
+        def take(result: SpanResult) -> None:
+            for offset, count in _overflowed(result):
+                record = records[bisect_right(records, offset, key=lambda one: one.start) - 1]
+                self._note_overflow(_weight_of(record, weights), count)
+
+        spans = _LazySpans([partial(self._torch_span, weights, run) for run in runs])
+        return TargetFile(path, spans, [torch_records.zip_ending(layout)], take=take)
+
+    def _torch_span(self, weights: Sequence[Weight], run: Sequence[Record]) -> Span:
         parts: list[Fixed | Region] = []
-        for record, checksum in run:
-            parts += self._record(weights, record, checksum)
-        return Span(run[0][0].start, parts)
-
-    def _record(
-        self, weights: Sequence[Weight], record: Record, checksum: Crc32
-    ) -> list[Fixed | Region]:
-        """Return the parts of a record: its header, its data, its descriptor."""
-        if isinstance(record.content, Literal):
-            data = record.content.data
-            checksum.value = crc32(data)
-            return [Fixed(record.header() + data + record.descriptor(checksum.value))]
-        if not isinstance(record.content.content, Whole):
-            raise TypeError(f"record {record.name} has nothing to fill it")
-        weight = weights[record.content.content.tensor]
-        region = replace(
-            self._region(_Piece(weight, 0, weight.numel, 0)),
-            checksum=checksum,
-            trailer=lambda: record.descriptor(checksum.value),
-            trailer_bytes=len(record.descriptor(0)),
-        )
-        return [Fixed(record.header()), region]
+        for record in run:
+            if isinstance(record.content, Literal):
+                parts.append(torch_records.literal_record(record, record.content))
+                continue
+            weight = _weight_of(record, weights)
+            region = self._region(_Piece(weight, 0, weight.numel, 0))
+            trailer = torch_records.trailer_of(record)
+            parts += [Fixed(record.header()), replace(region, trailer=trailer)]
+        return Span(run[0].start, parts)
 
 
 def _runs(items: Sequence[T], cost: Callable[[T], int], most: int) -> Iterator[list[T]]:
@@ -264,6 +254,16 @@ def _runs(items: Sequence[T], cost: Callable[[T], int], most: int) -> Iterator[l
         yield run
 
 
-def _is_counted(dtype: str, view: memoryview) -> bool:
-    """Tell whether no element is infinite: an infinite one may have been so before the cast."""
-    return count_infinite(view, dtype) == 0
+def _weight_of(record: Record, weights: Sequence[Weight]) -> Weight:
+    """Return the weight that fills a record."""
+    content = torch_records.content_of(record)
+    if not isinstance(content, Whole):
+        raise TypeError(f"record {record.name} has nothing to fill it")
+    return weights[content.tensor]
+
+
+def _overflowed(result: SpanResult) -> Iterator[tuple[int, int]]:
+    """Yield where regions with elements that became infinite begin, and how many these are."""
+    for region in result.regions:
+        if region.overflowed:
+            yield region.offset, region.overflowed

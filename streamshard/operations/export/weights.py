@@ -13,22 +13,7 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.torch.torch_tensor import tensor_of
 from streamshard.formats.torch.tree_comparison import spell_few
 from streamshard.model import ITEMSIZE, MASTER, MODULE
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """The part of a model to export. Patterns are shell patterns of names in the source."""
-
-    dtype: str = "float32"
-    include: Sequence[str] = ()
-    """Names to export; all names if there is no pattern."""
-    exclude: Sequence[str] = ()
-    keep_dtype: Sequence[str] = ()
-    """Names of tensors that are not cast."""
-    strip_prefix: Sequence[str] = ()
-    """Prefixes to remove from names, each at most once, in this order."""
-    frozen: bool = True
-    """Whether to export weights that were not trained."""
+from streamshard.operations.verb_options import ExportOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +58,7 @@ class _Candidate:
     shape: tuple[int, ...]
 
 
-def choose_weights(checkpoint: Checkpoint, selection: Selection) -> Weights:
+def choose_weights(checkpoint: Checkpoint, options: ExportOptions) -> Weights:
     """Choose the weights of a checkpoint: trained ones are its master weights.
 
     Raises
@@ -86,18 +71,18 @@ def choose_weights(checkpoint: Checkpoint, selection: Selection) -> Weights:
     family = only_family(checkpoint)
     found = list(_candidates(checkpoint, family))
     if not checkpoint.layout.stage:
-        _require_told(found, checkpoint, selection)
-    _require_sense([name for one in found for name in one.names], selection)
+        _require_told(found, checkpoint, options)
+    _require_sense([name for one in found for name in one.names], options)
     taken = [
-        (one, [name for name in one.names if _is_taken(name, selection)])
+        (one, [name for name in one.names if _is_taken(name, options)])
         for one in found
-        if selection.frozen or one.kind not in ("frozen", "loose", "excluded")
+        if options.frozen or one.kind not in ("frozen", "loose", "excluded")
     ]
     chosen = [
         Weight(
-            names=tuple(_stripped(name, selection) for name in held),
+            names=tuple(_stripped(name, options) for name in held),
             tensor=one.tensor,
-            dtype=_dtype(checkpoint.tensors[one.tensor].dtype, held, selection),
+            dtype=_dtype(checkpoint.tensors[one.tensor].dtype, held, options),
             shape=one.shape,
         )
         for one, held in taken
@@ -110,7 +95,7 @@ def choose_weights(checkpoint: Checkpoint, selection: Selection) -> Weights:
 
 
 def _require_told(
-    found: Sequence[_Candidate], checkpoint: Checkpoint, selection: Selection
+    found: Sequence[_Candidate], checkpoint: Checkpoint, options: ExportOptions
 ) -> None:
     """Refuse options that need information that the files of stage 0 lack.
 
@@ -122,14 +107,14 @@ def _require_told(
         An option needs this information; the message says what to choose instead.
     """
     where = "saved without ZeRO (stage 0), which does not tell"
-    if not selection.frozen:
+    if not options.frozen:
         message = f"--no-frozen: {where} which weights are frozen; name them with --exclude"
         raise UsageError(message)
     for one in found:
         dtype = checkpoint.tensors[one.tensor].dtype
         is_narrow = one.kind == "weight" and dtype in ("bfloat16", "float16")
-        is_cast = _dtype(dtype, one.names, selection) != dtype
-        if is_narrow and is_cast and any(_is_taken(name, selection) for name in one.names):
+        is_cast = _dtype(dtype, one.names, options) != dtype
+        if is_narrow and is_cast and any(_is_taken(name, options) for name in one.names):
             wide = next(short for short, name in DTYPES.items() if name == dtype)
             message = f"{where} which master weights are those of '{one.names[0]}', whose {dtype}"
             raise UsageError(f"{message} weights would be cast: export them with --dtype {wide}")
@@ -190,52 +175,52 @@ def _require_no_tensor(family: Family, entry: ModuleEntry) -> None:
         raise UnsupportedError(f"{message} {tensor.stride}. Make it contiguous before saving")
 
 
-def _require_sense(found: Sequence[str], selection: Selection) -> None:
+def _require_sense(found: Sequence[str], options: ExportOptions) -> None:
     """Refuse patterns and prefixes that match no tensor's name: they are probably misspelled."""
-    options = {
-        "--include": selection.include,
-        "--exclude": selection.exclude,
-        "--keep-dtype": selection.keep_dtype,
+    given = {
+        "--include": options.include,
+        "--exclude": options.exclude,
+        "--keep-dtype": options.keep_dtype,
     }
     example = found[0] if found else ""
-    for option, patterns in options.items():
+    for option, patterns in given.items():
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in found):
                 message = f"{option} {pattern}: no tensor has such a name; one is '{example}'"
                 raise UsageError(message)
-    for number, prefix in enumerate(selection.strip_prefix):
-        before = Selection(strip_prefix=selection.strip_prefix[:number])
+    for number, prefix in enumerate(options.strip_prefix):
+        before = ExportOptions(strip_prefix=options.strip_prefix[:number])
         if not any(_stripped(name, before).startswith(prefix) for name in found):
             message = f"--strip-prefix {prefix}: no tensor's name begins so; one is '{example}'"
             raise UsageError(message)
 
 
-def _is_taken(name: str, selection: Selection) -> bool:
-    wanted = not selection.include or _matches(name, selection.include)
-    return wanted and not _matches(name, selection.exclude)
+def _is_taken(name: str, options: ExportOptions) -> bool:
+    wanted = not options.include or _matches(name, options.include)
+    return wanted and not _matches(name, options.exclude)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _stripped(name: str, selection: Selection) -> str:
-    for prefix in selection.strip_prefix:
+def _stripped(name: str, options: ExportOptions) -> str:
+    for prefix in options.strip_prefix:
         name = name.removeprefix(prefix)
     return name
 
 
-def _dtype(source: str, held: Sequence[str], selection: Selection) -> str:
+def _dtype(source: str, held: Sequence[str], options: ExportOptions) -> str:
     """Return the dtype of a tensor in the export: integers and booleans stay as they are."""
     is_float = source.startswith(("float", "bfloat"))
-    if not is_float or any(_matches(name, selection.keep_dtype) for name in held):
+    if not is_float or any(_matches(name, options.keep_dtype) for name in held):
         return source
     try:
-        cast_between(source, selection.dtype)
+        cast_between(source, DTYPES[options.dtype])
     except UnsupportedError as error:
         message = f"'{held[0]}': {error}; leave it as it is with --keep-dtype '{held[0]}'"
         raise UnsupportedError(message) from error
-    return selection.dtype
+    return DTYPES[options.dtype]
 
 
 def _require_different(found: Sequence[str]) -> None:

@@ -8,8 +8,8 @@ from stat import S_ISREG
 
 from streamshard.errors import SourceError, StreamshardError, UnsupportedError, release_frames
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.read import shard_survey
-from streamshard.formats.deepspeed.read.shard_survey import Recorded
+from streamshard.formats.deepspeed.read import validation
+from streamshard.formats.deepspeed.read.validation import Recorded
 from streamshard.formats.links import is_inside
 from streamshard.io.files import source_errors
 from streamshard.io.posix import entries_below
@@ -110,7 +110,7 @@ def recorded_in(place: Path, tag: str | None = None) -> Recorded | None:
     """Return what the readable shards record of a checkpoint that cannot be opened."""
     try:
         run_dir, tag_dir = find_tag(place, tag)
-        return shard_survey.recorded(regular(sorted(tag_dir.iterdir()), run_dir, tag_dir))
+        return validation.recorded(regular(sorted(tag_dir.iterdir()), run_dir, tag_dir))
     except (StreamshardError, OSError):
         return None
 

@@ -13,15 +13,14 @@ import numpy as np
 from streamshard.drawing.picture import Half, Panel, Picture, PictureRow, Strip
 from streamshard.errors import UsageError
 from streamshard.formats.checkpoint import Checkpoint, Family, ParamGroup
+from streamshard.formats.deepspeed.cut import muon_order
+from streamshard.formats.deepspeed.cut.family_cut import cut_family, flat_groups
 from streamshard.layout.bands import Band, Cut, flat_cut, shard_cut, tape_cut
 from streamshard.model import ITEMSIZE, MASTER, ZeroLayout
 from streamshard.operations.inspect.ownership import sharing_ranks
 from streamshard.operations.inspect.picture_names import Named
-from streamshard.operations.native.storage_regions import cut_family
 from streamshard.operations.native.target_settings import require_allowed, target_settings
-from streamshard.operations.source import muon_order
 from streamshard.operations.source.source import Source
-from streamshard.operations.source.zero_cutting import flat_groups
 from streamshard.sizes import counted, show_bytes
 
 _MOST_ROWS: Final = 32

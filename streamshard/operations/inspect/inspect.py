@@ -11,6 +11,7 @@ import numpy as np
 from streamshard.errors import UsageError
 from streamshard.formats.checkpoint import Checkpoint, FlatState, ParamGroup, ScalarState
 from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.cut import muon_order
 from streamshard.formats.pickle.inert import Call, Global, Node, show
 from streamshard.formats.zarr.chunks import EncodedChunk
 from streamshard.formats.zarr.rewritten_documents import remark
@@ -25,7 +26,6 @@ from streamshard.operations.inspect.ownership import (
     sharing_ranks,
 )
 from streamshard.operations.inspect.warnings import problems_of
-from streamshard.operations.source import muon_order
 from streamshard.operations.source.source import Source, open_source
 
 Plain = Any

@@ -13,8 +13,7 @@ from streamshard.errors import (
     release_frames,
 )
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.read import shard_survey
-from streamshard.formats.deepspeed.read.shard_survey import Recorded
+from streamshard.formats.deepspeed.read.validation import Recorded, recorded
 from streamshard.layout.sample import EVERYTHING
 from streamshard.model import SourceFile
 from streamshard.operations.checks import structure
@@ -100,16 +99,16 @@ def _incomplete(request: Request) -> IncompleteCheckpoint:
             key=lambda file: natural_order(file.path),
         )
     )
-    recorded = _recorded(looked.kind, looked.files)
+    found = _recorded(looked.kind, looked.files)
     return IncompleteCheckpoint(
         path=str(base),
         kind=looked.kind,
         is_whole=False,
         tag=looked.tag,
-        zero_stage=recorded.zero_stage,
-        world_size=recorded.world_size,
-        global_steps=recorded.global_steps,
-        deepspeed_version=recorded.version,
+        zero_stage=found.zero_stage,
+        world_size=found.world_size,
+        global_steps=found.global_steps,
+        deepspeed_version=found.version,
         files=len(files),
         file_bytes=sum(file.nbytes for file in files),
         file_groups=group_files(files, is_store=looked.kind == "store"),
@@ -121,4 +120,4 @@ def _incomplete(request: Request) -> IncompleteCheckpoint:
 
 def _recorded(kind: str, files: Sequence[SourceFile]) -> Recorded:
     paths = [f.path for f in files if kind == "dumps" or names.parse(f.path.name)]
-    return shard_survey.recorded(paths if kind != "store" else [])
+    return recorded(paths if kind != "store" else [])

@@ -1,8 +1,6 @@
 """Turns serialized torch files into work: each storage becomes regions with their copies."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import PurePosixPath
 from typing import Final
 
@@ -10,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamshard.engine.numeric.cast import cast_between
-from streamshard.engine.numeric.digests import JoinedCrc32
 from streamshard.engine.run.work import Fixed, Region, Span, TargetFile
-from streamshard.formats.checkpoint import Checkpoint, Family
+from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.deepspeed.cut.family_cut import FamilyCut
 from streamshard.formats.deepspeed.write.zero_writer import FileImage
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import Storage
@@ -25,7 +23,6 @@ from streamshard.layout.cutting import (
     shard_segments,
     whole_segment,
 )
-from streamshard.layout.zero import FlatGroup, sub_groups
 from streamshard.model import (
     BLOB,
     FILE,
@@ -37,41 +34,14 @@ from streamshard.model import (
     PartitionOf,
     ShardOf,
     ShardsOf,
-    SubGroup,
     Whole,
     WholesOf,
-    ZeroLayout,
 )
+from streamshard.operations.native import torch_records
 from streamshard.operations.source.source import Source
-from streamshard.operations.source.zero_cutting import flat_groups
 
 _SPAN_BYTES: Final = 256 << 20
 """Workers get large files in spans of about this size, a multiple of any dtype's item size."""
-
-
-@dataclass(frozen=True, slots=True)
-class FamilyCut:
-    """How a target's family is cut."""
-
-    flat_groups: Sequence[FlatGroup]
-    """One per param group (stages 1 and 2)."""
-    sub_groups: Sequence[SubGroup]
-    """Across all param groups (stage 3)."""
-
-
-def cut_family(
-    checkpoint: Checkpoint, family: Family, layout: ZeroLayout, module_dtype: str
-) -> FamilyCut:
-    """Cut one family as an engine with this layout does."""
-    if layout.stage < 3:
-        return FamilyCut(flat_groups(checkpoint, family, layout, module_dtype), ())
-    numels = checkpoint.master_numels(family)
-    units = sub_groups(
-        [[numels[name] for name in group.params] for group in family.groups],
-        world_size=layout.world_size,
-        sub_group_size=layout.sub_group_size,
-    )
-    return FamilyCut((), units)
 
 
 class NativeFiles:
@@ -92,29 +62,20 @@ class NativeFiles:
     def torch_target(self, image: FileImage) -> TargetFile:
         """Return the target of one serialized file."""
         layout = self.lay_out(image)
-        spans, crc32s = _StorageSpans(), []
-        late: list[tuple[int, torch_file.Record, JoinedCrc32]] = []
+        spans, late = _StorageSpans(), []
         for record in layout.records:
-            crc32s.append(crc := JoinedCrc32())
-            storage = record.content
-            content = storage.content if isinstance(storage, Storage) else storage
+            storage, content = record.content, torch_records.content_of(record)
             if isinstance(content, Literal):
-                crc.piece(len(content.data)).update(memoryview(content.data))
-                spans.add(Fixed(record.header() + content.data + record.descriptor(crc.value)))
+                spans.add(torch_records.literal_record(record, content))
                 continue
             if content is None or not isinstance(storage, Storage):
                 raise TypeError(f"record {record.name} has nothing to fill it")
             spans.add(Fixed(record.header()))
-            end = spans.add_all(self._regions(storage, content, image, record, crc))
+            end = spans.add_all(self._regions(storage, content, image, record))
             if end < record.end:
-                late.append((end, record, crc))
+                late.append(torch_records.late_descriptor(record))
                 spans.skip_to(record.end)
-
-        def endings() -> list[tuple[int, bytes]]:
-            ending = layout.records[-1].end, layout.ending([crc.value for crc in crc32s])
-            return [*((at, record.descriptor(crc.value)) for at, record, crc in late), ending]
-
-        return TargetFile(image.path, spans.all(), endings)
+        return TargetFile(image.path, spans.all(), [*late, torch_records.zip_ending(layout)])
 
     def fill(self, content: Content, image: FileImage) -> NDArray[np.int64]:
         """List the tensors in a cut storage: of all ranks together, or of its rank (`WholesOf`)."""
@@ -144,27 +105,22 @@ class NativeFiles:
         content: Content,
         image: FileImage,
         record: torch_file.Record,
-        crc: JoinedCrc32,
     ) -> Iterator[Region]:
         """Yield the regions of a record's data; a single region also holds the descriptor."""
         source_dtype, target_dtype = self._dtypes(storage, content)
         source_itemsize, target_itemsize = ITEMSIZE[source_dtype], ITEMSIZE[target_dtype]
         segments = self._segments(content, image, target_itemsize)
+        trailer = torch_records.trailer_of(record) if storage.nbytes <= _SPAN_BYTES else None
         for start, stop in _pieces(storage.nbytes):
             piece = clip(segments, start, stop, itemsize=target_itemsize)
-            region = Region(
+            yield Region(
                 content_bytes=stop - start,
                 copies=self._copies(piece, source_itemsize, target_itemsize),
-                checksum=crc.piece(stop - start),
                 source_itemsize=source_itemsize,
                 target_itemsize=target_itemsize,
                 cast=cast_between(source_dtype, target_dtype),
+                trailer=trailer,
             )
-            if stop - start == storage.nbytes:
-                trailer_bytes = len(record.descriptor(0))
-                trailer = partial(_descriptor, record, crc)
-                region = replace(region, trailer=trailer, trailer_bytes=trailer_bytes)
-            yield region
 
     def _dtypes(self, storage: Storage, content: Content) -> tuple[str, str]:
         """Return the dtypes of a storage's elements in the source and in the target."""
@@ -237,10 +193,6 @@ def _pieces(nbytes: int) -> Iterator[tuple[int, int]]:
     """Cut a count of bytes into pieces (start, stop); zero bytes are one piece."""
     for start in range(0, max(nbytes, 1), _SPAN_BYTES):
         yield start, min(start + _SPAN_BYTES, nbytes)
-
-
-def _descriptor(record: torch_file.Record, crc: JoinedCrc32) -> bytes:
-    return record.descriptor(crc.value)
 
 
 def _members(checkpoint: Checkpoint) -> dict[tuple[int, int, str], NDArray[np.int64]]:

@@ -1,10 +1,13 @@
-"""Serializes the native files of a target, and counts their bytes."""
+"""Writes the native files of a target: serializes them, counts their bytes, fills them."""
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
 
+from streamshard.engine.run.work import TargetFile
 from streamshard.formats import frameworks
-from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.cut.family_cut import cut_family
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
 from streamshard.formats.deepspeed.write.zero_writer import (
@@ -14,11 +17,16 @@ from streamshard.formats.deepspeed.write.zero_writer import (
     StepImages,
     WholeImages,
 )
-from streamshard.model import FILE
-from streamshard.operations.native.storage_regions import NativeFiles, cut_family
+from streamshard.layout.memory_plan import MemoryPlan
+from streamshard.operations.checks.structure import Request
+from streamshard.operations.native.native_byte_counts import count_bytes
+from streamshard.operations.native.storage_regions import NativeFiles
 from streamshard.operations.native.target_settings import TargetSettings
 from streamshard.operations.source.source import Source
-from streamshard.operations.transfer.byte_accounting import ByteCounts, NativeTally
+from streamshard.operations.transfer import read_back
+from streamshard.operations.transfer.byte_accounting import ByteCounts
+from streamshard.operations.transfer.report import Progress, Report
+from streamshard.operations.transfer.target_writer import Pass
 
 _COPY_BYTES: Final = 4 * 8 * 8
 """Four integers for each copy, in each of the few files in flight."""
@@ -26,76 +34,89 @@ _LOCATE_BYTES: Final = 16 * 8
 """Temporary arrays for locating a copy."""
 
 
-def serialize(
-    source: Source,
-    settings: TargetSettings,
-    template: Template | None,
-    resized: frameworks.Resized,
-) -> tuple[NativeFiles, Sequence[Images]]:
-    """Cut a checkpoint according to the settings, and serialize its torch files.
+@dataclass(frozen=True, slots=True)
+class NativeWriter:
+    """Writes a checkpoint's native files, or raw dumps."""
 
-    Parameters
-    ----------
-    template
-        Names of the dumps, if the target is dumps.
-    resized
-        New names of a framework's files, and those that are left out.
-    """
-    checkpoint, layout = source.checkpoint, settings.layout
-    dtype = settings.module_dtype
-    cuts = [cut_family(checkpoint, family, layout, dtype) for family in checkpoint.families]
-    targets = [
-        ZeroTarget(
-            checkpoint=checkpoint,
-            family=family,
-            mp_rank=mp_rank,
-            layout=layout,
-            config=settings.config,
-            module_dtype=settings.module_dtype,
-            is_bf16=settings.is_bf16,
-            flat_cuts=[group.serialize() for group in cut.flat_groups],
-            sub_groups=cut.sub_groups,
-        )
-        for mp_rank, (family, cut) in enumerate(zip(checkpoint.families, cuts, strict=True))
-    ]
-    files = NativeFiles(source, layout.world_size, cuts)
-    if template is not None:
-        return files, [DumpImages(targets[0], template.file_name)]
-    kind = NativeImages if layout.stage else WholeImages
-    images: list[Images] = [kind(target) for target in targets]
-    if checkpoint.accelerate_step is not None:
-        images.append(StepImages(checkpoint.accelerate_step, resized.new_steps))
-    return files, images
+    source: Source
+    settings: TargetSettings
+    template: Template | None
+    """Names of the dumps, if the target is dumps."""
+    resized: frameworks.Resized
+    """New names of the sidecars, and those that are left out."""
+    files: NativeFiles
+    images: Sequence[Images]
+    """Serialize the torch files."""
+    counts: ByteCounts
 
+    @classmethod
+    def of(
+        cls,
+        source: Source,
+        settings: TargetSettings,
+        template: Template | None,
+        resized: frameworks.Resized,
+    ) -> Self:
+        """Cut a checkpoint according to the settings, and serialize its torch files."""
+        checkpoint, layout = source.checkpoint, settings.layout
+        dtype = settings.module_dtype
+        cuts = [cut_family(checkpoint, family, layout, dtype) for family in checkpoint.families]
+        targets = [
+            ZeroTarget(
+                checkpoint=checkpoint,
+                family=family,
+                mp_rank=mp_rank,
+                layout=layout,
+                config=settings.config,
+                module_dtype=settings.module_dtype,
+                is_bf16=settings.is_bf16,
+                cut=cut,
+            )
+            for mp_rank, (family, cut) in enumerate(zip(checkpoint.families, cuts, strict=True))
+        ]
+        files = NativeFiles(source, layout.world_size, cuts)
+        kind = NativeImages if layout.stage else WholeImages
+        images: list[Images] = [kind(target) for target in targets]
+        if template is not None:
+            images = [DumpImages(targets[0], template.file_name)]
+        elif checkpoint.accelerate_step is not None:
+            images.append(StepImages(checkpoint.accelerate_step, resized.new_steps))
+        counts = count_bytes(source, files, images, resized, has_latest=template is None)
+        return cls(source, settings, template, resized, files, images, counts)
 
-def count_bytes(
-    source: Source,
-    files: NativeFiles,
-    images: Sequence[Images],
-    resized: frameworks.Resized,
-    *,
-    has_latest: bool,
-) -> ByteCounts:
-    """Count the bytes of the target's files, and how often each tensor is read."""
-    byte_counts, checkpoint = NativeTally(source, files), source.checkpoint
-    for serialized in images:
-        byte_counts.add(serialized.sizes())
-    numbered = ((n, t.name) for n, t in enumerate(checkpoint.tensors) if t.state == FILE)
-    byte_counts.add_files({n: resized.paths[name] for n, name in numbered if name in resized.paths})
-    if has_latest:
-        byte_counts.add_bytes(names.LATEST, len(checkpoint.tag.encode()))
-    return byte_counts.done()
+    def byte_counts(self) -> ByteCounts:
+        """Return the bytes that are written, and how often each tensor is read."""
+        return self.counts
 
+    def copies_bytes(self, workers: int | None) -> int:
+        """Return an upper bound of the memory for a target file's copies and for locating them.
 
-def copies_bytes(source: Source, world_size: int) -> int:
-    """Return an upper bound of the memory for a target file's copies and for locating them.
+        A rank's share of a parameter lies on at most N / M + 2 ranks of the source, for N source
+        ranks and M target ranks.
+        """
+        checkpoint = self.source.checkpoint
+        spread = checkpoint.layout.world_size // self.settings.layout.world_size + 2
+        families = [family.groups for family in checkpoint.families]
+        params = max(sum(len(group.params) for group in groups) for groups in families)
+        states = 1 + max((len(g.flat_states()) for groups in families for g in groups), default=0)
+        return params * spread * (states * _COPY_BYTES + _LOCATE_BYTES)
 
-    A rank's share of a parameter lies on at most N / M + 2 ranks of the source, for N source ranks
-    and M target ranks.
-    """
-    checkpoint = source.checkpoint
-    spread = checkpoint.layout.world_size // world_size + 2
-    families = [family.groups for family in checkpoint.families]
-    params = max(sum(len(group.params) for group in groups) for groups in families)
-    states = 1 + max((len(g.flat_states()) for groups in families for g in groups), default=0)
-    return params * spread * (states * _COPY_BYTES + _LOCATE_BYTES)
+    def passes(self) -> Sequence[Pass]:
+        """Return the only pass; `latest` is written by the commit."""
+        return [self._targets]
+
+    def _targets(self) -> Iterator[TargetFile]:
+        for images in self.images:
+            yield from map(self.files.torch_target, images.all())
+        yield from self.files.other_targets(self.resized.paths)
+
+    def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
+        """Read the written files back as a checkpoint, and compare it with the source."""
+        path = place / self.template.name if self.template else place
+        config, like = self.settings.config, self.source.like
+        written = Request(path, self.source.checkpoint.tag, config=config, like=like)
+        return read_back.differences(written, self.source, memory, progress)
+
+    def finish(self, report: Report) -> Report:
+        """Return the report as it is."""
+        return report

@@ -1,4 +1,4 @@
-"""Opens a source: finds the checkpoint, reads its headers, and computes how ZeRO cut it."""
+"""Opens a source: finds the checkpoint at a path, and calls the reader of its format."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,6 @@ from typing import Final
 
 from streamshard.engine.run.source_reader import Decoder
 from streamshard.errors import (
-    CorruptFileError,
     IncompleteError,
     SourceError,
     SourceNotFoundError,
@@ -17,7 +16,7 @@ from streamshard.errors import (
     UsageError,
 )
 from streamshard.formats import detect
-from streamshard.formats.checkpoint import Checkpoint, Family
+from streamshard.formats.checkpoint import Checkpoint, Reading
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.dumps import dump_names, dump_reader
 from streamshard.formats.deepspeed.read import zero_reader
@@ -28,11 +27,9 @@ from streamshard.io.files import source_errors
 from streamshard.io.posix import entries_below, stream_of
 from streamshard.io.retry import try_again
 from streamshard.layout.cutting import Cutting
-from streamshard.layout.zero import round_robin_order
-from streamshard.model import SourceFile, SourceMap
+from streamshard.model import SourceFile
 from streamshard.operations.source.candidates import find_candidates, hint_of_candidates
 from streamshard.operations.source.sidecars import find_beside, has_shards
-from streamshard.operations.source.zero_cutting import cut_source
 
 _ELASTIC: Final = (
     "Saved with elastic_checkpoint, which keeps no hyper-parameters: those of all param groups, "
@@ -188,7 +185,9 @@ def _open(
     root = Path(path)
     with source_errors(root):
         if dump_names.is_source_template(str(path)):
-            opened = _open_dumps(str(path), config, like)
+            template = dump_names.parse_source(str(path))
+            dumps = dump_reader.read(template, config, like)
+            opened = _source(template.directory, "dumps", dumps)
         elif (root / "zarr.json").is_file():
             opened = _open_store(root, tag)
         else:
@@ -267,48 +266,20 @@ def _latest(root: Path) -> str:
     return tag
 
 
-def _open_dumps(path: str, config: ds_config.Config | None, like: Checkpoint | None) -> Source:
-    template = dump_names.parse_source(path)
-    files = template.find()
-    for file in files:
-        require_inside(file, template.directory)
-    with zero_reader.malformed(template.directory):
-        checkpoint, source_map = dump_reader.read(files, template.name, config, like)
-        # The recorded slices name the parameters in the group's own order already.
-        cutting = cut_source(checkpoint, source_map)
-    return Source(
-        template.directory, "dumps", checkpoint, cutting, source_map.files, {},
-        is_elastic=_is_elastic(source_map),
-    )  # fmt: skip
-
-
 def _open_native(run_dir: Path, tag_dir: Path, like: Checkpoint | None) -> Source:
     for path in entries_below(tag_dir):
         require_inside(path, run_dir, tag_dir)
     tag = tag_dir.relative_to(run_dir).as_posix()
     files, notes = find_beside(run_dir, tag)
-    try:
-        checkpoint, source_map = zero_reader.read(tag_dir, files, like, tag=tag)
-    except UsageError as error:  # in the config that the checkpoint keeps
-        raise CorruptFileError(f"{tag_dir}: {error}") from error
-    checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *notes))
-    with zero_reader.malformed(tag_dir):
-        if checkpoint.layout.round_robin:
-            families = tuple(
-                _undo_round_robin(family, checkpoint.layout.world_size)
-                for family in checkpoint.families
-            )
-            checkpoint = replace(checkpoint, families=families)
-        cutting = cut_source(checkpoint, source_map)
+    found = _source(run_dir, "native", zero_reader.read(tag_dir, files, like, tag=tag))
+    noted = (*found.checkpoint.notes, *notes)
+    return replace(found, checkpoint=replace(found.checkpoint, notes=noted))
+
+
+def _source(path: Path, kind: str, found: Reading) -> Source:
     return Source(
-        run_dir, "native", checkpoint, cutting, source_map.files, {},
-        is_elastic=_is_elastic(source_map),
-    )  # fmt: skip
-
-
-def _is_elastic(source_map: SourceMap) -> bool:
-    """Tell whether files were saved with `elastic_checkpoint`, without hyper-parameters."""
-    return any(family.stripped for family in source_map.families)
+        path, kind, found.checkpoint, found.cutting, found.files, {}, is_elastic=found.is_elastic
+    )
 
 
 def _open_store(root: Path, tag: str | None) -> Source:
@@ -316,21 +287,7 @@ def _open_store(root: Path, tag: str | None) -> Source:
     if tag is not None and tag != store.checkpoint.tag:
         message = f"{root}: holds tag '{store.checkpoint.tag}', not {show(tag)}"
         raise UsageError(message)
-    with zero_reader.malformed(root):
-        cutting = cut_source(store.checkpoint, store.source_map)
     return Source(
-        root, "store", store.checkpoint, cutting, store.source_map.files, store.decoders,
+        root, "store", store.checkpoint, store.cutting, store.files, store.decoders,
         store.codec_bytes, rewritten=store.rewritten,
     )  # fmt: skip
-
-
-def _undo_round_robin(family: Family, world_size: int) -> Family:
-    """Bring the parameters of every group into the group's own order."""
-    groups = []
-    for group in family.groups:
-        order = round_robin_order(len(group.params), world_size // group.expert_parallel)
-        params = [""] * len(order)
-        for stored, index in zip(group.params, order, strict=True):
-            params[index] = stored
-        groups.append(replace(group, params=tuple(params)))
-    return replace(family, groups=tuple(groups))

@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from streamshard.engine.run import resident_memory
@@ -19,10 +19,18 @@ from streamshard.operations.transfer.report import Progress, Report
 from streamshard.operations.transfer.staging import PartialTarget
 
 DEFAULT_LIMIT_BYTES: Final = 1024 * MIB
-
-
 _STEP_BYTES: Final = 4 * MIB
 """Memory for planning varies a little between runs; rounded up to this, the projection does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of a run."""
+
+    floor_bytes: int
+    """Resident memory before anything was opened."""
+    memory_limit: int | None
+    workers: int | None
 
 
 def default_workers(*, encodes: bool = False) -> int:

@@ -5,14 +5,13 @@ the run would write. That proves more than a name, a size or a date, whoever wro
 costs reading both sides once.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from streamshard.engine.run.journal import Journal
 from streamshard.engine.run.phases import COMPARING
-from streamshard.engine.run.work import TargetFile
 from streamshard.engine.scan.target_comparison import first_difference
 from streamshard.errors import TargetExistsError
 from streamshard.formats.deepspeed import names
@@ -20,11 +19,10 @@ from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.files import target_errors
 from streamshard.io.posix import entries_below, stream_of
 from streamshard.layout.memory_plan import SCRATCH_BYTES, MemoryPlan
-from streamshard.model import ZeroLayout
-from streamshard.operations.native.target_settings import TargetSettings
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.report import Progress, Report, Silent
 from streamshard.operations.transfer.target import JOURNAL, is_vacant, require_free, require_space
+from streamshard.operations.transfer.target_writer import Pass
 
 _LATEST_BYTES: Final = 4096
 """More bytes than any tag has."""
@@ -40,8 +38,7 @@ class Wanted:
     memory: MemoryPlan
     sizes: Mapping[str, int]
     """Size of every file by its path; an upper bound if files are compressed."""
-    passes: Sequence[Callable[[], Iterable[TargetFile]]]
-    """Functions that make the files; each may need what the passes before it have read."""
+    passes: Sequence[Pass]
     overwrite: bool
     latest: str | None = None
     """Tag that the `latest` file should name; no pass makes this file."""
@@ -129,34 +126,3 @@ def latest_of(run_dir: Path) -> str | None:
         return None
     with stream_of(path) as stream:
         return stream.read(_LATEST_BYTES).decode(errors="replace").strip()
-
-
-def has_files_of(source: Source, world_size: int, settings: TargetSettings) -> bool:
-    """Tell whether a job with these settings can resume from the source's own files.
-
-    It can if its own files would be laid out alike, and `load_checkpoint` without a tag takes this
-    tag.
-    """
-    checkpoint = source.checkpoint
-    if source.kind == "store" or source.is_elastic or checkpoint.ranks != world_size:
-        return False
-    if source.kind == "native" and latest_of(source.path) != checkpoint.tag:
-        return False
-    if (settings.module_dtype, settings.is_bf16) != (checkpoint.module_dtype, checkpoint.is_bf16):
-        return False
-    return _shape(source, settings.layout) == _shape(source, checkpoint.layout)
-
-
-def _shape(source: Source, layout: ZeroLayout) -> ZeroLayout:
-    """Return a layout without the settings that do not shape files at its stage."""
-    families = source.checkpoint.families
-    has_muon = any(family.is_muon(group) for family in families for group in family.groups)
-    has_experts = source.checkpoint.expert_parallel > 1
-    return replace(
-        layout,
-        sub_group_size=layout.sub_group_size if layout.stage == 3 else 0,
-        round_robin=layout.round_robin and layout.stage < 3,
-        parameter_alignment=layout.parameter_alignment and layout.stage < 3,
-        offload=layout.offload and has_muon,
-        data_before_experts=layout.data_before_experts and has_experts,
-    )

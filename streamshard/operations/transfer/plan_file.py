@@ -7,8 +7,8 @@ serializes it; and the files to write. It is not trusted: everything is checked 
 import base64
 import binascii
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, Self
@@ -21,6 +21,14 @@ from streamshard.io.files import target_errors
 from streamshard.io.posix import stream_of
 from streamshard.operations.transfer.run_identity import RunIdentity
 from streamshard.operations.transfer.target import exists, partial_of, place_to_make
+from streamshard.operations.verb_options import (
+    ConvertOptions,
+    ExportOptions,
+    Path_,
+    RepartitionOptions,
+    TransferOptions,
+    option_types,
+)
 
 _KIND: Final = "streamshard plan"
 _VERSION: Final = 1
@@ -55,70 +63,66 @@ def _or_none(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
 
-_ALL: Final[Mapping[str, Check]] = {
-    "source_ds_config_file": _or_none(_path),
-    "like": _or_none(_path),
-    "tag": _or_none(_text),
-    "memory_limit": _or_none(_count),
-    "workers": _or_none(_count),
-    "overwrite": _flag,
-    "verify": _flag,
+_CHECKS: Final[Mapping[Any, Check]] = {
+    int: _count,
+    bool: _flag,
+    str: _text,
+    Sequence[str]: _texts,
+    int | None: _or_none(_count),
+    str | None: _or_none(_text),
+    Path_ | None: _or_none(_path),
 }
-OPTIONS: Final[Mapping[str, Mapping[str, Check]]] = {
-    "repartition": {
-        **_ALL,
-        "world_size": _or_none(_count),
-        "zero_stage": _or_none(_count),
-        "ds_config_file": _or_none(_path),
-    },
-    "convert": {**_ALL, "codec": _text, "chunk_size": _count},
-    "export": {
-        **_ALL,
-        "dtype": _text,
-        "format": _text,
-        "max_shard_size": _count,
-        "include": _texts,
-        "exclude": _texts,
-        "keep_dtype": _texts,
-        "strip_prefix": _texts,
-        "frozen": _flag,
-    },
+"""Type of an option → check of its value."""
+OPTIONS: Final[Mapping[str, type[TransferOptions]]] = {
+    "repartition": RepartitionOptions,
+    "convert": ConvertOptions,
+    "export": ExportOptions,
 }
-"""Verb → its options by their names in Python, each with a check of its value."""
-_PATHS: Final = ("source_ds_config_file", "like", "ds_config_file")
+"""Verbs with plans that can be saved, with their options."""
 _ITEM_BYTES: Final = 8
 """Bytes of a source file's digest in a journal's header."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A verb, with the paths and options that it was called with."""
+class Command:
+    """A verb that writes, with the paths and options that it was called with."""
 
     verb: str
-    source: str
-    target: str
-    options: Mapping[str, Any]
+    source: Path_
+    target: Path_
+    options: TransferOptions
 
-    @classmethod
-    def of(cls, verb: str, source: object, target: object, **options: Any) -> Self:  # noqa: ANN401
-        """Record a call so that it means the same in any working directory."""
-        for name in _PATHS:
-            if options.get(name) is not None:
-                options[name] = _absolute(options[name])
-        taken = {k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}
-        return cls(verb, _absolute(source), _absolute(target), taken)
+    def anywhere(self) -> Self:
+        """Return the command with absolute paths: it means the same in any working directory."""
+        types, options = option_types(type(self.options)), self.options
+        paths: dict[str, Any] = {
+            name: _absolute(value)
+            for name, kind in types.items()
+            if kind == Path_ | None and (value := getattr(options, name)) is not None
+        }
+        source, target = _absolute(self.source), _absolute(self.target)
+        return replace(self, source=source, target=target, options=replace(options, **paths))
 
 
-def _absolute(path: object) -> str:
+def _absolute(path: Path_) -> str:
     return str(Path(str(path)).absolute())
+
+
+def saved_options(kind: type[TransferOptions]) -> dict[str, Any]:
+    """Return the types of the options that a plan file holds, by name."""
+    # A plan is what is to be written, whether it is needed or not.
+    return {name: of for name, of in option_types(kind).items() if name != "if_needed"}
 
 
 @dataclass(frozen=True, slots=True)
 class SavedPlan:
     """The content of a plan file."""
 
-    asked: Asked
-    purpose: Mapping[str, Any]
+    verb: str
+    source: str
+    target: str
+    options: Mapping[str, Any]
+    identity: Mapping[str, Any]
     """Header of the journal that the plan's run would begin."""
     files: int
     """Count of files to write."""
@@ -127,39 +131,43 @@ class SavedPlan:
     """Digest of the files' paths and sizes."""
 
 
-def write(path: Path, asked: Asked, purpose: RunIdentity, sizes: Mapping[str, int]) -> None:
+def write(path: Path, command: Command, identity: RunIdentity, sizes: Mapping[str, int]) -> None:
     """Write a plan file.
 
     Raises
     ------
     UsageError
-        The path is in the source or the target, neither of which may change.
+        The path is in the source or the target, neither of which may change; or the command is a
+        part of another verb.
     TargetError
         The path exists and is not a plan file, or the file cannot be written.
     """
-    source = purpose.source
+    if command.verb not in OPTIONS:
+        raise UsageError(f"{path}: a part of a larger plan, which cannot be saved by itself")
+    source = identity.source
     here = path.absolute().parent.resolve()
-    target = place_to_make(Path(asked.target))
+    target = place_to_make(Path(command.target))
     for place in (source.path.resolve(), target.resolve(), partial_of(target).resolve()):
         if place == here or place in here.parents:
             message = f"{path}: lies in {place}, and would change what the plan is about"
             raise UsageError(f"{message}; choose another place")
     with target_errors(path):
         _require_replaceable(path)
-    options = dict(asked.options)
+    saved = saved_options(type(command.options))
+    options = {name: getattr(command.options, name) for name in saved}
     if source.kind == "native" and options["tag"] is None:
         tag = source.checkpoint.tag
         # A later save changes `latest`, so the tag is recorded. The path of a tag directory already
         # contains the tag.
-        options["tag"] = tag if (Path(asked.source) / tag).is_dir() else None
+        options["tag"] = tag if (Path(command.source) / tag).is_dir() else None
     document = {
         "kind": _KIND,
         "version": _VERSION,
-        "verb": asked.verb,
-        "source": asked.source,
-        "target": asked.target,
+        "verb": command.verb,
+        "source": str(command.source),
+        "target": str(command.target),
         "options": options,
-        "purpose": dict(purpose.header),
+        "purpose": dict(identity.header),
         "files": len(sizes),
         "bytes_written": sum(sizes.values()),
         "sizes": plan_digest(sizes),
@@ -240,10 +248,13 @@ def _saved(document: Mapping[str, Any]) -> SavedPlan:
         "sizes": _text,
     }
     _require({k: v for k, v in document.items() if k not in ("kind", "version", "verb")}, checks)
-    _require(document["options"], OPTIONS[verb])
-    asked = Asked(verb, document["source"], document["target"], document["options"])
+    types = saved_options(OPTIONS[verb])
+    _require(document["options"], {name: _CHECKS[kind] for name, kind in types.items()})
     return SavedPlan(
-        asked,
+        verb,
+        document["source"],
+        document["target"],
+        document["options"],
         document["purpose"],
         document["files"],
         document["bytes_written"],

@@ -33,17 +33,18 @@ class BothSides:
         self._progress((before + nbytes) // 2 - before // 2)
 
 
-def require_same(
-    written: Request, place: Path, source: Source, memory: MemoryPlan, progress: Progress
+def require_no_differences(
+    place: Path, source: Source, differences: Callable[[], list[str]]
 ) -> None:
-    """Require that the written files have correct checksums, and the content of the source.
+    """Require that written files are what the source holds.
 
     Parameters
     ----------
-    written
-        The written checkpoint, which is synced to the disk already.
     place
-        Directory of the files. The system's page cache of them is dropped first.
+        Directory of the files, which are synced to the disk already. The system's page cache of
+        them is dropped first.
+    differences
+        Reads the files, and describes what is wrong with them.
 
     Raises
     ------
@@ -52,9 +53,8 @@ def require_same(
     """
     with target_errors(place):
         drop_cached(place)
-    findings = Findings()
     try:
-        wrong = _check(written, source, findings, memory, progress)
+        wrong = differences()
     except SourceError as error:
         wrong = [str(error)]
     if wrong:
@@ -65,9 +65,11 @@ def require_same(
         )
 
 
-def _check(
-    written: Request, source: Source, findings: Findings, memory: MemoryPlan, progress: Progress
+def differences(
+    written: Request, source: Source, memory: MemoryPlan, progress: Progress
 ) -> list[str]:
+    """Check the checksums of a written checkpoint, and compare its content with the source."""
+    findings = Findings()
     looked = look_at(written, findings, EVERYTHING)
     progress.start(looked.nbytes, VERIFYING)
     looked.read(memory, progress.advance)

@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from streamshard.errors import DisagreementError, UnsupportedError
-from streamshard.formats.checkpoint import Checkpoint, Family
+from streamshard.formats.checkpoint import Checkpoint, Family, Reading
 from streamshard.formats.deepspeed import ds_config, names
+from streamshard.formats.deepspeed.cut.zero_cutting import SourceMap, cut_source
+from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.deepspeed.dumps.whole_dumps import refuse_whole
 from streamshard.formats.deepspeed.read import elastic_reader
 from streamshard.formats.deepspeed.read.agreement import check_agreement, rank_counts, stage_of
@@ -24,9 +26,11 @@ from streamshard.formats.deepspeed.read.family import (
 )
 from streamshard.formats.deepspeed.read.optimizer_reader import OptimizerReader
 from streamshard.formats.deepspeed.read.rank_files import SourceFiles
+from streamshard.formats.deepspeed.read.zero_reader import malformed
 from streamshard.formats.deepspeed.unsupported import Saved, refuse
+from streamshard.formats.links import require_inside
 from streamshard.formats.pickle.inert import Node, show
-from streamshard.model import SourceMap, ZeroLayout
+from streamshard.model import ZeroLayout
 
 _ASSUMED = (
     "The dumps do not tell whether round_robin_gradients was on. They were read as if it was off, "
@@ -43,18 +47,11 @@ _MASTER = (
 )
 
 
-def read(
-    paths: Sequence[Path],
-    name: str,
-    config: ds_config.Config | None,
-    like: Checkpoint | None,
-) -> tuple[Checkpoint, SourceMap]:
+def read(template: Template, config: ds_config.Config | None, like: Checkpoint | None) -> Reading:
     """Open the dumps of all ranks.
 
     Parameters
     ----------
-    name
-        Name for the set of dumps.
     config
         DeepSpeed config of the job, if known.
     like
@@ -66,6 +63,16 @@ def read(
     SourceError
         Something is missing, damaged, contradictory or not supported; the message names the file.
     """
+    paths = template.find()
+    for path in paths:
+        require_inside(path, template.directory)
+    with malformed(template.directory):
+        return _read_ranks(paths, template.name, config, like)
+
+
+def _read_ranks(
+    paths: Sequence[Path], name: str, config: ds_config.Config | None, like: Checkpoint | None
+) -> Reading:
     sources = SourceFiles()
     states = [sources.read_dict(path) for path in paths]
     refuse_whole(states, paths)
@@ -121,7 +128,8 @@ def read(
         families=(family_map(optimizer, layout, units),),
         whole=whole,
     )
-    return checkpoint, source_map
+    # The recorded slices name the parameters in the group's own order already.
+    return cut_source(checkpoint, source_map)
 
 
 def _require_known_momentum(

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from streamshard.errors import UnsupportedError
-from streamshard.formats.deepspeed.read.rank_files import fingerprints
+from streamshard.formats.deepspeed.read.fingerprints import fingerprints
 from streamshard.formats.detect import kind_of_whole_dump
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch.tree_comparison import spell_few

@@ -1,12 +1,13 @@
 """Checks that the ranks' files belong to one save, and that none is missing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from streamshard.errors import DisagreementError, UnsupportedError
+from streamshard.errors import DisagreementError, UnsupportedError, raise_first
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.read.rank_files import FamilyFiles, fingerprints, require
+from streamshard.formats.deepspeed.read.fingerprints import fingerprint, fingerprints
+from streamshard.formats.deepspeed.read.rank_files import FamilyFiles, require
 from streamshard.formats.pickle.inert import GETATTR, Call, Node, show
 from streamshard.formats.torch.tree_comparison import spell_few
 
@@ -23,6 +24,14 @@ CUT_KEYS: Final = frozenset(
     }
 )
 """Entries of the optimizer's state that depend on the partitioning."""
+
+
+SAME_IN_ALL: Final = ("global_steps", "skipped_steps", "global_samples", names.MP_WORLD_SIZE)
+"""Entries that are equal in the model files of all parts of the model."""
+PARAM_GROUPS: Final = "the optimizer's param groups"
+
+Facts = Mapping[Node, bytes]
+"""Fingerprints of values, by key."""
 
 
 def family_stage(states: Sequence[Mapping[str, Node]], files: FamilyFiles) -> int:
@@ -108,14 +117,41 @@ def rank_counts(state: Mapping[str, Node], path: Path) -> list[Node]:
     ]
 
 
+def rank_facts(state: Mapping[str, Node], path: Path) -> Facts:
+    """Return fingerprints of the values in an optimizer's state that do not depend on the rank."""
+    return fingerprints({k: value for k, value in state.items() if k not in CUT_KEYS}, path)
+
+
+def group_facts(inner: Mapping[str, Node]) -> Facts:
+    """Return the fingerprint of the hyper-parameters, which are equal on all ranks."""
+    return {PARAM_GROUPS: fingerprint(inner.get("param_groups"))}
+
+
+def model_facts(model: Mapping[str, Node], keys: Iterable[str]) -> Facts:
+    """Return fingerprints of some entries of a model file."""
+    return {key: fingerprint(model.get(key)) for key in keys}
+
+
+def disagreements(facts: Mapping[Path, Facts], reference: Path) -> Iterator[DisagreementError]:
+    """Find the files that record other values than a reference file does."""
+    for path, own in facts.items():
+        wrong = differing(facts[reference], own)
+        if wrong:
+            yield disagreement(path, reference, spell_few(wrong))
+
+
+def differing(one: Facts, other: Facts) -> list[Node]:
+    """List the keys whose values differ, or that only one file has."""
+    return [key for key in {**one, **other} if one.get(key) != other.get(key)]
+
+
+def disagreement(path: Path, reference: Path, what: str) -> DisagreementError:
+    """Return the error of two files that record different values of something."""
+    message = f"{path} and {reference} disagree about {what}"
+    return DisagreementError(f"{message}: they are not of one step of one run")
+
+
 def check_agreement(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> None:
     """Refuse ranks that disagree about values that do not depend on the rank."""
-    first, *rest = [
-        fingerprints({k: value for k, value in state.items() if k not in CUT_KEYS}, path)
-        for state, path in zip(states, paths, strict=True)
-    ]
-    for other, path in zip(rest, paths[1:], strict=True):
-        wrong = [key for key in {**first, **other} if first.get(key) != other.get(key)]
-        if wrong:
-            message = f"{path} and {paths[0]} disagree about {spell_few(wrong)}"
-            raise DisagreementError(f"{message}: they are not of one step of one run")
+    facts = {path: rank_facts(state, path) for state, path in zip(states, paths, strict=True)}
+    raise_first(disagreements(facts, paths[0]))

@@ -5,14 +5,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
+from streamshard.errors import CorruptFileError, UnsupportedError
 from streamshard.formats.checkpoint import Family, ParamGroup
 from streamshard.formats.deepspeed import ds_config, names
+from streamshard.formats.deepspeed.cut.zero_cutting import FamilyMap
 from streamshard.formats.deepspeed.read import elastic_reader
 from streamshard.formats.deepspeed.read.agreement import (
     CUT_KEYS,
     check_agreement,
     check_world_size,
+    disagreement,
     family_stage,
 )
 from streamshard.formats.deepspeed.read.model_files import ModelFile, differences, read_models
@@ -29,7 +31,7 @@ from streamshard.formats.deepspeed.unsupported import Saved, refuse
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.node_checks import name_of, of_file
 from streamshard.formats.torch.torch_tensor import shape_of, storages_in, tensor_of
-from streamshard.model import BLOB, MASTER, FamilyMap, LogicalTensor, Slot, Whole, ZeroLayout
+from streamshard.model import BLOB, MASTER, LogicalTensor, Slot, Whole, ZeroLayout
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -165,8 +167,7 @@ def _param_shapes(
         raise UnsupportedError(f"{message} {SAVE_AGAIN}")
     compared = (names.PARAM_SHAPES, "global_steps")
     for file, wrong in differences(models, lambda file: {k: file.root.get(k) for k in compared}):
-        message = f"{file.path} and {models[0].path} disagree about {wrong[0]}"
-        raise DisagreementError(f"{message}: they are not of one step of one run")
+        raise disagreement(file.path, models[0].path, str(wrong[0]))
     with of_file(files.model_files[0]):
         return [{name_of(name): shape_of(shape) for name, shape in unit.items()} for unit in units]
 

@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from streamshard.formats.deepspeed.read.rank_files import SourceFiles, fingerprints
+from streamshard.formats.deepspeed.read.agreement import Facts, differing
+from streamshard.formats.deepspeed.read.fingerprints import fingerprints
+from streamshard.formats.deepspeed.read.rank_files import SourceFiles
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.parse_cache import Twin, Twins
@@ -84,14 +86,14 @@ def differences(
     UnsupportedError
         See `fingerprints`.
     """
-    first: dict[Node, bytes] | None = None
+    first: Facts | None = None
     looked: dict[int, _Looked] = {}
     for file in files:
         if file.twin is None:
             picked = entries(file)
             own = fingerprints(picked, file.path, file.checksum)
             first = own if first is None else first
-            wrong = [key for key in {**first, **own} if first.get(key) != own.get(key)]
+            wrong = differing(first, own)
             places = {key: _places(node) for key, node in picked.items()}
             looked[id(file.root)] = _Looked(picked, wrong, places)
         else:
@@ -100,7 +102,7 @@ def differences(
             yield file, wrong
 
 
-def _of_twin(file: ModelFile, twin: Twin, like: _Looked, first: Mapping[Node, bytes]) -> list[Node]:
+def _of_twin(file: ModelFile, twin: Twin, like: _Looked, first: Facts) -> list[Node]:
     """List the keys of entries in which a file with a shared object differs from the first."""
     changed = twin.changed()
     again = {

@@ -11,21 +11,22 @@ from typing import Final
 
 import numpy as np
 
-from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
+from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError, raise_first
 from streamshard.formats.checkpoint import FlatState, ModuleEntry, ParamGroup, ScalarState
 from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.cut.recorded_cut import RecordedCut, recorded_cut
+from streamshard.formats.deepspeed.read.agreement import disagreements, group_facts
+from streamshard.formats.deepspeed.read.fingerprints import fingerprint
 from streamshard.formats.deepspeed.read.rank_files import (
     SAVE_AGAIN,
     SourceFiles,
-    fingerprint,
     require,
 )
-from streamshard.formats.deepspeed.read.recorded_cut import recorded_cut
 from streamshard.formats.deepspeed.read.state_reader import HeldState
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import name_of, of_file
 from streamshard.formats.torch.torch_tensor import Tensor, storages_in, tensor_of
-from streamshard.model import MASTER, RecordedCut, Slot, ZeroLayout
+from streamshard.model import MASTER, Slot, ZeroLayout
 
 _STATES_LIMIT: Final = 100
 """Most states of one group. Each state takes the work of one tensor on every rank."""
@@ -202,11 +203,9 @@ class OptimizerReader:
         return [master.numel for master in self._masters[0]]
 
     def _check_hyper_parameters(self) -> None:
-        first, *rest = [fingerprint(inner["param_groups"]) for inner in self._inner]
-        for other, path in zip(rest, self._paths[1:], strict=True):
-            if other != first:
-                message = f"{path} and {self._paths[0]} disagree about the optimizer's param groups"
-                raise DisagreementError(f"{message}: they are not of one step of one run")
+        both = zip(self._paths, self._inner, strict=True)
+        facts = {path: group_facts(inner) for path, inner in both}
+        raise_first(disagreements(facts, self._paths[0]))
 
     def _unit_states(self, unit: int, slot: int, ranks: Sequence[int]) -> dict[str, Node] | None:
         """Read one unit's states on some ranks and record their places; None without states."""

@@ -1,17 +1,16 @@
 """Finds and opens the files of a ZeRO checkpoint. Refuses sets with missing or foreign files."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
-from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from streamshard.errors import CorruptFileError, IncompleteError, UnsupportedError
+from streamshard.errors import CorruptFileError, IncompleteError, raise_first
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.unsupported import refuse_files
 from streamshard.formats.detect import is_stage_0, without_shards
 from streamshard.formats.pickle.inert import Node
-from streamshard.formats.pickle.inert_dump import dump
 from streamshard.formats.pickle.node_checks import of_file, require_unrolled
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_file import TorchFile
@@ -20,12 +19,10 @@ from streamshard.formats.torch.tree_comparison import spell_few
 from streamshard.io.posix import entries_below, stream_of
 from streamshard.model import SourceFile
 
-_FREE_BYTES: Final = 1 << 24
-"""Fingerprints of a file may serialize this many bytes, however much the entries share."""
-_LIMIT_AGAIN: Final = 4
-"""How often parts may be shared between entries, on average."""
 SAVE_AGAIN: Final = "Load it with a later version at its own world size, and save it again"
 """What to do about a checkpoint that a very old DeepSpeed saved."""
+_MOST_MISSING: Final = 1000
+"""Most missing ranks that are listed one by one; more than that are listed as ranges."""
 UNREAD: Final = "Not read, as torch.save writes no such records:"
 """Beginning of the note about other records in a file."""
 _LEGACY = (
@@ -59,12 +56,120 @@ class ShardSet:
     """Files of the tag directory that are not DeepSpeed's."""
 
 
-class _Found:
+class _RankFiles:
     """Files of one `mp_rank`, by data-parallel rank."""
 
     def __init__(self) -> None:
         self.model: dict[int | None, Path] = {}
         self.optimizer: dict[int, Path] = {}
+
+
+class TagFiles:
+    """The files of a tag directory, sorted by their names."""
+
+    def __init__(self, tag_dir: Path, paths: Iterable[Path]) -> None:
+        self.tag_dir = tag_dir
+        self.families: dict[int, _RankFiles] = {}
+        self.prefixes: dict[str, Path] = {}
+        """Prefix of optimizer files → one of these files."""
+        self.parts: list[Path] = []
+        self.others: list[Path] = []
+        self.shards: set[Path] = set()
+        """All files that are DeepSpeed's by their names."""
+        self._doubles: list[IncompleteError] = []
+        for path in paths:
+            parsed = names.parse(path.name) if path.parent == tag_dir else None
+            if parsed is None:
+                self.others.append(path)
+                continue
+            self.shards.add(path)
+            if parsed.kind == "part":
+                self.parts.append(path)
+            else:
+                self._sort(path, parsed)
+
+    def _sort(self, path: Path, parsed: names.RankFile) -> None:
+        family = self.families.setdefault(parsed.mp_rank, _RankFiles())
+        if parsed.kind == "model":
+            family.model[parsed.dp_rank] = path
+            return
+        self.prefixes[parsed.prefix] = path
+        if parsed.dp_rank is None:
+            return
+        first = family.optimizer.setdefault(parsed.dp_rank, path)
+        if first != path:
+            message = f"{path} and {first} both claim to be of one rank"
+            self._doubles.append(IncompleteError(f"{message}; move away the set that is older"))
+
+    def family(self, mp_rank: int) -> _RankFiles:
+        """Return the files of one part of the model."""
+        return self.families.get(mp_rank, _RankFiles())
+
+    def mixed(self) -> Iterator[IncompleteError]:
+        """Find files of two runs."""
+        yield from self._doubles
+        if len(self.prefixes) > 1:
+            both = " and ".join(str(path) for path in self.prefixes.values())
+            yield IncompleteError(f"{both} are of different runs; move away the set that is older")
+
+    def incomplete(self, mp_rank: int, ranks: int, of: str = "") -> Iterator[IncompleteError]:
+        """Find the missing files of one part of the model, and those of another world size.
+
+        Parameters
+        ----------
+        of
+            What a message says of the count of ranks.
+        """
+        found, bf16 = self.family(mp_rank), "bf16_" in self.prefixes
+        yield from missing_ranks(
+            found.optimizer.keys(),
+            ranks,
+            lambda rank: self.tag_dir / names.optimizer_file(rank, bf16=bf16, mp_rank=mp_rank),
+            of,
+        )
+        held = {rank: path for rank, path in found.model.items() if rank is not None}
+        if None in found.model:
+            for path in list(held.values())[:1]:
+                message = f"{path} is of stage 3, {found.model[None]} of stage 1 or 2: two runs in"
+                yield IncompleteError(f"{message} one place; move away the set that is older")
+        elif not held:
+            missing = self.tag_dir / names.model_file(None, mp_rank)
+            yield IncompleteError(f"{missing}: the model file is missing")
+        else:
+            yield from self._incomplete_models(mp_rank, held, ranks, of)
+
+    def _incomplete_models(
+        self, mp_rank: int, held: Mapping[int, Path], ranks: int, of: str
+    ) -> Iterator[IncompleteError]:
+        """Check that there is one model file for every rank."""
+
+        def file_of(rank: int) -> Path:
+            return self.tag_dir / names.model_file(rank, mp_rank)
+
+        fit = {rank for rank, path in held.items() if rank < ranks and path == file_of(rank)}
+        yield from missing_ranks(fit, ranks, file_of, of)
+        for rank, path in held.items():
+            if rank not in fit:
+                message = f"{path}: no optimizer file of this rank; left over from another world"
+                message = f"{message} size? Move it away, or restore the rank's optimizer file"
+                yield IncompleteError(message)
+
+
+def missing_ranks(
+    present: Set[int], ranks: int, file_of: Callable[[int], Path], of: str = ""
+) -> Iterator[IncompleteError]:
+    """Find the missing ranks. `ranks` is the expected count, which some file claims."""
+    ends = [-1, *sorted(present), ranks]
+    gaps = [range(before + 1, after) for before, after in pairwise(ends) if before + 1 < after]
+    single = sum(gap.stop - gap.start for gap in gaps) <= _MOST_MISSING
+    for gap in gaps:
+        for rank in gap if single else gap[:1]:
+            if single or gap.stop - rank == 1:
+                who, what = f"rank {rank}{of} is missing", "it"
+            else:
+                who, what = f"ranks {rank} to {gap.stop - 1}{of} are missing", "them"
+            message = f"{file_of(rank)}: {who}; copy {what} from the node that saved {what}"
+            yield IncompleteError(f"{message}, or take an earlier tag")
 
 
 def find(tag_dir: Path) -> ShardSet:
@@ -77,93 +182,28 @@ def find(tag_dir: Path) -> ShardSet:
     UnsupportedError
         The files are not a ZeRO checkpoint, or not a complete one; the message says what they are.
     """
-    families: dict[int, _Found] = {}
-    prefixes: dict[str, Path] = {}
-    parts: list[Path] = []
-    others: list[Path] = []
-    for path in sorted(p for p in entries_below(tag_dir) if p.is_file()):
-        parsed = names.parse(path.name) if path.parent == tag_dir else None
-        if parsed is None:
-            others.append(path)
-        elif parsed.kind == "part":
-            parts.append(path)
-        else:
-            _sort(path, parsed, families.setdefault(parsed.mp_rank, _Found()))
-            if parsed.kind == "optim":
-                prefixes[parsed.prefix] = path
-    if len(prefixes) > 1:
-        both = " and ".join(str(path) for path in prefixes.values())
-        raise IncompleteError(f"{both} are of different runs; move away the set that is older")
-    refuse_files(tag_dir, others)
-    if not prefixes:
-        models = [path for found in families.values() for path in found.model.values()]
+    found = TagFiles(tag_dir, sorted(p for p in entries_below(tag_dir) if p.is_file()))
+    raise_first(found.mixed())
+    refuse_files(tag_dir, found.others)
+    if not found.prefixes:
+        models = [path for family in found.families.values() for path in family.model.values()]
         if not models or not is_stage_0(models[0]):
-            raise without_shards(tag_dir, models, parts)
-    prefix = next(iter(prefixes), "")
+            raise without_shards(tag_dir, models, found.parts)
+    ranks = max(max(family.optimizer, default=-1) for family in found.families.values()) + 1
+    families = []
+    for mp_rank in range(max(found.families) + 1):
+        raise_first(found.incomplete(mp_rank, ranks, f" of at least {ranks}"))
+        own = found.family(mp_rank)
+        models = [own.model[rank] for rank in ([None] if None in own.model else range(ranks))]
+        optimizers = tuple(own.optimizer[rank] for rank in range(ranks))
+        families.append(FamilyFiles(mp_rank, tuple(models), optimizers))
     return ShardSet(
         tag_dir=tag_dir,
-        families=_families(tag_dir, families, prefix),
-        prefix=prefix,
-        model_parts=tuple(parts),
-        others=tuple(others),
+        families=tuple(families),
+        prefix=next(iter(found.prefixes), ""),
+        model_parts=tuple(found.parts),
+        others=tuple(found.others),
     )
-
-
-def _sort(path: Path, parsed: names.RankFile, found: _Found) -> None:
-    if parsed.kind == "model":
-        found.model[parsed.dp_rank] = path
-    elif parsed.dp_rank is not None:
-        if parsed.dp_rank in found.optimizer:
-            message = f"{path} and {found.optimizer[parsed.dp_rank]} both claim to be of one rank"
-            raise IncompleteError(f"{message}; move away the set that is older")
-        found.optimizer[parsed.dp_rank] = path
-
-
-def _families(
-    tag_dir: Path, families: Mapping[int, _Found], prefix: str
-) -> tuple[FamilyFiles, ...]:
-    """Check that every family is complete, and that all have the same count of ranks."""
-    bf16 = prefix == "bf16_"
-    ranks = max(max(found.optimizer, default=-1) for found in families.values()) + 1
-    whole = []
-    for mp_rank in range(max(families) + 1):
-        found = families.get(mp_rank, _Found())
-        for rank in range(ranks):
-            if rank not in found.optimizer:
-                missing = tag_dir / names.optimizer_file(rank, bf16=bf16, mp_rank=mp_rank)
-                message = (
-                    f"{missing}: rank {rank} of at least {ranks} is missing; "
-                    "copy it from the node that saved it, or take an earlier tag"
-                )
-                raise IncompleteError(message)
-        model = _model_files(tag_dir, found.model, ranks, mp_rank)
-        whole.append(FamilyFiles(mp_rank, model, tuple(found.optimizer[r] for r in range(ranks))))
-    return tuple(whole)
-
-
-def _model_files(
-    tag_dir: Path, model: Mapping[int | None, Path], world_size: int, mp_rank: int
-) -> tuple[Path, ...]:
-    """Return the shared model file, or check that there is one for every rank."""
-    if None in model:
-        if len(model) > 1:
-            stale = next(path for rank, path in model.items() if rank is not None)
-            message = f"{stale} is of stage 3, {model[None]} of stage 1 or 2: two runs in one place"
-            raise IncompleteError(f"{message}; move away the set that is older")
-        return (model[None],)
-    wanted = {tag_dir / names.model_file(rank, mp_rank): rank for rank in range(world_size)}
-    if not model:
-        missing = tag_dir / names.model_file(None, mp_rank)
-        raise IncompleteError(f"{missing}: the model file is missing")
-    for path, rank in wanted.items():
-        if model.get(rank) != path:
-            message = f"{path}: missing; {world_size} ranks saved optimizer files"
-            raise IncompleteError(f"{message}; copy it from the node that saved it")
-    for path in model.values():
-        if path not in wanted:
-            message = f"{path}: no optimizer file of this rank; left over from another world size?"
-            raise IncompleteError(f"{message} Move it away, or restore the rank's optimizer file")
-    return tuple(wanted)
 
 
 class SourceFiles:
@@ -191,16 +231,11 @@ class SourceFiles:
 
     def read(self, path: Path, number: int) -> TorchFile:
         """Open a numbered torch file. It must hold a dict."""
-        found = torch_file.read(path, number)
-        root = found.root
+        found = read_dict(path, number)
         if found.is_legacy:
             self._notes[_LEGACY] = None
         if found.unknown:
             self._notes[f"{UNREAD} {spell_few(found.unknown)} in {path.name}."] = None
-        if not isinstance(root, dict):
-            raise CorruptFileError(f"{path}: holds a {type(root).__name__} where a dict belongs")
-        with of_file(path):
-            require_unrolled(root[key] for key in names.LOOKED_INTO if key in root)
         return found
 
     def path_of(self, storage: Storage) -> Path:
@@ -218,55 +253,20 @@ class SourceFiles:
         return data
 
 
+def read_dict(path: Path, number: int = -1) -> TorchFile:
+    """Open a torch file that must hold a dict. Its storages refer to the file by the number."""
+    found = torch_file.read(path, number)
+    root = found.root
+    if not isinstance(root, dict):
+        raise CorruptFileError(f"{path}: holds a {type(root).__name__} where a dict belongs")
+    with of_file(path):
+        require_unrolled(root[key] for key in names.LOOKED_INTO if key in root)
+    return found
+
+
 def require(mapping: Mapping[str, Node], key: str, path: Path) -> Node:
     """Look up a key that every file of this kind has."""
     if key not in mapping:
         message = f"{path}: no '{key}' in it, which every checkpoint of its kind has"
         raise CorruptFileError(message)
     return mapping[key]
-
-
-def fingerprint(node: Node) -> bytes:
-    """Return a digest that is equal for nodes of equal value, tensors by size and CRC-32."""
-    return sha256(pickled(node)).digest()
-
-
-def fingerprints(
-    nodes: Mapping[Node, Node],
-    path: Path,
-    checksum: Callable[[Storage], int] = torch_file.checksum,
-) -> dict[Node, bytes]:
-    """Return the fingerprint of every entry of a file.
-
-    Parameters
-    ----------
-    checksum
-        Returns the CRC-32 of a storage; by default, in the file that the storage refers to.
-
-    Raises
-    ------
-    UnsupportedError
-        The entries share so much that they take far more bytes one by one than together.
-    """
-    found, spent, together = {}, 0, 0
-    for key, node in nodes.items():
-        serialized = pickled(node, checksum)
-        found[key] = sha256(serialized).digest()
-        spent += len(serialized)
-        if spent > _FREE_BYTES:
-            together = together or len(pickled(list(nodes.values()), checksum))
-            if spent > _FREE_BYTES + _LIMIT_AGAIN * together:
-                message = f"{path}: holds entries that share their parts without end"
-                raise UnsupportedError(message)
-    return found
-
-
-def pickled(node: Node, checksum: Callable[[Storage], int] = torch_file.checksum) -> bytes:
-    """Serialize a node as a pickle that is equal for nodes of equal value, as in `fingerprint`."""
-
-    def persistent_id(part: Node) -> Node | None:
-        if not isinstance(part, Storage):
-            return None
-        return part.dtype, part.numel, checksum(part)
-
-    return dump(node, persistent_id)

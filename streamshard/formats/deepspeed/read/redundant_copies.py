@@ -7,8 +7,10 @@ from typing import Final
 from streamshard.errors import DisagreementError, UnsupportedError
 from streamshard.formats.checkpoint import ModuleEntry
 from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.read.agreement import differing, disagreement
+from streamshard.formats.deepspeed.read.fingerprints import fingerprints
 from streamshard.formats.deepspeed.read.model_files import ModelFile
-from streamshard.formats.deepspeed.read.rank_files import UNREAD, fingerprints
+from streamshard.formats.deepspeed.read.rank_files import UNREAD
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch import torch_file
@@ -37,9 +39,9 @@ def unlike_optimizers(
         fingerprints({key: node for key, node in root.items() if key != names.OPTIMIZER}, path)
         for root, path in zip(optimizers, paths, strict=True)
     ]
-    differing = {key for own in rest for key in {**first, **own} if first.get(key) != own.get(key)}
-    if differing:
-        yield ranks_differ(differing)
+    unlike = {key for own in rest for key in differing(first, own)}
+    if unlike:
+        yield ranks_differ(unlike)
 
 
 def require_alike(models: Sequence[ModelFile], entries: Sequence[ModuleEntry], stage: int) -> None:
@@ -56,8 +58,7 @@ def require_alike(models: Sequence[ModelFile], entries: Sequence[ModuleEntry], s
         if file.twin is not None:
             continue
         if _frozen_shapes(file) != _frozen_shapes(models[0]):
-            message = f"{file.path} and {models[0].path} disagree about '{names.FROZEN_SHAPES}'"
-            raise DisagreementError(f"{message}: they are not of one step of one run")
+            raise disagreement(file.path, models[0].path, f"'{names.FROZEN_SHAPES}'")
         if stage == 3:
             _require_placeholders(file, entries)
         _require_same_frozen(file, entries, stage)

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from streamshard.errors import CorruptFileError, DisagreementError
 from streamshard.formats.checkpoint import Family
 from streamshard.formats.deepspeed import ds_config, names
+from streamshard.formats.deepspeed.cut.zero_cutting import FamilyMap
 from streamshard.formats.deepspeed.read.family import FamilyReading, adopt_blobs
 from streamshard.formats.deepspeed.read.model_files import ModelFile, read_models
 from streamshard.formats.deepspeed.read.module_reader import ModuleReader
@@ -22,7 +23,6 @@ from streamshard.formats.deepspeed.read.rank_files import FamilyFiles, SourceFil
 from streamshard.formats.deepspeed.unsupported import Saved, refuse_uncut
 from streamshard.formats.detect import is_stage_0
 from streamshard.formats.pickle.inert import Node, show
-from streamshard.model import FamilyMap
 
 
 def read_family(

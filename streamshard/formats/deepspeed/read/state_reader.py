@@ -7,7 +7,9 @@ from typing import Final
 
 from streamshard.errors import DisagreementError, UnsupportedError
 from streamshard.formats.checkpoint import FlatState, ScalarState
-from streamshard.formats.deepspeed.read.rank_files import SourceFiles, pickled
+from streamshard.formats.deepspeed.read.agreement import disagreement
+from streamshard.formats.deepspeed.read.fingerprints import pickled
+from streamshard.formats.deepspeed.read.rank_files import SourceFiles
 from streamshard.formats.pickle.inert import Call, Global, Node, show
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch import torch_tensor
@@ -150,8 +152,7 @@ class HeldState:
         first = next(iter(values))
         for rank, value in values.items():
             if value != values[first]:
-                message = f"{self.paths[rank]} and {self.paths[first]} disagree about {self.what}"
-                raise DisagreementError(f"{message}: they are not of one step of one run")
+                raise disagreement(self.paths[rank], self.paths[first], self.what)
 
 
 def _kind(node: Node) -> str:

@@ -3,28 +3,27 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
 
-from streamshard.errors import CorruptFileError, DisagreementError, IncompleteError
+from streamshard.errors import (
+    CorruptFileError,
+    DisagreementError,
+    IncompleteError,
+    UsageError,
+    raise_first,
+)
 from streamshard.formats import frameworks
-from streamshard.formats.checkpoint import Checkpoint, OtherFile
+from streamshard.formats.checkpoint import Checkpoint, OtherFile, Reading
 from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.cut.family_cut import undo_round_robin
+from streamshard.formats.deepspeed.cut.zero_cutting import SourceMap, cut_source
 from streamshard.formats.deepspeed.read import stage_0_reader
+from streamshard.formats.deepspeed.read.agreement import SAME_IN_ALL, disagreements, model_facts
 from streamshard.formats.deepspeed.read.family import FamilyReading, read_family
-from streamshard.formats.deepspeed.read.rank_files import ShardSet, SourceFiles, find, fingerprint
+from streamshard.formats.deepspeed.read.rank_files import ShardSet, SourceFiles, find
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch import torch_file
-from streamshard.model import FILE, LogicalTensor, SourceMap
-
-_SAME_IN_ALL: Final = (
-    "global_steps",
-    "skipped_steps",
-    "global_samples",
-    names.DP_WORLD_SIZE,
-    names.MP_WORLD_SIZE,
-)
-"""Entries that are equal in the model files of all parts of the model."""
+from streamshard.model import FILE, LogicalTensor
 
 
 def read(
@@ -33,11 +32,8 @@ def read(
     like: Checkpoint | None = None,
     *,
     tag: str | None = None,
-) -> tuple[Checkpoint, SourceMap]:
+) -> Reading:
     """Open a tag directory.
-
-    The parameters of each group keep the order of the files. Undoing `round_robin_gradients` is
-    the layout's task.
 
     Parameters
     ----------
@@ -60,7 +56,10 @@ def read(
             (path, f"{tag}/{path.relative_to(tag_dir).as_posix()}")
             for path in (*shards.model_parts, *shards.others)
         ]
-        return _read_shards(tag, shards, [*run_files, *inside], like)
+        try:
+            return _read_shards(tag, shards, [*run_files, *inside], like)
+        except UsageError as error:  # in the config that the checkpoint keeps
+            raise CorruptFileError(f"{tag_dir}: {error}") from error
 
 
 @contextmanager
@@ -78,7 +77,7 @@ def malformed(place: Path) -> Iterator[None]:
 
 def _read_shards(
     tag: str, shards: ShardSet, others: Sequence[tuple[Path, str]], like: Checkpoint | None
-) -> tuple[Checkpoint, SourceMap]:
+) -> Reading:
     sources = SourceFiles()
     readings: list[FamilyReading] = []
     tensors: list[LogicalTensor] = []
@@ -98,13 +97,16 @@ def _read_shards(
         tensors += readings[-1].tensors
     layout = readings[0].layout
     _check_families(readings, shards)
+    families = [reading.family for reading in readings]
+    if layout.round_robin:
+        families = [undo_round_robin(family, layout.world_size) for family in families]
     whole = {k: v for reading in readings for k, v in reading.whole.items()}
     files_ = _adopt_files(others, sources, tensors, whole)
     checkpoint = Checkpoint(
         tag=tag,
         layout=layout,
         tensors=tuple(tensors),
-        families=tuple(reading.family for reading in readings),
+        families=tuple(families),
         module_dtype=readings[0].module_dtype,
         files=files_,
         notes=(*sources.notes, *dict.fromkeys(note for r in readings for note in r.notes)),
@@ -117,18 +119,17 @@ def _read_shards(
         whole=whole,
         shards={k: v for reading in readings for k, v in reading.shards.items()},
     )
-    return checkpoint, source_map
+    return cut_source(checkpoint, source_map)
 
 
 def _check_families(readings: Sequence[FamilyReading], shards: ShardSet) -> None:
     """Refuse families that were not saved together, and missing parts of the model."""
     models = [reading.family.model_state for reading in readings]
     paths = [files.model_files[0] for files in shards.families]
-    for model, reading, path in zip(models, readings, paths, strict=True):
-        for key in _SAME_IN_ALL:
-            if fingerprint(model.get(key)) != fingerprint(models[0].get(key)):
-                message = f"{path} and {paths[0]} disagree about {key}"
-                raise DisagreementError(f"{message}: they are not of one step of one run")
+    keys = (*SAME_IN_ALL, names.DP_WORLD_SIZE)
+    facts = {path: model_facts(model, keys) for model, path in zip(models, paths, strict=True)}
+    raise_first(disagreements(facts, paths[0]))
+    for reading, path in zip(readings, paths, strict=True):
         if (reading.layout, reading.module_dtype) != (
             readings[0].layout,
             readings[0].module_dtype,

@@ -23,8 +23,8 @@ class ModuleWriter:
         self._layout = target.layout
         self._config = target.config
         self._module_dtype = target.module_dtype
-        self._flat_cuts = target.flat_cuts
-        self._sub_groups = target.sub_groups
+        self._flat_groups = target.cut.flat_groups
+        self._sub_groups = target.cut.sub_groups
         self._index = self._source.tensor_index()
         # DeepSpeed clones a model with experts to save it: shapes become tuples, nothing is shared.
         self._is_cloned = bool(self._family.model_state.get(names.EXPERT_COUNTS))
@@ -164,8 +164,8 @@ class ModuleWriter:
             ]
         else:
             units = [
-                tuple(group.params[index] for index in cut.order)
-                for group, cut in zip(self._family.groups, self._flat_cuts, strict=True)
+                tuple(group.params[index] for index in flat.order)
+                for group, flat in zip(self._family.groups, self._flat_groups, strict=True)
                 if group.expert_rank == 0
             ]
         return [OrderedDict((n, self._shape(self._shapes[n])) for n in unit) for unit in units]

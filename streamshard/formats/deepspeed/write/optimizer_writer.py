@@ -9,10 +9,10 @@ from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
 from streamshard.formats.pickle.inert import Call, Global, Node
 from streamshard.formats.torch.torch_tensor import Storage, make_tensor
+from streamshard.layout.zero import FlatGroup
 from streamshard.model import (
     MASTER,
     Content,
-    FlatCut,
     Literal,
     PartitionOf,
     RankPartition,
@@ -73,8 +73,8 @@ class OptimizerWriter:
         self._source_layout = target.checkpoint.layout
         self._layout = target.layout
         self._config = target.config
-        self._flat_cuts = target.flat_cuts
-        self._sub_groups = target.sub_groups
+        self._flat_groups = target.cut.flat_groups
+        self._sub_groups = target.cut.sub_groups
 
     def dump(self, rank: int) -> dict[str, Node]:
         """Build a rank's optimizer state alone, as in raw dumps."""
@@ -134,9 +134,9 @@ class OptimizerWriter:
         masters, mappings, cuts = [], [], []
         states: dict[int, Node] = {}
         for group, sharer in self._family.held_by(rank, self._layout):
-            held, cut = self._family.groups[group], self._flat_cuts[group]
-            cuts.append((cut, sharer))
-            own = cut.partitions[sharer]
+            held, flat = self._family.groups[group], self._flat_groups[group]
+            cuts.append((flat, sharer))
+            own = flat.cut(sharer)
             padding = 0 if self._layout.bf16_optimizer else own.padding
             content = PartitionOf(group, MASTER, sharer)
             storage = Storage(held.master_dtype, own.numel - padding, content)
@@ -151,9 +151,9 @@ class OptimizerWriter:
             ),
             names.FLAT_GROUPS: masters,
             names.ZERO_STAGE: self._stage_enum(),
-            names.GROUP_PADDINGS: [self._group_padding(cut, sharer) for cut, sharer in cuts],
-            names.ALIGNMENT_PADDINGS: [list(cut.alignments) for cut, _ in cuts],
-            names.PARTITION_COUNT: [len(cut.partitions) for cut, _ in cuts],
+            names.GROUP_PADDINGS: [self._group_padding(flat, sharer) for flat, sharer in cuts],
+            names.ALIGNMENT_PADDINGS: [list(flat.alignments) for flat, _ in cuts],
+            names.PARTITION_COUNT: [flat.world_size for flat, _ in cuts],
             names.SLICE_MAPPINGS: mappings,
         }
 
@@ -170,15 +170,14 @@ class OptimizerWriter:
                 states[key] = self._state(value, own.whole_numel, WholesOf(group, key, sharer))
         return None if whole and not states else states
 
-    def _group_padding(self, cut: FlatCut, rank: int) -> int:
+    def _group_padding(self, flat: FlatGroup, rank: int) -> int:
         """Return a rank's entry of `group_paddings`.
 
         BF16_Optimizer counts all padding of a group on the last rank, even if other ranks hold it.
         """
-        if not self._layout.bf16_optimizer:
-            return cut.partitions[rank].padding
-        last = rank == len(cut.partitions) - 1
-        return sum(own.padding for own in cut.partitions) if last else 0
+        if self._layout.bf16_optimizer:
+            return flat.padding_counted_last(rank)
+        return flat.padding(rank)
 
     def _slice_mapping(self, group: ParamGroup, own: RankPartition) -> OrderedDict[str, Node]:
         params = self._family.serialized(group)

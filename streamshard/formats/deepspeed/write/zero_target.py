@@ -1,11 +1,12 @@
 """Describes the target for the writers of a native checkpoint."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from streamshard.formats.checkpoint import Checkpoint, Family
-from streamshard.model import FlatCut, SubGroup, ZeroLayout
+from streamshard.formats.deepspeed.cut.family_cut import FamilyCut
+from streamshard.model import ZeroLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,5 @@ class ZeroTarget:
     module_dtype: str
     is_bf16: bool
     """Whether the resuming engine has bf16 on: it then looks for other file names."""
-    flat_cuts: Sequence[FlatCut]
-    """One per param group of the family (stages 1 and 2)."""
-    sub_groups: Sequence[SubGroup]
-    """Across all param groups of the family (stage 3)."""
+    cut: FamilyCut
+    """How the layout cuts the family."""

@@ -19,7 +19,7 @@ from streamshard.io.durability import sync_tree
 from streamshard.io.files import source_errors, target_errors
 from streamshard.io.posix import entries_below
 from streamshard.operations.compact.archive import omissions
-from streamshard.operations.compact.archive.proof import Checks, Means, prove
+from streamshard.operations.compact.archive.proof import Checks, Means, content_equal, prove
 from streamshard.operations.compact.archive.receipts import (
     ARCHIVED,
     BEGUN,
@@ -30,9 +30,12 @@ from streamshard.operations.compact.archive.receipts import (
 )
 from streamshard.operations.compact.removal.originals import accounted_for, records_of
 from streamshard.operations.compact.run_directory import Identity
-from streamshard.operations.convert.convert import StoreShape, plan_store
+from streamshard.operations.convert.convert import store_output
 from streamshard.operations.source.source import Source, open_source
-from streamshard.operations.transfer.target import JOURNAL, is_there
+from streamshard.operations.transfer.plan import plan_output
+from streamshard.operations.transfer.plan_file import Command
+from streamshard.operations.transfer.target import JOURNAL, is_there, require_separate
+from streamshard.operations.verb_options import ConvertOptions
 
 _LINK: Final = f"{names.OWN_PREFIX}.link"
 _SCRIPT: Final = "zero_to_fp32.py"
@@ -46,7 +49,7 @@ class Archiver:
     run_dir: Path
     directory: Path
     """Directory of the archives."""
-    shape: StoreShape
+    storing: ConvertOptions
     means: Means
     at_rest_ns: int
     """Sidecars that changed later than this are left out, such as logs; `_SCRIPT` is not."""
@@ -118,10 +121,17 @@ class Archiver:
             self.means.progress.stop()
 
     def _write(self, small: Source, place: Place, *, overwrite: bool = False) -> None:
-        named, limits = f"{self.run_dir / place.tag}", self.means.limits
-        plan = plan_store(
-            small, place.store, self.shape, limits, named=named, verb="compact", overwrite=overwrite
+        limits = self.means.limits
+        options = replace(
+            self.storing,
+            memory_limit=limits.memory_limit,
+            workers=limits.workers,
+            overwrite=overwrite,
         )
+        require_separate(small.path, small.files, place.store)
+        command = Command("compact", self.run_dir / place.tag, place.store, options)
+        output = store_output(small, verb="compact", options=options)
+        plan = plan_output(command, output, place.store, limits.floor_bytes)
         plan.run(self.means.progress)
 
     def _seal(
@@ -140,7 +150,8 @@ class Archiver:
             shared = Sharing(place, self.means).share(sums)
             sync_tree(place.store)
         place.write_sums(sums)
-        prove(small, place, self.means, checks, tag_only=False)
+        archive = prove(small, place, self.means, checks)
+        checks.hold("content_equal", lambda: content_equal(archive, small, self.means))
         checks.hold("source_unchanged", lambda: self._require_unchanged(small, receipt.source))
         with source_errors(place.store):
             sizes = {path: (place.store / path).stat().st_size for path in sums}

@@ -23,7 +23,14 @@ from streamshard.formats.deepspeed.names import step_of
 from streamshard.io.durability import sync_path
 from streamshard.io.files import source_errors, target_errors
 from streamshard.operations.compact import compact_report
-from streamshard.operations.compact.archive.proof import Checks, Means, intact, prove, same_archive
+from streamshard.operations.compact.archive.proof import (
+    Checks,
+    Means,
+    content_equal,
+    intact,
+    prove,
+    same_archive,
+)
 from streamshard.operations.compact.archive.receipts import (
     DROPPING,
     PURGED,
@@ -181,7 +188,8 @@ class Dropper:
         sums = dict(zip(paths, digests, strict=True))
         checks.hold("kept_files_same", lambda: _same_files(full, weights, sums, left))
         weights.write_sums(sums)
-        prove(left.source, weights, self.means, checks, tag_only=False)
+        archive = prove(left.source, weights, self.means, checks)
+        checks.hold("content_equal", lambda: content_equal(archive, left.source, self.means))
         checks.hold("original_still_gone", lambda: self._original_gone(receipt))
         with source_errors(weights.store):
             stats = [(weights.store / path).stat() for path in paths]

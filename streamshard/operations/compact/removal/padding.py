@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.errors import UnsupportedError
 from streamshard.formats.checkpoint import Family
+from streamshard.formats.deepspeed.cut.family_cut import flat_groups
 from streamshard.layout.cutting import Segments
 from streamshard.layout.zero import FlatGroup
 from streamshard.model import ITEMSIZE, MASTER, Copies
 from streamshard.operations.source.source import Source
-from streamshard.operations.source.zero_cutting import flat_groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Locates Muon's momentum, which a rank keeps whole for each parameter that it owns a part of."""
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -9,7 +10,7 @@ from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedE
 from streamshard.io.posix import stream_of
 from streamshard.layout.cutting import CuttingBuilder
 from streamshard.layout.zero import FlatGroup
-from streamshard.model import Slot, SourceFile, SourceMap
+from streamshard.model import Slot, SourceFile
 
 _SAMPLE_BYTES: Final = 4096
 """Bytes at each end of two copies that are compared."""
@@ -34,17 +35,20 @@ class WholeMomentum:
     the contents differ; then the config says which layout it is.
     """
 
-    def __init__(self, flat: FlatGroup, slot: Slot, itemsize: int) -> None:
+    def __init__(
+        self, flat: FlatGroup, slot: Slot, itemsize: int, files: Sequence[SourceFile]
+    ) -> None:
         self._flat = flat
         self._slot = slot
         self._itemsize = itemsize
+        self._files = files
 
     def lengths(self) -> list[int]:
         """Return the count of elements that each rank should have."""
         ranks = range(self._flat.world_size)
         return [self._flat.cut(rank).whole_numel for rank in ranks]
 
-    def require_nothing_lost(self, source_map: SourceMap) -> None:
+    def require_nothing_lost(self) -> None:
         """Refuse momentum whose end `elastic_checkpoint` cut off as if it were padding.
 
         It cuts the length of the partition's padding off every state, but momentum has no padding.
@@ -57,7 +61,7 @@ class WholeMomentum:
         for rank, numel in enumerate(self.lengths()):
             padding = self._flat.padding(rank)
             if numel and padding:
-                path = source_map.files[int(self._slot.files[rank])].path
+                path = self._files[int(self._slot.files[rank])].path
                 message = (
                     f"{path}: saved with elastic_checkpoint, which cuts the last {padding} of "
                     f"{numel} elements off Muon's momentum on this rank, as if they were padding: "
@@ -65,9 +69,7 @@ class WholeMomentum:
                 )
                 raise UnsupportedError(message)
 
-    def place(
-        self, tensors: NDArray[np.int64], builder: CuttingBuilder, source_map: SourceMap
-    ) -> None:
+    def place(self, tensors: NDArray[np.int64], builder: CuttingBuilder) -> None:
         """Place the momentum of every parameter.
 
         Parameters
@@ -83,7 +85,7 @@ class WholeMomentum:
         found: dict[int, tuple[SourceFile, int]] = {}
         for rank in range(self._flat.world_size):
             number, offset = int(self._slot.files[rank]), int(self._slot.offsets[rank])
-            file = source_map.files[number]
+            file = self._files[number]
             for param in self._flat.owned(rank):
                 numel = int(self._flat.numels[param])
                 if param in found:

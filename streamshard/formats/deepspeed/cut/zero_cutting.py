@@ -1,16 +1,19 @@
 """Computes where every element of a source lies, and checks the files against that layout."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 
 from streamshard.errors import CorruptFileError, DisagreementError
-from streamshard.formats.checkpoint import Checkpoint, Family
-from streamshard.layout.cutting import Cutting, CuttingBuilder
-from streamshard.layout.zero import FlatGroup, alignment_unit, flat_group, shard_numel
-from streamshard.model import ITEMSIZE, MASTER, RecordedCut, Slot, SourceMap, ZeroLayout
-from streamshard.operations.source.muon_momentum import WholeMomentum
+from streamshard.formats.checkpoint import Checkpoint, Reading
+from streamshard.formats.deepspeed.cut.family_cut import flat_groups
+from streamshard.formats.deepspeed.cut.muon_momentum import WholeMomentum
+from streamshard.formats.deepspeed.cut.recorded_cut import RecordedCut
+from streamshard.layout.cutting import CuttingBuilder
+from streamshard.layout.zero import FlatGroup, shard_numel
+from streamshard.model import ITEMSIZE, MASTER, Slot, SourceFile
 
 _LAYOUT_KEYS: Final = (
     "round_robin_gradients, parameter_alignment, offload_optimizer, "
@@ -18,24 +21,36 @@ _LAYOUT_KEYS: Final = (
 )
 
 
-def flat_groups(
-    checkpoint: Checkpoint, family: Family, layout: ZeroLayout, dtype: str
-) -> list[FlatGroup]:
-    """Lay out a family's param groups for stages 1 and 2; `dtype` is the module's dtype."""
-    numels = checkpoint.master_numels(family)
-    unit = alignment_unit(ITEMSIZE[dtype]) if layout.parameter_alignment else 1
-    return [
-        flat_group(
-            [numels[name] for name in group.params],
-            world_size=layout.world_size // group.expert_parallel,
-            round_robin=layout.round_robin,
-            alignment=unit,
-        )
-        for group in family.groups
-    ]
+@dataclass(frozen=True, slots=True)
+class FamilyMap:
+    """Where the shards of one family store its cut tensors."""
+
+    partitions: Mapping[tuple[int, str], Slot] = field(default_factory=dict)
+    """(param group, state) → each rank's partition (stages 1 and 2)."""
+    stripped: bool = False
+    """Whether states, like masters, are saved without their padding (stages 1 and 2)."""
+    recorded: tuple[RecordedCut, ...] = ()
+    """One per rank (stages 1 and 2)."""
+    sub_groups: Mapping[tuple[int, str], Slot] = field(default_factory=dict)
+    """(sub-group, state) → each rank's shards (stage 3)."""
+    sub_group_params: tuple[tuple[str, ...], ...] = ()
+    """Names of the parameters in each sub-group (stage 3)."""
 
 
-def cut_source(checkpoint: Checkpoint, source_map: SourceMap) -> Cutting:
+@dataclass(frozen=True, slots=True)
+class SourceMap:
+    """Where a source stores its logical tensors, by the source's own layout."""
+
+    files: tuple[SourceFile, ...]
+    families: tuple[FamilyMap, ...] = ()
+    """One per family of the checkpoint."""
+    whole: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """Tensor → (file, byte offset), for tensors that lie in one piece."""
+    shards: Mapping[int, Slot] = field(default_factory=dict)
+    """Tensor → each rank's shard of it (stage 3, frozen weights)."""
+
+
+def cut_source(checkpoint: Checkpoint, source_map: SourceMap) -> Reading:
     """Compute the place of every element of every logical tensor.
 
     Raises
@@ -59,14 +74,13 @@ def cut_source(checkpoint: Checkpoint, source_map: SourceMap) -> Cutting:
     for tensor, slot in source_map.shards.items():
         share = shard_numel(tensors[tensor].numel, checkpoint.layout.world_size)
         name = tensors[tensor].name
-        _require_lengths(slot, [share] * len(slot.numels), source_map, f"the shard of {name}")
+        _require_lengths(slot, [share] * len(slot.numels), source_map.files, f"the shard of {name}")
         builder.place(tensor, builder.slot(slot), piece_numel=share)
-    for tensor, (chunk_numel, slot) in source_map.chunks.items():
-        builder.place(tensor, builder.slot(slot), piece_numel=chunk_numel)
     for tensor in builder.missing():
         if tensors[tensor].numel:
             raise CorruptFileError(f"{tensors[tensor].state} of {tensors[tensor].name} is nowhere")
-    return builder.build()
+    is_elastic = any(family.stripped for family in source_map.families)
+    return Reading(checkpoint, builder.build(), source_map.files, is_elastic)
 
 
 class _Placing:
@@ -82,7 +96,7 @@ class _Placing:
     ) -> None:
         self._checkpoint = checkpoint
         self._layout = checkpoint.layout
-        self._source_map = source_map
+        self._files = source_map.files
         self._builder = builder
         self._index = index
         self._family = checkpoint.families[number]
@@ -98,16 +112,16 @@ class _Placing:
             tensors = np.array([self._index[self._family.name, state, n] for n in held.params])
             if state in self._family.whole_states(held, self._layout):
                 itemsize = ITEMSIZE[held.flat_states()[state]]
-                whole = WholeMomentum(flat, slot, itemsize)
+                whole = WholeMomentum(flat, slot, itemsize, self._files)
                 if self._map.stripped:
-                    whole.require_nothing_lost(self._source_map)
-                _require_lengths(slot, whole.lengths(), self._source_map, what)
-                whole.place(tensors, self._builder, self._source_map)
+                    whole.require_nothing_lost()
+                _require_lengths(slot, whole.lengths(), self._files, what)
+                whole.place(tensors, self._builder)
                 continue
             lengths = [flat.partition_numel] * flat.world_size
             if (self._map.stripped or state == MASTER) and not self._layout.bf16_optimizer:
                 lengths = _stripped_lengths(flat, slot)
-            _require_lengths(slot, lengths, self._source_map, what)
+            _require_lengths(slot, lengths, self._files, what)
             first = self._builder.slot(slot)
             for tensor, start in zip(tensors.tolist(), flat.starts.tolist(), strict=True):
                 self._builder.place(tensor, first, piece_numel=flat.partition_numel, origin=start)
@@ -154,7 +168,7 @@ class _Placing:
             ]
             shares = [shard_numel(tensors[tensor].numel, world_size) for tensor in params]
             lengths = [sum(shares)] * world_size
-            _require_lengths(slot, lengths, self._source_map, f"{state} of sub-group {unit}")
+            _require_lengths(slot, lengths, self._files, f"{state} of sub-group {unit}")
             first, held = self._builder.slot(slot), 0
             for tensor, share in zip(params, shares, strict=True):
                 lead = held * ITEMSIZE[tensors[tensor].dtype]
@@ -176,11 +190,13 @@ def _stripped_lengths(flat: FlatGroup, found: Slot) -> list[int]:
     return [numel - flat.padding(rank) for rank in ranks]
 
 
-def _require_lengths(slot: Slot, lengths: Sequence[int], source_map: SourceMap, what: str) -> None:
+def _require_lengths(
+    slot: Slot, lengths: Sequence[int], files: Sequence[SourceFile], what: str
+) -> None:
     """Refuse a source whose tensors do not have the computed lengths."""
     for rank, (found, expected) in enumerate(zip(slot.numels.tolist(), lengths, strict=True)):
         if found != expected:
-            path = source_map.files[int(slot.files[rank])].path
+            path = files[int(slot.files[rank])].path
             message = f"{path}: {what} has {found} elements on rank {rank}, {expected} belong there"
             raise CorruptFileError(
                 f"{message}. Is the ds_config in the checkpoint ({_LAYOUT_KEYS}) that of the run "

@@ -1,13 +1,27 @@
 """Reads what a rank's optimizer file of stages 1 and 2 records about its own partition."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from streamshard.errors import CorruptFileError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import name_of, of_file
-from streamshard.model import RecordedCut
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCut:
+    """The cut as a rank's file records it (stages 1 and 2), to be checked against the arithmetic.
+
+    A field is None where the DeepSpeed version that saved the file did not record it yet.
+    """
+
+    path: Path
+    paddings: tuple[int, ...] | None
+    alignments: tuple[tuple[int, ...], ...] | None
+    slices: tuple[tuple[tuple[str, int, int], ...], ...] | None
+    """(parameter, start in the partition, numel) per param group."""
 
 
 def recorded_cut(state: Mapping[str, Node], path: Path, *, has_paddings: bool) -> RecordedCut:

@@ -1,0 +1,63 @@
+"""Fingerprints of entries of torch files: equal for equal values, tensors by size and CRC-32."""
+
+from collections.abc import Callable, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Final
+
+from streamshard.errors import UnsupportedError
+from streamshard.formats.pickle.inert import Node
+from streamshard.formats.pickle.inert_dump import dump
+from streamshard.formats.torch import torch_file
+from streamshard.formats.torch.torch_tensor import Storage
+
+_FREE_BYTES: Final = 1 << 24
+"""Fingerprints of a file may serialize this many bytes, however much the entries share."""
+_LIMIT_AGAIN: Final = 4
+"""How often parts may be shared between entries, on average."""
+
+
+def fingerprint(node: Node) -> bytes:
+    """Return a digest that is equal for nodes of equal value, tensors by size and CRC-32."""
+    return sha256(pickled(node)).digest()
+
+
+def fingerprints(
+    nodes: Mapping[Node, Node],
+    path: Path,
+    checksum: Callable[[Storage], int] = torch_file.checksum,
+) -> dict[Node, bytes]:
+    """Return the fingerprint of every entry of a file.
+
+    Parameters
+    ----------
+    checksum
+        Returns the CRC-32 of a storage; by default, in the file that the storage refers to.
+
+    Raises
+    ------
+    UnsupportedError
+        The entries share so much that they take far more bytes one by one than together.
+    """
+    found, spent, together = {}, 0, 0
+    for key, node in nodes.items():
+        serialized = pickled(node, checksum)
+        found[key] = sha256(serialized).digest()
+        spent += len(serialized)
+        if spent > _FREE_BYTES:
+            together = together or len(pickled(list(nodes.values()), checksum))
+            if spent > _FREE_BYTES + _LIMIT_AGAIN * together:
+                message = f"{path}: holds entries that share their parts without end"
+                raise UnsupportedError(message)
+    return found
+
+
+def pickled(node: Node, checksum: Callable[[Storage], int] = torch_file.checksum) -> bytes:
+    """Serialize a node as a pickle that is equal for nodes of equal value, as in `fingerprint`."""
+
+    def persistent_id(part: Node) -> Node | None:
+        if not isinstance(part, Storage):
+            return None
+        return part.dtype, part.numel, checksum(part)
+
+    return dump(node, persistent_id)

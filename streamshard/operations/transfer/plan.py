@@ -1,0 +1,212 @@
+"""The one plan of all verbs that write: estimate, stage, run, read back, commit, report."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from streamshard.engine.run import resident_memory
+from streamshard.engine.run.phases import COMMITTING
+from streamshard.formats.deepspeed.dumps.dump_names import Template
+from streamshard.layout.memory_plan import MemoryPlan
+from streamshard.operations.compare.comparison import EXTRA_BYTES
+from streamshard.operations.source.source import Source, open_source
+from streamshard.operations.transfer import execution, needed, plan_file, read_back
+from streamshard.operations.transfer.estimate import Outlook, estimate_run
+from streamshard.operations.transfer.plan_file import Command
+from streamshard.operations.transfer.report import Progress, Report, Silent
+from streamshard.operations.transfer.run_identity import RunIdentity
+from streamshard.operations.transfer.staging import PartialTarget
+from streamshard.operations.transfer.target import (
+    place_to_make,
+    require_free,
+    require_named,
+    require_other,
+    require_separate,
+    require_space,
+)
+from streamshard.operations.transfer.target_writer import Output
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPlan:
+    """A run that fits memory and disk, ready to be carried out."""
+
+    command: Command
+    output: Output
+    target: Path
+    identity: RunIdentity
+    memory: MemoryPlan
+    report: Report
+    """What the run will do."""
+
+    @property
+    def source(self) -> Source:
+        """The opened source."""
+        return self.output.source
+
+    def found(self, progress: Progress | None = None) -> Report | None:
+        """Return the report of a run that has nothing to do; None if there is something to do.
+
+        Raises
+        ------
+        TargetExistsError
+            The target exists, holds something else, and may not be replaced.
+        """
+        output = self.output
+        if output.is_reusable:
+            is_native = self.source.kind == "native"
+            place = str(self.source.path) if is_native else self.report.source
+            return needed.nothing_done(self.report, "source", place)
+        return needed.Wanted(
+            self.report,
+            self.target,
+            self.source,
+            self.memory,
+            self.sizes(),
+            output.writer.passes(),
+            self.command.options.overwrite,
+            latest=output.latest,
+            template=output.template,
+        ).found(progress)
+
+    def run(self, progress: Progress | None = None) -> Report:
+        """Write the target.
+
+        Raises
+        ------
+        StreamshardError
+            The source changed, or the target cannot be written. Then there is no target, but the
+            files written so far are kept beside its place, and the same plan continues with them.
+        """
+        options, shown = self.command.options, progress or Silent()
+        if options.if_needed and (found := self.found(progress)) is not None:
+            return found
+        with PartialTarget(
+            self.target,
+            self.identity,
+            nbytes=self.report.bytes_written,
+            overwrite=options.overwrite,
+            template=self.output.template,
+        ) as partial_target:
+            done = execution.measured(
+                self.report, partial_target, shown, lambda: self._write(partial_target, shown)
+            )
+            return self.output.writer.finish(done)
+
+    def _write(self, partial_target: PartialTarget, progress: Progress) -> None:
+        """Write all files, read them back if that is wanted, and rename them into place."""
+        writer, latest = self.output.writer, self.output.latest
+        for targets in writer.passes():
+            execution.run(self.source, targets(), partial_target, self.memory, progress)
+        if latest is not None and not partial_target.is_written:
+            progress.advance(len(latest.encode()))  # the commit writes it
+        if self.command.options.verify and not partial_target.is_done:
+            place = partial_target.path
+            read_back.require_no_differences(
+                place, self.source, lambda: writer.differences(place, self.memory, progress)
+            )
+        progress.enter(COMMITTING)
+        partial_target.commit(latest=latest)
+
+    def sizes(self) -> Mapping[str, int]:
+        """Return the size of every file that will be written, by its path."""
+        return self.output.writer.byte_counts().sizes
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save the plan to a file, for `load_plan` or `streamshard apply`."""
+        plan_file.write(Path(path), self.command, self.identity, self.sizes())
+
+    def outlook(self, *, measures_disk: bool = True) -> Outlook:
+        """Estimate in detail what the run will do, and how long it may take."""
+        return estimate_run(
+            self.source,
+            self.output.writer.byte_counts(),
+            self.memory,
+            self.report,
+            self.target,
+            changes=self.output.changes,
+            new_files=self.output.new_files,
+            encode=self.output.encode,
+            measures_disk=measures_disk,
+        )
+
+
+def plan_transfer(
+    command: Command,
+    prepare: Callable[[Source], Output],
+    *,
+    template: Template | None = None,
+) -> TransferPlan:
+    """Open the source, and plan to write what `prepare` makes from it; writes nothing.
+
+    Parameters
+    ----------
+    template
+        Names of the dumps, if the target is a directory of dumps.
+
+    Raises
+    ------
+    StreamshardError
+        One of its subclasses, each with its own exit code; see `streamshard.errors`.
+    """
+    options, floor_bytes = command.options, resident_memory.resident_bytes()
+    resident_memory.restart_peak()
+    target = place_to_make(template.directory if template else Path(command.target))
+    require_other(command.source, target)
+    if options.if_needed:
+        require_named(target)  # its content is compared after planning
+    else:
+        require_free(target, overwrite=options.overwrite, template=template)
+    config = options.source_ds_config_file
+    opened = open_source(command.source, options.tag, ds_config_file=config, like=options.like)
+    require_separate(opened.path, opened.files, target)
+    return plan_output(command, prepare(opened), target, floor_bytes)
+
+
+def plan_output(command: Command, output: Output, target: Path, floor_bytes: int) -> TransferPlan:
+    """Fit an output into memory and on the disk.
+
+    Parameters
+    ----------
+    floor_bytes
+        Resident memory before anything was opened.
+    """
+    options, source, byte_counts = command.options, output.source, output.writer.byte_counts()
+    count, bytes_written = len(byte_counts.sizes), sum(byte_counts.sizes.values())
+    del byte_counts  # it is large for a large store
+    identity = RunIdentity.of(source, output.options, replaces=options.overwrite)
+    limit_bytes = execution.limit_or_default(options.memory_limit, floor_bytes)
+    memory = execution.fit_memory(
+        floor_bytes=floor_bytes,
+        codec_bytes=source.codec_bytes + output.codec_bytes + EXTRA_BYTES * options.verify,
+        workers=options.workers,
+        limit_bytes=limit_bytes,
+        copies_bytes=output.writer.copies_bytes(options.workers),
+        reopened=output.reopened * options.verify,
+        encodes=output.encode is not None,
+    )
+    if not options.if_needed:
+        require_space(target, bytes_written)
+    named = output.named or str(target)
+    stage = source.checkpoint.layout.stage if output.zero_stage is None else output.zero_stage
+    report = Report(
+        verb=command.verb,
+        source=str(command.source),
+        target=named,
+        tag=source.checkpoint.tag,
+        zero_stage=stage,
+        source_world_size=output.source_world_size,
+        world_size=output.world_size,
+        files=count,
+        bytes_written=bytes_written,
+        floor_bytes=floor_bytes,
+        limit_bytes=limit_bytes,
+        projected_bytes=memory.projected_bytes,
+        is_verified=options.verify,
+        path=named,
+        tensors=output.tensors,
+        dtype=output.dtype,
+        notes=output.notes,
+    )
+    return TransferPlan(command.anywhere(), output, target, identity, memory, report)

@@ -1,0 +1,85 @@
+"""What a verb that writes has to supply; all other steps are those of `TransferPlan`."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+from streamshard.engine.run.work import TargetFile
+from streamshard.formats.deepspeed.dumps.dump_names import Template
+from streamshard.layout.memory_plan import MemoryPlan
+from streamshard.operations.resume.resizing import Change
+from streamshard.operations.source.source import Source
+from streamshard.operations.transfer.byte_accounting import ByteCounts
+from streamshard.operations.transfer.estimate import Encode
+from streamshard.operations.transfer.report import Progress, Report
+
+Pass: TypeAlias = Callable[[], Iterable[TargetFile]]
+"""Makes the target's files, or a part of them."""
+
+
+class TargetWriter(Protocol):
+    """Writes the files of a target: native files, a store, or an export."""
+
+    def byte_counts(self) -> ByteCounts:
+        """Count the bytes that are written, and how often each tensor is read."""
+
+    def copies_bytes(self, workers: int | None) -> int:
+        """Return an upper bound of the memory for the copies of the files in flight.
+
+        Parameters
+        ----------
+        workers
+            Count of workers that the user asks for.
+        """
+
+    def passes(self) -> Sequence[Pass]:
+        """Return what makes the files; each pass may need the results of the passes before it."""
+
+    def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
+        """Read the written files back from disk, and describe how they differ from the source.
+
+        Raises
+        ------
+        SourceError
+            The written files cannot be read.
+        """
+
+    def finish(self, report: Report) -> Report:
+        """Add to a run's report what is known only after the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """What a run is to write, before it is known whether memory and disk suffice for it."""
+
+    source: Source
+    writer: TargetWriter
+    options: Mapping[str, str]
+    """The verb, and the options on which the target's bytes depend."""
+    named: str | None = None
+    """How the report names the target; by default by its path."""
+    source_world_size: int
+    world_size: int | None = None
+    """World size of the target, if it has one."""
+    zero_stage: int | None = None
+    """ZeRO stage of the target, if it has one of its own."""
+    tensors: int | None = None
+    dtype: str | None = None
+    notes: tuple[str, ...] = ()
+    latest: str | None = None
+    """Tag for the `latest` file, which is written after everything else."""
+    template: Template | None = None
+    """Names of the dumps, if the target is a directory of dumps."""
+    is_reusable: bool = False
+    """Whether a job can resume from the source as it is."""
+    changes: tuple[Change, ...] = ()
+    """Effects of another world size on the job."""
+    new_files: int = 0
+    """Count of files that are made for new ranks."""
+    codec_bytes: int = 0
+    """Memory of one worker to compress a piece of the target."""
+    encode: Encode | None = None
+    """The function that compresses the target's data; None if it is not compressed."""
+    reopened: int = 1
+    """Memory for the headers that are read back, in multiples of the source's."""

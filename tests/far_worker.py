@@ -1,0 +1,34 @@
+"""Writes spans in another process, which knows nothing but what is sent to it."""
+
+import os
+import pickle
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from streamshard.engine.run.source_reader import Decoder, SourceReader
+from streamshard.engine.run.window import Window
+from streamshard.engine.run.work import Span
+from streamshard.model import SourceFile
+
+Task = tuple[str, int, Span, int]
+"""Path and size of the file so far, the span, and the size of the window."""
+
+
+def perform(sources: bytes, task: bytes) -> bytes:
+    """Write a span of a file; returns the result as a pickle."""
+    files: Sequence[SourceFile]
+    decoders: Mapping[int, Decoder]
+    files, decoders = pickle.loads(sources)
+    path, size, span, window_bytes = pickle.loads(task)
+    reader = SourceReader(files, decoders)
+    buffer, scratch = (memoryview(bytearray(window_bytes)) for _ in range(2))
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        result = Window(buffer, scratch, reader).write(span, descriptor, is_new=size == 0)
+    finally:
+        os.close(descriptor)
+        reader.close()
+    if "torch" in sys.modules:
+        raise AssertionError(f"{Path(path).name} took torch to write")
+    return pickle.dumps(result)
