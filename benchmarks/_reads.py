@@ -63,10 +63,6 @@ class Reads:
 
         return work
 
-    def of(self, root: Path) -> int:
-        """Return all bytes that were read from a directory."""
-        return sum(count for (place, _), count in self.nbytes.items() if place == root)
-
 
 class _Stream(io.FileIO):
     """A file that counts what is read from it."""

@@ -39,14 +39,20 @@ def main() -> int:
     print(machine())
     for name, deletes in (("archive and delete", [True]), ("delete later", [False, True])):
         with tempfile.TemporaryDirectory(dir=given.directory) as directory:
-            rows = nights(Path(directory), nbytes, given.stage, deletes)
+            found = times_read(Path(directory), nbytes, given.stage, deletes)
         print(f"\n{name}, stage {given.stage}, {nbytes:,} bytes: times that each is read in full\n")
-        print_table(HEAD, rows)
+        rows = {**found, "total": [sum(column) for column in zip(*found.values(), strict=True)]}
+        print_table(HEAD, [[proof, *(f"{n:.2f}" for n in times)] for proof, times in rows.items()])
     return 0
 
 
-def nights(root: Path, nbytes: int, stage: int, deletes: list[bool]) -> list[list[str]]:
-    """Compact a run directory night by night; returns the table of the last night."""
+def times_read(
+    root: Path, nbytes: int, stage: int, deletes: list[bool], codec: str = "zstd"
+) -> dict[str, list[float]]:
+    """Compact a run directory night by night; returns how often the last night reads each side.
+
+    That is, by proof, the bytes read of the source and of the archive, as multiples of their sizes.
+    """
     run, archive = root / "run", root / "archive"
     for step, size in ((1, nbytes), (2, nbytes // 100), (3, nbytes // 100)):
         fabricate(root / "one", transformer(size, stage=stage), stage=stage, world_size=WORLD_SIZE)
@@ -60,18 +66,16 @@ def nights(root: Path, nbytes: int, stage: int, deletes: list[bool]) -> list[lis
         # The archive is renamed when it is complete, and is written to before.
         with counted(source, store, store.with_name(f"{store.name}.partial")) as reads:
             done = streamshard.compact(
-                run, archive, keep_last=2, min_age=timedelta(0), delete=delete
+                run, archive, keep_last=2, min_age=timedelta(0), codec=codec, delete=delete
             )
             if done.problems:
                 raise RuntimeError(done.problems[0].reason)
     totals = source_bytes, sum(path.stat().st_size for path in files_in(store))
-    proofs = list(dict.fromkeys(proof for _, proof in reads.nbytes))
     both = list(zip((source, store), totals, strict=True))
-    rows = [
-        [proof, *(f"{reads.nbytes[place, proof] / total:.2f}" for place, total in both)]
-        for proof in proofs
-    ]
-    return [*rows, ["total", *(f"{reads.of(place) / total:.2f}" for place, total in both)]]
+    return {
+        proof: [reads.nbytes[place, proof] / total for place, total in both]
+        for proof in dict.fromkeys(proof for _, proof in reads.nbytes)
+    }
 
 
 if __name__ == "__main__":

@@ -67,14 +67,18 @@ def lose_a_file(rebuilt: Path) -> None:
     ("damage", "action"),
     [(change_a_weight, "failed"), (count_a_step_more, "failed"), (lose_a_file, "ambiguous")],
 )
+@pytest.mark.parametrize("is_archived", [True, False])
 def test_a_tag_of_which_something_else_comes_back_stays(
     run: Path,
-    archive: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     damage: Callable[[Path], None],
     action: str,
+    is_archived: bool,
 ) -> None:
-    before, write = bits(run), TransferPlan.run
+    before, write, archive = bits(run), TransferPlan.run, tmp_path / "archive"
+    if is_archived:
+        api.compact(run, archive)
 
     def write_wrongly(plan: TransferPlan, progress: Progress | None = None) -> Report:
         report = write(plan, progress)
@@ -86,6 +90,7 @@ def test_a_tag_of_which_something_else_comes_back_stays(
     assert actions(api.compact(run, archive, delete=True))[FIRST] == action
     assert bits(run) == before
     assert (failed_checks(archive), own_files(archive)) == (["rebuilt_equal"], [])
+    assert receipt_of(archive, FIRST)["state"] == "archived"
     monkeypatch.undo()
     assert actions(api.compact(run, archive, delete=True))[FIRST] == "deleted"
     assert (failed_checks(archive), own_files(archive)) == ([], [])

@@ -137,6 +137,22 @@ def test_every_byte_taken_out_or_put_in_is_noticed(tmp_path: Path) -> None:
             assert damaged == data or found.problems or wrong_crcs(path, found), place
 
 
+def test_damage_of_one_part_hides_no_other(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    data, before = bytearray(path.read_bytes()), audit(path).records
+    with zipfile.ZipFile(path) as archive:
+        headers = [info.header_offset for info in archive.infolist()]
+    for header in headers[:2]:
+        data[header] ^= 1
+    data[-18] ^= 1  # the number of a volume in the end record
+    path.write_bytes(data)
+    found = audit(path)
+    assert found.records == before[2:]
+    assert len(found.problems) == 3
+    assert "another volume" in found.problems[0]
+    assert all("no local header" in problem for problem in found.problems[1:])
+
+
 def test_two_records_of_one_name(tmp_path: Path) -> None:
     path = tmp_path / "twice.pt"
     with zipfile.ZipFile(path, "w") as archive:

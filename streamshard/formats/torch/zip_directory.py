@@ -6,11 +6,12 @@ compression or comments, are refused.
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from streamshard.errors import CorruptFileError, UnsupportedError
+from streamshard.errors import CorruptFileError, SourceError, UnsupportedError
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
 from streamshard.io.readable import Readable
@@ -59,17 +60,41 @@ class ZipRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class ZipEntry:
     """A record's entry in the central directory."""
 
     name: bytes
-    flags: int
+    common: tuple[int, ...]
+    """Values that the local header repeats: version needed, flags, method, time, date."""
+    unrepeated: tuple[int, ...]
+    """Values that no header repeats and no reader needs: version made by, attributes."""
     crc32: int
     nbytes: int
+    is_stored: bool
+    """Whether the data lies in the file as it is, neither compressed nor encrypted."""
+    extra_bytes: int
     header: int
     """Byte offset of the local header."""
     at: int
-    """Byte offset of the entry itself in the directory."""
+    """Byte offset of the entry itself."""
+
+    @property
+    def follows(self) -> bool:
+        """Whether checksum and sizes follow the data."""
+        return bool(self.common[1] & _DESCRIPTOR)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalHeader:
+    """The header before a record's data."""
+
+    common: tuple[int, ...]
+    """See `ZipEntry.common`."""
+    numbers: tuple[int, int, int]
+    """Checksum, stored size and size, as 32 bits hold them."""
+    extra: bytes
+    start: int
+    """Byte offset of the data."""
 
 
 def read(source: Readable) -> dict[str, ZipRecord]:
@@ -82,81 +107,174 @@ def read(source: Readable) -> dict[str, ZipRecord]:
     UnsupportedError
         The zip uses a feature that torch does not use.
     """
-    start, count, data = _read_directory(source)
-    entries = sorted(_entries(data, count), key=lambda entry: entry.header)
-    bounds = [*(entry.header for entry in entries), start]
-    if bounds[0]:
-        raise CorruptFileError(f"{bounds[0]} bytes before the first record")
+    directory = ZipDirectory(source)
     found: dict[str, ZipRecord] = {}
-    for entry, end in zip(entries, bounds[1:], strict=True):
-        record = _located(source, entry, end, start)
-        if record.name in found:
-            raise CorruptFileError(f"two records are called {show(record.name)}")
-        found[record.name] = record
+    for entry, end in directory.bounded():
+        header = directory.header(entry, end)
+        _require_repeated(entry, header)
+        # For a record that is not empty, 0 means that torch was told to leave checksums out.
+        crc32 = entry.crc32 if entry.crc32 or not entry.nbytes else None
+        name = _decoded(entry.name)
+        if name in found:
+            raise CorruptFileError(f"two records are called {show(name)}")
+        found[name] = ZipRecord(name, header.start, entry.nbytes, crc32, entry.header, entry.at)
     return found
 
 
-def _read_directory(source: Readable) -> tuple[int, int, bytes]:
-    """Find the central directory from the end; return its offset, record count and bytes."""
-    size = source.nbytes
-    span = _END_64.size + _LOCATOR_64.size + _END.size
-    tail = source.read_at(max(size - span, 0), span)
-    if len(tail) < _END.size or tail[-_END.size :][:4] != b"PK\x05\x06":
-        raise EndedTooEarlyError("no end record of a zip at its end")
-    _, *disks, here, count, nbytes, start, comment = _END.unpack(tail[-_END.size :])
-    stop = size - _END.size
-    if comment or any(disks) or here != count:
-        raise CorruptFileError("the end record of the zip names a comment or another volume")
-    locator = tail[: -_END.size][-_LOCATOR_64.size :]
-    if locator[:4] == b"PK\x06\x07" and len(tail) == span:
-        stop -= _LOCATOR_64.size + _END_64.size
-        small = (count, nbytes, start)
-        count, nbytes, start = _read_end_64(tail[: _END_64.size], locator, stop)
-        limits = (_LIMIT_16, _LIMIT_32, _LIMIT_32)
-        for first, second, limit in zip(small, (count, nbytes, start), limits, strict=True):
-            if first not in (min(second, limit), limit):
-                raise CorruptFileError("the two end records of the zip do not agree")
-    if start + nbytes != stop:
-        message = f"the zip's directory is said to fill bytes {start} to {start + nbytes}, not"
-        raise CorruptFileError(f"{message} to {stop}")
-    if nbytes > _LIMIT_BYTES or count * _CENTRAL.size > nbytes:
-        raise CorruptFileError(f"a zip directory of {nbytes:,} bytes for {count:,} records")
-    return start, count, source.read_at(start, nbytes)
+def names(source: Readable) -> list[bytes]:
+    """List the names of a zip's records, even if the zip is damaged at one end."""
+    start = source.read_at(0, _LOCAL.size + _LIMIT_16)
+    found = []
+    if start.startswith(MAGIC) and len(start) > _LOCAL.size:
+        name_bytes = _LOCAL.unpack_from(start)[-2]
+        found.append(start[_LOCAL.size : _LOCAL.size + name_bytes])
+    with suppress(SourceError):
+        found += [entry.name for entry in ZipDirectory(source, lambda _: None).entries]
+    return found
 
 
-def _read_end_64(end: bytes, locator: bytes, at: int) -> tuple[int, int, int]:
-    """Read the Zip64 end record: count of records, size of the directory, its offset."""
-    _, disk, where, disks = _LOCATOR_64.unpack(locator)
-    signature, size, _, _, *others, here, count, nbytes, start = _END_64.unpack(end)
-    if (signature, size, where, disk, disks) != (0x06064B50, _END_64.size - 12, at, 0, 1):
-        raise CorruptFileError("the zip's Zip64 end record is not where it is said to be")
-    if any(others) or here != count:
-        raise CorruptFileError("the zip's Zip64 end record names another volume")
-    return count, nbytes, start
+def _refuse(error: SourceError) -> None:
+    raise error
 
 
-def _entries(data: bytes, count: int) -> Iterator[_Entry]:
-    """Read the central directory's entries, which must fill it."""
-    at = 0
-    for _ in range(count):
-        if len(data) - at < _CENTRAL.size:
-            raise CorruptFileError("the zip's directory ends before its last entry")
-        (
-            signature, _, _, flags, method, _, _, crc32, stored, nbytes,
-            name_bytes, extra_bytes, comment, disk, _, _, header,
-        ) = _CENTRAL.unpack_from(data, at)  # fmt: skip
-        begin, middle = at, at + _CENTRAL.size + name_bytes
-        name, extra = data[middle - name_bytes : middle], data[middle : middle + extra_bytes]
-        at = middle + extra_bytes
-        if signature != 0x02014B50 or at > len(data):
-            raise CorruptFileError("the zip's directory holds something that is no entry")
-        if max(nbytes, stored, header) == _LIMIT_32:
-            nbytes, stored, header, disk = _large(extra, nbytes, stored, header, disk)
-        if flags & ~_FLAGS or method or stored != nbytes or comment or disk:
-            raise _not_plain(name, flags, method)
-        yield _Entry(name, flags, crc32, nbytes, header, begin)
-    if at != len(data):
-        raise CorruptFileError(f"{len(data) - at} bytes of the zip's directory are no entry")
+class ZipDirectory:
+    """The central directory of a zip, and the local headers that it leads to.
+
+    Parameters
+    ----------
+    report
+        Called with errors after which parsing can go on; by default, raises them.
+
+    Raises
+    ------
+    CorruptFileError, UnsupportedError
+        See `read`.
+    """
+
+    def __init__(self, source: Readable, report: Callable[[SourceError], None] = _refuse) -> None:
+        self._source = source
+        self._report = report
+        self.versions: tuple[int, int] | None = None
+        """Version made by and version needed in the Zip64 end record; None without one."""
+        self.start, self._count, self._data = self._read()
+        """`start` is the byte offset of the directory."""
+        self.entries = sorted(self._entries(), key=lambda entry: entry.header)
+        """In the order of the records in the file."""
+
+    def bounded(self) -> Iterator[tuple[ZipEntry, int]]:
+        """Yield the entries, each with the offset where what follows its record begins."""
+        bounds = [*(entry.header for entry in self.entries), self.start]
+        if bounds[0]:
+            self._report(CorruptFileError(f"{bounds[0]} bytes before the first record"))
+        yield from zip(self.entries, bounds[1:], strict=True)
+
+    def _read(self) -> tuple[int, int, bytes]:
+        """Find the directory from the end; return its offset, record count and bytes."""
+        size = self._source.nbytes
+        span = _END_64.size + _LOCATOR_64.size + _END.size
+        tail = self._source.read_at(max(size - span, 0), span)
+        if len(tail) < _END.size or tail[-_END.size :][:4] != b"PK\x05\x06":
+            raise EndedTooEarlyError("no end record of a zip at its end")
+        _, *disks, here, count, nbytes, start, comment = _END.unpack(tail[-_END.size :])
+        stop = size - _END.size
+        if comment or any(disks) or here != count:
+            message = "the end record of the zip names a comment or another volume"
+            self._report(CorruptFileError(message))
+        locator = tail[: -_END.size][-_LOCATOR_64.size :]
+        if locator[:4] == b"PK\x06\x07" and len(tail) == span:
+            stop -= _LOCATOR_64.size + _END_64.size
+            small = (count, nbytes, start)
+            count, nbytes, start = self._read_end_64(tail[: _END_64.size], locator, stop)
+            limits = (_LIMIT_16, _LIMIT_32, _LIMIT_32)
+            for first, second, limit in zip(small, (count, nbytes, start), limits, strict=True):
+                if first not in (min(second, limit), limit):
+                    message = "the two end records of the zip do not agree"
+                    self._report(CorruptFileError(message))
+        if start + nbytes != stop:
+            message = f"the zip's directory is said to fill bytes {start} to {start + nbytes}, not"
+            raise CorruptFileError(f"{message} to {stop}")
+        if nbytes > _LIMIT_BYTES or count * _CENTRAL.size > nbytes:
+            raise CorruptFileError(f"a zip directory of {nbytes:,} bytes for {count:,} records")
+        return start, count, self._source.read_at(start, nbytes)
+
+    def _read_end_64(self, end: bytes, locator: bytes, at: int) -> tuple[int, int, int]:
+        """Read the Zip64 end record: count of records, size of the directory, its offset."""
+        _, disk, where, disks = _LOCATOR_64.unpack(locator)
+        signature, size, *versions, one, other, here, count, nbytes, start = _END_64.unpack(end)
+        self.versions = versions[0], versions[1]
+        if (signature, size, where, disk, disks) != (0x06064B50, _END_64.size - 12, at, 0, 1):
+            raise CorruptFileError("the zip's Zip64 end record is not where it is said to be")
+        if one or other or here != count:
+            message = "the zip's Zip64 end record names another volume"
+            self._report(CorruptFileError(message))
+        return count, nbytes, start
+
+    def _entries(self) -> Iterator[ZipEntry]:
+        """Read the entries, which must fill the directory."""
+        data, at = self._data, 0
+        for _ in range(self._count):
+            if len(data) - at < _CENTRAL.size:
+                raise CorruptFileError("the zip's directory ends before its last entry")
+            fields = _CENTRAL.unpack_from(data, at)
+            _, flags, method, _, _, crc32, stored, nbytes = fields[2:10]
+            name_bytes, extra_bytes, comment, disk, internal, external, header = fields[10:]
+            begin, middle = at, at + _CENTRAL.size + name_bytes
+            name, extra = data[middle - name_bytes : middle], data[middle : middle + extra_bytes]
+            at = middle + extra_bytes
+            if fields[0] != 0x02014B50 or at > len(data):
+                raise CorruptFileError("the zip's directory holds something that is no entry")
+            if max(nbytes, stored, header) == _LIMIT_32:
+                nbytes, stored, header, disk = _large(extra, nbytes, stored, header, disk)
+            is_stored = not method and stored == nbytes and not flags & _ENCRYPTED
+            if not is_stored or flags & ~_FLAGS or comment or disk:
+                self._report(_not_plain(name, flags, method))
+            at += comment
+            yield ZipEntry(
+                name, fields[2:7], (fields[1], internal, external), crc32, nbytes, is_stored,
+                extra_bytes, header, self.start + begin,
+            )  # fmt: skip
+        if at != len(data):
+            raise CorruptFileError(f"{len(data) - at} bytes of the zip's directory are no entry")
+
+    def extra_fields(self, entry: ZipEntry) -> bytes:
+        """Return the extra fields of an entry."""
+        at = entry.at - self.start + _CENTRAL.size + len(entry.name)
+        return self._data[at : at + entry.extra_bytes]
+
+    def header(self, entry: ZipEntry, end: int) -> LocalHeader:
+        """Read a record's local header. Its data must not reach past `end`."""
+        wanted = _LOCAL.size + len(entry.name)
+        data = self._source.read_at(entry.header, wanted + _USUAL_EXTRA)
+        if len(data) < wanted or not data.startswith(MAGIC):
+            raise CorruptFileError(f"record {_shown(entry.name)} has no local header")
+        fields = _LOCAL.unpack_from(data)
+        common, (name_bytes, extra_bytes) = fields[1:6], fields[9:]
+        if common[1:3] != (entry.common[1], 0) or (
+            (name_bytes, data[_LOCAL.size : wanted]) != (len(entry.name), entry.name)
+        ):
+            raise CorruptFileError(
+                f"record {_shown(entry.name)} is another one in its local header"
+            )
+        start = entry.header + wanted + extra_bytes
+        stop = start + entry.nbytes + (_SHORTEST_DESCRIPTOR if entry.follows else 0)
+        if stop > end:
+            message = f"record {_shown(entry.name)} reaches to byte {stop}, others begin at {end}"
+            raise CorruptFileError(message)
+        extra = data[wanted : wanted + extra_bytes]
+        if extra_bytes > _USUAL_EXTRA:
+            extra = self._source.read_at(entry.header + wanted, extra_bytes)
+        return LocalHeader(common, fields[6:9], extra, start)
+
+
+def _require_repeated(entry: ZipEntry, header: LocalHeader) -> None:
+    """Compare checksum and sizes in a record's local header with its entry."""
+    crc32, stored, nbytes = header.numbers
+    if max(nbytes, stored) == _LIMIT_32:
+        nbytes, stored, *_ = _large(header.extra, nbytes, stored)
+    for local, central in ((crc32, entry.crc32), (stored, entry.nbytes), (nbytes, entry.nbytes)):
+        if local != central and (local or not entry.follows):
+            message = f"record {_shown(entry.name)}: its local header says {local:,} where the"
+            raise CorruptFileError(f"{message} directory says {central:,}")
 
 
 def _not_plain(name: bytes, flags: int, method: int) -> CorruptFileError | UnsupportedError:
@@ -192,44 +310,6 @@ def _large(extra: bytes, *numbers: int) -> tuple[int, ...]:
             return tuple(found)
         break
     raise CorruptFileError("a record's Zip64 field does not hold the numbers that it has to")
-
-
-def _located(source: Readable, entry: _Entry, end: int, directory: int) -> ZipRecord:
-    """Compare a record's local header with its entry. Its data must not reach past `end`.
-
-    Parameters
-    ----------
-    directory
-        Byte offset of the directory.
-    """
-    wanted = _LOCAL.size + len(entry.name)
-    data = source.read_at(entry.header, wanted + _USUAL_EXTRA)
-    if len(data) < wanted or not data.startswith(MAGIC):
-        raise CorruptFileError(f"record {_shown(entry.name)} has no local header")
-    _, _, flags, method, _, _, crc32, stored, nbytes, name_bytes, extra_bytes = _LOCAL.unpack_from(
-        data
-    )
-    if (flags, method, data[_LOCAL.size : wanted]) != (entry.flags, 0, entry.name) or (
-        name_bytes != len(entry.name)
-    ):
-        raise CorruptFileError(f"record {_shown(entry.name)} is another one in its local header")
-    if max(nbytes, stored) == _LIMIT_32:
-        extra = source.read_at(entry.header + wanted, extra_bytes)
-        nbytes, stored, *_ = _large(extra, nbytes, stored)
-    missing = entry.flags & _DESCRIPTOR
-    for local, central in ((crc32, entry.crc32), (stored, entry.nbytes), (nbytes, entry.nbytes)):
-        if local != central and (local or not missing):
-            message = f"record {_shown(entry.name)}: its local header says {local:,} where the"
-            raise CorruptFileError(f"{message} directory says {central:,}")
-    start = entry.header + wanted + extra_bytes
-    stop = start + entry.nbytes + (_SHORTEST_DESCRIPTOR if missing else 0)
-    if stop > end:
-        message = f"record {_shown(entry.name)} reaches to byte {stop}, others begin at {end}"
-        raise CorruptFileError(message)
-    # For a record that is not empty, 0 means that torch was told to leave checksums out.
-    known = entry.crc32 if entry.crc32 or not entry.nbytes else None
-    name = _decoded(entry.name)
-    return ZipRecord(name, start, entry.nbytes, known, entry.header, directory + entry.at)
 
 
 def _decoded(name: bytes) -> str:

@@ -22,7 +22,7 @@ from streamshard.io.lock import Lock
 from streamshard.operations.compact import compact_report, tag_choice
 from streamshard.operations.compact.acknowledgement import Acknowledging
 from streamshard.operations.compact.archive.archive import Archiver
-from streamshard.operations.compact.archive.proof import Means
+from streamshard.operations.compact.archive.proof import Means, Proved
 from streamshard.operations.compact.archive.receipts import BEGUN, Place, Receipt, remove_unfinished
 from streamshard.operations.compact.archive.state_removal import Dropper
 from streamshard.operations.compact.compact_report import CompactedTag
@@ -224,11 +224,11 @@ class Compacting:
             tag, choice.step, compact_report.READY, choice.reason, source_bytes=choice.tag.nbytes
         )
         try:
-            receipt = self._archived(tag)
+            receipt, proved = self._archived(tag), None
             if receipt is None:
                 found = replace(found, action=compact_report.ARCHIVED)
                 if not self._settings.dry_run:
-                    receipt = self._archiver.archive(tag)
+                    receipt, proved = self._archiver.archive(tag, rebuilds=self._may_delete())
             elif self._remover.is_back(receipt) and not self._settings.dry_run:
                 receipt = self._remover.note_back(receipt)  # an earlier run was interrupted here
             if receipt is not None:
@@ -238,7 +238,7 @@ class Compacting:
                     archive_bytes=receipt.archive_bytes,
                     shared_bytes=receipt.shared_bytes,
                 )
-            return self._delete(choice, found, again)
+            return self._delete(choice, found, again, proved)
         except StreamshardError as error:
             return replace(_failed(tag, error), source_bytes=found.source_bytes)
 
@@ -265,14 +265,20 @@ class Compacting:
             raise CorruptFileError(f"{message}; move one of them away") from error
         return receipt
 
-    def _delete(self, choice: Choice, found: CompactedTag, again: Again) -> CompactedTag:
+    def _may_delete(self) -> bool:
+        """Tell whether this run may remove one more tag."""
         most = self._settings.max_delete
+        return self._settings.delete and (most is None or len(self._deleted) < most)
+
+    def _delete(
+        self, choice: Choice, found: CompactedTag, again: Again, proved: Proved | None
+    ) -> CompactedTag:
         if not self._settings.delete:
             return found
-        if most is not None and len(self._deleted) >= most:
-            return replace(found, reason=f"--max-delete {most:,} is reached")
+        if not self._may_delete():
+            return replace(found, reason=f"--max-delete {self._settings.max_delete:,} is reached")
         if not self._settings.dry_run:
-            self._remover.remove(choice.tag.name, lambda: again.still_free(choice))
+            self._remover.remove(choice.tag.name, lambda: again.still_free(choice), proved)
         self._deleted.add(choice.tag.name)
         return replace(found, action=compact_report.DELETED)
 

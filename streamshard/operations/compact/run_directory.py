@@ -161,7 +161,7 @@ def _tag(entry: Path, run_dir: Path, links: Sequence[Path], known: Mapping[str, 
         if not names.is_tag(name):
             told = f"{str(entry)!r}: holds shards, and its name is no text; rename it"
             return Tag(name, entry.lstat().st_mtime_ns, told)
-        changed_ns, nbytes, looks = _looks(entry)
+        changed_ns, nbytes, looks = looks_of(entry)
     except OSError as error:
         if step_of(name) is None:
             return None
@@ -172,7 +172,7 @@ def _tag(entry: Path, run_dir: Path, links: Sequence[Path], known: Mapping[str, 
     return Tag(name, changed_ns, problem, is_linked, nbytes, looks)
 
 
-def _looks(directory: Path) -> tuple[int, int, str]:
+def looks_of(directory: Path) -> tuple[int, int, str]:
     """Return the newest time of change in a directory, its size, and a digest of its entries."""
     changed, nbytes, digest = 0, 0, sha256()
     for path in sorted([directory, *entries_below(directory)]):

@@ -23,16 +23,6 @@ _STEP_BYTES: Final = 4 * MIB
 """Memory for planning varies a little between runs; rounded up to this, the projection does not."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of a run."""
-
-    floor_bytes: int
-    """Resident memory before anything was opened."""
-    memory_limit: int | None
-    workers: int | None
-
-
 def default_workers(*, encodes: bool = False) -> int:
     """Return a count of workers that keeps a disk busy without overloading a login node.
 
@@ -93,6 +83,25 @@ def fit_memory(
         with suppress(MemoryLimitError):
             return fit(count)
     return fit(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of a run."""
+
+    floor_bytes: int
+    """Resident memory before anything was opened."""
+    memory_limit: int | None
+    workers: int | None
+
+    def fit(self, codec_bytes: int) -> MemoryPlan:
+        """Fit a run that only reads into the memory limit; call it after everything is opened."""
+        return fit_memory(
+            floor_bytes=self.floor_bytes,
+            codec_bytes=codec_bytes,
+            workers=self.workers,
+            limit_bytes=limit_or_default(self.memory_limit, self.floor_bytes),
+        )
 
 
 def run(

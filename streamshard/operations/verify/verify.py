@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from streamshard.errors import (
     UnsupportedError,
     UsageError,
 )
-from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.sample import EVERYTHING, Sample
 from streamshard.operations.checks.problems import Difference, Findings, Verification
 from streamshard.operations.checks.scan import scan
@@ -27,6 +25,7 @@ from streamshard.operations.compare.comparison import EXTRA_BYTES, Comparing, ch
 from streamshard.operations.compare.matching import pair_up
 from streamshard.operations.source.source import read_hints
 from streamshard.operations.transfer import execution
+from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Progress, Silent
 
 Path_ = str | os.PathLike[str]
@@ -84,7 +83,7 @@ def verify(
     config, known = read_hints(paths, source_ds_config_file, like)
     request = Request(path, tag, config, known)
     limit_bytes = execution.limit_or_default(memory_limit, floor_bytes)
-    limits = _Limits(floor_bytes, limit_bytes, workers)
+    limits = Limits(floor_bytes, limit_bytes, workers)
     run = _Run(_sample(sample), limits, progress or Silent())
     began = time.monotonic()
     if against is None:
@@ -125,28 +124,10 @@ def _sample(text: str | None) -> Sample:
     return Sample(today % parts + 1 if part is None else part, parts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Limits:
-    """Limits of a run."""
-
-    floor_bytes: int
-    limit_bytes: int
-    workers: int | None
-
-    def fit(self, codec_bytes: int) -> MemoryPlan:
-        """Fit a run into the memory limit; call it after everything is opened."""
-        return execution.fit_memory(
-            floor_bytes=self.floor_bytes,
-            codec_bytes=codec_bytes,
-            workers=self.workers,
-            limit_bytes=self.limit_bytes,
-        )
-
-
 class _Run:
     """One run of the verb, and its results."""
 
-    def __init__(self, sample: Sample, limits: _Limits, progress: Progress) -> None:
+    def __init__(self, sample: Sample, limits: Limits, progress: Progress) -> None:
         self.sample = sample
         self.kind = ""
         self.tag: str | None = None

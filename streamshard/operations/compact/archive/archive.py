@@ -19,7 +19,7 @@ from streamshard.io.durability import sync_tree
 from streamshard.io.files import source_errors, target_errors
 from streamshard.io.posix import entries_below
 from streamshard.operations.compact.archive import omissions
-from streamshard.operations.compact.archive.proof import Checks, Means, content_equal, prove
+from streamshard.operations.compact.archive.proof import Checks, Means, Proved, content_equal, prove
 from streamshard.operations.compact.archive.receipts import (
     ARCHIVED,
     BEGUN,
@@ -29,7 +29,8 @@ from streamshard.operations.compact.archive.receipts import (
     spell_time,
 )
 from streamshard.operations.compact.removal.originals import accounted_for, records_of
-from streamshard.operations.compact.run_directory import Identity
+from streamshard.operations.compact.removal.rebuild import rebuilt_equal
+from streamshard.operations.compact.run_directory import Identity, looks_of
 from streamshard.operations.convert.convert import store_output
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.transfer.plan import plan_output
@@ -54,8 +55,14 @@ class Archiver:
     at_rest_ns: int
     """Sidecars that changed later than this are left out, such as logs; `_SCRIPT` is not."""
 
-    def archive(self, tag: str) -> Receipt:
+    def archive(self, tag: str, *, rebuilds: bool = False) -> tuple[Receipt, Proved | None]:
         """Archive a tag and prove the archive; continue an interrupted run.
+
+        Parameters
+        ----------
+        rebuilds
+            Whether to compare the tag with files that are rebuilt from the archive, which proves
+            all that has to be proved before the tag is removed.
 
         Raises
         ------
@@ -74,6 +81,7 @@ class Archiver:
         left_out = tuple(opened.checkpoint.tensors[number].name for number in sorted(moving))
         opened = omissions.narrowed(opened, moving)
         records = records_of(opened, self.run_dir)
+        whole = opened if rebuilds else None
         here = Identity.of(self.run_dir)
         begun = Receipt(tag, str(self.run_dir), here.device, here.inode, BEGUN)
         place.write_receipt(begun)
@@ -90,7 +98,7 @@ class Archiver:
         if is_there(place.store) and not is_there(place.store / JOURNAL):
             # An earlier run completed the store; if it is not of this source, it is made anew.
             with suppress(StreamshardError):
-                return self._seal(receipt, small, place, Checks(), checks)
+                return self._seal(receipt, small, place, checks, whole)
             self._write(small, place, overwrite=True)
         else:
             try:
@@ -99,7 +107,7 @@ class Archiver:
                 if is_there(place.store):
                     raise
                 self._write(small, place, overwrite=True)  # it was begun with another source
-        return self._seal(receipt, small, place, Checks(), checks)
+        return self._seal(receipt, small, place, checks, whole)
 
     def _moving(self, opened: Source) -> set[int]:
         """List the files beside the tag that a program may still be writing."""
@@ -135,10 +143,10 @@ class Archiver:
         plan.run(self.means.progress)
 
     def _seal(
-        self, receipt: Receipt, small: Source, place: Place, checks: Checks, before: Checks
-    ) -> Receipt:
+        self, receipt: Receipt, small: Source, place: Place, before: Checks, whole: Source | None
+    ) -> tuple[Receipt, Proved | None]:
         """Hash an archive and its source, prove the archive, and write the receipt."""
-        checks.done += before.done
+        checks = Checks(before.done)
         paths = [file.path for file in small.files]
         with source_errors(self.run_dir):
             digests = self.means.hash_all(paths)
@@ -149,9 +157,12 @@ class Archiver:
             sums = self._sums(place)
             shared = Sharing(place, self.means).share(sums)
             sync_tree(place.store)
+            looks = looks_of(place.store)
         place.write_sums(sums)
         archive = prove(small, place, self.means, checks)
-        checks.hold("content_equal", lambda: content_equal(archive, small, self.means))
+        comes_back = whole is not None and self._comes_back(whole, place, checks)
+        if not comes_back:
+            checks.hold("content_equal", lambda: content_equal(archive, small, self.means))
         checks.hold("source_unchanged", lambda: self._require_unchanged(small, receipt.source))
         with source_errors(place.store):
             sizes = {path: (place.store / path).stat().st_size for path in sums}
@@ -167,7 +178,16 @@ class Archiver:
             checks=tuple(checks.done),
         )
         place.write_receipt(sealed)
-        return sealed
+        return sealed, Proved(looks, sealed.checks) if comes_back else None
+
+    def _comes_back(self, whole: Source, place: Place, checks: Checks) -> bool:
+        """Tell whether an archive gives back its tag; if not, its removal says why."""
+        attempt = Checks()
+        with suppress(StreamshardError):
+            attempt.hold("rebuilt_equal", lambda: rebuilt_equal(whole, place, self.means))
+            checks.done += attempt.done
+            return True
+        return False
 
     def _sums(self, place: Place) -> dict[str, str]:
         found = place.files()

@@ -1,6 +1,6 @@
 """Proves that an archive is complete and equals its source, and records each check."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +17,7 @@ from streamshard.operations.checks.problems import Findings
 from streamshard.operations.compact.archive import omissions
 from streamshard.operations.compact.archive.archive_reading import ArchiveReading
 from streamshard.operations.compact.archive.receipts import Check, Place, Receipt, spell_time
+from streamshard.operations.compact.run_directory import looks_of
 from streamshard.operations.compare.comparison import EXTRA_BYTES, Comparing
 from streamshard.operations.compare.matching import pair_up
 from streamshard.operations.source.source import Source, open_source
@@ -28,8 +29,8 @@ from streamshard.operations.transfer.report import Progress
 class Checks:
     """The checks so far."""
 
-    def __init__(self) -> None:
-        self.done: list[Check] = []
+    def __init__(self, before: Iterable[Check] = ()) -> None:
+        self.done = [*before]
 
     def hold(self, name: str, look: Callable[[], str]) -> None:
         """Do one check and record its result; an error is recorded and raised again."""
@@ -43,6 +44,29 @@ class Checks:
 
 
 @dataclass(frozen=True, slots=True)
+class Proved:
+    """All that is proved of an archive before its tag is removed, as proved earlier in this run."""
+
+    looks: tuple[int, int, str]
+    """Looks of the archive before the proof read it."""
+    checks: tuple[Check, ...]
+
+    def still(self, place: Place) -> str:
+        """Require that the archive looks as it did before it was read.
+
+        Raises
+        ------
+        IntegrityError
+            A file has changed.
+        """
+        with source_errors(place.store):
+            is_same = self.looks == looks_of(place.store)
+        if not is_same:
+            raise IntegrityError(f"{place.store}: changed since it was compared with {place.tag}")
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
 class Means:
     """The limits and the progress of proving."""
 
@@ -51,13 +75,7 @@ class Means:
 
     def memory(self, codec_bytes: int = 0) -> MemoryPlan:
         """Fit a comparison into the memory limit."""
-        floor_bytes = self.limits.floor_bytes
-        return execution.fit_memory(
-            floor_bytes=floor_bytes,
-            codec_bytes=codec_bytes + EXTRA_BYTES,
-            workers=self.limits.workers,
-            limit_bytes=execution.limit_or_default(self.limits.memory_limit, floor_bytes),
-        )
+        return self.limits.fit(codec_bytes + EXTRA_BYTES)
 
     @property
     def workers(self) -> int:

@@ -19,7 +19,7 @@ _REBUILT: Final = f"{names.OWN_PREFIX}.rebuilt"
 _RUN: Final = "run"
 
 
-def rebuilt_equal(source: Source, place: Place, means: Means) -> str:
+def rebuilt_equal(source: Source, place: Place, means: Means, *, tag_only: bool = False) -> str:
     """Write native files from an archive, compare them with the tag, and remove them.
 
     Meanwhile they take as much space beside the archive as the tag itself.
@@ -28,6 +28,8 @@ def rebuilt_equal(source: Source, place: Place, means: Means) -> str:
     ----------
     source
         The complete tag.
+    tag_only
+        Whether to ignore sidecars beside the tag, which may have changed since.
 
     Raises
     ------
@@ -45,11 +47,12 @@ def rebuilt_equal(source: Source, place: Place, means: Means) -> str:
         _rebuild(place, rebuilt_dir, means)
         resident_memory.restart_peak()
         with source_errors(rebuilt_dir):
-            rebuilt = omissions.tag_only(open_source(rebuilt_dir))
-        tag = omissions.tag_only(source)
+            rebuilt = open_source(rebuilt_dir)
+        if tag_only:
+            rebuilt, source = omissions.tag_only(rebuilt), omissions.tag_only(source)
         try:
-            state_equal(rebuilt, tag)
-            return content_equal(rebuilt, tag, means)
+            state_equal(rebuilt, source)
+            return content_equal(rebuilt, source, means)
         except IntegrityError as error:
             raise IntegrityError(f"{place.store}: does not give back its tag: {error}") from error
 

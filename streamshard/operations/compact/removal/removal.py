@@ -9,7 +9,14 @@ from streamshard.engine.run import resident_memory
 from streamshard.errors import CorruptFileError, SourceError, StreamshardError
 from streamshard.formats.deepspeed import names
 from streamshard.operations.compact.archive import omissions
-from streamshard.operations.compact.archive.proof import Checks, Means, intact, prove, same_archive
+from streamshard.operations.compact.archive.proof import (
+    Checks,
+    Means,
+    Proved,
+    intact,
+    prove,
+    same_archive,
+)
 from streamshard.operations.compact.archive.receipts import (
     ARCHIVED,
     DROPPING,
@@ -26,7 +33,7 @@ from streamshard.operations.compact.removal.padding import padding_alike
 from streamshard.operations.compact.removal.rebuild import rebuilt_equal
 from streamshard.operations.compact.removal.trash import Trash
 from streamshard.operations.compact.run_directory import Identity
-from streamshard.operations.source.source import open_source
+from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.transfer.target import is_there
 from streamshard.sizes import show_duration
 
@@ -52,13 +59,18 @@ class Remover:
         """Return the place of a tag's archive."""
         return Place(self.directory, tag)
 
-    def remove(self, tag: str, still_free: Callable[[], str]) -> Receipt:
-        """Move a tag into the trash if its archive holds all of it; all checks are done anew.
+    def remove(
+        self, tag: str, still_free: Callable[[], str], proved: Proved | None = None
+    ) -> Receipt:
+        """Move a tag into the trash if its archive holds all of it.
 
         Parameters
         ----------
         still_free
             Looks at the run directory again; raises an error if something protects the tag now.
+        proved
+            The proof of this run, which has just archived the tag: both sides have to be unchanged
+            since. Without it everything is proved anew.
 
         Raises
         ------
@@ -66,7 +78,7 @@ class Remover:
             The tag may not be removed, or cannot be moved. Then it is where it was, and the receipt
             says why.
         """
-        place, checks = self.place(tag), Checks()
+        place, checks = self.place(tag), Checks(proved.checks if proved else ())
         receipt = self._receipt(tag)
         if receipt.state not in (ARCHIVED, TRASHED):
             raise SourceError(f"{place.receipt}: says '{receipt.state}' of a tag that is here")
@@ -74,7 +86,7 @@ class Remover:
             message = "another save of that name is not wholly removed yet"
             raise SourceError(f"{self.trash.rest_of(tag)}: {message}")
         try:
-            self._look(tag, receipt, checks, still_free)
+            self._look(tag, receipt, checks, still_free, proved)
             # The receipt must say when the tag was moved before the tag is in the trash.
             receipt = replace(receipt, sums_sha256=place.sums_sha256())
             at = spell_time(max(self.now, datetime.now(UTC)))  # the run may have begun long ago
@@ -89,25 +101,40 @@ class Remover:
         return trashed
 
     def _look(
-        self, tag: str, receipt: Receipt, checks: Checks, still_free: Callable[[], str]
+        self,
+        tag: str,
+        receipt: Receipt,
+        checks: Checks,
+        still_free: Callable[[], str],
+        proved: Proved | None,
     ) -> None:
-        root = self.run_dir / tag
+        root, place = self.run_dir / tag, self.place(tag)
+        means = None if proved else self.means
         checks.hold("same_run_directory", lambda: self._same_directory(receipt))
-        checks.hold("source_as_recorded", lambda: unchanged(receipt, root, self.means))
+        checks.hold("source_as_recorded", lambda: unchanged(receipt, root, means))
         resident_memory.restart_peak()
         opened = open_source(self.run_dir, tag)
         checks.hold("source_accounted_for", lambda: accounted_for(opened))
         checks.hold("ranks_agree", lambda: ranks_agree(opened))
         checks.hold("padding_alike", lambda: padding_alike(opened))
-        candidates, place = omissions.may_follow(opened.checkpoint), self.place(tag)
+        if proved is not None:
+            checks.hold("archive_unchanged", lambda: proved.still(place))
+        else:
+            self._prove(opened, receipt, checks)
+        checks.hold("source_unchanged", lambda: unchanged(receipt, root, None))
+        checks.hold("not_protected", still_free)
+        checks.hold("still_same_run_directory", lambda: self._same_directory(receipt))
+
+    def _prove(self, opened: Source, receipt: Receipt, checks: Checks) -> None:
+        """Compare a tag with its archive and with the files that are rebuilt from it."""
+        candidates, place = omissions.may_follow(opened.checkpoint), self.place(receipt.tag)
         derived = [c.number for c in candidates if c.pair.name in receipt.derived]
         prove(omissions.narrowed(opened, derived), place, self.means, checks, tag_only=True)
         # What the store's reader gives is written into files, and every bit of these is the tag's:
         # so the archive's tensors are the tag's, and weights that it leaves out follow from them.
-        checks.hold("rebuilt_equal", lambda: rebuilt_equal(opened, place, self.means))
-        checks.hold("source_unchanged", lambda: unchanged(receipt, root, None))
-        checks.hold("not_protected", still_free)
-        checks.hold("still_same_run_directory", lambda: self._same_directory(receipt))
+        checks.hold(
+            "rebuilt_equal", lambda: rebuilt_equal(opened, place, self.means, tag_only=True)
+        )
 
     def _same_directory(self, receipt: Receipt) -> str:
         now = Identity.of(self.run_dir)
