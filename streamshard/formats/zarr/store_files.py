@@ -13,8 +13,13 @@ from streamshard.formats.pickle.inert import show
 from streamshard.formats.zarr import store_manifest, store_state, zarr_writer
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, LIMIT_BYTES
 from streamshard.formats.zarr.documents import MANIFEST_PATH, STATE_PATH, array_path, chunk_keys
+from streamshard.formats.zarr.rewritten_documents import (
+    is_serialized_anew,
+    is_small_rewritten,
+    read_small_array,
+)
 from streamshard.formats.zarr.store_manifest import FileRecord, Manifest
-from streamshard.formats.zarr.store_paths import read_checked, read_small, require_inside
+from streamshard.formats.zarr.store_paths import read_small, require_inside
 from streamshard.io.entries import is_file
 from streamshard.model import ITEMSIZE
 
@@ -52,13 +57,15 @@ def read_manifest(root: Path) -> Manifest:
     """
     for path in MANIFEST_FILES:
         require_inside(root / path, root)
-    data = read_checked(root / MANIFEST_FILES[1])
+    data = read_small_array(root, MANIFEST_PATH)
     try:
         manifest = store_manifest.read(data)
     except CorruptFileError as error:
         raise CorruptFileError(f"{root / MANIFEST_FILES[1]}: {error}") from error
     document = root / MANIFEST_FILES[0]
-    if read_small(document) != zarr_writer.small_array_document(len(data)):
+    found, expected = read_small(document), zarr_writer.small_array_document(len(data))
+    is_ours = found == expected or is_serialized_anew(found, expected)
+    if not is_ours and not is_small_rewritten(root, MANIFEST_PATH, data):
         raise CorruptFileError(f"{document}: not the document of a manifest of {len(data)} bytes")
     return manifest
 
@@ -76,7 +83,7 @@ def read_state(root: Path, manifest: Manifest) -> tuple[Checkpoint, store_state.
     """
     try:
         require_inside(root / STATE_FILES[1], root)
-        checkpoint, shapes = store_state.load(read_checked(root / STATE_FILES[1]))
+        checkpoint, shapes = store_state.load(read_small_array(root, STATE_PATH, manifest))
         _require_listed(checkpoint, shapes, manifest)
     except (CorruptFileError, UnsupportedError, ValueError) as error:
         kind = UnsupportedError if isinstance(error, UnsupportedError) else CorruptFileError

@@ -29,11 +29,15 @@ from streamshard.formats.zarr.documents import (
     array_path,
     chunk_keys,
 )
+from streamshard.formats.zarr.rewritten_array import RewrittenArray, RewrittenPiece
+from streamshard.formats.zarr.rewritten_documents import find_rewritten, read_small_array
 from streamshard.formats.zarr.store_manifest import Manifest
-from streamshard.formats.zarr.store_paths import read_checked, read_small, require_inside
+from streamshard.formats.zarr.store_paths import read_small, require_inside
 from streamshard.io.entries import examine
 from streamshard.layout.cutting import Cutting, CuttingBuilder
 from streamshard.model import ITEMSIZE, BlockDigests, Slot, SourceFile
+
+ChunkDecoder = BlockDigests | EncodedChunk | RewrittenPiece
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +47,10 @@ class Store:
     checkpoint: Checkpoint
     cutting: Cutting
     files: tuple[SourceFile, ...]
-    decoders: dict[int, BlockDigests | EncodedChunk]
+    decoders: dict[int, ChunkDecoder]
     codec_bytes: int
+    rewritten: tuple[str, ...]
+    """Paths of the arrays that another tool rewrote."""
 
 
 def read(root: Path) -> Store:
@@ -59,8 +65,8 @@ def read(root: Path) -> Store:
         require_inside(root / path, root)
     _require_version(root)
     try:
-        manifest = store_manifest.read(read_checked(root / MANIFEST_PATH / "c/0"))
-        checkpoint, chunk_shapes = store_state.load(read_checked(root / STATE_PATH / "c/0"))
+        manifest = store_manifest.read(read_small_array(root, MANIFEST_PATH))
+        checkpoint, chunk_shapes = store_state.load(read_small_array(root, STATE_PATH, manifest))
     except (CorruptFileError, UnsupportedError) as error:
         raise type(error)(f"{root}: {error}") from error
     if _version(root) != store_state.version_of(checkpoint):
@@ -107,11 +113,13 @@ class _StoreReader:
     def __init__(self, root: Path, checkpoint: Checkpoint, manifest: Manifest) -> None:
         self._root = root
         self._checkpoint = checkpoint
+        self._manifest = manifest
         self._records = manifest.records
         self._codec = manifest.codec
         self._files: list[SourceFile] = []
-        self._decoders: dict[int, BlockDigests | EncodedChunk] = {}
+        self._decoders: dict[int, ChunkDecoder] = {}
         self._codec_bytes = 0
+        self._rewritten: list[str] = []
 
     def open(self, chunk_shapes: store_state.ChunkShapes) -> Store:
         builder = CuttingBuilder([ITEMSIZE[tensor.dtype] for tensor in self._checkpoint.tensors])
@@ -121,6 +129,11 @@ class _StoreReader:
             if len(shape) != len(tensor.shape) or not numel:
                 message = f"{self._root}: chunks of {show(shape)} for {tensor.name}"
                 raise CorruptFileError(f"{message} of {show(tensor.shape)}")
+            rewritten = find_rewritten(self._root, tensor, shape, self._manifest)
+            if rewritten is not None:
+                slot = self._add_rewritten(rewritten, array_path(tensor))
+                builder.place(index, builder.slot(slot), piece_numel=rewritten.numel)
+                continue
             counts = [-(-n // c) for n, c in zip(tensor.shape, shape, strict=True)]
             if math.prod(counts) > len(self._records):
                 message = f"{self._root}: {math.prod(counts):,} chunks of {tensor.name}, where the"
@@ -138,8 +151,30 @@ class _StoreReader:
                 numels=np.full(len(keys), numel, dtype=np.int64),
             )
             builder.place(index, builder.slot(slot), piece_numel=numel)
-        files = tuple(self._files)
-        return Store(self._checkpoint, builder.build(), files, self._decoders, self._codec_bytes)
+        return Store(
+            self._checkpoint,
+            builder.build(),
+            tuple(self._files),
+            self._decoders,
+            self._codec_bytes,
+            tuple(self._rewritten),
+        )
+
+    def _add_rewritten(self, array: RewrittenArray, path: str) -> Slot:
+        """Add an array that another tool rewrote, in pieces that are not its chunks."""
+        first = len(self._files)
+        for number in range(array.pieces):
+            self._decoders[first + number] = RewrittenPiece(array, number)
+            self._files.append(array.document)
+        # Nothing is read from these; the run ends with an error if one of them changes.
+        self._files += array.files.values()
+        self._codec_bytes = max(self._codec_bytes, array.codec_bytes)
+        self._rewritten.append(path)
+        return Slot(
+            files=np.arange(first, first + array.pieces, dtype=np.int64),
+            offsets=np.zeros(array.pieces, dtype=np.int64),
+            numels=np.full(array.pieces, array.numel, dtype=np.int64),
+        )
 
     def _add(self, path: str, numel: int, itemsize: int) -> None:
         """Add one chunk. It must be complete: Zarr would read a missing chunk as zeros."""

@@ -125,6 +125,11 @@ def digest_pieces(file: int, nbytes: int) -> list[ScanPiece]:
     ]
 
 
+def whole_piece(file: int, nbytes: int) -> ScanPiece:
+    """Return the piece that computes the digest of a file's content, decoded."""
+    return ScanPiece(nbytes, partial(_read_digest, file, 0, nbytes))
+
+
 def _read_digest(file: int, start: int, stop: int, probe: Probe) -> Digest:
     (found,) = probe.digests(file, [start, stop])
     return found

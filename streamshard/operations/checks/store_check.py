@@ -10,6 +10,7 @@ from streamshard.engine.numeric import digests
 from streamshard.engine.numeric.checksums import crc32
 from streamshard.engine.run.source_reader import Encoded
 from streamshard.errors import IntegrityError, SourceError, StreamshardError
+from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed.names import OWN_PREFIX
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.zarr import store_files
@@ -18,6 +19,7 @@ from streamshard.formats.zarr.documents import array_path
 from streamshard.formats.zarr.store_files import MANIFEST_FILES, ChunkPlace
 from streamshard.formats.zarr.store_manifest import FileRecord, Manifest
 from streamshard.formats.zarr.store_paths import require_inside
+from streamshard.formats.zarr.store_state import ChunkShapes
 from streamshard.io.entries import entries_below, examine
 from streamshard.layout.sample import Sample
 from streamshard.model import ITEMSIZE, SourceFile
@@ -31,11 +33,13 @@ from streamshard.operations.checks.problems import (
     UNSUPPORTED,
     Findings,
 )
+from streamshard.operations.checks.rewritten_check import RewrittenCheck
 from streamshard.operations.checks.scan import Result, Unit
 
 _LIMIT_AGAIN: Final = 4
 """How many times longer a document may be than streamshard writes it."""
 _FREE_BYTES: Final = 1 << 16
+_State = tuple[Checkpoint, ChunkShapes]
 
 
 class StoreCheck:
@@ -56,6 +60,7 @@ class StoreCheck:
         """Path → number of every file that exists and has the right length."""
         self._documents: Mapping[str, bytes] = {}
         self._arrays: list[tuple[str, list[ChunkPlace]]] = []
+        self._rewritten = RewrittenCheck(root, findings, self.files, self.decoders)
         self._directories: set[Path] = set()
         """Directories that are known to lie in the store, with symbolic links resolved."""
         self._manifest = self._read_manifest()
@@ -63,8 +68,13 @@ class StoreCheck:
         if self._manifest is None:
             self._take_unlisted(present)
         else:
+            state = self._load_state(self._manifest)
+            if not isinstance(state, StreamshardError) and self._manifest.codec in CODECS:
+                self._documents = store_files.documents(*state, self._manifest.codec)
+                self._rewritten.find(self._manifest, *state, self._documents)
+                self.codec_bytes = self._rewritten.codec_bytes
             self._take_listed(self._manifest, present)
-            self._read_state(self._manifest)
+            self._compare_state(self._manifest, state)
 
     @property
     def nbytes(self) -> int:
@@ -107,10 +117,13 @@ class StoreCheck:
 
     def _take_listed(self, manifest: Manifest, present: set[str]) -> None:
         for path in sorted(present - manifest.records.keys() - {*MANIFEST_FILES}):
-            full = self._root / path
-            self._findings.add(EXTRA, full, f"{full}: is no part of the store")
+            if path not in self._rewritten:
+                full = self._root / path
+                self._findings.add(EXTRA, full, f"{full}: is no part of the store")
         for path, record in manifest.records.items():
-            self._add_file(path, record.nbytes)
+            if path not in self._rewritten:
+                self._add_file(path, record.nbytes)
+        self._rewritten.note_documents()
 
     def _add_file(self, path: str, nbytes: int | None) -> None:
         """Add a file if it is a regular file in the store and has the right length."""
@@ -132,21 +145,26 @@ class StoreCheck:
             if not stat.is_file:
                 message = f"{full}: no regular file; copy the store with 'cp -rL'"
                 self._findings.add(MALFORMED, full, message)
-            elif nbytes not in (None, stat.nbytes):
+            elif nbytes not in (None, stat.nbytes) and not self._rewritten.holds_document(path):
                 message = f"{full}: {stat.nbytes} bytes, {nbytes} were written"
                 self._findings.add(DAMAGED, full, message)
-            else:
+            elif nbytes in (None, stat.nbytes):
                 self._index[path] = len(self.files)
                 self.files.append(stat.source_file(full))
 
-    def _read_state(self, manifest: Manifest) -> None:
-        """Compare the tensors in the training state with the manifest."""
+    def _load_state(self, manifest: Manifest) -> _State | StreamshardError:
         try:
-            checkpoint, shapes = store_files.read_state(self._root, manifest)
+            return store_files.read_state(self._root, manifest)
         except (SourceError, IntegrityError) as error:
+            return error
+
+    def _compare_state(self, manifest: Manifest, state: _State | StreamshardError) -> None:
+        """Compare the tensors in the training state with the manifest."""
+        if isinstance(state, StreamshardError):
             files = [self._root / path for path in store_files.STATE_FILES]
-            self._findings.add_error(error, self._root, files)
+            self._findings.add_error(state, self._root, files)
             return
+        checkpoint, shapes = state
         if manifest.codec not in CODECS:
             place = self._root / MANIFEST_FILES[1]
             message = f"{place}: compressed with {show(manifest.codec)}, which is not known"
@@ -155,7 +173,6 @@ class StoreCheck:
         self.tag = checkpoint.tag
         if checkpoint.dropped is not None:
             self._findings.notes.append(checkpoint.remarks[0])
-        self._documents = store_files.documents(checkpoint, shapes, manifest.codec)
         self._arrays = list(store_files.places(checkpoint, shapes))
         itemsizes = {array_path(t): ITEMSIZE[t.dtype] for t in checkpoint.tensors}
         for array, chunks in self._arrays:
@@ -196,7 +213,7 @@ class StoreCheck:
 
     def units(self) -> Iterator[Unit]:
         """Yield the units to read: small files always, arrays only if they are in the sample."""
-        self._findings.files += len(self.files)
+        self._findings.files += len(self.files) - self._rewritten.extra_files
         if self._manifest is None:
             yield from (self._unlisted_unit(path) for path in self._index)
             return
@@ -204,13 +221,19 @@ class StoreCheck:
         for path in self._index:
             if path not in known:
                 yield self._single_unit(self._manifest, path)
-        total, at = sum(self._array_bytes(chunks) for _, chunks in self._arrays), 0
+        total, at = sum(self._array_bytes(array, chunks) for array, chunks in self._arrays), 0
         for array, chunks in self._arrays:
-            start, at = at, at + self._array_bytes(chunks)
-            if self._sample.holds(start, at, total):
+            start, at = at, at + self._array_bytes(array, chunks)
+            if not self._sample.holds(start, at, total):
+                continue
+            if array in self._rewritten:
+                yield from self._rewritten.units(array)
+            else:
                 yield self._array_unit(self._manifest, array, chunks)
 
-    def _array_bytes(self, chunks: Sequence[ChunkPlace]) -> int:
+    def _array_bytes(self, array: str, chunks: Sequence[ChunkPlace]) -> int:
+        if array in self._rewritten:
+            return self._rewritten.nbytes(array)
         held = [self._index[chunk.path] for chunk in chunks if chunk.path in self._index]
         return sum(self.files[number].nbytes for number in held)
 

@@ -14,6 +14,7 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.cut import muon_order
 from streamshard.formats.pickle.inert import Call, Global, Node, show
 from streamshard.formats.zarr.chunks import EncodedChunk
+from streamshard.formats.zarr.rewritten_documents import remark
 from streamshard.model import MASTER
 from streamshard.operations.inspect.checkpoint_list import summaries
 from streamshard.operations.inspect.file_groups import group_files, list_files
@@ -143,7 +144,7 @@ def summarize(source: Source) -> Inspection:
         tensors=len(checkpoint.tensors),
         codec=_codec(source),
         problems=problems_of(source),
-        notes=checkpoint.remarks,
+        notes=(*([remark(source.rewritten)] if source.rewritten else []), *checkpoint.remarks),
         weights_only=checkpoint.dropped,
     )
 

@@ -61,6 +61,8 @@ class Source:
     """Reference checkpoint: another one of the same job, which supplies what this one lacks."""
     is_elastic: bool = False
     """Whether its files were saved with `elastic_checkpoint`, without hyper-parameters."""
+    rewritten: tuple[str, ...] = ()
+    """Paths of a store's arrays that another tool rewrote."""
 
     @property
     def needs_like(self) -> bool:
@@ -79,6 +81,18 @@ class Source:
         if dropped is not None:
             message = f"{self.path}: holds weights only: {dropped}, so no job can resume from it"
             raise UnsupportedError(f"{message}. 'streamshard export' writes its weights")
+
+    def require_as_written(self) -> None:
+        """Refuse a store in which another tool rewrote an array.
+
+        Raises
+        ------
+        UnsupportedError
+            The message names an array.
+        """
+        if self.rewritten:
+            message = f"{self.path / self.rewritten[0]}: rewritten by another tool: no archive that"
+            raise UnsupportedError(f"{message} proves anything. Put back what streamshard wrote")
 
     def require_use_of_like(self, *, needed: bool = False) -> None:
         """Refuse a reference checkpoint that is not needed.
@@ -274,5 +288,5 @@ def _open_store(root: Path, tag: str | None) -> Source:
         raise UsageError(message)
     return Source(
         root, "store", store.checkpoint, store.cutting, store.files, store.decoders,
-        store.codec_bytes,
+        store.codec_bytes, rewritten=store.rewritten,
     )  # fmt: skip

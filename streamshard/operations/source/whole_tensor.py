@@ -7,6 +7,7 @@ import numpy as np
 
 from streamshard.engine.run.source_reader import Decoder
 from streamshard.errors import UsageError
+from streamshard.formats.zarr.rewritten_array import RewrittenPiece
 from streamshard.layout.cutting import coalesce, whole_segment
 from streamshard.model import ITEMSIZE, BlockDigests
 from streamshard.operations.source.source import Source
@@ -37,7 +38,10 @@ def locate_whole(source: Source, number: int, name: str) -> tuple[int, int, int]
     why = []
     if len(copies) > 1:
         why.append(f"is cut into {len(copies):,} pieces")
-    if not all(_is_stored_plainly(source.decoders.get(file)) for file in files):
+    decoders = [source.decoders.get(file) for file in files]
+    if any(isinstance(decoder, RewrittenPiece) for decoder in decoders):
+        why.append("was rewritten by another tool")
+    elif not all(map(_is_stored_plainly, decoders)):
         why.append("is compressed")
     if why:
         message = f"{name} {' and '.join(why)}, in {_listed(source, files)}, so it cannot be mapped"

@@ -7,8 +7,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from streamshard.formats.zarr.chunks import EncodedChunk
 from streamshard.layout.cutting import Segments
-from streamshard.model import BlockDigests
 from streamshard.operations.source.source import Source
 
 _PIECES_AT_ONCE: Final = 1 << 16
@@ -53,6 +53,6 @@ def read_bytes(source: Source, times: NDArray[np.int64]) -> NDArray[np.int64]:
         # With target_itemsize=0, each copy's `target` stays the number of its tensor.
         np.add.at(found, copies.file, copies.nbytes * times[copies.target])
     for number, decoder in source.decoders.items():
-        if not isinstance(decoder, BlockDigests) and found[number]:
+        if isinstance(decoder, EncodedChunk) and found[number]:
             found[number] = source.files[number].nbytes
     return found

@@ -119,6 +119,7 @@ def prove(
     resident_memory.restart_peak()
     with source_errors(place.store):
         archive = open_source(place.store)
+    archive.require_as_written()
     if tag_only:
         archive, source = omissions.tag_only(archive), omissions.tag_only(source)
     checks.hold("state_equal", lambda: state_equal(archive, source))

@@ -73,6 +73,7 @@ class Remainder:
             The store cannot be read.
         """
         full = open_source(store)
+        full.require_as_written()
         with source_errors(store):
             manifest = store_files.read_manifest(store)
             _, shapes = store_files.read_state(store, manifest)
