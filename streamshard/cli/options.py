@@ -10,7 +10,6 @@ from typing import Final
 from streamshard import sizes
 from streamshard.defaults import DEFAULT_MIN_AGE, PROGRESS_MODES
 from streamshard.errors import UsageError
-from streamshard.io.entries import is_file
 
 _MOST_SOURCES: Final = 2
 """Maximum number of consecutive sources that a verb takes."""
@@ -131,6 +130,8 @@ def with_templates(argv: Sequence[str]) -> list[str]:
     IncompleteError
         The file of a rank between others is missing.
     """
+    if len(argv) <= _MOST_SOURCES:  # a verb and one file, or `--help`, which is to be fast
+        return [*argv]
     found: list[str] = []
     for (is_one, place), group in groupby(argv, _file_and_place):
         words = [*group]
@@ -146,6 +147,8 @@ def with_templates(argv: Sequence[str]) -> list[str]:
 
 
 def _file_and_place(word: str) -> tuple[bool, Path]:
+    from streamshard.io.entries import is_file  # not at the top: `--help` needs none of it
+
     path = Path(word)
     try:
         return is_file(path), path.parent

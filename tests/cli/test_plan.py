@@ -29,7 +29,8 @@ def test_a_plan_is_saved_cut_off_and_gone_on_with(run: Path, tmp_path: Path) -> 
     saved = streamshard(*command, "-n", "--plan-out", plan)
     assert saved.out.endswith(f"\nTo do this: streamshard apply {plan}\n")
     shown = streamshard("apply", plan, "-n")
-    assert (shown.code, shown.out.split("\n")[0]) == (0, f"would write  {tmp_path}/out")
+    assert shown.code == 0
+    assert shown.out.startswith(f"would write  {tmp_path}/out")
     assert cut_off("note", 3, ("apply", plan)).code == -signal.SIGKILL
     done = streamshard(*command, "--json")
     assert json.loads(done.out)["kept_bytes"] > 0
