@@ -46,14 +46,14 @@ def parse(text: str, *, whole: int | None = None) -> int:
         return int(whole * float(match[1]) / 100)
     if match is None or unit not in _UNITS:
         percent = " or 50%" if whole is not None else ""
-        raise ValueError(f"{text!r} is no size; write 64MiB, 5GB{percent}")
+        raise ValueError(f"{text!r} is not a size; write 64MiB, 5GB{percent}")
     return int(float(match[1]) * _UNITS[unit])
 
 
 def parse_part(text: str) -> tuple[int | None, int]:
     """Read a part of a whole: `3/20` for the third of twenty, `5%` for any one of twenty.
 
-    If 100% is no multiple of the percentage, the part is rounded up: 30% gives one of three.
+    If 100% is not a multiple of the percentage, the part is rounded up: 30% gives one of three.
 
     Raises
     ------
@@ -69,7 +69,7 @@ def parse_part(text: str) -> tuple[int | None, int]:
         return int(part), int(parts)
     if percent is not None and 0 < Fraction(percent) <= 100:
         return None, int(100 / Fraction(percent))
-    raise ValueError(f"{text!r} is no part of a whole; write 5% or 3/20")
+    raise ValueError(f"{text!r} is not a part of a whole; write 5% or 3/20")
 
 
 def parse_time(text: str) -> timedelta:
@@ -85,7 +85,7 @@ def parse_time(text: str) -> timedelta:
     """
     match = re.fullmatch(r"\s*(\d{1,6})\s*([smhdw])\s*", text)
     if match is None:
-        raise ValueError(f"{text!r} is no length of time; write 2h, 7d, 30m")
+        raise ValueError(f"{text!r} is not a length of time; write 2h, 7d, 30m")
     return timedelta(seconds=int(match[1]) * _SECONDS[match[2]])
 
 

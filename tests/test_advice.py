@@ -96,7 +96,7 @@ def test_what_nothing_tells_is_said(saved: Content, tmp_path: Path) -> None:
 @pytest.mark.parametrize("saved", [sizes(None, None, 4), sizes(64, 5, 3), sizes(64, 32, 32)])
 def test_sizes_that_tell_nothing_are_not_made_up(saved: Content, tmp_path: Path) -> None:
     text = advice(tmp_path, saved, world_size=2)
-    assert "does not tell the global batch" in text
+    assert "lacks the global batch size" in text
     assert settings(text) == []
 
 

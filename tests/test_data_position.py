@@ -75,4 +75,4 @@ def test_a_store_tells_the_same(codec: str, tmp_path: Path) -> None:
 )
 def test_a_step_that_is_not_told_is_not_guessed(state: str, tmp_path: Path) -> None:
     report = streamshard.repartition(run_of(tmp_path, state), tmp_path / "out", world_size=5)
-    assert any("trainer_state.json does not tell the step" in text for text in report.notes)
+    assert any("trainer_state.json does not contain the step" in text for text in report.notes)

@@ -35,7 +35,7 @@ def held(job: Job) -> dict[str, torch.Tensor]:
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Cast what is no count and no mask."""
+    """Cast what is not a count and no mask."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 

@@ -165,7 +165,7 @@ def test_what_overflows_is_counted_and_named(run: Path, tmp_path: Path) -> None:
 
 
 NAMED = {"index": "*.index.json", "copy": "config.json"}
-"""What is damaged that is no file of weights."""
+"""What is damaged that is not a file of weights."""
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch"])

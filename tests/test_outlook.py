@@ -153,7 +153,7 @@ def test_files_of_ranks_that_are_gone_are_named(tmp_path: Path) -> None:
     assert parts(told)["rng_state_3.pth"] == (1, 4)
     subjects = {change.subject: change.text for change in told.changes}
     assert "the new job has no rank 3" in subjects["random generators"]
-    assert "trainer_state.json does not tell the step" in subjects["data position"]
+    assert "trainer_state.json does not contain the step" in subjects["data position"]
     assert "last_epoch 7" in subjects["learning rate"]
     assert '"train_batch_size": 24' in subjects["global batch"]
     assert {*subjects.values()} & {*plan.report.notes} == {

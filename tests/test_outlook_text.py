@@ -62,7 +62,7 @@ zero_to_fp32.py                                                       1      22
 latest                                                                1      12
 
 For the job that resumes:
-random generators  The checkpoint holds none for each rank. What is in the client state comes along.
+random generators  The checkpoint holds none for each rank. What is in the client state is kept.
 global batch       To keep the global batch of 24 on 3 ranks, set in the DeepSpeed config:
                      "train_batch_size": 24,
                      "train_micro_batch_size_per_gpu": 2,

@@ -190,7 +190,7 @@ def test_nothing_but_a_plan_is_replaced(content: bytes | None, tmp_path: Path) -
     place = Path("notes.txt")
     place.mkdir() if content is None else place.write_bytes(content)
     before = tree(tmp_path)
-    with pytest.raises(TargetExistsError, match=r"^notes\.txt: exists, and is no plan"):
+    with pytest.raises(TargetExistsError, match=r"^notes\.txt: exists, and is not a plan"):
         plan_repartition().save("notes.txt")
     assert tree(tmp_path) == before
     plan_repartition().save("plan.json")
@@ -219,7 +219,7 @@ def test_a_plan_says_how_to_replace_what_is_there() -> None:
     with pytest.raises(TargetExistsError) as caught:
         streamshard.load_plan("plan.json")
     (note,) = caught.value.__notes__
-    assert "Plan anew with --dry-run --plan-out, and with --overwrite" in note
+    assert "Make a new plan with --dry-run --plan-out, and with --overwrite" in note
 
 
 def _without(key: str) -> Callable[[Content], None]:
@@ -238,9 +238,9 @@ def _with(*path: str, value: object) -> Callable[[Content], None]:
 DAMAGE: dict[str, tuple[Callable[[Content], None], str]] = {
     "no kind": (_without("kind"), "not a plan of streamshard's"),
     "another version": (_with("version", value=2), "a plan of version 2, this is 1"),
-    "no verb": (_without("verb"), "None is no verb"),
-    "a verb without plans": (_with("verb", value="compact"), "'compact' is no verb"),
-    "a verb that is a list": (_with("verb", value=["repartition"]), "is no verb"),
+    "no verb": (_without("verb"), "None is not a verb"),
+    "a verb without plans": (_with("verb", value="compact"), "'compact' is not a verb"),
+    "a verb that is a list": (_with("verb", value=["repartition"]), "is not a verb"),
     "another verb": (_with("verb", value="convert"), "'ds_config_file' is not known|not known"),
     "no source": (_without("source"), "'source' is missing"),
     "a relative source": (_with("source", value="run"), "'source' cannot be"),

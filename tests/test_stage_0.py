@@ -132,7 +132,7 @@ def test_a_part_that_is_missing(part: int, tmp_path: Path) -> None:
 
 def test_a_count_of_ranks_that_is_none(tmp_path: Path) -> None:
     run = stage_0(tmp_path / "run", dp_world_size="many")
-    with pytest.raises(CorruptFileError, match="'dp_world_size' is 'many', which is no count"):
+    with pytest.raises(CorruptFileError, match="'dp_world_size' is 'many', which is not a count"):
         streamshard.inspect(run)
 
 

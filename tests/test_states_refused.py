@@ -132,11 +132,11 @@ REFUSED: dict[str, tuple[Callable[[int], States], str]] = {
     ),
     "numpy": (
         lambda n: {"exp_avg": np.zeros(4096)},
-        r"'exp_avg' of group 0 is of class numpy\..* bytes, which is no plain value",
+        r"'exp_avg' of group 0 is of class numpy\..* bytes, which is not a plain value",
     ),
     "numbers": (
         lambda n: {"exp_avg": [0.5] * 200},
-        r"'exp_avg' of group 0 is of type list and takes 1,\d+ bytes, which is no plain value",
+        r"'exp_avg' of group 0 is of type list and takes 1,\d+ bytes, which is not a plain value",
     ),
 }
 

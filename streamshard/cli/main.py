@@ -197,7 +197,7 @@ def _inspect_pickles(arguments: argparse.Namespace) -> None:
     options = _keywords(inspect.inspect, arguments)
     tag = options.pop("tag")
     if not all(value is None or value is False or value == [] for value in options.values()):
-        raise UsageError("--pickles lists names and nothing else: of the other options only --tag")
+        raise UsageError("--pickles lists names and nothing else: only --tag may be given with it")
     found = pickle_report.list_pickles(arguments.source, tag=tag)
     if arguments.json:
         _print(json.dumps(asdict(found), indent=2))
@@ -205,7 +205,7 @@ def _inspect_pickles(arguments: argparse.Namespace) -> None:
         _print(printable(pickles_text(found, verbose=arguments.verbose)))
     if found.problems:
         count, first = len(found.problems), found.problems[0]
-        message = f"{found.path}: {count} of {len(found.files)} files not looked through to the end"
+        message = f"{found.path}: {count} of {len(found.files)} files not read to the end"
         raise SourceError(f"{message}, so there may be more names; {first.path}: {first.problem}")
 
 

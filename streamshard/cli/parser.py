@@ -232,7 +232,7 @@ def _add_export(verbs: Verbs) -> None:
         action="append",
         default=[],
         metavar="TEXT",
-        help="take it from the front of names: module. [nothing]",
+        help="prefix to remove from names: module. [none]",
     )
     verb.add_argument(
         "--no-frozen",

@@ -224,7 +224,7 @@ def _draw_legend(pen: _Pen, picture: Picture) -> None:
         x += 8 + len(picture.border) * _CHARACTER + 20
     most = max((len(panel.units) for panel in picture.panels), default=0)
     if most > len(COLOURS):
-        pen.text("colours come again; point at a part for its name", x, pen.y, "m")
+        pen.text("colours repeat; point at a part to see its name", x, pen.y, "m")
     for note in picture.notes:
         pen.down(18)
         pen.text(_shortened(note, WIDTH - 48, _CHARACTER), 24, pen.y, "m")

@@ -82,7 +82,7 @@ def require_tied_to_weights(entries: Sequence[ModuleEntry]) -> None:
     for entry in entries:
         if entry.kind == "alias" and entry.alias_of not in own:
             message = f"'{entry.name}' is said to be tied to '{entry.alias_of}'"
-            raise CorruptFileError(f"{message}, which is no tensor of its own")
+            raise CorruptFileError(f"{message}, which is not a tensor of its own")
 
 
 @dataclass(frozen=True, slots=True)

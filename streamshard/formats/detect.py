@@ -83,8 +83,8 @@ def _torch_file(path: Path) -> str | None:
     whole = kind_of_whole_dump(root)
     if whole is not None:
         return (
-            f"{whole}, in which ZeRO has cut nothing. If the files of all ranks hold the same, "
-            "any of them loads on any count of ranks; a template tells whether they do"
+            f"{whole}, which ZeRO did not partition. If the files of all ranks hold the same, "
+            "any of them loads on any count of ranks; a template shows whether they do"
             f"{_template(path)}"
         )
     if names.OPTIMIZER in root:

@@ -31,13 +31,13 @@ def require_regular(path: Path, *roots: Path) -> None:
     SourceError
         See `require_inside`.
     CorruptFileError
-        The path is no regular file, but for example a pipe or a device.
+        The path is not a regular file, but for example a pipe or a device.
     OSError
         The path cannot be examined, such as a link to nothing.
     """
     require_inside(path, *roots)
     if not examine(path).is_file:
-        raise CorruptFileError(f"{path}: no regular file; move it away, or copy what it should be")
+        raise CorruptFileError(f"{path}: not a regular file; move it away, or put a copy there")
 
 
 def is_inside(path: Path, *roots: Path) -> bool:

@@ -42,7 +42,7 @@ def look_into(source: Readable, name: str) -> Finding | None:
     if head.startswith(zip_directory.MAGIC):
         return _in_zip(source, expected=expected)
     if head[_TAR[0] :].startswith(_TAR[1]):
-        problem = "a tar, as torch saved long ago; what is in it is not looked into"
+        problem = "a tar, as torch saved long ago; its content is not read"
         return Finding(0, {}, problem) if expected else None
     if not expected and head[:1] != b"\x80":
         return None
@@ -71,11 +71,11 @@ def _in_zip(source: Readable, *, expected: bool) -> Finding | None:
     pickles, problem = 0, None
     for record in records.values():
         if "/code/" in record.name:
-            problem = "holds TorchScript code, which is not looked into"
+            problem = "holds TorchScript code, which is not read"
         if not record.name.endswith(".pkl"):
             continue
         if record.nbytes > inert_load.LIMIT_BYTES:
-            problem = f"holds a pickle of {record.nbytes:,} bytes, which is not looked into"
+            problem = f"holds a pickle of {record.nbytes:,} bytes, which is not read"
             continue
         counter = NameCounter(source.read_at(record.start, record.nbytes), 0)
         try:

@@ -138,7 +138,7 @@ def read(path: Path) -> Sequence[Stored]:
     Raises
     ------
     CorruptFileError
-        The file is no safetensors file, or its tensors do not fill it from the header to the end.
+        The file is not a safetensors file, or its tensors do not fill it from header to end.
     OSError
         The file cannot be read.
     """
@@ -154,7 +154,8 @@ def read(path: Path) -> Sequence[Stored]:
         start = _LENGTH.size + length
         found = [_stored(name, held, start) for name, held in header.items() if name != _METADATA]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CorruptFileError(f"{path}: its header is no safetensors header ({error})") from error
+        message = f"{path}: its header is not a safetensors header ({error})"
+        raise CorruptFileError(message) from error
     found.sort(key=lambda one: (one.offset, one.tensor.nbytes))
     at = start
     for one in found:
@@ -163,7 +164,7 @@ def read(path: Path) -> Sequence[Stored]:
             raise CorruptFileError(message)
         at += one.tensor.nbytes
     if at != nbytes:
-        raise CorruptFileError(f"{path}: {nbytes} bytes, for {at} that its header tells of")
+        raise CorruptFileError(f"{path}: {nbytes} bytes, its header describes {at}")
     return found
 
 

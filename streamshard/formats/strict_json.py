@@ -10,7 +10,7 @@ def parse(data: bytes) -> Any:  # noqa: ANN401
     Raises
     ------
     ValueError
-        The data is no JSON, or readers may interpret it in several ways.
+        The data is not JSON, or readers may interpret it in several ways.
     """
     try:
         return json.loads(data.decode(), object_pairs_hook=_each_once, parse_constant=_refuse)
@@ -26,4 +26,4 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"holds {constant}, which is no JSON")
+    raise ValueError(f"holds {constant}, which is not JSON")

@@ -18,7 +18,7 @@ PLANNERS: Final[Mapping[str, Callable[..., TransferPlan]]] = {
     "export": plan_export,
 }
 """The function that plans each verb that writes."""
-_ANEW: Final = "Plan anew with --dry-run --plan-out"
+_ANEW: Final = "Make a new plan with --dry-run --plan-out"
 
 
 def load_plan(

@@ -147,7 +147,7 @@ def test_what_needs_somebody_is_told_though_quiet(run: Path, tmp_path: Path) -> 
     assert line.startswith(f"streamshard: {tag_of(2000)}: ambiguous: its step is above 1,000")
     done = streamshard("compact", run, tmp_path / "archive", "-n")
     assert done.err.splitlines() == [line]
-    assert re.search(rf"{tag_of(2000)} +ambiguous .* told on standard error\n", done.out)
+    assert re.search(rf"{tag_of(2000)} +ambiguous .* listed on standard error\n", done.out)
     (run / "latest").unlink()
     done = streamshard("compact", run, tmp_path / "archive", "--delete", "-q")
     assert (done.code, "no 'latest'" in done.err, done.out) == (3, True, "")

@@ -59,7 +59,7 @@ def test_it_says_what_it_wrote(run: Path, tmp_path: Path) -> None:
     [
         (("--dtype", "int8"), 2, "invalid choice"),
         (("--include", "nothing"), 2, "no tensor has such a name"),
-        (("--max-shard-size", "many"), 2, "is no size"),
+        (("--max-shard-size", "many"), 2, "is not a size"),
         (("--memory-limit", "1MiB"), 5, "--memory-limit"),
         (("--tag", "global_step8"), 3, "no such tag"),
     ],

@@ -151,7 +151,7 @@ BOMBS = [
     Bomb("world size", MODEL, lambda c: c.update(dp_world_size=laughs()), "a list of 2 ranks"),
     Bomb("a huge shape", MODEL, lambda c: c["param_shapes"][0].update(x=HUGE), "is not a shape"),
     Bomb("no name", MODEL, lambda c: c["param_shapes"][0].update({7: SMALL}), "no name"),
-    Bomb("tied to what is no tensor", MODEL, tied_to_a_number, "no tensor of its own"),
+    Bomb("tied to what is not a tensor", MODEL, tied_to_a_number, "no tensor of its own"),
     Bomb("one value", OPTIMIZER, lambda c: states_of(c).update(exp_avg=KEPT), "no plain value"),
     Bomb("a slice", OPTIMIZER, a_slice_of_halves, "1.5 long"),
     Bomb("elastic", OPTIMIZER, lambda c: state_of(c).update(base_optimizer_state=laughs())),
@@ -212,7 +212,7 @@ def test_numbers_of_a_config_that_no_float_can_be(run: Path, tmp_path: Path) -> 
     ratio = {"zero_optimization": {"stage": 2, "offload_optimizer": {"ratio": 10**400}}}
     for path in optimizer_files(run):
         edit(path, lambda c: c["ds_config"].update(ratio))
-    require_refused(run, "which is no part of 1")
+    require_refused(run, "which is not a part of 1")
 
 
 def test_files_of_experts_are_held_to_the_same(tmp_path: Path) -> None:
@@ -275,4 +275,4 @@ def test_a_batch_that_nobody_has_is_not_divided_up(run: Path) -> None:
         edit(path, lambda content: content["ds_config"].update(config))  # noqa: B023
     done = streamshard("repartition", run, run.parent / "out", "--world-size", 3, "-n")
     assert done.exit_code == 0
-    assert "does not tell the global batch" in done.stdout
+    assert "lacks the global batch size" in done.stdout

@@ -243,7 +243,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "an extension": (lambda path: with_pickle(path, b"\x82\x01."), "not accepted"),
     "no end": (lambda path: with_pickle(path, b"}" * MIB), "no end"),
     "nested": (lambda path: with_pickle(path, b")" + b"\x85" * MIB + b"."), "tuples in each other"),
-    "a pipe": (pipe, "no regular file"),
+    "a pipe": (pipe, "not a regular file"),
     "leads out": (elsewhere, "leads out"),
     "a ring": (ring, ""),
 }  # fmt: skip

@@ -183,7 +183,7 @@ def test_a_picture_that_exists_is_replaced_only_if_asked(tmp_path: Path) -> None
     found = streamshard.inspect(run, svg=file, overwrite=True)
     assert [(p.path, p.nbytes) for p in found.pictures] == [(str(file), file.stat().st_size)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.svg", "run"]
-    with pytest.raises(TargetExistsError, match="is no file"):
+    with pytest.raises(TargetExistsError, match="is not a file"):
         streamshard.inspect(run, html=tmp_path, overwrite=True)
     with pytest.raises(TargetError, match="nowhere"):
         streamshard.inspect(run, html=tmp_path / "nowhere" / "cut.html")

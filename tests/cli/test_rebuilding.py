@@ -53,7 +53,7 @@ def change_a_weight(rebuilt: Path) -> None:
 
 
 def count_a_step_more(rebuilt: Path) -> None:
-    """Change what is no tensor."""
+    """Change what is not a tensor."""
     for path in rebuilt.glob("*model_states.pt"):
         edit(path, lambda content: content.update(global_steps=content["global_steps"] + 1))
 

@@ -108,7 +108,7 @@ def test_what_is_protected_while_it_is_looked_at_stays(
 
     monkeypatch.setattr("streamshard.operations.compact.tag_choice_review.look_at", late)
     found = api.compact(run, archive, delete=True)
-    assert (found.tags[0].action, "may not go any more" in found.tags[0].reason) == (
+    assert (found.tags[0].action, "may not be removed any more" in found.tags[0].reason) == (
         "ambiguous", True
     )  # fmt: skip
     assert times == 1
@@ -186,7 +186,7 @@ def replace_trash(run: Path) -> None:
 UNCLEAR: dict[str, tuple[Callable[[Path], None], str]] = {
     "a newer one is torn": (tear, "model_states.pt"),
     "latest is gone": (lose_latest, "no 'latest'"),
-    "the trash is elsewhere": (replace_trash, "its trash cannot be looked into"),
+    "the trash is elsewhere": (replace_trash, "its trash cannot be read"),
 }
 
 

@@ -72,7 +72,7 @@ def test_nans_of_a_cast_may_have_any_bits(any_nan: bool) -> None:
     )
     comparison = Comparison(left, plain(target, 2), np.array([0]), "bfloat16", any_nan=any_nan)
     found = compare(comparison, source, target, 64)
-    # Infinity is no NaN, and 3.0 is not 3.015625.
+    # Infinity is not a NaN, and 3.0 is not 3.015625.
     assert found == [Mismatch(0, 2, 2) if any_nan else Mismatch(0, 1, 3)]
 
 

@@ -127,7 +127,7 @@ def test_other_errors_are_errors(target: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_not_on_a_file_system_in_memory() -> None:
     memory = Path("/dev/shm")
     if not memory.is_dir() or kind_of(memory) != TMPFS:
-        pytest.skip("/dev/shm is no file system in memory here")
+        pytest.skip("/dev/shm is not a file system in memory here")
     before = open_descriptors()
     descriptor = os.open(memory, os.O_TMPFILE | os.O_RDWR)
     try:

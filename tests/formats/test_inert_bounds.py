@@ -1,4 +1,4 @@
-"""Pickles made to take for ever, or all there is: refused, or read in proportion to their size."""
+"""Pickles made to take forever, or all there is: refused, or read in proportion to their size."""
 
 import pickle
 import struct
@@ -85,12 +85,12 @@ REFUSED: dict[str, Callable[[], bytes]] = {
     "a place in the memo that is written out": lambda: b"Np99999999999999999999\n.",
     "a negative place in the memo": lambda: b"Np0\n0g-1\n.",
     "a name of a mebibyte": lambda: named_again(100_000),
-    "a name that is no text": lambda: (
+    "a name that is not text": lambda: (
         b"\x8c\x01a\x8d" + struct.pack("<Q", 3) + b"\xed\xa0\x80\x93."
     ),
     "a state twice": lambda: b"cm\nC\n)\x81}b}b.",
     "a class's state": lambda: b"cm\nC\n}b.",
-    "members of what is no set": lambda: b"cm\nC\n)\x81(N\x90.",
+    "members of what is not a set": lambda: b"cm\nC\n)\x81(N\x90.",
     "a frame past the end": lambda: b"\x80\x04\x95" + struct.pack("<Q", 1 << 62) + b"N.",
     "text past the end": lambda: b"\x8d" + struct.pack("<Q", 1 << 62) + b"a.",
     "bytes past the end": lambda: b"\x8e" + struct.pack("<Q", 1 << 40) + b"a.",

@@ -63,5 +63,5 @@ def test_accepted(node: object) -> None:
 
 @pytest.mark.parametrize("node", [7, None, ("a",), "x" * 5000, "\ud800"], ids=lambda n: repr(n)[:9])
 def test_what_is_no_name(node: object) -> None:
-    with pytest.raises(CorruptFileError, match=r"is no name of a tensor"):
+    with pytest.raises(CorruptFileError, match=r"is not a name of a tensor"):
         name_of(node)

@@ -180,7 +180,7 @@ def pipe(path: Path) -> None:
 @pytest.mark.parametrize("change", [link, pipe])
 def test_chunks_that_are_no_files(store: Path, change: Callable[[Path], None]) -> None:
     change(store / CHUNK)
-    with pytest.raises(SourceError, match=r"no regular file"):
+    with pytest.raises(SourceError, match=r"not a regular file"):
         streamshard.inspect(store)
 
 
@@ -224,5 +224,5 @@ def test_a_compressed_chunk_that_says_it_is_larger(said: int) -> None:
 @pytest.mark.parametrize("name", ["\ud800", "x" * 5000], ids=["half a letter", "long"])
 def test_names_that_are_none(store: Path, name: str) -> None:
     restate(store, other_entries(ModuleEntry(name, "extra", "", ())))
-    with pytest.raises(CorruptFileError, match=r"is no name of a tensor"):
+    with pytest.raises(CorruptFileError, match=r"is not a name of a tensor"):
         streamshard.inspect(store)

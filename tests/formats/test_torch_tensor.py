@@ -63,7 +63,7 @@ LIES: dict[str, tuple[Any, Any, Any]] = {
     "a length beyond any file": (0, (1 << 45,), (0,)),
     "a length beyond any integer": (0, (1 << 4000,), (1,)),
     "a product beyond any integer": (0, ((1 << 44) - 1,) * 3, (1,) * 3),
-    "a shape that is no tuple": (0, "abc", (1,)),
+    "a shape that is not a tuple": (0, "abc", (1,)),
     "a shape of shapes": (0, ((1,),), (1,)),
     "a start that is none": (None, (3,), (1,)),
     "a float": (0, (3.0,), (1,)),

@@ -120,7 +120,7 @@ def test_broken_name_of_the_root_folder_is_parsed(tmp_path: Path) -> None:
     torch.save(content(1), path)
     other.write_bytes(path.read_bytes().replace(b"whole/", b"w\xff\xfele/"))
     assert not require_rightly_known(remembered(path), other)
-    with pytest.raises(SourceError, match="is no text"):
+    with pytest.raises(SourceError, match="is not text"):
         torch_file.read(other, 0)
 
 

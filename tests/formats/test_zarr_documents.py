@@ -1,4 +1,4 @@
-"""Our documents against zarr-python's own, field by field: where they part, a store is no store."""
+"""Our documents against zarr-python's own, field by field: where they part, no tool reads ours."""
 
 import itertools
 import json

@@ -164,7 +164,7 @@ LIES: dict[str, tuple[Change, type[StreamshardError], str]] = {
     ),
     "an entry too few": (without_entry, CorruptFileError, ""),
     "no entry where one is": (
-        setting(in_central("data/1", 0), "<I", 0), CorruptFileError, "is no entry",
+        setting(in_central("data/1", 0), "<I", 0), CorruptFileError, "is not an entry",
     ),
     "an encrypted record": (
         setting(in_central("data/0", 8), "<H", 0x0809), UnsupportedError, "is encrypted",
@@ -210,8 +210,8 @@ LIES: dict[str, tuple[Change, type[StreamshardError], str]] = {
     "two roots": (
         renamed("file/data/0", b"evil/data/0", everywhere=True), CorruptFileError, "not one that",
     ),
-    "a name that is no text": (
-        renamed("file/data/0", b"file/data/\xff", everywhere=True), CorruptFileError, "is no text",
+    "a name that is not text": (
+        renamed("file/data/0", b"file/data/\xff", everywhere=True), CorruptFileError, "is not text",
     ),
     "no header where one should be": (
         setting(in_local("data/0", 0), "<I", 0), CorruptFileError, "no local header",

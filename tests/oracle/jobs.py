@@ -197,7 +197,7 @@ def _dump_rank(engine: Engine, template: str) -> None:
 
 
 def _restore_the_rest(engine: Engine, kept: Truth) -> None:
-    """Put into `engine` what is no part of its optimizer."""
+    """Put into `engine` what is not a part of its optimizer."""
     zero: Any = importlib.import_module("deepspeed").zero
     values = {**kept.weights, **kept.frozen, **kept.buffers}
     partitioned = [param for param in engine.module.parameters() if hasattr(param, "ds_id")]

@@ -38,7 +38,7 @@ def exported(source: Path, out: Path, dtype: str = "fp32") -> Tensors:
 
 
 def wide(tensors: Tensors) -> Tensors:
-    """Cast what is no count to float32, as an export does."""
+    """Cast what is not a count to float32, as an export does."""
     return {n: t.float() if t.is_floating_point() else t for n, t in tensors.items()}
 
 

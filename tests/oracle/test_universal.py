@@ -1,7 +1,7 @@
 """DeepSpeed's universal checkpoint, where it is right, as a second and independent oracle.
 
 Its converter knows nothing of ours: what it makes of our files must be what it makes of the files
-that the ranks saved. It is no oracle under round robin, which it gets wrong without a word.
+that the ranks saved. It is not an oracle under round robin, which it gets wrong without a word.
 """
 
 import os

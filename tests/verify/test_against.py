@@ -1,7 +1,7 @@
 """Two checkpoints side by side: no difference where there is none, and each where it is.
 
 Every source is compared with all that can be made of it; then single elements and single values are
-changed, of every tensor and of all that is no tensor, and found again.
+changed, of every tensor and of all that is not a tensor, and found again.
 """
 
 import json

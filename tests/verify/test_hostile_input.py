@@ -156,7 +156,7 @@ def test_pipes_and_links_out_are_told_and_not_opened(
     assert done.exit_code == 6
     assert sorted(set(problems(done))) >= [("malformed", second.name), ("unreadable", first.name)]
     text = streamshard("verify", source).stdout
-    assert f"{second}: no regular file" in text
+    assert f"{second}: not a regular file" in text
     assert f"{first}: a symbolic link that leads out of" in text
     assert done.report["bytes_read"] < place.stat().st_size
 
@@ -260,12 +260,12 @@ def test_links_out_of_a_store_are_not_followed(store: Path, tmp_path: Path) -> N
     require_told(
         done,
         "a symbolic link leads out of the store here",
-        f"{chunk}: no regular file",
-        f"{store / 'more'}: is no part of the store",
-        f"{store / 'pipe'}: is no part of the store",
+        f"{chunk}: not a regular file",
+        f"{store / 'more'}: is not a part of the store",
+        f"{store / 'pipe'}: is not a part of the store",
     )
     (store / "meta/manifest/c/0").unlink()
-    require_told(streamshard("verify", store), f"{store / 'pipe'}: no regular file")
+    require_told(streamshard("verify", store), f"{store / 'pipe'}: not a regular file")
 
 
 @pytest.mark.parametrize(

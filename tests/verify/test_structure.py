@@ -394,7 +394,7 @@ def test_damaged_metadata_does_not_hide_damaged_chunks(
     assert files >= {str(store / which), str(store / CHUNK)}
 
 
-# What is no checkpoint ----------------------------------------------------------------------------
+# What is not a checkpoint -----------------------------------------------------------------------
 
 
 def test_what_is_no_checkpoint_is_an_error(tmp_path: Path, fresh: Callable[[str], Path]) -> None:

@@ -71,7 +71,7 @@ def test_what_needs_another_checkpoint_to_be_read(tmp_path: Path, options: dict[
 @pytest.mark.parametrize("framework", ["HF Trainer", "Accelerate"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_files_of_ranks_that_come_and_go(tmp_path: Path, framework: str, world_size: int) -> None:
-    """Random generators belong to ranks; a new rank has none, which is no difference."""
+    """Random generators belong to ranks; a new rank has none, which is not a difference."""
     run = write(SMALL, tmp_path / "run", "pytorch_model")
     for rank in range(4):  # the last is one that an earlier run left behind
         if framework == "Accelerate":

@@ -181,7 +181,7 @@ class _Page:
             )
             for p in shown
         ]
-        hint = "-v lists all, --param PATTERN tells of some where every element lies"
+        hint = "-v lists all, --param PATTERN shows where the elements of some lie"
         if not found.zero_stage:
             return  # only the module's weights are known by name, and they are not cut
         self.table("", head, rows, _more(len(found.parameters) - len(rows), hint))
@@ -362,7 +362,7 @@ def _uncut_facts(found: Inspection, also: Sequence[str]) -> list[tuple[str, obje
     """Return facts of a checkpoint without ZeRO (stage 0), whose files do not record everything."""
     return [
         ("states", "whole, in the model file, by number of the parameter"),
-        ("parameters", f"{found.weights:,}, not told which of them are trained"),
+        ("parameters", f"{found.weights:,}, the files do not say which of them are trained"),
         ("also", ", ".join(also)),
     ]
 

@@ -41,7 +41,7 @@ def read_file(path: Path) -> Config:
     except ValueError as error:
         raise UsageError(f"{path}: not a DeepSpeed config in JSON ({error})") from error
     if not isinstance(config, dict):
-        raise UsageError(f"{path}: not a DeepSpeed config: the JSON in it is no object")
+        raise UsageError(f"{path}: not a DeepSpeed config: the JSON in it is not an object")
     found = mistyped(config)
     if found is not None:
         message = f"{path}: {show(found[0])} is no known key; did you mean {found[1]!r}? Correct it"
@@ -70,7 +70,8 @@ def _number(section: Config, key: str) -> int | None:
     try:
         return int(float("nan" if isinstance(value, bool) else value))
     except (TypeError, ValueError, OverflowError) as error:
-        raise UsageError(f"DeepSpeed config: {key} is {show(value)}, which is no count") from error
+        message = f"DeepSpeed config: {key} is {show(value)}, which is not a count"
+        raise UsageError(message) from error
 
 
 def _flag(section: Config, key: str) -> bool:
@@ -86,7 +87,7 @@ def _flag(section: Config, key: str) -> bool:
         return False
     text = str(value).lower() if isinstance(value, bool | int | str) else ""
     if text not in (*_ON, *_OFF):
-        raise UsageError(f"DeepSpeed config: {key} is {show(value)}, which is no switch")
+        raise UsageError(f"DeepSpeed config: {key} is {show(value)}, which is not a switch")
     return text in _ON
 
 
@@ -206,7 +207,7 @@ def gradient_clipping(config: Config) -> float | None:
     try:
         return float(value) if isinstance(value, int | float) else None
     except OverflowError as error:
-        message = f"DeepSpeed config: gradient_clipping is {show(value)}, which is no float"
+        message = f"DeepSpeed config: gradient_clipping is {show(value)}, which is not a float"
         raise UsageError(message) from error
 
 
@@ -284,5 +285,5 @@ def _fraction(section: Config, key: str) -> float:
     except (TypeError, ValueError, OverflowError):
         fraction = float("nan")
     if not 0 <= fraction <= 1:
-        raise UsageError(f"DeepSpeed config: {key} is {show(value)}, which is no part of 1")
+        raise UsageError(f"DeepSpeed config: {key} is {show(value)}, which is not a part of 1")
     return fraction

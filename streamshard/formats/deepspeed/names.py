@@ -189,7 +189,7 @@ def is_tag(text: str) -> bool:
     if not is_inside(text) or not text.isprintable():
         return False
     first, *deeper = text.split("/")
-    # A path below our own directories is no tag, nor is one below the file `latest`.
+    # A path below our own directories is not a tag, nor is one below the file `latest`.
     return not deeper or not (first in _NO_DIRECTORY or first.startswith(OWN_PREFIX))
 
 

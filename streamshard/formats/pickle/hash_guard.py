@@ -98,7 +98,7 @@ class HashProbes:
             self._place(self._hashes[-1])
             if self._steps > _LIMIT_STEPS * (len(self._hashes) + _FREE_KEYS):
                 message = f"pickle has a dict whose {len(self._hashes):,} keys collide"
-                raise UnsupportedError(f"{message}: they were chosen to take for ever")
+                raise UnsupportedError(f"{message}: they were chosen to take forever")
 
     def _grow(self) -> None:
         self._slots = bytearray(1 << (3 * len(self._hashes) - 1).bit_length())

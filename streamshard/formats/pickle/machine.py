@@ -145,7 +145,7 @@ class PickleMachine(PickleBytes):
         """Add members to the set on top."""
         values, target = self.pop_mark(), self.stack[-1]
         if type(target) is not Call or target.function is not SET:
-            raise CorruptFileError("pickle adds members to what is no set")
+            raise CorruptFileError("pickle adds members to what is not a set")
         target.args[0].extend(values)
 
     def set_items(self, flat: list[Node]) -> None:
@@ -180,7 +180,7 @@ class PickleMachine(PickleBytes):
         """Push the name whose two parts are on top."""
         name, module = self.stack.pop(), self.stack.pop()
         if type(name) is not str or type(module) is not str:
-            raise CorruptFileError("pickle names something by what is no name")
+            raise CorruptFileError("pickle names something by what is not a name")
         self.name(module, name)
 
     def call(self, *, new: bool = False, kwargs: Node = None) -> None:
@@ -218,7 +218,7 @@ class PickleMachine(PickleBytes):
 def _global(module: str, name: str) -> Global:
     # In protocol 2 a line break would end the name, and the rest would be read as opcodes.
     if "\n" in module + name or len(module) + len(name) > _LIMIT_NAME:
-        raise CorruptFileError("pickle names something by what is no name")
+        raise CorruptFileError("pickle names something by what is not a name")
     (module + name).encode()  # raises ValueError at what protocol 2 cannot write
     return Global(module, name)
 

@@ -55,7 +55,7 @@ def name_of(node: Node) -> str:
         The node cannot be a tensor's name.
     """
     if not isinstance(node, str) or len(node) > _LIMIT_NAME or not _is_text(node):
-        raise CorruptFileError(f"{show(node)} is no name of a tensor")
+        raise CorruptFileError(f"{show(node)} is not a name of a tensor")
     return node
 
 

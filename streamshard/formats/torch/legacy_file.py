@@ -106,7 +106,7 @@ class _Storages:
     def place(self, keys: Node, source: Readable, start: int) -> None:
         """Set the offset of each storage. The storages follow each other after the last pickle."""
         if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-            raise CorruptFileError("the list of storages is no list of keys")
+            raise CorruptFileError("the list of storages is not a list of keys")
         if sorted(keys) != sorted(self.by_key):
             message = f"{len(keys)} storages listed where the object refers to {len(self.by_key)}"
             raise CorruptFileError(f"{message}, or to others")

@@ -149,7 +149,7 @@ def _read_archive(source: Readable) -> TorchFile:
             return storages[key].require_like(storage, key)
         record = records.get(f"data/{key}")
         have = -1 if record is None else record.nbytes
-        # If a storage's size is no multiple of the element size, only whole elements count.
+        # If a storage's size is not a multiple of the element size, only whole elements count.
         if record is None or not 0 <= have - storage.nbytes < ITEMSIZE[storage.dtype]:
             held = "no record" if record is None else f"{have} bytes"
             message = f"storage {show(key)} of {storage.nbytes} bytes has {held} in the file"

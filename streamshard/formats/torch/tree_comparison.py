@@ -189,7 +189,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def _blob(storage: Storage) -> int:
     if not isinstance(storage.content, Whole):
-        raise TypeError("a storage of the training state is no blob")
+        raise TypeError("a storage of the training state is not a blob")
     return storage.content.tensor
 
 
@@ -281,7 +281,7 @@ def spell_key(key: Node) -> str:
 
 
 def _is_same(one: Node, other: Node) -> bool:
-    """Compare two values of one type that are no containers; floats by their bits."""
+    """Compare two values of one type that are not containers; floats by their bits."""
     if isinstance(one, float):
         return struct.pack("<d", one) == struct.pack("<d", other)
     return bool(one == other)

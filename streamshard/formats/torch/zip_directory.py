@@ -222,7 +222,7 @@ class ZipDirectory:
             name, extra = data[middle - name_bytes : middle], data[middle : middle + extra_bytes]
             at = middle + extra_bytes
             if fields[0] != 0x02014B50 or at > len(data):
-                raise CorruptFileError("the zip's directory holds something that is no entry")
+                raise CorruptFileError("the zip's directory holds something that is not an entry")
             if max(nbytes, stored, header) == _LIMIT_32:
                 nbytes, stored, header, disk = _large(extra, nbytes, stored, header, disk)
             is_stored = not method and stored == nbytes and not flags & _ENCRYPTED
@@ -316,4 +316,4 @@ def _decoded(name: bytes) -> str:
     try:
         return name.decode()
     except UnicodeDecodeError as error:
-        raise CorruptFileError(f"a record's name {_shown(name)} is no text") from error
+        raise CorruptFileError(f"a record's name {_shown(name)} is not text") from error

@@ -109,5 +109,5 @@ def require_checksum(stored: Stored, path: Path) -> memoryview:
     data, end = memoryview(stored)[:-CHECKSUM_BYTES], stored[-CHECKSUM_BYTES:]
     found = google_crc32c.value(np.frombuffer(data, dtype=np.uint8)) if len(data) else 0
     if len(stored) < CHECKSUM_BYTES or end != serialize_checksum(found):
-        raise IntegrityError(f"{path}: damaged: its bytes do not fit the checksum at its end")
+        raise IntegrityError(f"{path}: damaged: its bytes do not match the checksum at its end")
     return data

@@ -51,7 +51,7 @@ def find_rewritten(
     """Return a tensor's array if another tool rewrote it; None if it is as streamshard wrote it.
 
     It was rewritten if its zarr.json is not of the recorded length, and describes other chunks or
-    codecs. If anything else is wrong, it is no rewritten array but a damaged one, and None.
+    codecs. If anything else is wrong, it is not a rewritten array but a damaged one, and None.
 
     Raises
     ------

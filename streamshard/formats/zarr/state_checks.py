@@ -107,4 +107,4 @@ def _require_whole_optimizer(family: Family) -> None:
     if family.model_state and not {names.MODULE_STATE, names.PARAM_SHAPES} <= {*family.model_state}:
         raise CorruptFileError("holds no whole model file")
     if not isinstance(family.model_state.get(names.SHARED_PARAMS) or {}, dict):
-        raise CorruptFileError(f"its '{names.SHARED_PARAMS}' is no list of tied parameters")
+        raise CorruptFileError(f"its '{names.SHARED_PARAMS}' is not a list of tied parameters")

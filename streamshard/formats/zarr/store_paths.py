@@ -33,7 +33,7 @@ def read_small(path: Path) -> bytes:
     IncompleteError
         The file is missing.
     CorruptFileError
-        The path is no regular file, or the file is larger than any such file.
+        The path is not a regular file, or the file is larger than any such file.
     OSError
         The file cannot be read.
     """
@@ -42,7 +42,7 @@ def read_small(path: Path) -> bytes:
     except (FileNotFoundError, NotADirectoryError):
         raise IncompleteError(f"{path}: missing; the store is not whole") from None
     if not stat.is_file:
-        raise CorruptFileError(f"{path}: no regular file")
+        raise CorruptFileError(f"{path}: not a regular file")
     if stat.nbytes > LIMIT_BYTES:
         raise CorruptFileError(f"{path}: {stat.nbytes:,} bytes, where {LIMIT_BYTES:,} is most")
     return read_all(path)

@@ -65,7 +65,7 @@ def dump(
         if not isinstance(node, Storage):
             return None
         if not isinstance(node.content, Whole):
-            raise CorruptFileError("a storage of the training state is no blob")
+            raise CorruptFileError("a storage of the training state is not a blob")
         tensor = node.content.tensor
         return ("blob", node.dtype, node.numel, tensor if numbers is None else numbers[tensor])
 
@@ -282,7 +282,7 @@ def _tensor(state: Node, name: Node, dtype: Node, shape: Node, family: Node) -> 
 def _family_name(value: Node) -> str:
     """Read a family's name: the group around its arrays, the only unescaped part of their paths."""
     if value != "" and not names.is_name(_text(value)):
-        raise CorruptFileError(f"{show(value)} is no name of a part of the model")
+        raise CorruptFileError(f"{show(value)} is not a name of a part of the model")
     return name_of(value)
 
 
@@ -304,7 +304,7 @@ def _file(path: Node, mode: Node) -> OtherFile:
 
 def _tag(value: Node) -> str:
     if not names.is_tag(_text(value)):
-        raise CorruptFileError(f"{show(value)} is no tag")
+        raise CorruptFileError(f"{show(value)} is not a tag")
     return str(value)
 
 
@@ -316,7 +316,7 @@ def _dtype(value: Node) -> str:
 
 def _count(value: Node, *, least: int = 0) -> int:
     if not isinstance(value, int) or not least <= value <= _LIMIT_COUNT:
-        raise CorruptFileError(f"{show(value)} is no count")
+        raise CorruptFileError(f"{show(value)} is not a count")
     return value
 
 
@@ -326,11 +326,11 @@ def _optional_count(value: Node) -> int | None:
 
 def _text(value: Node) -> str:
     if not isinstance(value, str):
-        raise CorruptFileError(f"{show(value)} is no text")
+        raise CorruptFileError(f"{show(value)} is not text")
     return value
 
 
 def _mapping(value: Node) -> Mapping[str, Node]:
     if not isinstance(value, dict):
-        raise CorruptFileError(f"{show(value)} is no mapping")
+        raise CorruptFileError(f"{show(value)} is not a mapping")
     return value

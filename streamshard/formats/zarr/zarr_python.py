@@ -74,7 +74,7 @@ class _ArrayFiles(Store):
         if key == ROOT_DOCUMENT:
             return prototype.buffer.from_bytes(self._document)
         file = self._files.get(key)
-        # An empty file is no chunk either: in place of a zarr shard it would read as fill value.
+        # An empty file is not a chunk either: in place of a zarr shard it would read as fill value.
         if file is None or not file.nbytes:
             self.missing.add(key)
             return None

@@ -59,7 +59,7 @@ def read(root: Path) -> Store:
     Raises
     ------
     SourceError, IntegrityError
-        The path is no store, or the store is incomplete or damaged; the message names the file.
+        The path is not a store, or the store is incomplete or damaged; the message names the file.
     """
     for path in (ROOT_DOCUMENT, f"{MANIFEST_PATH}/c/0", f"{STATE_PATH}/c/0"):
         require_inside(root / path, root)
@@ -187,7 +187,7 @@ class _StoreReader:
             message = f"{full}: this chunk of the store cannot be read ({error.strerror})"
             raise SourceError(message) from error
         if not stat.is_file:
-            raise SourceError(f"{full}: no regular file; copy the store with 'cp -rL'")
+            raise SourceError(f"{full}: not a regular file; copy the store with 'cp -rL'")
         if stat.nbytes != record.nbytes:
             message = f"{full}: {stat.nbytes} bytes where {record.nbytes} were written"
             raise IntegrityError(message)

@@ -69,7 +69,7 @@ class ChunkCheck:
         damaged = np.flatnonzero(np.array(found, dtype=np.uint32) != self.record.crc32s)
         wrong = [self._damage(run) for run in _runs(damaged.tolist())]
         if not wrong and trailer != serialize_checksum(digests.joined(pieces).crc32c):
-            wrong.append(f"{self.path}: its content does not fit the checksum at its end")
+            wrong.append(f"{self.path}: its content does not match the checksum at its end")
         return wrong
 
     def _block_crcs(self, pieces: Sequence[Digest]) -> list[int]:
@@ -177,4 +177,4 @@ def own_checksum(path: Path, trailer: bytes, found: Digest) -> list[str]:
     """Compare a chunk's content with the checksum at its end."""
     if trailer == serialize_checksum(found.crc32c):
         return []
-    return [f"{path}: damaged: its bytes do not fit the checksum at its end"]
+    return [f"{path}: damaged: its bytes do not match the checksum at its end"]

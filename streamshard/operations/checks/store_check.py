@@ -119,7 +119,7 @@ class StoreCheck:
         for path in sorted(present - manifest.records.keys() - {*MANIFEST_FILES}):
             if path not in self._rewritten:
                 full = self._root / path
-                self._findings.add(EXTRA, full, f"{full}: is no part of the store")
+                self._findings.add(EXTRA, full, f"{full}: is not a part of the store")
         for path, record in manifest.records.items():
             if path not in self._rewritten:
                 self._add_file(path, record.nbytes)
@@ -143,7 +143,7 @@ class StoreCheck:
             self._findings.add_error(error, full.parent)
         else:
             if not stat.is_file:
-                message = f"{full}: no regular file; copy the store with 'cp -rL'"
+                message = f"{full}: not a regular file; copy the store with 'cp -rL'"
                 self._findings.add(MALFORMED, full, message)
             elif nbytes not in (None, stat.nbytes) and not self._rewritten.holds_document(path):
                 message = f"{full}: {stat.nbytes} bytes, {nbytes} were written"

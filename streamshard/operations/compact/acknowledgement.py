@@ -70,7 +70,7 @@ class Acknowledging:
             path = self._path(tag.name)
             with target_errors(path):
                 write_durably(path, data, path.with_name(f"{names.OWN_PREFIX}.{path.name}"))
-        what = "kept, and told of again once a file in it changes, or something else is wrong"
+        what = "kept, and reported again when a file in it changes or another problem appears"
         return CompactedTag(tag.name, choice.step, compact_report.ACKNOWLEDGED, what)
 
     def judge(self, choice: Choice) -> CompactedTag:

@@ -114,7 +114,7 @@ def compact(
         now, min_age=min_age, grace=grace, weights_only_older_than=weights_only_older_than
     )
     if keep_last < _LEAST_KEPT:
-        raise UsageError(f"--keep-last {keep_last}: at least {_LEAST_KEPT}; one may be damaged")
+        raise UsageError(f"--keep-last {keep_last}: at least {_LEAST_KEPT}, as one may be damaged")
     if keep_every is not None and keep_every < 1:
         raise UsageError(f"--keep-every {keep_every}: at least 1")
     if max_delete is not None and max_delete < 0:
@@ -191,10 +191,10 @@ def _require_lists(**given: Sequence[str]) -> None:
 
 def _require_times(now: datetime | None, **given: timedelta | None) -> None:
     if now is not None and now.tzinfo is None:
-        raise UsageError(f"now={now}: of which time zone?")
+        raise UsageError(f"now={now}: has no time zone")
     for name, value in given.items():
         if value is not None and value < timedelta(0):
-            raise UsageError(f"{name}={value}: is less than no time")
+            raise UsageError(f"{name}={value}: is negative")
 
 
 def _require_apart(run_dir: Path, archive_dir: Path) -> None:

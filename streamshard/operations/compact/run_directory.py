@@ -52,7 +52,7 @@ class Identity:
         try:
             stat = examine(path)
         except OSError as error:
-            message = f"{path}: cannot be looked at ({error.strerror}); is it mounted?"
+            message = f"{path}: cannot be read ({error.strerror}); is it mounted?"
             raise SourceNotFoundError(message) from error
         if not stat.is_directory:
             raise SourceNotFoundError(f"{path}: no directory; give the one that holds 'latest'")
@@ -109,10 +109,10 @@ def _named(path: Path) -> str | None:
     except FileNotFoundError:
         return None
     if not stat.is_file:
-        raise ValueError("no regular file")
+        raise ValueError("not a regular file")
     name = read_all(path, _NAME_BYTES).decode(errors="replace").strip()
     if not names.is_tag(name):
-        raise ValueError("empty, or names what is no directory here")
+        raise ValueError("empty, or names what is not a directory here")
     return name
 
 
@@ -120,7 +120,7 @@ def _links(run_dir: Path) -> Iterator[Path]:
     """Yield the symbolic links below a run directory."""
 
     def is_left_out(error: OSError) -> bool:
-        # A tag that cannot be read is reported elsewhere; an entry removed meanwhile is no tag.
+        # A tag that cannot be read is reported elsewhere; an entry removed meanwhile is not a tag.
         is_left_out = isinstance(error, PermissionError | FileNotFoundError)
         return is_left_out and str(error.filename) != str(run_dir)
 
@@ -166,7 +166,7 @@ def _tag(entry: Path, run_dir: Path, links: Sequence[Path], known: Mapping[str, 
         if not has_shards(entry):
             return None
         if not names.is_tag(name):
-            told = f"{str(entry)!r}: holds shards, and its name is no text; rename it"
+            told = f"{str(entry)!r}: holds shards, and its name is not text; rename it"
             return Tag(name, examine(entry, follows=False).modified_ns, told)
         changed_ns, nbytes, looks = looks_of(entry)
     except OSError as error:

@@ -87,11 +87,11 @@ def refusal(run: Run) -> str | None:
     if run.problem is not None:
         return run.problem
     if run.latest is None:
-        return "no 'latest' says which tag is needed; give the directory that holds it"
+        return "no 'latest' file says which tag is needed; give the directory that holds it"
     if run.latest not in {tag.name for tag in run.tags}:
-        return f"'latest' names {run.latest}, which is no tag with shards here"
+        return f"'latest' names {run.latest}, which is not a tag with shards here"
     if step_of(run.latest) is None:
-        return f"'latest' names {run.latest}, which tells no step to hold others against"
+        return f"'latest' names {run.latest}, which has no step to compare others with"
     return None
 
 

@@ -40,7 +40,7 @@ class Again:
             elif now.verdict != tag_choice.CANDIDATE:
                 reason = now.reason
         if reason is not None:
-            message = f"{self.run_dir / choice.tag.name}: may not go any more: {reason}"
+            message = f"{self.run_dir / choice.tag.name}: may not be removed any more: {reason}"
             raise CorruptFileError(message)
         return choice.reason
 
@@ -54,7 +54,7 @@ class Again:
         """
         reason = self.kept_in_trash(tag)
         if reason is not None:
-            message = f"{self.run_dir}: {tag} in its trash may not go any more: {reason}"
+            message = f"{self.run_dir}: {tag} in its trash may not be removed any more: {reason}"
             raise CorruptFileError(message)
         return "no rule would keep it"
 
@@ -70,7 +70,7 @@ class Again:
         reason = refusal(run) or self._not_read(run)
         held = next((held for held in run.trashed if held.name == tag), None)
         if reason is not None or held is None:
-            reason = reason or "its trash cannot be looked into"
+            reason = reason or "its trash cannot be read"
             raise CorruptFileError(f"{self.run_dir}: {reason}; {tag} stays in the trash")
         return tag_choice.protection_in_trash(held, run, self.rules)
 

@@ -359,4 +359,4 @@ def _note_settings(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
     keys = training_state.differing_keys(held[0], held[1])
     if keys:
         shown = spell_few([key.lstrip(".") for key in keys])
-        found.notes.append(f"Settings that differ, which are no state: {shown}.")
+        found.notes.append(f"Settings that differ, which are not state: {shown}.")

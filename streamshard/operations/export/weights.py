@@ -235,7 +235,7 @@ def _require_different(found: Sequence[str]) -> None:
 def _notes(family: Family, checkpoint: Checkpoint) -> Iterator[str]:
     extra = [entry.name for entry in family.module if entry.kind == "extra"]
     if extra:
-        yield f"Not exported, as they are no weights: {spell_few(extra)}."
+        yield f"Not exported, as they are not weights: {spell_few(extra)}."
     frozen = family.model_state.get(names.FROZEN_SHAPES, {})
     if frozen is None and checkpoint.layout.stage > 1:
         yield (

@@ -163,7 +163,7 @@ def _in_file(path: Path, base: Path, *, given: bool) -> Finding | None:
         if is_directory(path):
             return None  # a link to a directory whose files are listed themselves
         if not is_file(path):
-            return Finding(0, {}, "no regular file")
+            return Finding(0, {}, "not a regular file")
         with open_readable(path) as file:
             return look_into(file, path.name)
     except OSError as error:
@@ -201,7 +201,7 @@ def _in_state(path: Path, root: Path) -> Finding:
         if not place.is_relative_to(resolve(root)):
             return Finding(0, {}, f"a symbolic link leads out, to {place}")
         if not is_file(path):
-            return Finding(0, {}, "no regular file")
+            return Finding(0, {}, "not a regular file")
         stored = read_all(path)
     except OSError as error:
         return Finding(0, {}, f"cannot be read ({error.strerror})")

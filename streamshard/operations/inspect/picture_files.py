@@ -50,7 +50,7 @@ class PictureFiles:
                     raise TargetExistsError(f"{path}: exists; use --overwrite to replace it")
                 if lexists(path) and not is_file(path):
                     raise TargetExistsError(
-                        f"{path}: is no file, so --overwrite will not replace it"
+                        f"{path}: is not a file, so --overwrite will not replace it"
                     )
 
     def draw(

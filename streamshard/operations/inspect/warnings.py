@@ -50,4 +50,4 @@ def _newer_tags(run_dir: Path, tag: str) -> Iterator[str]:
         except SourceError as error:
             yield f"A later save is not whole: {error}."
         except OSError as error:
-            yield f"{entry}: perhaps a later step; cannot be looked into ({error.strerror})."
+            yield f"{entry}: perhaps a later step; cannot be read ({error.strerror})."

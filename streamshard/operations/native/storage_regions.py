@@ -145,7 +145,7 @@ class NativeFiles:
             return self._shards(members[unit.first : unit.stop], content.rank, itemsize)
         if isinstance(content, ShardOf) and image.rank is not None:
             return self._shards(np.array([content.tensor]), image.rank, itemsize)
-        raise TypeError(f"{content} is no range of logical tensors")
+        raise TypeError(f"{content} is not a range of logical tensors")
 
     def _shards(self, tensors: NDArray[np.int64], rank: int, itemsize: int) -> Segments:
         numels = self._numels[tensors]

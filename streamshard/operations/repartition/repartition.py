@@ -160,7 +160,7 @@ def _require_same_kind(source: Source, template: Template | None, target: str) -
         message = f"{target}: the source is raw dumps, without the model's files; give a template"
         raise UsageError(f"{message} for the target too, such as 'out/{source.checkpoint.tag}'")
     if template is not None and not source.checkpoint.is_dumps:
-        message = f"{target}: a template, but the source is no set of raw dumps; give a directory"
+        message = f"{target}: a template, but the source is not raw dumps; give a directory"
         raise UsageError(message)
 
 

@@ -10,7 +10,7 @@ from streamshard.layout.batch import BatchPlan, keep_global_batch, nearest_plans
 from streamshard.sizes import counted
 
 _UNKNOWN = (
-    "The checkpoint's config does not tell the global batch. The job keeps it if micro batch x "
+    "The checkpoint's config lacks the global batch size. The job keeps it if micro batch x "
     "accumulation x world size stays as it was."
 )
 

@@ -29,7 +29,7 @@ def text(source: Source, framework: str | None, batch: GlobalBatch | str) -> str
 
 
 _TRAINER_UNKNOWN: Final = (
-    "trainer_state.json does not tell the step. Trainer skips (steps so far) x (global batch of "
+    "trainer_state.json does not contain the step. Trainer skips (steps so far) x (global batch of "
     "the new job) samples: with another global batch, samples are left out or seen twice."
 )
 _ACCELERATE: Final = (

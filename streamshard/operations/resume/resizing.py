@@ -85,7 +85,7 @@ def _generators(checkpoint: Checkpoint, resized: frameworks.Resized) -> str:
         return " ".join(resized.notes)
     if resized.framework in (frameworks.HF_TRAINER, frameworks.ACCELERATE):
         return f"{resized.framework}: every rank keeps its own random state."
-    return "The checkpoint holds none for each rank. What is in the client state comes along."
+    return "The checkpoint holds none for each rank. What is in the client state is kept."
 
 
 def _position(checkpoint: Checkpoint) -> Iterator[str]:
@@ -93,12 +93,12 @@ def _position(checkpoint: Checkpoint) -> Iterator[str]:
     state = checkpoint.families[0].model_state
     steps, samples = state.get("global_steps"), state.get("global_samples")
     if not isinstance(steps, int):
-        yield "Raw dumps do not tell it." if checkpoint.is_dumps else "The source does not tell it."
+        yield f"{'Raw dumps do' if checkpoint.is_dumps else 'The source does'} not contain it."
         return
     seen = f" and {samples:,} samples" if isinstance(samples, int) else ""
     yield f"The engine counts on from step {steps:,}{seen}."
     if state.get("data_sampler") is not None:
-        yield "The state of DeepSpeed's data sampler comes along."
+        yield "The state of DeepSpeed's data sampler is kept."
     yield (
         "If the job skips the data that it has seen, let it count samples: the number of batches "
         "of each rank is another one now."
@@ -110,8 +110,8 @@ def _schedule(checkpoint: Checkpoint) -> Iterator[str]:
     if isinstance(scheduler, dict):
         told = (f" ({k} {scheduler[k]:,})" for k in _COUNTERS if isinstance(scheduler.get(k), int))
         where = next(told, "")
-        yield f"The scheduler's state{where} and the rates of the param groups come along."
+        yield f"The scheduler's state{where} and the learning rates of the param groups are kept."
         yield "The scheduler counts steps: its schedule stays the same if the global batch does."
     else:
         who = "raw dumps hold" if checkpoint.is_dumps else "the engine kept"
-        yield f"The rates of the param groups come along; {who} no scheduler."
+        yield f"The learning rates of the param groups are kept; {who} no scheduler."

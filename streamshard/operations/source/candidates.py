@@ -76,4 +76,4 @@ def hint_of_candidates(root: Path) -> str:
     more = f" and {len(found) - _MOST_NAMED:,} more" if len(found) > _MOST_NAMED else ""
     command = f"streamshard inspect {shlex.quote(str(root))}"
     message = f". Give one of the {len(found):,} checkpoints in it, such as {root / found[0]}:"
-    return f"{message} {named}{more}. '{command}' tells of each whether it is whole"
+    return f"{message} {named}{more}. '{command}' says of each whether it is complete"

@@ -150,7 +150,7 @@ class LazyTensor(NDArrayOperatorsMixin):
         several ranks' is in one file), module weights, and stores with one chunk to a tensor.
 
         The array stays valid when the checkpoint is closed, and when the file is renamed, deleted
-        or replaced by another. But it is no copy: whoever writes into the file itself changes the
+        or replaced by another. But it is not a copy: writing into the file itself changes the
         array, and if the file becomes shorter, touching what is gone **ends this process with
         SIGBUS**. Map what nobody writes to any more; else read with `[...]`. That the file is still
         what it was when the checkpoint was opened is required here, and not later.

@@ -37,7 +37,7 @@ def find_beside(run_dir: Path, tag: str) -> tuple[list[tuple[Path, str]], list[s
     found = [(path, path.name) for path in _carried(entries, run_dir, left)]
     for _, name in found:
         if not name.isprintable() or any("\ud800" <= letter <= "\udfff" for letter in name):
-            message = f"{run_dir}: file {name!r} has a name that is no text; rename or move it"
+            message = f"{run_dir}: file {name!r} has a name that is not text; rename or move it"
             raise UnsupportedError(message)
     framework = frameworks.framework_of(tag, [name for _, name in found])
     if framework is None:

@@ -103,7 +103,7 @@ class Source:
             It was not needed to read the source, and the verb does not need it (`needed`).
         """
         if self.like is not None and not (self.needs_like or needed):
-            message = f"{self.path}: tells all that is needed itself, so there is no use for --like"
+            message = f"{self.path}: needs no reference checkpoint; leave --like out"
             raise UsageError(message)
 
 
@@ -156,7 +156,7 @@ def read_hints(
         The reference checkpoint cannot be used.
     """
     if ds_config_file is not None and not any(dump_names.is_source_template(str(p)) for p in paths):
-        message = f"{paths[0]}: is no set of raw dumps, so there is no use for --source-ds-config"
+        message = f"{paths[0]}: is not a set of raw dumps; leave --source-ds-config out"
         raise UsageError(message)
     known = open_source(like).checkpoint if like is not None else None
     if known is not None and not known.layout.stage:
@@ -217,7 +217,7 @@ def find_tag(root: Path, tag: str | None) -> tuple[Path, Path]:
     if tag is None:
         tag = _latest(root)
     elif not names.is_tag(tag):
-        raise SourceError(f"{root}: tag {show(tag)} is no path of a directory in it")
+        raise SourceError(f"{root}: tag {show(tag)} is not a path of a directory in it")
     elif not is_directory(root / tag):
         message = f"{root / tag}: no such tag directory{hint_of_candidates(root)}"
         raise SourceNotFoundError(message)
@@ -257,7 +257,9 @@ def _latest(root: Path) -> str:
         message = f"{latest}: empty, as a save that was killed leaves it{hint_of_candidates(root)}"
         raise IncompleteError(message)
     if not names.is_tag(tag):
-        message = f"{latest}: names {show(tag)}, which leads out of the run directory or is no name"
+        message = (
+            f"{latest}: names {show(tag)}, which is not a name or leads out of the run directory"
+        )
         raise SourceError(f"{message}{hint_of_candidates(root)}")
     if not is_directory(root / tag):
         message = f"{latest}: names {show(tag)}, which is not there{hint_of_candidates(root)}"

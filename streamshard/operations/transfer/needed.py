@@ -81,7 +81,7 @@ class Wanted:
     def _difference(self, progress: Progress) -> str | None:
         """Describe the first difference of the target; None if there is none."""
         if not is_directory(self.target):
-            return "it is no directory"
+            return "it is not a directory"
         with target_errors(self.target):
             there = {path.relative_to(self.target).as_posix() for path in files_below(self.target)}
             named = latest_of(self.target) if self.latest is not None else None

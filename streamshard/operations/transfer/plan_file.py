@@ -192,7 +192,7 @@ def _require_replaceable(path: Path) -> None:
     try:
         read(path)
     except UsageError as error:
-        message = f"{path}: exists, and is no plan; remove it, or choose another name"
+        message = f"{path}: exists, and is not a plan; remove it, or choose another name"
         raise TargetExistsError(message) from error
 
 
@@ -223,7 +223,7 @@ def read(path: Path) -> SavedPlan:
         raise UsageError(f"{path}: not a plan of streamshard's; --plan-out makes one")
     if document.get("version") != _VERSION:
         message = f"{path}: a plan of version {document.get('version')!r}, this is {_VERSION}"
-        raise UsageError(f"{message}; plan anew with --dry-run --plan-out")
+        raise UsageError(f"{message}; make a new plan with --dry-run --plan-out")
     try:
         return _saved(document)
     except _MalformedError as error:
@@ -237,7 +237,7 @@ class _MalformedError(Exception):
 def _saved(document: Mapping[str, Any]) -> SavedPlan:
     verb = document.get("verb")
     if not isinstance(verb, str) or verb not in OPTIONS:
-        raise _MalformedError(f"{verb!r} is no verb with a plan")
+        raise _MalformedError(f"{verb!r} is not a verb with a plan")
     checks: Mapping[str, Check] = {
         "source": _path,
         "target": _path,

@@ -78,7 +78,7 @@ def require_other(source: str | os.PathLike[str], target: Path) -> None:
 def require_named(target: Path) -> None:
     """Refuse a target without a name, from which the names beside it are made."""
     if target.name in ("", ".."):
-        raise UsageError(f"{target}: is no name for a new directory; write it out")
+        raise UsageError(f"{target}: is not a name for a new directory; write it out")
 
 
 def require_free(target: Path, *, overwrite: bool, template: Template | None = None) -> None:

@@ -108,7 +108,7 @@ class MixtureModel(nn.Module):
         hidden = self.embed(tokens) * self.gain
         hidden = self.block(hidden + self.mix.sum() * self.running.to(hidden.dtype))
         for mixture in self.mixtures:
-            # Without the loss that balances the experts: it is no mean over the samples.
+            # Without the loss that balances the experts: it is not a mean over the samples.
             mixed, _, _ = mixture(hidden)
             hidden = hidden + mixed
         logits = self.head(hidden).float()

@@ -109,7 +109,7 @@ def parse_source(path: str) -> Template:
     Raises
     ------
     UsageError
-        The path is no template, or not exactly one template fits the files of a pattern.
+        The path is not a template, or not exactly one template fits the files of a pattern.
     SourceNotFoundError
         A pattern matches no file.
     """

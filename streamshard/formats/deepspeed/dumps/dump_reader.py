@@ -33,7 +33,7 @@ from streamshard.formats.pickle.inert import Node, show
 from streamshard.model import ZeroLayout
 
 _ASSUMED = (
-    "The dumps do not tell whether round_robin_gradients was on. They were read as if it was off, "
+    "The dumps do not say whether round_robin_gradients was on. They were read as if it was off, "
     "which is DeepSpeed's default. If it was on, what was written is wrong: repeat this with the "
     "config of the job that saved them, --source-ds-config FILE."
 )
@@ -168,7 +168,7 @@ def _units_like(
     """Assign the reference checkpoint's parameters to the sub-groups, by length."""
     if like is None:
         message = (
-            f"{path}: dumps of stage 3 tell neither names nor shapes of the parameters, without "
+            f"{path}: dumps of stage 3 contain neither names nor shapes of the parameters, without "
             "which their padding cannot be told from data; give any DeepSpeed checkpoint of the "
             "same model and optimizer with --like"
         )

@@ -27,7 +27,7 @@ def refuse_whole(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) ->
         wrong = [key for key in {**first, **other} if first.get(key) != other.get(key)]
         if wrong:
             message = (
-                f"{path}: {kind}, in which ZeRO has cut nothing, and {paths[0]} holds other values "
+                f"{path}: {kind}, which ZeRO did not partition, and {paths[0]} holds other values "
                 f"of {spell_few(wrong)}. Such files are of different steps or runs, or the ranks "
                 "were not data-parallel alone (tensor parallelism, FSDP), which is not resharded"
             )

@@ -95,7 +95,7 @@ def check_world_size(
             message += f"; {missing} is missing: copy it from the node that saved it"
         else:
             surplus = files.optimizer_files[world_size if isinstance(world_size, int) else 0]
-            message += f"; {surplus} is of another world size: move it and its like away"
+            message += f"; {surplus} is of another world size: move it and its siblings away"
         raise DisagreementError(message)
 
 

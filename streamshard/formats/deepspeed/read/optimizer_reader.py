@@ -91,7 +91,7 @@ class OptimizerReader:
                 unknown = list({**plain[0], **beside})
             if unknown:
                 message = f"{self._paths[rank]}: its optimizer keeps {show(unknown)} besides the"
-                message = f"{message} states of its groups, and nothing tells whether that is cut"
+                message = f"{message} states of its groups, and no file says whether that is cut"
                 raise UnsupportedError(f"{message}; this optimizer is not supported")
 
     def _flat(self, node: Node, what: str, path: Path) -> Tensor:

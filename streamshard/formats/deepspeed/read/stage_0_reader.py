@@ -75,6 +75,6 @@ def _world_size(file: ModelFile) -> int:
     model: Mapping[str, Node] = file.root
     count = require(model, names.DP_WORLD_SIZE, file.path)
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        message = f"{file.path}: its '{names.DP_WORLD_SIZE}' is {show(count)}, which is no count"
+        message = f"{file.path}: its '{names.DP_WORLD_SIZE}' is {show(count)}, which is not a count"
         raise CorruptFileError(message)
     return count

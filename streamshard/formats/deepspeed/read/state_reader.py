@@ -139,7 +139,7 @@ class HeldState:
             size = len(serialized[rank])
             if size > _PLAIN_LIMIT_BYTES:
                 message = f"{self._place(rank)} is {_kind(node)} and takes {size:,} bytes, which"
-                raise UnsupportedError(f"{message} is no plain value; not supported. {_ANEW}")
+                raise UnsupportedError(f"{message} is not a plain value; not supported. {_ANEW}")
         self._require_agreement(serialized)
         return next(iter(self.nodes.values()))
 

@@ -199,7 +199,7 @@ class Archiver:
         for before, now in zip(records, records_of(source, self.run_dir), strict=True):
             if before != now:
                 message = f"{self.run_dir / now.path}: changed while it was archived"
-                raise CorruptFileError(f"{message}; run again when it has come to rest")
+                raise CorruptFileError(f"{message}; run again when it no longer changes")
         return f"{len(records):,} files"
 
 

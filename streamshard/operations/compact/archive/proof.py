@@ -160,7 +160,7 @@ def intact(place: Place, means: Means, reading: ArchiveReading | None = None) ->
         digests |= zip(rest, means.hash_all(rest), strict=True)
     for path in paths:
         if digests[path] != sums[path.relative_to(place.store).as_posix()]:
-            raise IntegrityError(f"{path}: damaged: its SHA-256 is another")
+            raise IntegrityError(f"{path}: damaged: its SHA-256 differs")
     return f"{len(found):,} files"
 
 
@@ -177,9 +177,7 @@ def same_archive(receipt: Receipt, place: Place) -> str:
     if place.sums_sha256() != receipt.sums_sha256:
         message = f"{place.sums}: not the list of the archive that was compared with {receipt.tag}"
         if not receipt.sums_sha256:
-            message = (
-                f"{place.receipt}: does not tell which archive was compared with {receipt.tag}"
-            )
+            message = f"{place.receipt}: does not say which archive was compared with {receipt.tag}"
         raise CorruptFileError(f"{message}; put that back, or --undelete it and run again")
     return receipt.sums_sha256
 

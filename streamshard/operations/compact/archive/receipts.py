@@ -270,7 +270,7 @@ def _parse(line: str) -> tuple[str, str]:
     is_escaped = line.startswith("\\")
     digest, _, path = line.removeprefix("\\").partition("  ")
     if len(digest) != _SUM_LETTERS or not path:
-        raise CorruptFileError(f"{line[:80]!r} is no line of sha256sum's")
+        raise CorruptFileError(f"{line[:80]!r} is not a line of sha256sum's")
     if is_escaped:
         path = path.replace("\\\\", "\\")
     return path, digest

@@ -91,7 +91,7 @@ class Dropper:
         try:
             is_old = age_at(self.now, receipt.purged) > least_age
         except ValueError as error:
-            message = f"{place.receipt}: does not tell since when {tag} is gone"
+            message = f"{place.receipt}: does not say since when {tag} is gone"
             raise CorruptFileError(message) from error
         return is_old and next(self._originals(tag), None) is None
 
@@ -114,7 +114,7 @@ class Dropper:
             if not states_of(left.full.checkpoint):
                 reason = "its archive holds no optimizer states"
                 if not left.full.checkpoint.layout.stage:
-                    reason = "saved without ZeRO (stage 0), whose states are not told apart"
+                    reason = "saved without ZeRO (stage 0), whose states cannot be distinguished"
                 return replace(told, action=compact_report.KEPT, reason=reason)
             nbytes = left.dropped_bytes
             if is_dry_run:

@@ -167,7 +167,7 @@ class Remover:
                 return ""
             since = datetime.fromisoformat(receipt.trashed).astimezone(UTC)
         except (ValueError, OverflowError) as error:
-            message = f"{self.place(tag).receipt}: does not tell since when {tag} is in the trash"
+            message = f"{self.place(tag).receipt}: does not say since when {tag} is in the trash"
             raise CorruptFileError(message) from error
         return f"since {since:%Y-%m-%d %H:%M} UTC, --grace is {show_duration(grace)}"
 
