@@ -161,12 +161,18 @@ class PartialTarget:
             self._finish_reservation()
         if isinstance(error, NotAsWrittenError):
             discard(self.path)
-        elif error is not None and not self.journal.is_empty and lexists(self.path):
+        elif error is not None and not self.journal.is_empty and self._is_there():
             how = "without --overwrite" if self._overwrite else "again"
             error.add_note(
                 f"{self.path}: keeps what was written; run the same command {how} to go on"
             )
         self._held.close()
+
+    def _is_there(self) -> bool:
+        try:
+            return lexists(self.path)
+        except OSError:  # the first error is the one to report
+            return False
 
     def _remove_if_empty(self) -> None:
         """Remove this run's partial target if nothing was written."""
