@@ -76,8 +76,8 @@ class FarWindow(Window):
             results.append(pickle.loads(sent.result()))
         assert results[0] == results[1]
         found: SpanResult = results[0]
-        assert self._told is not None
-        self._told(found.written.nbytes)
+        assert self._progress is not None
+        self._progress(found.written.nbytes)
         return found
 
 

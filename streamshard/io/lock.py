@@ -96,7 +96,7 @@ class Lock:
             raise OSError(error.errno, error.strerror, str(self._what)) from error
         try:
             _flock(descriptor)
-            _spell(descriptor)
+            _serialize(descriptor)
             os.link(new, self._path)
             self._descriptor, descriptor = descriptor, -1
         except (FileExistsError, FileNotFoundError):
@@ -120,7 +120,7 @@ class Lock:
         try:
             if _flock(descriptor) is False:
                 return False  # another process found the empty file and locked it
-            _spell(descriptor)
+            _serialize(descriptor)
             self._descriptor, descriptor = descriptor, -1
         finally:
             if descriptor >= 0:
@@ -140,7 +140,7 @@ class Lock:
             self._require_gone(descriptor, is_locked)
             if is_locked is None:
                 return self._take_over(descriptor)
-            _spell(descriptor)
+            _serialize(descriptor)
             self._descriptor, descriptor = descriptor, -1
         finally:
             if descriptor >= 0:
@@ -173,7 +173,7 @@ class Lock:
             raise TargetLockedError(f"{message}; if that is gone remove {turn}") from None
         try:
             self._require_gone(descriptor, None)
-            _spell(descriptor)
+            _serialize(descriptor)
             self._descriptor = os.dup(descriptor)
         finally:
             turn.rmdir()
@@ -201,7 +201,7 @@ def _flock(descriptor: int) -> bool | None:
     return True
 
 
-def _spell(descriptor: int) -> None:
+def _serialize(descriptor: int) -> None:
     """Write the current process into the lock file as its holder."""
     data = json.dumps(asdict(Holder.this_process())).encode()
     os.pwrite(descriptor, data.ljust(len(os.pread(descriptor, _READ_BYTES, 0))), 0)

@@ -17,7 +17,7 @@ from streamshard.formats.deepspeed.read.model_files import ModelFile, read_model
 from streamshard.formats.deepspeed.read.rank_files import SourceFiles
 from streamshard.formats.pickle.inert import Call
 from streamshard.formats.pickle.inert_dump import dump
-from streamshard.formats.torch.parse_cache import Twins
+from streamshard.formats.torch.parse_cache import ParseCache
 from streamshard.formats.torch.torch_tensor import Storage
 from streamshard.model import MODULE, Slot
 from tests.fabricated import client_state, load, save, write
@@ -42,7 +42,7 @@ def read_twins(run: Path, ranks: int) -> list[ModelFile]:
 
 def parsed(files: list[ModelFile]) -> list[int]:
     """List the ranks whose files had to be parsed."""
-    return [rank for rank, file in enumerate(files) if file.twin is None]
+    return [rank for rank, file in enumerate(files) if file.cached is None]
 
 
 def test_files_that_are_parsed(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_ranks_that_differ_in_what_they_carry_are_noted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", [3, 11])
 def test_step_as_a_tensor_that_differs(tmp_path: Path, rank: int) -> None:
-    """What must be the same is compared by its bytes, in twins as well."""
+    """What must be the same is compared by its bytes, in files that match a parsed one as well."""
     run = write(JOB, tmp_path / "run")
     change_ranks(
         run, lambda number, found: found.update(global_steps=torch.tensor(7 + (number == rank)))
@@ -192,7 +192,7 @@ def require_same_readings(run: Path) -> None:
     short = outcome(run)
     asked: list[Path] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Twins, "find", lambda _, path: asked.append(path))
+        patch.setattr(ParseCache, "find", lambda _, path: asked.append(path))
         assert outcome(run) == short
     assert asked
 

@@ -23,7 +23,9 @@ def plan_text(report: Report, outlook: Outlook, *, verbose: bool) -> str:
     reads = _files("reads", outlook.reads, verbose=verbose)
     writes = _files("writes", outlook.writes, verbose=verbose)
     subjects = [(change.subject, change.text) for change in outlook.changes]
-    told = {line for change in outlook.changes for line in (change.text, *change.text.split("\n"))}
+    listed = {
+        line for change in outlook.changes for line in (change.text, *change.text.split("\n"))
+    }
     blocks = [_aligned(list(_summary(report, outlook))), reads, writes]
     if outlook.changes:
         blocks.append("For the job that resumes:\n" + _aligned(subjects))
@@ -31,7 +33,7 @@ def plan_text(report: Report, outlook: Outlook, *, verbose: bool) -> str:
         if parts:
             blocks.append(_parts(head, parts))
     said = " ".join(text for _, text in subjects)
-    blocks += [paragraph(n) for n in report.notes if n not in told and n not in said]
+    blocks += [paragraph(n) for n in report.notes if n not in listed and n not in said]
     return "\n\n".join(blocks)
 
 

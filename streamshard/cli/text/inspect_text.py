@@ -142,7 +142,7 @@ class _Page:
         """Add a table with a title above it, and a line below it about rows left out."""
         blocks = [self._drawn(Text(printable(title), style="bold"))] if title else []
         if head:
-            cells = [[printable(_spell(cell)) for cell in row] for row in rows]
+            cells = [[printable(_cell_text(cell)) for cell in row] for row in rows]
             blocks.append(self._drawn(_table(head, cells)))
         self.add("\n".join([*blocks, *([more] if more else [])]))
 
@@ -265,9 +265,9 @@ def _between(first: object, last: object) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def _spell(value: Cell) -> str:
+def _cell_text(value: Cell) -> str:
     if isinstance(value, list | tuple):
-        return "(" + ", ".join(map(_spell, value)) + ")"
+        return "(" + ", ".join(map(_cell_text, value)) + ")"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -403,7 +403,7 @@ def _group_table(found: Inspection, *, all_of_them: bool) -> tuple[Columns, list
     rows: list[list[Cell]] = []
     for number, group in enumerate(groups):
         states = ", ".join(
-            f"{key} {_spell(value)}" if isinstance(value, int | float) else key
+            f"{key} {_cell_text(value)}" if isinstance(value, int | float) else key
             for key, value in group.states.items()
         )
         values = [group.hyper_parameters.get(key, "-") for key in shown]
@@ -428,7 +428,7 @@ def _detail_table(
     detail: ParameterDetail, most: int | None
 ) -> tuple[str, Columns, list[list[Cell]], str]:
     """Make the table of a parameter; states with the same elements in the same file share a row."""
-    title = f"{detail.name}: shape {_spell(detail.shape)}, {_elements(detail.numel)}"
+    title = f"{detail.name}: shape {_cell_text(detail.shape)}, {_elements(detail.numel)}"
     if detail.family:
         title += f", {detail.family}"
     title += f", param group {detail.group}" if detail.group is not None else f", {detail.kind}"

@@ -100,7 +100,7 @@ class Journal:
     def begin(self, header: Mapping[str, Any]) -> None:
         """Start a new journal, which from now on identifies the directory as this run's."""
         new = self.path.with_name(f"{self.path.name}.new")
-        write_durably(self.path, _spell(header), new)
+        write_durably(self.path, _serialize(header), new)
         self.header = header
         self._spans, self.is_whole, self.is_empty = (
             _Spans.of(np.zeros((0, 4), dtype=np.uint64)),
@@ -115,12 +115,12 @@ class Journal:
 
     def note(self, path: str, offset: int, written: Written) -> None:
         """Add the content of a written span; may be called from several threads."""
-        self._file.append(_spell([path, offset, written.nbytes, written.crc32]))
+        self._file.append(_serialize([path, offset, written.nbytes, written.crc32]))
         self.is_empty = False
 
     def note_whole(self) -> None:
         """Record durably that all files are written and durable."""
-        self._file.append(_spell(_WHOLE))
+        self._file.append(_serialize(_WHOLE))
         self._file.sync()
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class Journal:
         self._file.close()
 
 
-def _spell(line: object) -> bytes:
+def _serialize(line: object) -> bytes:
     """Serialize a line; it starts with a line break, so a torn line before it does no harm."""
     text = json.dumps(line).encode()
     return b"\n%08x %s\n" % (zlib.crc32(text), text)

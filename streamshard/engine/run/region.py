@@ -8,7 +8,7 @@ from streamshard.model import Copies
 
 _AHEAD_BYTES: Final = 4 << 20
 """How far the system reads ahead: several windows, so that the disk never waits for a worker."""
-_ASKED_BYTES: Final = 1 << 20
+_REQUEST_BYTES: Final = 1 << 20
 """Maximum bytes per request: the system cuts off longer requests than a disk takes at once."""
 _LEAST_BYTES: Final = 1 << 14
 """Smaller ranges are not requested: their pages arrive with their neighbours."""
@@ -26,7 +26,7 @@ class ReadAhead:
         self._reader = reader
         self._next = 0
         """Index of the next copy to request."""
-        self._asked = 0
+        self._requested = 0
         """Source bytes of that copy that are already requested."""
         self._ahead = 0
         """Source bytes that are requested and not read yet."""
@@ -34,19 +34,19 @@ class ReadAhead:
     def advance(self, nbytes: int) -> None:
         """Count bytes that are read now, and request the bytes after them."""
         self._ahead -= nbytes
-        if self._ahead > _AHEAD_BYTES - _ASKED_BYTES:
+        if self._ahead > _AHEAD_BYTES - _REQUEST_BYTES:
             return
         while self._ahead < _AHEAD_BYTES and self._next < len(self._copies):
-            left = int(self._copies.nbytes[self._next]) - self._asked
-            count = min(left, _ASKED_BYTES)
+            left = int(self._copies.nbytes[self._next]) - self._requested
+            count = min(left, _REQUEST_BYTES)
             if count >= _LEAST_BYTES and self._ahead >= 0:
                 file = int(self._copies.file[self._next])
-                offset = int(self._copies.source[self._next]) + self._asked
+                offset = int(self._copies.source[self._next]) + self._requested
                 self._reader.will_need(file, offset, count)
             self._ahead += count
-            self._asked += count
+            self._requested += count
             if count == left:
-                self._next, self._asked = self._next + 1, 0
+                self._next, self._requested = self._next + 1, 0
 
 
 class RegionFiller:

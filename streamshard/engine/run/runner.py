@@ -194,7 +194,7 @@ class Engine:
                 behind,
                 drops_behind=drops,
                 stop=self._stop,
-                told=self._watcher.advance,
+                progress=self._watcher.advance,
             )
         window: Window = self._local.window
         return window

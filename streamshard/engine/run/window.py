@@ -52,10 +52,10 @@ class Window:
         *,
         drops_behind: bool = False,
         stop: threading.Event | None = None,
-        told: Callable[[int], None] | None = None,
+        progress: Callable[[int], None] | None = None,
         compares: bool = False,
     ) -> None:
-        self._told = told
+        self._progress = progress
         self._compares = compares
         self._drops_behind = drops_behind
         self._stop = stop or threading.Event()
@@ -181,8 +181,8 @@ class Window:
                 if self._drops_behind:
                     drop_behind(self._file.descriptor, self._start, behind + len(view))
         self._offset += len(view)
-        if self._told is not None:
-            self._told(len(view))
+        if self._progress is not None:
+            self._progress(len(view))
         self._begin()
 
     def _require_same(self, view: memoryview) -> None:

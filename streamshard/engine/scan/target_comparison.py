@@ -31,7 +31,7 @@ class Matcher:
         self._root = root
         self._reader = reader
         buffer, scratch = (memoryview(bytearray(size)) for size in (window_bytes, scratch_bytes))
-        self._window = Window(buffer, scratch, reader, told=progress, compares=True)
+        self._window = Window(buffer, scratch, reader, progress=progress, compares=True)
 
     def close(self) -> None:
         """Close all files."""

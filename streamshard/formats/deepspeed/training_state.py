@@ -13,7 +13,7 @@ from streamshard.formats.checkpoint import Checkpoint, Family, FlatState, Scalar
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read import agreement, module_reader
 from streamshard.formats.pickle.inert import Node
-from streamshard.formats.torch.tree_comparison import Disparity, Found, compare_nodes, spell_key
+from streamshard.formats.torch.tree_comparison import Disparity, Found, compare_nodes, show_key
 from streamshard.model import ZeroLayout
 
 _CUT_IN_MODEL: Final = module_reader.CUT_KEYS - {names.MODULE_STATE}
@@ -96,7 +96,7 @@ def _compare_scalars(one: Family, other: Family, prefix: str) -> Iterator[Found]
     held = [
         {
             f"group {group.number}" + (f", expert rank {group.expert_rank}" if experts else ""): {
-                key: _spelled(value) if isinstance(value, ScalarState) else value
+                key: _show_scalar(value) if isinstance(value, ScalarState) else value
                 for key, value in (group.states or {}).items()
                 if not isinstance(value, FlatState)
             }
@@ -112,7 +112,7 @@ def _compare_dicts(
     one: Mapping[str, Node], other: Mapping[str, Node], prefix: str
 ) -> Iterator[Found]:
     for key in {**one, **other}:
-        name = f"{prefix}{spell_key(key)}"
+        name = f"{prefix}{show_key(key)}"
         if key not in other:
             yield Disparity(name, "here only")
         elif key not in one:
@@ -121,7 +121,7 @@ def _compare_dicts(
             yield from compare_nodes(one[key], other[key], name)
 
 
-def _spelled(value: ScalarState) -> str:
+def _show_scalar(value: ScalarState) -> str:
     """Serialize a small tensor as text, so that equal texts mean equal bits."""
     try:
         shown = np.frombuffer(value.data, dtype=value.dtype).tolist()

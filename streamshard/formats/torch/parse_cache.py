@@ -1,10 +1,10 @@
 """Parse cache: detects torch files with the same object as an earlier file, without parsing them.
 
 All ranks of stage 3 save the same module: only the bytes of its storages differ. The skeleton of a
-file is everything that reading examines, which is all but the storages' bytes. Two files are twins
-if their skeletons are equal, except for the few numbers that may differ. Parsing a twin would give
+file is everything that reading examines, which is all but the storages' bytes. Two files match
+if their skeletons are equal, except for the few numbers that may differ. Parsing a match would give
 the same object, with every storage at the same offset, and only other checksums. A file that is
-not a twin must be parsed, whether it is valid or not.
+no match must be parsed, whether it is valid or not.
 """
 
 import zlib
@@ -33,7 +33,7 @@ Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class Twin:
+class CachedParse:
     """The values in which a file differs from an earlier file with the same object."""
 
     root: Node
@@ -58,8 +58,8 @@ class Twin:
         return int(self.crc32s[index]) or None
 
 
-class Twins:
-    """The cache of parsed files, which finds the twins of later files."""
+class ParseCache:
+    """The cache of parsed files, which finds later files that match one of them."""
 
     def __init__(self) -> None:
         self._skeletons: dict[int, _Skeleton] = {}
@@ -79,14 +79,14 @@ class Twins:
             oldest = self._skeletons.pop(next(iter(self._skeletons)))
             kept_bytes -= oldest.nbytes
 
-    def find(self, path: Path) -> Twin | None:
+    def find(self, path: Path) -> CachedParse | None:
         """Compare a file with those in the cache; None if it must be parsed."""
         skeleton = self._skeletons.get(examine(path).nbytes)
-        return skeleton.twin(path) if skeleton is not None else None
+        return skeleton.match(path) if skeleton is not None else None
 
 
 class _Skeleton:
-    """The bytes of a parsed file that reading examines, and the places where a twin may differ."""
+    """The bytes of a parsed file that reading examines, and the places where a match may differ."""
 
     def __init__(self, path: Path, found: TorchFile) -> None:
         self._path = path
@@ -118,9 +118,9 @@ class _Skeleton:
         own = np.flatnonzero(filled & ~np.array(looked_into))
         self._places = np.array([found.records[index].start for index in own], dtype=np.int64)
         self._crc32s = self._place(entries[[*own, pickled]] + CRC32_IN_ENTRY)
-        """Offsets of the checksums in which a twin may differ. The pickle's checksum is last."""
+        """Offsets of the checksums in which a match may differ. The pickle's checksum is last."""
         self._data: Bytes = np.zeros(0, dtype=np.uint8)
-        self._told = _numbers(self._data)
+        self._listed = _numbers(self._data)
         """The checksums."""
         self._devices: DeviceNumbers | None = None
 
@@ -129,7 +129,7 @@ class _Skeleton:
         self._data = self._read(self._path)
         if len(self._data) < self.nbytes:
             return False
-        self._told = _numbers(sliding_window_view(self._data, _CRC32_BYTES)[self._crc32s])
+        self._listed = _numbers(sliding_window_view(self._data, _CRC32_BYTES)[self._crc32s])
         return True
 
     def _read(self, path: Path) -> Bytes:
@@ -149,8 +149,8 @@ class _Skeleton:
         placed: Offsets = before[region] + offsets - starts[region]
         return placed
 
-    def twin(self, path: Path) -> Twin | None:
-        """Compare a file of the same size; None if it is not a twin, or damaged."""
+    def match(self, path: Path) -> CachedParse | None:
+        """Compare a file of the same size; None if it does not match, or is damaged."""
         own = self._read(path)
         name = own[self._names[0] :][: self._name_bytes]
         if len(own) != self.nbytes or not _is_folder(name.tobytes()):
@@ -164,11 +164,11 @@ class _Skeleton:
         unlike = own != expected
         if unlike.any() and not self._differs_in_devices(own, unlike):
             return None
-        told = _numbers(crc32s)
+        listed = _numbers(crc32s)
         # As in reading, 0 means that torch was told to leave checksums out.
-        if told[-1] not in (0, zlib.crc32(own[self._pickle].data)):
+        if listed[-1] not in (0, zlib.crc32(own[self._pickle].data)):
             return None
-        return Twin(self._root, self._places, told[:-1], self._told[:-1])
+        return CachedParse(self._root, self._places, listed[:-1], self._listed[:-1])
 
     def _differs_in_devices(self, own: Bytes, unlike: NDArray[np.bool_]) -> bool:
         """Tell whether the files differ only in the device numbers of storages."""

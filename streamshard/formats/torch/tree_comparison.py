@@ -42,7 +42,7 @@ _ABSENT: Final = Global("streamshard", "ABSENT")
 _SETS: Final = [
     Global(module, name) for module in ("builtins", "__builtin__") for name in ("set", "frozenset")
 ]
-_MOST_TOLD: Final = 1000
+_MOST_LISTED: Final = 1000
 """Most differences within one value that are listed one by one."""
 _LIMIT_AGAIN: Final = 16
 """How often parts may be visited on average, in bytes of the values' pickles."""
@@ -97,17 +97,17 @@ def compare_nodes(left: Node, right: Node, name: str) -> Iterator[Found]:
     Untrusted values may be built so that their comparison takes forever. Such values, and values
     that no pickler can serialize, count as a disparity: they are not known to be equal.
     """
-    told = 0
+    listed = 0
     try:
         for found in _compare(left, right, name):
-            told += isinstance(found, Disparity)
-            if told <= _MOST_TOLD or isinstance(found, SamePlace):
+            listed += isinstance(found, Disparity)
+            if listed <= _MOST_LISTED or isinstance(found, SamePlace):
                 yield found
     except SourceError as error:
-        told = min(told, _MOST_TOLD)
+        listed = min(listed, _MOST_LISTED)
         yield Disparity(name, f"cannot be compared: {error}")
-    if told > _MOST_TOLD:
-        yield Disparity(name, f"{told - _MOST_TOLD:,} more places in it differ")
+    if listed > _MOST_LISTED:
+        yield Disparity(name, f"{listed - _MOST_LISTED:,} more places in it differ")
 
 
 def _compare(left: Node, right: Node, name: str) -> Iterator[Found]:
@@ -235,13 +235,13 @@ def _members(node: Call, effort: _Effort) -> list[Node] | None:
         return None
     serialized = []
     for member in node.args[0]:
-        serialized.append(inert_dump.dump(member, _spell_storage))
+        serialized.append(inert_dump.dump(member, _show_storage))
         effort.spend(len(serialized[-1]))
     order = sorted(range(len(serialized)), key=serialized.__getitem__)
     return [node.args[0][number] for number in order]
 
 
-def _spell_storage(node: Node) -> Node | None:
+def _show_storage(node: Node) -> Node | None:
     """Serialize a storage to sort a set: without its place, which is not part of its value."""
     return (node.dtype, node.numel) if isinstance(node, Storage) else None
 
@@ -259,7 +259,7 @@ def _below_dicts(
         return found
     keys = dict.fromkeys([*one, *other])
     return found + [
-        (one.get(k, _ABSENT), other.get(k, _ABSENT), at.below(f".{spell_key(k)}")) for k in keys
+        (one.get(k, _ABSENT), other.get(k, _ABSENT), at.below(f".{show_key(k)}")) for k in keys
     ]
 
 
@@ -270,12 +270,12 @@ def _is_by_identity(key: Node) -> bool:
     return isinstance(key, Call)
 
 
-def spell_few(keys: Sequence[Node]) -> str:
+def show_few(keys: Sequence[Node]) -> str:
     """Return the first of possibly many keys as text for a message."""
-    return ", ".join(map(spell_key, keys[:_MOST_KEYS])) + ", ..." * (len(keys) > _MOST_KEYS)
+    return ", ".join(map(show_key, keys[:_MOST_KEYS])) + ", ..." * (len(keys) > _MOST_KEYS)
 
 
-def spell_key(key: Node) -> str:
+def show_key(key: Node) -> str:
     """Return a key as part of a name: short text as it is, anything else quoted."""
     return key if isinstance(key, str) and len(key) <= _LIMIT_KEY else show(key)
 

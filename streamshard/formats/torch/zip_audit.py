@@ -25,7 +25,7 @@ _PADDING: Final = 0x4246
 """Extra field by which torch aligns the data."""
 _VERSIONS: Final = ((0x031E, 45), (0x002D, 45), (0x032D, 45))
 """Versions in a Zip64 end record, made by and needed, of known writers: torch, then zipfile."""
-_MOST_TOLD: Final = 1000
+_MOST_LISTED: Final = 1000
 """Most problems of one file that are listed one by one."""
 _LIMIT_SHOWN: Final = 100
 
@@ -77,7 +77,7 @@ def audit(path: Path) -> TorchAudit:
     with open_readable(path) as file:
         auditor = _Auditor(file)
         records = auditor.run()
-    more = auditor.untold
+    more = auditor.unlisted
     last = [f"{more:,} more problems of its container"] if more else []
     return TorchAudit(auditor.root, tuple(records), (*auditor.problems, *last))
 
@@ -85,7 +85,7 @@ def audit(path: Path) -> TorchAudit:
 class _Auditor:
     def __init__(self, source: Readable) -> None:
         self.problems: list[str] = []
-        self.untold = 0
+        self.unlisted = 0
         self.root = ""
         self._source = source
 
@@ -112,10 +112,10 @@ class _Auditor:
         self._say(str(error))
 
     def _say(self, problem: str) -> None:
-        if len(self.problems) < _MOST_TOLD:
+        if len(self.problems) < _MOST_LISTED:
             self.problems.append(problem)
         else:
-            self.untold += 1
+            self.unlisted += 1
 
     def _check_directory(self, directory: ZipDirectory) -> None:
         """Check the names, and values that no reader needs, which are equal in all records."""
@@ -135,7 +135,7 @@ class _Auditor:
                 self._say(f"entry {_shown(entry.name)} of the directory has another Zip64 field")
         roots = Counter(entry.name.partition(b"/")[0] for entry in entries)
         names = Counter(entry.name for entry in entries)
-        self.root = _spelled(roots.most_common(1)[0][0]) if roots else ""
+        self.root = _name_text(roots.most_common(1)[0][0]) if roots else ""
         if len(roots) > 1:
             self._say(f"its records lie in {len(roots)} folders, where torch makes one")
         for name, count in names.items():
@@ -174,7 +174,7 @@ class _Auditor:
             self._say(f"record {_shown(entry.name)}: its Zip64 field and the directory disagree")
         self._check_end(entry, header.start + entry.nbytes, stop)
         folder, _, own = entry.name.partition(b"/")
-        return StoredRecord(_spelled(own or folder), header.start, entry.nbytes, entry.crc32)
+        return StoredRecord(_name_text(own or folder), header.start, entry.nbytes, entry.crc32)
 
     def _check_end(self, entry: ZipEntry, data_end: int, stop: int) -> None:
         """Compare the bytes between a record's data and the next record with the directory."""
@@ -192,8 +192,8 @@ class _Auditor:
 
 
 def _shown(name: bytes) -> str:
-    return _spelled(name[:_LIMIT_SHOWN]) + ("..." if len(name) > _LIMIT_SHOWN else "")
+    return _name_text(name[:_LIMIT_SHOWN]) + ("..." if len(name) > _LIMIT_SHOWN else "")
 
 
-def _spelled(name: bytes) -> str:
+def _name_text(name: bytes) -> str:
     return name.decode(errors="backslashreplace")

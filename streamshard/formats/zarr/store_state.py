@@ -77,7 +77,7 @@ def dump(
             "layout": _values(checkpoint.layout),
             "tensors": [_values(tensor) for tensor in checkpoint.tensors],
             "chunk_shapes": list(chunk_shapes),
-            "families": [_spell_family(family) for family in checkpoint.families],
+            "families": [_serialize_family(family) for family in checkpoint.families],
             "module_dtype": checkpoint.module_dtype,
             "files": [_values(file) for file in checkpoint.files],
             "notes": checkpoint.notes,
@@ -188,14 +188,14 @@ def _values(noun: object) -> tuple[Any, ...]:
     return tuple(getattr(noun, field.name) for field in fields(noun))  # type: ignore[arg-type]
 
 
-def _spell_family(family: Family) -> dict[str, Node]:
+def _serialize_family(family: Family) -> dict[str, Node]:
     return {
         "name": family.name,
         "groups": [
             {
                 "params": group.params,
                 "master_dtype": group.master_dtype,
-                "states": _spell_states(group.states),
+                "states": _serialize_states(group.states),
                 "number": group.number,
                 "expert_parallel": group.expert_parallel,
                 "expert_rank": group.expert_rank,
@@ -232,8 +232,8 @@ def _read_family(serialized: Node) -> Family:
     )
 
 
-def _spell_states(states: Mapping[str, Node] | None) -> Node:
-    return None if states is None else {k: _spell_state(v) for k, v in states.items()}
+def _serialize_states(states: Mapping[str, Node] | None) -> Node:
+    return None if states is None else {k: _serialize_state(v) for k, v in states.items()}
 
 
 def _read_states(serialized: Node) -> dict[str, Node] | None:
@@ -242,7 +242,7 @@ def _read_states(serialized: Node) -> dict[str, Node] | None:
     )
 
 
-def _spell_state(value: Node) -> Node:
+def _serialize_state(value: Node) -> Node:
     if isinstance(value, FlatState):
         return (_FLAT, value.dtype)
     if isinstance(value, ScalarState):

@@ -186,11 +186,11 @@ class StoreCheck:
         place = self._root / MANIFEST_FILES[1]
         chunks = {chunk.path for _, chunks in self._arrays for chunk in chunks}
         wanted = {*self._documents, *store_files.STATE_FILES, *chunks}
-        told = {array for array, _ in self._arrays}
-        digested = told if manifest.digests is None else manifest.digests.keys()
+        expected_arrays = {array for array, _ in self._arrays}
+        digested = expected_arrays if manifest.digests is None else manifest.digests.keys()
         for what, found, expected in (
             ("", manifest.records.keys(), wanted),
-            ("the digest of ", digested, told),
+            ("the digest of ", digested, expected_arrays),
         ):
             for path in sorted(expected - found):
                 self._findings.add(MALFORMED, place, f"{place}: does not list {what}{path}")

@@ -15,7 +15,7 @@ from streamshard.io.entries import exists, paths_like, read_all
 from streamshard.io.files import source_errors, target_errors
 from streamshard.io.sink import remove_file
 from streamshard.operations.compact import compact_report, tag_choice
-from streamshard.operations.compact.archive.receipts import spell_time
+from streamshard.operations.compact.archive.receipts import show_moment
 from streamshard.operations.compact.compact_report import CompactedTag
 from streamshard.operations.compact.tag_choice import Choice, Tag
 
@@ -65,7 +65,7 @@ class Acknowledging:
             message = "it can be opened, and no rule keeps it"
             raise UsageError(f"{message}; '--keep-tag {tag.name}' in every run leaves it alone")
         if not is_dry_run:
-            noted = _Acknowledgement.of(tag, spell_time(now))
+            noted = _Acknowledgement.of(tag, show_moment(now))
             data = json.dumps({"format": _FORMAT, **asdict(noted)}, indent=1).encode()
             path = self._path(tag.name)
             with target_errors(path):

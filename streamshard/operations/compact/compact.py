@@ -141,8 +141,8 @@ def compact(
         weights_only_older_than=weights_only_older_than,
     )
     _require_apart(settings.run_dir, settings.archive_dir)
-    told = TagProgress(progress or Silent(), bytes_per_second)
-    tags = tuple(Compacting(settings, now or datetime.now(UTC), told).run())
+    tag_progress = TagProgress(progress or Silent(), bytes_per_second)
+    tags = tuple(Compacting(settings, now or datetime.now(UTC), tag_progress).run())
     seconds = time.monotonic() - began
     patterns = () if settings.is_by_hand else keep_tags
     notes = [*_unmatched(patterns, tags), *_about_trash(tags, show_duration(grace))]

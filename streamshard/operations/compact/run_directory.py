@@ -166,8 +166,8 @@ def _tag(entry: Path, run_dir: Path, links: Sequence[Path], known: Mapping[str, 
         if not has_shards(entry):
             return None
         if not names.is_tag(name):
-            told = f"{str(entry)!r}: holds shards, and its name is not text; rename it"
-            return Tag(name, examine(entry, follows=False).modified_ns, told)
+            reason = f"{str(entry)!r}: holds shards, and its name is not text; rename it"
+            return Tag(name, examine(entry, follows=False).modified_ns, reason)
         changed_ns, nbytes, looks = looks_of(entry)
     except OSError as error:
         if step_of(name) is None:

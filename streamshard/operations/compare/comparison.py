@@ -49,7 +49,7 @@ class Comparing:
     ) -> list[Difference]:
         """Compare all pairs; read errors are added to the findings."""
         waiting: deque[Sequence[RunPart]] = deque()
-        tallies: dict[int, tuple[int, int]] = {}
+        counts: dict[int, tuple[int, int]] = {}
         make = partial(self._comparator, memory, progress)
         paths = {file.path for side in self._runs.sides for file in side.files}
         for result in run_ordered(self._jobs(waiting), make, memory.workers):
@@ -59,11 +59,11 @@ class Comparing:
                 continue
             for mismatch in result:
                 part = parts[mismatch.part]
-                _count(tallies, self._runs.pairs[part.number], part, mismatch)
+                _count(counts, self._runs.pairs[part.number], part, mismatch)
         findings.tensors += len(self._runs.pairs)
         return [
             _difference(self._runs.pairs[number], *found)
-            for number, found in sorted(tallies.items())
+            for number, found in sorted(counts.items())
         ]
 
     def _comparator(self, memory: MemoryPlan, progress: Callable[[int], None]) -> Comparator:
@@ -106,11 +106,11 @@ def chosen(pairs: Sequence[Pair], sample: Sample) -> list[Pair]:
     return [pair for pair, end in both if sample.holds(end - pair.nbytes, end, total)]
 
 
-def _count(tallies: dict[int, tuple[int, int]], pair: Pair, part: RunPart, found: Mismatch) -> None:
+def _count(counts: dict[int, tuple[int, int]], pair: Pair, part: RunPart, found: Mismatch) -> None:
     """Count the mismatches in a part of a pair."""
     at = part.start * ITEMSIZE[pair.dtype] // pair.itemsize + found.first
-    first, count = tallies.get(part.number, (at, 0))
-    tallies[part.number] = min(first, at), count + found.count
+    first, count = counts.get(part.number, (at, 0))
+    counts[part.number] = min(first, at), count + found.count
 
 
 def _difference(pair: Pair, first: int, count: int) -> Difference:

@@ -12,7 +12,7 @@ from streamshard.errors import UnsupportedError
 from streamshard.formats import frameworks
 from streamshard.formats.checkpoint import Checkpoint, Family
 from streamshard.formats.deepspeed import training_state
-from streamshard.formats.torch.tree_comparison import SamePlace, spell_few
+from streamshard.formats.torch.tree_comparison import SamePlace, show_few
 from streamshard.formats.zarr.documents import array_path
 from streamshard.model import BLOB, FILE, ITEMSIZE, MASTER, MODULE, LogicalTensor
 from streamshard.operations.checks.problems import Difference
@@ -120,10 +120,10 @@ def pair_up(
         found.differ("value", "the model", message)
         return found
     _pair_states(one, other, found)
-    for family, twin in zip(one.families, other.families, strict=True):
+    for family, counterpart in zip(one.families, other.families, strict=True):
         if one.is_dumps or other.is_dumps:
             break
-        _ModulePairing(one, other, family, twin, found, converted).run()
+        _ModulePairing(one, other, family, counterpart, found, converted).run()
     found.blob_budget = _blob_budget(one)
     for place in training_state.compare(one, other):
         if isinstance(place, SamePlace):
@@ -151,17 +151,20 @@ def _pair_states(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
             tensor = (mine.get(key) or theirs[key])[1]
             _only(found, tensor, is_left=key in mine)
             continue
-        (index, tensor), (twin_index, twin) = mine[key], theirs[key]
-        is_flat = (tensor.numel,) in (tensor.shape, twin.shape) and tensor.numel == twin.numel
-        if tensor.shape == twin.shape or (flat_ok and is_flat):
+        (index, tensor), (counterpart_index, counterpart) = mine[key], theirs[key]
+        is_flat = (tensor.numel,) in (
+            tensor.shape,
+            counterpart.shape,
+        ) and tensor.numel == counterpart.numel
+        if tensor.shape == counterpart.shape or (flat_ok and is_flat):
             _pair_same(
                 found,
                 tensor,
                 SideElements(index, tensor.dtype),
-                SideElements(twin_index, twin.dtype),
+                SideElements(counterpart_index, counterpart.dtype),
             )
         else:
-            found.differ_in("shape", tensor, f"{tensor.shape} here, {twin.shape} there")
+            found.differ_in("shape", tensor, f"{tensor.shape} here, {counterpart.shape} there")
 
 
 def _own_states(
@@ -209,13 +212,13 @@ class _ModulePairing:
         one: Checkpoint,
         other: Checkpoint,
         family: Family,
-        twin: Family,
+        counterpart: Family,
         found: Pairing,
         converted: bool,
     ) -> None:
-        self._excluded = _without_values(one, family) | _without_values(other, twin)
+        self._excluded = _without_values(one, family) | _without_values(other, counterpart)
         self._mine = dict(_weights(one, family))
-        self._theirs = dict(_weights(other, twin))
+        self._theirs = dict(_weights(other, counterpart))
         self._family = family.name
         self._found = found
         self._converted = converted
@@ -358,5 +361,5 @@ def _note_settings(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
     held = [dict(training_state.provenance(checkpoint)) for checkpoint in (one, other)]
     keys = training_state.differing_keys(held[0], held[1])
     if keys:
-        shown = spell_few([key.lstrip(".") for key in keys])
+        shown = show_few([key.lstrip(".") for key in keys])
         found.notes.append(f"Settings that differ, which are not state: {shown}.")

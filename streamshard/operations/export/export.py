@@ -10,7 +10,7 @@ from streamshard.defaults import DTYPES
 from streamshard.errors import UnsupportedError, UsageError
 from streamshard.formats import pretrained
 from streamshard.operations.export.export_writer import MOST_NAMED, ExportWriter
-from streamshard.operations.export.model_sidecars import Companions, find_companions
+from streamshard.operations.export.model_sidecars import ModelSidecars, find_model_sidecars
 from streamshard.operations.export.universal_files import UniversalFiles
 from streamshard.operations.export.weight_files import WeightFiles
 from streamshard.operations.export.weights import Weights, choose_weights
@@ -98,10 +98,10 @@ def _prepare(options: ExportOptions, opened: Source) -> Output:
 
 def _weights(source: Source, options: ExportOptions) -> Output:
     chosen = choose_weights(source.checkpoint, options)
-    companions = find_companions(source)
-    files = WeightFiles(companions.source, chosen.weights, options.format, options.max_shard_size)
-    notes = (*chosen.notes, *_tied(chosen, options.format), *companions.notes)
-    return _output(ExportWriter.of(files, companions), options, len(chosen.weights), notes)
+    sidecars = find_model_sidecars(source)
+    files = WeightFiles(sidecars.source, chosen.weights, options.format, options.max_shard_size)
+    notes = (*chosen.notes, *_tied(chosen, options.format), *sidecars.notes)
+    return _output(ExportWriter.of(files, sidecars), options, len(chosen.weights), notes)
 
 
 def _universal(source: Source, options: ExportOptions) -> Output:
@@ -110,14 +110,14 @@ def _universal(source: Source, options: ExportOptions) -> Output:
         message = f"--format {UNIVERSAL}: holds the whole checkpoint as it is, in files of its own"
         raise UsageError(f"{message}; of the options that shape weights none has a meaning")
     files = UniversalFiles(source)
-    writer = ExportWriter.of(files, Companions(source, (), ()))
+    writer = ExportWriter.of(files, ModelSidecars(source, (), ()))
     return _output(writer, options, files.tensors(), tuple(files.notes()))
 
 
 def _output(
     writer: ExportWriter, options: ExportOptions, tensors: int, notes: tuple[str, ...]
 ) -> Output:
-    source = writer.companions.source
+    source = writer.sidecars.source
     return Output(
         source=source,
         writer=writer,

@@ -23,7 +23,7 @@ from streamshard.operations.checks.scan import scan
 from streamshard.operations.checks.torch_check import TorchFiles
 from streamshard.operations.compare.comparison import Comparing
 from streamshard.operations.compare.matching import Pair, SideElements
-from streamshard.operations.export.model_sidecars import Companions
+from streamshard.operations.export.model_sidecars import ModelSidecars
 from streamshard.operations.export.universal_files import UniversalFiles
 from streamshard.operations.export.weight_files import WeightFiles
 from streamshard.operations.source.source import Source
@@ -34,14 +34,14 @@ from streamshard.operations.transfer.report import Progress
 def export_differences(
     place: Path,
     files: WeightFiles | UniversalFiles,
-    companions: Companions,
+    sidecars: ModelSidecars,
     memory: MemoryPlan,
     progress: Progress,
 ) -> list[str]:
     """Read exported files back from disk, and describe how they differ from the source."""
-    read = _ReadBack(place, companions.source)
+    read = _ReadBack(place, sidecars.source)
     with target_errors(place):
-        found = [*_documents(files.documents(), place), *_companions(companions, read)]
+        found = [*_documents(files.documents(), place), *_companions(sidecars, read)]
         found += (
             _images(files, read) if isinstance(files, UniversalFiles) else _weights(files, read)
         )
@@ -114,12 +114,9 @@ def _documents(documents: Mapping[str, bytes], place: Path) -> Iterator[str]:
             yield f"{name} is not what was written"
 
 
-def _companions(companions: Companions, read: _ReadBack) -> Iterator[str]:
-    for one in companions.found:
-        if (
-            read.add(read.place / one.path)
-            != companions.source.checkpoint.tensors[one.tensor].numel
-        ):
+def _companions(sidecars: ModelSidecars, read: _ReadBack) -> Iterator[str]:
+    for one in sidecars.found:
+        if read.add(read.place / one.path) != sidecars.source.checkpoint.tensors[one.tensor].numel:
             yield f"{one.path} is not as long as what it is a copy of"
         read.pair(one.path, 0, one.tensor, "uint8")
 

@@ -8,7 +8,7 @@ from typing import Final, Self
 from streamshard.engine.run.work import TargetFile
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.operations.export import export_read_back
-from streamshard.operations.export.model_sidecars import Companions
+from streamshard.operations.export.model_sidecars import ModelSidecars
 from streamshard.operations.export.universal_files import UniversalFiles
 from streamshard.operations.export.weight_files import WeightFiles
 from streamshard.operations.transfer import execution
@@ -25,14 +25,14 @@ class ExportWriter:
     """Writes an export's files."""
 
     files: WeightFiles | UniversalFiles
-    companions: Companions
+    sidecars: ModelSidecars
     """The sidecars, and the source to read from."""
     counts: ByteCounts
 
     @classmethod
-    def of(cls, files: WeightFiles | UniversalFiles, companions: Companions) -> Self:
+    def of(cls, files: WeightFiles | UniversalFiles, sidecars: ModelSidecars) -> Self:
         """Count the bytes of the files."""
-        return cls(files, companions, companions.added_to(files.byte_counts()))
+        return cls(files, sidecars, sidecars.added_to(files.byte_counts()))
 
     def byte_counts(self) -> ByteCounts:
         """Return the bytes that are written, and how often each tensor is read."""
@@ -49,13 +49,13 @@ class ExportWriter:
     def _targets(self) -> Iterator[TargetFile]:
         if isinstance(self.files, WeightFiles):
             self.files.overflowed.clear()
-        yield from self.companions.targets()
+        yield from self.sidecars.targets()
         yield from self.files.targets()
 
     def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
         """Read the written files back, and compare them with the source."""
         return export_read_back.export_differences(
-            place, self.files, self.companions, memory, progress
+            place, self.files, self.sidecars, memory, progress
         )
 
     def finish(self, report: Report) -> Report:

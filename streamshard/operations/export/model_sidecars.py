@@ -30,7 +30,7 @@ class Companion:
 
 
 @dataclass(frozen=True, slots=True)
-class Companions:
+class ModelSidecars:
     """The sidecars, and the source to read them from."""
 
     source: Source
@@ -56,7 +56,7 @@ class Companions:
         return replace(byte_counts, sizes=sizes, times=times)
 
 
-def find_companions(source: Source) -> Companions:
+def find_model_sidecars(source: Source) -> ModelSidecars:
     """Find the sidecars in a checkpoint, and missing ones in the directory around it.
 
     If the user may not read that directory, a note says so.
@@ -78,7 +78,7 @@ def find_companions(source: Source) -> Companions:
     modes = {file.path: file.mode for file in source.checkpoint.files}
     found = [Companion(name, tensors[path], modes[path]) for name, path in sorted(paths.items())]
     notes += _notes(paths, beside, around, left)
-    return Companions(source, tuple(found), tuple(notes))
+    return ModelSidecars(source, tuple(found), tuple(notes))
 
 
 def _beside(place: Path, known: Mapping[str, str]) -> tuple[dict[str, Path], list[str]]:

@@ -11,7 +11,7 @@ from streamshard.errors import UnsupportedError, UsageError
 from streamshard.formats.checkpoint import Checkpoint, Family, ModuleEntry
 from streamshard.formats.deepspeed import names
 from streamshard.formats.torch.torch_tensor import tensor_of
-from streamshard.formats.torch.tree_comparison import spell_few
+from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.model import ITEMSIZE, MASTER, MODULE
 from streamshard.operations.verb_options import ExportOptions
 
@@ -235,7 +235,7 @@ def _require_different(found: Sequence[str]) -> None:
 def _notes(family: Family, checkpoint: Checkpoint) -> Iterator[str]:
     extra = [entry.name for entry in family.module if entry.kind == "extra"]
     if extra:
-        yield f"Not exported, as they are not weights: {spell_few(extra)}."
+        yield f"Not exported, as they are not weights: {show_few(extra)}."
     frozen = family.model_state.get(names.FROZEN_SHAPES, {})
     if frozen is None and checkpoint.layout.stage > 1:
         yield (

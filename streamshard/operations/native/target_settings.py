@@ -159,8 +159,8 @@ def _other_sequences(
 ) -> str | None:
     """Return an objection if the config changes how many ranks hold copies of each partition."""
     saved = checkpoint.replicas
-    asked = ds_config.sequence_mesh(config)
-    if asked == ((world_size, saved) if saved > 1 else None):
+    requested = ds_config.sequence_mesh(config)
+    if requested == ((world_size, saved) if saved > 1 else None):
         return None
     if saved > 1:
         return (
@@ -232,12 +232,12 @@ def require_allowed(checkpoint: Checkpoint, world_size: int) -> int:
     return world_size // (parts * replicas)
 
 
-def _agreed_stage(in_config: int | None, asked: int | None) -> int:
+def _agreed_stage(in_config: int | None, requested: int | None) -> int:
     """Return the stage of the given config, and require that it agrees with the flag, if given."""
-    if in_config is not None and asked is not None and in_config != asked:
-        message = f"--zero-stage {asked}, but the given config says stage {in_config}"
+    if in_config is not None and requested is not None and in_config != requested:
+        message = f"--zero-stage {requested}, but the given config says stage {in_config}"
         raise UsageError(f"{message}; make them agree")
-    stage = asked or in_config
+    stage = requested or in_config
     if stage not in (1, 2, 3):
         message = f"the given config asks for ZeRO stage {stage or 0}, which partitions nothing"
         raise UsageError(f"{message}; give the whole config of the job that will resume")

@@ -70,8 +70,8 @@ def global_batch(
     """
     each = _ranks_counted_per_rank(checkpoint)
     saved_ranks, world_size = checkpoint.layout.world_size * each, world_size * each
-    told = _ranks_per_sample(checkpoint, saved_ranks)
-    before = 1 if told is None else told
+    recorded = _ranks_per_sample(checkpoint, saved_ranks)
+    before = 1 if recorded is None else recorded
     if not before or saved_ranks % before:
         return f"{_UNKNOWN} The batch sizes in it do not fit {counted(saved_ranks, 'rank')}."
     known = _complete(*ds_config.batch_sizes(checkpoint.config), saved_ranks // before)
@@ -91,7 +91,7 @@ def global_batch(
         ranks=world_size // now,
         where=_where(checkpoint, world_size, now),
         data_parallel_size=world_size if checkpoint.replicas > 1 else None,
-        is_sure=told is not None,
+        is_sure=recorded is not None,
     )
 
 
@@ -122,13 +122,13 @@ def _ranks_per_sample(checkpoint: Checkpoint, saved_ranks: int) -> int | None:
     total, micro, accumulation = ds_config.batch_sizes(checkpoint.config)
     if total and micro and accumulation and min(total, micro, accumulation) > 0:
         return ranks_per_sample(total, micro, accumulation, saved_ranks)
-    asked = ds_config.sequence_parallel_size(checkpoint.config)
-    if asked is not None:
-        return asked
+    configured = ds_config.sequence_parallel_size(checkpoint.config)
+    if configured is not None:
+        return configured
     # DeepSpeed's own unit for sequence parallelism calls itself tensor parallel.
     degrees = checkpoint.families[0].model_state.get(names.PARALLEL_DEGREES)
-    told = degrees.values() if isinstance(degrees, dict) else ()
-    beyond = prod(n for n in told if isinstance(n, int)) // len(checkpoint.families)
+    recorded = degrees.values() if isinstance(degrees, dict) else ()
+    beyond = prod(n for n in recorded if isinstance(n, int)) // len(checkpoint.families)
     return beyond if beyond > 1 else None
 
 

@@ -108,8 +108,10 @@ def _position(checkpoint: Checkpoint) -> Iterator[str]:
 def _schedule(checkpoint: Checkpoint) -> Iterator[str]:
     scheduler = checkpoint.families[0].model_state.get(_SCHEDULER)
     if isinstance(scheduler, dict):
-        told = (f" ({k} {scheduler[k]:,})" for k in _COUNTERS if isinstance(scheduler.get(k), int))
-        where = next(told, "")
+        counters = (
+            f" ({k} {scheduler[k]:,})" for k in _COUNTERS if isinstance(scheduler.get(k), int)
+        )
+        where = next(counters, "")
         yield f"The scheduler's state{where} and the learning rates of the param groups are kept."
         yield "The scheduler counts steps: its schedule stays the same if the global batch does."
     else:

@@ -32,10 +32,10 @@ def default_workers(*, encodes: bool = False) -> int:
     return min(16, cores + 1) if encodes else min(4, cores)
 
 
-def limit_or_default(asked: int | None, floor_bytes: int) -> int:
+def limit_or_default(given_bytes: int | None, floor_bytes: int) -> int:
     """Return the given limit; by default 1 GiB, or half of the available memory if that is less."""
-    if asked is not None:
-        return asked
+    if given_bytes is not None:
+        return given_bytes
     return min(DEFAULT_LIMIT_BYTES, max(0, resident_memory.available_bytes() - floor_bytes) // 2)
 
 

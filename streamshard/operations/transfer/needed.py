@@ -61,12 +61,12 @@ class Wanted:
         with target_errors(self.target):
             is_settled = is_vacant(self.target) or Journal(self.target / JOURNAL).is_whole
         if not is_settled:
-            told = progress or Silent()
-            told.start(self.report.bytes_written, COMPARING)
+            shown = progress or Silent()
+            shown.start(self.report.bytes_written, COMPARING)
             try:
-                difference = self._difference(told)
+                difference = self._difference(shown)
             finally:
-                told.stop()
+                shown.stop()
             if difference is None:
                 return nothing_done(self.report, "target", self.report.target)
         try:
@@ -86,8 +86,8 @@ class Wanted:
             there = {path.relative_to(self.target).as_posix() for path in files_below(self.target)}
             named = latest_of(self.target) if self.latest is not None else None
         if named != self.latest:
-            told = "there is no 'latest'" if named is None else f"its 'latest' names {named!r}"
-            return f"{told}, not {self.latest!r}"
+            shown = "there is no 'latest'" if named is None else f"its 'latest' names {named!r}"
+            return f"{shown}, not {self.latest!r}"
         for problem, paths in (
             ("is missing", self.sizes.keys() - there),
             ("is not one of its files", there - self.sizes.keys()),

@@ -59,14 +59,14 @@ class PartialTarget:
     def __init__(
         self,
         target: Path,
-        purpose: RunIdentity,
+        identity: RunIdentity,
         *,
         nbytes: int,
         overwrite: bool,
         template: Template | None = None,
     ) -> None:
         self._target = target.absolute()
-        self._purpose = purpose
+        self._identity = identity
         self._nbytes = nbytes
         self._overwrite = overwrite
         self._template = template
@@ -100,7 +100,7 @@ class PartialTarget:
         done = Journal(self._target / JOURNAL)
         if done.is_whole and done.header is not None:
             self._tidy(done)
-            self.is_done = self._purpose.difference(done.header) is None and not self._overwrite
+            self.is_done = self._identity.difference(done.header) is None and not self._overwrite
         elif replaces(self.journal) and lexists(self._replaced) and is_vacant(self._target):
             rename(self._replaced, self._target)
 
@@ -114,9 +114,9 @@ class PartialTarget:
             self._is_own = True
             make_directory(self.path, exist_ok=True)
             self._become_like_empty()
-            self.journal.begin(self._purpose.header)
+            self.journal.begin(self._identity.header)
         else:
-            difference = self._purpose.difference(header)
+            difference = self._identity.difference(header)
             if difference is not None:
                 message = f"{self.path}: {difference}. Run that one again to finish it, or give"
                 raise TargetExistsError(f"{message} --overwrite to start afresh")

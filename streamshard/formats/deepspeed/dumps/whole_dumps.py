@@ -7,7 +7,7 @@ from streamshard.errors import UnsupportedError
 from streamshard.formats.deepspeed.read.fingerprints import fingerprints
 from streamshard.formats.detect import kind_of_whole_dump
 from streamshard.formats.pickle.inert import Node
-from streamshard.formats.torch.tree_comparison import spell_few
+from streamshard.formats.torch.tree_comparison import show_few
 
 
 def refuse_whole(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> None:
@@ -28,7 +28,7 @@ def refuse_whole(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) ->
         if wrong:
             message = (
                 f"{path}: {kind}, which ZeRO did not partition, and {paths[0]} holds other values "
-                f"of {spell_few(wrong)}. Such files are of different steps or runs, or the ranks "
+                f"of {show_few(wrong)}. Such files are of different steps or runs, or the ranks "
                 "were not data-parallel alone (tensor parallelism, FSDP), which is not resharded"
             )
             raise UnsupportedError(f"{message}: load each rank's own file on as many ranks")

@@ -9,7 +9,7 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read.fingerprints import fingerprint, fingerprints
 from streamshard.formats.deepspeed.read.rank_files import FamilyFiles, require
 from streamshard.formats.pickle.inert import GETATTR, Call, Node, show
-from streamshard.formats.torch.tree_comparison import spell_few
+from streamshard.formats.torch.tree_comparison import show_few
 
 CUT_KEYS: Final = frozenset(
     {
@@ -137,7 +137,7 @@ def disagreements(facts: Mapping[Path, Facts], reference: Path) -> Iterator[Disa
     for path, own in facts.items():
         wrong = differing(facts[reference], own)
         if wrong:
-            yield disagreement(path, reference, spell_few(wrong))
+            yield disagreement(path, reference, show_few(wrong))
 
 
 def differing(one: Facts, other: Facts) -> list[Node]:

@@ -10,7 +10,7 @@ from streamshard.formats.deepspeed.read.fingerprints import fingerprints
 from streamshard.formats.deepspeed.read.rank_files import SourceFiles
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch import torch_file
-from streamshard.formats.torch.parse_cache import Twin, Twins
+from streamshard.formats.torch.parse_cache import CachedParse, ParseCache
 from streamshard.formats.torch.torch_tensor import Storage, storages_in
 
 Entries = Mapping[Node, Node]
@@ -24,14 +24,14 @@ class ModelFile:
     number: int
     """Number by which the storages of this file refer to it."""
     root: dict[str, Any]
-    twin: Twin | None = None
+    cached: CachedParse | None = None
     """Set if `root` is an earlier file's object. Its storages have that file's path and CRC-32."""
 
     def checksum(self, storage: Storage) -> int:
         """Return the CRC-32 of a storage's content in this file."""
-        if self.twin is None:
+        if self.cached is None:
             return torch_file.checksum(storage)
-        crc32 = self.twin.crc32(storage)
+        crc32 = self.cached.crc32(storage)
         own = replace(storage, file=self.number, path=self.path, crc32=crc32)
         return torch_file.checksum(own)
 
@@ -44,16 +44,16 @@ def read_models(sources: SourceFiles, paths: Sequence[Path]) -> list[ModelFile]:
     SourceError
         A file cannot be read.
     """
-    twins = Twins()
+    cache = ParseCache()
     files: list[ModelFile] = []
     for path in paths:
         number = sources.add(path)
-        twin = twins.find(path)
-        if twin is not None:
-            files.append(ModelFile(path, number, twin.root, twin))
+        cached = cache.find(path)
+        if cached is not None:
+            files.append(ModelFile(path, number, cached.root, cached))
             continue
         found = sources.read(path, number)
-        twins.remember(path, found)
+        cache.remember(path, found)
         files.append(ModelFile(path, number, found.root))
     return files
 
@@ -89,7 +89,7 @@ def differences(
     first: Facts | None = None
     looked: dict[int, _Looked] = {}
     for file in files:
-        if file.twin is None:
+        if file.cached is None:
             picked = entries(file)
             own = fingerprints(picked, file.path, file.checksum)
             first = own if first is None else first
@@ -97,14 +97,14 @@ def differences(
             places = {key: _places(node) for key, node in picked.items()}
             looked[id(file.root)] = _Looked(picked, wrong, places)
         else:
-            wrong = _of_twin(file, file.twin, looked[id(file.root)], first or {})
+            wrong = _of_cached(file, file.cached, looked[id(file.root)], first or {})
         if wrong:
             yield file, wrong
 
 
-def _of_twin(file: ModelFile, twin: Twin, like: _Looked, first: Facts) -> list[Node]:
+def _of_cached(file: ModelFile, cached: CachedParse, like: _Looked, first: Facts) -> list[Node]:
     """List the keys of entries in which a file with a shared object differs from the first."""
-    changed = twin.changed()
+    changed = cached.changed()
     again = {
         key: like.entries[key] for key, at in like.places.items() if not changed.isdisjoint(at)
     }

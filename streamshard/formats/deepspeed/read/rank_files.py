@@ -15,7 +15,7 @@ from streamshard.formats.pickle.node_checks import of_file, require_unrolled
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_file import TorchFile
 from streamshard.formats.torch.torch_tensor import Storage
-from streamshard.formats.torch.tree_comparison import spell_few
+from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.io.entries import identify, is_file, open_readable, paths_below
 from streamshard.model import SourceFile
 
@@ -234,7 +234,7 @@ class SourceFiles:
         if found.is_legacy:
             self._notes[_LEGACY] = None
         if found.unknown:
-            self._notes[f"{UNREAD} {spell_few(found.unknown)} in {path.name}."] = None
+            self._notes[f"{UNREAD} {show_few(found.unknown)} in {path.name}."] = None
         return found
 
     def path_of(self, storage: Storage) -> Path:

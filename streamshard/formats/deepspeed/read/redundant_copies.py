@@ -15,7 +15,7 @@ from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import Tensor, shape_of, tensor_of
-from streamshard.formats.torch.tree_comparison import spell_few, spell_key
+from streamshard.formats.torch.tree_comparison import show_few, show_key
 
 RANKS_DIFFER: Final = "The ranks' files differ in"
 COPIES_DIFFERED: Final = "Kept in two places, and not alike:"
@@ -27,7 +27,7 @@ _OTHER_COPY: Final = "take another copy of the checkpoint, or an earlier tag"
 
 def ranks_differ(keys: set[Node]) -> str:
     """Return the note about entries besides the shards about which ranks disagree."""
-    serialized = spell_few(sorted(keys, key=spell_key))
+    serialized = show_few(sorted(keys, key=show_key))
     return f"{RANKS_DIFFER} {serialized}; rank 0's are taken for all."
 
 
@@ -55,7 +55,7 @@ def require_alike(models: Sequence[ModelFile], entries: Sequence[ModuleEntry], s
         The message names the file and the weight.
     """
     for file in models:
-        if file.twin is not None:
+        if file.cached is not None:
             continue
         if _frozen_shapes(file) != _frozen_shapes(models[0]):
             raise disagreement(file.path, models[0].path, f"'{names.FROZEN_SHAPES}'")

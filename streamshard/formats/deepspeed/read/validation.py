@@ -34,7 +34,7 @@ from streamshard.formats.deepspeed.read.rank_files import (
 from streamshard.formats.deepspeed.read.zero_reader import malformed
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.torch.torch_tensor import tensor_of
-from streamshard.formats.torch.tree_comparison import spell_key
+from streamshard.formats.torch.tree_comparison import show_key
 from streamshard.io.entries import paths_in
 
 Root = Mapping[str, Node]
@@ -204,7 +204,7 @@ def _facts_of_rank(state: Root, path: Path) -> Facts:
         if tensor is None or tensor.numel == 1
     }
     scalars = {
-        f"'{spell_key(key)}' of group {spell_key(unit)}": found
+        f"'{show_key(key)}' of group {show_key(unit)}": found
         for (unit, key), found in fingerprints(single, path).items()
     }
     return {**rank_facts(state, path), **group_facts(inner), **scalars}

@@ -27,7 +27,7 @@ from streamshard.operations.compact.archive.receipts import (
     Place,
     Receipt,
     SourceRecord,
-    spell_time,
+    show_moment,
 )
 from streamshard.operations.compact.removal.originals import accounted_for, records_of
 from streamshard.operations.compact.removal.rebuild import rebuilt_equal
@@ -170,7 +170,7 @@ class Archiver:
         sealed = replace(
             receipt,
             state=ARCHIVED,
-            archived=spell_time(datetime.now(UTC)),
+            archived=show_moment(datetime.now(UTC)),
             source=source,
             archive_bytes=sum(sizes.values()),
             shared_files=len(shared),

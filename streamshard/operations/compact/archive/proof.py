@@ -16,7 +16,7 @@ from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.compact.archive import omissions
 from streamshard.operations.compact.archive.archive_reading import ArchiveReading
-from streamshard.operations.compact.archive.receipts import Check, Place, Receipt, spell_time
+from streamshard.operations.compact.archive.receipts import Check, Place, Receipt, show_moment
 from streamshard.operations.compact.archive.sha256 import sha256_of
 from streamshard.operations.compact.run_directory import looks_of
 from streamshard.operations.compare.comparison import EXTRA_BYTES, Comparing
@@ -35,13 +35,13 @@ class Checks:
 
     def hold(self, name: str, look: Callable[[], str]) -> None:
         """Do one check and record its result; an error is recorded and raised again."""
-        at = spell_time(datetime.now(UTC))
+        at = show_moment(datetime.now(UTC))
         try:
-            told = look()
+            result = look()
         except StreamshardError as error:
             self.done.append(Check(name, False, at, str(error)))
             raise
-        self.done.append(Check(name, True, at, told))
+        self.done.append(Check(name, True, at, result))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,14 +197,14 @@ def state_equal(archive: Source, source: Source) -> str:
     IntegrityError
         They differ.
     """
-    mine, theirs = (_spelled(side.checkpoint) for side in (archive, source))
+    mine, theirs = (_serialized(side.checkpoint) for side in (archive, source))
     if mine != theirs:
         message = f"{archive.path}: its training state is not that of {source.path}"
         raise IntegrityError(f"{message}, or not all tensors are there")
     return f"{len(mine):,} bytes"
 
 
-def _spelled(checkpoint: Checkpoint) -> bytes:
+def _serialized(checkpoint: Checkpoint) -> bytes:
     """Serialize everything that is not a tensor, and the list of tensors."""
     # Notes are about reading, and about files beside the tags.
     return store_state.dump(store_state.without(replace(checkpoint, notes=()), ()), ())

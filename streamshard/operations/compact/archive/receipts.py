@@ -293,7 +293,7 @@ def age_at(now: datetime, since: str) -> timedelta:
     return now.astimezone(UTC) - then
 
 
-def spell_time(at: datetime) -> str:
+def show_moment(at: datetime) -> str:
     """Serialize a time for a receipt, with full precision: the grace time is counted from it.
 
     >>> spell_time(datetime(2026, 11, 21, 4, 5, tzinfo=UTC))

@@ -41,7 +41,7 @@ from streamshard.operations.compact.archive.receipts import (
     Place,
     Receipt,
     age_at,
-    spell_time,
+    show_moment,
 )
 from streamshard.operations.compact.archive.weights_only import Remainder, states_of
 from streamshard.operations.compact.compact_report import CompactedTag
@@ -108,14 +108,14 @@ class Dropper:
         receipt = full.read_receipt()
         if receipt is None:
             raise CorruptFileError(f"{full.receipt}: gone while it was looked at")
-        told = CompactedTag(tag, step_of(tag), compact_report.WEIGHTS_ONLY, "")
+        reported = CompactedTag(tag, step_of(tag), compact_report.WEIGHTS_ONLY, "")
         if receipt.state != WEIGHTS_ONLY:
-            left = Remainder.of(full.store, at=receipt.dropped or spell_time(self.now), why=_WHY)
+            left = Remainder.of(full.store, at=receipt.dropped or show_moment(self.now), why=_WHY)
             if not states_of(left.full.checkpoint):
                 reason = "its archive holds no optimizer states"
                 if not left.full.checkpoint.layout.stage:
                     reason = "saved without ZeRO (stage 0), whose states cannot be distinguished"
-                return replace(told, action=compact_report.KEPT, reason=reason)
+                return replace(reported, action=compact_report.KEPT, reason=reason)
             nbytes = left.dropped_bytes
             if is_dry_run:
                 self._original_gone(receipt)
@@ -128,7 +128,7 @@ class Dropper:
         if receipt.full_bytes:
             nbytes = receipt.full_bytes - receipt.archive_bytes
         return replace(
-            told,
+            reported,
             reason=f"no job can resume from it; {show_bytes(nbytes)} of optimizer states dropped",
             source_bytes=receipt.source_bytes,
             archive_bytes=receipt.archive_bytes - (0 if receipt.full_bytes else nbytes),

@@ -26,7 +26,7 @@ from streamshard.operations.compact.archive.receipts import (
     Place,
     Receipt,
     age_at,
-    spell_time,
+    show_moment,
 )
 from streamshard.operations.compact.removal.originals import accounted_for, ranks_agree, unchanged
 from streamshard.operations.compact.removal.padding import padding_alike
@@ -89,7 +89,7 @@ class Remover:
             self._look(tag, receipt, checks, still_free, proved)
             # The receipt must say when the tag was moved before the tag is in the trash.
             receipt = replace(receipt, sums_sha256=place.sums_sha256())
-            at = spell_time(max(self.now, datetime.now(UTC)))  # the run may have begun long ago
+            at = show_moment(max(self.now, datetime.now(UTC)))  # the run may have begun long ago
             trashed = replace(receipt, checks=tuple(checks.done), trashed=at)
             place.write_receipt(replace(trashed, state=TRASHED))
             self.trash.take(tag)
@@ -206,7 +206,7 @@ class Remover:
         done = (*receipt.checks, *checks.done)
         # Before the tag is removed: after an interruption, no later run would record it.
         place.write_receipt(
-            replace(receipt, state=PURGED, purged=spell_time(self.now), checks=done)
+            replace(receipt, state=PURGED, purged=show_moment(self.now), checks=done)
         )
         self.trash.condemn(tag)
         self.trash.empty(tag)

@@ -13,32 +13,32 @@ from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.inert_dump import dump
 from streamshard.formats.torch import parse_cache, torch_file
 from streamshard.formats.torch.device_names import DeviceNumbers
-from streamshard.formats.torch.parse_cache import Twin, Twins
+from streamshard.formats.torch.parse_cache import CachedParse, ParseCache
 from streamshard.formats.torch.torch_tensor import Storage
 from tests.formats.conftest import Device
 
 
-def serialized(root: Node, twin: Twin | None) -> bytes:
+def serialized(root: Node, match: CachedParse | None) -> bytes:
     """Spell an object, with all that is told of its storages but the file's name."""
 
     def persistent_id(node: Node) -> Node | None:
         if not isinstance(node, Storage):
             return None
-        return node.dtype, node.numel, node.offset, twin.crc32(node) if twin else node.crc32
+        return node.dtype, node.numel, node.offset, match.crc32(node) if match else node.crc32
 
     return dump(root, persistent_id)
 
 
-def require_rightly_known(known: Twins, path: Path) -> bool:
-    """Tell whether a file is known as a twin; then parsing it must find just what is known."""
-    twin = known.find(path)
-    if twin is not None:
-        assert serialized(twin.root, twin) == serialized(torch_file.read(path, 0).root, None)
-    return twin is not None
+def require_rightly_known(known: ParseCache, path: Path) -> bool:
+    """Tell whether a file is known as a match; then parsing it must find just what is known."""
+    match = known.find(path)
+    if match is not None:
+        assert serialized(match.root, match) == serialized(torch_file.read(path, 0).root, None)
+    return match is not None
 
 
-def remembered(path: Path) -> Twins:
-    known = Twins()
+def remembered(path: Path) -> ParseCache:
+    known = ParseCache()
     known.remember(path, torch_file.read(path, 0))
     return known
 
@@ -141,10 +141,10 @@ def test_without_checksums(tmp_path: Path) -> None:
         torch.save(content(rank), tmp_path / f"rank_{rank}.pt")
     known = remembered(tmp_path / "rank_1.pt")
     assert require_rightly_known(known, tmp_path / "rank_2.pt")
-    twin = known.find(tmp_path / "rank_2.pt")
-    assert twin is not None
+    match = known.find(tmp_path / "rank_2.pt")
+    assert match is not None
     storages = torch_file.read(tmp_path / "rank_2.pt", 0).storages.values()
-    assert {s.offset for s in storages if s.nbytes} <= twin.changed()
+    assert {s.offset for s in storages if s.nbytes} <= match.changed()
 
 
 def test_no_more_is_kept_than_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_no_more_is_kept_than_allowed(tmp_path: Path, monkeypatch: pytest.Monkey
     size = (tmp_path / "2.pt").stat().st_size
     for limit, kept in ((3 * size, [0, 1, 2]), (2 * size, [1, 2]), (size // 8, [])):
         monkeypatch.setattr(parse_cache, "_LIMIT_BYTES", limit)
-        known = Twins()
+        known = ParseCache()
         for number in range(3):
             known.remember(tmp_path / f"{number}.pt", torch_file.read(tmp_path / f"{number}.pt", 0))
         found = [n for n in range(3) if require_rightly_known(known, tmp_path / f"{n}.pt")]
