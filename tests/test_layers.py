@@ -1,6 +1,7 @@
 """The rooms of the package, and who may import whom: kept by this test, not by a diagram."""
 
 import ast
+import re
 import sys
 from collections import Counter
 from graphlib import CycleError, TopologicalSorter
@@ -206,6 +207,27 @@ def test_no_name_is_used_for_two_things() -> None:
         if isinstance(node, ast.ClassDef)
     )
     assert [name for name, count in (leaves + classes).items() if count > 1] == []
+
+
+def test_what_one_module_alone_uses_is_private_by_name() -> None:
+    """A function or a constant that neither another module nor a test names begins with `_`."""
+    texts = {path: set(re.findall(r"\w+", path.read_text())) for path in MODULES.values()}
+    beside = [p for d in ("tests", "benchmarks", "docs") for p in (ROOT.parent / d).rglob("*.py")]
+    known = {*streamshard.__all__}
+    known.update(*(re.findall(r"\w+", path.read_text()) for path in beside if path.is_file()))
+    found = []
+    for path, names in ((path, own_names(path)) for path in MODULES.values()):
+        others = set().union(*(words for other, words in texts.items() if other != path))
+        found += [f"{path}: {name}" for name in names - others - known if name[0] != "_"]
+    assert found == []
+
+
+def own_names(path: Path) -> set[str]:
+    """Name the functions and the constants of a module."""
+    body = ast.parse(path.read_text()).body
+    functions = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    targets = {ast.unparse(node.target) for node in body if isinstance(node, ast.AnnAssign)}
+    return functions | {name for name in targets if name.isupper()}
 
 
 def graph_of(known: dict[str, Path]) -> dict[str, set[str]]:

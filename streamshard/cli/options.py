@@ -69,7 +69,7 @@ def add_resource_options(verb: argparse.ArgumentParser) -> None:
     """Add the options for a run's memory, workers and progress display."""
     verb.add_argument(
         "--memory-limit",
-        type=memory_size,
+        type=_memory_size,
         metavar="SIZE",
         help="memory above the program's own: 512MiB, 2GB, or 50%% of the machine's [1GiB, at most "
         "half of what there is]",
@@ -172,7 +172,7 @@ def duration(text: str) -> timedelta:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def memory_size(text: str) -> int:
+def _memory_size(text: str) -> int:
     """Read a size, or a fraction of the machine's memory: 50%."""
     from streamshard.engine.run import resident_memory  # not at the top: `--help` needs none of it
 

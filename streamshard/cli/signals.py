@@ -8,7 +8,7 @@ from typing import Any, Final
 
 SIGNALS: Final = {signal.SIGINT: 130, signal.SIGTERM: 143}
 """Exit code after each signal that ends a run."""
-GRACE_SECONDS: Final = 5
+_GRACE_SECONDS: Final = 5
 """How long a run may take to clean up and end."""
 
 
@@ -62,5 +62,5 @@ class Signals:
                 os.write(2, f"streamshard: interrupted by {signal.Signals(number).name}\n".encode())
             os._exit(self._code)
         self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._stop)
-        signal.alarm(GRACE_SECONDS)
+        signal.alarm(_GRACE_SECONDS)
         raise StoppedBySignal(signal.Signals(number))

@@ -13,16 +13,16 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-STEPS_BEFORE = 20
-STEPS_AFTER = 8
-LAST_STEP = STEPS_BEFORE + STEPS_AFTER
+_STEPS_BEFORE = 20
+_STEPS_AFTER = 8
+_LAST_STEP = _STEPS_BEFORE + _STEPS_AFTER
 TOLERANCE = 0.005
 """How far apart the two runs' losses may be.
 
 4 ranks and 2 ranks add bf16 gradients in different orders. That alone changed the losses by less
 than 0.001; losing any one of Adam's states, or its step count, changed them by 0.02 and more.
 """
-TRAINING_SECONDS = 300.0
+_TRAINING_SECONDS = 300.0
 """A hard limit, far above the 15 seconds that one start of 4 ranks takes on 2 cores."""
 
 
@@ -88,12 +88,13 @@ def _show(work_dir: Path, zero_stage: int) -> None:
     """Train, reshard and resume, and print each step."""
     stage = f"--zero-stage={zero_stage}"
     print(f"Training a small language model on 4 CPU ranks: ZeRO stage {zero_stage}, bf16, AdamW.")
-    save = ["--save-to=../run", f"--save-at={STEPS_BEFORE}"]
-    whole = _train(work_dir / "train", 4, stage, "--first=1", f"--last={LAST_STEP}", *save)
+    save = ["--save-to=../run", f"--save-at={_STEPS_BEFORE}"]
+    whole = _train(work_dir / "train", 4, stage, "--first=1", f"--last={_LAST_STEP}", *save)
     print(f"  step {1:3}: loss {whole[1]:.4f}")
-    print(f"  step {STEPS_BEFORE:3}: loss {whole[STEPS_BEFORE]:.4f}, checkpoint saved in run/")
+    print(f"  step {_STEPS_BEFORE:3}: loss {whole[_STEPS_BEFORE]:.4f}, checkpoint saved in run/")
     print(
-        f"  step {LAST_STEP:3}: loss {whole[LAST_STEP]:.4f}, the uninterrupted run goes on to here"
+        f"  step {_LAST_STEP:3}: loss {whole[_LAST_STEP]:.4f}, "
+        "the uninterrupted run goes on to here"
     )
 
     _command(work_dir, "inspect", "run")
@@ -102,7 +103,7 @@ def _show(work_dir: Path, zero_stage: int) -> None:
     _command(work_dir, "repartition", "store.zarr", "resharded", "--world-size", "2")
 
     print('\nResuming on 2 CPU ranks, with a plain engine.load_checkpoint("resharded").')
-    steps = [f"--first={STEPS_BEFORE + 1}", f"--last={LAST_STEP}"]
+    steps = [f"--first={_STEPS_BEFORE + 1}", f"--last={_LAST_STEP}"]
     resumed = _train(work_dir / "resume", 2, stage, *steps, "--load-from=../resharded")
     _compare(whole, resumed)
 
@@ -176,7 +177,7 @@ def _start_rank(log_dir: Path, rank: int, world_size: int, *args: str) -> subpro
 
 def _all_end_well(ranks: list[subprocess.Popen[bytes]]) -> bool:
     """Wait for all ranks, or for the first to fail: the others would wait for it in vain."""
-    deadline = time.monotonic() + TRAINING_SECONDS
+    deadline = time.monotonic() + _TRAINING_SECONDS
     while time.monotonic() < deadline:
         codes = [process.poll() for process in ranks]
         if any(codes):

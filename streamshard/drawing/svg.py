@@ -163,7 +163,7 @@ def _labels(half: Half, scale: float) -> dict[int, str]:
 def _draw_axis(pen: _Pen, half: Half, itemsize: int, scale: float) -> None:
     """Draw a scale below the rows, in elements and in bytes."""
     length = max((row.numel for row in half.rows), default=0)
-    step = nice_step(length, at_most=5 if length * scale > PLOT / 2 else 3)
+    step = _nice_step(length, at_most=5 if length * scale > PLOT / 2 else 3)
     pen.down(4)
     count = int(length // step)
     end = LEFT + length * scale
@@ -182,10 +182,10 @@ def _draw_axis(pen: _Pen, half: Half, itemsize: int, scale: float) -> None:
     pen.down(36)
 
 
-def nice_step(length: float, *, at_most: int) -> int:
+def _nice_step(length: float, *, at_most: int) -> int:
     """Choose a round step size that divides a length into at most `at_most` steps.
 
-    >>> nice_step(98, at_most=5), nice_step(7, at_most=5), nice_step(3_000_000, at_most=4)
+    >>> _nice_step(98, at_most=5), _nice_step(7, at_most=5), _nice_step(3_000_000, at_most=4)
     (20, 2, 1000000)
     """
     power = 1

@@ -66,7 +66,7 @@ class TrainerState:
     """With a fraction."""
 
 
-def accelerate_file(rank: int) -> str:
+def _accelerate_file(rank: int) -> str:
     """Return the name of the file in which Accelerate saves a rank's random state and step."""
     return f"random_states_{rank}.pkl"
 
@@ -144,7 +144,7 @@ def _accelerate(paths: Sequence[str], source_world_size: int, world_size: int) -
         schedule = _ACCELERATE_SCHEDULE.format(old=source_world_size, new=world_size)
     new = [rank for rank in range(world_size) if rank not in ranks.values()]
     notes = _rank_notes(ACCELERATE, ranks, world_size)
-    return Resized(ACCELERATE, kept, tuple(map(accelerate_file, new)), notes, schedule)
+    return Resized(ACCELERATE, kept, tuple(map(_accelerate_file, new)), notes, schedule)
 
 
 def _rank_notes(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from streamshard.model import RankPartition, SubGroup
 
-START_ALIGNMENT: Final = 2
+_START_ALIGNMENT: Final = 2
 """`nccl_start_alignment_factor`: a flat group is padded to this many elements per rank."""
 
 
@@ -130,7 +130,7 @@ def flat_group(
         gap = 0 if position == count - 1 else -end % alignment
         alignments.append(gap)
         end += gap
-    unit = START_ALIGNMENT * world_size
+    unit = _START_ALIGNMENT * world_size
     return FlatGroup(
         order=tuple(order),
         numels=np.asarray(numels, dtype=np.int64),

@@ -17,7 +17,7 @@ from streamshard.model import ZeroLayout
 
 Config = Mapping[str, Any]
 
-DEFAULT_SUB_GROUP_SIZE: Final = 1_000_000_000
+_DEFAULT_SUB_GROUP_SIZE: Final = 1_000_000_000
 
 _ZERO: Final = "zero_optimization"
 _ON: Final = ("1", "true", "t", "yes", "y", "on")
@@ -116,7 +116,7 @@ def zero_layout(
         world_size=world_size,
         round_robin=flat and _flag(zero, "round_robin_gradients"),
         parameter_alignment=flat and _flag(zero, "parameter_alignment"),
-        sub_group_size=DEFAULT_SUB_GROUP_SIZE if size is None else size,
+        sub_group_size=_DEFAULT_SUB_GROUP_SIZE if size is None else size,
         bf16_optimizer=bf16_optimizer,
         data_before_experts=_flag(config, "use_data_before_expert_parallelism"),
         offload=_offloads(config),

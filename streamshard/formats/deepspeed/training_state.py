@@ -19,7 +19,7 @@ from streamshard.model import ZeroLayout
 _CUT_IN_MODEL: Final = module_reader.CUT_KEYS - {names.MODULE_STATE}
 """Excludes the module's state: its entries other than tensors are compared."""
 _CUT_IN_OPTIMIZER: Final = agreement.CUT_KEYS | {names.ZERO_STAGE}
-PROVENANCE: Final = frozenset({names.DS_CONFIG, names.DS_VERSION})
+_PROVENANCE: Final = frozenset({names.DS_CONFIG, names.DS_VERSION})
 """Entries that describe the job that saved. They are not state: a resuming job has its own."""
 
 _KEPT_WITHOUT_STAGE: Final = frozenset({names.CLIP_GRAD})
@@ -36,11 +36,11 @@ def compare(left: Checkpoint, right: Checkpoint) -> Iterator[Found]:
         yield from _compare_scalars(one, other, prefix)
         if whole:
             yield from _compare_dicts(
-                _kept(one.model_state, _CUT_IN_MODEL | PROVENANCE),
-                _kept(other.model_state, _CUT_IN_MODEL | PROVENANCE),
+                _kept(one.model_state, _CUT_IN_MODEL | _PROVENANCE),
+                _kept(other.model_state, _CUT_IN_MODEL | _PROVENANCE),
                 f"{prefix}model/",
             )
-            aside = {names.OPTIMIZER} | PROVENANCE
+            aside = {names.OPTIMIZER} | _PROVENANCE
             yield from _compare_dicts(
                 _kept(one.optimizer_file, aside),
                 _kept(other.optimizer_file, aside),
@@ -55,7 +55,7 @@ def provenance(checkpoint: Checkpoint) -> Mapping[str, Node]:
     """Return the entries that describe the job that saved, by key."""
     first = checkpoint.families[0]
     held = {**first.model_state, **first.optimizer_file}
-    return {key: held[key] for key in sorted(PROVENANCE) if held.get(key) is not None}
+    return {key: held[key] for key in sorted(_PROVENANCE) if held.get(key) is not None}
 
 
 def differing_keys(left: Node, right: Node) -> list[str]:
@@ -72,7 +72,7 @@ def _compare_optimizers(
 ) -> Iterator[Found]:
     if not one.optimizer_file or not other.optimizer_file:
         return  # at stage 0 the model file holds the optimizer's state, and is compared elsewhere
-    aside = _CUT_IN_OPTIMIZER | PROVENANCE
+    aside = _CUT_IN_OPTIMIZER | _PROVENANCE
     held = [_kept(family.optimizer_file[names.OPTIMIZER], aside) for family in (one, other)]
     for mine, layout in ((held[0], right), (held[1], left)):
         theirs = held[1] if mine is held[0] else held[0]

@@ -68,7 +68,7 @@ def array_document(tensor: LogicalTensor, chunk: tuple[int, ...], codec: str) ->
     if ITEMSIZE[tensor.dtype] == 1:
         codecs = [{"name": "bytes"}]
     if codec != "none":
-        codecs.append({"name": "blosc", "configuration": blosc_configuration(tensor.dtype, codec)})
+        codecs.append({"name": "blosc", "configuration": _blosc_configuration(tensor.dtype, codec)})
     return _json(
         {
             "zarr_format": 3,
@@ -85,7 +85,7 @@ def array_document(tensor: LogicalTensor, chunk: tuple[int, ...], codec: str) ->
     )
 
 
-def blosc_configuration(dtype: str, codec: str) -> dict[str, Any]:
+def _blosc_configuration(dtype: str, codec: str) -> dict[str, Any]:
     """Return Blosc's settings: it puts bits of equal weight together, which suits floats."""
     return {
         "cname": codec,

@@ -27,10 +27,10 @@ from streamshard.model import FILE, ITEMSIZE, LogicalTensor, Whole, ZeroLayout
 
 VERSION: Final = 1
 """Version of a store's format."""
-WEIGHTS_ONLY_VERSION: Final = 2
+_WEIGHTS_ONLY_VERSION: Final = 2
 """Version of a store without optimizer states. As version 1, older readers would take it for a
 checkpoint from before the first step."""
-VERSIONS: Final = (VERSION, WEIGHTS_ONLY_VERSION)
+VERSIONS: Final = (VERSION, _WEIGHTS_ONLY_VERSION)
 """Versions that can be read."""
 
 _FLAT: Final = "flat"
@@ -45,7 +45,7 @@ ChunkShapes = Sequence[tuple[int, ...]]
 
 def version_of(checkpoint: Checkpoint) -> int:
     """Return the format version of a checkpoint's store."""
-    return VERSION if checkpoint.dropped is None else WEIGHTS_ONLY_VERSION
+    return VERSION if checkpoint.dropped is None else _WEIGHTS_ONLY_VERSION
 
 
 def dump(

@@ -19,7 +19,7 @@ from streamshard.operations.compact.archive.receipts import show_moment
 from streamshard.operations.compact.compact_report import CompactedTag
 from streamshard.operations.compact.tag_choice import Choice, Tag
 
-ENDING: Final = ".acknowledged.json"
+_ENDING: Final = ".acknowledged.json"
 _FORMAT: Final = 1
 
 
@@ -101,11 +101,11 @@ class Acknowledging:
     def remove_unfinished(self) -> None:
         """Remove unfinished files of interrupted runs; no other run may be active."""
         with target_errors(self.directory):
-            for path in paths_like(self.directory, f"{names.OWN_PREFIX}.*{ENDING}"):
+            for path in paths_like(self.directory, f"{names.OWN_PREFIX}.*{_ENDING}"):
                 remove_file(path)
 
     def _path(self, tag: str) -> Path:
-        return self.directory / f"{names.flat(tag)}{ENDING}"
+        return self.directory / f"{names.flat(tag)}{_ENDING}"
 
     def _read(self, tag: str) -> _Acknowledgement | None:
         path = self._path(tag)

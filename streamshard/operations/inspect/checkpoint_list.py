@@ -64,7 +64,7 @@ def _summary(root: Path, name: str, latest: str | None, opened: Source | None) -
     except StreamshardError as error:
         release_frames(error)
         problem, is_known = str(error), not isinstance(error, UnsupportedError)
-        recorded = recorded_in(place) if kind == "native" else None
+        recorded = _recorded_in(place) if kind == "native" else None
     return CheckpointSummary(
         path=name,
         kind=kind,
@@ -105,7 +105,7 @@ def _recorded(source: Source) -> Recorded:
     )
 
 
-def recorded_in(place: Path, tag: str | None = None) -> Recorded | None:
+def _recorded_in(place: Path, tag: str | None = None) -> Recorded | None:
     """Return what the readable shards record of a checkpoint that cannot be opened."""
     try:
         run_dir, tag_dir = find_tag(place, tag)

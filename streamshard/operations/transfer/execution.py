@@ -18,7 +18,7 @@ from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.report import Progress, Report
 from streamshard.operations.transfer.staging import PartialTarget
 
-DEFAULT_LIMIT_BYTES: Final = 1024 * MIB
+_DEFAULT_LIMIT_BYTES: Final = 1024 * MIB
 _STEP_BYTES: Final = 4 * MIB
 """Memory for planning varies a little between runs; rounded up to this, the projection does not."""
 
@@ -36,7 +36,7 @@ def limit_or_default(given_bytes: int | None, floor_bytes: int) -> int:
     """Return the given limit; by default 1 GiB, or half of the available memory if that is less."""
     if given_bytes is not None:
         return given_bytes
-    return min(DEFAULT_LIMIT_BYTES, max(0, resident_memory.available_bytes() - floor_bytes) // 2)
+    return min(_DEFAULT_LIMIT_BYTES, max(0, resident_memory.available_bytes() - floor_bytes) // 2)
 
 
 def fit_memory(

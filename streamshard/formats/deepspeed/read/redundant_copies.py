@@ -17,10 +17,10 @@ from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import Tensor, shape_of, tensor_of
 from streamshard.formats.torch.tree_comparison import show_few, show_key
 
-RANKS_DIFFER: Final = "The ranks' files differ in"
-COPIES_DIFFERED: Final = "Kept in two places, and not alike:"
+_RANKS_DIFFER: Final = "The ranks' files differ in"
+_COPIES_DIFFERED: Final = "Kept in two places, and not alike:"
 """Beginning of a note in old stores, written before such checkpoints were refused."""
-UNLIKE: Final = (RANKS_DIFFER, COPIES_DIFFERED, UNREAD)
+UNLIKE: Final = (_RANKS_DIFFER, _COPIES_DIFFERED, UNREAD)
 """Beginnings of the notes about content of some files that is not kept."""
 _OTHER_COPY: Final = "take another copy of the checkpoint, or an earlier tag"
 
@@ -28,7 +28,7 @@ _OTHER_COPY: Final = "take another copy of the checkpoint, or an earlier tag"
 def ranks_differ(keys: set[Node]) -> str:
     """Return the note about entries besides the shards about which ranks disagree."""
     serialized = show_few(sorted(keys, key=show_key))
-    return f"{RANKS_DIFFER} {serialized}; rank 0's are taken for all."
+    return f"{_RANKS_DIFFER} {serialized}; rank 0's are taken for all."
 
 
 def unlike_optimizers(

@@ -19,7 +19,7 @@ from streamshard.io.sink import remove_file
 _FORMAT: Final = 1
 _SUM_LETTERS: Final = 64
 
-RECEIPT: Final = ".receipt.json"
+_RECEIPT: Final = ".receipt.json"
 """Suffix of the names of receipts."""
 
 BEGUN: Final = "begun"
@@ -124,9 +124,9 @@ class Place:
         """
         with source_errors(directory):
             found = paths_in(directory) if exists(directory) else iter(())
-            known = sorted(entry.name for entry in found if entry.name.endswith(RECEIPT))
+            known = sorted(entry.name for entry in found if entry.name.endswith(_RECEIPT))
         own = (name for name in known if not name.startswith(names.OWN_PREFIX))
-        return [cls(directory, names.unflat(name.removesuffix(RECEIPT))) for name in own]
+        return [cls(directory, names.unflat(name.removesuffix(_RECEIPT))) for name in own]
 
     @property
     def _name(self) -> str:
@@ -146,7 +146,7 @@ class Place:
     @property
     def receipt(self) -> Path:
         """The receipt, which records the checks."""
-        return self.directory / f"{self._name}{RECEIPT}"
+        return self.directory / f"{self._name}{_RECEIPT}"
 
     def held(self, receipt: Receipt) -> "Place":
         """Return the place of the archive that a receipt says is complete: full or only weights."""
