@@ -17,7 +17,7 @@ from tests.job import TAG, Job
 
 Content = dict[str, Any]
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-NOT_TOLD = "the checkpoint's config does not tell"
+NOT_TOLD = "the checkpoint's config does not say"
 
 
 def advice(

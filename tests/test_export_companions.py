@@ -100,7 +100,7 @@ def test_what_is_no_weight_is_named_and_what_is_one_is_not_left_out(
     model["module"]["block._extra_state"] = {"amax": 1.5}
     save(model, model_file(run))
     report = streamshard.export(run, tmp_path / "out")
-    assert any("no weights: block._extra_state." in note for note in report.notes)
+    assert any("not weights: block._extra_state." in note for note in report.notes)
     model["module"]["loose"] = model["module"]["old.weight"].t().contiguous().t()
     save(model, model_file(run))
     with pytest.raises(UnsupportedError, match=r"loose.*elements in a row"):

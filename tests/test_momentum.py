@@ -229,7 +229,7 @@ def test_one_size_of_parameters_has_one_order(tmp_path: Path) -> None:
     run = write(job, tmp_path / "run")
     streamshard.repartition(run, tmp_path / "out", world_size=2, zero_stage=3)
     assert order(tmp_path / "out", 3) == ["up.0", "up.1"]
-    with pytest.raises(UsageError, match="no use for --like"):
+    with pytest.raises(UsageError, match="leave --like out"):
         streamshard.repartition(run, tmp_path / "again", world_size=2, zero_stage=3, like=run)
 
 

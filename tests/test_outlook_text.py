@@ -68,7 +68,7 @@ global batch       To keep the global batch of 24 on 3 ranks, set in the DeepSpe
                      "train_micro_batch_size_per_gpu": 2,
                      "gradient_accumulation_steps": 4
                    This holds unless sequences are cut among several ranks: the checkpoint's config
-                   does not tell.
+                   does not say.
 data position      The engine counts on from step 7 and 168 samples. If the job skips the data that
                    it has seen, let it count samples: the number of batches of each rank is another
                    one now.

@@ -143,7 +143,7 @@ OPTIM = f"run/{TAG}/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 def test_a_source_that_has_changed_is_refused_and_named(change: Callable[[Path], None]) -> None:
     plan_repartition().save("plan.json")
     change(Path(OPTIM))
-    message = rf"^plan\.json: .*{OPTIM} has changed since\. Plan anew"
+    message = rf"^plan\.json: .*{OPTIM} has changed since\. Make a new plan"
     with pytest.raises(SourceError, match=message):
         streamshard.load_plan("plan.json")
     assert not Path("out").exists()

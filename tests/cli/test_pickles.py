@@ -278,7 +278,7 @@ def test_a_damaged_store_is_listed_as_far_as_it_goes(run: Path, tmp_path: Path) 
     assert unknown(report) == {SYSTEM}
     assert {*problems(report)} == {"meta/state/c/0", "file"}
     state.unlink()
-    assert "no regular" in problems(listed(store, code=3))["meta/state/c/0"]
+    assert "not a regular" in problems(listed(store, code=3))["meta/state/c/0"]
 
 
 def test_a_store_s_state_may_not_lead_out(run: Path, tmp_path: Path) -> None:

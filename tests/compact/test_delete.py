@@ -221,9 +221,9 @@ def test_a_time_that_is_none_is_ambiguous(run: Path, archive: Path, since: str) 
         ({"keep_tags": FIRST}, "one name"),
         ({"undelete": FIRST}, "one name"),
         ({"purge": FIRST}, "one name"),
-        ({"grace": timedelta(days=-1)}, "less than no time"),
-        ({"min_age": timedelta(seconds=-1)}, "less than no time"),
-        ({"weights_only_older_than": timedelta(days=-30)}, "less than no time"),
+        ({"grace": timedelta(days=-1)}, "is negative"),
+        ({"min_age": timedelta(seconds=-1)}, "is negative"),
+        ({"weights_only_older_than": timedelta(days=-30)}, "is negative"),
         ({"now": datetime(2030, 1, 1)}, "time zone"),
     ],
 )

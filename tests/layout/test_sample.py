@@ -46,5 +46,5 @@ def test_how_a_part_is_written(text: str, found: tuple[int | None, int]) -> None
     "text", ["", "0/3", "4/3", "3/0", "0%", "101%", "5", "-1/2", "a/b", "1/2%"]
 )
 def test_what_is_no_part(text: str) -> None:
-    with pytest.raises(ValueError, match="no part of a whole"):
+    with pytest.raises(ValueError, match="not a part of a whole"):
         sizes.parse_part(text)

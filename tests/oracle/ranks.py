@@ -80,7 +80,7 @@ def _start_and_wait(
     """Let the ranks run to their end; the reason when it is a bad one, else ''."""
     context: Any = start_processes(  # type: ignore[no-untyped-call]
         _rank_main,
-        args=(world_size, jobs, do, start_dir, deepspeed_at),
+        args=(world_size, jobs, do, start_dir, deepspeed_at, dict(os.environ)),
         nprocs=world_size,
         join=False,
         start_method="forkserver" if deepspeed_at is None else "spawn",
@@ -131,8 +131,10 @@ def _rank_main(
     do: Callable[[Any], None],
     start_dir: Path,
     deepspeed_at: Path | None,
+    environment: dict[str, str],
 ) -> None:
     """The life of one rank."""
+    os.environ |= environment  # the server's is older
     _redirect_output(start_dir / f"rank{rank}.log")
     try:
         if deepspeed_at is not None:

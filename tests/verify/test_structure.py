@@ -413,12 +413,12 @@ def test_what_is_no_checkpoint_is_an_error(tmp_path: Path, fresh: Callable[[str]
 def test_what_is_given_for_nothing_is_refused(fresh: Callable[[str], Path], kind: str) -> None:
     path, other = fresh(kind), fresh("native-3")
     for against in (None, path):
-        with pytest.raises(UsageError, match="no use for --like"):
+        with pytest.raises(UsageError, match="leave --like out"):
             streamshard.verify(path, like=other, against=against)
     config = other.with_name("ds.json")
     config.write_text("{}")
     if not kind.startswith("dumps"):
-        with pytest.raises(UsageError, match="no use for --source-ds-config"):
+        with pytest.raises(UsageError, match="leave --source-ds-config out"):
             streamshard.verify(path, source_ds_config_file=config)
 
 
