@@ -72,8 +72,8 @@ global batch       To keep the global batch of 24 on 3 ranks, set in the DeepSpe
 data position      The engine counts on from step 7 and 168 samples. If the job skips the data that
                    it has seen, let it count samples: the number of batches of each rank is another
                    one now.
-learning rate      The scheduler's state (last_epoch 7) and the rates of the param groups come
-                   along. The scheduler counts steps: its schedule stays the same if the global
+learning rate      The scheduler's state (last_epoch 7) and the learning rates of the param groups
+                   are kept. The scheduler counts steps: its schedule stays the same if the global
                    batch does.
 
 left out                   count   bytes  why

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import streamshard as api
-from streamshard.engine.run import window
 from streamshard.engine.run.journal import Journal, Written
 from streamshard.errors import StreamshardError
+from streamshard.io import sink
 from streamshard.io.readable import read_into
 from streamshard.operations.export import weight_files
 from streamshard.operations.native import storage_regions
@@ -106,7 +106,7 @@ def test_a_run_goes_on_after_any_span(
             counts.append(count)
             return count
 
-        monkeypatch.setattr(window, "read_into", counted)
+        monkeypatch.setattr(sink, "read_into", counted)
         report = make(run, tmp_path / "out")
         assert sum(counts) == report.kept_bytes  # each byte once
         assert tree(tmp_path / "out") == whole

@@ -150,7 +150,7 @@ BOMBS = [
     Bomb("tied names", MODEL, lambda c: c.update(shared_params={"a": laughs()})),
     Bomb("world size", MODEL, lambda c: c.update(dp_world_size=laughs()), "a list of 2 ranks"),
     Bomb("a huge shape", MODEL, lambda c: c["param_shapes"][0].update(x=HUGE), "is not a shape"),
-    Bomb("no name", MODEL, lambda c: c["param_shapes"][0].update({7: SMALL}), "no name"),
+    Bomb("no name", MODEL, lambda c: c["param_shapes"][0].update({7: SMALL}), "not a name"),
     Bomb("tied to what is not a tensor", MODEL, tied_to_a_number, "not a tensor of its own"),
     Bomb("one value", OPTIMIZER, lambda c: states_of(c).update(exp_avg=KEPT), "not a plain value"),
     Bomb("a slice", OPTIMIZER, a_slice_of_halves, "1.5 long"),

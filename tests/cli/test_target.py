@@ -170,8 +170,8 @@ def test_a_disk_that_fills_up_on_the_way(saved: Callable[[int], Path], small_dis
     script = (
         "import os, sys\n"
         "from streamshard.cli.main import main\n"
-        "from streamshard.operations.repartition import repartition\n"
-        "repartition.require_space = lambda target, nbytes: None\n"
+        "from streamshard.operations.transfer import plan\n"
+        "plan.require_space = lambda target, nbytes: None\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
     command = ["repartition", str(saved(2)), str(small_disk / "out"), "--world-size", "8"]

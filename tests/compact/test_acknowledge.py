@@ -43,7 +43,7 @@ def test_the_message_says_how_and_that_is_enough(broken: Path, archive: Path) ->
     kept = bits(archive)
     done = streamshard(*command, "-v")
     assert (done.code, done.err) == (0, "")
-    assert re.search(rf"{BROKEN} +acknowledged .* told of again", done.out)
+    assert re.search(rf"{BROKEN} +acknowledged .* reported again", done.out)
     assert set(bits(archive)) - set(kept) == {f"{BROKEN}.acknowledged.json"}
     again = streamshard(*night)
     assert (again.code, again.out, again.err) == (0, "", "")

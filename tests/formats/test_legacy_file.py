@@ -156,7 +156,7 @@ START = (MAGIC_NUMBER, 1001, MACHINE)
             [*START, FLOATS + b".", ["8"]], b"", CorruptFileError, "or to others", id="another key"
         ),
         pytest.param(
-            [*START, FLOATS + b".", {"7": 1}], b"", CorruptFileError, "no list", id="no list"
+            [*START, FLOATS + b".", {"7": 1}], b"", CorruptFileError, "not a list", id="no list"
         ),
         pytest.param(
             [*START, FLOATS + STORAGE % (b"IntStorage", b"N") + b"\x86.", ["7"]],

@@ -138,6 +138,6 @@ def _remarks(batch: GlobalBatch, framework: str | None) -> list[str]:
     if not batch.is_sure:
         found.append(
             "This holds unless sequences are cut among several ranks: the checkpoint's config does "
-            "not tell."
+            "not say."
         )
     return found

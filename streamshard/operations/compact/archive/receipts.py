@@ -296,7 +296,7 @@ def age_at(now: datetime, since: str) -> timedelta:
 def show_moment(at: datetime) -> str:
     """Serialize a time for a receipt, with full precision: the grace time is counted from it.
 
-    >>> spell_time(datetime(2026, 11, 21, 4, 5, tzinfo=UTC))
+    >>> show_moment(datetime(2026, 11, 21, 4, 5, tzinfo=UTC))
     '2026-11-21T04:05:00+00:00'
     """
     return at.astimezone(UTC).isoformat()
