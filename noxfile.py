@@ -14,7 +14,13 @@ nox.options.sessions = ["lint", "types", "tests"]
 PROJECT = nox.project.load_toml("pyproject.toml")
 HOME = Path(".nox").absolute()
 SHARED_VENV = HOME / "engines"
-ENV = {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0", "OLD_DEEPSPEEDS": str(HOME)}
+ENV = {
+    "DS_ACCELERATOR": "cpu",
+    "DS_BUILD_OPS": "0",
+    "OLD_DEEPSPEEDS": str(HOME),
+    # Tests start thousands of interpreters: none is to compile what another one has compiled.
+    "PYTHONDONTWRITEBYTECODE": "",
+}
 
 
 @nox.session(python=False)
