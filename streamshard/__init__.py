@@ -109,10 +109,12 @@ if not typing.TYPE_CHECKING:  # else a type checker would accept any name
 
     def __getattr__(name: str) -> object:
         """Import a public name at its first use."""
-        if name not in _HOMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
         from importlib import import_module
 
+        if name == "deepspeed":
+            return import_module("streamshard.deepspeed")
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
         value = getattr(import_module(f"streamshard.{_HOMES[name]}"), name)
         globals()[name] = value
         return value

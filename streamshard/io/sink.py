@@ -7,7 +7,10 @@ has a `Sink` of its own; one whose files only grow at their end says so.
 import errno
 import os
 import shutil
+import tempfile
 import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -272,3 +275,14 @@ def allocated_bytes(root: Path) -> int:
     if not lexists(root):
         return 0
     return sum(entry.path.lstat().st_blocks * _BLOCK_BYTES for entry in entries_below(root))
+
+
+@contextmanager
+def stub_directory(names: Iterable[str]) -> Iterator[Path]:
+    """Make empty files of these relative paths in a temporary directory of this process."""
+    with tempfile.TemporaryDirectory(prefix="streamshard-") as made:
+        root = Path(made)
+        for name in names:
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).touch()
+        yield root

@@ -3,6 +3,7 @@
 import gc
 import importlib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ class Resume:
     """Not the trained one: what was not loaded must differ."""
     load_options: tuple[tuple[str, object], ...] = ()
     """Further arguments of ``load_checkpoint()``."""
+    reshards: bool = False
+    """Whether the load takes a checkpoint of any world size, or a store."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,12 @@ def _train(job: Train) -> None:
 def _resume(job: Resume) -> None:
     # Other hyper-parameters than were saved: whatever is right afterwards came from the file.
     engine = _start_engine(job.case, job.seed, scale=1.7)
-    path, returned = engine.load_checkpoint(
+    load = engine.load_checkpoint
+    if job.reshards:
+        from streamshard.deepspeed import load_checkpoint
+
+        load = partial(load_checkpoint, engine)
+    path, returned = load(
         str(job.load_dir),
         tag=job.tag,
         load_module_strict=not job.case.exclude_frozen,

@@ -126,6 +126,20 @@ class SourceReader:
             message = f"{self._files[file].path}: cannot be mapped ({error.strerror})"
             raise SourceError(message) from error
 
+    def require_unchanged(self, file: int) -> None:
+        """Open a file, without reading from it.
+
+        Raises
+        ------
+        SourceError
+            It cannot be opened, or is not the one that the plan was made for.
+        """
+        try:
+            try_again(lambda: self._opened(file), self._stop)
+        except OSError as error:
+            message = f"{self._files[file].path}: cannot be opened ({error.strerror})"
+            raise SourceError(message) from error
+
     def will_need(self, file: int, offset: int, nbytes: int) -> None:
         """Tell the system to start reading a range that is needed soon; system errors are ignored.
 

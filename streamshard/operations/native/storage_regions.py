@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamshard.engine.numeric.cast import cast_between
-from streamshard.engine.run.work import Fixed, Region, Span, TargetFile
+from streamshard.engine.run.work import Fixed, Region, Span, TargetFile, Trailer
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed.cut.family_cut import FamilyCut
 from streamshard.formats.deepspeed.write.zero_writer import FileImage
@@ -71,7 +71,9 @@ class NativeFiles:
             if content is None or not isinstance(storage, Storage):
                 raise TypeError(f"record {record.name} has nothing to fill it")
             spans.add(Fixed(record.header()))
-            end = spans.add_all(self._regions(storage, content, image, record))
+            is_small = storage.nbytes <= _SPAN_BYTES
+            trailer = torch_records.trailer_of(record) if is_small else None
+            end = spans.add_all(self.regions(storage, content, image, trailer))
             if end < record.end:
                 late.append(torch_records.late_descriptor(record))
                 spans.skip_to(record.end)
@@ -99,18 +101,17 @@ class NativeFiles:
                     spans.add(Region(stop - start, copies))
                 yield TargetFile(paths[tensor.name], spans.all(), mode=modes[tensor.name])
 
-    def _regions(
+    def regions(
         self,
         storage: Storage,
         content: Content,
         image: FileImage,
-        record: torch_file.Record,
+        trailer: Trailer | None = None,
     ) -> Iterator[Region]:
-        """Yield the regions of a record's data; a single region also holds the descriptor."""
+        """Yield the regions of a storage, in order; a single region may have a trailer."""
         source_dtype, target_dtype = self._dtypes(storage, content)
         source_itemsize, target_itemsize = ITEMSIZE[source_dtype], ITEMSIZE[target_dtype]
         segments = self._segments(content, image, target_itemsize)
-        trailer = torch_records.trailer_of(record) if storage.nbytes <= _SPAN_BYTES else None
         for start, stop in _pieces(storage.nbytes):
             piece = clip(segments, start, stop, itemsize=target_itemsize)
             yield Region(

@@ -59,22 +59,7 @@ class NativeWriter:
     ) -> Self:
         """Cut a checkpoint according to the settings, and serialize its torch files."""
         checkpoint, layout = source.checkpoint, settings.layout
-        dtype = settings.module_dtype
-        cuts = [cut_family(checkpoint, family, layout, dtype) for family in checkpoint.families]
-        targets = [
-            ZeroTarget(
-                checkpoint=checkpoint,
-                family=family,
-                mp_rank=mp_rank,
-                layout=layout,
-                config=settings.config,
-                module_dtype=settings.module_dtype,
-                is_bf16=settings.is_bf16,
-                cut=cut,
-            )
-            for mp_rank, (family, cut) in enumerate(zip(checkpoint.families, cuts, strict=True))
-        ]
-        files = NativeFiles(source, layout.world_size, cuts)
+        targets, files = targets_of(source, settings)
         kind = NativeImages if layout.stage else WholeImages
         images: list[Images] = [kind(target) for target in targets]
         if template is not None:
@@ -120,3 +105,24 @@ class NativeWriter:
     def finish(self, report: Report) -> Report:
         """Return the report as it is."""
         return report
+
+
+def targets_of(source: Source, settings: TargetSettings) -> tuple[list[ZeroTarget], NativeFiles]:
+    """Cut each family of a checkpoint according to the settings."""
+    checkpoint, layout = source.checkpoint, settings.layout
+    dtype = settings.module_dtype
+    cuts = [cut_family(checkpoint, family, layout, dtype) for family in checkpoint.families]
+    targets = [
+        ZeroTarget(
+            checkpoint=checkpoint,
+            family=family,
+            mp_rank=mp_rank,
+            layout=layout,
+            config=settings.config,
+            module_dtype=settings.module_dtype,
+            is_bf16=settings.is_bf16,
+            cut=cut,
+        )
+        for mp_rank, (family, cut) in enumerate(zip(checkpoint.families, cuts, strict=True))
+    ]
+    return targets, NativeFiles(source, layout.world_size, cuts)

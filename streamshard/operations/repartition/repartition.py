@@ -1,23 +1,14 @@
 """`repartition`: writes native files for another world size, from shards or from a store."""
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from streamshard.errors import UsageError
-from streamshard.formats import frameworks
 from streamshard.formats.deepspeed import ds_config
-from streamshard.formats.deepspeed.cut import muon_order
 from streamshard.formats.deepspeed.dumps import dump_names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
-from streamshard.model import ZeroLayout
+from streamshard.operations.native.resharding import Resharding, resharding_of
 from streamshard.operations.native.target_files import NativeWriter
-from streamshard.operations.native.target_settings import (
-    TargetSettings,
-    require_allowed,
-    target_settings,
-)
-from streamshard.operations.resume import resizing
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer import needed
 from streamshard.operations.transfer.plan import TransferPlan, plan_transfer
@@ -98,21 +89,11 @@ def _prepare(
     opened.require_states()
     _require_same_kind(opened, template, target)
     world_size = _own_world_size(opened) if options.world_size is None else options.world_size
-    dp_world_size = require_allowed(opened.checkpoint, world_size)
-    settings = target_settings(opened.checkpoint, dp_world_size, options.zero_stage, wanted)
-    stage = settings.layout.stage
-    opened.require_use_of_like(needed=muon_order.needs_order(opened.checkpoint, stage))
-    checkpoint = muon_order.in_order_of(opened.checkpoint, stage, opened.like)
-    opened = replace(opened, checkpoint=checkpoint)
-    resized = frameworks.resize(
-        checkpoint.tag,
-        [file.path for file in checkpoint.files],
-        source_world_size=checkpoint.ranks,
-        world_size=world_size,
-    )
-    resizes = resizing.explain(
-        opened, world_size, resized, dp_world_size=dp_world_size, config=settings.config
-    )
+    found = resharding_of(opened, world_size, zero_stage=options.zero_stage, wanted=wanted)
+    opened, settings, resized = found.source, found.settings, found.resized
+    opened.require_use_of_like(needed=found.uses_like)
+    checkpoint, stage = opened.checkpoint, settings.layout.stage
+    resizes = found.explain()
     shaping = settings.layout, settings.config, settings.module_dtype, settings.is_bf16
     return Output(
         source=opened,
@@ -132,10 +113,10 @@ def _prepare(
         notes=(*settings.notes, *checkpoint.notes, *resizes.notes),
         latest=checkpoint.tag if template is None else None,
         template=template,
-        is_reusable=options.if_needed and _has_files_of(opened, world_size, settings),
+        is_reusable=options.if_needed and _is_resumed_from(found),
         changes=resizes.changes,
         new_files=len(resized.new_steps),
-        reopened=-(-dp_world_size // checkpoint.layout.world_size),
+        reopened=-(-settings.layout.world_size // checkpoint.layout.world_size),
     )
 
 
@@ -164,32 +145,9 @@ def _require_same_kind(source: Source, template: Template | None, target: str) -
         raise UsageError(message)
 
 
-def _has_files_of(source: Source, world_size: int, settings: TargetSettings) -> bool:
-    """Tell whether a job with these settings can resume from the source's own files.
-
-    It can if its own files would be laid out alike, and `load_checkpoint` without a tag takes this
-    tag.
-    """
-    checkpoint = source.checkpoint
-    if source.kind == "store" or source.is_elastic or checkpoint.ranks != world_size:
+def _is_resumed_from(found: Resharding) -> bool:
+    """Tell whether `load_checkpoint` without a tag can take the source's own files."""
+    source = found.source
+    if source.kind == "native" and needed.latest_of(source.path) != source.checkpoint.tag:
         return False
-    if source.kind == "native" and needed.latest_of(source.path) != checkpoint.tag:
-        return False
-    if (settings.module_dtype, settings.is_bf16) != (checkpoint.module_dtype, checkpoint.is_bf16):
-        return False
-    return _shaping(source, settings.layout) == _shaping(source, checkpoint.layout)
-
-
-def _shaping(source: Source, layout: ZeroLayout) -> ZeroLayout:
-    """Return a layout without the settings that do not shape files at its stage."""
-    families = source.checkpoint.families
-    has_muon = any(family.is_muon(group) for family in families for group in family.groups)
-    has_experts = source.checkpoint.expert_parallel > 1
-    return replace(
-        layout,
-        sub_group_size=layout.sub_group_size if layout.stage == 3 else 0,
-        round_robin=layout.round_robin and layout.stage < 3,
-        parameter_alignment=layout.parameter_alignment and layout.stage < 3,
-        offload=layout.offload and has_muon,
-        data_before_experts=layout.data_before_experts and has_experts,
-    )
+    return found.has_these_files()

@@ -5,6 +5,7 @@ Nothing here holds tensor data: each storage describes the content that fills it
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from streamshard.formats.deepspeed import names
@@ -34,11 +35,16 @@ class WholeImages:
     def __init__(self, target: ZeroTarget) -> None:
         self._target = target
 
-    def all(self) -> Iterator[FileImage]:
-        """Yield all files."""
+    def by_path(self) -> dict[str, Callable[[], FileImage]]:
+        """Return the path of the file, with a function that serializes it."""
         target = self._target
         path = f"{target.checkpoint.tag}/{names.model_file(None, target.mp_rank)}"
-        yield FileImage(path, serialize(ModuleWriter(target).file(None)), target.mp_rank)
+        writer = ModuleWriter(target)
+        return {path: lambda: FileImage(path, serialize(writer.file(None)), target.mp_rank)}
+
+    def all(self) -> Iterator[FileImage]:
+        """Yield all files."""
+        yield from (image() for image in self.by_path().values())
 
     def sizes(self) -> Iterator[tuple[FileImage, Sequence[str]]]:
         """Yield one of each set of equally large files, with the paths of the set."""
@@ -56,11 +62,20 @@ class NativeImages:
         self._of_all: dict[bool, Serialized] = {}
         """Whether the file lists the tied parameters → model file of stage 3."""
 
+    def by_path(self) -> dict[str, Callable[[], FileImage]]:
+        """Return path → function that serializes the file; model files, then optimizer files."""
+        holders = self._ranks if self._target.layout.stage == 3 else (None,)
+        models = {
+            self._model_name(holder): partial(self._model_image, holder) for holder in holders
+        }
+        optimizers = {
+            self._optimizer_name(rank): partial(self._optimizer_image, rank) for rank in self._ranks
+        }
+        return {self._path(name): image for name, image in {**models, **optimizers}.items()}
+
     def all(self) -> Iterator[FileImage]:
         """Yield all files."""
-        yield from self.models()
-        for rank in self._ranks:
-            yield self._optimizer_image(rank)
+        yield from (image() for image in self.by_path().values())
 
     def models(self) -> Iterator[FileImage]:
         """Yield the model files."""

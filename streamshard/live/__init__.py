@@ -1,0 +1,1 @@
+"""What meets a live DeepSpeed engine: the only room that imports torch and deepspeed."""

@@ -1,0 +1,272 @@
+"""Loads a checkpoint of any world size into a live engine, by DeepSpeed's own loader."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepspeed.runtime import engine as ds_engine
+from torch import distributed
+
+from streamshard.errors import SourceNotFoundError
+from streamshard.io.sink import stub_directory
+from streamshard.live import live_engine
+from streamshard.live.consensus import Agreement, say
+from streamshard.live.live_engine import Engine
+from streamshard.live.served_files import ServedFiles, settle
+from streamshard.operations.native.files_on_demand import FilesOnDemand
+from streamshard.operations.native.resharding import Resharding
+from streamshard.operations.source.source import open_source
+from streamshard.sizes import show_bytes, show_time
+
+Load = Callable[..., tuple[str | None, Any]]
+"""`DeepSpeedEngine.load_checkpoint`, the engine included."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What one load did."""
+
+    source: Path
+    tag: str
+    source_world_size: int
+    world_size: int
+    is_plain: bool
+    """Whether DeepSpeed loaded the source's own files: they fit the job as they are."""
+    read_bytes: tuple[int, ...]
+    """Bytes of tensors that each rank read."""
+    mapped_bytes: tuple[int, ...]
+    """Bytes of tensors that each rank mapped."""
+    seconds: float
+    notes: tuple[str, ...]
+    """What the user of the job has to know; printed on rank 0."""
+
+    def __str__(self) -> str:
+        """Return the report in one line."""
+        ways = f"{self.source}, tag {self.tag}: {self.source_world_size} -> {self.world_size} ranks"
+        if self.is_plain:
+            return f"{ways}: its files fit as they are, and DeepSpeed loaded them"
+        read, mapped = (show_bytes(max(n)) for n in (self.read_bytes, self.mapped_bytes))
+        return f"{ways}: each read at most {read} and mapped {mapped}, in {show_time(self.seconds)}"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """The arguments of `DeepSpeedEngine.load_checkpoint`, behind the directory and the tag."""
+
+    load_module_strict: bool = True
+    load_optimizer_states: bool = True
+    load_lr_scheduler_states: bool = True
+    load_module_only: bool = False
+    custom_load_fn: Callable[..., object] | None = None
+
+    def as_arguments(self) -> dict[str, Any]:
+        """Return them by name."""
+        return {
+            "load_module_strict": self.load_module_strict,
+            "load_optimizer_states": self.load_optimizer_states,
+            "load_lr_scheduler_states": self.load_lr_scheduler_states,
+            "load_module_only": self.load_module_only,
+            "custom_load_fn": self.custom_load_fn,
+        }
+
+
+class Loading:
+    """One load of a checkpoint into an engine, on one rank of many that do the same."""
+
+    def __init__(self, engine: Engine, plain: Load, options: LoadOptions) -> None:
+        self._engine = engine
+        self._plain = plain
+        self._options = options
+        self._agreement = Agreement()
+
+    def run(
+        self, path: Path, tag: str | None, *, may_be_missing: bool = False
+    ) -> tuple[str | None, Any, LoadReport | None]:
+        """Load a checkpoint; returns what DeepSpeed returns, and a report.
+
+        Parameters
+        ----------
+        may_be_missing
+            Whether DeepSpeed is to say what it says where there is no checkpoint at all. Then
+            there is no report.
+
+        Raises
+        ------
+        StreamshardError
+            On all ranks, if one rank cannot load its part. The engine is as it was if the message
+            is about the source, the layout or the optimizer.
+        """
+        started = time.perf_counter()
+        with self._agreement.step():
+            live_engine.require_servable(self._engine)
+        resharding = self._open(path, tag, may_be_missing=may_be_missing)
+        if resharding is None:
+            return (
+                *self._plain(self._engine, str(path), tag, **self._options.as_arguments()),
+                None,
+            )
+        source = resharding.source
+        notes = (*source.checkpoint.notes, *resharding.settings.notes, *resharding.explain().notes)
+        is_plain = resharding.has_these_files() or self._is_uncut(resharding)
+        if is_plain:
+            notes = ()
+            returned = self._load_plainly(resharding)
+            counts = [(0, 0)]
+        else:
+            returned, count = self._serve(resharding)
+            counts = self._agreement.gather(count)
+        report = LoadReport(
+            source=source.path,
+            tag=source.checkpoint.tag,
+            source_world_size=source.checkpoint.ranks,
+            world_size=distributed.get_world_size(),
+            is_plain=is_plain,
+            read_bytes=tuple(read for read, _ in counts),
+            mapped_bytes=tuple(mapped for _, mapped in counts),
+            seconds=time.perf_counter() - started,
+            notes=notes,
+        )
+        say("\n".join([str(report), *report.notes]))
+        return (*returned, report)
+
+    def _open(self, path: Path, tag: str | None, *, may_be_missing: bool) -> Resharding | None:
+        """Open the checkpoint on rank 0, which reads all headers, and send it to all ranks."""
+        found: Resharding | bool | None = None
+        with self._agreement.step():
+            if distributed.get_rank() == 0:
+                found = self._opened(path, tag, may_be_missing=may_be_missing)
+        shared = self._agreement.share(found)
+        return shared if isinstance(shared, Resharding) else None
+
+    def _opened(self, path: Path, tag: str | None, *, may_be_missing: bool) -> Resharding | bool:
+        try:
+            opened = open_source(path.absolute(), tag)
+        except SourceNotFoundError:
+            if may_be_missing:
+                return False
+            raise
+        opened.require_states()
+        return live_engine.resharding_for(self._engine, opened, distributed.get_world_size())
+
+    @staticmethod
+    def _is_uncut(resharding: Resharding) -> bool:
+        """Tell whether DeepSpeed itself loads the files on any count of ranks."""
+        source = resharding.source
+        return source.kind == "native" and not source.checkpoint.layout.stage
+
+    def _load_plainly(self, resharding: Resharding) -> tuple[str | None, Any]:
+        source = resharding.source
+        where, arguments = str(source.path), self._options.as_arguments()
+        with self._agreement.step():
+            return self._plain(self._engine, where, source.checkpoint.tag, **arguments)
+
+    def _serve(self, resharding: Resharding) -> tuple[tuple[str | None, Any], tuple[int, int]]:
+        """Let DeepSpeed load files that are made while it loads them."""
+        source, engine = resharding.source, self._engine
+        tag = source.checkpoint.tag
+        with self._agreement.step():
+            files = FilesOnDemand(resharding)
+            served = ServedFiles(source, files, maps=self._options.custom_load_fn is None)
+            own = list(self._own_files(tag))
+            self._require_fit(resharding, files)
+            for name in own:
+                served.prepare(name)
+        try:
+            with self._agreement.step(), stub_directory(served.paths) as root:
+                stand_in = _ServingEngine(
+                    engine.checkpoint_engine, served, root, self._agreement, own
+                )
+                with (
+                    _replaced(engine, "checkpoint_engine", stand_in),
+                    _replaced(ds_engine, _MERGE, lambda *args, **kwargs: served.weights()),
+                ):
+                    path, state = self._plain(
+                        engine, str(root), tag, **self._options.as_arguments()
+                    )
+                _settle(engine, state, served)
+        finally:
+            served.close()
+        if path is not None:
+            path = str(source.path / os.path.relpath(path, root))
+        return (path, state), (served.read_bytes, sum(served.mapped.values()))
+
+    def _own_files(self, tag: str) -> Iterator[str]:
+        """Yield the paths of the files that this rank loads in any case."""
+        loads_states = self._options.load_optimizer_states and not self._options.load_module_only
+        yield os.path.relpath(self._engine._get_ckpt_name("/", tag), "/")
+        if loads_states and self._engine.zero_optimization():
+            yield os.path.relpath(self._engine._get_zero_ckpt_name("/", tag), "/")
+
+    def _require_fit(self, resharding: Resharding, files: FilesOnDemand) -> None:
+        engine = self._engine
+        if engine.zero_optimization() and resharding.settings.layout.stage:
+            place = live_engine.place_of(engine)
+            live_engine.require_same_optimizer(
+                engine.param_names, engine.optimizer, resharding, files, place
+            )
+
+
+_MERGE = "get_fp32_state_dict_from_zero_checkpoint"
+"""What `DeepSpeedEngine._load_checkpoint` merges all files with, if stage 3 loads no states."""
+
+
+class _ServingEngine:
+    """Stands in for an engine's checkpoint engine while it loads.
+
+    Every rank loads its own files in the same order, so that all can agree at each of them.
+    """
+
+    def __init__(
+        self,
+        inner: Any,
+        served: ServedFiles,
+        root: Path,
+        agreement: Agreement,
+        own: list[str],
+    ) -> None:
+        self._inner = inner
+        self._served = served
+        self._root = root
+        self._agreement = agreement
+        self._own = own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def load(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        """Return the object in a file."""
+        name = os.path.relpath(path, self._root)
+        known = self._served.real_path(name)
+        if known is not None:
+            return self._inner.load(str(known), *args, **kwargs)
+        if name not in self._own:
+            return self._served.load(name)
+        with self._agreement.step():
+            return self._served.load(name)
+
+
+def _settle(engine: Engine, state: Any, served: ServedFiles) -> None:
+    """Leave nothing mapped in what the job goes on with."""
+    if not served.mapped:
+        return
+    moved: dict[int, Any] = {}
+    base = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    held = [list(engine.module.parameters()), list(engine.module.buffers()), state]
+    if base is not None:
+        held += [dict(base.state), [group["params"] for group in base.param_groups]]
+    settle(held, served.mapped, moved)
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute for a while."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -1,0 +1,162 @@
+"""The files that a repartition would write, each serialized when a job asks for it."""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from streamshard.engine.run.work import Region
+from streamshard.formats.deepspeed.cut.family_cut import FamilyCut
+from streamshard.formats.deepspeed.write.zero_writer import FileImage, NativeImages, WholeImages
+from streamshard.formats.pickle.inert import Node
+from streamshard.formats.torch.torch_file import serialize
+from streamshard.formats.torch.torch_tensor import Storage, make_tensor
+from streamshard.model import FILE, MASTER, MODULE, Literal, Whole
+from streamshard.operations.native.resharding import Resharding
+from streamshard.operations.native.target_files import targets_of
+
+
+@dataclass(frozen=True, slots=True)
+class StorageContent:
+    """What fills a storage of a torch file."""
+
+    dtype: str
+    nbytes: int
+    data: bytes | None
+    """The bytes, if they are known; else they come from the regions."""
+    regions: Sequence[Region] = ()
+
+    def fragment(self) -> tuple[int, int] | None:
+        """Return (file, byte offset) if all bytes are one fragment of a file, as they are there."""
+        if self.data is not None or not self.nbytes or self.regions[0].cast is not None:
+            return None
+        found, at = None, 0
+        for region in self.regions:
+            copies = region.copies
+            if len(copies) != 1 or int(copies.target[0]) or int(copies.nbytes[0]) != region.nbytes:
+                return None
+            place = int(copies.file[0]), int(copies.source[0]) - at
+            if found not in (None, place):
+                return None
+            found, at = place, at + region.nbytes
+        return found
+
+    def source_bytes(self) -> int:
+        """Count the bytes that are read to fill the storage."""
+        return sum(int(region.copies.nbytes.sum()) for region in self.regions)
+
+
+@dataclass(frozen=True, slots=True)
+class FileContent:
+    """A torch file: its pickle, and what fills the storages that the pickle numbers."""
+
+    pickled: bytes
+    storages: Sequence[StorageContent]
+
+    def source_files(self) -> set[int]:
+        """Return the source files that hold parts of it, by their indices."""
+        regions = (region for storage in self.storages for region in storage.regions)
+        return {file for region in regions for file in set(region.copies.file.tolist())}
+
+
+class FilesOnDemand:
+    """The files of a target; none of them is ever written."""
+
+    def __init__(self, resharding: Resharding) -> None:
+        self._resharding = resharding
+        settings = resharding.settings
+        targets, self._files = targets_of(resharding.source, settings)
+        kind = NativeImages if settings.layout.stage else WholeImages
+        self._images = {
+            path: image for target in targets for path, image in kind(target).by_path().items()
+        }
+        self.cuts: Sequence[FamilyCut] = [target.cut for target in targets]
+        """How the target cuts each family."""
+
+    @property
+    def paths(self) -> list[str]:
+        """Paths of the torch files, relative to the run directory."""
+        return list(self._images)
+
+    def sidecars(self) -> dict[str, str]:
+        """Return path in the target → path in the source of the tag directory's other files."""
+        checkpoint, paths = self._resharding.source.checkpoint, self._resharding.resized.paths
+        return {
+            paths[file.path]: file.path
+            for file in checkpoint.files
+            if file.path.startswith(f"{checkpoint.tag}/") and file.path in paths
+        }
+
+    def content(self, path: str) -> FileContent:
+        """Serialize a file, and find what fills it.
+
+        Raises
+        ------
+        KeyError
+            The target has no such file.
+        """
+        return self._content(self._images[path]())
+
+    def sidecar(self, name: str) -> FileContent:
+        """Find what fills a sidecar, which is one storage without a pickle."""
+        tensors = self._resharding.source.checkpoint.tensors
+        number = next(i for i, t in enumerate(tensors) if (t.state, t.name) == (FILE, name))
+        storage = Storage("uint8", tensors[number].numel, Whole(number))
+        image = FileImage(name, serialize(storage))
+        return FileContent(b"", [self._storage(storage, image)])
+
+    def weights(self) -> FileContent:
+        """Serialize the module's state dict, with master weights where there are any.
+
+        It is what `get_fp32_state_dict_from_zero_checkpoint` of `deepspeed/utils/zero_to_fp32.py`
+        (0.19.8) makes of a whole checkpoint, with which a job at stage 3 begins that loads no
+        optimizer states.
+        """
+        checkpoint = self._resharding.source.checkpoint
+        index, family = checkpoint.tensor_index(), checkpoint.families[0]
+        made: dict[str, Storage] = {}
+        state: OrderedDict[str, Node] = OrderedDict()
+        for entry in family.module:
+            keys = ((family.name, kind, entry.held_as) for kind in (MASTER, MODULE))
+            number = next((index[key] for key in keys if key in index), None)
+            if number is not None:
+                tensor = checkpoint.tensors[number]
+                whole = Storage(tensor.dtype, tensor.numel, Whole(number))
+                storage = made.setdefault(entry.held_as, whole)
+                state[entry.name] = make_tensor(storage, tensor.shape)
+        return self._content(FileImage("", serialize(state)))
+
+    def _content(self, image: FileImage) -> FileContent:
+        storages = image.serialized.storages
+        return FileContent(
+            image.serialized.pickled, [self._storage(storage, image) for storage in storages]
+        )
+
+    def _storage(self, storage: Storage, image: FileImage) -> StorageContent:
+        content = storage.content
+        if content is None:
+            raise TypeError("a storage that nothing fills")
+        if isinstance(content, Literal):
+            return StorageContent(storage.dtype, storage.nbytes, content.data)
+        regions = list(self._files.regions(storage, content, image))
+        return StorageContent(storage.dtype, storage.nbytes, None, regions)
+
+
+def names_of_groups(
+    resharding: Resharding, cuts: Sequence[FamilyCut], mp_rank: int, dp_rank: int
+) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Yield the parameters and the partition's numel of each flat group or sub-group of a rank.
+
+    Parameters
+    ----------
+    mp_rank, dp_rank
+        Number of the rank's family, and the rank's place in the data-parallel group.
+    """
+    layout = resharding.settings.layout
+    family, cut = resharding.source.checkpoint.families[mp_rank], cuts[mp_rank]
+    if layout.stage == 3:
+        for unit in cut.sub_groups:
+            params = family.groups[unit.group].params
+            yield params[unit.first : unit.stop], unit.numel
+        return
+    for group, sharer in family.held_by(dp_rank, layout):
+        yield family.serialized(family.groups[group]), cut.flat_groups[group].cut(sharer).numel

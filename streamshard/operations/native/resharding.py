@@ -1,0 +1,105 @@
+"""Decides how a checkpoint is cut for another world size: the settings, and all that follows."""
+
+from dataclasses import dataclass, replace
+
+from streamshard.formats import frameworks
+from streamshard.formats.deepspeed import ds_config
+from streamshard.formats.deepspeed.cut import muon_order
+from streamshard.model import ZeroLayout
+from streamshard.operations.native.target_settings import (
+    TargetSettings,
+    require_allowed,
+    target_settings,
+)
+from streamshard.operations.resume import resizing
+from streamshard.operations.source.source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Resharding:
+    """A checkpoint, and how it is cut for a world size."""
+
+    source: Source
+    """With the parameters in the target's order."""
+    world_size: int
+    """Count of all ranks of the job that resumes."""
+    settings: TargetSettings
+    resized: frameworks.Resized
+    """What happens to the files of frameworks."""
+    uses_like: bool
+    """Whether the parameters' order is the reference checkpoint's."""
+
+    def explain(self) -> resizing.Resizing:
+        """Explain the effects on everything that depends on the count of ranks."""
+        return resizing.explain(
+            self.source,
+            self.world_size,
+            self.resized,
+            dp_world_size=self.settings.layout.world_size,
+            config=self.settings.config,
+        )
+
+    def has_these_files(self) -> bool:
+        """Tell whether a job with these settings can resume from the source's own files.
+
+        It can if its own files would be laid out alike.
+        """
+        source, settings = self.source, self.settings
+        checkpoint = source.checkpoint
+        if source.kind == "store" or source.is_elastic or checkpoint.ranks != self.world_size:
+            return False
+        dtypes = checkpoint.module_dtype, checkpoint.is_bf16
+        if (settings.module_dtype, settings.is_bf16) != dtypes:
+            return False
+        return _shaping(source, settings.layout) == _shaping(source, checkpoint.layout)
+
+
+def resharding_of(
+    opened: Source,
+    world_size: int,
+    *,
+    zero_stage: int | None = None,
+    wanted: ds_config.Config | None = None,
+) -> Resharding:
+    """Decide how a checkpoint is cut for a world size.
+
+    Parameters
+    ----------
+    world_size
+        Count of all ranks of the job that resumes.
+    zero_stage, wanted
+        ZeRO stage and DeepSpeed config of that job; by default those kept in the checkpoint.
+
+    Raises
+    ------
+    StreamshardError
+        The checkpoint cannot be cut in this way; the message says why.
+    """
+    dp_world_size = require_allowed(opened.checkpoint, world_size)
+    settings = target_settings(opened.checkpoint, dp_world_size, zero_stage, wanted)
+    stage = settings.layout.stage
+    uses_like = muon_order.needs_order(opened.checkpoint, stage)
+    checkpoint = muon_order.in_order_of(opened.checkpoint, stage, opened.like)
+    resized = frameworks.resize(
+        checkpoint.tag,
+        [file.path for file in checkpoint.files],
+        source_world_size=checkpoint.ranks,
+        world_size=world_size,
+    )
+    source = replace(opened, checkpoint=checkpoint)
+    return Resharding(source, world_size, settings, resized, uses_like)
+
+
+def _shaping(source: Source, layout: ZeroLayout) -> ZeroLayout:
+    """Return a layout without the settings that do not shape files at its stage."""
+    families = source.checkpoint.families
+    has_muon = any(family.is_muon(group) for family in families for group in family.groups)
+    has_experts = source.checkpoint.expert_parallel > 1
+    return replace(
+        layout,
+        sub_group_size=layout.sub_group_size if layout.stage == 3 else 0,
+        round_robin=layout.round_robin and layout.stage < 3,
+        parameter_alignment=layout.parameter_alignment and layout.stage < 3,
+        offload=layout.offload and has_muon,
+        data_before_experts=layout.data_before_experts and has_experts,
+    )
