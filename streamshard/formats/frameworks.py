@@ -110,7 +110,7 @@ def resize(tag: str, paths: Sequence[str], *, source_world_size: int, world_size
 def _hf_trainer(paths: Sequence[str], source_world_size: int, world_size: int) -> Resized:
     ranks = {path: _hf_rank(path, source_world_size) for path in paths}
     kept = {
-        path: path if rank is None else _hf_name(rank, world_size)
+        path: path if rank is None else hf_random_file(rank, world_size)
         for path, rank in ranks.items()
         if rank is None or rank in range(world_size)
     }
@@ -124,10 +124,11 @@ def _hf_rank(path: str, world_size: int) -> int | None:
         return None
     rank = int(match[1]) if match else 0
     # A file of another world size, or with the name for one, is left over from an earlier run.
-    return rank if path == _hf_name(rank, world_size) and rank < world_size else _STALE
+    return rank if path == hf_random_file(rank, world_size) and rank < world_size else _STALE
 
 
-def _hf_name(rank: int, world_size: int) -> str:
+def hf_random_file(rank: int, world_size: int) -> str:
+    """Return the name of the file in which HF Trainer saves a rank's random state."""
     return _HF_ALONE if world_size == 1 else f"rng_state_{rank}.pth"
 
 

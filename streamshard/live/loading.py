@@ -82,6 +82,8 @@ class Loading:
         self._plain = plain
         self._options = options
         self._agreement = Agreement()
+        self.resharding: Resharding | None = None
+        """How the checkpoint is cut; None if there was none."""
 
     def run(
         self, path: Path, tag: str | None, *, may_be_missing: bool = False
@@ -104,6 +106,7 @@ class Loading:
         with self._agreement.step():
             live_engine.require_servable(self._engine)
         resharding = self._open(path, tag, may_be_missing=may_be_missing)
+        self.resharding = resharding
         if resharding is None:
             return (
                 *self._plain(self._engine, str(path), tag, **self._options.as_arguments()),
@@ -181,8 +184,8 @@ class Loading:
                     engine.checkpoint_engine, served, root, self._agreement, own
                 )
                 with (
-                    _replaced(engine, "checkpoint_engine", stand_in),
-                    _replaced(ds_engine, _MERGE, lambda *args, **kwargs: served.weights()),
+                    replaced(engine, "checkpoint_engine", stand_in),
+                    replaced(ds_engine, _MERGE, lambda *args, **kwargs: served.weights()),
                 ):
                     path, state = self._plain(
                         engine, str(root), tag, **self._options.as_arguments()
@@ -262,7 +265,7 @@ def _settle(engine: Engine, state: Any, served: ServedFiles) -> None:
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set an attribute for a while."""
     before = getattr(owner, name)
     setattr(owner, name, value)

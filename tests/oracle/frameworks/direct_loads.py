@@ -1,0 +1,189 @@
+"""Frameworks resume on another number of ranks: from a converted checkpoint, and from the source.
+
+2 ranks save. 1 rank resumes, and saves again; 3 ranks resume from both. Each resume is done twice:
+from what `repartition` wrote, and directly from the source within `resharding()`.
+"""
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from torch import distributed
+
+import streamshard
+from streamshard.deepspeed import resharding
+from tests.oracle.frameworks.accelerating import AccelerateRun
+from tests.oracle.frameworks.common import FrameworkJob, Seen, run
+from tests.oracle.frameworks.hf_trainer import HfTrain
+from tests.oracle.frameworks.lightning_strategy import LightningLoad, LightningSave
+from tests.oracle.frameworks.lightning_trainer import LightningFit
+from tests.oracle.ranks import require_success, run_jobs
+
+Kind = Literal["hf", "accelerate", "lightning", "fabric", "lightning-fit"]
+Way = Literal["converted", "direct"]
+SAVED_STEPS, FURTHER_STEPS = 3, 2
+
+
+@dataclass(frozen=True)
+class Directly:
+    """A job that loads its checkpoint as the source has it."""
+
+    job: FrameworkJob
+    reports: Path
+
+    def run(self) -> None:
+        """Do it, in every rank."""
+        with resharding() as reports:
+            self.job.run()
+        if distributed.get_rank() == 0:
+            self.reports.write_text(json.dumps([asdict(one) for one in reports], default=str))
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """A checkpoint of one framework, saved on some ranks and resumed on others."""
+
+    kind: Kind
+    stage: int
+    source: int
+    target: int
+
+    @property
+    def name(self) -> str:
+        """A name for test ids and directories."""
+        return f"{self.kind}-z{self.stage}-{self.source}to{self.target}"
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps before the save."""
+        return SAVED_STEPS if self.source == 2 else SAVED_STEPS + FURTHER_STEPS
+
+
+SHRINKING = [
+    Resumption("hf", 0, 2, 1),
+    Resumption("hf", 3, 2, 1),
+    Resumption("accelerate", 3, 2, 1),
+    Resumption("lightning-fit", 2, 2, 1),
+]
+GROWING = [
+    Resumption("hf", 2, 2, 3),
+    Resumption("hf", 3, 1, 3),
+    Resumption("accelerate", 2, 2, 3),
+    Resumption("accelerate", 3, 1, 3),
+    Resumption("lightning", 3, 2, 3),
+    Resumption("fabric", 2, 2, 3),
+    Resumption("lightning-fit", 2, 2, 3),
+]
+FINDS_LAST = GROWING[0]
+"""Of these, Trainer is told to look for its last checkpoint."""
+STALE = {"hf": "rng_state_1.pth", "accelerate": "random_states_1.pkl"}
+"""What rank 1 of an earlier job left beside a checkpoint that 1 rank saved."""
+
+
+@dataclass(frozen=True)
+class DirectLoads:
+    """Where each thing lies."""
+
+    root: Path
+
+    def run(self) -> None:
+        """Do everything."""
+        moves = [*SHRINKING, *GROWING]
+        first = sorted({(move.kind, move.stage) for move in moves if move.source == 2})
+        self._do(2, [self._save(Resumption(kind, stage, 2, 2)) for kind, stage in first])
+        self._resume(1, SHRINKING)
+        for move in GROWING:
+            if move.source == 1:
+                self._leave_stale(move)
+        self._resume(3, GROWING)
+
+    def source(self, move: Resumption) -> Path:
+        """The checkpoint that is resumed."""
+        if move.source == 1:
+            return self.resaved(Resumption(move.kind, move.stage, 2, 1), "converted")
+        return _checkpoint(self.root / f"{move.kind}-z{move.stage}", move.kind, SAVED_STEPS)
+
+    def resaved(self, move: Resumption, way: Way) -> Path:
+        """What a job saved after it had resumed and trained on."""
+        place = self.root / f"{move.name}-{way}"
+        return _checkpoint(place, move.kind, move.steps + FURTHER_STEPS)
+
+    def seen(self, move: Resumption, way: Way) -> list[Seen]:
+        """What the ranks saw that resumed."""
+        seen: list[Seen] = json.loads((self.root / f"{move.name}-{way}.json").read_text())
+        return seen
+
+    def saved_truth(self, move: Resumption) -> Path:
+        """For what the engines held when they saved the source."""
+        return self.source(move).with_name("saved.pt")
+
+    def loaded_truth(self, move: Resumption, way: Way) -> Path:
+        """For what the engines held after a load."""
+        return self.root / f"{move.name}-{way}.pt"
+
+    def reports(self, move: Resumption) -> list[dict[str, object]]:
+        """The reports of a job's direct loads."""
+        found: list[dict[str, object]] = json.loads(self._reports(move).read_text())
+        return found
+
+    def output(self, size: int, rank: int) -> str:
+        """All that a rank printed that resumed, over all jobs."""
+        (log,) = (self.root / "ranks").glob(f"world{size}_*/rank{rank}.log")
+        return log.read_text()
+
+    def _reports(self, move: Resumption) -> Path:
+        return self.root / f"{move.name}-reports.json"
+
+    def _do(self, size: int, jobs: Sequence[object]) -> None:
+        require_success(run_jobs(size, jobs, self.root / "ranks", run))
+
+    def _save(self, move: Resumption) -> FrameworkJob:
+        source, truth, seen = self.source(move), self.saved_truth(move), self.root / "saving.json"
+        if move.kind == "hf":
+            return HfTrain(move.stage, source.parent, seen, SAVED_STEPS, saved_truth=truth)
+        source.parent.mkdir()
+        if move.kind == "accelerate":
+            return AccelerateRun(move.stage, source, seen, truth, SAVED_STEPS)
+        if move.kind == "lightning-fit":
+            return LightningFit(move.stage, source, seen, SAVED_STEPS, 2, 2)
+        return LightningSave(move.stage, source, truth)
+
+    def _resume(self, size: int, moves: Sequence[Resumption]) -> None:
+        jobs: list[FrameworkJob] = []
+        for move in moves:
+            source, out = self.source(move), self.root / f"{move.name}-out"
+            streamshard.repartition(source, out, world_size=size, workers=1)
+            jobs.append(self._load(move, "converted", out))
+            jobs.append(Directly(self._load(move, "direct", source), self._reports(move)))
+        self._do(size, jobs)
+
+    def _load(self, move: Resumption, way: Way, place: Path) -> FrameworkJob:
+        again, loaded = self.resaved(move, way), self.loaded_truth(move, way)
+        seen, saved = self.root / f"{move.name}-{way}.json", again.with_name("saved.pt")
+        if move.kind == "hf":
+            last = move.steps + FURTHER_STEPS
+            job = HfTrain(move.stage, again.parent, seen, last, place, loaded, saved)
+            if (move, way) == (FINDS_LAST, "direct"):
+                shutil.copytree(place, again.parent / place.name)
+                return replace(job, resume_from=True)
+            return job
+        again.parent.mkdir()
+        if move.kind == "accelerate":
+            return AccelerateRun(move.stage, again, seen, saved, FURTHER_STEPS, place, loaded)
+        if move.kind == "lightning-fit":
+            last = move.steps + FURTHER_STEPS
+            return LightningFit(move.stage, again, seen, last, 2, 2, place)
+        return LightningLoad(move.stage, place, loaded, seen, move.kind == "fabric")
+
+    def _leave_stale(self, move: Resumption) -> None:
+        earlier = self.source(Resumption(move.kind, move.stage, 2, 1))
+        shutil.copy(earlier / STALE[move.kind], self.source(move))
+
+
+def _checkpoint(place: Path, kind: Kind, steps: int) -> Path:
+    """Name a checkpoint as users of the framework know it."""
+    names = {"hf": f"checkpoint-{steps}", "accelerate": "state"}
+    return place / names.get(kind, "last.ckpt")
