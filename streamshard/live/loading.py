@@ -16,6 +16,7 @@ from streamshard.io.sink import stub_directory
 from streamshard.live import live_engine
 from streamshard.live.consensus import Agreement, say
 from streamshard.live.live_engine import Engine
+from streamshard.live.load_notes import notes_of
 from streamshard.live.served_files import ServedFiles, settle
 from streamshard.operations.native.files_on_demand import FilesOnDemand
 from streamshard.operations.native.resharding import Resharding
@@ -113,10 +114,8 @@ class Loading:
                 None,
             )
         source = resharding.source
-        notes = (*source.checkpoint.notes, *resharding.settings.notes, *resharding.explain().notes)
         is_plain = resharding.has_these_files() or self._is_uncut(resharding)
         if is_plain:
-            notes = ()
             returned = self._load_plainly(resharding)
             counts = [(0, 0)]
         else:
@@ -131,7 +130,7 @@ class Loading:
             read_bytes=tuple(read for read, _ in counts),
             mapped_bytes=tuple(mapped for _, mapped in counts),
             seconds=time.perf_counter() - started,
-            notes=notes,
+            notes=self._notes(resharding),
         )
         say("\n".join([str(report), *report.notes]))
         return (*returned, report)
@@ -154,6 +153,14 @@ class Loading:
             raise
         opened.require_states()
         return live_engine.resharding_for(self._engine, opened, distributed.get_world_size())
+
+    def _notes(self, resharding: Resharding) -> tuple[str, ...]:
+        """Write the notes on rank 0, which may read a file for them, and send them to all ranks."""
+        notes: tuple[str, ...] | None = None
+        with self._agreement.step():
+            if distributed.get_rank() == 0:
+                notes = notes_of(self._engine, resharding)
+        return self._agreement.share(notes)
 
     @staticmethod
     def _is_uncut(resharding: Resharding) -> bool:

@@ -13,6 +13,7 @@ import streamshard
 from tests.oracle.compare import differences
 from tests.oracle.frameworks.common import Seen, generator_digest
 from tests.oracle.frameworks.direct_loads import (
+    ADVISED,
     FURTHER_STEPS,
     GROWING,
     SHRINKING,
@@ -104,6 +105,77 @@ def test_the_source_is_loaded_once_on_all_ranks(move: Resumption, loads: DirectL
     (report,) = loads.reports(move)
     assert (report["source_world_size"], report["world_size"]) == (move.source, move.target)
     assert report["is_plain"] == (move.stage == 0)
+
+
+@_each([*ALL, *ADVISED])
+def test_notes_tell_what_running_jobs_can_use(move: Resumption, loads: DirectLoads) -> None:
+    notes = "\n".join(loads.reports(move)[0]["notes"])
+    saves_generators = move.kind in STALE
+    assert ("for the new rank" in notes) == (saves_generators and move.target > move.source)
+    assert ("has no rank 1, so the random state of that rank is not used" in notes) == (
+        saves_generators and move.target < move.source
+    )
+    assert ("not used, because a job of another world size" in notes) == (
+        saves_generators and move.source == 1
+    )
+    assert ("advances the scheduler" in notes) == (move.kind == "accelerate")
+    for word in ("OUT", "ds-config", "copied", "sub_group_size", "round_robin", "the old arg"):
+        assert word not in notes
+
+
+@_each([one for one in ALL if one.kind != "lightning-fit"])
+def test_a_job_with_another_global_batch_gets_the_advice(
+    move: Resumption, loads: DirectLoads
+) -> None:
+    """The same as that of the conversion."""
+    notes = loads.reports(move)[0]["notes"]
+    (batch,) = (note for note in notes if "This job has a global batch of " in note)
+    advice = batch.partition(". ")[2]
+    assert advice.startswith("The global batch of " if move.target == 3 else "To keep the global")
+    assert advice in loads.notes[move.name]
+    if move.kind == "hf":
+        size = loads.seen(move, "direct")[0]["global_batch"]
+        (position,) = (note for note in notes if "Trainer skips the data" in note)
+        assert "With this job's arguments (per_device_train_batch_size=2, grad" in position
+        assert f"and so a global batch of {size}, Trainer skips {size * move.steps} " in position
+
+
+def test_a_job_that_follows_the_advice_does_not_get_it_again(loads: DirectLoads) -> None:
+    hf, accelerate, lightning, nearest = (loads.reports(move)[0]["notes"] for move in ADVISED)
+    assert [note.partition(":")[0] for note in hf] == ["HF Trainer"]
+    assert (
+        "With this job's settings, N is the number of samples seen in this epoch / 2 "
+        in (accelerate[1])
+    )
+    assert "Change nothing if the script has these lines already" in accelerate[2]
+    assert len(accelerate) == 3
+    assert [note.partition(" counts")[0] for note in lightning] == ["Lightning"]
+    assert nearest[1].startswith(
+        "This job has a global batch of 6, the job that saved had 8. The global batch of 8 cannot "
+        "be kept on 3 ranks"
+    )
+    assert "TrainingArguments" not in "\n".join(nearest)
+    assert (
+        "With a global batch of 9, Trainer skips 27 samples: 3 samples are left out."
+        in (nearest[2])
+    )
+    assert nearest[2].count("6 samples are seen twice") == 1
+    sizes = [loads.seen(move, "direct")[0]["global_batch"] for move in ADVISED]
+    assert sizes == [8, 8, 8, 6]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_notes_are_printed_once_and_on_rank_0(size: int, loads: DirectLoads) -> None:
+    """At the level at which DeepSpeed prints, unless told otherwise."""
+    moves = [move for move in (*ALL, *ADVISED) if move.target == size]
+    printed = loads.output(size, 0)
+    for move in moves:
+        assert printed.count(f"{loads.source(move)}, tag ") >= 1
+        for note in loads.reports(move)[0]["notes"]:
+            assert note in printed
+    assert printed.count(", tag ") == len(moves)
+    for rank in range(1, size):
+        assert ", tag " not in loads.output(size, rank)
 
 
 def _earlier(move: Resumption, loads: DirectLoads) -> Path:

@@ -1,15 +1,17 @@
 """Frameworks resume on another number of ranks: from a converted checkpoint, and from the source.
 
 2 ranks save. 1 rank resumes, and saves again; 3 ranks resume from both. Each resume is done twice:
-from what `repartition` wrote, and directly from the source within `resharding()`.
+from what `repartition` wrote, and directly from the source within `resharding()`. Some jobs then do
+as the notes say.
 """
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torch import distributed
 
@@ -50,11 +52,14 @@ class Resumption:
     stage: int
     source: int
     target: int
+    is_advised: bool = False
+    """Whether the job has the batch that the notes of a conversion advise."""
 
     @property
     def name(self) -> str:
         """A name for test ids and directories."""
-        return f"{self.kind}-z{self.stage}-{self.source}to{self.target}"
+        advised = "-advised" if self.is_advised else ""
+        return f"{self.kind}-z{self.stage}-{self.source}to{self.target}{advised}"
 
     @property
     def steps(self) -> int:
@@ -77,6 +82,12 @@ GROWING = [
     Resumption("fabric", 2, 2, 3),
     Resumption("lightning-fit", 2, 2, 3),
 ]
+ADVISED = [
+    Resumption("hf", 3, 2, 1, is_advised=True),
+    Resumption("accelerate", 3, 2, 1, is_advised=True),
+    Resumption("lightning-fit", 2, 2, 1, is_advised=True),
+    Resumption("hf", 2, 2, 3, is_advised=True),
+]
 FINDS_LAST = GROWING[0]
 """Of these, Trainer is told to look for its last checkpoint."""
 STALE = {"hf": "rng_state_1.pth", "accelerate": "random_states_1.pkl"}
@@ -88,6 +99,8 @@ class DirectLoads:
     """Where each thing lies."""
 
     root: Path
+    notes: dict[str, str] = field(default_factory=dict)
+    """Name of a resumption to what the report of its conversion says."""
 
     def run(self) -> None:
         """Do everything."""
@@ -124,9 +137,9 @@ class DirectLoads:
         """For what the engines held after a load."""
         return self.root / f"{move.name}-{way}.pt"
 
-    def reports(self, move: Resumption) -> list[dict[str, object]]:
+    def reports(self, move: Resumption) -> list[dict[str, Any]]:
         """The reports of a job's direct loads."""
-        found: list[dict[str, object]] = json.loads(self._reports(move).read_text())
+        found: list[dict[str, Any]] = json.loads(self._reports(move).read_text())
         return found
 
     def output(self, size: int, rank: int) -> str:
@@ -155,10 +168,30 @@ class DirectLoads:
         jobs: list[FrameworkJob] = []
         for move in moves:
             source, out = self.source(move), self.root / f"{move.name}-out"
-            streamshard.repartition(source, out, world_size=size, workers=1)
+            report = streamshard.repartition(source, out, world_size=size, workers=1)
+            self.notes[move.name] = "\n".join(report.notes)
             jobs.append(self._load(move, "converted", out))
             jobs.append(Directly(self._load(move, "direct", source), self._reports(move)))
+        for move in ADVISED:
+            if move.target == size:
+                job = self._load(move, "direct", self.source(move))
+                jobs.append(Directly(self._advised(move, job), self._reports(move)))
         self._do(size, jobs)
+
+    def _advised(self, move: Resumption, job: FrameworkJob) -> FrameworkJob:
+        """Give a job what the notes advise first."""
+        notes = self.notes[replace(move, is_advised=False).name]
+        micro = _number(r"batch_size=(\d+)", notes)
+        accumulation = _number(r"(?:gradient_accumulation_steps|grad_batches)=(\d+)", notes)
+        if isinstance(job, HfTrain):
+            names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+            return replace(job, arguments=dict(zip(names, (micro, accumulation), strict=True)))
+        if isinstance(job, AccelerateRun):
+            calls = _number(r"for _ in range\((\d+)\):", notes)
+            return replace(job, batch_size=micro, accumulation=accumulation, scheduler_steps=calls)
+        if isinstance(job, LightningFit):
+            return replace(job, batch_size=micro, accumulation=accumulation)
+        raise TypeError(job)
 
     def _load(self, move: Resumption, way: Way, place: Path) -> FrameworkJob:
         again, loaded = self.resaved(move, way), self.loaded_truth(move, way)
@@ -181,6 +214,12 @@ class DirectLoads:
     def _leave_stale(self, move: Resumption) -> None:
         earlier = self.source(Resumption(move.kind, move.stage, 2, 1))
         shutil.copy(earlier / STALE[move.kind], self.source(move))
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    assert found, text
+    return int(found[1])
 
 
 def _checkpoint(place: Path, kind: Kind, steps: int) -> Path:
