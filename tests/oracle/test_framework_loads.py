@@ -4,6 +4,7 @@ Whatever a job finds after the load and does then is what it finds and does if t
 converted for it.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -119,7 +120,18 @@ def test_notes_tell_what_running_jobs_can_use(move: Resumption, loads: DirectLoa
         saves_generators and move.source == 1
     )
     assert ("advances the scheduler" in notes) == (move.kind == "accelerate")
-    for word in ("OUT", "ds-config", "copied", "sub_group_size", "round_robin", "the old arg"):
+    assert (
+        "Symbolic links that are not carried" in loads.notes[replace(move, is_advised=False).name]
+    )
+    for word in (
+        "Symbolic links",
+        "OUT",
+        "ds-config",
+        "copied",
+        "sub_group_size",
+        "round_robin",
+        "the old arg",
+    ):
         assert word not in notes
 
 
@@ -169,9 +181,9 @@ def test_notes_are_printed_once_and_on_rank_0(size: int, loads: DirectLoads) -> 
     """At the level at which DeepSpeed prints, unless told otherwise."""
     moves = [move for move in (*ALL, *ADVISED) if move.target == size]
     printed = loads.output(size, 0)
-    for move in moves:
-        assert printed.count(f"{loads.source(move)}, tag ") >= 1
-        for note in loads.reports(move)[0]["notes"]:
+    for (report,) in map(loads.reports, moves):
+        assert f"{report['source']}, tag {report['tag']}: " in printed
+        for note in report["notes"]:
             assert note in printed
     assert printed.count(", tag ") == len(moves)
     for rank in range(1, size):

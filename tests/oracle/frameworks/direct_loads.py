@@ -8,6 +8,7 @@ as the notes say.
 import json
 import re
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -40,8 +41,19 @@ class Directly:
         """Do it, in every rank."""
         with resharding() as reports:
             self.job.run()
+        _require_no_patches()
         if distributed.get_rank() == 0:
             self.reports.write_text(json.dumps([asdict(one) for one in reports], default=str))
+
+
+def _require_no_patches() -> None:
+    """Fail if a function of a framework is still another than its own."""
+    for module, owner, name in (
+        ("transformers.trainer", "Trainer", "_load_rng_state"),
+        ("accelerate", "accelerator", "load_accelerator_state"),
+    ):
+        place = getattr(sys.modules.get(module), owner, None)
+        assert not hasattr(getattr(place, name, None), "__wrapped__"), name
 
 
 @dataclass(frozen=True)
@@ -88,8 +100,10 @@ ADVISED = [
     Resumption("lightning-fit", 2, 2, 1, is_advised=True),
     Resumption("hf", 2, 2, 3, is_advised=True),
 ]
-FINDS_LAST = GROWING[0]
-"""Of these, Trainer is told to look for its last checkpoint."""
+FIND_LAST = [GROWING[0], GROWING[2]]
+"""Of these, Trainer and Accelerate are told to look for their last checkpoint."""
+LINK = "data"
+"""A link out of the checkpoint, which a conversion leaves behind."""
 STALE = {"hf": "rng_state_1.pth", "accelerate": "random_states_1.pkl"}
 """What rank 1 of an earlier job left beside a checkpoint that 1 rank saved."""
 
@@ -168,6 +182,8 @@ class DirectLoads:
         jobs: list[FrameworkJob] = []
         for move in moves:
             source, out = self.source(move), self.root / f"{move.name}-out"
+            if not (source / LINK).is_symlink():
+                (source / LINK).symlink_to(self.root)
             report = streamshard.repartition(source, out, world_size=size, workers=1)
             self.notes[move.name] = "\n".join(report.notes)
             jobs.append(self._load(move, "converted", out))
@@ -196,16 +212,23 @@ class DirectLoads:
     def _load(self, move: Resumption, way: Way, place: Path) -> FrameworkJob:
         again, loaded = self.resaved(move, way), self.loaded_truth(move, way)
         seen, saved = self.root / f"{move.name}-{way}.json", again.with_name("saved.pt")
+        finds_last = way == "direct" and move in FIND_LAST
         if move.kind == "hf":
             last = move.steps + FURTHER_STEPS
             job = HfTrain(move.stage, again.parent, seen, last, place, loaded, saved)
-            if (move, way) == (FINDS_LAST, "direct"):
-                shutil.copytree(place, again.parent / place.name)
+            if finds_last:
+                shutil.copytree(place, again.parent / place.name, symlinks=True)
                 return replace(job, resume_from=True)
             return job
         again.parent.mkdir()
         if move.kind == "accelerate":
-            return AccelerateRun(move.stage, again, seen, saved, FURTHER_STEPS, place, loaded)
+            state = AccelerateRun(move.stage, again, seen, saved, FURTHER_STEPS, place, loaded)
+            if finds_last:
+                states = again.parent / "checkpoints"
+                shutil.copytree(place, states / "checkpoint_3", symlinks=True)
+                (states / "checkpoint_2").mkdir()
+                return replace(state, project_dir=again.parent)
+            return state
         if move.kind == "lightning-fit":
             last = move.steps + FURTHER_STEPS
             return LightningFit(move.stage, again, seen, last, 2, 2, place)
