@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from streamshard.sizes import counted
+
 HF_TRAINER: Final = "HF Trainer"
 ACCELERATE: Final = "Accelerate"
 LIGHTNING: Final = "Lightning"
@@ -28,15 +30,16 @@ _HF_EPOCH: Final = re.compile(rb'^  "epoch": (\d{1,15}(?:\.\d*)?(?:e-?\d+)?),?\r
 _ACCELERATE_RANK: Final = re.compile(r"random_states_(\d+)\.pkl")
 _ACCELERATE_SCHEDULER: Final = re.compile(r"scheduler(_\d+)?\.bin")
 _ACCELERATE_SCHEDULE: Final = """\
-At every optimizer step, Accelerate advances the scheduler once for each process: {old} times in \
-the old job, {new} times in the new one. So the learning rate would leave the old schedule. To \
+At every optimizer step, Accelerate advances the scheduler once for each process: {before} in \
+the old job, {now} in the new one. So the learning rate would leave the old schedule. To \
 stay on it, create the scheduler with the same numbers of steps as in the old job, and write in \
 the training script:
   Accelerator(step_scheduler_with_optimizer=False)
   if accelerator.sync_gradients:
       for _ in range({old}):
           scheduler.step()
-Change nothing if the old job had step_scheduler_with_optimizer=False or split_batches=True."""
+Change nothing if the script has these lines already, or if the old job had \
+step_scheduler_with_optimizer=False or split_batches=True."""
 _LIGHTNING_TAG: Final = "checkpoint"
 _STALE: Final = -1
 _MOST_NAMED: Final = 8
@@ -110,7 +113,7 @@ def resize(tag: str, paths: Sequence[str], *, source_world_size: int, world_size
 def _hf_trainer(paths: Sequence[str], source_world_size: int, world_size: int) -> Resized:
     ranks = {path: _hf_rank(path, source_world_size) for path in paths}
     kept = {
-        path: path if rank is None else _hf_name(rank, world_size)
+        path: path if rank is None else hf_random_file(rank, world_size)
         for path, rank in ranks.items()
         if rank is None or rank in range(world_size)
     }
@@ -124,10 +127,11 @@ def _hf_rank(path: str, world_size: int) -> int | None:
         return None
     rank = int(match[1]) if match else 0
     # A file of another world size, or with the name for one, is left over from an earlier run.
-    return rank if path == _hf_name(rank, world_size) and rank < world_size else _STALE
+    return rank if path == hf_random_file(rank, world_size) and rank < world_size else _STALE
 
 
-def _hf_name(rank: int, world_size: int) -> str:
+def hf_random_file(rank: int, world_size: int) -> str:
+    """Return the name of the file in which HF Trainer saves a rank's random state."""
     return _HF_ALONE if world_size == 1 else f"rng_state_{rank}.pth"
 
 
@@ -141,7 +145,11 @@ def _accelerate(paths: Sequence[str], source_world_size: int, world_size: int) -
     schedule = ""
     has_scheduler = any(_ACCELERATE_SCHEDULER.fullmatch(path) for path in paths)
     if has_scheduler and world_size != source_world_size:
-        schedule = _ACCELERATE_SCHEDULE.format(old=source_world_size, new=world_size)
+        schedule = _ACCELERATE_SCHEDULE.format(
+            before=counted(source_world_size, "time"),
+            now=counted(world_size, "time"),
+            old=source_world_size,
+        )
     new = [rank for rank in range(world_size) if rank not in ranks.values()]
     notes = _rank_notes(ACCELERATE, ranks, world_size)
     return Resized(ACCELERATE, kept, tuple(map(_accelerate_file, new)), notes, schedule)
@@ -164,13 +172,13 @@ def _rank_notes(
     if gone:
         notes.append(
             f"{framework}: the new job has no {_ranks(gone)}, so the random state of "
-            f"{'that rank' if len(gone) == 1 else 'these ranks'} is not copied. Nothing has to be "
+            f"{'that rank' if len(gone) == 1 else 'these ranks'} is not used. Nothing has to be "
             "done."
         )
     if stale:
         more = f" and {len(stale) - _MOST_NAMED:,} more" if len(stale) > _MOST_NAMED else ""
         notes.append(
-            f"{framework}: not copied, because a job of another world size left them there: "
+            f"{framework}: not used, because a job of another world size left them there: "
             f"{', '.join(stale[:_MOST_NAMED])}{more}."
         )
     return tuple(notes)

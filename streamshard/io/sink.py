@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Protocol
@@ -285,4 +285,14 @@ def stub_directory(names: Iterable[str]) -> Iterator[Path]:
         for name in names:
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).touch()
+        yield root
+
+
+@contextmanager
+def linked_directory(links: Mapping[str, Path]) -> Iterator[Path]:
+    """Make links to files under other names in a temporary directory of this process."""
+    with tempfile.TemporaryDirectory(prefix="streamshard-") as made:
+        root = Path(made)
+        for name, path in links.items():
+            (root / name).symlink_to(path)
         yield root

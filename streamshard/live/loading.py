@@ -16,6 +16,7 @@ from streamshard.io.sink import stub_directory
 from streamshard.live import live_engine
 from streamshard.live.consensus import Agreement, say
 from streamshard.live.live_engine import Engine
+from streamshard.live.load_notes import notes_of
 from streamshard.live.served_files import ServedFiles, settle
 from streamshard.operations.native.files_on_demand import FilesOnDemand
 from streamshard.operations.native.resharding import Resharding
@@ -82,6 +83,8 @@ class Loading:
         self._plain = plain
         self._options = options
         self._agreement = Agreement()
+        self.resharding: Resharding | None = None
+        """How the checkpoint is cut; None if there was none."""
 
     def run(
         self, path: Path, tag: str | None, *, may_be_missing: bool = False
@@ -104,16 +107,15 @@ class Loading:
         with self._agreement.step():
             live_engine.require_servable(self._engine)
         resharding = self._open(path, tag, may_be_missing=may_be_missing)
+        self.resharding = resharding
         if resharding is None:
             return (
                 *self._plain(self._engine, str(path), tag, **self._options.as_arguments()),
                 None,
             )
         source = resharding.source
-        notes = (*source.checkpoint.notes, *resharding.settings.notes, *resharding.explain().notes)
         is_plain = resharding.has_these_files() or self._is_uncut(resharding)
         if is_plain:
-            notes = ()
             returned = self._load_plainly(resharding)
             counts = [(0, 0)]
         else:
@@ -128,7 +130,7 @@ class Loading:
             read_bytes=tuple(read for read, _ in counts),
             mapped_bytes=tuple(mapped for _, mapped in counts),
             seconds=time.perf_counter() - started,
-            notes=notes,
+            notes=self._notes(resharding),
         )
         say("\n".join([str(report), *report.notes]))
         return (*returned, report)
@@ -151,6 +153,14 @@ class Loading:
             raise
         opened.require_states()
         return live_engine.resharding_for(self._engine, opened, distributed.get_world_size())
+
+    def _notes(self, resharding: Resharding) -> tuple[str, ...]:
+        """Write the notes on rank 0, which may read a file for them, and send them to all ranks."""
+        notes: tuple[str, ...] | None = None
+        with self._agreement.step():
+            if distributed.get_rank() == 0:
+                notes = notes_of(self._engine, resharding)
+        return self._agreement.share(notes)
 
     @staticmethod
     def _is_uncut(resharding: Resharding) -> bool:
@@ -181,8 +191,8 @@ class Loading:
                     engine.checkpoint_engine, served, root, self._agreement, own
                 )
                 with (
-                    _replaced(engine, "checkpoint_engine", stand_in),
-                    _replaced(ds_engine, _MERGE, lambda *args, **kwargs: served.weights()),
+                    replaced(engine, "checkpoint_engine", stand_in),
+                    replaced(ds_engine, _MERGE, lambda *args, **kwargs: served.weights()),
                 ):
                     path, state = self._plain(
                         engine, str(root), tag, **self._options.as_arguments()
@@ -262,7 +272,7 @@ def _settle(engine: Engine, state: Any, served: ServedFiles) -> None:
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set an attribute for a while."""
     before = getattr(owner, name)
     setattr(owner, name, value)

@@ -3,13 +3,14 @@
 import inspect
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from streamshard.live.framework_loads import FrameworkLoads
 from streamshard.live.live_engine import Engine
 from streamshard.live.loading import Load, Loading, LoadOptions, LoadReport
 
@@ -58,6 +59,8 @@ def resharding() -> Iterator[list[LoadReport]]:
     does what it does then.
     """
     reports: list[LoadReport] = []
+    stack = ExitStack()
+    frameworks = FrameworkLoads(stack)
 
     @wraps(_PLAIN)
     def load(engine: Engine, *args: Any, **kwargs: Any) -> tuple[str | None, Any]:
@@ -67,11 +70,14 @@ def resharding() -> Iterator[list[LoadReport]]:
         loading = Loading(engine, _PLAIN, LoadOptions(**given))
         path, state, report = loading.run(directory, tag, may_be_missing=True)
         reports.extend([report] if report is not None else [])
+        if loading.resharding is not None:
+            frameworks.prepare(directory, loading.resharding)
         return path, state
 
     before = DeepSpeedEngine.load_checkpoint
     DeepSpeedEngine.load_checkpoint = load
     try:
-        yield reports
+        with stack:
+            yield reports
     finally:
         DeepSpeedEngine.load_checkpoint = before

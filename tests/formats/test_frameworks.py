@@ -51,7 +51,7 @@ def test_hf_trainer_keeps_the_files_of_ranks_that_stay(
     assert found.new_steps == ()
     left_out = len(held) - len(kept)
     said = " ".join(found.notes)
-    assert ("not copied" in said) == (left_out > 0)
+    assert ("not used" in said) == (left_out > 0)
     assert ("for the new rank" in said) == (target > len(kept))
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from streamshard.formats import frameworks
 from streamshard.formats.deepspeed import ds_config
 from streamshard.formats.deepspeed.cut import muon_order
+from streamshard.layout.batch import BatchPlan
 from streamshard.model import ZeroLayout
 from streamshard.operations.native.target_settings import (
     TargetSettings,
@@ -29,14 +30,21 @@ class Resharding:
     uses_like: bool
     """Whether the parameters' order is the reference checkpoint's."""
 
-    def explain(self) -> resizing.Resizing:
-        """Explain the effects on everything that depends on the count of ranks."""
+    def explain(self, job: BatchPlan | None = None) -> resizing.Resizing:
+        """Explain the effects on everything that depends on the count of ranks.
+
+        Parameters
+        ----------
+        job
+            The batch of the job that resumes, if it runs already.
+        """
         return resizing.explain(
             self.source,
             self.world_size,
             self.resized,
             dp_world_size=self.settings.layout.world_size,
             config=self.settings.config,
+            job=job,
         )
 
     def has_these_files(self) -> bool:

@@ -88,11 +88,11 @@ def target_settings(
     note = _settings_note(checkpoint, layout, dtype, wanted)
     if as_saved and saved_stage == 0 and not _is_pipeline(checkpoint):
         note = f"{note} {_STAGE_0}"
-    notes = (note, *_left_out(checkpoint, stage), *resume_settings.notes(config))
+    notes = (note, *left_out(checkpoint, stage), *resume_settings.notes(config))
     return TargetSettings(layout, config, dtype, is_bf16, notes)
 
 
-def _left_out(checkpoint: Checkpoint, stage: int) -> Iterator[str]:
+def left_out(checkpoint: Checkpoint, stage: int) -> Iterator[str]:
     """Name the excluded weights that stages 1 and 2 save and stage 3 does not."""
     if stage < 3:
         return

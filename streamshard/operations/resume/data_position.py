@@ -18,13 +18,24 @@ _HEAD_BYTES: Final = 64 << 10
 """Bytes read of `trainer_state.json`: the training log comes later, and may be long."""
 
 
-def text(source: Source, framework: str | None, batch: GlobalBatch | str) -> str | None:
-    """Say where a framework continues in the data; None if the framework is not known."""
+def text(
+    source: Source, framework: str | None, batch: GlobalBatch | str, job: BatchPlan | None = None
+) -> str | None:
+    """Say where a framework continues in the data; None if the framework is not known.
+
+    Parameters
+    ----------
+    job
+        The batch of the job, if it runs already. Then it is also None if Trainer skips just the
+        samples that were seen.
+    """
     if framework == frameworks.HF_TRAINER:
+        if job is not None and not isinstance(batch, str) and job.train_batch_size == batch.total:
+            return None
         state = frameworks.trainer_state(_head(source, frameworks.TRAINER_STATE))
-        return "\n".join(_trainer(state, batch)) if state else _TRAINER_UNKNOWN
+        return "\n".join(_trainer(state, batch, job)) if state else _TRAINER_UNKNOWN
     if framework == frameworks.ACCELERATE:
-        return _ACCELERATE + ("" if isinstance(batch, str) else " " + _batches(batch))
+        return _ACCELERATE + ("" if isinstance(batch, str) else " " + _batches(batch, job))
     return _LIGHTNING if framework == frameworks.LIGHTNING else None
 
 
@@ -56,7 +67,7 @@ def _head(source: Source, name: str) -> bytes:
     return head.tobytes()
 
 
-def _trainer(state: TrainerState, batch: GlobalBatch | str) -> Iterator[str]:
+def _trainer(state: TrainerState, batch: GlobalBatch | str, job: BatchPlan | None) -> Iterator[str]:
     """Follow `Trainer._init_training_state`, which turns steps into batches to skip."""
     rule = "Trainer skips the data that was seen: (steps so far) x (global batch of the new job)."
     if isinstance(batch, str):
@@ -73,11 +84,13 @@ def _trainer(state: TrainerState, batch: GlobalBatch | str) -> Iterator[str]:
             f"With the arguments above, Trainer skips {seen:,} samples: none is left out, and none "
             "is seen twice."
         )
+    current, whose = (batch.unchanged, "the old") if job is None else (job, "this job's")
     for plan in () if batch.kept else batch.nearest:
-        yield f"With a global batch of {_effect(state, batch, plan)}"
-    if batch.unchanged.train_batch_size != batch.total:
-        old = f"With the old arguments ({arguments(batch.unchanged)})"
-        yield f"{old}, and so a global batch of {_effect(state, batch, batch.unchanged)}"
+        if job is None or plan.train_batch_size != job.train_batch_size:
+            yield f"With a global batch of {_effect(state, batch, plan)}"
+    if current.train_batch_size != batch.total:
+        given = f"With {whose} arguments ({arguments(current)})"
+        yield f"{given}, and so a global batch of {_effect(state, batch, current)}"
     if batch.kept is None:
         yield (
             "With ignore_data_skip=True (--ignore_data_skip True), Trainer begins this epoch "
@@ -103,12 +116,15 @@ def _effect(state: TrainerState, batch: GlobalBatch, plan: BatchPlan) -> str:
     return f"{plan.train_batch_size:,}, Trainer skips {skipped:,} samples: {what}."
 
 
-def _batches(batch: GlobalBatch) -> str:
+def _batches(batch: GlobalBatch, job: BatchPlan | None) -> str:
     """Say how many samples a batch of Accelerate's data loader has on all ranks together."""
     plans = [batch.kept] if batch.kept is not None else batch.nearest
+    settings = "the settings above"
+    if job is not None:
+        plans, settings = [job], "this job's settings"
     sizes = dict.fromkeys(plan.micro_batch * batch.ranks for plan in plans)
     shown = " or ".join(f"{size:,}" for size in sizes)
     return (
-        f"With the settings above, N is the number of samples seen in this epoch / {shown} "
+        f"With {settings}, N is the number of samples seen in this epoch / {shown} "
         "(batch_size x ranks)."
     )

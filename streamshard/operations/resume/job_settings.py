@@ -17,23 +17,44 @@ from streamshard.sizes import counted
 Settings = Callable[[GlobalBatch, BatchPlan], str]
 
 
-def text(batch: GlobalBatch, framework: str | None) -> str:
-    """Say how the job keeps its global batch, or which global batches are nearest."""
+def text(batch: GlobalBatch, framework: str | None, job: BatchPlan | None = None) -> str:
+    """Say how the job keeps its global batch, or which global batches are nearest.
+
+    Parameters
+    ----------
+    job
+        The batch of the job, if it runs already. If that is the global batch, the text is empty.
+    """
+    if job is not None:
+        return _text_of_running(batch, framework, job)
     settings = _SETTINGS.get(framework or "", _deepspeed)
     notes = _remarks(batch, framework)
     kept = batch.kept
     if kept is not None:
         head = f"To keep the global batch of {batch.total:,} on {batch.where}, "
         return "\n".join([head + settings(batch, kept), *notes])
+    blocks = (f"For {plan.train_batch_size:,}, {settings(batch, plan)}" for plan in batch.nearest)
+    return "\n".join([_not_kept(batch), *blocks, *notes])
+
+
+def _not_kept(batch: GlobalBatch) -> str:
     sizes = [f"{plan.train_batch_size:,}" for plan in batch.nearest]
     nearest = f"batches are {' and '.join(sizes)}" if len(sizes) > 1 else f"batch is {sizes[0]}"
-    head = (
+    return (
         f"The global batch of {batch.total:,} cannot be kept on {batch.where}: it is not a "
         f"multiple of {batch.ranks:,}. {_other_ranks(batch)}The nearest global {nearest}. Another "
         "global batch may need another learning rate."
     )
-    blocks = (f"For {plan.train_batch_size:,}, {settings(batch, plan)}" for plan in batch.nearest)
-    return "\n".join([head, *blocks, *notes])
+
+
+def _text_of_running(batch: GlobalBatch, framework: str | None, job: BatchPlan) -> str:
+    if job.train_batch_size == batch.total:
+        return ""
+    head = f"This job has a global batch of {job.train_batch_size:,}, the job that saved had "
+    is_nearest = job.train_batch_size in {plan.train_batch_size for plan in batch.nearest}
+    if batch.kept is None and is_nearest:
+        return f"{head}{batch.total:,}. {_not_kept(batch)}"
+    return f"{head}{batch.total:,}. {text(batch, framework)}"
 
 
 def arguments(plan: BatchPlan) -> str:

@@ -7,6 +7,7 @@ from typing import Final
 from streamshard.formats import frameworks
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed import ds_config
+from streamshard.layout.batch import BatchPlan
 from streamshard.operations.resume import advice, data_position, job_settings
 from streamshard.operations.source.source import Source
 
@@ -41,6 +42,7 @@ def explain(
     *,
     dp_world_size: int,
     config: ds_config.Config,
+    job: BatchPlan | None = None,
 ) -> Resizing:
     """Explain the effects on everything that depends on the count of ranks.
 
@@ -50,14 +52,17 @@ def explain(
         Count of all ranks that resume; the data-parallel size of these is `dp_world_size`.
     config
         The DeepSpeed config of the job that resumes.
+    job
+        The batch of that job, if it runs already: then it is not told what it does anyway.
     """
     checkpoint = source.checkpoint
     framework = _framework(checkpoint, resized)
     found = advice.global_batch(checkpoint, config, dp_world_size)
-    batch = found if isinstance(found, str) else job_settings.text(found, framework)
+    batch = found if isinstance(found, str) else job_settings.text(found, framework, job)
+    batches = [batch] if batch else []
     if world_size == checkpoint.ranks:
-        return Resizing((), (*resized.notes, batch))
-    position = data_position.text(source, framework, found)
+        return Resizing((), (*resized.notes, *batches))
+    position = data_position.text(source, framework, found, job)
     schedule = (resized.schedule,) if resized.schedule else ()
     changes = (
         Change("random generators", _generators(checkpoint, resized)),
@@ -65,7 +70,7 @@ def explain(
         Change("data position", position or " ".join(_position(checkpoint))),
         Change("learning rate", " ".join((*_schedule(checkpoint), *schedule))),
     )
-    notes = [*resized.notes, batch, *([position] if position else []), *schedule]
+    notes = [*resized.notes, *batches, *([position] if position else []), *schedule]
     return Resizing(changes, tuple(notes))
 
 

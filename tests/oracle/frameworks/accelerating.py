@@ -39,6 +39,8 @@ class AccelerateRun:
     accumulation: int = ACCUMULATION
     sizes: Mapping[str, int] = field(default_factory=dict)
     """Numbers in the DeepSpeed configuration in place of "auto"."""
+    project_dir: Path | None = None
+    """Where Accelerate names the states itself: the last one there is loaded, not `load_dir`."""
     scheduler_steps: int | None = None
     """How often the script calls the scheduler after each optimizer step; else Accelerate does."""
 
@@ -85,6 +87,9 @@ def _run(job: AccelerateRun) -> None:
             hf_ds_config=ds_config(job.stage) | dict(job.sizes)
         ),
         step_scheduler_with_optimizer=job.scheduler_steps is None,
+        project_config=accelerate.utils.ProjectConfiguration(
+            project_dir=job.project_dir, automatic_checkpoint_naming=job.project_dir is not None
+        ),
     )
     model = language_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3 if job.load_dir is None else 1e-4)
@@ -96,7 +101,8 @@ def _run(job: AccelerateRun) -> None:
     start_generators_apart(seed)
     seen: Seen = {"generator_before": generator_digest()}
     if job.load_dir is not None:
-        accelerator.load_state(str(job.load_dir))
+        accelerator.load_state(str(job.load_dir) if job.project_dir is None else None)
+    accelerator.project_configuration.automatic_checkpoint_naming = False
     seen |= {
         "generator": generator_digest(),
         "step": accelerator.step,

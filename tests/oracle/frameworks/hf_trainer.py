@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -31,7 +31,8 @@ class HfTrain:
     seen_path: Path
     last_step: int
     """Not the end of the planned training: what the schedule depends on is the same in all jobs."""
-    resume_from: Path | None = None
+    resume_from: Path | Literal[True] | None = None
+    """True for the last checkpoint in the output directory."""
     loaded_truth: Path | None = None
     """For what the engine holds before the first step."""
     saved_truth: Path | None = None
@@ -107,7 +108,7 @@ def _train(job: HfTrain) -> None:
     # The seed is the same on all ranks, which would make all their generators one.
     if not job.seeds_alike:
         start_generators_apart(args.seed)
-    resume = None if job.resume_from is None else str(job.resume_from)
+    resume = str(job.resume_from) if isinstance(job.resume_from, Path) else job.resume_from
     trainer.train(resume_from_checkpoint=resume)
     seen["last_step"] = trainer.state.global_step
     seen["global_batch"] = trainer.model_wrapped.train_batch_size()

@@ -52,12 +52,13 @@ class LightningLoad:
     checkpoint: Path
     truth_path: Path
     seen_path: Path
+    with_fabric: bool = False
 
     def run(self) -> None:
         """Do it, in every rank."""
         with framework_process():
             engine = _start_engine(self.stage, seed=77)
-            returned = _strategy(engine, self.stage).load_checkpoint(self.checkpoint)
+            returned = self._load(engine)
             write_truth(engine, self.truth_path)
             first, loss = engine.global_steps, _step(engine, 3)
             write_seen(
@@ -67,6 +68,17 @@ class LightningLoad:
                 self.seen_path,
             )  # fmt: skip
             engine.destroy()
+
+    def _load(self, engine: Engine) -> dict[str, Any]:
+        returned: dict[str, Any]
+        if self.with_fabric:
+            strategies: Any = importlib.import_module("lightning.fabric.strategies")
+            state = {"model": engine, "optimizer": engine.optimizer}
+            strategy = strategies.DeepSpeedStrategy(stage=self.stage)
+            returned = strategy.load_checkpoint(self.checkpoint, state)
+        else:
+            returned = _strategy(engine, self.stage).load_checkpoint(self.checkpoint)
+        return returned
 
 
 def trainer_state() -> dict[str, Any]:

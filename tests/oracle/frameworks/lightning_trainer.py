@@ -45,6 +45,7 @@ class LightningFit:
 
 def _fit(job: LightningFit) -> None:
     lightning: Any = importlib.import_module("lightning")
+    torch.manual_seed(11 if job.resume_from is None else 77)
     trainer = lightning.Trainer(
         strategy=_strategy(job.stage, job.sizes),
         accelerator="cpu",

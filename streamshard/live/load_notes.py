@@ -1,0 +1,27 @@
+"""Tells the user of a job what a load on another number of ranks means for it."""
+
+from streamshard.formats.deepspeed.read.redundant_copies import UNLIKE
+from streamshard.layout.batch import BatchPlan
+from streamshard.live.live_engine import Engine
+from streamshard.operations.native.resharding import Resharding
+from streamshard.operations.native.target_settings import left_out
+
+
+def notes_of(engine: Engine, resharding: Resharding) -> tuple[str, ...]:
+    """Return what the user has to know or to do; nothing that the running job does already.
+
+    Of the notes of a conversion, those about the files that it writes say nothing here.
+    """
+    if resharding.has_these_files():
+        return ()
+    checkpoint = resharding.source.checkpoint
+    job = BatchPlan(
+        engine.train_batch_size(),
+        engine.train_micro_batch_size_per_gpu(),
+        engine.gradient_accumulation_steps(),
+    )
+    return (
+        *(note for note in checkpoint.notes if note.startswith(UNLIKE)),
+        *left_out(checkpoint, resharding.settings.layout.stage),
+        *resharding.explain(job).notes,
+    )
