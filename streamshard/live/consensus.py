@@ -75,6 +75,6 @@ def _kind(error: Exception) -> type[StreamshardError]:
 
 
 def say(text: str) -> None:
-    """Print a text on rank 0, as DeepSpeed prints what it has to say."""
+    """Print a text on rank 0, as DeepSpeed prints warnings: it hides what is merely information."""
     if distributed.get_rank() == 0:
-        logger.info(text)
+        logger.warning(text)
