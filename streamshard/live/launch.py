@@ -1,32 +1,111 @@
-"""Runs a training script whose loads reshard."""
+"""Runs a training script whose loads reshard, as Python itself would run it."""
 
 import runpy
 import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
 
+from streamshard.io.entries import exists, resolve
+from streamshard.live.complete_saves import complete_saves
 from streamshard.live.resharding_loads import resharding
 
-_USAGE = """\
-usage: python -m streamshard.deepspeed SCRIPT [ARG ...]
-       python -m streamshard.deepspeed -m MODULE [ARG ...]
+_KEEP = "--keep-global-batch"
+_USAGE = f"""\
+usage: python -m streamshard.deepspeed [{_KEEP}] SCRIPT [ARG ...]
+       python -m streamshard.deepspeed [{_KEEP}] -m MODULE [ARG ...]
 
-Run a training script; its loads of DeepSpeed checkpoints take checkpoints of any world size.
+Run a training script; its loads of DeepSpeed checkpoints take checkpoints of any world size, and
+`latest` names a tag only when all ranks have written it.
 Works under torchrun (-m streamshard.deepspeed), deepspeed (--module streamshard.deepspeed) and
-accelerate launch (-m streamshard.deepspeed)."""
+accelerate launch (-m streamshard.deepspeed).
+
+options:
+  {_KEEP}  if the world size changed, set micro batch and accumulation so that the
+                       global batch stays; stop if that is impossible
+  -h, --help           show this text"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """What the arguments ask for."""
+
+    name: str
+    """Path of the script, or name of the module."""
+    is_module: bool
+    keeps_global_batch: bool
+    arguments: tuple[str, ...]
+    """The script's own."""
 
 
 def launch() -> None:
     """Run the script or the module that the arguments name."""
-    # The launcher of DeepSpeed puts this in front of everything.
-    ranked = [argument for argument in sys.argv[1:2] if argument.startswith("--local_rank")]
-    rest = sys.argv[1 + len(ranked) :]
-    if not rest or rest[0] in ("-h", "--help"):
-        sys.stdout.write(f"{_USAGE}\n")
-        sys.exit(0 if rest else 2)
-    is_module = rest[0] == "-m"
-    name, *arguments = rest[1:] if is_module else rest
-    sys.argv = [name, *ranked, *arguments]
-    with resharding():
-        if is_module:
-            runpy.run_module(name, run_name="__main__", alter_sys=True)
+    command = _parse(sys.argv[1:])
+    _require_there(command)
+    sys.argv = [command.name, *command.arguments]
+    if not command.is_module and not sys.flags.safe_path:
+        # `python -m` put the working directory here; a script expects its own.
+        sys.path[0] = str(resolve(Path(command.name)).parent)
+    with ExitStack() as patches:
+        patches.enter_context(resharding(keeps_global_batch=command.keeps_global_batch))
+        patches.enter_context(complete_saves())
+        try:
+            if command.is_module:
+                runpy.run_module(command.name, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(str(Path(command.name).absolute()), run_name="__main__")
+        except Exception as error:
+            error.__traceback__ = _own_frames(error.__traceback__)
+            sys.excepthook(type(error), error, error.__traceback__)
+            sys.exit(1)
+
+
+def _parse(arguments: list[str]) -> _Command:
+    rest, ranked = list(arguments), []
+    keeps = is_module = False
+    while rest and rest[0].startswith("-") and not is_module:
+        option = rest.pop(0)
+        if option.startswith(("--local_rank=", "--local-rank=")):
+            ranked.append(option)  # launchers put it in front of all; it is for the script
+        elif option == _KEEP:
+            keeps = True
+        elif option == "-m":
+            is_module = True
+        elif option in ("-h", "--help"):
+            sys.stdout.write(f"{_USAGE}\n")
+            sys.exit(0)
         else:
-            runpy.run_path(name, run_name="__main__")
+            _stop(f"{_USAGE}\n\nerror: unknown option {option}; the script's own follow its name")
+    if not rest:
+        _stop(f"{_USAGE}\n\nerror: name a training script, or -m and a module")
+    return _Command(rest[0], is_module, keeps, (*ranked, *rest[1:]))
+
+
+def _require_there(command: _Command) -> None:
+    """Stop if there is no such script or module."""
+    if not command.is_module:
+        if not exists(Path(command.name)):
+            where = Path.cwd()
+            _stop(f"error: no script '{command.name}': name one that is there, seen from {where}")
+        return
+    try:
+        found = find_spec(command.name)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        _stop(f"error: no module '{command.name}': name one that this Python can import")
+
+
+def _stop(message: str) -> NoReturn:
+    sys.stderr.write(f"{message}\n")
+    sys.exit(2)
+
+
+def _own_frames(traceback: TracebackType | None) -> TracebackType | None:
+    """Leave out the frames above the script's."""
+    while traceback is not None and traceback.tb_frame.f_globals.get("__name__") != "__main__":
+        traceback = traceback.tb_next
+    return traceback

@@ -15,6 +15,7 @@ from streamshard.errors import SourceNotFoundError
 from streamshard.io.sink import stub_directory
 from streamshard.live import live_engine
 from streamshard.live.consensus import Agreement, say
+from streamshard.live.global_batch import plan_batch, set_batch
 from streamshard.live.live_engine import Engine
 from streamshard.live.load_notes import notes_of
 from streamshard.live.served_files import ServedFiles, settle
@@ -78,10 +79,18 @@ class LoadOptions:
 class Loading:
     """One load of a checkpoint into an engine, on one rank of many that do the same."""
 
-    def __init__(self, engine: Engine, plain: Load, options: LoadOptions) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        plain: Load,
+        options: LoadOptions,
+        *,
+        keeps_global_batch: bool = False,
+    ) -> None:
         self._engine = engine
         self._plain = plain
         self._options = options
+        self._keeps_global_batch = keeps_global_batch
         self._agreement = Agreement()
         self.resharding: Resharding | None = None
         """How the checkpoint is cut; None if there was none."""
@@ -113,14 +122,18 @@ class Loading:
                 *self._plain(self._engine, str(path), tag, **self._options.as_arguments()),
                 None,
             )
+        with self._agreement.step():
+            batch = plan_batch(self._engine, resharding) if self._keeps_global_batch else None
         source = resharding.source
         is_plain = resharding.has_these_files() or self._is_uncut(resharding)
         if is_plain:
             returned = self._load_plainly(resharding)
-            counts = [(0, 0)]
+            counts = [(0, 0)] * distributed.get_world_size()
         else:
             returned, count = self._serve(resharding)
             counts = self._agreement.gather(count)
+        if batch is not None:
+            set_batch(self._engine, batch)
         report = LoadReport(
             source=source.path,
             tag=source.checkpoint.tag,

@@ -24,6 +24,13 @@ START_SECONDS = 120.0
 COLLECTIVE_SECONDS = 60.0
 JOB_SECONDS = 90.0
 """Hard limits, far above what is measured; a rank that waits for a dead one fails first."""
+LAUNCHED = {
+    "PYTHONPATH": str(Path(__file__).parents[2]),
+    "DS_ACCELERATOR": "cpu",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "OMP_NUM_THREADS": "1",
+}
+"""Environment of ranks that a launcher starts, beside the test's own."""
 # Two seconds of imports for every rank; those with an older DeepSpeed import it themselves.
 get_context("forkserver").set_forkserver_preload(["torch", "deepspeed", "tests.oracle.jobs"])
 
