@@ -6,6 +6,7 @@ compare what was left on disk. A conversion or resume that fails fails its own t
 
 import json
 import traceback
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +47,18 @@ class Places:
 
     def resaved(self, one: Resharding) -> Path:
         return self.root / f"{one.name}-resaved"
+
+    def loaded(self, one: Resharding) -> Path:
+        """Where an engine saved again that loaded directly what another world size saved."""
+        return self.root / f"{one.name}-loaded"
+
+    def loaded_from(self, one: Resharding) -> Path:
+        """The shards or, for every third resharding, the store."""
+        return (
+            self.store(one)
+            if zlib.crc32(one.name.encode()) % 3 == 0
+            else self.source(one.case, one.source)
+        )
 
     def truth_path(self, directory: Path) -> Path:
         return directory.with_name(f"{directory.name}.truth.pt")
@@ -129,6 +142,8 @@ def _resume(places: Places, ranks: int, ones: list[Resharding]) -> None:
     for one in ones:
         out, resaved = places.out(one), places.resaved(one)
         new: list[Job] = [Resume(one.resuming, out, places.truth_path(out), resaved, FURTHER_STEPS)]
+        direct = places.loaded_from(one), places.truth_path(places.loaded(one)), places.loaded(one)
+        new.append(Resume(one.resuming, *direct, reshards=True))
         if one.consolidates:
             new += [Consolidate(made, places.merged_path(made)) for made in (out, resaved)]
         jobs += new

@@ -70,6 +70,15 @@ def test_deepspeed_would_have_written_the_same_files(one: Resharding, featured: 
     assert file_differences(featured.out(one) / tag, featured.resaved(one) / tag) == []
 
 
+def test_an_engine_that_loads_directly_holds_the_same(one: Resharding, featured: Places) -> None:
+    """As after a conversion and a plain load; saved again, too."""
+    converted, loaded = featured.resaved(one), featured.loaded(one)
+    of_out = Truth.load(featured.truth_path(featured.out(one)))
+    assert differences(of_out, Truth.load(featured.truth_path(loaded))) == []
+    tag = (featured.out(one) / "latest").read_text()
+    assert file_differences(converted / tag, loaded / tag) == []
+
+
 def test_training_goes_on_as_if_uninterrupted(one: Resharding, featured: Places) -> None:
     saved_path = featured.truth_path(featured.source(one.case, one.source))
     saved, uninterrupted = Truth.load(saved_path), Truth.load(after_path(saved_path))

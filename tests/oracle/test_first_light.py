@@ -96,6 +96,15 @@ def test_zero_to_fp32_agrees(one: Resharding, light: Places) -> None:
     assert list(value_differences(out, resaved, "saved again")) == []
 
 
+def test_an_engine_that_loads_directly_holds_the_same(one: Resharding, light: Places) -> None:
+    """As after a conversion and a plain load; saved again, too."""
+    converted, loaded = light.resaved(one), light.loaded(one)
+    of_out = Truth.load(light.truth_path(light.out(one)))
+    assert differences(of_out, Truth.load(light.truth_path(loaded))) == []
+    tag = (light.out(one) / "latest").read_text()
+    assert file_differences(converted / tag, loaded / tag) == []
+
+
 def test_training_goes_on_as_if_uninterrupted(one: Resharding, light: Places) -> None:
     saved_path = light.truth_path(light.source(one.case, one.source))
     saved = Truth.load(saved_path)

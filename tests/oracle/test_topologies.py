@@ -73,6 +73,17 @@ def test_deepspeed_would_have_written_the_same_files(moved: Resharding, topologi
     assert found == []
 
 
+def test_an_engine_that_loads_directly_holds_the_same(
+    moved: Resharding, topologies: Places
+) -> None:
+    """As after a conversion and a plain load; saved again, too."""
+    converted, loaded = topologies.resaved(moved), topologies.loaded(moved)
+    of_out = Truth.load(topologies.truth_path(topologies.out(moved)))
+    assert differences(of_out, Truth.load(topologies.truth_path(loaded))) == []
+    tag = (topologies.out(moved) / "latest").read_text()
+    assert file_differences(converted / tag, loaded / tag) == []
+
+
 def test_training_goes_on_as_if_uninterrupted(moved: Resharding, topologies: Places) -> None:
     source_truth = topologies.truth_path(topologies.source(moved.case, moved.source))
     saved = Truth.load(source_truth)
