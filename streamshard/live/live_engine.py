@@ -37,7 +37,8 @@ def require_servable(engine: Engine) -> None:
     if engine.zero_elastic_checkpoint():
         message = "the engine's config has zero_optimization.elastic_checkpoint on, with which it"
         raise UnsupportedError(f"{message} loads the files of all ranks: set it to false")
-    if engine.zero_nvme_offload_optimizer():
+    # `zero_nvme_offload_optimizer()` of newer versions.
+    if getattr(engine.optimizer, "swap_optimizer", False):
         message = "the engine offloads its optimizer to NVMe, with which DeepSpeed loads swap files"
         raise UnsupportedError(
             f"{message} of each rank: set offload_optimizer.device to cpu or none"

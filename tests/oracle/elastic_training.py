@@ -41,8 +41,7 @@ def main() -> None:
     options = parser.parse_args()
     run = Run(options.dir)
 
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(WIDTH, 19), nn.Tanh(), nn.Linear(19, 1))
+    model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
     found = run.latest()
@@ -57,6 +56,12 @@ def main() -> None:
     run.log(end=options.steps)
     distributed.barrier()
     distributed.destroy_process_group()
+
+
+def make_model() -> nn.Module:
+    """Make the model of the first step."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(WIDTH, 19), nn.Tanh(), nn.Linear(19, 1))
 
 
 def train(engine: Engine, step: int) -> float:
