@@ -65,6 +65,11 @@ class LoadOptions:
     load_module_only: bool = False
     custom_load_fn: Callable[..., object] | None = None
 
+    @property
+    def loads_states(self) -> bool:
+        """Whether the optimizer's states are loaded, so that a training goes on."""
+        return self.load_optimizer_states and not self.load_module_only
+
     def as_arguments(self) -> dict[str, Any]:
         """Return them by name."""
         return {
@@ -172,7 +177,8 @@ class Loading:
         notes: tuple[str, ...] | None = None
         with self._agreement.step():
             if distributed.get_rank() == 0:
-                notes = notes_of(self._engine, resharding)
+                goes_on = self._options.loads_states
+                notes = notes_of(self._engine, resharding, goes_on=goes_on)
         return self._agreement.share(notes)
 
     @staticmethod
@@ -219,9 +225,8 @@ class Loading:
 
     def _own_files(self, tag: str) -> Iterator[str]:
         """Yield the paths of the files that this rank loads in any case."""
-        loads_states = self._options.load_optimizer_states and not self._options.load_module_only
         yield os.path.relpath(self._engine._get_ckpt_name("/", tag), "/")
-        if loads_states and self._engine.zero_optimization():
+        if self._options.loads_states and self._engine.zero_optimization():
             yield os.path.relpath(self._engine._get_zero_ckpt_name("/", tag), "/")
 
     def _require_fit(self, resharding: Resharding, files: FilesOnDemand) -> None:

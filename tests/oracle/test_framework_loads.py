@@ -120,22 +120,19 @@ def test_notes_tell_what_running_jobs_can_use(move: Resumption, loads: DirectLoa
         saves_generators and move.source == 1
     )
     assert ("advances the scheduler" in notes) == (move.kind == "accelerate")
-    assert (
-        "Symbolic links that are not carried" in loads.notes[replace(move, is_advised=False).name]
-    )
-    for word in (
-        "Symbolic links",
-        "OUT",
-        "ds-config",
-        "copied",
-        "sub_group_size",
-        "round_robin",
-        "the old arg",
-    ):
+    converted = loads.notes[replace(move, is_advised=False).name]
+    assert "Symbolic links that are not carried" in converted
+    words = ("Symbolic links", "OUT", "ds-config", "copied", "sub_group", "robin", "the old arg")
+    for word in words:
         assert word not in notes
 
 
-@_each([one for one in ALL if one.kind != "lightning-fit"])
+def test_who_loads_weights_alone_gets_no_notes(loads: DirectLoads) -> None:
+    (weights,) = _of("fabric-weights")
+    assert loads.reports(weights)[0]["notes"] == []
+
+
+@_each(_of("hf", "accelerate", "lightning", "fabric"))
 def test_a_job_with_another_global_batch_gets_the_advice(
     move: Resumption, loads: DirectLoads
 ) -> None:

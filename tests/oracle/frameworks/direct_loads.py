@@ -25,7 +25,7 @@ from tests.oracle.frameworks.lightning_strategy import LightningLoad, LightningS
 from tests.oracle.frameworks.lightning_trainer import LightningFit
 from tests.oracle.ranks import require_success, run_jobs
 
-Kind = Literal["hf", "accelerate", "lightning", "fabric", "lightning-fit"]
+Kind = Literal["hf", "accelerate", "lightning", "fabric", "fabric-weights", "lightning-fit"]
 Way = Literal["converted", "direct"]
 SAVED_STEPS, FURTHER_STEPS = 3, 2
 
@@ -92,6 +92,7 @@ GROWING = [
     Resumption("accelerate", 3, 1, 3),
     Resumption("lightning", 3, 2, 3),
     Resumption("fabric", 2, 2, 3),
+    Resumption("fabric-weights", 3, 2, 3),
     Resumption("lightning-fit", 2, 2, 3),
 ]
 ADVISED = [
@@ -232,7 +233,8 @@ class DirectLoads:
         if move.kind == "lightning-fit":
             last = move.steps + FURTHER_STEPS
             return LightningFit(move.stage, again, seen, last, 2, 2, place)
-        return LightningLoad(move.stage, place, loaded, seen, move.kind == "fabric")
+        fabric, weights_alone = move.kind.startswith("fabric"), move.kind == "fabric-weights"
+        return LightningLoad(move.stage, place, loaded, seen, fabric, weights_alone)
 
     def _leave_stale(self, move: Resumption) -> None:
         earlier = self.source(Resumption(move.kind, move.stage, 2, 1))

@@ -53,6 +53,8 @@ class LightningLoad:
     truth_path: Path
     seen_path: Path
     with_fabric: bool = False
+    weights_alone: bool = False
+    """With Fabric, which then loads no states of the optimizer."""
 
     def run(self) -> None:
         """Do it, in every rank."""
@@ -73,7 +75,8 @@ class LightningLoad:
         returned: dict[str, Any]
         if self.with_fabric:
             strategies: Any = importlib.import_module("lightning.fabric.strategies")
-            state = {"model": engine, "optimizer": engine.optimizer}
+            optimizer = {} if self.weights_alone else {"optimizer": engine.optimizer}
+            state = {"model": engine, **optimizer}
             strategy = strategies.DeepSpeedStrategy(stage=self.stage)
             returned = strategy.load_checkpoint(self.checkpoint, state)
         else:
