@@ -3,13 +3,16 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from streamshard.errors import CorruptFileError
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.pickle.inert import Node
 from streamshard.layout.cutting import Cutting
 from streamshard.model import MASTER, LogicalTensor, SourceFile, ZeroLayout
+
+LIKE: Final = "the checkpoint given with --like"
+"""What messages call a reference checkpoint: another one, which supplies what the source lacks."""
 
 
 @dataclass(frozen=True, slots=True)

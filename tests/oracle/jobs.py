@@ -2,7 +2,7 @@
 
 import gc
 import importlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import distributed
 from torch.nn import functional
 
+from tests.oracle.compare import differences
 from tests.oracle.models import (
     GLOBAL_BATCH,
     Case,
@@ -81,8 +82,8 @@ class LoadDumps:
 
     case: Case
     template: str
-    kept_elsewhere: Path
-    """The truth that the dumping engine left."""
+    kept_elsewhere: Path | None
+    """The truth that the dumping engine left; None for a model that is not loaded."""
     truth_path: Path
     again: str
     """Template of the files to dump again."""
@@ -90,6 +91,22 @@ class LoadDumps:
     """For the parameter shapes of the flat groups, which tell the padding of stage 3."""
     further_steps: int = 0
     seed: int = 77
+    report_path: Path | None = None
+    """For the report of a load that takes dumps of any world size, as a dict; None for DeepSpeed's
+    own load."""
+    source_ds_config_file: Path | None = None
+
+
+@dataclass(frozen=True)
+class RefuseDumps:
+    """Load dumps of any world size into a fresh engine, which is to be refused on every rank."""
+
+    case: Case
+    template: str
+    messages: Path
+    """Directory for each rank's message."""
+    gives_engine: bool = False
+    """Whether the engine is given in place of its optimizer."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +117,7 @@ class Consolidate:
     path: Path
 
 
-Job = Train | Resume | Dump | LoadDumps | Consolidate
+Job = Train | Resume | Dump | LoadDumps | RefuseDumps | Consolidate
 
 
 def after_path(truth_path: Path) -> Path:
@@ -120,6 +137,8 @@ def run(job: Job) -> None:
             _dump(job)
         elif isinstance(job, LoadDumps):
             _load_dumps(job)
+        elif isinstance(job, RefuseDumps):
+            _refuse_dumps(job)
         elif distributed.get_rank() == 0:
             _consolidate(job)
     finally:
@@ -183,19 +202,49 @@ def _dump(job: Dump) -> None:
 
 def _load_dumps(job: LoadDumps) -> None:
     engine = _start_engine(job.case, job.seed, scale=1.7)
-    _restore_the_rest(engine, Truth.load(job.kept_elsewhere))
-    ranks = range(distributed.get_world_size())
-    dumps = [torch.load(job.template.format(rank=rank), weights_only=False) for rank in ranks]
-    if job.case.zero_stage == 3:
-        engine.optimizer.load_state_dict(dumps)
-    else:
-        engine.optimizer.load_state_dict(dumps, load_from_fp32_weights=True)
+    if job.kept_elsewhere is not None:
+        _restore_the_rest(engine, Truth.load(job.kept_elsewhere))
+    _load_list_of_dumps(engine, job)
     _write(gather_truth(engine, {}), job.truth_path)
     _dump_rank(engine, job.again)
     if distributed.get_rank() == 0:
         torch.save(engine._get_zero_param_shapes(), job.shapes_path)
     _further(engine, job, job.truth_path, {})
     _finish(engine, job.case)
+
+
+def _refuse_dumps(job: RefuseDumps) -> None:
+    streamshard: Any = importlib.import_module("streamshard.deepspeed")
+    errors: Any = importlib.import_module("streamshard.errors")
+    engine = _start_engine(job.case, 77)
+    before = gather_truth(engine, {})
+    message = "was not refused"
+    try:
+        streamshard.load_optimizer(engine if job.gives_engine else engine.optimizer, job.template)
+    except errors.StreamshardError as error:
+        message = f"{type(error).__name__}: {error}"
+    found = differences(before, gather_truth(engine, {}))
+    assert not found, f"the refused load changed {found}"
+    job.messages.mkdir(parents=True, exist_ok=True)
+    (job.messages / f"{distributed.get_rank()}.txt").write_text(message)
+    _finish(engine, job.case)
+
+
+def _load_list_of_dumps(engine: Engine, job: LoadDumps) -> None:
+    if job.report_path is not None:
+        streamshard: Any = importlib.import_module("streamshard.deepspeed")
+        report = streamshard.load_optimizer(
+            engine.optimizer, job.template, source_ds_config_file=job.source_ds_config_file
+        )
+        if distributed.get_rank() == 0:
+            torch.save(asdict(report), job.report_path)
+        return
+    ranks = range(distributed.get_world_size())
+    dumps = [torch.load(job.template.format(rank=rank), weights_only=False) for rank in ranks]
+    if job.case.zero_stage == 3:
+        engine.optimizer.load_state_dict(dumps)
+    else:
+        engine.optimizer.load_state_dict(dumps, load_from_fp32_weights=True)
 
 
 def _dump_rank(engine: Engine, template: str) -> None:

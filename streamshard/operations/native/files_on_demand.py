@@ -3,10 +3,18 @@
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from streamshard.engine.run.work import Region
 from streamshard.formats.deepspeed.cut.family_cut import FamilyCut
-from streamshard.formats.deepspeed.write.zero_writer import FileImage, NativeImages, WholeImages
+from streamshard.formats.deepspeed.dumps.dump_names import Template
+from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
+from streamshard.formats.deepspeed.write.zero_writer import (
+    DumpImages,
+    FileImage,
+    NativeImages,
+    WholeImages,
+)
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch.torch_file import serialize
 from streamshard.formats.torch.torch_tensor import Storage, make_tensor
@@ -65,16 +73,14 @@ class FilesOnDemand:
         self._resharding = resharding
         settings = resharding.settings
         targets, self._files = targets_of(resharding.source, settings)
-        kind = NativeImages if settings.layout.stage else WholeImages
-        self._images = {
-            path: image for target in targets for path, image in kind(target).by_path().items()
-        }
+        images = (_images_of(resharding, target) for target in targets)
+        self._images = {path: image for each in images for path, image in each.by_path().items()}
         self.cuts: Sequence[FamilyCut] = [target.cut for target in targets]
         """How the target cuts each family."""
 
     @property
     def paths(self) -> list[str]:
-        """Paths of the torch files, relative to the run directory."""
+        """Paths of the torch files, relative to the run directory; of dumps, rank by rank."""
         return list(self._images)
 
     def sidecars(self) -> dict[str, str]:
@@ -139,6 +145,15 @@ class FilesOnDemand:
             return StorageContent(storage.dtype, storage.nbytes, content.data)
         regions = list(self._files.regions(storage, content, image))
         return StorageContent(storage.dtype, storage.nbytes, None, regions)
+
+
+def _images_of(
+    resharding: Resharding, target: ZeroTarget
+) -> NativeImages | WholeImages | DumpImages:
+    checkpoint = resharding.source.checkpoint
+    if checkpoint.is_dumps:
+        return DumpImages(target, Template(Path(), checkpoint.tag).file_name)
+    return NativeImages(target) if target.layout.stage else WholeImages(target)
 
 
 def names_of_groups(

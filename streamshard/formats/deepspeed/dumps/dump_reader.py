@@ -7,9 +7,10 @@ the same model.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 from streamshard.errors import DisagreementError, UnsupportedError
-from streamshard.formats.checkpoint import Checkpoint, Family, Reading
+from streamshard.formats.checkpoint import LIKE, Checkpoint, Family, Reading
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.cut.zero_cutting import SourceMap, cut_source
 from streamshard.formats.deepspeed.dumps.dump_names import Template
@@ -32,16 +33,21 @@ from streamshard.formats.links import require_inside
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.model import ZeroLayout
 
-_ASSUMED = (
+ASSUMED: Final = (
     "The dumps do not say whether round_robin_gradients was on. They were read as if it was off, "
-    "which is DeepSpeed's default. If it was on, what was written is wrong: repeat this with the "
-    "config of the job that saved them, --source-ds-config FILE."
+    "which is DeepSpeed's default."
 )
-_LOADING = (
+"""Begins the note of dumps that were read without a config."""
+_REPEAT: Final = (
+    "If it was on, what was written is wrong: repeat this with the config of the job that saved "
+    "them, --source-ds-config FILE."
+)
+LOADING: Final = (
     "To resume, call optimizer.load_state_dict(dumps) on every rank, with the list of all ranks' "
     "dumps in the order of the ranks."
 )
-_MASTER = (
+"""Begins the note of how to load dumps that are written."""
+_MASTER: Final = (
     "Pass load_from_fp32_weights=True to it: without that, DeepSpeed makes the master weights anew "
     "from the 16-bit weights of the model."
 )
@@ -121,7 +127,7 @@ def _read_ranks(
         families=(family,),
         module_dtype=ds_config.module_dtype(config) if config else "bfloat16",
         files=(),
-        notes=(*sources.notes, *_notes(stage, config)),
+        notes=(*sources.notes, *_notes(layout, config)),
     )
     source_map = SourceMap(
         files=tuple(sources.files),
@@ -145,11 +151,12 @@ def _require_known_momentum(
         raise UnsupportedError(message)
 
 
-def _notes(stage: int, config: ds_config.Config | None) -> tuple[str, ...]:
-    if stage == 3:
-        return (_LOADING,)
-    loading = f"{_LOADING} {_MASTER}"
-    return (loading,) if config is not None else (loading, _ASSUMED)
+def _notes(layout: ZeroLayout, config: ds_config.Config | None) -> tuple[str, ...]:
+    if layout.stage == 3:
+        return (LOADING,)
+    loading = f"{LOADING} {_MASTER}"
+    is_known = config is not None or layout.bf16_optimizer or layout.world_size == 1
+    return (loading,) if is_known else (loading, f"{ASSUMED} {_REPEAT}")
 
 
 def _check_world_size(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> None:
@@ -178,7 +185,7 @@ def _units_like(
     members = optimizer.members(len(lengths))
     family = like.families[0]
     if len(members) != len(family.groups):
-        message = f"{path}: {len(members)} param groups, the checkpoint given with --like has"
+        message = f"{path}: {len(members)} param groups, {LIKE} has"
         raise DisagreementError(f"{message} {len(family.groups)}")
     _require_known_order(like, path)
     for group, (own, shapes) in enumerate(zip(members, like.group_shapes(family), strict=True)):
@@ -191,12 +198,13 @@ def _units_like(
                 held[name] = shape
                 left -= -(-_numel(shape) // world_size)
             if left != 0:
-                message = f"{path}: sub-group {unit} holds {lengths[unit]} elements, which the"
-                raise DisagreementError(f"{message} parameters given with --like do not add up to")
+                message = f"{path}: sub-group {unit} holds {lengths[unit]} elements, the parameters"
+                found = lengths[unit] - left
+                raise DisagreementError(f"{message} of {LIKE} add up to {found}")
             units.append(held)
         if params:
-            message = f"{path}: param group {group} has no room for '{params[0][0]}', which the"
-            raise DisagreementError(f"{message} checkpoint given with --like has in it")
+            message = f"{path}: param group {group} has no room for '{params[0][0]}', which"
+            raise DisagreementError(f"{message} {LIKE} has in it")
     return units
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from streamshard.errors import DisagreementError, UnsupportedError
-from streamshard.formats.checkpoint import Family
+from streamshard.formats.checkpoint import LIKE, Family
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read.rank_files import require
 from streamshard.formats.pickle.inert import Node
@@ -48,8 +48,8 @@ def make_rigid(
         raise UnsupportedError(message)
     groups = like.wrapped_optimizer["param_groups"]
     if next(storages_in(groups), None) is not None:
-        message = f"{paths[0]}: saved with elastic_checkpoint, and the hyper-parameters of the"
-        raise UnsupportedError(f"{message} checkpoint given with --like are tensors; not supported")
+        message = f"{paths[0]}: saved with elastic_checkpoint, and the hyper-parameters of"
+        raise UnsupportedError(f"{message} {LIKE} are tensors; not supported")
     for state, path in zip(states, paths, strict=True):
         state[names.BASE_OPTIMIZER] = _rigid(state, path, groups)
 
@@ -58,14 +58,14 @@ def _rigid(state: dict[str, Node], path: Path, groups: Sequence[Mapping[str, Any
     held = require(state, names.BASE_OPTIMIZER, path)
     if not isinstance(held, list) or len(held) != len(groups):
         count = f"{len(held)} groups" if isinstance(held, list) else "no elastic_checkpoint"
-        message = f"{path}: {count}, the checkpoint given with --like has {len(groups)} groups"
+        message = f"{path}: {count}, {LIKE} has {len(groups)} groups"
         raise DisagreementError(message)
     counted = names.ELASTIC_STEP in state
     step = state.pop(names.ELASTIC_STEP, None)
     serialized = []
     for number, group in enumerate(groups):
         if ("step" in group) != counted:
-            message = f"{path}: of another optimizer than the checkpoint given with --like: one of"
+            message = f"{path}: of another optimizer than {LIKE}: one of"
             raise DisagreementError(f"{message} the two counts steps in its param groups")
         own = {"step": step} if counted else {}
         serialized.append({**group, **own, "params": [number]})
@@ -86,6 +86,6 @@ def require_same_groups(params: Sequence[Sequence[str]], like: Family, path: Pat
         if other:
             message = (
                 f"{path}: parameter '{min(other)}' is in param group {number} either here or in "
-                "the checkpoint given with --like, but not in both: not of the same job"
+                f"{LIKE}, but not in both: not of the same job"
             )
             raise DisagreementError(message)

@@ -167,11 +167,17 @@ class DumpImages:
         self._optimizer = OptimizerWriter(target)
         self._name = name
 
+    def by_path(self) -> dict[str, Callable[[], FileImage]]:
+        """Return path → function that serializes the file."""
+        return {self._name(rank): partial(self._image, rank) for rank in self._ranks}
+
     def all(self) -> Iterator[FileImage]:
         """Yield all files."""
-        for rank in self._ranks:
-            yield FileImage(self._name(rank), serialize(self._optimizer.dump(rank)))
+        yield from (image() for image in self.by_path().values())
 
     def sizes(self) -> Iterator[tuple[FileImage, Sequence[str]]]:
         """Yield one of each set of equally large files, with the paths of the set."""
         yield from ((image, [image.path]) for image in self.all())
+
+    def _image(self, rank: int) -> FileImage:
+        return FileImage(self._name(rank), serialize(self._optimizer.dump(rank)))

@@ -1,0 +1,216 @@
+"""Loads raw per-rank dumps of any world size into a live ZeRO optimizer."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from deepspeed import comm
+from torch import distributed
+
+from streamshard.errors import (
+    DisagreementError,
+    StreamshardError,
+    UnsupportedError,
+    UsageError,
+)
+from streamshard.formats.checkpoint import LIKE
+from streamshard.formats.deepspeed.dumps.dump_reader import ASSUMED, LOADING
+from streamshard.live.consensus import Agreement, say
+from streamshard.live.live_engine import require_same_optimizer
+from streamshard.live.live_optimizer import (
+    LiveOptimizer,
+    Optimizer,
+    has_own_weights,
+    hyper_parameters_of,
+    is_stage_3,
+    names_in,
+    require_served,
+)
+from streamshard.live.loading import LoadReport
+from streamshard.live.served_files import ServedFiles
+from streamshard.operations.native.files_on_demand import FilesOnDemand
+from streamshard.operations.native.resharding import Resharding, resharding_of
+from streamshard.operations.source.source import Source, open_with, read_hints
+
+_OWN_WORDS: Final = {
+    LIKE: "this job's optimizer",
+    "the given config": "this job's config",
+    "--source-ds-config": "source_ds_config_file",
+}
+"""What messages call the options of the command line, and what stands for them here."""
+_ROUND_ROBIN: Final = (
+    "If it was on, the states that were loaded are wrong: load again with the config of the job "
+    "that saved the dumps, source_ds_config_file."
+)
+_ELASTIC: Final = (
+    "Saved with elastic_checkpoint, which keeps no hyper-parameters: this job's optimizer keeps "
+    "its own, the learning rates among them."
+)
+_STALE_WEIGHTS: Final = (
+    "The model's weights differ from the loaded master weights by more than rounding: dumps hold "
+    "no model, and at stages 1 and 2 DeepSpeed leaves the model as it is until the next step. Load "
+    "the model's weights too, before that step."
+)
+
+
+def load_optimizer(
+    optimizer: Optimizer,
+    source: str | os.PathLike[str],
+    *,
+    source_ds_config_file: str | os.PathLike[str] | None = None,
+) -> LoadReport:
+    """Load raw per-rank dumps of any world size into a ZeRO optimizer.
+
+    Every rank calls this. The optimizer is then as `optimizer.load_state_dict(dumps)` would make
+    it with the dumps of this job's world size: states, hyper-parameters and loss scale are those
+    of the dumps, and master weights are theirs to the bit. As there, the model's weights follow
+    the master weights at stage 3 alone. At stages 1 and 2, load them too; a note says so if they
+    are others.
+
+    Parameters
+    ----------
+    optimizer
+        `engine.optimizer`, of ZeRO stage 1, 2 or 3.
+    source
+        Template of the dumps, such as `ckpt/optimizer.{rank:02d}.pt`, or a store made of them.
+    source_ds_config_file
+        DeepSpeed config of the job that saved the dumps. Only it tells whether they were saved
+        with `round_robin_gradients`.
+
+    Raises
+    ------
+    StreamshardError
+        On all ranks, if one rank cannot load its part; the message names that rank. The optimizer
+        is as it was if the message is about the dumps, or about what the optimizer holds.
+    """
+    return _OptimizerLoad(optimizer).run(Path(source).absolute(), source_ds_config_file)
+
+
+class _OptimizerLoad:
+    """One load of dumps into an optimizer, on one rank of many that do the same."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._agreement = Agreement()
+
+    def run(self, path: Path, config_file: str | os.PathLike[str] | None) -> LoadReport:
+        """Load this rank's part."""
+        started = time.perf_counter()
+        with self._agreement.step():
+            require_served(self._optimizer)
+            held = LiveOptimizer.of(self._optimizer)
+        first = self._agreement.share(held)
+        with self._agreement.step():
+            held.require_same_as(first)
+        found: Resharding | None = None
+        with self._agreement.step():
+            if distributed.get_rank() == 0:
+                with _in_words_of_a_call():
+                    found = self._open(path, config_file, held)
+        resharding = self._agreement.share(found)
+        read_bytes = self._load(resharding, held)
+        source = resharding.source
+        report = LoadReport(
+            source=path,
+            tag=source.checkpoint.tag,
+            source_world_size=source.checkpoint.ranks,
+            world_size=resharding.world_size,
+            is_plain=False,
+            read_bytes=tuple(self._agreement.gather(read_bytes)),
+            mapped_bytes=(0,) * resharding.world_size,
+            seconds=time.perf_counter() - started,
+            notes=(*_notes(source), *self._notes_of_weights()),
+        )
+        say("\n".join([str(report), *report.notes]))
+        return report
+
+    def _open(
+        self, path: Path, config_file: str | os.PathLike[str] | None, held: LiveOptimizer
+    ) -> Resharding:
+        """Open the dumps, and decide how they are cut for this job."""
+        config, _ = read_hints([path], config_file, None)
+        hyper_parameters = hyper_parameters_of(self._optimizer)
+        opened = open_with(path, config=config, like=held.reference(hyper_parameters))
+        if not opened.checkpoint.is_dumps:
+            message = f"{path}: a checkpoint with its model, not dumps of an optimizer"
+            raise UsageError(f"{message}: call load_checkpoint with the engine")
+        opened.require_states()
+        values = chain(*(group.values() for group in hyper_parameters))
+        if opened.is_elastic and any(isinstance(value, torch.Tensor) for value in values):
+            message = f"{path}: saved with elastic_checkpoint, and the hyper-parameters of this"
+            raise UnsupportedError(f"{message} job's optimizer are tensors; not supported")
+        return resharding_of(opened, distributed.get_world_size(), wanted=held.config)
+
+    def _load(self, resharding: Resharding, held: LiveOptimizer) -> int:
+        """Let DeepSpeed load this rank's dump; returns how many bytes were read."""
+        rank = comm.get_rank(group=self._optimizer.dp_process_group)
+        with self._agreement.step():
+            files = FilesOnDemand(resharding)
+            _require_same_sizes(resharding, held)
+            named = names_in(self._optimizer)
+            require_same_optimizer(named, self._optimizer, resharding, files, (0, rank))
+            name = files.paths[rank]
+            served = ServedFiles(resharding.source, files, maps=False)
+            served.prepare(name)
+        try:
+            with self._agreement.step():
+                dumps: list[Any] = [None] * resharding.world_size
+                dumps[rank] = served.load(name)
+        finally:
+            served.close()
+        self._hand_over(dumps)
+        return served.read_bytes
+
+    def _hand_over(self, dumps: list[Any]) -> None:
+        """Give DeepSpeed the dumps, as `DeepSpeedEngine.load_checkpoint` (0.19.8) does."""
+        optimizer = self._optimizer
+        with self._agreement.step():
+            if is_stage_3(optimizer):  # weights that are gathered now would stay as they are
+                optimizer.checkpoint_event_prologue()
+            # 0.14.5 has no default for the folder in BF16_Optimizer.
+            optimizer.load_state_dict(dumps, load_from_fp32_weights=True, checkpoint_folder=None)
+        if is_stage_3(optimizer):
+            optimizer.checkpoint_event_epilogue()
+
+    def _notes_of_weights(self) -> tuple[str, ...]:
+        """Say so if the model's weights are not those of the masters."""
+        with self._agreement.step():
+            is_stale = not has_own_weights(self._optimizer)
+        return (_STALE_WEIGHTS,) if any(self._agreement.gather(is_stale)) else ()
+
+
+@contextmanager
+def _in_words_of_a_call() -> Iterator[None]:
+    """Name in an error what stands for the options of the command line."""
+    try:
+        yield
+    except StreamshardError as error:
+        text = str(error)
+        for option, own in _OWN_WORDS.items():
+            text = text.replace(option, own)
+        raise type(error)(text) from error
+
+
+def _require_same_sizes(resharding: Resharding, held: LiveOptimizer) -> None:
+    """Refuse dumps of a parameter that has another size than the live one."""
+    checkpoint, live = resharding.source.checkpoint, held.numels
+    for name, numel in checkpoint.master_numels(checkpoint.families[0]).items():
+        if live.get(name, numel) != numel:
+            message = f"{resharding.source.path}: '{name}' has {numel:,} elements, in this job's"
+            raise DisagreementError(f"{message} optimizer it has {live[name]:,}")
+
+
+def _notes(source: Source) -> Iterator[str]:
+    """Yield the notes of dumps that were read; what is to be done with new ones is not for here."""
+    if source.is_elastic:
+        yield _ELASTIC
+    for note in source.checkpoint.notes:
+        if note.startswith(ASSUMED):
+            yield f"{ASSUMED} {_ROUND_ROBIN}"
+        elif not note.startswith(LOADING):
+            yield note
