@@ -11,7 +11,7 @@ from typing import Any
 from deepspeed.runtime import engine as ds_engine
 from torch import distributed
 
-from streamshard.errors import SourceNotFoundError
+from streamshard.errors import SourceNotFoundError, UsageError
 from streamshard.io.sink import stub_directory
 from streamshard.live import live_engine
 from streamshard.live.consensus import Agreement, say
@@ -169,6 +169,9 @@ class Loading:
             if may_be_missing:
                 return False
             raise
+        if opened.checkpoint.is_dumps:
+            message = f"{path}: raw dumps of an optimizer, without the model's files"
+            raise UsageError(f"{message}: call load_optimizer with engine.optimizer")
         opened.require_states()
         return live_engine.resharding_for(self._engine, opened, distributed.get_world_size())
 

@@ -107,6 +107,8 @@ class RefuseDumps:
     """Directory for each rank's message."""
     gives_engine: bool = False
     """Whether the engine is given in place of its optimizer."""
+    as_checkpoint: bool = False
+    """Whether they are given as if they were a checkpoint of the engine."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,8 @@ def _refuse_dumps(job: RefuseDumps) -> None:
     before = gather_truth(engine, {})
     message = "was not refused"
     try:
-        streamshard.load_optimizer(engine if job.gives_engine else engine.optimizer, job.template)
+        load = streamshard.load_checkpoint if job.as_checkpoint else streamshard.load_optimizer
+        load(engine if job.gives_engine else engine.optimizer, job.template)
     except errors.StreamshardError as error:
         message = f"{type(error).__name__}: {error}"
     found = differences(before, gather_truth(engine, {}))

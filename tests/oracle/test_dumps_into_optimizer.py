@@ -92,6 +92,7 @@ class Refusal:
     message: str
     source: str = "{z2-bf16}/" + NAME
     gives_engine: bool = False
+    as_checkpoint: bool = False
 
 
 STAGE_2, STAGE_3 = BF16[1], BF16[2]
@@ -132,6 +133,13 @@ REFUSALS = [
         "not tell whether they were saved so: .* with source_ds_config_file",
     ),
     Refusal("engine", STAGE_2, "UsageError: rank 0: .*is a DeepSpeedEngine", gives_engine=True),
+    Refusal(
+        "as-checkpoint",
+        STAGE_2,
+        "UsageError: rank 0: .*call load_optimizer with engine.optimizer",
+        gives_engine=True,
+        as_checkpoint=True,
+    ),
     Refusal("missing", STAGE_2, r"IncompleteError: rank 0: .*\.02\.pt: missing", "torn/" + NAME),
     Refusal(
         "unlike-ranks",
@@ -195,7 +203,8 @@ class Loads:
 
     def refusal(self, one: Refusal) -> RefuseDumps:
         source = one.source.replace("{z2-bf16}", "z2-bf16-at4").replace("{z3-bf16}", "z3-bf16-at4")
-        return RefuseDumps(one.case, str(self.root / source), self.messages(one), one.gives_engine)
+        template, messages = str(self.root / source), self.messages(one)
+        return RefuseDumps(one.case, template, messages, one.gives_engine, one.as_checkpoint)
 
 
 @pytest.fixture(scope="module")
