@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+import streamshard
 from tests.oracle import elastic_training
 from tests.oracle.ranks import LAUNCHED
 
@@ -157,9 +158,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 
 @pytest.fixture(scope="module")
-def disturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the job that machines leave and join."""
+    return tmp_path_factory.mktemp("disturbed")
+
+
+@pytest.fixture(scope="module")
+def disturbed(directory: Path) -> list[dict[str, Any]]:
     """What the ranks log of a job that loses a machine, loses one in a save, and gains one."""
-    directory = tmp_path_factory.mktemp("disturbed")
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")  # noqa: T201 - pytest shows it where a test fails
     chance = random.Random(seed)
@@ -206,6 +212,13 @@ def test_every_restart_continues_from_the_last_complete_save(
 def test_a_machine_lost_in_a_save_leaves_latest_as_it_was(disturbed: list[dict[str, Any]]) -> None:
     death = next(entry for entry in disturbed if "died" in entry)
     assert death["latest"] == death["before"] == "global_step9"
+
+
+@pytest.mark.usefixtures("disturbed")
+def test_the_tag_saved_again_holds_no_files_of_the_lost_rank(directory: Path) -> None:
+    files = sorted(path.name for path in (directory / "saves" / "global_step12").iterdir())
+    assert files == ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"]
+    assert streamshard.verify(directory / "saves", tag="global_step12").problems == ()
 
 
 def test_every_loss_is_that_of_the_undisturbed_job(
