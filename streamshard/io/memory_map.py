@@ -19,6 +19,10 @@ _map = libc(
     ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
     result=ctypes.c_void_p,
 )  # fmt: skip
+_FIXED: Final = 0x10
+"""MAP_FIXED, which Python does not name: the new map takes the place of the old one."""
+_WINDOW_BYTES: Final = 8 << 20
+"""Memory that is copied at once; a multiple of any page's size."""
 _unmap = libc("munmap", ctypes.c_void_p, ctypes.c_size_t)
 
 
@@ -53,3 +57,30 @@ def map_range(descriptor: int, offset: int, nbytes: int, *, is_private: bool) ->
     weakref.finalize(held, _unmap, address, length).atexit = False
     view = memoryview(held).cast("B")[before:]
     return view if is_private else view.toreadonly()
+
+
+def detach_map(held: "ctypes.Array[ctypes.c_ubyte]") -> None:
+    """Put memory with the same content in the place of a private map, at the same address.
+
+    Whatever looks at the map then no longer looks at the file.
+
+    Parameters
+    ----------
+    held
+        The object behind the view that `map_range` returned (`memoryview.obj`).
+
+    Raises
+    ------
+    OSError
+        There is no memory left.
+    """
+    if _map is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    address, length = ctypes.addressof(held), ctypes.sizeof(held)
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    way = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED
+    for start in range(address, address + length, _WINDOW_BYTES):
+        content = ctypes.string_at(start, min(_WINDOW_BYTES, address + length - start))
+        if _map(start, len(content), access, way, -1, 0) == _FAILED:
+            raise last_error("")
+        ctypes.memmove(start, content, len(content))

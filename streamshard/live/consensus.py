@@ -1,19 +1,20 @@
 """Lets all ranks of a job agree that a step succeeded before any goes on."""
 
-from collections.abc import Iterator
+import pickle
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from deepspeed.utils import logger
 from torch import distributed
 
-from streamshard.errors import StreamshardError
+from streamshard.errors import DisagreementError, StreamshardError
 
 T = TypeVar("T")
 
 
 class OtherRankError(StreamshardError):
-    """Another rank failed, in code that is not streamshard's."""
+    """Another rank failed, in code that is not streamshard's, or has ended."""
 
 
 class Agreement:
@@ -40,13 +41,49 @@ class Agreement:
             error = own
         self._require(error)
 
+    @contextmanager
+    def step_at(self, owner: Any, method: str) -> Iterator[None]:
+        """Make each call of an object's method a step, for a while.
+
+        DeepSpeed goes on with collectives, in which all would wait for a rank that has failed.
+        """
+        plain = getattr(owner, method, None)
+        if plain is None:  # DeepSpeed does not call it either
+            yield
+            return
+        own = vars(owner).get(method)
+
+        def call(*args: object, **kwargs: object) -> object:
+            with self.step():
+                return plain(*args, **kwargs)
+
+        setattr(owner, method, call)
+        try:
+            yield
+        finally:
+            delattr(owner, method)
+            if own is not None:
+                setattr(owner, method, own)
+
     def share(self, value: T | None) -> T:
-        """Send a value from rank 0 to all ranks."""
-        box = [value]
+        """Send a value from rank 0 to all ranks.
+
+        Raises
+        ------
+        StreamshardError
+            On all ranks, if it cannot be sent, or one of them cannot make sense of it.
+        """
+        box: list[bytes | None] = [None]
+        with self.step():
+            if distributed.get_rank() == 0:
+                box[0] = pickle.dumps(value)
         distributed.broadcast_object_list(box, src=0)
-        received: T | None = box[0]
-        if received is None:
-            raise TypeError("rank 0 has nothing to send")
+        received: T | None = value
+        with self.step():
+            if distributed.get_rank() != 0:
+                received = pickle.loads(box[0] or b"")  # noqa: S301 - it is from rank 0
+            if received is None:
+                raise TypeError("rank 0 has nothing to send")
         return received
 
     def gather(self, value: T) -> list[T]:
@@ -55,11 +92,35 @@ class Agreement:
         distributed.all_gather_object(found, value)
         return [value for value in found if value is not None]
 
+    def require_alike(self, values: Mapping[str, object]) -> None:
+        """Refuse values that differ among the ranks.
+
+        Raises
+        ------
+        DisagreementError
+            On all ranks; the message names the first value that differs, and the rank.
+        """
+        first, *others = self.gather(dict(values))
+        for rank, other in enumerate(others, start=1):
+            for name, value in other.items():
+                if value != first[name]:
+                    message = f"rank {rank} loads with {name}={value!r}, rank 0 with"
+                    raise DisagreementError(
+                        f"{message} {name}={first[name]!r}: call it alike on all ranks"
+                    )
+
     def _require(self, error: Exception | None) -> None:
         told = None if error is None else (_kind(error), str(error) or repr(error))
         found: list[tuple[type[StreamshardError], str] | None]
         found = [None] * distributed.get_world_size()
-        distributed.all_gather_object(found, told)
+        try:
+            distributed.all_gather_object(found, told)
+        except RuntimeError as broken:
+            self._is_over = True  # no rank can be asked any more
+            if error is not None:
+                raise error from broken
+            message = "another rank has ended, or does not answer, while all load a checkpoint"
+            raise OtherRankError(f"{message} ({broken})") from broken
         failed = [(rank, one) for rank, one in enumerate(found) if one is not None]
         if not failed:
             return

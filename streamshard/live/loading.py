@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,14 @@ from deepspeed.runtime import engine as ds_engine
 from torch import distributed
 
 from streamshard.errors import SourceNotFoundError, UsageError
+from streamshard.io.entries import is_file
 from streamshard.io.sink import stub_directory
 from streamshard.live import live_engine
 from streamshard.live.consensus import Agreement, say
 from streamshard.live.global_batch import plan_batch, set_batch
 from streamshard.live.live_engine import Engine
 from streamshard.live.load_notes import notes_of
-from streamshard.live.served_files import ServedFiles, settle
+from streamshard.live.served_files import ServedFiles
 from streamshard.operations.native.files_on_demand import FilesOnDemand
 from streamshard.operations.native.resharding import Resharding
 from streamshard.operations.source.source import open_source
@@ -80,6 +81,13 @@ class LoadOptions:
             "custom_load_fn": self.custom_load_fn,
         }
 
+    def as_plain_values(self) -> dict[str, Any]:
+        """Return what can be compared with that of another rank."""
+        return {
+            **self.as_arguments(),
+            "custom_load_fn": getattr(self.custom_load_fn, "__name__", None),
+        }
+
 
 class Loading:
     """One load of a checkpoint into an engine, on one rank of many that do the same."""
@@ -118,6 +126,7 @@ class Loading:
             is about the source, the layout or the optimizer.
         """
         started = time.perf_counter()
+        self._agreement.require_alike({"tag": tag, **self._options.as_plain_values()})
         with self._agreement.step():
             live_engine.require_servable(self._engine)
         resharding = self._open(path, tag, may_be_missing=may_be_missing)
@@ -166,7 +175,8 @@ class Loading:
         try:
             opened = open_source(path.absolute(), tag)
         except SourceNotFoundError:
-            if may_be_missing:
+            # A store whose metadata is damaged must not count as a fresh start.
+            if may_be_missing and not is_file(path / "zarr.json"):
                 return False
             raise
         if opened.checkpoint.is_dumps:
@@ -198,33 +208,37 @@ class Loading:
 
     def _serve(self, resharding: Resharding) -> tuple[tuple[str | None, Any], tuple[int, int]]:
         """Let DeepSpeed load files that are made while it loads them."""
-        source, engine = resharding.source, self._engine
-        tag = source.checkpoint.tag
-        with self._agreement.step():
-            files = FilesOnDemand(resharding)
-            served = ServedFiles(source, files, maps=self._options.custom_load_fn is None)
-            own = list(self._own_files(tag))
-            self._require_fit(resharding, files)
-            for name in own:
-                served.prepare(name)
-        try:
-            with self._agreement.step(), stub_directory(served.paths) as root:
-                stand_in = _ServingEngine(
-                    engine.checkpoint_engine, served, root, self._agreement, own
-                )
-                with (
-                    replaced(engine, "checkpoint_engine", stand_in),
-                    replaced(ds_engine, _MERGE, lambda *args, **kwargs: served.weights()),
-                ):
-                    path, state = self._plain(
-                        engine, str(root), tag, **self._options.as_arguments()
-                    )
-                _settle(engine, state, served)
-        finally:
-            served.close()
+        source, tag = resharding.source, resharding.source.checkpoint.tag
+        with ExitStack() as stack:
+            with self._agreement.step():
+                files = FilesOnDemand(resharding)
+                served = ServedFiles(source, files, maps=self._options.custom_load_fn is None)
+                stack.callback(served.close)
+                own = list(self._own_files(tag))
+                self._require_fit(resharding, files)
+                for name in own:
+                    served.prepare(name)
+            path, state = self._load_served(served, own, tag)
         if path is not None:
-            path = str(source.path / os.path.relpath(path, root))
+            path = str(source.path / path)
         return (path, state), (served.read_bytes, sum(served.mapped.values()))
+
+    def _load_served(self, served: ServedFiles, own: list[str], tag: str) -> tuple[str | None, Any]:
+        """Let DeepSpeed load; returns the path as it is in the run directory, and the state."""
+        engine, step = self._engine, self._agreement.step_at
+        with self._agreement.step(), stub_directory(served.paths) as root:
+            stand_in = _ServingEngine(engine.checkpoint_engine, served, root, self._agreement, own)
+            with (
+                step(engine, "load_module_state_dict"),
+                step(engine.optimizer, "load_state_dict"),
+                # With it ranks load one after the other; then none would wait for all.
+                replaced(engine._config.zero_config, _ONE_BY_ONE, False),
+                replaced(engine, "checkpoint_engine", stand_in),
+                replaced(ds_engine, _MERGE, lambda *args, **kwargs: served.weights()),
+            ):
+                path, state = self._plain(engine, str(root), tag, **self._options.as_arguments())
+            served.settle()
+            return None if path is None else os.path.relpath(path, root), state
 
     def _own_files(self, tag: str) -> Iterator[str]:
         """Yield the paths of the files that this rank loads in any case."""
@@ -243,6 +257,10 @@ class Loading:
 
 _MERGE = "get_fp32_state_dict_from_zero_checkpoint"
 """What `DeepSpeedEngine._load_checkpoint` merges all files with, if stage 3 loads no states."""
+
+
+_ONE_BY_ONE = "pipeline_loading_checkpoint"
+"""Setting of DeepSpeed with which each rank loads when the one before has loaded."""
 
 
 class _ServingEngine:
@@ -278,18 +296,6 @@ class _ServingEngine:
             return self._served.load(name)
         with self._agreement.step():
             return self._served.load(name)
-
-
-def _settle(engine: Engine, state: Any, served: ServedFiles) -> None:
-    """Leave nothing mapped in what the job goes on with."""
-    if not served.mapped:
-        return
-    moved: dict[int, Any] = {}
-    base = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    held = [list(engine.module.parameters()), list(engine.module.buffers()), state]
-    if base is not None:
-        held += [dict(base.state), [group["params"] for group in base.param_groups]]
-    settle(held, served.mapped, moved)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import io
 import pickle
-from collections.abc import Mapping
+import weakref
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,6 +10,8 @@ import torch
 
 from streamshard.engine.run.region import RegionFiller
 from streamshard.engine.run.source_reader import SourceReader
+from streamshard.io.files import require_unchanged
+from streamshard.io.memory_map import detach_map
 from streamshard.model import ITEMSIZE, BlockDigests
 from streamshard.operations.native.files_on_demand import FileContent, FilesOnDemand, StorageContent
 from streamshard.operations.source.source import Source
@@ -43,6 +45,10 @@ class ServedFiles:
         self.read_bytes = 0
         self.mapped: dict[int, int] = {}
         """Address → size in bytes of each storage that is mapped."""
+        self._held: list[weakref.ref[Any]] = []
+        """The memory of each map."""
+        self._used: set[int] = set()
+        """Files that something was loaded from."""
 
     @property
     def paths(self) -> list[str]:
@@ -81,22 +87,50 @@ class ServedFiles:
         """
         if path in self._sidecars:
             storage = self._files.sidecar(self._sidecars[path]).storages[0]
-            content = memoryview(_bytes_of(self._read(storage))).tobytes()
-            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)
-        if path in self._prepared:
-            return self._load(self._prepared.pop(path))
-        return self._load(self._files.content(path))
+            data = memoryview(_bytes_of(self._read(storage))).tobytes()
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+        content = self._prepared.pop(path, None) or self._files.content(path)
+        return self._load(content)
 
     def weights(self) -> Any:
         """Return the module's state dict with master weights; see `FilesOnDemand.weights`."""
         return self._load(self._files.weights())
+
+    def require_unchanged(self) -> None:
+        """Refuse what was loaded if its files have changed since they were opened.
+
+        Raises
+        ------
+        SourceError
+            One has changed, or is gone.
+        """
+        for file in sorted(self._used):
+            require_unchanged(self._source.files[file])
+
+    def settle(self) -> None:
+        """Move what is still there of all maps into memory of this process; ends the load.
+
+        A map shows the file: whoever cuts the file off, or writes to it, would reach into the job.
+
+        Raises
+        ------
+        SourceError
+            A file has changed since it was opened.
+        """
+        self.require_unchanged()
+        for held in self._held:
+            block = held()
+            if block is not None:
+                detach_map(block)
 
     def close(self) -> None:
         """Close the source's files; what is mapped stays."""
         self._reader.close()
 
     def _load(self, content: FileContent) -> Any:
+        self._used |= content.source_files()
         made = [self._storage(storage) for storage in content.storages]
+        self.require_unchanged()
         return _Unpickler(content, made).load()
 
     def _storage(self, storage: StorageContent) -> torch.UntypedStorage:
@@ -106,6 +140,7 @@ class ServedFiles:
         view = self._reader.map(*place, storage.nbytes, is_private=True, is_checked=True)
         mapped = torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
         self.mapped[mapped.data_ptr()] = storage.nbytes
+        self._held.append(weakref.ref(view.obj))
         return mapped
 
     def _is_plain(self, file: int, offset: int, itemsize: int) -> bool:
@@ -154,39 +189,3 @@ class _Unpickler(pickle.Unpickler):
 
 def _bytes_of(storage: torch.UntypedStorage) -> Any:
     return torch.tensor([], dtype=torch.uint8).set_(storage).numpy()
-
-
-def settle(root: Any, mapped: Mapping[int, int], moved: dict[int, torch.UntypedStorage]) -> None:
-    """Move every tensor in a tree of containers from mapped memory into memory of its own.
-
-    A map shows the file: who cuts the file off, or writes to it, would reach into the job.
-
-    Parameters
-    ----------
-    moved
-        Address → storage that took the place of a mapped one: tensors that shared it still do.
-    """
-    if isinstance(root, torch.Tensor):
-        _settle_tensor(root, mapped, moved)
-    elif isinstance(root, Mapping):
-        for value in root.values():
-            settle(value, mapped, moved)
-    elif isinstance(root, list | tuple | set):
-        for value in root:
-            settle(value, mapped, moved)
-
-
-def _settle_tensor(
-    tensor: torch.Tensor, mapped: Mapping[int, int], moved: dict[int, torch.UntypedStorage]
-) -> None:
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-        return
-    storage = tensor.untyped_storage()
-    address = storage.data_ptr()
-    if address not in mapped:
-        return
-    if address not in moved:
-        moved[address] = storage.clone()  # type: ignore[no-untyped-call]
-    own = torch.empty(0, dtype=tensor.dtype)
-    own.set_(moved[address], tensor.storage_offset(), tensor.size(), tensor.stride())
-    tensor.data = own
