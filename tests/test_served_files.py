@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import streamshard
 from streamshard.live import served_files
-from streamshard.live.served_files import ServedFiles, settle
+from streamshard.live.served_files import ServedFiles
 from streamshard.operations.native.files_on_demand import FilesOnDemand
 from streamshard.operations.native.resharding import resharding_of
 from streamshard.operations.source.source import open_source
@@ -116,7 +116,7 @@ def test_what_is_settled_does_not_see_the_file_any_more(tmp_path: Path) -> None:
         module = content["module"]
         before = {name: value.clone() for name, value in module.items()}
         tied = [n for n, v in module.items() if v.data_ptr() in pointers(module, but=n)]
-        settle(content, served.mapped, {})
+        served.settle()
     for file in run.rglob("*.pt"):
         os.truncate(file, 0)
     for name, value in module.items():
