@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 from deepspeed import comm
 
-from streamshard.errors import DisagreementError, UnsupportedError, UsageError
+from streamshard.errors import DisagreementError, StreamshardError, UnsupportedError, UsageError
 from streamshard.formats.deepspeed import ds_config
 from streamshard.operations.native.files_on_demand import FilesOnDemand, names_of_groups
 from streamshard.operations.native.resharding import Resharding, resharding_of
@@ -18,6 +19,13 @@ _GROUPS: Final = (
     ("bf16_groups", "fp32_groups_flat_partition"),  # BF16_Optimizer
 )
 """Attributes of DeepSpeed's optimizers: the parameters of each group, and its masters on a rank."""
+
+_OWN_WORDS: Final = {
+    "--world-size": "world size",
+    "the given config": "the engine's config",
+    "with --like": "with 'streamshard repartition --like'",
+}
+"""What messages call the options of the command line, and what stands for them here."""
 
 Engine = Any
 """A `DeepSpeedEngine`; what it is depends on the version of DeepSpeed."""
@@ -51,6 +59,18 @@ def _config_of(engine: Engine) -> ds_config.Config:
     return config
 
 
+@contextmanager
+def in_words_of_a_call(words: Mapping[str, str]) -> Iterator[None]:
+    """Name in an error what stands for the options of the command line."""
+    try:
+        yield
+    except StreamshardError as error:
+        text = str(error)
+        for option, own in words.items():
+            text = text.replace(option, own)
+        raise type(error)(text) from error
+
+
 def resharding_for(engine: Engine, opened: Source, world_size: int) -> Resharding:
     """Decide how a checkpoint is cut for an engine.
 
@@ -60,12 +80,13 @@ def resharding_for(engine: Engine, opened: Source, world_size: int) -> Reshardin
         It cannot be cut so; the message says why.
     """
     config = _config_of(engine)
-    has_bf16_optimizer = type(engine.optimizer).__name__ == "BF16_Optimizer"
-    if not opened.checkpoint.layout.stage or (
-        has_bf16_optimizer and not ds_config.zero_stage(config)
-    ):
-        return resharding_of(opened, world_size)
-    return resharding_of(opened, world_size, wanted=config)
+    layout = opened.checkpoint.layout
+    # Before 0.17.6 a BF16_Optimizer trained bf16 without a stage in the config.
+    is_stageless = layout.bf16_optimizer and type(engine.optimizer).__name__ == "BF16_Optimizer"
+    is_stageless = is_stageless and not ds_config.zero_stage(config)
+    wanted = config if layout.stage and not is_stageless else None
+    with in_words_of_a_call(_OWN_WORDS):
+        return resharding_of(opened, world_size, wanted=wanted)
 
 
 def place_of(engine: Engine) -> tuple[int, int]:

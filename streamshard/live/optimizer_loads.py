@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
@@ -14,14 +13,13 @@ from torch import distributed
 
 from streamshard.errors import (
     DisagreementError,
-    StreamshardError,
     UnsupportedError,
     UsageError,
 )
 from streamshard.formats.checkpoint import LIKE
 from streamshard.formats.deepspeed.dumps.dump_reader import ASSUMED, LOADING
 from streamshard.live.consensus import Agreement, say
-from streamshard.live.live_engine import require_same_optimizer
+from streamshard.live.live_engine import in_words_of_a_call, require_same_optimizer
 from streamshard.live.live_optimizer import (
     LiveOptimizer,
     Optimizer,
@@ -110,7 +108,7 @@ class _OptimizerLoad:
         found: Resharding | None = None
         with self._agreement.step():
             if distributed.get_rank() == 0:
-                with _in_words_of_a_call():
+                with in_words_of_a_call(_OWN_WORDS):
                     found = self._open(path, config_file, held)
         resharding = self._agreement.share(found)
         read_bytes = self._load(resharding, held)
@@ -182,18 +180,6 @@ class _OptimizerLoad:
         with self._agreement.step():
             is_stale = not has_own_weights(self._optimizer)
         return (_STALE_WEIGHTS,) if any(self._agreement.gather(is_stale)) else ()
-
-
-@contextmanager
-def _in_words_of_a_call() -> Iterator[None]:
-    """Name in an error what stands for the options of the command line."""
-    try:
-        yield
-    except StreamshardError as error:
-        text = str(error)
-        for option, own in _OWN_WORDS.items():
-            text = text.replace(option, own)
-        raise type(error)(text) from error
 
 
 def _require_same_sizes(resharding: Resharding, held: LiveOptimizer) -> None:

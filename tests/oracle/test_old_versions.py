@@ -109,6 +109,10 @@ class Places:
     def resaved(self, leg: Leg) -> Path:
         return self.root / f"{leg.name}-resaved"
 
+    def loaded(self, leg: Leg) -> Path:
+        """Names the truth of an engine that loaded the source directly."""
+        return self.root / f"{leg.name}-loaded"
+
     def truth_path(self, directory: Path) -> Path:
         return directory.with_name(f"{directory.name}.truth.pt")
 
@@ -166,9 +170,10 @@ def _resume(made: Places, legs: Iterable[Leg], ranks: int, deepspeed_at: Path | 
     for leg in able:
         out = made.out(leg)
         job = Resume(leg.resuming, out, made.truth_path(out), made.resaved(leg), FURTHER_STEPS)
-        jobs.append(job)
+        truth = made.truth_path(made.loaded(leg))
+        jobs += [job, Resume(leg.resuming, made.source(leg), truth, reshards=True)]
     done = run_jobs(ranks, jobs, made.root / "ranks", deepspeed_at=deepspeed_at)
-    for leg, finished in zip(able, done, strict=True):
+    for leg, finished in zip([leg for leg in able for _ in range(2)], done, strict=True):
         if finished.error is not None:
             made.errors[leg.name] = finished.error
 
@@ -199,6 +204,11 @@ def test_the_resumed_engine_holds_what_was_saved(leg: Leg, places: Places) -> No
     resumed = Truth.load(places.truth_path(places.out(leg)))
     saved = _as_the_other_version(_saved(leg, places), resumed)
     assert differences(*_comparable(leg, saved, resumed)) == []
+
+
+def test_an_engine_that_loads_directly_holds_the_same(leg: Leg, places: Places) -> None:
+    of_out = Truth.load(places.truth_path(places.out(leg)))
+    assert differences(of_out, Truth.load(places.truth_path(places.loaded(leg)))) == []
 
 
 def test_training_goes_on_as_if_uninterrupted(leg: Leg, places: Places) -> None:
