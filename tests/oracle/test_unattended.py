@@ -26,7 +26,7 @@ STEPS, SAVE_EVERY = 24, 3
 PHASE_SECONDS = 150.0
 """A hard limit, far above what is measured."""
 TOLERANCE = 1e-4
-"""Measured at most: 2e-6. Other counts of ranks add the same gradients up in another order."""
+"""Other counts of ranks add the same gradients up in another order."""
 ENVIRONMENT = {
     **LAUNCHED,
     # With it torch 2.13 lets no machine join again once the first rendezvous is over: rank 0 gives
