@@ -93,6 +93,9 @@ class Places:
     def resaved(self, way: Way) -> Path:
         return self.root / f"{way.name}-resaved"
 
+    def loaded(self, way: Way) -> Path:
+        return self.root / f"{way.name}-loaded"
+
     def truth(self, directory: Path) -> Path:
         return directory.with_name(f"{directory.name}.truth.pt")
 
@@ -114,6 +117,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
             made.errors[way.name] = traceback.format_exc()
         else:
             resumed.append(way)
+    direct = [way for way in resumed if len(way.stages) == 2]
     # No file has the weights that were left out: they come from the seed.
     ends = run_jobs(
         3,
@@ -122,12 +126,22 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
                 way.cases[1], made.out(way), made.truth(made.out(way)), made.resaved(way), seed=11
             )
             for way in resumed
+        ]
+        + [
+            Resume(
+                way.cases[1],
+                made.source(way.cases[0]),
+                made.truth(made.loaded(way)),
+                seed=11,
+                reshards=True,
+            )
+            for way in direct
         ],
         made.root / "ranks",
     )
-    for way, end in zip(resumed, ends, strict=True):
+    for way, end in zip([*resumed, *direct], ends, strict=True):
         if end.error is not None:
-            made.errors[way.name] = end.error
+            made.errors.setdefault(way.name, end.error)
     return made
 
 
@@ -162,6 +176,14 @@ def test_the_resumed_engine_holds_what_was_saved(way: Way, places: Places) -> No
     saved = Truth.load(places.truth(places.source(way.cases[0])))
     resumed = Truth.load(places.truth(places.out(way)))
     assert differences(saved, resumed) == []
+
+
+@pytest.mark.parametrize(
+    "way", [way for way in WAYS if len(way.stages) == 2], ids=lambda way: way.name, indirect=True
+)
+def test_an_engine_that_loads_directly_holds_the_same(way: Way, places: Places) -> None:
+    of_out = Truth.load(places.truth(places.out(way)))
+    assert differences(of_out, Truth.load(places.truth(places.loaded(way)))) == []
 
 
 def test_ways_by_stores_give_the_same_files(way: Way, places: Places) -> None:

@@ -13,6 +13,7 @@ import torch
 
 import streamshard
 from tests.oracle.cases import BF16
+from tests.oracle.compare import differences
 from tests.oracle.jobs import Job, Resume, Train
 from tests.oracle.models import Case
 from tests.oracle.ranks import require_success, run_jobs
@@ -68,6 +69,8 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         source, out = root / change.saved.name, root / change.name
         streamshard.repartition(source, out, world_size=TARGET_RANKS, ds_config_file=config)
         jobs.append(Resume(change.resumed, out, _truth(root, change.name), further_steps=1))
+        loaded = _truth(root, f"{change.name}-loaded")
+        jobs.append(Resume(change.resumed, source, loaded, reshards=True))
     require_success(run_jobs(TARGET_RANKS, jobs, root / "ranks"))
     return root
 
@@ -84,6 +87,14 @@ def test_deepspeed_casts_what_was_saved(change: Change, resumed: Path) -> None:
     cast = {state: _cast(tensors, change.dtype) for state, tensors in before.states.items()}
     assert list(value_differences(cast, after.states, "states")) == []
     assert list(value_differences(before.weights, after.weights, "weights")) == []
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.name)
+def test_an_engine_that_loads_directly_holds_the_same(change: Change, resumed: Path) -> None:
+    of_out, loaded = (
+        Truth.load(_truth(resumed, name)) for name in (change.name, f"{change.name}-loaded")
+    )
+    assert differences(of_out, loaded) == []
 
 
 def _dtypes(truth: Truth) -> set[torch.dtype]:

@@ -79,6 +79,9 @@ class Places:
     def resaved(self, one: Resharding) -> Path:
         return self.root / f"{one.name}-resaved"
 
+    def loaded(self, one: Resharding) -> Path:
+        return self.root / f"{one.name}-loaded"
+
     def like(self, one: Resharding) -> Path | None:
         """What tells the order of stage 3: a save of that job before its first step."""
         if one.resuming.zero_stage < 3 or one.case.zero_stage == 3:
@@ -146,9 +149,15 @@ def _resume(made: Places, ranks: int, ones: list[Resharding]) -> None:
         )
         for one in ones
     ]  # fmt: skip
-    for one, finished in zip(ones, run_jobs(ranks, jobs, made.root / "ranks"), strict=True):
+    direct = [one for one in ones if made.like(one) is None]
+    jobs += [
+        Resume(one.resuming, made.source(one), made.truth_path(made.loaded(one)), reshards=True)
+        for one in direct
+    ]
+    done = run_jobs(ranks, jobs, made.root / "ranks")
+    for one, finished in zip([*ones, *direct], done, strict=True):
         if finished.error is not None:
-            made.errors[one.name] = finished.error
+            made.errors.setdefault(one.name, finished.error)
 
 
 @pytest.fixture(params=RESHARDINGS, ids=lambda one: one.name)
@@ -179,6 +188,13 @@ def test_the_resumed_engine_holds_what_was_saved(one: Resharding, trained: Place
     resumed = Truth.load(trained.truth_path(trained.out(one)))
     assert _differences(one, saved, resumed) == []
     assert set(saved.states) == {"fp32", "exp_avg", "exp_avg_sq", KEY}
+
+
+def test_an_engine_that_loads_directly_holds_the_same(one: Resharding, trained: Places) -> None:
+    if trained.like(one) is None:  # else another checkpoint tells the order
+        of_out = Truth.load(trained.truth_path(trained.out(one)))
+        loaded = Truth.load(trained.truth_path(trained.loaded(one)))
+        assert _differences(one, of_out, loaded) == []
 
 
 def test_deepspeed_would_have_written_the_same_files(one: Resharding, trained: Places) -> None:

@@ -40,6 +40,9 @@ class Places:
     def resaved(self, one: Resharding) -> Path:
         return self.root / f"{one.name}-resaved"
 
+    def loaded(self, one: Resharding) -> Path:
+        return self.root / f"{one.name}-loaded"
+
     def truth_path(self, directory: Path) -> Path:
         return directory.with_name(f"{directory.name}.truth.pt")
 
@@ -91,9 +94,18 @@ def _resume(made: Places, ranks: int, trials: list[Trial]) -> None:
         )
         for trial, one in zip(trials, ones, strict=True)
     ]  # fmt: skip
-    for one, finished in zip(ones, run_jobs(ranks, jobs, made.root / "ranks"), strict=True):
+    without = [trial for trial in trials if trial.like is None]
+    jobs += [
+        Resume(
+            trial.resharding.resuming, made.source(trial.case),
+            made.truth_path(made.loaded(trial.resharding)), seed=trial.resume_seed, reshards=True,
+        )
+        for trial in without
+    ]  # fmt: skip
+    owners = [*ones, *(trial.resharding for trial in without)]
+    for one, finished in zip(owners, run_jobs(ranks, jobs, made.root / "ranks"), strict=True):
         if finished.error is not None:
-            made.errors[one.name] = finished.error
+            made.errors.setdefault(one.name, finished.error)
 
 
 @pytest.fixture(params=TRIALS, ids=lambda trial: trial.resharding.name)
@@ -119,6 +131,13 @@ def test_the_resumed_engine_holds_what_was_saved(trial: Trial, trained: Places) 
     saved = Truth.load(trained.truth_path(trained.source(trial.case)))
     resumed = Truth.load(trained.truth_path(trained.out(trial.resharding)))
     assert differences(_as_loading_leaves(saved, trial), resumed) == []
+
+
+def test_an_engine_that_loads_directly_holds_the_same(trial: Trial, trained: Places) -> None:
+    one = trial.resharding
+    if trial.like is None:  # files without hyper-parameters are not loaded directly
+        of_out = Truth.load(trained.truth_path(trained.out(one)))
+        assert differences(of_out, Truth.load(trained.truth_path(trained.loaded(one)))) == []
 
 
 def test_deepspeed_would_have_written_the_same_files(trial: Trial, trained: Places) -> None:
