@@ -247,8 +247,9 @@ class Loading:
             yield os.path.relpath(self._engine._get_zero_ckpt_name("/", tag), "/")
 
     def _require_fit(self, resharding: Resharding, files: FilesOnDemand) -> None:
-        engine = self._engine
-        if engine.zero_optimization() and resharding.settings.layout.stage:
+        """Compare with the live optimizer, unless it is not loaded."""
+        engine, loads_states = self._engine, self._options.loads_states
+        if loads_states and engine.zero_optimization() and resharding.settings.layout.stage:
             place = live_engine.place_of(engine)
             live_engine.require_same_optimizer(
                 engine.param_names, engine.optimizer, resharding, files, place

@@ -36,6 +36,7 @@ OPTIONS: Mapping[str, dict[str, object]] = {
 UNIVERSAL = Case("universal", 2, "bf16", {"checkpoint": {"load_universal": True}})
 ELASTIC = Case("elastic", 2, "bf16", {"zero_optimization": {"elastic_checkpoint": True}})
 WITHOUT_ZERO = Case("without-zero", 0, "bf16")
+OTHER_GROUPS = Case("other-groups", 2, "bf16", one_group=True)
 OTHER_SCALING = Case("other-scaling", 2, "fp16")
 
 
@@ -124,12 +125,18 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
             Reported(case, out, root / f"{case.name}-fits.json"),
         ]
     run_dir = root / SAVED[0].name
+    weights = (("load_module_only", True),)
+    for way, source in (("plain", root / f"{SAVED[0].name}-out"), ("direct", run_dir)):
+        truth = root / f"other-groups-{way}.pt"
+        job = Resume(OTHER_GROUPS, source, truth, load_options=weights, reshards=way == "direct")
+        loads.append(job)
     loads += [
         Attempt(UNIVERSAL, run_dir, root / "universal"),
         Attempt(ELASTIC, run_dir, root / "elastic"),
         Attempt(OTHER_SCALING, run_dir, root / "other-scaling"),
         Attempt(WITHOUT_ZERO, run_dir, root / "without-zero"),
         Attempt(SAVED[0], run_dir, root / "unknown", (("strict", True),)),
+        Attempt(OTHER_GROUPS, run_dir, root / "groups"),
         Attempt(SAVED[0], root / "nowhere", root / "nothing"),
     ]
     require_success(run_jobs(TO, loads, root / "ranks", do))
@@ -142,6 +149,11 @@ def test_an_option_means_the_same(case: Case, name: str, root: Path) -> None:
     plain, direct = (
         Truth.load(root / f"{case.name}-{name}-{way}.pt") for way in ("plain", "direct")
     )
+    assert differences(plain, direct) == []
+
+
+def test_weights_alone_load_into_any_param_groups(root: Path) -> None:
+    plain, direct = (Truth.load(root / f"other-groups-{way}.pt") for way in ("plain", "direct"))
     assert differences(plain, direct) == []
 
 
@@ -170,6 +182,7 @@ def test_files_that_fit_are_loaded_by_deepspeed_itself(case: Case, root: Path) -
         ("other-scaling", "the engine's config trains in float16: the loss scale"),
         ("without-zero", "the engine's config asks for ZeRO stage 0"),
         ("unknown", "unexpected keyword argument 'strict'"),
+        ("groups", "groups of parameters for this rank, the engine's optimizer has 1"),
         ("nothing", "nowhere: no such file or directory"),
     ],
 )
