@@ -214,20 +214,19 @@ class Loading:
                 files = FilesOnDemand(resharding)
                 served = ServedFiles(source, files, maps=self._options.custom_load_fn is None)
                 stack.callback(served.close)
-                own = list(self._own_files(tag))
                 self._require_fit(resharding, files)
-                for name in own:
+                for name in self._own_files(tag):
                     served.prepare(name)
-            path, state = self._load_served(served, own, tag)
+            path, state = self._load_served(served, tag)
         if path is not None:
             path = str(source.path / path)
         return (path, state), (served.read_bytes, sum(served.mapped.values()))
 
-    def _load_served(self, served: ServedFiles, own: list[str], tag: str) -> tuple[str | None, Any]:
+    def _load_served(self, served: ServedFiles, tag: str) -> tuple[str | None, Any]:
         """Let DeepSpeed load; returns the path as it is in the run directory, and the state."""
         engine, step = self._engine, self._agreement.step_at
         with self._agreement.step(), stub_directory(served.paths) as root:
-            stand_in = _ServingEngine(engine.checkpoint_engine, served, root, self._agreement, own)
+            stand_in = _ServingEngine(engine.checkpoint_engine, served, root, self._agreement)
             with (
                 step(engine, "load_module_state_dict"),
                 step(engine.optimizer, "load_state_dict"),
@@ -276,13 +275,11 @@ class _ServingEngine:
         served: ServedFiles,
         root: Path,
         agreement: Agreement,
-        own: list[str],
     ) -> None:
         self._inner = inner
         self._served = served
         self._root = root
         self._agreement = agreement
-        self._own = own
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -293,8 +290,9 @@ class _ServingEngine:
         known = self._served.real_path(name)
         if known is not None:
             return self._inner.load(str(known), *args, **kwargs)
-        if name not in self._own:
+        if self._served.is_sidecar(name):
             return self._served.load(name)
+        # One model file and one optimizer file, on every rank; of a pipeline all take the first's.
         with self._agreement.step():
             return self._served.load(name)
 

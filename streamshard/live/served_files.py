@@ -55,6 +55,10 @@ class ServedFiles:
         """Paths of all files, relative to the run directory."""
         return [*self._files.paths, *self._sidecars]
 
+    def is_sidecar(self, path: str) -> bool:
+        """Tell whether a file is copied as it is: of these a rank loads none, or many."""
+        return path in self._sidecars
+
     def real_path(self, path: str) -> Path | None:
         """Return the source's own file for a path, if it is the file of that path as it is."""
         if path not in self._sidecars or self._source.kind == "store":
