@@ -54,7 +54,7 @@ def test_one_reading_gives_the_sha256_of_what_is_whole(tmp_path: Path, codec: st
     store = tmp_path / "store.zarr"
     api.convert(make_run(tmp_path / "run"), store, codec=codec)
     known = {store / path: sha256(data).hexdigest() for path, data in bits(store).items()}
-    means = Means(Limits(0, 1 << 30, None), Silent())
+    means = Means(Limits(0, 1 << 40, None), Silent())
     reading = ArchiveReading(store, means.memory, Silent())
     found = reading.run()
     assert found.items() <= known.items()
