@@ -14,8 +14,7 @@ import pytest
 
 import streamshard as api
 from streamshard.io import entries
-from streamshard.io.entries import ByteSource, Entry
-from streamshard.io.readable import Status
+from streamshard.io.readable import ByteSource, Entry, Status
 from tests.cli.conftest import tree
 from tests.fabricated import write
 from tests.job import Job
@@ -40,6 +39,9 @@ class Opened:
         data = self.read_at(offset, len(view))
         view[: len(data)] = data
         return len(data)
+
+    def will_need(self, offset: int, nbytes: int) -> None:
+        """Read nothing ahead."""
 
     def status(self) -> Status:
         """Ask the store."""
@@ -87,7 +89,7 @@ class Objects:
         """Leave a path as it is."""
         return path
 
-    def open(self, path: Path) -> Opened:
+    def open(self, path: Path, known: object = None) -> Opened:
         """Open an object."""
         self.examine(path, follows=True)
         return Opened(self, path)

@@ -23,6 +23,8 @@ from streamshard.io.file_system import (
     last_error,
     libc,
 )
+from streamshard.io.objects.object_path import ObjectPath, is_object
+from streamshard.io.objects.object_upload import put
 
 _SYNC_FILE_RANGE_WRITE: Final = 2
 _SYNC_FILE_RANGE_WAIT: Final = 1 | 2 | 4
@@ -47,7 +49,7 @@ def start_writeback(descriptor: int, offset: int, nbytes: int) -> None:
 
     This is a hint: if the system has no such call, nothing happens.
     """
-    if _sync_file_range is not None:
+    if _sync_file_range is not None and descriptor >= 0:
         _sync_file_range(descriptor, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
 
 
@@ -56,18 +58,20 @@ def finish_writeback(descriptor: int, offset: int, nbytes: int) -> None:
 
     A cgroup counts unwritten pages, and kills a process whose pages exceed the limit.
     """
-    if _sync_file_range is not None:
+    if _sync_file_range is not None and descriptor >= 0:
         _sync_file_range(descriptor, offset, nbytes, _SYNC_FILE_RANGE_WAIT)
 
 
 def sync_tree(root: Path) -> None:
-    """Make all files in a directory tree durable, with their names.
+    """Make all files in a directory tree durable, with their names; objects are at once.
 
     Raises
     ------
     OSError
         Something could not be written.
     """
+    if is_object(root):
+        return
     descriptor = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if _syncs_as_a_whole(descriptor):
@@ -84,7 +88,9 @@ def sync_tree(root: Path) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Make a file's content, or the names in a directory, durable."""
+    """Make a file's content, or the names in a directory, durable; objects are at once."""
+    if is_object(path):
+        return
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -100,8 +106,11 @@ def write_durably(path: Path, data: bytes, temporary: Path) -> None:
     Parameters
     ----------
     temporary
-        Path in the same directory for the new content until it is on disk.
+        Path in the same directory for the new content until it is on disk; not for an object.
     """
+    if isinstance(path, ObjectPath):
+        put(path, data)
+        return
     temporary.write_bytes(data)
     sync_path(temporary)
     temporary.replace(path)

@@ -1,108 +1,73 @@
 """What lies at a path and in a directory: its kind, size and identity, and what is listed there.
 
-The only places today are local directories. Another place is another `ByteSource`, and a kind of
-path with the same pure operations (`/`, `name`, `parent`, `relative_to`, …); `source_of` tells the
-places apart by the kind of path.
+Local directories and object stores are one `ByteSource` each; `source_of` tells them apart by the
+kind of path.
 """
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import BinaryIO, Final, Protocol
+from typing import BinaryIO, Final
 
-from streamshard.io.readable import OpenedFile, ReadableFile, Status, open_to_read
+from streamshard.io.objects.listings import keep_tree
+from streamshard.io.objects.listings import listings_kept as listings_kept
+from streamshard.io.objects.object_files import OBJECTS
+from streamshard.io.objects.object_path import ObjectPath, is_object
+from streamshard.io.objects.object_reader import AHEAD_BYTES, HELD_BYTES, REQUEST_BYTES
+from streamshard.io.readable import ByteSource, Entry, LocalFiles, OpenedFile, Status
 from streamshard.model import SourceFile
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAheadBytes:
+    """How far to read ahead, in bytes."""
+
+    ahead: int
+    """How far at most."""
+    request: int
+    """How much at once at most."""
+    least: int
+    """Smaller ranges are not requested."""
+
 
 _ABSENT: Final = {errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP}
 """Errors which say that a path leads to nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """An entry of a directory as it was listed; links are not followed."""
-
-    path: Path
-    is_directory: bool
-    is_link: bool
-    known: Status | None = None
-    """Status, if the listing told it."""
-
-    @property
-    def name(self) -> str:
-        """Name in the directory."""
-        return self.path.name
-
-    def status(self) -> Status:
-        """Return the status of the entry itself.
-
-        Raises
-        ------
-        OSError
-            The entry is gone.
-        """
-        return self.known or examine(self.path, follows=False)
-
-
-class ByteSource(Protocol):
-    """A place that files are read from. All errors are OSError."""
-
-    def examine(self, path: Path, *, follows: bool) -> Status:
-        """Return the status of what is at a path, or of the link itself that is there."""
-
-    def entries(self, directory: Path) -> Iterator[Entry]:
-        """List a directory, perhaps page by page, in any order."""
-
-    def resolve(self, path: Path) -> Path:
-        """Return an absolute path without symbolic links, as far as it exists."""
-
-    def open(self, path: Path) -> OpenedFile:
-        """Open a file to read ranges of it."""
-
-    def stream(self, path: Path) -> BinaryIO:
-        """Open a file, or a pipe, to read it from its beginning."""
-
-
-class LocalFiles:
-    """The directories of this machine."""
-
-    def examine(self, path: Path, *, follows: bool) -> Status:
-        """Return the status of what is at a path, or of the link itself that is there."""
-        return Status.of(os.stat(path, follow_symlinks=follows))  # noqa: PTH116
-
-    def entries(self, directory: Path) -> Iterator[Entry]:
-        """List a directory."""
-        with os.scandir(directory) as found:
-            for one in found:
-                is_directory = one.is_dir(follow_symlinks=False)
-                yield Entry(directory / one.name, is_directory, one.is_symlink())
-
-    def resolve(self, path: Path) -> Path:
-        """Return an absolute path without symbolic links, as far as it exists."""
-        return Path(os.path.realpath(path))
-
-    def open(self, path: Path) -> ReadableFile:
-        """Open a file to read ranges of it."""
-        return ReadableFile(open_to_read(path))
-
-    def stream(self, path: Path) -> BinaryIO:
-        """Open a file, or a pipe, to read it from its beginning."""
-        descriptor = open_to_read(path)
-        try:
-            return os.fdopen(descriptor, "rb")
-        except OSError as error:  # it is a directory
-            os.close(descriptor)
-            raise OSError(error.errno, error.strerror, str(path)) from error
-
-
 _LOCAL: Final = LocalFiles()
+_AHEAD: Final = ReadAheadBytes(4 << 20, 1 << 20, 1 << 14)
+"""In local files: several windows, so that the disk never waits for a worker; at most what a disk
+takes at once; and what is smaller arrives with its neighbours' pages."""
+_AHEAD_OF_OBJECTS: Final = ReadAheadBytes(AHEAD_BYTES, REQUEST_BYTES, 1)
 
 
 def source_of(path: Path) -> ByteSource:
     """Return the place that a path belongs to."""
-    return _LOCAL
+    return OBJECTS if is_object(path) else _LOCAL
+
+
+def ahead_of(paths: Iterable[Path]) -> ReadAheadBytes:
+    """Return how far a worker reads ahead in files, which all are in one place."""
+    return _AHEAD_OF_OBJECTS if any(map(is_object, paths)) else _AHEAD
+
+
+def request_bytes(paths: Iterable[Path]) -> int:
+    """Return the memory that a worker needs for what it has requested: of local files none."""
+    return HELD_BYTES if any(map(is_object, paths)) else 0
+
+
+def list_ahead(root: Path) -> None:
+    """List all that is below a path at once, where that saves requests; see `listings_kept`."""
+    if isinstance(root, ObjectPath):
+        keep_tree(root)
+
+
+def read_ahead(paths: Iterable[Path]) -> None:
+    """Read small files side by side, where each takes a request; see `listings_kept`."""
+    OBJECTS.read_ahead(path for path in paths if is_object(path))
 
 
 def examine(path: Path, *, follows: bool = True) -> Status:
@@ -265,15 +230,15 @@ def paths_like(directory: Path, pattern: str) -> list[Path]:
     return [path for path in found if fnmatchcase(path.name, pattern)]
 
 
-def open_readable(path: Path) -> OpenedFile:
-    """Open a file to read ranges of it, as a context manager too.
+def open_readable(path: Path, known: SourceFile | None = None) -> OpenedFile:
+    """Open a file to read ranges of it, as a context manager too; see `ByteSource.open`.
 
     Raises
     ------
     OSError
         The file cannot be opened.
     """
-    return source_of(path).open(path)
+    return source_of(path).open(path, known)
 
 
 def stream_of(path: Path) -> BinaryIO:

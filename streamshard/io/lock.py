@@ -210,9 +210,13 @@ def _serialize(descriptor: int) -> None:
 
 
 def _holder(descriptor: int) -> Holder | None:
-    """Read the holder of a lock file; None if the file does not name one."""
+    return holder_in(os.pread(descriptor, _READ_BYTES, 0))
+
+
+def holder_in(content: bytes) -> Holder | None:
+    """Read the holder in a lock's content; None if it does not name one."""
     try:
-        return Holder(**json.loads(os.pread(descriptor, _READ_BYTES, 0)))
+        return Holder(**json.loads(content))
     except (ValueError, TypeError, RecursionError):
         return None
 
@@ -222,12 +226,18 @@ def _is_gone(holder: Holder | None, descriptor: int, *, has_flock: bool) -> bool
     here = Holder.this_process()
     if has_flock and (file_system_of(descriptor) in LOCAL or not here.boot):
         return True
+    if has_flock and holder is not None and holder.boot == here.boot != "":
+        return True
+    return is_gone(holder)
+
+
+def is_gone(holder: Holder | None) -> bool:
+    """Tell whether a holder, known only by what it wrote down, is surely gone."""
+    here = Holder.this_process()
     if holder is None or not here.boot:
         return False
     if holder.boot != here.boot:
         return holder.host == here.host  # this host has rebooted since
-    if has_flock:
-        return True
     if holder.namespace != here.namespace:
         return False
     return _start_time(holder.process) != holder.started

@@ -9,18 +9,13 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.io.entries import is_directory, open_readable, paths_below
+from streamshard.io.objects.object_path import is_object
 
 LEAST_BYTES: Final = 1 << 16
 """For smaller ranges, dropping costs more than it saves."""
 
 _BLOCK_BYTES: Final = 32 << 20
 """Larger than any unit of the page cache; the system keeps a unit that is only partly dropped."""
-
-
-def read_ahead(descriptor: int, offset: int, nbytes: int) -> None:
-    """Start reading a range into the page cache, without waiting."""
-    if descriptor >= 0 and hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
 
 def drop_behind(descriptor: int, begin: int, end: int) -> None:
@@ -39,12 +34,16 @@ def drop_behind(descriptor: int, begin: int, end: int) -> None:
 
 def drop_file(path: Path) -> None:
     """Drop a file from the page cache, so that the next read comes from the disk."""
+    if is_object(path):
+        return
     with open_readable(path) as file:
         _drop(file.descriptor, 0, file.nbytes)
 
 
 def drop_cached(root: Path) -> None:
     """Drop all files below a directory from the page cache."""
+    if is_object(root):
+        return
     for path in paths_below(root):
         if not is_directory(path):
             drop_file(path)

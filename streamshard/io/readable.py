@@ -1,14 +1,15 @@
-"""Bytes that can be read at any offset, whatever holds them; files are opened for reading only.
+"""Files and directories that are read, whatever holds them; files are opened for reading only.
 
 Not even the access time of a local file changes, where the system allows.
 """
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISDIR, S_ISLNK, S_ISREG
 from types import TracebackType
-from typing import Final, Protocol, Self
+from typing import BinaryIO, Final, Protocol, Self
 
 from streamshard.model import SourceFile
 
@@ -84,6 +85,9 @@ class OpenedFile(Readable, Protocol):
     def read_into(self, view: memoryview, offset: int) -> int:
         """Fill a view from an offset; returns the bytes read, fewer only at the file's end."""
 
+    def will_need(self, offset: int, nbytes: int) -> None:
+        """Start reading a range that is needed soon, without waiting."""
+
     def status(self) -> Status:
         """Return the present status of the file that is open."""
 
@@ -120,6 +124,11 @@ class ReadableFile:
     def read_into(self, view: memoryview, offset: int) -> int:
         """Fill a view from an offset; returns the bytes read, fewer only at the file's end."""
         return read_into(self.descriptor, view, offset)
+
+    def will_need(self, offset: int, nbytes: int) -> None:
+        """Start reading a range into the page cache, without waiting; a hint, where supported."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def status(self) -> Status:
         """Return the present status of the file that is open."""
@@ -159,3 +168,87 @@ def read_into(descriptor: int, view: memoryview, offset: int) -> int:
             break
         done += count
     return done
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An entry of a directory as it was listed; links are not followed."""
+
+    path: Path
+    is_directory: bool
+    is_link: bool
+    known: Status | None = None
+    """Status, if the listing told it."""
+
+    @property
+    def name(self) -> str:
+        """Name in the directory."""
+        return self.path.name
+
+    def status(self) -> Status:
+        """Return the status of the entry itself.
+
+        Raises
+        ------
+        OSError
+            The entry is gone.
+        """
+        return self.known or Status.of(os.stat(self.path, follow_symlinks=False))  # noqa: PTH116
+
+
+class ByteSource(Protocol):
+    """A place that files are read from. All errors are OSError."""
+
+    def examine(self, path: Path, *, follows: bool) -> Status:
+        """Return the status of what is at a path, or of the link itself that is there."""
+
+    def entries(self, directory: Path) -> Iterator[Entry]:
+        """List a directory, perhaps page by page, in any order."""
+
+    def resolve(self, path: Path) -> Path:
+        """Return an absolute path without symbolic links, as far as it exists."""
+
+    def open(self, path: Path, known: SourceFile | None = None) -> OpenedFile:
+        """Open a file to read ranges of it.
+
+        Parameters
+        ----------
+        known
+            What was known of the file when the run was planned; a place that can ask for just that
+            content need not examine it again.
+        """
+
+    def stream(self, path: Path) -> BinaryIO:
+        """Open a file, or a pipe, to read it from its beginning."""
+
+
+class LocalFiles:
+    """The directories of this machine."""
+
+    def examine(self, path: Path, *, follows: bool) -> Status:
+        """Return the status of what is at a path, or of the link itself that is there."""
+        return Status.of(os.stat(path, follow_symlinks=follows))  # noqa: PTH116
+
+    def entries(self, directory: Path) -> Iterator[Entry]:
+        """List a directory."""
+        with os.scandir(directory) as found:
+            for one in found:
+                is_directory = one.is_dir(follow_symlinks=False)
+                yield Entry(directory / one.name, is_directory, one.is_symlink())
+
+    def resolve(self, path: Path) -> Path:
+        """Return an absolute path without symbolic links, as far as it exists."""
+        return Path(os.path.realpath(path))
+
+    def open(self, path: Path, known: SourceFile | None = None) -> ReadableFile:
+        """Open a file to read ranges of it."""
+        return ReadableFile(open_to_read(path))
+
+    def stream(self, path: Path) -> BinaryIO:
+        """Open a file, or a pipe, to read it from its beginning."""
+        descriptor = open_to_read(path)
+        try:
+            return os.fdopen(descriptor, "rb")
+        except OSError as error:  # it is a directory
+            os.close(descriptor)
+            raise OSError(error.errno, error.strerror, str(path)) from error

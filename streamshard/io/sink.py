@@ -1,7 +1,8 @@
 """Writes files; makes, renames and removes files and directories. All errors are OSError.
 
-The only places today are local directories, whose files can be written at any offset. Another place
-has a `Sink` of its own; one whose files only grow at their end says so.
+Files of local directories can be written at any offset; objects only grow at their end, and exist
+when they are complete. A bucket has no directories, owners and links, and renames nothing: there
+these functions copy and remove, or have nothing to do.
 """
 
 import errno
@@ -10,14 +11,18 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, Protocol
 
 from streamshard.io.direct_io import BLOCK_BYTES, LEAST_BYTES, open_direct
 from streamshard.io.entries import entries_below, is_real_directory, lexists
+from streamshard.io.objects.object_changes import copy_object, move_below, remove_below
+from streamshard.io.objects.object_path import ObjectPath
+from streamshard.io.objects.object_upload import ObjectSink, put, remove_object, upload_bytes
 from streamshard.io.readable import open_to_read, read_into
 
+_ENDLESS: Final = 1 << 62
 _BLOCK_BYTES: Final = 512
 """The unit of st_blocks in stat(2), whatever the block size of the file system."""
 
@@ -26,8 +31,8 @@ class Sink(Protocol):
     """A file that is being written, perhaps by several workers at a time."""
 
     @property
-    def appends_only(self) -> bool:
-        """Whether each write must begin where the one before ended."""
+    def version(self) -> str:
+        """Etag of a complete object; empty for a local file."""
 
     @property
     def block_bytes(self) -> int:
@@ -59,7 +64,7 @@ class LocalSink:
         Descriptor from `open_direct`; -1 if there is none.
     """
 
-    appends_only = False
+    version = ""
 
     def __init__(self, descriptor: int, direct: int = -1) -> None:
         self.descriptor = descriptor
@@ -101,10 +106,17 @@ def open_sink(path: Path, *, is_new: bool, nbytes: int) -> Sink:
     nbytes
         How much is to be written.
     """
+    if isinstance(path, ObjectPath):
+        return ObjectSink(path, nbytes)
     descriptor = open_target(path, is_new=is_new)
     # Not for an existing file: the page cache may still hold its earlier pages.
     goes_past = is_new and nbytes >= LEAST_BYTES
     return LocalSink(descriptor, open_direct(path, descriptor) if goes_past else -1)
+
+
+def upload_bytes_to(target: Path, largest_bytes: int) -> int:
+    """Return the memory that a worker needs to upload files of a target: for local ones none."""
+    return upload_bytes(largest_bytes) if isinstance(target, ObjectPath) else 0
 
 
 def open_written(path: Path) -> Sink:
@@ -185,27 +197,41 @@ class AppendedFile:
 
 def make_directory(path: Path, *, parents: bool = False, exist_ok: bool = False) -> None:
     """Make a directory; as `Path.mkdir`."""
-    path.mkdir(parents=parents, exist_ok=exist_ok)
+    if not isinstance(path, ObjectPath):
+        path.mkdir(parents=parents, exist_ok=exist_ok)
 
 
 def write_new(path: Path, data: bytes) -> None:
     """Write a small file, with the directories that it lies in."""
+    if isinstance(path, ObjectPath):
+        put(path, data)
+        return
     make_directory(path.parent, parents=True, exist_ok=True)
     path.write_bytes(data)
 
 
 def rename(path: Path, target: Path) -> None:
     """Rename a file or a directory within one file system; an empty directory may be replaced."""
+    if isinstance(path, ObjectPath) and isinstance(target, ObjectPath):
+        move_below(path, target)
+        return
     path.rename(target)
 
 
 def replace_file(path: Path, target: Path) -> None:
     """Rename a file; at any moment there is the old or the new one at the target."""
+    if isinstance(path, ObjectPath) and isinstance(target, ObjectPath):
+        copy_object(path, target)
+        remove_object(path)
+        return
     path.replace(target)
 
 
 def make_link(known: Path, path: Path) -> None:
-    """Make a hard link to a known file; a symbolic link itself is linked to."""
+    """Make a hard link to a known file; a symbolic link itself is linked to. Objects are copied."""
+    if isinstance(known, ObjectPath) and isinstance(path, ObjectPath):
+        copy_object(known, path)
+        return
     os.link(known, path, follow_symlinks=False)
 
 
@@ -220,6 +246,9 @@ def link_or_copy(known: Path, path: Path) -> None:
 
 def remove_file(path: Path, *, missing_ok: bool = False) -> None:
     """Remove a file or a link."""
+    if isinstance(path, ObjectPath):
+        remove_object(path)
+        return
     path.unlink(missing_ok=missing_ok)
 
 
@@ -231,6 +260,9 @@ def remove(path: Path) -> None:
     OSError
         Something cannot be removed; it names the path that was given.
     """
+    if isinstance(path, ObjectPath):
+        remove_below(path)
+        return
     try:
         if is_real_directory(path):
             shutil.rmtree(path)
@@ -243,11 +275,17 @@ def remove(path: Path) -> None:
 
 def discard(directory: Path) -> None:
     """Remove what can be removed of a directory; errors are ignored."""
+    if isinstance(directory, ObjectPath):
+        with suppress(OSError):
+            remove_below(directory)
+        return
     shutil.rmtree(directory, ignore_errors=True)
 
 
 def take_over_status(known: Path, path: Path) -> None:
     """Give a directory owner, mode, times and access list of another one."""
+    if isinstance(path, ObjectPath):
+        return
     wanted, own = known.stat(), path.stat()
     if (wanted.st_uid, wanted.st_gid) != (own.st_uid, own.st_gid):
         os.chown(path, wanted.st_uid, wanted.st_gid)
@@ -256,23 +294,25 @@ def take_over_status(known: Path, path: Path) -> None:
 
 def may_change(directory: Path) -> bool:
     """Tell whether this process may make and remove entries of a directory."""
-    return os.access(directory, os.W_OK | os.X_OK)
+    return isinstance(directory, ObjectPath) or os.access(directory, os.W_OK | os.X_OK)
 
 
 def foreign_owner(path: Path) -> int | None:
     """Return the user that a path belongs to; None if this process may act as that user."""
+    if isinstance(path, ObjectPath):
+        return None
     owner = path.stat().st_uid
     return None if os.geteuid() in (0, owner) else owner
 
 
 def free_bytes(directory: Path) -> int:
-    """Return the free space on the file system of a directory."""
-    return shutil.disk_usage(directory).free
+    """Return the free space on the file system of a directory; a bucket has no end."""
+    return _ENDLESS if isinstance(directory, ObjectPath) else shutil.disk_usage(directory).free
 
 
 def allocated_bytes(root: Path) -> int:
     """Return the space that what is below a directory takes on its file system."""
-    if not lexists(root):
+    if isinstance(root, ObjectPath) or not lexists(root):
         return 0
     return sum(entry.path.lstat().st_blocks * _BLOCK_BYTES for entry in entries_below(root))
 

@@ -19,6 +19,7 @@ from typing import Any, Final
 from torch import distributed
 
 from streamshard.formats.frameworks import hf_random_file
+from streamshard.io.objects.object_path import as_path
 from streamshard.io.sink import linked_directory
 from streamshard.live.loading import replaced
 from streamshard.operations.native.resharding import Resharding
@@ -72,7 +73,7 @@ class FrameworkLoads:
             self._stack.enter_context(replaced(place, name, make(getattr(place, name))))
 
     def _of(self, directory: str | os.PathLike[str]) -> _Saved | None:
-        return self._saved.get(Path(directory).absolute())
+        return self._saved.get(as_path(directory).absolute())
 
     def _trainer_load(self, plain: Callable[..., object]) -> Callable[..., object]:
         """Return what takes the place of `transformers.Trainer._load_rng_state`.
@@ -89,7 +90,7 @@ class FrameworkLoads:
             if rank < saved.world_size:
                 name = hf_random_file(rank, saved.world_size)
                 wanted = hf_random_file(rank, distributed.get_world_size())
-                links[wanted] = Path(checkpoint).absolute() / name
+                links[wanted] = as_path(checkpoint).absolute() / name
             with linked_directory(links) as place:
                 return plain(trainer, str(place), *args, **kwargs)
 

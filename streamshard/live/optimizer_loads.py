@@ -18,6 +18,7 @@ from streamshard.errors import (
 )
 from streamshard.formats.checkpoint import LIKE
 from streamshard.formats.deepspeed.dumps.dump_reader import ASSUMED, LOADING
+from streamshard.io.objects.object_path import as_path
 from streamshard.live.consensus import Agreement, say
 from streamshard.live.live_engine import in_words_of_a_call, require_same_optimizer
 from streamshard.live.live_optimizer import (
@@ -86,7 +87,7 @@ def load_optimizer(
         On all ranks, if one rank cannot load its part; the message names that rank. The optimizer
         is as it was if the message is about the dumps, or about what the optimizer holds.
     """
-    return _OptimizerLoad(optimizer).run(Path(source).absolute(), source_ds_config_file)
+    return _OptimizerLoad(optimizer).run(as_path(source).absolute(), source_ds_config_file)
 
 
 class _OptimizerLoad:

@@ -5,11 +5,11 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from streamshard.io.objects.object_path import as_path
 from streamshard.live.framework_loads import FrameworkLoads
 from streamshard.live.global_batch import fitted_configs
 from streamshard.live.live_engine import Engine
@@ -55,7 +55,7 @@ def load_checkpoint(
         On all ranks, if one rank cannot load its part; the message names that rank.
     """
     loading = Loading(engine, _PLAIN, LoadOptions(**options), keeps_global_batch=keeps_global_batch)
-    path, state, _ = loading.run(Path(source), tag)
+    path, state, _ = loading.run(as_path(source), tag)
     return path, state
 
 
@@ -83,7 +83,7 @@ def resharding(*, keeps_global_batch: bool = False) -> Iterator[list[LoadReport]
     def load(engine: Engine, *args: Any, **kwargs: Any) -> tuple[str | None, Any]:
         given = inspect.signature(_PLAIN).bind(engine, *args, **kwargs).arguments
         del given["self"]
-        directory, tag = Path(given.pop("load_dir")), given.pop("tag", None)
+        directory, tag = as_path(given.pop("load_dir")), given.pop("tag", None)
         options = LoadOptions(**given)
         loading = Loading(engine, _PLAIN, options, keeps_global_batch=keeps_global_batch)
         path, state, report = loading.run(directory, tag, may_be_missing=True)

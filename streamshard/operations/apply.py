@@ -2,10 +2,10 @@
 
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Final
 
 from streamshard.errors import SourceError, TargetExistsError, UsageError
+from streamshard.io.objects.object_path import as_path
 from streamshard.operations.convert.convert import plan_convert
 from streamshard.operations.export.export import plan_export
 from streamshard.operations.repartition.repartition import plan_repartition
@@ -46,7 +46,7 @@ def load_plan(
     StreamshardError
         Any other error that planning raises.
     """
-    place = Path(path)
+    place = as_path(path)
     saved = plan_file.read(place)
     options: dict[str, Any] = dict(saved.options)
     if memory_limit is not None:

@@ -7,7 +7,6 @@ import io
 import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Final
 
 from rich.box import SIMPLE_HEAD, Box
@@ -301,7 +300,7 @@ def _newest_whole(path: str, found: Sequence[CheckpointSummary]) -> str:
     whole = [one for one in found if one.is_whole]
     if not whole:
         return "None of them is whole."
-    text = f"The newest whole checkpoint: {Path(path) / whole[-1].path}."
+    text = f"The newest whole checkpoint: {path.rstrip('/')}/{whole[-1].path}."
     return f"{text} Whole: all files are there, and their headers agree; verify reads all the rest."
 
 

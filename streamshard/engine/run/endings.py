@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from streamshard.engine.numeric.checksums import join_crc32
-from streamshard.engine.run.work import SpanResult, TargetFile
+from streamshard.engine.run.work import Ending, SpanResult, TargetFile
 from streamshard.model import Digest
 
 
@@ -24,10 +24,14 @@ class FileEndings:
     def all(self) -> Iterator[tuple[int, bytes]]:
         """Yield the byte offset and the bytes of each ending."""
         for ending in self._endings:
-            data = bytearray(ending.data)
-            for place, start, stop in ending.crc32s:
-                data[place : place + 4] = self._crc32(start, stop).to_bytes(4, "little")
-            yield ending.offset, bytes(data)
+            yield ending.offset, self.serialize(ending)
+
+    def serialize(self, ending: Ending) -> bytes:
+        """Return the bytes of an ending whose regions were all added."""
+        data = bytearray(ending.data)
+        for place, start, stop in ending.crc32s:
+            data[place : place + 4] = self._crc32(start, stop).to_bytes(4, "little")
+        return bytes(data)
 
     def _crc32(self, start: int, stop: int) -> int:
         crc32 = 0

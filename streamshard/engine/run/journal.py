@@ -9,7 +9,7 @@ lose or tear lines and data; the only effect is that some spans are written agai
 import json
 import zlib
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -77,7 +77,7 @@ class Journal:
 
     def _read(self) -> None:
         rows = array("Q")
-        for line in _lines(self.path):
+        for line in _lines_of(self.path):
             if isinstance(line, dict) and self.header is None:
                 self.header = line
             elif line == _WHOLE:
@@ -100,7 +100,7 @@ class Journal:
     def begin(self, header: Mapping[str, Any]) -> None:
         """Start a new journal, which from now on identifies the directory as this run's."""
         new = self.path.with_name(f"{self.path.name}.new")
-        write_durably(self.path, _serialize(header), new)
+        write_durably(self.path, serialize_line(header), new)
         self.header = header
         self._spans, self.is_whole, self.is_empty = (
             _Spans.of(np.zeros((0, 4), dtype=np.uint64)),
@@ -115,12 +115,12 @@ class Journal:
 
     def note(self, path: str, offset: int, written: Written) -> None:
         """Add the content of a written span; may be called from several threads."""
-        self._file.append(_serialize([path, offset, written.nbytes, written.crc32]))
+        self._file.append(serialize_line([path, offset, written.nbytes, written.crc32]))
         self.is_empty = False
 
     def note_whole(self) -> None:
         """Record durably that all files are written and durable."""
-        self._file.append(_serialize(_WHOLE))
+        self._file.append(serialize_line(_WHOLE))
         self._file.sync()
 
     def close(self) -> None:
@@ -128,23 +128,27 @@ class Journal:
         self._file.close()
 
 
-def _serialize(line: object) -> bytes:
+def serialize_line(line: object) -> bytes:
     """Serialize a line; it starts with a line break, so a torn line before it does no harm."""
     text = json.dumps(line).encode()
     return b"\n%08x %s\n" % (zlib.crc32(text), text)
 
 
-def _lines(path: Path) -> Iterator[Any]:
-    """Yield the lines whose checksum is correct."""
+def _lines_of(path: Path) -> Iterator[Any]:
     try:
         stream = stream_of(path)
     except (FileNotFoundError, NotADirectoryError):
         return
     with stream:
-        for line in stream:
-            text = line[_CRC_BYTES:].rstrip(b"\n")
-            if line[:_CRC_BYTES] == b"%08x " % zlib.crc32(text):
-                yield json.loads(text)
+        yield from intact_lines(stream)
+
+
+def intact_lines(stream: Iterable[bytes]) -> Iterator[Any]:
+    """Yield the lines whose checksum is correct."""
+    for line in stream:
+        text = line[_CRC_BYTES:].rstrip(b"\n")
+        if line[:_CRC_BYTES] == b"%08x " % zlib.crc32(text):
+            yield json.loads(text)
 
 
 def _key(text: str) -> int:

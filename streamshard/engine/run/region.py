@@ -1,17 +1,8 @@
 """Delivers a region's bytes from the sources, and makes the system read ahead."""
 
-from typing import Final
-
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.work import Region
 from streamshard.model import Copies
-
-_AHEAD_BYTES: Final = 4 << 20
-"""How far the system reads ahead: several windows, so that the disk never waits for a worker."""
-_REQUEST_BYTES: Final = 1 << 20
-"""Maximum bytes per request: the system cuts off longer requests than a disk takes at once."""
-_LEAST_BYTES: Final = 1 << 14
-"""Smaller ranges are not requested: their pages arrive with their neighbours."""
 
 
 class ReadAhead:
@@ -24,6 +15,7 @@ class ReadAhead:
     def __init__(self, copies: Copies, reader: SourceReader) -> None:
         self._copies = copies
         self._reader = reader
+        self._limits = reader.ahead
         self._next = 0
         """Index of the next copy to request."""
         self._requested = 0
@@ -34,12 +26,12 @@ class ReadAhead:
     def advance(self, nbytes: int) -> None:
         """Count bytes that are read now, and request the bytes after them."""
         self._ahead -= nbytes
-        if self._ahead > _AHEAD_BYTES - _REQUEST_BYTES:
+        if self._ahead > self._limits.ahead - self._limits.request:
             return
-        while self._ahead < _AHEAD_BYTES and self._next < len(self._copies):
+        while self._ahead < self._limits.ahead and self._next < len(self._copies):
             left = int(self._copies.nbytes[self._next]) - self._requested
-            count = min(left, _REQUEST_BYTES)
-            if count >= _LEAST_BYTES and self._ahead >= 0:
+            count = min(left, self._limits.request)
+            if count >= self._limits.least and self._ahead >= 0:
                 file = int(self._copies.file[self._next])
                 offset = int(self._copies.source[self._next]) + self._requested
                 self._reader.will_need(file, offset, count)

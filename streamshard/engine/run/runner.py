@@ -2,9 +2,10 @@
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -13,6 +14,7 @@ from streamshard.engine.run.endings import FileEndings
 from streamshard.engine.run.phases import SYNCING, WRITING, Watcher
 from streamshard.engine.run.source_reader import Decoder, SourceReader
 from streamshard.engine.run.staged_files import Partial
+from streamshard.engine.run.uploads import Uploads, upload_file
 from streamshard.engine.run.window import Window, unwritten_bytes
 from streamshard.engine.run.work import Span, SpanResult, TargetFile
 from streamshard.io.direct_io import aligned
@@ -75,13 +77,13 @@ class Engine:
         decoders: Mapping[int, Decoder],
         resources: Resources,
         watcher: Watcher,
-        partial: Partial,
+        partial_target: Partial | Uploads,
     ) -> None:
         self._sources = sources
         self._decoders = decoders
         self._resources = resources
         self._watcher = watcher
-        self._partial = partial
+        self._partial = partial_target
         self._local = threading.local()
         self._lock = threading.Lock()
         """Held while a result is taken."""
@@ -107,8 +109,8 @@ class Engine:
         pending: set[Future[None]] = set()
         self._watcher.enter(WRITING)
         try:
-            for opened, span in self._spans(files):
-                pending.add(pool.submit(self._write, opened, span))
+            for task in self._tasks(files):
+                pending.add(pool.submit(task))
                 if len(pending) > 2 * self._resources.workers:
                     done, pending = wait(pending, return_when=FIRST_COMPLETED)
                     for future in done:
@@ -127,20 +129,51 @@ class Engine:
             for left in self._opened:
                 left.sink.close()
 
-    def _spans(self, files: Iterable[TargetFile]) -> Iterator[tuple[_OpenFile, Span]]:
+    def _tasks(self, files: Iterable[TargetFile]) -> Iterator[Callable[[], None]]:
+        """Yield a task for each span of local files, for each whole file of a bucket."""
+        partial_target = self._partial
+        if isinstance(partial_target, Uploads):
+            yield from (partial(self._upload, partial_target, file) for file in files)
+        else:
+            for opened, span in self._spans(files, partial_target):
+                yield partial(self._write, partial_target, opened, span)
+
+    def _upload(self, uploads: Uploads, file: TargetFile) -> None:
+        """Upload a file, unless an earlier run did."""
+        path, kept = uploads.path / file.path, uploads.journal.results_of(file.path)
+        with target_errors(path):
+            if kept is None:
+                version, results, ending_bytes = upload_file(file, path, self._window())
+                uploads.journal.note(file.path, version, results)
+            else:
+                results, ending_bytes = list(kept), sum(len(e.data) for e in file.endings)
+                nbytes = sum(result.written.nbytes for result in results)
+                uploads.keep(nbytes + ending_bytes)
+                self._watcher.keep(nbytes + ending_bytes)
+                self._watcher.advance(nbytes)
+        with self._lock:
+            for result in results:
+                file.take(result)
+        # Progress counts data before compression: add what compression saved.
+        saved = sum(s.nbytes for s in file.spans) - sum(r.written.nbytes for r in results)
+        self._watcher.advance(ending_bytes + saved)
+
+    def _spans(
+        self, files: Iterable[TargetFile], partial_target: Partial
+    ) -> Iterator[tuple[_OpenFile, Span]]:
         for file in files:
-            path = self._partial.path / file.path
+            path = partial_target.path / file.path
             with target_errors(path):
                 # After a power failure, the journal may list a file that is gone.
-                is_new = not self._partial.journal.holds(file.path) or not exists(path)
+                is_new = not partial_target.journal.holds(file.path) or not exists(path)
                 opened = _OpenFile(file, path, is_new=is_new)
             self._opened.add(opened)
             for span in file.spans:
                 yield opened, span
 
-    def _write(self, opened: _OpenFile, span: Span) -> None:
+    def _write(self, partial_target: Partial, opened: _OpenFile, span: Span) -> None:
         with target_errors(opened.path):
-            result = self._keep_or_write(opened, span)
+            result = self._keep_or_write(partial_target, opened, span)
             with self._lock:
                 is_last = opened.span_done(result)
             if is_last:
@@ -150,20 +183,20 @@ class Engine:
                     self._finished.append(opened.path)
                     self._drop(keep=_KEPT_FILES)
 
-    def _keep_or_write(self, opened: _OpenFile, span: Span) -> SpanResult:
+    def _keep_or_write(self, partial_target: Partial, opened: _OpenFile, span: Span) -> SpanResult:
         """Keep a span that an earlier run wrote correctly, else write it."""
-        window, partial, path = self._window(), self._partial, opened.file.path
-        known = None if opened.is_new else partial.journal.find(path, span.offset)
+        window, path = self._window(), opened.file.path
+        known = None if opened.is_new else partial_target.journal.find(path, span.offset)
         if known is not None:
             kept = window.recall(span, opened.sink, known)
             if kept is not None:
-                partial.keep(known.nbytes)
+                partial_target.keep(known.nbytes)
                 self._watcher.keep(span.nbytes)
                 self._watcher.advance(span.nbytes)
                 return kept
-        partial.make_room(span.nbytes)
+        partial_target.make_room(span.nbytes)
         result = window.write(span, opened.sink, is_new=opened.is_new)
-        partial.journal.note(path, span.offset, result.written)
+        partial_target.journal.note(path, span.offset, result.written)
         # Progress counts data before compression: add what compression saved.
         self._watcher.advance(span.nbytes - result.written.nbytes)
         return result

@@ -10,7 +10,7 @@ from streamshard.engine.numeric.checksums import crc32
 from streamshard.engine.run.buffers import ReusableBuffer
 from streamshard.errors import CorruptFileError, IntegrityError, SourceError
 from streamshard.io import page_cache
-from streamshard.io.entries import open_readable
+from streamshard.io.entries import ahead_of, open_readable
 from streamshard.io.files import require_same
 from streamshard.io.memory_map import map_range
 from streamshard.io.readable import OpenedFile
@@ -64,6 +64,8 @@ class SourceReader:
     ) -> None:
         self._keeps_open = min(_OPEN_FILES, max(1, _OPEN_TOGETHER // workers))
         self._stop = stop
+        self.ahead = ahead_of(file.path for file in files)
+        """How far to read ahead."""
         self._drops_behind = drops_behind
         self._files = files
         self._decoders = decoders
@@ -149,7 +151,7 @@ class SourceReader:
             The file has changed since the plan was made.
         """
         with suppress(OSError):  # the actual read retries, and reports the error
-            page_cache.read_ahead(self._opened(file).descriptor, offset, nbytes)
+            self._opened(file).will_need(offset, nbytes)
 
     def _map(self, file: int, offset: int, nbytes: int, is_private: bool) -> memoryview:
         try:
@@ -250,7 +252,7 @@ class SourceReader:
         while len(self._open) >= self._keeps_open:
             self._open.popitem(last=False)[1].close()
         source = self._files[file]
-        opened = open_readable(source.path)
+        opened = open_readable(source.path, source)
         try:
             require_same(source, opened.status())
         except BaseException:

@@ -15,6 +15,7 @@ from streamshard.errors import (
     UnsupportedError,
     UsageError,
 )
+from streamshard.io.objects.object_path import as_path
 
 MISSING: Final = "missing"
 """A file that should exist does not."""
@@ -155,11 +156,11 @@ class Findings:
 def _named(message: str, place: Path, files: Collection[Path]) -> Path:
     """Return the file that a message names first: one of the files, or a path below the place."""
     head = message.partition(": ")[0]
-    if Path(head) in files:
-        return Path(head)
+    if as_path(head) in files:
+        return as_path(head)
     places = {path: message.find(str(path)) for path in files}
     named = [path for path, at in places.items() if at >= 0]
     if not named and head.startswith(f"{place}{os.sep}"):
-        return Path(head)  # such as a missing file
+        return as_path(head)  # such as a missing file
     # If one path is the beginning of another, the longest is meant.
     return min(named, key=lambda path: (places[path], -len(str(path))), default=place)

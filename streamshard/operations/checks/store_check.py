@@ -21,6 +21,7 @@ from streamshard.formats.zarr.store_manifest import FileRecord, Manifest
 from streamshard.formats.zarr.store_paths import require_inside
 from streamshard.formats.zarr.store_state import ChunkShapes
 from streamshard.io.entries import entries_below, examine
+from streamshard.io.objects.object_path import as_path
 from streamshard.layout.sample import Sample
 from streamshard.model import ITEMSIZE, SourceFile
 from streamshard.operations.checks import chunk_check
@@ -98,14 +99,19 @@ class StoreCheck:
 
     def _present(self) -> set[str]:
         """List all entries except directories and streamshard's own marks."""
-        return {
-            entry.path.relative_to(self._root).as_posix()
+        present = {
+            entry.path.relative_to(self._root)
             for entry in entries_below(self._root, skips=self._note_unread)
-            if not entry.is_directory and not entry.name.startswith(OWN_PREFIX)
+            if not entry.is_directory
+        }
+        return {
+            path.as_posix()
+            for path in present
+            if not (path.name.startswith(OWN_PREFIX) or path.parts[0].startswith(OWN_PREFIX))
         }
 
     def _note_unread(self, error: OSError) -> bool:
-        place = Path(error.filename or self._root)
+        place = as_path(error.filename or self._root)
         self._findings.add(UNREADABLE, place, f"{place}: cannot be read ({error.strerror})")
         return True
 

@@ -26,8 +26,17 @@ from streamshard.formats.deepspeed.read.validation import (
 )
 from streamshard.formats.links import is_inside, require_regular
 from streamshard.formats.zarr import store_files, zarr_reader
-from streamshard.io.entries import identify, is_directory, is_file, paths_below, paths_in
+from streamshard.io.entries import (
+    identify,
+    is_directory,
+    is_file,
+    list_ahead,
+    listings_kept,
+    paths_below,
+    paths_in,
+)
 from streamshard.io.files import source_errors
+from streamshard.io.objects.object_path import as_path
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.sample import Sample
 from streamshard.model import SourceFile
@@ -97,8 +106,8 @@ def look_at(request: Request, findings: Findings, sample: Sample) -> Looked:
     SourceError
         The path cannot be read.
     """
-    root = Path(request.path)
-    with source_errors(root):
+    root = as_path(request.path)
+    with listings_kept(), source_errors(root):
         template = request.template
         if template is not None:
             return _look_at_dumps(request, template, findings, sample)
@@ -108,6 +117,7 @@ def look_at(request: Request, findings: Findings, sample: Sample) -> Looked:
 
 
 def _look_at_store(request: Request, root: Path, findings: Findings, sample: Sample) -> Looked:
+    list_ahead(root)
     error: StreamshardError | None = None
     try:
         request.open().require_use_of_like()

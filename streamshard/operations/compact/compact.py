@@ -12,6 +12,7 @@ from streamshard.engine.run import resident_memory
 from streamshard.errors import UsageError
 from streamshard.io.entries import resolve
 from streamshard.io.files import target_errors
+from streamshard.io.objects.object_path import as_path
 from streamshard.io.sink import free_bytes
 from streamshard.operations.compact.compact_report import (
     ARCHIVED,
@@ -126,8 +127,8 @@ def compact(
     floor_bytes = resident_memory.resident_bytes()
     min_age_ns = int(min_age.total_seconds() * 10**9)
     settings = Settings(
-        run_dir=Path(run_dir).absolute(),
-        archive_dir=Path(archive_dir).absolute(),
+        run_dir=as_path(run_dir).absolute(),
+        archive_dir=as_path(archive_dir).absolute(),
         rules=Rules(keep_last, min_age_ns, keep_every, tuple(keep_tags)),
         storing=ConvertOptions(codec=codec, chunk_size=chunk_size),
         limits=Limits(floor_bytes, memory_limit, workers),

@@ -13,7 +13,6 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.names import step_of
 from streamshard.formats.links import place_of
 from streamshard.io.entries import (
-    Entry,
     entries_below,
     examine,
     exists,
@@ -24,6 +23,7 @@ from streamshard.io.entries import (
     read_all,
 )
 from streamshard.io.files import source_errors
+from streamshard.io.readable import Entry
 from streamshard.operations.compact.removal.trash import Trash
 from streamshard.operations.compact.tag_choice import Run, Tag
 from streamshard.operations.source.sidecars import has_shards

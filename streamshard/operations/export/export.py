@@ -3,12 +3,12 @@
 import inspect
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 from streamshard.defaults import DTYPES
 from streamshard.errors import UnsupportedError, UsageError
 from streamshard.formats import pretrained
+from streamshard.io.objects.object_path import as_path
 from streamshard.operations.export.export_writer import MOST_NAMED, ExportWriter
 from streamshard.operations.export.model_sidecars import ModelSidecars, find_model_sidecars
 from streamshard.operations.export.universal_files import UniversalFiles
@@ -71,7 +71,7 @@ def plan_export(source: Path_, target: Path_, options: ExportOptions) -> Transfe
     StreamshardError
         One of its subclasses, each with its own exit code; see `streamshard.errors`.
     """
-    if (suffix := Path(target).suffix) in (".safetensors", ".bin", ".pt"):
+    if (suffix := as_path(target).suffix) in (".safetensors", ".bin", ".pt"):
         message = f"{target}: the weights go into a directory, with names that from_pretrained"
         raise UsageError(f"{message} knows; give a name without {suffix}")
     return plan_transfer(Command("export", source, target, options), partial(_prepare, options))

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,8 @@ from streamshard.formats.deepspeed.cut import muon_order
 from streamshard.formats.pickle.inert import Call, Global, Node, show
 from streamshard.formats.zarr.chunks import EncodedChunk
 from streamshard.formats.zarr.rewritten_documents import remark
+from streamshard.io.entries import listings_kept
+from streamshard.io.objects.object_path import as_path
 from streamshard.model import MASTER
 from streamshard.operations.inspect.checkpoint_list import summaries
 from streamshard.operations.inspect.file_groups import group_files, list_files
@@ -32,6 +33,7 @@ Plain = Any
 """A value that JSON can hold."""
 
 
+@listings_kept()
 def inspect(
     source: str | os.PathLike[str],
     *,
@@ -78,7 +80,7 @@ def inspect(
     # Not at the top: verbs that move bytes import this module, and need no memory for pictures.
     from streamshard.operations.inspect.picture_files import PictureFiles
 
-    files = PictureFiles(Path(svg) if svg else None, Path(html) if html else None, overwrite)
+    files = PictureFiles(as_path(svg) if svg else None, as_path(html) if html else None, overwrite)
     files.require_free()
     is_resized = world_size is not None or zero_stage is not None
     if is_resized and not files.paths:
@@ -90,7 +92,7 @@ def inspect(
         needed=is_resized and muon_order.needs_order(opened.checkpoint, stage)
     )
     is_brief = bool(params or rank is not None or files.paths)
-    is_run = opened.kind == "native" and opened.path == Path(source) and tag is None
+    is_run = opened.kind == "native" and opened.path == as_path(source) and tag is None
     try:
         found = replace(
             summarize(opened),

@@ -29,6 +29,7 @@ from streamshard.io.entries import (
     resolve,
 )
 from streamshard.io.files import source_errors
+from streamshard.io.objects.object_path import as_path
 from streamshard.layout.cutting import Segments
 from streamshard.model import FILE
 from streamshard.operations.source.source import Source, find_tag, open_source
@@ -85,8 +86,8 @@ def list_pickles(source: str | os.PathLike[str], *, tag: str | None = None) -> P
     SourceNotFoundError
         There is nothing at the path, or nothing with a pickle in it.
     """
-    with source_errors(Path(source)):
-        return _list(Path(source), tag)
+    with source_errors(as_path(source)):
+        return _list(as_path(source), tag)
 
 
 def _list(root: Path, tag: str | None) -> PickleListing:

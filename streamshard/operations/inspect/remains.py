@@ -15,6 +15,7 @@ from streamshard.errors import (
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read.validation import Recorded, recorded
 from streamshard.io.entries import exists, is_directory, is_file
+from streamshard.io.objects.object_path import as_path
 from streamshard.layout.sample import EVERYTHING
 from streamshard.model import SourceFile
 from streamshard.operations.checks import structure
@@ -48,7 +49,7 @@ def look_around(
     error
         Why the source could not be opened.
     """
-    root = Path(source)
+    root = as_path(source)
     release_frames(error)
     try:
         if tag is None and is_directory(root) and _needs_choice(root):
@@ -87,7 +88,7 @@ def _is_tag(place: Path) -> bool:
 def _incomplete(request: Request) -> IncompleteCheckpoint:
     findings = Findings()
     looked = structure.look_at(request, findings, EVERYTHING)
-    template, root = request.template, Path(request.path)
+    template, root = request.template, as_path(request.path)
     base = template.directory if template else root
     checkpoints: tuple[CheckpointSummary, ...] = ()
     if looked.kind == "native":

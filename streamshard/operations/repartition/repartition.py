@@ -1,12 +1,12 @@
 """`repartition`: writes native files for another world size, from shards or from a store."""
 
 from functools import partial
-from pathlib import Path
 
 from streamshard.errors import UsageError
 from streamshard.formats.deepspeed import ds_config
 from streamshard.formats.deepspeed.dumps import dump_names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
+from streamshard.io.objects.object_path import as_path
 from streamshard.operations.native.resharding import Resharding, resharding_of
 from streamshard.operations.native.target_files import NativeWriter
 from streamshard.operations.source.source import Source
@@ -66,7 +66,7 @@ def plan_repartition(source: Path_, target: Path_, options: RepartitionOptions) 
     """
     template = dump_names.parse(str(target)) if dump_names.is_template(str(target)) else None
     config_file = options.ds_config_file
-    wanted = ds_config.read_file(Path(config_file)) if config_file else None
+    wanted = ds_config.read_file(as_path(config_file)) if config_file else None
     prepare = partial(_prepare, str(target), template, options, wanted)
     command = Command("repartition", source, target, options)
     return plan_transfer(command, prepare, template=template)

@@ -23,13 +23,23 @@ from streamshard.formats.deepspeed.read import zero_reader
 from streamshard.formats.links import require_inside
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.zarr import zarr_reader
-from streamshard.io.entries import exists, is_directory, is_file, paths_below, read_all
+from streamshard.io.entries import (
+    exists,
+    is_directory,
+    is_file,
+    list_ahead,
+    listings_kept,
+    paths_below,
+    read_all,
+)
 from streamshard.io.files import source_errors
+from streamshard.io.objects.object_path import as_path
 from streamshard.io.retry import try_again
 from streamshard.layout.cutting import Cutting
 from streamshard.model import SourceFile
 from streamshard.operations.source.candidates import find_candidates, hint_of_candidates
 from streamshard.operations.source.sidecars import find_beside, has_shards
+from streamshard.operations.source.unfinished import require_finished
 
 _ELASTIC: Final = (
     "Saved with elastic_checkpoint, which keeps no hyper-parameters: those of all param groups, "
@@ -131,10 +141,12 @@ def open_source(
         There is no checkpoint, or it cannot be used; the message names the file.
     """
     config, known = read_hints([path], ds_config_file, like)
+    with source_errors(as_path(path)):
+        require_finished(as_path(path))
     opened = open_with(path, tag, config=config, like=known)
     if opened.is_elastic and known is not None:
         # Absolute, so that a store's bytes do not depend on the working directory.
-        note = _ELASTIC.format(like=Path(str(like)).absolute(), tag=known.tag)
+        note = _ELASTIC.format(like=as_path(str(like)).absolute(), tag=known.tag)
         checkpoint = opened.checkpoint
         opened = replace(opened, checkpoint=replace(checkpoint, notes=(note, *checkpoint.notes)))
     return opened
@@ -162,7 +174,7 @@ def read_hints(
     if known is not None and not known.layout.stage:
         message = f"{like}: saved without ZeRO (stage 0), which does not name the parameters of its"
         raise UsageError(f"{message} optimizer; give a checkpoint of stage 1, 2 or 3 with --like")
-    return ds_config.read_file(Path(ds_config_file)) if ds_config_file else None, known
+    return ds_config.read_file(as_path(ds_config_file)) if ds_config_file else None, known
 
 
 def open_with(
@@ -182,8 +194,8 @@ def _open(
     config: ds_config.Config | None,
     like: Checkpoint | None,
 ) -> Source:
-    root = Path(path)
-    with source_errors(root):
+    root = as_path(path)
+    with listings_kept(), source_errors(root):
         if dump_names.is_source_template(str(path)):
             template = dump_names.parse_source(str(path))
             dumps = dump_reader.read(template, config, like)
@@ -284,6 +296,7 @@ def _source(path: Path, kind: str, found: Reading) -> Source:
 
 
 def _open_store(root: Path, tag: str | None) -> Source:
+    list_ahead(root)
     store = zarr_reader.read(root)
     if tag is not None and tag != store.checkpoint.tag:
         message = f"{root}: holds tag '{store.checkpoint.tag}', not {show(tag)}"

@@ -16,6 +16,7 @@ from streamshard.io.disk_speed import (
     measure_reading,
     measure_writing,
 )
+from streamshard.io.objects.object_path import as_path
 from streamshard.io.sink import allocated_bytes, free_bytes
 from streamshard.layout.memory_plan import SCRATCH_BYTES, SLACK_BYTES, MemoryPlan
 from streamshard.model import BLOB, FILE, MASTER, MODULE, SourceFile
@@ -219,7 +220,7 @@ def _time(
         reading = measure_reading(files, workers=workers)
         if encode is not None:
             encoding = measure_encoding(files, encode, workers=workers)
-        writing = measure_writing(Path(space.directory), most_bytes=space.free_bytes // _SHARE)
+        writing = measure_writing(as_path(space.directory), most_bytes=space.free_bytes // _SHARE)
     except OSError as error:
         place = error.filename or space.directory
         verb = "written" if reading.nbytes else "read"

@@ -16,7 +16,7 @@ from streamshard.io.files import require_unchanged
 from streamshard.layout.memory_plan import MIB, SCRATCH_BYTES, MemoryPlan, plan_memory
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.report import Progress, Report
-from streamshard.operations.transfer.staging import PartialTarget
+from streamshard.operations.transfer.staged_target import StagedTarget
 
 _DEFAULT_LIMIT_BYTES: Final = 1024 * MIB
 _STEP_BYTES: Final = 4 * MIB
@@ -107,7 +107,7 @@ class Limits:
 def run(
     source: Source,
     files: Iterable[TargetFile],
-    target: PartialTarget,
+    target: StagedTarget,
     memory_plan: MemoryPlan,
     progress: Progress,
 ) -> None:
@@ -117,8 +117,7 @@ def run(
     resources = Resources(
         memory_plan.workers, memory_plan.window_bytes, SCRATCH_BYTES // 2, _is_large(source)
     )
-    decoders, partial = source.decoders, target.partial
-    Engine(source.files, decoders, resources, progress, partial).run(files)
+    Engine(source.files, source.decoders, resources, progress, target.partial).run(files)
     # If a file changed during the run, the bytes read before and after do not belong together.
     for file in source.files:
         require_unchanged(file)
@@ -131,7 +130,7 @@ def _is_large(source: Source) -> bool:
 
 
 def measured(
-    report: Report, target: PartialTarget, progress: Progress, work: Callable[[], None]
+    report: Report, target: StagedTarget, progress: Progress, work: Callable[[], None]
 ) -> Report:
     """Do the work, and add its duration and its peak memory to the report."""
     progress.start(report.bytes_written, WRITING)

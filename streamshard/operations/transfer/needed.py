@@ -23,10 +23,12 @@ from streamshard.io.entries import (
     read_all,
 )
 from streamshard.io.files import target_errors
+from streamshard.io.objects.object_path import is_object
 from streamshard.layout.memory_plan import SCRATCH_BYTES, MemoryPlan
 from streamshard.operations.source.source import Source
+from streamshard.operations.source.unfinished import COMMITTED, JOURNAL, is_unfinished
 from streamshard.operations.transfer.report import Progress, Report, Silent
-from streamshard.operations.transfer.target import JOURNAL, is_vacant, require_free, require_space
+from streamshard.operations.transfer.target import is_vacant, require_free, require_space
 from streamshard.operations.transfer.target_writer import Pass
 
 _LATEST_BYTES: Final = 4096
@@ -59,7 +61,11 @@ class Wanted:
         """
         difference = None
         with target_errors(self.target):
-            is_settled = is_vacant(self.target) or Journal(self.target / JOURNAL).is_whole
+            is_settled = (
+                is_vacant(self.target)
+                or is_unfinished(self.target)
+                or Journal(self.target / JOURNAL).is_whole
+            )
         if not is_settled:
             shown = progress or Silent()
             shown.start(self.report.bytes_written, COMPARING)
@@ -84,6 +90,8 @@ class Wanted:
             return "it is not a directory"
         with target_errors(self.target):
             there = {path.relative_to(self.target).as_posix() for path in files_below(self.target)}
+            if is_object(self.target):
+                there.discard(COMMITTED)
             named = latest_of(self.target) if self.latest is not None else None
         if named != self.latest:
             shown = "there is no 'latest'" if named is None else f"its 'latest' names {named!r}"

@@ -8,6 +8,9 @@ from pathlib import Path
 from streamshard.engine.run import resident_memory
 from streamshard.engine.run.phases import COMMITTING
 from streamshard.formats.deepspeed.dumps.dump_names import Template
+from streamshard.io.entries import request_bytes
+from streamshard.io.objects.object_path import as_path
+from streamshard.io.sink import upload_bytes_to
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.operations.compare.comparison import EXTRA_BYTES
 from streamshard.operations.source.source import Source, open_source
@@ -16,7 +19,7 @@ from streamshard.operations.transfer.estimate import Outlook, estimate_run
 from streamshard.operations.transfer.plan_file import Command
 from streamshard.operations.transfer.report import Progress, Report, Silent
 from streamshard.operations.transfer.run_identity import RunIdentity
-from streamshard.operations.transfer.staging import PartialTarget
+from streamshard.operations.transfer.staged_target import StagedTarget, staged
 from streamshard.operations.transfer.target import (
     place_to_make,
     require_free,
@@ -82,7 +85,7 @@ class TransferPlan:
         options, shown = self.command.options, progress or Silent()
         if options.if_needed and (found := self.found(progress)) is not None:
             return found
-        with PartialTarget(
+        with staged(
             self.target,
             self.identity,
             nbytes=self.report.bytes_written,
@@ -94,7 +97,7 @@ class TransferPlan:
             )
             return self.output.writer.finish(done)
 
-    def _write(self, partial_target: PartialTarget, progress: Progress) -> None:
+    def _write(self, partial_target: StagedTarget, progress: Progress) -> None:
         """Write all files, read them back if that is wanted, and rename them into place."""
         writer, latest = self.output.writer, self.output.latest
         for targets in writer.passes():
@@ -115,7 +118,7 @@ class TransferPlan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the plan to a file, for `load_plan` or `streamshard apply`."""
-        plan_file.write(Path(path), self.command, self.identity, self.sizes())
+        plan_file.write(as_path(path), self.command, self.identity, self.sizes())
 
     def outlook(self, *, measures_disk: bool = True) -> Outlook:
         """Estimate in detail what the run will do, and how long it may take."""
@@ -152,7 +155,7 @@ def plan_transfer(
     """
     options, floor_bytes = command.options, resident_memory.resident_bytes()
     resident_memory.restart_peak()
-    target = place_to_make(template.directory if template else Path(command.target))
+    target = place_to_make(template.directory if template else as_path(command.target))
     require_other(command.source, target)
     if options.if_needed:
         require_named(target)  # its content is compared after planning
@@ -174,12 +177,17 @@ def plan_output(command: Command, output: Output, target: Path, floor_bytes: int
     """
     options, source, byte_counts = command.options, output.source, output.writer.byte_counts()
     count, bytes_written = len(byte_counts.sizes), sum(byte_counts.sizes.values())
+    largest = max(byte_counts.sizes.values(), default=0)
     del byte_counts  # it is large for a large store
     identity = RunIdentity.of(source, output.options, replaces=options.overwrite)
     limit_bytes = execution.limit_or_default(options.memory_limit, floor_bytes)
     memory = execution.fit_memory(
         floor_bytes=floor_bytes,
-        codec_bytes=source.codec_bytes + output.codec_bytes + EXTRA_BYTES * options.verify,
+        codec_bytes=source.codec_bytes
+        + output.codec_bytes
+        + EXTRA_BYTES * options.verify
+        + request_bytes(file.path for file in source.files)
+        + upload_bytes_to(target, largest),
         workers=options.workers,
         limit_bytes=limit_bytes,
         copies_bytes=output.writer.copies_bytes(options.workers),

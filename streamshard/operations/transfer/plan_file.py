@@ -19,6 +19,7 @@ from streamshard.formats.deepspeed import names
 from streamshard.io.durability import write_durably
 from streamshard.io.entries import is_directory, lexists, read_all, resolve
 from streamshard.io.files import target_errors
+from streamshard.io.objects.object_path import as_path
 from streamshard.io.sink import remove_file
 from streamshard.operations.transfer.run_identity import RunIdentity
 from streamshard.operations.transfer.target import partial_of, place_to_make
@@ -49,7 +50,7 @@ def _text(value: object) -> bool:
 
 
 def _path(value: object) -> bool:
-    return isinstance(value, str) and _text(value) and Path(value).is_absolute()
+    return isinstance(value, str) and _text(value) and as_path(value).is_absolute()
 
 
 def _texts(value: object) -> bool:
@@ -106,7 +107,7 @@ class Command:
 
 
 def _absolute(path: Path_) -> str:
-    return str(Path(str(path)).absolute())
+    return str(as_path(str(path)).absolute())
 
 
 def saved_options(kind: type[TransferOptions]) -> dict[str, Any]:
@@ -147,7 +148,7 @@ def write(path: Path, command: Command, identity: RunIdentity, sizes: Mapping[st
         raise UsageError(f"{path}: a part of a larger plan, which cannot be saved by itself")
     source = identity.source
     here = resolve(path.absolute().parent)
-    target = place_to_make(Path(command.target))
+    target = place_to_make(as_path(command.target))
     for place in (resolve(source.path), resolve(target), resolve(partial_of(target))):
         if place == here or place in here.parents:
             message = f"{path}: lies in {place}, and would change what the plan is about"
@@ -160,7 +161,7 @@ def write(path: Path, command: Command, identity: RunIdentity, sizes: Mapping[st
         tag = source.checkpoint.tag
         # A later save changes `latest`, so the tag is recorded. The path of a tag directory already
         # contains the tag.
-        options["tag"] = tag if is_directory(Path(command.source) / tag) else None
+        options["tag"] = tag if is_directory(as_path(command.source) / tag) else None
     document = {
         "kind": _KIND,
         "version": _VERSION,

@@ -39,9 +39,10 @@ from streamshard.io.sink import (
     rename,
     take_over_status,
 )
+from streamshard.operations.source.unfinished import JOURNAL
 from streamshard.operations.transfer.run_identity import RunIdentity
 from streamshard.operations.transfer.target import (
-    JOURNAL,
+    LOCK,
     is_vacant,
     partial_of,
     replaced_of,
@@ -49,7 +50,6 @@ from streamshard.operations.transfer.target import (
     require_free,
 )
 
-_LOCK: Final = f"{names.OWN_PREFIX}.lock"
 _RESERVED: Final = f"{names.OWN_PREFIX}.reserved"
 
 
@@ -70,7 +70,7 @@ class PartialTarget:
         self._nbytes = nbytes
         self._overwrite = overwrite
         self._template = template
-        self._lock = Lock(self._target.with_name(f"{_LOCK}.{target.name}"), self._target)
+        self._lock = Lock(self._target.with_name(f"{LOCK}.{target.name}"), self._target)
         self._made: list[Path] = []
         """Parent directories that were made for the target, innermost first."""
         self._replaced = replaced_of(self._target)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.engine.run.journal import Journal
+from streamshard.engine.run.upload_journal import UploadJournal
 from streamshard.errors import NoSpaceError, TargetExistsError, UsageError
 from streamshard.formats import pretrained
 from streamshard.formats.deepspeed import names
@@ -26,11 +27,12 @@ from streamshard.io.entries import (
 )
 from streamshard.io.file_system import is_mount_point
 from streamshard.io.files import target_errors
+from streamshard.io.objects.object_path import ObjectPath, as_path
 from streamshard.io.sink import allocated_bytes, foreign_owner, free_bytes, may_change
 from streamshard.model import SourceFile
+from streamshard.operations.source.unfinished import COMMITTED, JOURNAL, is_unfinished
 
-JOURNAL: Final = f"{names.OWN_PREFIX}.journal"
-"""File in a partial target that records which parts are written."""
+LOCK: Final = f"{names.OWN_PREFIX}.lock"
 
 
 def partial_of(target: Path) -> Path:
@@ -71,13 +73,13 @@ def require_separate(source: Path, files: Sequence[SourceFile], target: Path) ->
 
 def require_other(source: str | os.PathLike[str], target: Path) -> None:
     """Refuse a target that is the source, before a message advises --overwrite."""
-    if resolve(target) == resolve(Path(source)):
+    if resolve(target) == resolve(as_path(source)):
         raise UsageError(f"{target}: is the source itself; choose another place")
 
 
 def require_named(target: Path) -> None:
     """Refuse a target without a name, from which the names beside it are made."""
-    if target.name in ("", ".."):
+    if target.name in ("", "..") or (isinstance(target, ObjectPath) and not target.key):
         raise UsageError(f"{target}: is not a name for a new directory; write it out")
 
 
@@ -93,6 +95,9 @@ def require_free(target: Path, *, overwrite: bool, template: Template | None = N
 
 
 def _require_free(target: Path, *, overwrite: bool, template: Template | None) -> None:
+    if isinstance(target, ObjectPath):
+        _require_free_objects(target, overwrite=overwrite, template=template)
+        return
     if Journal(target / JOURNAL).is_whole:
         return
     partial, replaced = partial_of(target), replaced_of(target)
@@ -114,6 +119,20 @@ def _require_free(target: Path, *, overwrite: bool, template: Template | None) -
         raise TargetExistsError(f"{message} not replace it; remove it yourself")
 
 
+def _require_free_objects(
+    target: ObjectPath, *, overwrite: bool, template: Template | None
+) -> None:
+    """Refuse objects below a path that are not to be replaced; see `require_free`."""
+    if not exists(target) or is_unfinished(target):
+        return
+    begun = UploadJournal(partial_of(target) / JOURNAL)
+    if not overwrite and not replaces(begun) and not exists(target / JOURNAL):
+        raise TargetExistsError(f"{target}: exists; use --overwrite to replace it")
+    if not _is_ours(target, template) and not begun.is_whole:
+        message = f"{target}: holds more than one checkpoint or store of ours, so --overwrite will"
+        raise TargetExistsError(f"{message} not replace it; remove it yourself")
+
+
 def _require_place(target: Path) -> None:
     """Refuse a directory that another one cannot replace by a rename."""
     if not is_real_directory(target):
@@ -130,7 +149,7 @@ def _require_place(target: Path) -> None:
         raise TargetExistsError(f"{message}. Give a new name in it: {target / 'NAME'}")
 
 
-def replaces(journal: Journal) -> bool:
+def replaces(journal: Journal | UploadJournal) -> bool:
     """Tell whether the run of a journal may replace an existing target."""
     return journal.header is not None and journal.header.get("replaces") is True
 
@@ -165,12 +184,12 @@ def _is_ours(target: Path, template: Template | None) -> bool:
     """Tell whether a directory is one checkpoint, store, set of dumps or export, and no more."""
     if not is_real_directory(target):
         return False
-    entries = list(paths_in(target))
+    entries = [path for path in paths_in(target) if path.name not in (COMMITTED, JOURNAL)]
     if template is not None:
         return all(template.rank_of(entry.name) is not None for entry in entries)
     if is_file(target / "zarr.json"):
         return is_store(target)
-    files = files_below(target)
+    files = [path for path in files_below(target) if path.name != COMMITTED]
     if pretrained.is_export([path.relative_to(target).as_posix() for path in files]):
         return True
     found = {entry.name for entry in entries if is_directory(entry)}
@@ -217,6 +236,8 @@ def require_space(target: Path, nbytes: int) -> None:
 def place_of(target: Path) -> Path:
     """Return the parent directory of a target, or the nearest parent that exists."""
     place = target.absolute().parent
+    if isinstance(place, ObjectPath):
+        return place
     while not exists(place):
         place = place.parent
     return place

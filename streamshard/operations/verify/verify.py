@@ -4,7 +4,6 @@ import os
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from pathlib import Path
 
 from streamshard import sizes
 from streamshard.engine.run import resident_memory
@@ -17,6 +16,7 @@ from streamshard.errors import (
     UsageError,
 )
 from streamshard.io.entries import entries_below, is_denied, is_directory
+from streamshard.io.objects.object_path import as_path
 from streamshard.layout.sample import EVERYTHING, Sample
 from streamshard.operations.checks.problems import Difference, Findings, Verification
 from streamshard.operations.checks.scan import scan
@@ -166,7 +166,7 @@ class _Run:
         except (SourceNotFoundError, UnsupportedError):
             raise
         except (SourceError, IntegrityError) as error:
-            place = Path(request.path)
+            place = as_path(request.path)
             found = entries_below(place, skips=is_denied) if is_directory(place) else ()
             files = {entry.path for entry in found}
             self.findings.add_error(error, place, files)

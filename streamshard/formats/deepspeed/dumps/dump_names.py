@@ -10,6 +10,7 @@ from typing import Final
 
 from streamshard.errors import IncompleteError, SourceNotFoundError, UsageError
 from streamshard.io.entries import exists, is_directory, is_file, paths_in
+from streamshard.io.objects.object_path import as_path
 
 _WILDCARDS: Final = frozenset("*?[")
 _NUMBER: Final = re.compile(r"[0-9]+")
@@ -80,7 +81,7 @@ def parse(path: str) -> Template:
     UsageError
         The template does not name the rank exactly once, in the file's name.
     """
-    whole = Path(path)
+    whole = as_path(path)
     try:
         fields = [field for _, field, _, _ in Formatter().parse(whole.name) if field is not None]
         fits = fields == ["rank"] and "{" not in str(whole.parent)
@@ -99,7 +100,7 @@ def parse(path: str) -> Template:
 
 def is_source_template(path: str) -> bool:
     """Tell whether a path stands for the files of all ranks: a template or a file name pattern."""
-    whole = Path(path)
+    whole = as_path(path)
     return is_template(path) or (bool(_WILDCARDS & {*whole.name}) and not exists(whole))
 
 
@@ -113,7 +114,7 @@ def parse_source(path: str) -> Template:
     SourceNotFoundError
         A pattern matches no file.
     """
-    whole = Path(path)
+    whole = as_path(path)
     if is_template(path):
         return _as_padded(parse(path))
     files = [name for name in _files_in(whole.parent) if fnmatchcase(name, whole.name)]

@@ -34,9 +34,10 @@ from streamshard.operations.compact.removal.rebuild import rebuilt_equal
 from streamshard.operations.compact.run_directory import Identity, looks_of
 from streamshard.operations.convert.convert import store_output
 from streamshard.operations.source.source import Source, open_source
+from streamshard.operations.source.unfinished import JOURNAL
 from streamshard.operations.transfer.plan import plan_output
 from streamshard.operations.transfer.plan_file import Command
-from streamshard.operations.transfer.target import JOURNAL, is_there, require_separate
+from streamshard.operations.transfer.target import is_there, require_separate
 from streamshard.operations.verb_options import ConvertOptions
 
 _LINK: Final = f"{names.OWN_PREFIX}.link"

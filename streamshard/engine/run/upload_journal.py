@@ -1,0 +1,152 @@
+"""A record of the objects that a run has uploaded, so that a later run can continue from there.
+
+An object cannot be appended to, so the journal is some objects below one path: the first identifies
+the run, the others describe uploaded objects, a batch each. What a service has acknowledged is
+durable and whole, so an object with the recorded etag is not read again. An object that was
+uploaded but is not recorded is uploaded once more.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from streamshard.engine.run.journal import Written, intact_lines, serialize_line
+from streamshard.engine.run.work import RegionResult, SpanResult
+from streamshard.io.entries import entries_below, exists, files_below, read_all
+from streamshard.io.sink import remove, write_new
+from streamshard.model import Digest
+
+_HEADER: Final = "0"
+_WHOLE: Final = "whole"
+_BATCH: Final = 256
+"""Uploaded objects that are recorded together, unless a batch takes too long or gets too large."""
+_BATCH_BYTES: Final = 1 << 20
+_SECONDS: Final = 10.0
+
+
+class UploadJournal:
+    """The journal of a target in a bucket; reads what an earlier run recorded.
+
+    Parameters
+    ----------
+    path
+        Path below which the journal's objects lie.
+
+    Raises
+    ------
+    OSError
+        A journal exists, but cannot be read.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.path = path
+        self.header: Mapping[str, Any] | None = None
+        """Identity of the run; None before it has begun."""
+        self.is_whole = False
+        """Whether the earlier run uploaded everything."""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._known: dict[str, list[Any]] = {}
+        """Path of an uploaded object → its etag and the results of its spans."""
+        self._batch: list[bytes] = []
+        self._flushed = clock()
+        self._next = 1
+        if exists(path / _HEADER):
+            self._read()
+
+    def _read(self) -> None:
+        found = sorted((entry.name.zfill(12), entry.path) for entry in entries_below(self.path))
+        for _, path in found:
+            lines = list(intact_lines(read_all(path).splitlines()))
+            if path.name == _HEADER:
+                self.header = lines[0] if lines and isinstance(lines[0], dict) else None
+            elif path.name == _WHOLE:
+                self.is_whole = True
+            else:
+                self._known |= {line[0]: line[1:] for line in lines}
+                self._next = max(self._next, int(path.name) + 1)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no upload is recorded."""
+        return not self._known
+
+    def version_of(self, path: str) -> str | None:
+        """Return the etag that an object had when it was uploaded; None if it is not recorded."""
+        known = self._known.get(path)
+        return None if known is None else str(known[0])
+
+    def results_of(self, path: str) -> Sequence[SpanResult] | None:
+        """Return the results of an uploaded object's spans; None if it is not recorded."""
+        known = self._known.get(path)
+        return None if known is None else [_parsed(span) for span in known[1]]
+
+    def keep_only(self, there: Collection[str]) -> None:
+        """Forget all objects but those that are still there as they were uploaded."""
+        self._known = {path: known for path, known in self._known.items() if path in there}
+
+    def begin(self, header: Mapping[str, Any]) -> None:
+        """Start a new journal, which from now on identifies the target as this run's."""
+        if exists(self.path / _HEADER):
+            remove(self.path)
+        write_new(self.path / _HEADER, serialize_line(dict(header)))
+        self.header, self.is_whole, self._next = header, False, 1
+        self._known.clear()
+
+    def note(self, path: str, version: str, results: Sequence[SpanResult]) -> None:
+        """Record an uploaded object; may be called from several threads."""
+        line = [path, version, [_serialized(result) for result in results]]
+        with self._lock:
+            self._known[path] = line[1:]
+            self._batch.append(serialize_line(line))
+            is_due = self._clock() - self._flushed > _SECONDS
+            if is_due or len(self._batch) >= _BATCH or sum(map(len, self._batch)) > _BATCH_BYTES:
+                self._flush()
+
+    def _flush(self) -> None:
+        if self._batch:
+            write_new(self.path / str(self._next), b"".join(self._batch))
+            self._batch, self._next = [], self._next + 1
+        self._flushed = self._clock()
+
+    def note_whole(self) -> None:
+        """Record that everything is uploaded."""
+        self.close()
+        write_new(self.path / _WHOLE, b"")
+
+    def close(self) -> None:
+        """Record what is not recorded yet."""
+        with self._lock:
+            self._flush()
+
+    def remove(self) -> None:
+        """Remove the journal; its header last, so that what is left of it is still a journal."""
+        self._batch = []
+        for path in files_below(self.path) if exists(self.path) else ():
+            if path.name != _HEADER:
+                remove(path)
+        remove(self.path / _HEADER)
+
+
+def _serialized(result: SpanResult) -> list[Any]:
+    regions = [
+        [
+            region.offset,
+            [region.content.nbytes, region.content.crc32, region.content.crc32c],
+            list(region.blocks),
+            region.overflowed,
+        ]
+        for region in result.regions
+    ]
+    return [result.offset, result.written.nbytes, result.written.crc32, regions]
+
+
+def _parsed(span: Sequence[Any]) -> SpanResult:
+    offset, nbytes, crc32, regions = span
+    found = (
+        RegionResult(at, Digest(*content), tuple(blocks), overflowed)
+        for at, content, blocks, overflowed in regions
+    )
+    return SpanResult(offset, Written(nbytes, crc32), tuple(found))

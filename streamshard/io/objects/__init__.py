@@ -1,0 +1,1 @@
+"""Object stores: paths such as `s3://bucket/runs/7b`, their clients, reading and uploading."""

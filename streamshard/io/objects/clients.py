@@ -1,0 +1,134 @@
+"""Clients of object stores: obstore's, one for each bucket, configured by the environment alone."""
+
+import errno
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from streamshard.errors import UsageError
+from streamshard.io.objects.object_path import ObjectPath
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+_RETRIES: Final[dict[str, Any]] = {"max_retries": 10, "retry_timeout": timedelta(minutes=3)}
+"""How often, and for how long, obstore repeats a request that failed by 429, 5xx or the network."""
+_TIMEOUTS: Final = {"timeout": "120s", "connect_timeout": "15s"}
+"""For all of one request, its body included."""
+
+_STATUS: Final = re.compile(r"status code: (\d+)")
+_CODE: Final = re.compile(r"<Code>(\w{1,64})</Code>")
+_DENIED: Final = (401, 403)
+_MISSING: Final = 404
+
+
+@cache
+def client_of(bucket: str) -> "ObjectStore":
+    """Return the client of a bucket, such as `s3://checkpoints`.
+
+    Raises
+    ------
+    UsageError
+        obstore is not installed, or the environment does not configure it.
+    """
+    try:
+        from obstore.exceptions import BaseError
+        from obstore.store import from_url
+    except ImportError:
+        message = f"{bucket}: needs obstore: pip install 'streamshard[cloud]'"
+        raise UsageError(message) from None
+    options: dict[str, Any] = {
+        "client_options": {**_TIMEOUTS, **_plain_http(bucket)},
+        "retry_config": _RETRIES,
+    }
+    if bucket.startswith("s3:"):
+        options |= {"checksum_algorithm": "SHA256", **_profile()}
+    try:
+        return from_url(bucket, **options)
+    except (BaseError, ValueError, TypeError) as error:
+        message = f"{bucket}: its client cannot be configured ({_kind(error)})"
+        raise UsageError(f"{message}; look at the environment variables of that service") from None
+
+
+def _plain_http(bucket: str) -> dict[str, bool]:
+    """Allow HTTP without TLS where the address, which the user gave, says so."""
+    addresses = [bucket, *(os.environ.get(f"AWS_ENDPOINT_URL{end}", "") for end in ("", "_S3"))]
+    return {"allow_http": True} if any(one.startswith("http:") for one in addresses) else {}
+
+
+def _profile() -> dict[str, Any]:
+    """Take credentials from AWS's own files if the environment holds none, and boto3 is there."""
+    places = ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE")
+    files = [os.environ.get(name) for name in places]
+    files += [str(Path.home() / ".aws" / name) for name in ("credentials", "config")]
+    if "AWS_ACCESS_KEY_ID" in os.environ or not any(f and Path(f).exists() for f in files):
+        return {}
+    try:
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError:
+        return {}
+    return {"credential_provider": Boto3CredentialProvider()}
+
+
+@contextmanager
+def object_errors(path: ObjectPath) -> Iterator[None]:
+    """Turn obstore's errors into system errors that name the object.
+
+    Their texts are left out: a service's answer may repeat the access key, and a URL a signature.
+    """
+    from obstore.exceptions import BaseError
+
+    try:
+        yield
+    except FileNotFoundError:
+        text = os.strerror(errno.ENOENT)
+        raise FileNotFoundError(errno.ENOENT, text, str(path)) from None
+    except BaseError as error:
+        number, text = _meaning(error)
+        raise OSError(number, text, str(path)) from None
+
+
+def _meaning(error: Exception) -> tuple[int, str]:
+    """Return an error number and a text for an error of obstore."""
+    text, kind = str(error), type(error).__name__
+    found = _STATUS.search(text)
+    status = int(found[1]) if found else 0
+    code = _CODE.search(text)
+    shown = ", ".join(filter(None, [f"status {status}" if status else "", code[1] if code else ""]))
+    if kind == "AlreadyExistsError":
+        return errno.EEXIST, "exists already"
+    if kind == "PreconditionError":
+        return errno.EBUSY, "is another object than before"
+    if kind in ("PermissionDeniedError", "UnauthenticatedError") or status in _DENIED:
+        return errno.EACCES, f"access denied{f' ({shown})' if shown else ''}"
+    if kind == "NotSupportedError" or (code and code[1] == "NotImplemented"):
+        return errno.ENOTSUP, f"the service cannot do this ({shown or kind})"
+    if status == _MISSING:
+        return errno.ENOENT, f"{os.strerror(errno.ENOENT)} ({shown})"
+    if status:
+        return errno.EIO, f"the service answers with {shown}"
+    if "redentials" in text or "metadata" in text:
+        return errno.EACCES, "no credentials are found in the environment"
+    return errno.ECONNRESET, "the connection failed, or ended too early"
+
+
+def _kind(error: Exception) -> str:
+    return type(error).__name__
+
+
+def call(path: ObjectPath, request: Callable[["ObjectStore"], Any]) -> Any:  # noqa: ANN401
+    """Send a request about an object.
+
+    Raises
+    ------
+    OSError
+        It failed; the error names the object. FileNotFoundError if there is no such object.
+    """
+    client = client_of(path.bucket)
+    with object_errors(path):
+        return request(client)

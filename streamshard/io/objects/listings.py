@@ -1,0 +1,169 @@
+"""Lists objects as if the parts of their keys were directories; keeps listings while one opens.
+
+An object store has no directories, and asking for one object takes as long as listing a thousand.
+So while a checkpoint is opened, every directory is listed once, and all questions about what is in
+it are answered from that. What was listed may change; but whoever reads an object afterwards asks
+for the very version that was listed.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from stat import S_IFDIR, S_IFREG
+from typing import TYPE_CHECKING, Any, Final
+
+from streamshard.io.objects.clients import call, client_of, object_errors
+from streamshard.io.objects.object_path import ObjectPath, object_of
+from streamshard.io.readable import Entry, Status
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+
+DIRECTORY: Final = Status(S_IFDIR | 0o755, 0, 0, "", 0, 0, 1)
+"""Status of a key's part that other objects lie below."""
+_PAGE: Final = 1000
+"""Objects per answer; services return no more."""
+
+
+def status_of(meta: "ObjectMeta") -> Status:
+    """Return the status of an object; its version is its etag, or else its time and size."""
+    modified = meta["last_modified"]
+    nanoseconds = int(modified.timestamp()) * 10**9 + modified.microsecond * 1000
+    version = meta["e_tag"] or f"{modified.isoformat()} {meta['size']}"
+    return Status(S_IFREG | 0o644, meta["size"], nanoseconds, version, 0, 0, 1)
+
+
+def _list_directory(directory: ObjectPath) -> list[Entry]:
+    """List what lies directly below a path; empty if there is nothing.
+
+    Raises
+    ------
+    OSError
+        The service does not list it, or a key is no path.
+    """
+    found = call(directory, lambda client: client.list_with_delimiter(directory.key or None))
+    entries = [
+        Entry(directory.of_key(prefix.rstrip("/")), True, False, DIRECTORY)
+        for prefix in found["common_prefixes"]
+    ]
+    # An empty object with the directory's own name and a slash is what consoles make.
+    metas = [meta for meta in found["objects"] if meta["path"].rstrip("/") != directory.key]
+    return entries + [_entry(directory, meta) for meta in metas]
+
+
+def list_below(root: ObjectPath) -> Iterator[Entry]:
+    """List all objects below a path, page by page.
+
+    Raises
+    ------
+    OSError
+        See `_list_directory`.
+    """
+    with object_errors(root):
+        pages = iter(client_of(root.bucket).list(root.key or None, chunk_size=_PAGE))
+    while True:
+        with object_errors(root):
+            page: Sequence[Any] | None = next(pages, None)
+        if page is None:
+            return
+        for meta in page:
+            if meta["size"] or not meta["path"].endswith("/"):
+                yield _entry(root, meta)
+
+
+def _entry(root: ObjectPath, meta: "ObjectMeta") -> Entry:
+    return Entry(root.of_key(meta["path"]), False, False, status_of(meta))
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The listings that are kept for a time."""
+
+    directories: dict[ObjectPath, dict[str, Entry]] = field(default_factory=dict)
+    contents: dict[ObjectPath, bytes] = field(default_factory=dict)
+
+
+_scope: Final[ContextVar[_Kept | None]] = ContextVar("listings", default=None)
+
+
+@contextmanager
+def listings_kept() -> Iterator[None]:
+    """Keep listings, and small objects that were read ahead, while a checkpoint is opened."""
+    if _scope.get() is not None:
+        yield
+        return
+    token = _scope.set(_Kept())
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+
+
+def forget() -> None:
+    """Forget all listings, because something was written."""
+    if (kept := _scope.get()) is not None:
+        kept.directories.clear()
+        kept.contents.clear()
+
+
+def entries_of(directory: ObjectPath) -> list[Entry]:
+    """List a directory, or return the listing that is kept."""
+    kept = _scope.get()
+    if kept is None:
+        return _list_directory(directory)
+    if directory not in kept.directories:
+        siblings = kept.directories.get(_parent(directory))
+        if siblings is not None and directory.name not in siblings:
+            return []
+        found = _list_directory(directory)
+        kept.directories[directory] = {entry.name: entry for entry in found}
+    return list(kept.directories[directory].values())
+
+
+def keep_tree(root: ObjectPath) -> None:
+    """Keep the listing of everything below a path, which takes a request per thousand objects."""
+    if (kept := _scope.get()) is None:
+        return
+    listed: dict[ObjectPath, dict[str, Entry]] = {root: {}}
+    for entry in list_below(root):
+        path = entry.path
+        while path != root:
+            parent = _parent(path)
+            siblings = listed.setdefault(parent, {})
+            if path.name in siblings:
+                break
+            siblings[path.name] = entry
+            path, entry = parent, Entry(parent, True, False, DIRECTORY)
+    kept.directories.update(listed)
+
+
+def known_status(path: ObjectPath) -> Status | bool | None:
+    """Return the status that a kept listing tells; None if nothing is there, False if unknown."""
+    if (kept := _scope.get()) is None:
+        return False
+    parent = _parent(path)
+    if parent not in kept.directories and parent.name in kept.directories.get(_parent(parent), {}):
+        entries_of(parent)
+    siblings = kept.directories.get(parent)
+    if siblings is None:
+        return DIRECTORY if kept.directories.get(path) else False
+    entry = siblings.get(path.name)
+    return entry.status() if entry else None
+
+
+def _parent(path: Path) -> ObjectPath:
+    return object_of(path.parent)
+
+
+def keep_content(path: ObjectPath, content: bytes) -> None:
+    """Keep the content of a small object that was read ahead."""
+    if (kept := _scope.get()) is not None:
+        kept.contents[path] = content
+
+
+def kept_content(path: ObjectPath) -> bytes | None:
+    """Return the content of a small object that was read ahead."""
+    kept = _scope.get()
+    return None if kept is None else kept.contents.get(path)

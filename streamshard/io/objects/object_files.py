@@ -1,0 +1,96 @@
+"""Object stores as a place that files are read from."""
+
+import errno
+import io
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from streamshard.io.objects import listings
+from streamshard.io.objects.clients import call
+from streamshard.io.objects.object_path import ObjectPath, object_of
+from streamshard.io.objects.object_reader import ObjectFile, get
+from streamshard.io.readable import Entry, Status
+from streamshard.model import SourceFile
+
+_THREADS: Final = 32
+"""Small objects that are read ahead at a time."""
+
+
+class ObjectFiles:
+    """All object stores; see `ByteSource`."""
+
+    def examine(self, path: Path, *, follows: bool) -> Status:
+        """Return the status of an object, or of the directory that other objects make of a path."""
+        path = object_of(path)
+        known = listings.known_status(path)
+        if isinstance(known, Status):
+            return known
+        if known is None:
+            raise _absent(path)
+        try:
+            if path.key:
+                return listings.status_of(call(path, lambda client: client.head(path.key)))
+        except FileNotFoundError:
+            pass
+        if listings.entries_of(path):
+            return listings.DIRECTORY
+        raise _absent(path)
+
+    def entries(self, directory: Path) -> Iterator[Entry]:
+        """List a directory."""
+        found = listings.entries_of(object_of(directory))
+        if not found:
+            raise _absent(directory)
+        return iter(found)
+
+    def resolve(self, path: Path) -> Path:
+        """Return the path: there are no links."""
+        return path
+
+    def open(self, path: Path, known: SourceFile | None = None) -> ObjectFile:
+        """Open an object to read ranges of it."""
+        expected = (
+            self.examine(path, follows=True)
+            if known is None
+            else replace(listings.DIRECTORY, nbytes=known.nbytes, version=known.version)
+        )
+        return ObjectFile(object_of(path), expected)
+
+    def stream(self, path: Path) -> BinaryIO:
+        """Return the whole content of a small object."""
+        path = object_of(path)
+        content = listings.kept_content(path)
+        return io.BytesIO(_content(path) if content is None else content)
+
+    def read_ahead(self, paths: Iterable[Path]) -> None:
+        """Read small objects side by side, which `stream` then returns while listings are kept."""
+        with ThreadPoolExecutor(_THREADS) as pool:
+            wanted = [object_of(path) for path in paths]
+            for path, content in zip(wanted, pool.map(_content_if_there, wanted), strict=True):
+                if content is not None:
+                    listings.keep_content(path, content)
+
+
+OBJECTS: Final = ObjectFiles()
+
+
+def _absent(path: Path) -> FileNotFoundError:
+    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+
+def _content(path: ObjectPath) -> bytes:
+    known = listings.known_status(path)
+    if isinstance(known, Status) and known.nbytes:
+        return bytes(get(path, 0, known.nbytes, known))
+    return bytes(call(path, lambda client: client.get(path.key).bytes()))
+
+
+def _content_if_there(path: ObjectPath) -> bytes | None:
+    try:
+        return _content(path)
+    except OSError:  # whoever needs it reports the error
+        return None

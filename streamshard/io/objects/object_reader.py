@@ -1,0 +1,217 @@
+"""Reads ranges of an object: of the one version that was examined, several requests at a time."""
+
+import errno
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Self
+
+from streamshard.errors import CorruptFileError
+from streamshard.io.objects.clients import call
+from streamshard.io.objects.object_path import ObjectPath
+from streamshard.io.readable import Status
+
+if TYPE_CHECKING:
+    from obstore import GetOptions, GetResult
+
+REQUEST_BYTES: Final = 4 << 20
+"""Bytes of one request for a tensor's data."""
+AHEAD_BYTES: Final = 16 << 20
+"""How far each worker's requests are ahead of what it uses."""
+_LEAST_BYTES: Final = 1 << 18
+"""Smallest request for data: what follows a small fragment is mostly the next one."""
+HELD_BYTES: Final = AHEAD_BYTES + (8 << 20)
+"""Bytes that a worker holds: those ahead, and what is left of requests that were longer."""
+_HEADER_BYTES: Final = 1 << 18
+"""Bytes of one request for headers: a rank file's pickle and its directory take one or two each."""
+_KEPT_HEADERS: Final = 4
+_THREADS: Final = 32
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_THREADS, thread_name_prefix="streamshard-request")
+
+
+def get(path: ObjectPath, start: int, stop: int, expected: Status) -> memoryview:
+    """Return a range of an object.
+
+    Raises
+    ------
+    CorruptFileError
+        The object has been replaced since it was examined.
+    OSError
+        The request failed, or the service answered with other bytes than were asked for.
+    """
+    options: GetOptions = {"range": (start, stop)}
+    if expected.version.startswith(('"', "W/")):
+        options["if_match"] = expected.version
+    data: memoryview
+    try:
+        result, data = call(path, lambda client: _received(client.get(path.key, options=options)))
+    except FileNotFoundError:
+        raise CorruptFileError(f"{path}: removed while it was being read") from None
+    except OSError as error:
+        if error.errno == errno.EBUSY:
+            raise _changed(path) from None
+        raise
+    found = result.meta
+    if found["size"] != expected.nbytes or (
+        "if_match" in options and found["e_tag"] not in (None, expected.version)
+    ):
+        raise _changed(path)
+    if tuple(result.range) != (start, stop) or len(data) != stop - start:
+        text = f"the service answered with bytes {result.range}, not {(start, stop)}"
+        raise OSError(errno.EIO, text, str(path))
+    return data
+
+
+def _received(result: "GetResult") -> "tuple[GetResult, memoryview]":
+    return result, memoryview(result.bytes())
+
+
+def _changed(path: ObjectPath) -> CorruptFileError:
+    return CorruptFileError(
+        f"{path}: replaced by another object while it was being read. Is the job still saving? "
+        "Run again when it has finished"
+    )
+
+
+class _HeldRanges(threading.local):
+    """The ranges that one worker has requested, of all its files; the least used are given up."""
+
+    def __init__(self) -> None:
+        self._sizes: OrderedDict[tuple[ObjectFile, int], int] = OrderedDict()
+        self._nbytes = 0
+
+    def add(self, file: "ObjectFile", start: int, nbytes: int) -> None:
+        """Make room for a range, and count it."""
+        while self._sizes and self._nbytes + nbytes > HELD_BYTES:
+            oldest, begin = next(iter(self._sizes))
+            oldest.forget(begin)
+        self._sizes[file, start] = nbytes
+        self._nbytes += nbytes
+
+    def touch(self, file: "ObjectFile", start: int) -> None:
+        """Note that a range is used again."""
+        if (file, start) in self._sizes:
+            self._sizes.move_to_end((file, start))
+
+    def discard(self, file: "ObjectFile", start: int) -> None:
+        """Count a range no longer."""
+        self._nbytes -= self._sizes.pop((file, start), 0)
+
+
+_held: Final = _HeldRanges()
+
+
+class ObjectFile:
+    """An object that is read in ranges; see `OpenedFile`.
+
+    Parameters
+    ----------
+    expected
+        Status of the version that is read; any other is an error.
+    """
+
+    descriptor = -1
+
+    def __init__(self, path: ObjectPath, expected: Status) -> None:
+        self._path = path
+        self._expected = expected
+        self._headers: OrderedDict[tuple[int, int], memoryview] = OrderedDict()
+        self._pieces: dict[int, tuple[int, Future[memoryview]]] = {}
+        """Start of a range that was requested → its stop, and its bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self._expected.nbytes
+
+    def read_at(self, offset: int, count: int) -> bytes:
+        """Read bytes of a header, with the bytes around them, which the next call may need."""
+        stop = min(offset + count, self.nbytes)
+        if stop <= offset:
+            return b""
+        for (begin, end), data in self._headers.items():
+            if begin <= offset and stop <= end:
+                return bytes(data[offset - begin : stop - begin])
+        begin = offset // _HEADER_BYTES * _HEADER_BYTES
+        end = min(-(-stop // _HEADER_BYTES) * _HEADER_BYTES, self.nbytes)
+        if self.nbytes - begin <= 2 * _HEADER_BYTES:
+            # The directory at a file's end may begin just before such a boundary.
+            begin, end = max(0, min(begin, self.nbytes - _HEADER_BYTES)), self.nbytes
+        data = get(self._path, begin, end, self._expected)
+        self._headers[begin, end] = data
+        while len(self._headers) > _KEPT_HEADERS:
+            self._headers.popitem(last=False)
+        return bytes(data[offset - begin : stop - begin])
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Fill a view from an offset; returns the bytes read, fewer only at the object's end."""
+        stop = max(offset, min(offset + len(view), self.nbytes))
+        at = offset
+        while at < stop:
+            self._request(at, stop)
+            start = self._start_of(at)
+            end, future = self._pieces[start]
+            piece = future.result()
+            count = min(stop, end) - at
+            view[at - offset : at - offset + count] = piece[at - start : at - start + count]
+            at += count
+            if at == end:
+                self.forget(start)
+        return stop - offset
+
+    def will_need(self, offset: int, nbytes: int) -> None:
+        """Request a range that is read soon, as far as there is room for it."""
+        if offset < self.nbytes:
+            self._request(offset, min(offset + nbytes, self.nbytes))
+
+    def _request(self, start: int, stop: int) -> None:
+        """Request what is not requested yet of a range, within what a worker may hold."""
+        at = start
+        while at < min(stop, start + AHEAD_BYTES):
+            known = self._start_of(at)
+            if known >= 0:
+                _held.touch(self, known)
+                at = self._pieces[known][0]
+                continue
+            later = (begin for begin in self._pieces if begin > at)
+            end = min([at + REQUEST_BYTES, max(stop, at + _LEAST_BYTES), self.nbytes, *later])
+            _held.add(self, at, end - at)
+            self._pieces[at] = end, _pool().submit(get, self._path, at, end, self._expected)
+            at = end
+
+    def _start_of(self, at: int) -> int:
+        """Return the start of the requested range that an offset is in; -1 if there is none."""
+        pieces = self._pieces.items()
+        return next((begin for begin, (end, _) in pieces if begin <= at < end), -1)
+
+    def forget(self, start: int) -> None:
+        """Give up a range that was requested."""
+        _held.discard(self, start)
+        if start in self._pieces:
+            self._pieces.pop(start)[1].cancel()
+
+    def status(self) -> Status:
+        """Return the status of the version that is read."""
+        return self._expected
+
+    def close(self) -> None:
+        """Cancel requests that nobody waits for any more."""
+        for start in list(self._pieces):
+            self.forget(start)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

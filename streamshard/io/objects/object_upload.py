@@ -1,0 +1,255 @@
+"""Uploads objects: small ones by one request, large ones in parts that are sent while more come."""
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from streamshard.io.objects.clients import call
+from streamshard.io.objects.listings import forget
+from streamshard.io.objects.object_path import ObjectPath
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+_SINGLE_BYTES: Final = 65 << 20
+"""Largest object that is uploaded by one request: a chunk of the default size with its checksum."""
+_PART_BYTES: Final = 8 << 20
+"""Smallest part: between the 5 MiB and 5 GiB that S3 allows."""
+_MOST_PARTS: Final = 9_500
+"""S3 allows 10,000."""
+_CONCURRENT: Final = 2
+"""Parts of one object that are being sent at a time; other workers upload other objects."""
+_PARTS_HELD: Final = 6
+"""Parts in memory: one that is filled, one that waits, those being sent, and obstore's own."""
+_GROWTH_BYTES: Final = 1 << 12
+_MIB: Final = 1 << 20
+
+
+def _part_bytes(nbytes: int) -> int:
+    """Return the size of the parts of an object of at most this size."""
+    return max(_PART_BYTES, -(-nbytes // _MOST_PARTS // _MIB) * _MIB)
+
+
+def upload_bytes(largest_bytes: int) -> int:
+    """Return the memory that each worker needs to upload objects of at most this size."""
+    if largest_bytes <= _SINGLE_BYTES:
+        return largest_bytes
+    return max(_SINGLE_BYTES, _PARTS_HELD * _part_bytes(largest_bytes))
+
+
+class _StoppedUploadError(Exception):
+    """Ends an upload that is given up, so that the service forgets its parts."""
+
+
+class ObjectSink:
+    """An object that is being uploaded, from its beginning to its end; see `Sink`.
+
+    It exists from the moment when it is complete.
+
+    Parameters
+    ----------
+    nbytes
+        Its size at most; compressed content may take a little more.
+    """
+
+    block_bytes = 1
+    descriptor = -1
+
+    def __init__(self, path: ObjectPath, nbytes: int) -> None:
+        self._path = path
+        self._part = nbytes if nbytes <= _SINGLE_BYTES else _part_bytes(nbytes)
+        self._is_single = nbytes <= _SINGLE_BYTES
+        self._buffer = bytearray(self._part)
+        self._filled = 0
+        self._offset = 0
+        self._upload: _Upload | None = None
+        self.version = ""
+        """Etag of the object, once it is complete."""
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Add the bytes that follow those written before.
+
+        Raises
+        ------
+        OSError
+            A part cannot be sent.
+        """
+        if offset != self._offset:
+            raise ValueError(f"{self._path}: written at {offset}, after {self._offset}")
+        while len(view):
+            if self._filled == len(self._buffer):
+                self._send()
+            count = min(len(view), len(self._buffer) - self._filled)
+            self._buffer[self._filled : self._filled + count] = view[:count]
+            self._filled += count
+            self._offset += count
+            view = view[count:]
+
+    def _send(self) -> None:
+        if self._is_single:
+            self._buffer += bytes(_GROWTH_BYTES)
+            return
+        self._upload = self._upload or _Upload(self._path, self._part)
+        self._upload.send(self._buffer)
+        self._buffer, self._filled = bytearray(self._part), 0
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Refuse to read back what is not there yet."""
+        raise NotImplementedError
+
+    def finish(self, mode: int | None) -> None:
+        """Complete the object; it has no permission bits.
+
+        Raises
+        ------
+        OSError
+            The upload failed; then there is no such object, or the one that was there before.
+        """
+        last = memoryview(self._buffer)[: self._filled]
+        if self._upload is None:
+            self.version = put(self._path, last)
+        else:
+            self._upload.send(last)
+            self.version = self._upload.finish()
+        self.close()
+
+    def close(self) -> None:
+        """Give the upload up, unless it is complete."""
+        if self._upload is not None:
+            self._upload.stop()
+            self._upload = None
+        self._buffer = bytearray()
+
+
+class _Upload(threading.Thread):
+    """Sends the parts that it is given, in a thread of its own, which waits for more."""
+
+    def __init__(self, path: ObjectPath, part: int) -> None:
+        super().__init__(name="streamshard-upload", daemon=True)
+        self._path = path
+        self._part = part
+        self._parts: queue.Queue[Any] = queue.Queue(maxsize=1)
+        self._error: BaseException | None = None
+        self._version = ""
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._version = put(self._path, self._given(), part=self._part)
+        except BaseException as error:
+            self._error = error
+
+    def _given(self) -> Iterator[Any]:
+        while (part := self._parts.get()) is not None:
+            if isinstance(part, _StoppedUploadError):
+                raise part
+            if len(part):
+                yield part
+
+    def _put(self, part: Any) -> None:  # noqa: ANN401
+        while self.is_alive():
+            try:
+                self._parts.put(part, timeout=0.1)
+            except queue.Full:
+                continue
+            return
+        if self._error is not None and not isinstance(part, _StoppedUploadError):
+            raise self._error
+
+    def send(self, part: Any) -> None:  # noqa: ANN401
+        """Hand a part over; waits while enough parts are on their way."""
+        self._put(part)
+
+    def finish(self) -> str:
+        """Wait until all parts are sent and made into one object; returns its etag."""
+        self._put(None)
+        self.join()
+        if self._error is not None:
+            raise self._error
+        return self._version
+
+    def stop(self) -> None:
+        """End the upload, unless it has ended; the service is told to forget the parts."""
+        self._put(_StoppedUploadError())
+        self.join()
+
+
+def put(
+    path: ObjectPath,
+    content: Any,  # noqa: ANN401
+    *,
+    part: int = 0,
+    mode: Any = None,  # noqa: ANN401
+) -> str:
+    """Upload an object; returns its etag.
+
+    Parameters
+    ----------
+    content
+        Bytes, or an iterator of them.
+    part
+        Size of the parts; 0 for one request.
+    mode
+        `create`, or the etag that must be replaced: `{"e_tag": …}`.
+
+    Raises
+    ------
+    FileExistsError
+        `mode` is `create`, and there is one.
+    OSError
+        The upload failed.
+    """
+    options: dict[str, Any] = {"use_multipart": bool(part)}
+    if part:
+        options |= {"chunk_size": part, "max_concurrency": _CONCURRENT}
+    if mode is not None:
+        options["mode"] = mode
+    forget()
+    found: str | None = call(path, lambda client: client.put(path.key, content, **options)["e_tag"])
+    return found or ""
+
+
+def create(path: ObjectPath, content: bytes) -> str:
+    """Upload an object that must not exist yet; returns its etag.
+
+    Raises
+    ------
+    FileExistsError
+        There is one, with other content.
+    """
+    try:
+        return put(path, content, mode="create")
+    except FileExistsError:
+        # Perhaps this very request was carried out, its answer lost, and obstore repeated it.
+        version, found = get_small(path)
+        if found != content:
+            raise
+        return version
+
+
+def get_small(path: ObjectPath) -> tuple[str, bytes]:
+    """Return the etag and the content of a small object.
+
+    Raises
+    ------
+    OSError
+        There is no such object, or it cannot be read.
+    """
+
+    def get(client: "ObjectStore") -> tuple[str, bytes]:
+        result = client.get(path.key)
+        return result.meta["e_tag"] or "", bytes(result.bytes())
+
+    version: str
+    version, content = call(path, get)
+    return version, content
+
+
+def remove_object(path: ObjectPath) -> None:
+    """Remove an object; there may be none."""
+    forget()
+    try:
+        call(path, lambda client: client.delete(path.key))
+    except FileNotFoundError:
+        return

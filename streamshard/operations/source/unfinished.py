@@ -1,0 +1,36 @@
+"""Targets in a bucket: what says that one is finished, and what that one is not.
+
+Nothing can be renamed there, so a run uploads to the target's own paths. Its journal lies among
+them until a last object, the commit record, says that all of them are there.
+"""
+
+from pathlib import Path
+from typing import Final
+
+from streamshard.errors import IncompleteError
+from streamshard.formats.deepspeed import names
+from streamshard.io.entries import exists
+from streamshard.io.objects.object_path import is_object
+
+JOURNAL: Final = f"{names.OWN_PREFIX}.journal"
+"""File in a partial target, or path in a bucket, that records which parts are written."""
+COMMITTED: Final = f"{names.OWN_PREFIX}.committed"
+"""Object that is uploaded after all others of a target."""
+
+
+def is_unfinished(target: Path) -> bool:
+    """Tell whether a run is uploading to a path, or was cut off there."""
+    return is_object(target) and exists(target / JOURNAL / "0") and not exists(target / COMMITTED)
+
+
+def require_finished(path: Path) -> None:
+    """Refuse what a run has not uploaded completely.
+
+    Raises
+    ------
+    IncompleteError
+        The message says what to do.
+    """
+    if is_unfinished(path):
+        message = f"{path}: unfinished: a run is writing it, or was cut off. The command that it"
+        raise IncompleteError(f"{message} was made with goes on with it")

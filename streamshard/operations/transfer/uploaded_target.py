@@ -1,0 +1,211 @@
+"""A target in a bucket: where it is uploaded, locked, and kept for the next run if this one fails.
+
+Nothing can be renamed there. At any moment the bucket is in one of these states, and the same
+command finishes each of them:
+
+- OUT has no objects, or a journal of those that are uploaded: the target does not exist yet.
+- OUT has a commit record: the target exists. A journal beside it is removed.
+- With `--overwrite`, OUT.partial has what will replace OUT, and its journal says how much of it.
+  If the journal says that everything is there, the objects of OUT are replaced, one by one, by
+  copies that the service makes. Until the commit record is back, OUT has no `latest` and no root
+  document, so that nothing is read from it by mistake; then OUT.partial is removed.
+"""
+
+import json
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from streamshard.engine.run.upload_journal import UploadJournal
+from streamshard.engine.run.uploads import Uploads
+from streamshard.errors import NotAsWrittenError, TargetExistsError
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.dumps.dump_names import Template
+from streamshard.io.entries import entries_below, exists
+from streamshard.io.files import target_errors
+from streamshard.io.objects.object_changes import copy_object, for_each, moved, objects_below
+from streamshard.io.objects.object_lock import ObjectLock
+from streamshard.io.objects.object_path import ObjectPath, object_of
+from streamshard.io.objects.object_upload import create
+from streamshard.io.objects.stray_uploads import abort_strays
+from streamshard.io.sink import discard, remove, remove_file, write_new
+from streamshard.operations.source.unfinished import COMMITTED, JOURNAL
+from streamshard.operations.transfer.run_identity import RunIdentity
+from streamshard.operations.transfer.target import LOCK, partial_of, require_free
+
+_FORMAT: Final = 1
+_LAST: Final = (names.LATEST, "zarr.json")
+"""Objects that make a directory a checkpoint or a store."""
+
+
+class UploadedTarget:
+    """A target while it is being uploaded; see `PartialTarget`."""
+
+    def __init__(
+        self,
+        target: ObjectPath,
+        identity: RunIdentity,
+        *,
+        nbytes: int,
+        overwrite: bool,
+        template: Template | None = None,
+    ) -> None:
+        self._target = target
+        self._identity = identity
+        self._nbytes = nbytes
+        self._overwrite = overwrite
+        self._template = template
+        lock = target.with_name(f"{LOCK}.{target.name}")
+        self._lock = ObjectLock(lock, target)
+        self._is_own = False
+        """Whether the journal belongs to this run, or to the earlier run it continues."""
+        self.is_done = False
+        """Whether the target exists, and is what this run would make."""
+
+    def __enter__(self) -> Self:
+        with target_errors(self._target), ExitStack() as stack:
+            self._lock.take()
+            stack.callback(self._lock.release)
+            self._settle()
+            self._prepare()
+            self._held = stack.pop_all()
+        return self
+
+    def _settle(self) -> None:
+        """Find where the target is uploaded, and finish a commit that was cut off."""
+        beside = partial_of(self._target)
+        self.journal = UploadJournal(self._target / JOURNAL)
+        self.path: Path = self._target
+        if exists(self._target / COMMITTED) and self.journal.header is not None:
+            known = self._identity.difference(self.journal.header) is None
+            self.is_done = known and not self._overwrite
+            self.journal.remove()
+        if self.is_done:
+            return
+        if self.journal.header is None or exists(self._target / COMMITTED):
+            begun = UploadJournal(beside / JOURNAL)
+            if begun.header is not None or (self._overwrite and exists(self._target)):
+                self.path, self.journal = beside, begun
+            else:
+                self.journal = UploadJournal(self._target / JOURNAL)
+
+    def _prepare(self) -> None:
+        """Start from the beginning, or continue an earlier run."""
+        if self.is_done:
+            return
+        header = self.journal.header
+        require_free(self._target, overwrite=self._overwrite, template=self._template)
+        if self._overwrite or header is None:
+            if header is not None:
+                remove(self.path)
+                abort_strays(object_of(self.path))
+            self.journal.begin(self._identity.header)
+        else:
+            difference = self._identity.difference(header)
+            if difference is not None:
+                message = f"{self.path}: {difference}. Run that one again to finish it, or give"
+                raise TargetExistsError(f"{message} --overwrite to start afresh")
+            abort_strays(object_of(self.path))
+            self._remove_unknown()
+        self._is_own = True
+        self.partial = Uploads(self.path, self.journal)
+
+    def _remove_unknown(self) -> None:
+        """Forget recorded objects that are gone, and remove those that are not recorded."""
+        if self.journal.is_whole:
+            return
+        there = set()
+        for entry in entries_below(self.path):
+            relative = entry.path.relative_to(self.path).as_posix()
+            if entry.is_directory or relative.startswith(JOURNAL):
+                continue
+            if self.journal.version_of(relative) == entry.status().version:
+                there.add(relative)
+            else:
+                remove_file(entry.path)
+        self.journal.keep_only(there)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether an earlier run uploaded everything."""
+        return self.is_done or self.journal.is_whole
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that an earlier run uploaded."""
+        return self._nbytes if self.is_written else self.partial.kept_bytes
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with suppress(OSError):
+            if isinstance(error, NotAsWrittenError):
+                discard(self.path)
+            elif self._is_own and error is not None:
+                self._keep(error)
+        self._held.close()
+
+    def _keep(self, error: BaseException) -> None:
+        self.journal.close()
+        if self.journal.is_empty:
+            discard(self.path)
+            return
+        how = "without --overwrite" if self._overwrite else "again"
+        error.add_note(f"{self.path}: keeps what was uploaded; run the same command {how} to go on")
+
+    def commit(self, latest: str | None = None) -> None:
+        """Upload `latest` and the commit record, which make the target exist.
+
+        Parameters
+        ----------
+        latest
+            Tag for the `latest` file, which is written after everything else.
+        """
+        if self.is_done:
+            return
+        with target_errors(self._target):
+            if not self.journal.is_whole:
+                if latest is not None:
+                    write_new(self.path / names.LATEST, latest.encode())
+                self.journal.note_whole()
+            if self.path != self._target:
+                self._replace()
+            record = {"format": _FORMAT, "bytes": self._nbytes, "verb": self._verb}
+            create(self._target.of_key(f"{self._target.key}/{COMMITTED}"), _serialize(record))
+            if self.path == self._target:
+                self.journal.remove()
+            else:
+                remove(self.path)
+
+    @property
+    def _verb(self) -> str:
+        return str(self._identity.header["options"]["verb"])
+
+    def _replace(self) -> None:
+        """Replace the old target by copies of the new objects, and make those complete last."""
+        new, target = object_of(self.path), self._target
+        for name in (COMMITTED, *_LAST):
+            remove_file(target / name)
+        objects = [
+            path for path in objects_below(new) if not _relative(path, new).startswith(JOURNAL)
+        ]
+        wanted = {_relative(path, new) for path in objects}
+        old = [path for path in objects_below(target) if _relative(path, target) not in wanted]
+        for_each(old, remove_file)
+        first = [path for path in objects if _relative(path, new) not in _LAST]
+        for_each(first, lambda path: copy_object(path, moved(path, new, target)))
+        for path in objects:
+            if _relative(path, new) in _LAST:
+                copy_object(path, moved(path, new, target))
+
+
+def _relative(path: ObjectPath, root: ObjectPath) -> str:
+    return path.relative_to(root).as_posix()
+
+
+def _serialize(record: dict[str, object]) -> bytes:
+    return json.dumps(record).encode() + b"\n"
