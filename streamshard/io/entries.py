@@ -61,7 +61,7 @@ def request_bytes(paths: Iterable[Path]) -> int:
 
 def list_ahead(root: Path) -> None:
     """List all that is below a path at once, where that saves requests; see `listings_kept`."""
-    if isinstance(root, ObjectPath):
+    if isinstance(root, ObjectPath) and root.key:
         keep_tree(root)
 
 

@@ -1,12 +1,12 @@
 """Turns system errors into errors that name the file; refuses sources that have changed."""
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from streamshard.errors import CorruptFileError, NoSpaceError, SourceError, TargetError
-from streamshard.io.entries import examine
+from streamshard.io.entries import examine, list_ahead, listings_kept
 from streamshard.io.readable import Status
 from streamshard.model import SourceFile
 
@@ -24,6 +24,20 @@ def require_unchanged(source: SourceFile) -> None:
     except OSError as error:
         raise SourceError(f"{source.path}: gone during the run ({error.strerror})") from error
     require_same(source, status)
+
+
+def require_all_unchanged(files: Sequence[SourceFile]) -> None:
+    """Refuse source files of which one has changed; see `require_unchanged`."""
+    with listings_kept(anew=True):
+        if files:
+            root = files[0].path.parent
+            for file in files:
+                while root not in file.path.parents:
+                    root = root.parent
+            with source_errors(root):
+                list_ahead(root)
+        for file in files:
+            require_unchanged(file)
 
 
 def require_same(source: SourceFile, status: Status) -> None:

@@ -43,7 +43,9 @@ def map_range(descriptor: int, offset: int, nbytes: int, *, is_private: bool) ->
     OSError
         The file system has no maps, or there are too many.
     """
-    if _map is None or _unmap is None or descriptor < 0:
+    if descriptor < 0:
+        raise OSError(errno.ENOTSUP, "it is an object, not a local file")
+    if _map is None or _unmap is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     before = offset % mmap.ALLOCATIONGRANULARITY
     length = before + nbytes

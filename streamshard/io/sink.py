@@ -98,16 +98,18 @@ class LocalSink:
         self.descriptor = self._direct = -1
 
 
-def open_sink(path: Path, *, is_new: bool, nbytes: int) -> Sink:
+def open_sink(path: Path, *, is_new: bool, nbytes: int, is_last: bool = False) -> Sink:
     """Open a file of a target to write it; a new file must not exist yet.
 
     Parameters
     ----------
     nbytes
         How much is to be written.
+    is_last
+        Whether nobody else may have written an object of that name meanwhile.
     """
     if isinstance(path, ObjectPath):
-        return ObjectSink(path, nbytes)
+        return ObjectSink(path, nbytes, must_be_new=is_last)
     descriptor = open_target(path, is_new=is_new)
     # Not for an existing file: the page cache may still hold its earlier pages.
     goes_past = is_new and nbytes >= LEAST_BYTES

@@ -13,6 +13,7 @@ from torch import distributed
 
 from streamshard.errors import SourceNotFoundError, UsageError
 from streamshard.io.entries import is_file
+from streamshard.io.objects.object_path import is_object
 from streamshard.io.sink import stub_directory
 from streamshard.live import live_engine
 from streamshard.live.consensus import Agreement, say
@@ -202,6 +203,9 @@ class Loading:
 
     def _load_plainly(self, resharding: Resharding) -> tuple[str | None, Any]:
         source = resharding.source
+        if is_object(source.path):
+            message = f"{source.path}: saved without ZeRO (stage 0), whose files DeepSpeed itself"
+            raise UsageError(f"{message} loads, from a local disk alone: copy them to one")
         where, arguments = str(source.path), self._options.as_arguments()
         with self._agreement.step():
             return self._plain(self._engine, where, source.checkpoint.tag, **arguments)
@@ -212,7 +216,8 @@ class Loading:
         with ExitStack() as stack:
             with self._agreement.step():
                 files = FilesOnDemand(resharding)
-                served = ServedFiles(source, files, maps=self._options.custom_load_fn is None)
+                maps = self._options.custom_load_fn is None and not is_object(source.path)
+                served = ServedFiles(source, files, maps=maps)
                 stack.callback(served.close)
                 self._require_fit(resharding, files)
                 for name in self._own_files(tag):

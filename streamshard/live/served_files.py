@@ -10,8 +10,9 @@ import torch
 
 from streamshard.engine.run.region import RegionFiller
 from streamshard.engine.run.source_reader import SourceReader
-from streamshard.io.files import require_unchanged
+from streamshard.io.files import require_all_unchanged
 from streamshard.io.memory_map import detach_map
+from streamshard.io.objects.object_path import is_object
 from streamshard.model import ITEMSIZE, BlockDigests
 from streamshard.operations.native.files_on_demand import FileContent, FilesOnDemand, StorageContent
 from streamshard.operations.source.source import Source
@@ -61,7 +62,8 @@ class ServedFiles:
 
     def real_path(self, path: str) -> Path | None:
         """Return the source's own file for a path, if it is the file of that path as it is."""
-        if path not in self._sidecars or self._source.kind == "store":
+        is_here = self._source.kind != "store" and not is_object(self._source.path)
+        if path not in self._sidecars or not is_here:
             return None
         return self._source.path / self._sidecars[path]
 
@@ -108,8 +110,7 @@ class ServedFiles:
         SourceError
             One has changed, or is gone.
         """
-        for file in sorted(self._used):
-            require_unchanged(self._source.files[file])
+        require_all_unchanged([self._source.files[file] for file in sorted(self._used)])
 
     def settle(self) -> None:
         """Move what is still there of all maps into memory of this process; ends the load.

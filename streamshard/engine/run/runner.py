@@ -3,7 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -109,12 +109,13 @@ class Engine:
         pending: set[Future[None]] = set()
         self._watcher.enter(WRITING)
         try:
-            for task in self._tasks(files):
-                pending.add(pool.submit(task))
-                if len(pending) > 2 * self._resources.workers:
-                    done, pending = wait(pending, return_when=FIRST_COMPLETED)
+            for task, waits in self._tasks(files):
+                if waits or len(pending) > 2 * self._resources.workers:
+                    how = ALL_COMPLETED if waits else FIRST_COMPLETED
+                    done, pending = wait(pending, return_when=how)
                     for future in done:
                         future.result()
+                pending.add(pool.submit(task))
             for future in pending:
                 future.result()
             self._watcher.enter(SYNCING)
@@ -129,14 +130,18 @@ class Engine:
             for left in self._opened:
                 left.sink.close()
 
-    def _tasks(self, files: Iterable[TargetFile]) -> Iterator[Callable[[], None]]:
-        """Yield a task for each span of local files, for each whole file of a bucket."""
+    def _tasks(self, files: Iterable[TargetFile]) -> Iterator[tuple[Callable[[], None], bool]]:
+        """Yield a task for each span of local files, for each whole file of a bucket.
+
+        With each comes whether it waits for all tasks before it.
+        """
         partial_target = self._partial
         if isinstance(partial_target, Uploads):
-            yield from (partial(self._upload, partial_target, file) for file in files)
+            for file in files:
+                yield partial(self._upload, partial_target, file), file.is_last
         else:
             for opened, span in self._spans(files, partial_target):
-                yield partial(self._write, partial_target, opened, span)
+                yield partial(self._write, partial_target, opened, span), False
 
     def _upload(self, uploads: Uploads, file: TargetFile) -> None:
         """Upload a file, unless an earlier run did."""

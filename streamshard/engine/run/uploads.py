@@ -39,7 +39,8 @@ def upload_file(file: TargetFile, path: Path, window: Window) -> tuple[str, list
     """
     spans = sorted(file.spans, key=lambda span: span.offset)
     nbytes = sum(span.nbytes for span in spans) + sum(len(e.data) for e in file.endings)
-    sink, results = open_sink(path, is_new=True, nbytes=nbytes), []
+    sink = open_sink(path, is_new=True, nbytes=nbytes, is_last=file.is_last)
+    results: list[SpanResult] = []
     late = _LateEndings(file, sink)
     try:
         for span in spans:

@@ -152,5 +152,8 @@ class TargetFile:
     endings: Sequence[Ending] = ()
     mode: int | None = None
     """Permission bits, where they matter."""
+    is_last: bool = False
+    """Whether readers take what is there for whole as soon as this file is: in a bucket, which has
+    no rename, it comes after all files before it."""
     take: Callable[[SpanResult], None] = _ignore
     """Called with each span's result, in any order, but never twice at the same time."""

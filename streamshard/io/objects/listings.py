@@ -89,9 +89,15 @@ _scope: Final[ContextVar[_Kept | None]] = ContextVar("listings", default=None)
 
 
 @contextmanager
-def listings_kept() -> Iterator[None]:
-    """Keep listings, and small objects that were read ahead, while a checkpoint is opened."""
-    if _scope.get() is not None:
+def listings_kept(*, anew: bool = False) -> Iterator[None]:
+    """Keep listings, and small objects that were read ahead, while a checkpoint is opened.
+
+    Parameters
+    ----------
+    anew
+        Whether what was listed before this may not be used.
+    """
+    if _scope.get() is not None and not anew:
         yield
         return
     token = _scope.set(_Kept())

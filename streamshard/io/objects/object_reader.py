@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 REQUEST_BYTES: Final = 4 << 20
 """Bytes of one request for a tensor's data."""
-AHEAD_BYTES: Final = 16 << 20
+AHEAD_BYTES: Final = 8 << 20
 """How far each worker's requests are ahead of what it uses."""
 _LEAST_BYTES: Final = 1 << 18
 """Smallest request for data: what follows a small fragment is mostly the next one."""
-HELD_BYTES: Final = AHEAD_BYTES + (8 << 20)
-"""Bytes that a worker holds: those ahead, and what is left of requests that were longer."""
+HELD_BYTES: Final = 2 * AHEAD_BYTES + (4 << 20)
+"""Bytes that a worker holds: those ahead, of two sources where two are compared, and what is left
+of requests that were longer."""
 _HEADER_BYTES: Final = 1 << 18
 """Bytes of one request for headers: a rank file's pickle and its directory take one or two each."""
 _KEPT_HEADERS: Final = 4

@@ -51,13 +51,16 @@ class ObjectSink:
     ----------
     nbytes
         Its size at most; compressed content may take a little more.
+    must_be_new
+        Whether an object that is there already is an error; for small ones.
     """
 
     block_bytes = 1
     descriptor = -1
 
-    def __init__(self, path: ObjectPath, nbytes: int) -> None:
+    def __init__(self, path: ObjectPath, nbytes: int, *, must_be_new: bool = False) -> None:
         self._path = path
+        self._must_be_new = must_be_new
         self._part = nbytes if nbytes <= _SINGLE_BYTES else _part_bytes(nbytes)
         self._is_single = nbytes <= _SINGLE_BYTES
         self._buffer = bytearray(self._part)
@@ -107,7 +110,9 @@ class ObjectSink:
             The upload failed; then there is no such object, or the one that was there before.
         """
         last = memoryview(self._buffer)[: self._filled]
-        if self._upload is None:
+        if self._upload is None and self._must_be_new:
+            self.version = create(self._path, bytes(last))
+        elif self._upload is None:
             self.version = put(self._path, last)
         else:
             self._upload.send(last)

@@ -16,7 +16,13 @@ from streamshard.errors import UnsupportedError
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.zarr import store_manifest, store_paths, store_state, zarr_writer
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, BloscChunk, serialize_checksum
-from streamshard.formats.zarr.documents import MANIFEST_PATH, STATE_PATH, array_path, chunk_keys
+from streamshard.formats.zarr.documents import (
+    MANIFEST_PATH,
+    ROOT_DOCUMENT,
+    STATE_PATH,
+    array_path,
+    chunk_keys,
+)
 from streamshard.formats.zarr.store_files import MANIFEST_FILES, STATE_FILES
 from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord
 from streamshard.layout.cutting import Segments, coalesce
@@ -56,6 +62,8 @@ class StoreTargets:
         """Path → record of each file that was written so far."""
         self._digests: dict[tuple[int, int], Digest] = {}
         """(tensor, first element) → digest of the content of each chunk written so far."""
+        self._root = b""
+        """Document of the root, by which readers know a store."""
         self.nbytes: int | None = None
         """Size of all files after they are written; None before, or if an earlier run wrote them
         all."""
@@ -66,9 +74,10 @@ class StoreTargets:
         return None if self._codec == "none" else BloscChunk(self._codec, 4).encode
 
     def content(self) -> Iterator[TargetFile]:
-        """Yield the targets of all files except the manifest."""
+        """Yield the targets of all files except the manifest and the root's document."""
         documents = self._documents()
         self._records.update({path: record_of(data) for path, data in documents.items()})
+        self._root = documents.pop(ROOT_DOCUMENT)
         yield from _fixed(documents)
         for chunk in self._chunks():
             yield self._chunk_target(chunk)
@@ -126,7 +135,7 @@ class StoreTargets:
         return sizes
 
     def manifest(self) -> Iterator[TargetFile]:
-        """Yield the targets of the manifest, after everything else is written."""
+        """Yield the targets of the manifest, after everything else is written, and of the root."""
         pieces: dict[int, list[Digest]] = {}
         for tensor, start in sorted(self._digests):
             pieces.setdefault(tensor, []).append(self._digests[tensor, start])
@@ -140,7 +149,8 @@ class StoreTargets:
         if self._records:
             written = (record.nbytes for record in self._records.values())
             self.nbytes = sum(written) + sum(map(len, small.values()))
-        return _fixed(small)
+        yield from _fixed(small)
+        yield TargetFile(ROOT_DOCUMENT, [Span(0, [Fixed(self._root)])], is_last=True)
 
     def _documents(self) -> dict[str, bytes]:
         """Serialize all files of a store except tensors' chunks and the manifest."""

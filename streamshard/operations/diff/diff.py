@@ -14,6 +14,7 @@ from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.scan.distance import BLOCK_NUMEL, NUMERIC, Measured, Measurement, Measurer
 from streamshard.engine.scan.pool import Count, run_ordered
 from streamshard.errors import UsageError
+from streamshard.io.entries import request_bytes
 from streamshard.layout.memory_plan import SCRATCH_BYTES, MemoryPlan
 from streamshard.model import FILE, ITEMSIZE, LogicalTensor
 from streamshard.operations.checks.structure import Request
@@ -102,10 +103,12 @@ def diff(
         notes.append(f"Compared are tensors named {', '.join(params)}, and nothing else.")
     notes += _notes(pairing.pairs)
     measuring = _Measuring(one, other, pairing.pairs)
+    requested = request_bytes(file.path for file in (*one.files, *other.files))
     plan = execution.fit_memory(
         floor_bytes=floor_bytes,
-        codec_bytes=one.codec_bytes + other.codec_bytes + EXTRA_BYTES,
+        codec_bytes=one.codec_bytes + other.codec_bytes + EXTRA_BYTES + requested,
         workers=workers,
+        is_remote=requested > 0,
         limit_bytes=limit_bytes,
         copies_bytes=_TENSOR_BYTES * len(pairing.pairs),
     )

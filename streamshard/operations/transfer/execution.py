@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
@@ -12,22 +12,28 @@ from streamshard.engine.run.phases import WRITING
 from streamshard.engine.run.runner import Engine, Resources
 from streamshard.engine.run.work import TargetFile
 from streamshard.errors import MemoryLimitError, UsageError
-from streamshard.io.files import require_unchanged
+from streamshard.io.entries import request_bytes
+from streamshard.io.files import require_all_unchanged
 from streamshard.layout.memory_plan import MIB, SCRATCH_BYTES, MemoryPlan, plan_memory
+from streamshard.model import SourceFile
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.report import Progress, Report
 from streamshard.operations.transfer.staged_target import StagedTarget
 
 _DEFAULT_LIMIT_BYTES: Final = 1024 * MIB
+_REMOTE_WORKERS: Final = 8
 _STEP_BYTES: Final = 4 * MIB
 """Memory for planning varies a little between runs; rounded up to this, the projection does not."""
 
 
-def default_workers(*, encodes: bool = False) -> int:
+def default_workers(*, encodes: bool = False, is_remote: bool = False) -> int:
     """Return a count of workers that keeps a disk busy without overloading a login node.
 
     Encoding is slower than a disk: then it is one worker per core, and one that writes meanwhile.
+    A request to an object store takes long, and costs this machine little.
     """
+    if is_remote:
+        return _REMOTE_WORKERS
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
     return min(16, cores + 1) if encodes else min(4, cores)
 
@@ -48,6 +54,7 @@ def fit_memory(
     copies_bytes: int = 0,
     reopened: int = 0,
     encodes: bool = False,
+    is_remote: bool = False,
 ) -> MemoryPlan:
     """Fit a run into the memory limit; call it after everything is planned.
 
@@ -63,6 +70,8 @@ def fit_memory(
         Memory for the headers that are read back after the run, in multiples of the source's.
     encodes
         Whether the target is compressed.
+    is_remote
+        Whether the source or the target is in an object store.
     """
     if workers is not None and workers < 1:
         raise UsageError(f"--workers {workers}: at least one is needed")
@@ -79,7 +88,7 @@ def fit_memory(
 
     if workers is not None:
         return fit(workers)
-    for count in range(default_workers(encodes=encodes), 1, -1):
+    for count in range(default_workers(encodes=encodes, is_remote=is_remote), 1, -1):
         with suppress(MemoryLimitError):
             return fit(count)
     return fit(1)
@@ -94,12 +103,20 @@ class Limits:
     memory_limit: int | None
     workers: int | None
 
-    def fit(self, codec_bytes: int) -> MemoryPlan:
-        """Fit a run that only reads into the memory limit; call it after everything is opened."""
+    def fit(self, codec_bytes: int, files: Sequence[SourceFile] = ()) -> MemoryPlan:
+        """Fit a run that only reads into the memory limit; call it after everything is opened.
+
+        Parameters
+        ----------
+        files
+            What is read; workers need memory for what they request from an object store.
+        """
+        requested = request_bytes(file.path for file in files)
         return fit_memory(
             floor_bytes=self.floor_bytes,
-            codec_bytes=codec_bytes,
+            codec_bytes=codec_bytes + requested,
             workers=self.workers,
+            is_remote=requested > 0,
             limit_bytes=limit_or_default(self.memory_limit, self.floor_bytes),
         )
 
@@ -119,8 +136,7 @@ def run(
     )
     Engine(source.files, source.decoders, resources, progress, target.partial).run(files)
     # If a file changed during the run, the bytes read before and after do not belong together.
-    for file in source.files:
-        require_unchanged(file)
+    require_all_unchanged(source.files)
 
 
 def _is_large(source: Source) -> bool:

@@ -9,7 +9,7 @@ from streamshard.engine.run import resident_memory
 from streamshard.engine.run.phases import COMMITTING
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.entries import request_bytes
-from streamshard.io.objects.object_path import as_path
+from streamshard.io.objects.object_path import as_path, is_object
 from streamshard.io.sink import upload_bytes_to
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.operations.compare.comparison import EXTRA_BYTES
@@ -193,6 +193,7 @@ def plan_output(command: Command, output: Output, target: Path, floor_bytes: int
         copies_bytes=output.writer.copies_bytes(options.workers),
         reopened=output.reopened * options.verify,
         encodes=output.encode is not None,
+        is_remote=is_object(target) or is_object(source.path),
     )
     if not options.if_needed:
         require_space(target, bytes_written)

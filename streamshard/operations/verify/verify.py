@@ -145,7 +145,7 @@ class _Run:
         self.kind, self.tag = checked.kind, checked.tag
         if checked.source is not None:
             checked.source.require_use_of_like()
-        plan = self._limits.fit(checked.codec_bytes)
+        plan = self._limits.fit(checked.codec_bytes, checked.files)
         self.projected_bytes = plan.projected_bytes
         source = checked.source if digests else None
 
@@ -179,7 +179,8 @@ class _Run:
         self.findings.notes += pairing.notes
         self.differences += pairing.differences
         comparing = Comparing(left, right, chosen(pairing.pairs, self.sample))
-        plan = self._limits.fit(left.codec_bytes + right.codec_bytes + EXTRA_BYTES)
+        codec_bytes = left.codec_bytes + right.codec_bytes + EXTRA_BYTES
+        plan = self._limits.fit(codec_bytes, (*left.files, *right.files))
         self.projected_bytes = plan.projected_bytes
 
         def work() -> None:
