@@ -18,14 +18,15 @@ from tests.test_momentum import MUON
 
 KEYS = {
     "Outlook": "reads read_bytes writes written_bytes is_upper_bound reread_bytes memory "
-    "time space changes left_out made",
+    "time space changes left_out made requests",
     "FileBytes": "path nbytes",
     "MemoryParts": "projected_bytes floor_bytes metadata_bytes workers window_bytes scratch_bytes "
-    "codec_bytes slack_bytes limit_bytes",
+    "codec_bytes slack_bytes limit_bytes requests_bytes",
     "TimeEstimate": "seconds read_bytes_per_second read_sample_bytes write_bytes_per_second "
     "write_sample_bytes encode_bytes_per_second encode_sample_bytes problem",
     "Space": "directory free_bytes free_after_bytes begun_bytes",
     "Part": "what count nbytes why",
+    "Requests": "down down_bytes up up_bytes",
     "Change": "subject text",
 }
 
@@ -175,11 +176,13 @@ def test_the_space_after_is_what_there_is_after(tmp_path: Path) -> None:
     run = write(Job(stage=2), tmp_path / "run")
     plan = streamshard.plan_repartition(run, tmp_path / "out", world_size=3)
     space = plan.outlook(measures_disk=False).space
+    assert space is not None
     assert (space.directory, space.begun_bytes) == (str(tmp_path), 0)
     assert space.free_bytes - space.free_after_bytes == plan.report.bytes_written
     plan.run()
     again = streamshard.plan_repartition(run, tmp_path / "out", world_size=3, overwrite=True)
     after = again.outlook(measures_disk=False).space
+    assert after is not None
     replaced = sum(512 * path.lstat().st_blocks for path in (tmp_path / "out").rglob("*"))
     assert after.free_after_bytes - after.free_bytes == replaced - plan.report.bytes_written
 

@@ -59,6 +59,11 @@ def request_bytes(paths: Iterable[Path]) -> int:
     return HELD_BYTES if any(map(is_object, paths)) else 0
 
 
+def requests_to_read(nbytes: int) -> int:
+    """Return how many requests it takes to read so many consecutive bytes of an object."""
+    return -(-nbytes // REQUEST_BYTES)
+
+
 def list_ahead(root: Path) -> None:
     """List all that is below a path at once, where that saves requests; see `listings_kept`."""
     if isinstance(root, ObjectPath) and root.key:

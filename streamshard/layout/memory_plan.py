@@ -1,6 +1,6 @@
 """Projects a run's memory before it starts, and refuses a run that would exceed the limit.
 
-``projected = floor + metadata + workers x (window + scratch + codec) + slack``
+``projected = floor + metadata + workers x (window + scratch + codec + requests) + slack``
 
 All terms are in bytes. The floor is the memory of the process before it opens a file (the
 interpreter and its libraries). The limit applies to the memory above the floor.
@@ -31,16 +31,24 @@ class MemoryPlan:
     window_bytes: int
     codec_bytes: int
     """Per worker, for chunks that are compressed or decompressed as a whole."""
+    requests_bytes: int = 0
+    """Per worker, for what it requested from an object store, or is sending to one."""
 
     @property
     def projected_bytes(self) -> int:
         """Upper bound of the run's peak resident memory."""
-        per_worker = self.window_bytes + SCRATCH_BYTES + self.codec_bytes
+        per_worker = self.window_bytes + SCRATCH_BYTES + self.codec_bytes + self.requests_bytes
         return self.floor_bytes + self.metadata_bytes + self.workers * per_worker + SLACK_BYTES
 
 
 def plan_memory(
-    *, floor_bytes: int, metadata_bytes: int, codec_bytes: int, workers: int, limit_bytes: int
+    *,
+    floor_bytes: int,
+    metadata_bytes: int,
+    codec_bytes: int,
+    workers: int,
+    limit_bytes: int,
+    requests_bytes: int = 0,
 ) -> MemoryPlan:
     """Choose the window size that fits the limit.
 
@@ -49,7 +57,8 @@ def plan_memory(
     MemoryLimitError
         Even the smallest windows do not fit; the message names the smallest sufficient limit.
     """
-    fixed = metadata_bytes + SLACK_BYTES + workers * (SCRATCH_BYTES + codec_bytes)
+    per_worker = SCRATCH_BYTES + codec_bytes + requests_bytes
+    fixed = metadata_bytes + SLACK_BYTES + workers * per_worker
     window = min(WINDOW_BYTES, (limit_bytes - fixed) // workers)
     if window < MIN_WINDOW_BYTES:
         least = -(-(fixed + workers * MIN_WINDOW_BYTES) // MIB)
@@ -61,4 +70,4 @@ def plan_memory(
         if workers > 1:
             message += " or --workers 1"
         raise MemoryLimitError(f"{message}. Nothing was read or written")
-    return MemoryPlan(floor_bytes, metadata_bytes, workers, window, codec_bytes)
+    return MemoryPlan(floor_bytes, metadata_bytes, workers, window, codec_bytes, requests_bytes)

@@ -8,13 +8,22 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from streamshard.cli.text.tables import paragraph, table, target_text
-from streamshard.operations.transfer.estimate import FileBytes, MemoryParts, Outlook, Part
+from streamshard.operations.transfer.estimate import (
+    FileBytes,
+    MemoryParts,
+    Outlook,
+    Part,
+    Requests,
+    Space,
+)
 from streamshard.operations.transfer.report import Report
-from streamshard.sizes import show_bytes, show_time
+from streamshard.sizes import counted, show_bytes, show_time
 
 _MOST_ROWS: Final = 12
 """Maximum kinds of files that are listed without `-v`."""
 _NUMBER: Final = re.compile(r"(\d+)")
+_SCHEME: Final = re.compile(r"^(\w+):/(?!/)")
+"""Start of an object's path as `commonpath` leaves it."""
 _LEAST_WIDTH: Final = 30
 
 
@@ -56,8 +65,11 @@ def _summary(report: Report, outlook: Outlook) -> Iterator[tuple[str, str]]:
     if report.is_verified:
         yield "verifies", f"and reads {show_bytes(outlook.reread_bytes)} more for that"
     yield "memory", _memory(outlook.memory)
+    if outlook.requests is not None:
+        yield "requests", _requests(outlook.requests)
     yield "time", _time(outlook)
-    yield "space", _space(outlook)
+    if outlook.space is not None:
+        yield "space", _space(outlook.space)
 
 
 def _files_of(count: int) -> str:
@@ -67,6 +79,8 @@ def _files_of(count: int) -> str:
 def _memory(memory: MemoryParts) -> str:
     above = memory.projected_bytes - memory.floor_bytes
     codec = f" + {show_bytes(memory.codec_bytes)} codec" if memory.codec_bytes else ""
+    if memory.requests_bytes:
+        codec += f" + {show_bytes(memory.requests_bytes)} requests"
     workers = f"{memory.workers} worker{'s' * (memory.workers != 1)}"
     return (
         f"at most {show_bytes(above)} above the program's {show_bytes(memory.floor_bytes)}, of "
@@ -102,8 +116,15 @@ def _time(outlook: Outlook) -> str:
     )
 
 
-def _space(outlook: Outlook) -> str:
-    space = outlook.space
+def _requests(requests: Requests) -> str:
+    down, up = counted(requests.down, "request"), counted(requests.up, "request")
+    return (
+        f"at least {down} down, {show_bytes(requests.down_bytes)}, and {up} up, "
+        f"{show_bytes(requests.up_bytes)}, besides those for headers and listings"
+    )
+
+
+def _space(space: Space) -> str:
     begun = ""
     if space.begun_bytes:
         begun = f"; {show_bytes(space.begun_bytes)} are there of a run that was cut off"
@@ -126,6 +147,7 @@ def _parts(head: str, parts: Sequence[Part]) -> str:
 def _files(head: str, files: Sequence[FileBytes], *, verbose: bool) -> str:
     """List files; unless verbose, group paths that differ only in numbers, largest group first."""
     common = os.path.commonpath([os.path.dirname(f.path) for f in files]) if files else ""  # noqa: PTH120
+    common = _SCHEME.sub(r"\1://", common)
     start = len(common) + 1 if common else 0
     name = f"{head}, in {common}" if common else head
     named = [(file.path[start:], file.nbytes) for file in files]

@@ -38,6 +38,11 @@ def upload_bytes(largest_bytes: int) -> int:
     return max(_SINGLE_BYTES, _PARTS_HELD * _part_bytes(largest_bytes))
 
 
+def upload_requests(nbytes: int) -> int:
+    """Return how many requests it takes to upload an object of this size."""
+    return 1 if nbytes <= _SINGLE_BYTES else 2 + -(-nbytes // _part_bytes(nbytes))
+
+
 class _StoppedUploadError(Exception):
     """Ends an upload that is given up, so that the service forgets its parts."""
 

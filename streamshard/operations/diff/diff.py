@@ -103,12 +103,11 @@ def diff(
         notes.append(f"Compared are tensors named {', '.join(params)}, and nothing else.")
     notes += _notes(pairing.pairs)
     measuring = _Measuring(one, other, pairing.pairs)
-    requested = request_bytes(file.path for file in (*one.files, *other.files))
     plan = execution.fit_memory(
         floor_bytes=floor_bytes,
-        codec_bytes=one.codec_bytes + other.codec_bytes + EXTRA_BYTES + requested,
+        codec_bytes=one.codec_bytes + other.codec_bytes + EXTRA_BYTES,
         workers=workers,
-        is_remote=requested > 0,
+        requests_bytes=request_bytes(file.path for file in (*one.files, *other.files)),
         limit_bytes=limit_bytes,
         copies_bytes=_TENSOR_BYTES * len(pairing.pairs),
     )

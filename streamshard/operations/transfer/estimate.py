@@ -3,7 +3,7 @@
 `--dry-run` shows the estimate, and with `--json` prints it under the key `outlook`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -16,7 +16,9 @@ from streamshard.io.disk_speed import (
     measure_reading,
     measure_writing,
 )
-from streamshard.io.objects.object_path import as_path
+from streamshard.io.entries import requests_to_read
+from streamshard.io.objects.object_path import as_path, is_object
+from streamshard.io.objects.object_upload import upload_requests
 from streamshard.io.sink import allocated_bytes, free_bytes
 from streamshard.layout.memory_plan import SCRATCH_BYTES, SLACK_BYTES, MemoryPlan
 from streamshard.model import BLOB, FILE, MASTER, MODULE, SourceFile
@@ -45,7 +47,7 @@ class FileBytes:
 class MemoryParts:
     """The parts of the projected memory, all in bytes.
 
-    `projected = floor + metadata + workers x (window + scratch + codec) + slack`
+    `projected = floor + metadata + workers x (window + scratch + codec + requests) + slack`
     """
 
     projected_bytes: int
@@ -58,6 +60,8 @@ class MemoryParts:
     slack_bytes: int
     limit_bytes: int
     """Bytes allowed above the floor."""
+    requests_bytes: int = 0
+    """Per worker, for requests to an object store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,17 @@ class Space:
 
 
 @dataclass(frozen=True, slots=True)
+class Requests:
+    """Requests to object stores, without those for headers, listings and repetitions."""
+
+    down: int
+    """At least; a file whose fragments lie apart takes one for each."""
+    down_bytes: int
+    up: int
+    up_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """A part of the source that is not in the target, or the other way round."""
 
@@ -123,12 +138,15 @@ class Outlook:
     memory: MemoryParts
     time: TimeEstimate | None
     """None if the disk was not measured."""
-    space: Space
+    space: Space | None
+    """None if the target is in an object store."""
     changes: tuple[Change, ...]
     """Effects of another world size on the job; empty if the world size stays, or there is none."""
     left_out: tuple[Part, ...]
     made: tuple[Part, ...]
     """Parts of the target that are not copied from the source."""
+    requests: Requests | None = None
+    """None if neither the source nor the target is in an object store."""
 
 
 def estimate_run(
@@ -169,12 +187,15 @@ def estimate_run(
         reread_bytes=reread,
         memory=_memory(memory_plan, report),
         time=_time(used, memory_plan.workers, space, (read_sum + reread, written), encode)
-        if measures_disk
+        if measures_disk and space is not None and not any(is_object(f.path) for f in used)
         else None,
         space=space,
         changes=changes,
         left_out=tuple(_left_out(source, byte_counts, report)),
         made=tuple(_made(byte_counts, report, new_files)),
+        requests=_requests(
+            zip(source.files, read.tolist(), strict=True), target, byte_counts.sizes
+        ),
     )
 
 
@@ -189,10 +210,27 @@ def _memory(plan: MemoryPlan, report: Report) -> MemoryParts:
         codec_bytes=plan.codec_bytes,
         slack_bytes=SLACK_BYTES,
         limit_bytes=report.limit_bytes,
+        requests_bytes=plan.requests_bytes,
     )
 
 
-def _space(target: Path, written: int) -> Space:
+def _requests(
+    files: Iterable[tuple[SourceFile, int]], target: Path, sizes: Mapping[str, int]
+) -> Requests | None:
+    """Count the requests of a run; None if neither side is in an object store."""
+    down = [nbytes for file, nbytes in files if is_object(file.path)]
+    up = [*sizes.values()] if is_object(target) else []
+    if not down and not up:
+        return None
+    return Requests(
+        sum(map(requests_to_read, down)), sum(down), sum(map(upload_requests, up)), sum(up)
+    )
+
+
+def _space(target: Path, written: int) -> Space | None:
+    """Describe the target's file system; None for a bucket, which has no end."""
+    if is_object(target):
+        return None
     place = place_of(target)
     free, begun = free_bytes(place), allocated_bytes(partial_of(target))
     after = free + begun + allocated_bytes(target) - written

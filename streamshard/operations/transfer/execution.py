@@ -54,7 +54,7 @@ def fit_memory(
     copies_bytes: int = 0,
     reopened: int = 0,
     encodes: bool = False,
-    is_remote: bool = False,
+    requests_bytes: int = 0,
 ) -> MemoryPlan:
     """Fit a run into the memory limit; call it after everything is planned.
 
@@ -70,8 +70,8 @@ def fit_memory(
         Memory for the headers that are read back after the run, in multiples of the source's.
     encodes
         Whether the target is compressed.
-    is_remote
-        Whether the source or the target is in an object store.
+    requests_bytes
+        Memory of one worker for requests to an object store.
     """
     if workers is not None and workers < 1:
         raise UsageError(f"--workers {workers}: at least one is needed")
@@ -84,11 +84,12 @@ def fit_memory(
             codec_bytes=codec_bytes,
             workers=count,
             limit_bytes=limit_bytes,
+            requests_bytes=requests_bytes,
         )
 
     if workers is not None:
         return fit(workers)
-    for count in range(default_workers(encodes=encodes, is_remote=is_remote), 1, -1):
+    for count in range(default_workers(encodes=encodes, is_remote=requests_bytes > 0), 1, -1):
         with suppress(MemoryLimitError):
             return fit(count)
     return fit(1)
@@ -111,12 +112,11 @@ class Limits:
         files
             What is read; workers need memory for what they request from an object store.
         """
-        requested = request_bytes(file.path for file in files)
         return fit_memory(
             floor_bytes=self.floor_bytes,
-            codec_bytes=codec_bytes + requested,
+            codec_bytes=codec_bytes,
             workers=self.workers,
-            is_remote=requested > 0,
+            requests_bytes=request_bytes(file.path for file in files),
             limit_bytes=limit_or_default(self.memory_limit, self.floor_bytes),
         )
 

@@ -9,7 +9,7 @@ from streamshard.engine.run import resident_memory
 from streamshard.engine.run.phases import COMMITTING
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.entries import request_bytes
-from streamshard.io.objects.object_path import as_path, is_object
+from streamshard.io.objects.object_path import as_path
 from streamshard.io.sink import upload_bytes_to
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.operations.compare.comparison import EXTRA_BYTES
@@ -183,17 +183,14 @@ def plan_output(command: Command, output: Output, target: Path, floor_bytes: int
     limit_bytes = execution.limit_or_default(options.memory_limit, floor_bytes)
     memory = execution.fit_memory(
         floor_bytes=floor_bytes,
-        codec_bytes=source.codec_bytes
-        + output.codec_bytes
-        + EXTRA_BYTES * options.verify
-        + request_bytes(file.path for file in source.files)
-        + upload_bytes_to(target, largest),
+        codec_bytes=source.codec_bytes + output.codec_bytes + EXTRA_BYTES * options.verify,
         workers=options.workers,
         limit_bytes=limit_bytes,
         copies_bytes=output.writer.copies_bytes(options.workers),
         reopened=output.reopened * options.verify,
         encodes=output.encode is not None,
-        is_remote=is_object(target) or is_object(source.path),
+        requests_bytes=request_bytes(file.path for file in source.files)
+        + upload_bytes_to(target, largest),
     )
     if not options.if_needed:
         require_space(target, bytes_written)
