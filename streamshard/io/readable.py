@@ -4,7 +4,7 @@ Not even the access time of a local file changes, where the system allows.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISDIR, S_ISLNK, S_ISREG
@@ -74,6 +74,9 @@ class Readable(Protocol):
     def read_at(self, offset: int, count: int) -> bytes:
         """Read bytes from an offset; fewer than requested only at the end of the file."""
 
+    def prepare(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Get small ranges (start, stop) that are read next, side by side where each takes long."""
+
 
 class OpenedFile(Readable, Protocol):
     """A file that is open for reading; a context manager, too."""
@@ -120,6 +123,9 @@ class ReadableFile:
         data = bytearray(max(0, min(count, self.nbytes - offset)))
         done = self.read_into(memoryview(data), offset)
         return bytes(data[:done])
+
+    def prepare(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Do nothing: one call after the other takes no longer."""
 
     def read_into(self, view: memoryview, offset: int) -> int:
         """Fill a view from an offset; returns the bytes read, fewer only at the file's end."""

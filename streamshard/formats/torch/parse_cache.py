@@ -136,6 +136,7 @@ class _Skeleton:
         """Read the bytes of the regions; fewer bytes if the file ends before."""
         data, at = bytearray(self.nbytes), 0
         with open_readable(path) as file:
+            file.prepare(self._regions)
             for start, stop in self._regions:
                 piece = memoryview(data)[at : at + stop - start]
                 at += file.read_into(piece, start)

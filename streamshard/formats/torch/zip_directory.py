@@ -97,6 +97,10 @@ class LocalHeader:
     """Byte offset of the data."""
 
 
+_HEADER_BYTES: Final = 256
+"""More than most local headers have, with the padding that aligns the data."""
+
+
 def read(source: Readable) -> dict[str, ZipRecord]:
     """List the records of a zip by name, in file order.
 
@@ -163,6 +167,9 @@ class ZipDirectory:
 
     def bounded(self) -> Iterator[tuple[ZipEntry, int]]:
         """Yield the entries, each with the offset where what follows its record begins."""
+        self._source.prepare(
+            [(entry.header, entry.header + _HEADER_BYTES) for entry in self.entries]
+        )
         bounds = [*(entry.header for entry in self.entries), self.start]
         if bounds[0]:
             self._report(CorruptFileError(f"{bounds[0]} bytes before the first record"))

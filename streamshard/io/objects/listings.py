@@ -6,13 +6,15 @@ it are answered from that. What was listed may change; but whoever reads an obje
 for the very version that was listed.
 """
 
+import re
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from stat import S_IFDIR, S_IFREG
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from streamshard.io.objects.clients import call, client_of, object_errors
 from streamshard.io.objects.object_path import ObjectPath, object_of
@@ -77,12 +79,23 @@ def _entry(root: ObjectPath, meta: "ObjectMeta") -> Entry:
     return Entry(root.of_key(meta["path"]), False, False, status_of(meta))
 
 
+Headers: TypeAlias = dict[tuple[int, int], memoryview]
+"""Start and stop of a range of an object → its bytes."""
+_HEADERS_BYTES: Final = 32 << 20
+"""Bytes of headers that are kept of all objects."""
+_SMALL_BYTES: Final = 1 << 16
+"""Size of objects whose content is kept, such as documents and `latest`."""
+_DIGITS: Final = re.compile(r"(\d+)")
+
+
 @dataclass(frozen=True, slots=True)
 class _Kept:
     """The listings that are kept for a time."""
 
     directories: dict[ObjectPath, dict[str, Entry]] = field(default_factory=dict)
     contents: dict[ObjectPath, bytes] = field(default_factory=dict)
+    headers: OrderedDict[tuple[ObjectPath, str], Headers] = field(default_factory=OrderedDict)
+    """Path and version of an object → what was read of its headers; the last used ones."""
 
 
 _scope: Final[ContextVar[_Kept | None]] = ContextVar("listings", default=None)
@@ -112,6 +125,7 @@ def forget() -> None:
     if (kept := _scope.get()) is not None:
         kept.directories.clear()
         kept.contents.clear()
+        kept.headers.clear()
 
 
 def entries_of(directory: ObjectPath) -> list[Entry]:
@@ -164,12 +178,47 @@ def _parent(path: Path) -> ObjectPath:
 
 
 def keep_content(path: ObjectPath, content: bytes) -> None:
-    """Keep the content of a small object that was read ahead."""
-    if (kept := _scope.get()) is not None:
+    """Keep the content of an object, if it is small."""
+    if (kept := _scope.get()) is not None and len(content) <= _SMALL_BYTES:
         kept.contents[path] = content
 
 
 def kept_content(path: ObjectPath) -> bytes | None:
-    """Return the content of a small object that was read ahead."""
+    """Return the content of an object, if it was kept."""
     kept = _scope.get()
     return None if kept is None else kept.contents.get(path)
+
+
+def headers_of(path: ObjectPath, version: str) -> Headers:
+    """Return where to keep what is read of an object's headers, with what is there already."""
+    if (kept := _scope.get()) is None:
+        return {}
+    total = sum(len(data) for headers in kept.headers.values() for data in headers.values())
+    while total > _HEADERS_BYTES:
+        total -= sum(map(len, kept.headers.popitem(last=False)[1].values()))
+    headers = kept.headers.setdefault((path, version), {})
+    kept.headers.move_to_end((path, version))
+    return headers
+
+
+def alike_after(path: ObjectPath, most: int) -> list[tuple[ObjectPath, Status]]:
+    """Return the objects that follow one in its kept listing, and differ in numbers only.
+
+    Whoever reads the header of one rank's file reads those of the next ranks.
+    """
+    kept = _scope.get()
+    siblings = {} if kept is None else kept.directories.get(_parent(path), {})
+    own, number = _split(path.name)
+    alike = ((_split(name), entry) for name, entry in siblings.items() if not entry.is_directory)
+    after = sorted(
+        ((found, object_of(entry.path), entry.status()) for (kind, found), entry in alike
+         if kind == own and found > number),
+        key=lambda one: one[0],
+    )  # fmt: skip
+    return [(found, status) for _, found, status in after[:most]]
+
+
+def _split(name: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Split a name into the texts and the numbers in it."""
+    parts = _DIGITS.split(name)
+    return tuple(parts[::2]), tuple(map(int, parts[1::2]))

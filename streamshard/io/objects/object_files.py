@@ -64,7 +64,10 @@ class ObjectFiles:
         """Return the whole content of a small object."""
         path = object_of(path)
         content = listings.kept_content(path)
-        return io.BytesIO(_content(path) if content is None else content)
+        if content is None:
+            content = _content(path)
+            listings.keep_content(path, content)
+        return io.BytesIO(content)
 
     def read_ahead(self, paths: Iterable[Path]) -> None:
         """Read small objects side by side, which `stream` then returns while listings are kept."""

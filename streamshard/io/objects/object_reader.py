@@ -3,12 +3,15 @@
 import errno
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
 from streamshard.errors import CorruptFileError
+from streamshard.io.objects import listings
 from streamshard.io.objects.clients import call
 from streamshard.io.objects.object_path import ObjectPath
 from streamshard.io.readable import Status
@@ -27,7 +30,10 @@ HELD_BYTES: Final = 2 * AHEAD_BYTES + (4 << 20)
 of requests that were longer."""
 _HEADER_BYTES: Final = 1 << 18
 """Bytes of one request for headers: a rank file's pickle and its directory take one or two each."""
-_KEPT_HEADERS: Final = 4
+_ALIKE: Final = 15
+"""Objects whose ends are read together with those of the one before them."""
+_NEAR_BYTES: Final = 1 << 16
+"""Ranges of headers that are less apart are got by one request."""
 _THREADS: Final = 32
 
 
@@ -122,7 +128,7 @@ class ObjectFile:
     def __init__(self, path: ObjectPath, expected: Status) -> None:
         self._path = path
         self._expected = expected
-        self._headers: OrderedDict[tuple[int, int], memoryview] = OrderedDict()
+        self._headers = listings.headers_of(path, expected.version)
         self._pieces: dict[int, tuple[int, Future[memoryview]]] = {}
         """Start of a range that was requested → its stop, and its bytes."""
 
@@ -136,23 +142,61 @@ class ObjectFile:
         stop = min(offset + count, self.nbytes)
         if stop <= offset:
             return b""
+        found = self._header(offset, stop)
+        if found is None:
+            if not self._headers:
+                self._read_heads()
+            begin = max(0, min(offset, self.nbytes - _HEADER_BYTES))
+            self.prepare([(offset, stop), (begin, begin + _HEADER_BYTES)])
+            found = self._header(offset, stop)
+        return b"" if found is None else bytes(found)
+
+    def _read_heads(self) -> None:
+        """Read both ends of this object, and of those that are likely read next, side by side."""
+        following = listings.alike_after(self._path, _ALIKE)
+        files = [self, *(ObjectFile(path, status) for path, status in following)]
+        ends = [(file, file._ends()) for file in files if file is self or not file._headers]
+        pending = [(file, one, file._submit(*one)) for file, wanted in ends for one in wanted]
+        for file, one, future in pending:
+            with suppress(*(() if file is self else (OSError, CorruptFileError))):
+                file._headers[one] = future.result()
+
+    def _ends(self) -> list[tuple[int, int]]:
+        if self.nbytes <= 2 * _HEADER_BYTES:
+            return [(0, self.nbytes)]
+        return [(0, _HEADER_BYTES), (self.nbytes - _HEADER_BYTES, self.nbytes)]
+
+    def _submit(self, start: int, stop: int) -> Future[memoryview]:
+        return _pool().submit(get, self._path, start, stop, self._expected)
+
+    def prepare(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Get ranges of headers side by side; those that nearly touch as one."""
+        wanted: list[tuple[int, int]] = []
+        for start, stop in sorted((max(0, a), min(b, self.nbytes)) for a, b in ranges):
+            if start >= stop or self._header(start, stop) is not None:
+                continue
+            if wanted and start - wanted[-1][1] <= _NEAR_BYTES:
+                wanted[-1] = wanted[-1][0], max(wanted[-1][1], stop)
+            else:
+                wanted.append((start, stop))
+        pending = [(one, self._submit(*one)) for one in wanted]
+        for one, future in pending:
+            self._headers[one] = future.result()
+
+    def _header(self, start: int, stop: int) -> memoryview | None:
+        """Return a range if it lies in what was read of headers."""
         for (begin, end), data in self._headers.items():
-            if begin <= offset and stop <= end:
-                return bytes(data[offset - begin : stop - begin])
-        begin = offset // _HEADER_BYTES * _HEADER_BYTES
-        end = min(-(-stop // _HEADER_BYTES) * _HEADER_BYTES, self.nbytes)
-        if self.nbytes - begin <= 2 * _HEADER_BYTES:
-            # The directory at a file's end may begin just before such a boundary.
-            begin, end = max(0, min(begin, self.nbytes - _HEADER_BYTES)), self.nbytes
-        data = get(self._path, begin, end, self._expected)
-        self._headers[begin, end] = data
-        while len(self._headers) > _KEPT_HEADERS:
-            self._headers.popitem(last=False)
-        return bytes(data[offset - begin : stop - begin])
+            if begin <= start and stop <= end:
+                return data[start - begin : stop - begin]
+        return None
 
     def read_into(self, view: memoryview, offset: int) -> int:
         """Fill a view from an offset; returns the bytes read, fewer only at the object's end."""
         stop = max(offset, min(offset + len(view), self.nbytes))
+        known = self._header(offset, stop) if self._headers else None
+        if known is not None:
+            view[: len(known)] = known
+            return len(known)
         at = offset
         while at < stop:
             self._request(at, stop)
@@ -183,7 +227,7 @@ class ObjectFile:
             later = (begin for begin in self._pieces if begin > at)
             end = min([at + REQUEST_BYTES, max(stop, at + _LEAST_BYTES), self.nbytes, *later])
             _held.add(self, at, end - at)
-            self._pieces[at] = end, _pool().submit(get, self._path, at, end, self._expected)
+            self._pieces[at] = end, self._submit(at, end)
             at = end
 
     def _start_of(self, at: int) -> int:

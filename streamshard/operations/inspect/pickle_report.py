@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -223,6 +223,9 @@ class _StoredFile:
         self._tensor = tensor
         self.nbytes = source.checkpoint.tensors[tensor].nbytes
         """Size in bytes."""
+
+    def prepare(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Do nothing: what is read is a part of a larger piece."""
 
     def read_at(self, offset: int, count: int) -> bytes:
         """Read bytes from an offset; fewer than `count` only at the end of the file."""

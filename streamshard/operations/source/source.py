@@ -141,9 +141,9 @@ def open_source(
         There is no checkpoint, or it cannot be used; the message names the file.
     """
     config, known = read_hints([path], ds_config_file, like)
-    with source_errors(as_path(path)):
+    with listings_kept():
         require_finished(as_path(path))
-    opened = open_with(path, tag, config=config, like=known)
+        opened = open_with(path, tag, config=config, like=known)
     if opened.is_elastic and known is not None:
         # Absolute, so that a store's bytes do not depend on the working directory.
         note = _ELASTIC.format(like=as_path(str(like)).absolute(), tag=known.tag)

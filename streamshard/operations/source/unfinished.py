@@ -9,7 +9,7 @@ from typing import Final
 
 from streamshard.errors import IncompleteError
 from streamshard.formats.deepspeed import names
-from streamshard.io.entries import exists
+from streamshard.io.entries import paths_in
 from streamshard.io.objects.object_path import is_object
 
 JOURNAL: Final = f"{names.OWN_PREFIX}.journal"
@@ -20,7 +20,13 @@ COMMITTED: Final = f"{names.OWN_PREFIX}.committed"
 
 def is_unfinished(target: Path) -> bool:
     """Tell whether a run is uploading to a path, or was cut off there."""
-    return is_object(target) and exists(target / JOURNAL / "0") and not exists(target / COMMITTED)
+    if not is_object(target):
+        return False
+    try:
+        found = {path.name for path in paths_in(target)}
+    except OSError:  # nothing is there, or the service lists nothing
+        return False
+    return JOURNAL in found and COMMITTED not in found
 
 
 def require_finished(path: Path) -> None:
