@@ -24,7 +24,8 @@ REQUEST_BYTES: Final = 4 << 20
 AHEAD_BYTES: Final = 8 << 20
 """How far each worker's requests are ahead of what it uses."""
 _LEAST_BYTES: Final = 1 << 18
-"""Smallest request for data: what follows a small fragment is mostly the next one."""
+"""Smallest request for data: what follows a small fragment is mostly the next one. Where it is,
+the next request is twice as long."""
 HELD_BYTES: Final = 2 * AHEAD_BYTES + (4 << 20)
 """Bytes that a worker holds: those ahead, of two sources where two are compared, and what is left
 of requests that were longer."""
@@ -33,7 +34,10 @@ _HEADER_BYTES: Final = 1 << 18
 _ALIKE: Final = 15
 """Objects whose ends are read together with those of the one before them."""
 _NEAR_BYTES: Final = 1 << 16
-"""Ranges of headers that are less apart are got by one request."""
+"""Ranges of headers that are less apart are got by one request; data that is less apart counts as
+read one after the other."""
+_STREAMS: Final = 16
+"""Places of a file where one worker may be reading on."""
 _THREADS: Final = 32
 
 
@@ -131,6 +135,8 @@ class ObjectFile:
         self._headers = listings.headers_of(path, expected.version)
         self._pieces: dict[int, tuple[int, Future[memoryview]]] = {}
         """Start of a range that was requested → its stop, and its bytes."""
+        self._ends_of_requests: OrderedDict[int, int] = OrderedDict()
+        """Stop of a range that was requested → how much had to be requested at least."""
 
     @property
     def nbytes(self) -> int:
@@ -225,10 +231,21 @@ class ObjectFile:
                 at = self._pieces[known][0]
                 continue
             later = (begin for begin in self._pieces if begin > at)
-            end = min([at + REQUEST_BYTES, max(stop, at + _LEAST_BYTES), self.nbytes, *later])
+            least = self._grown(at)
+            end = min([at + REQUEST_BYTES, max(stop, at + least), self.nbytes, *later])
+            self._ends_of_requests[end] = least
+            while len(self._ends_of_requests) > _STREAMS:
+                self._ends_of_requests.popitem(last=False)
             _held.add(self, at, end - at)
             self._pieces[at] = end, self._submit(at, end)
             at = end
+
+    def _grown(self, at: int) -> int:
+        """Return how much to request at least: twice as much as before it where reading goes on."""
+        for end, before in self._ends_of_requests.items():
+            if 0 <= at - end <= _NEAR_BYTES:
+                return min(2 * before, REQUEST_BYTES)
+        return _LEAST_BYTES
 
     def _start_of(self, at: int) -> int:
         """Return the start of the requested range that an offset is in; -1 if there is none."""
