@@ -23,6 +23,8 @@ _WHOLE: Final = "whole"
 _BATCH: Final = 256
 """Uploaded objects that are recorded together, unless a batch takes too long or gets too large."""
 _BATCH_BYTES: Final = 1 << 20
+_UPLOADED_BYTES: Final = 64 << 20
+"""What is uploaded between two records, at most, besides one object."""
 _SECONDS: Final = 10.0
 
 
@@ -51,6 +53,8 @@ class UploadJournal:
         self._known: dict[str, list[Any]] = {}
         """Path of an uploaded object → its etag and the results of its spans."""
         self._batch: list[bytes] = []
+        self._uploaded_bytes = 0
+        """Bytes of the objects in the batch."""
         self._flushed = clock()
         self._next = 1
         if exists(path / _HEADER):
@@ -101,14 +105,16 @@ class UploadJournal:
         with self._lock:
             self._known[path] = line[1:]
             self._batch.append(serialize_line(line))
+            self._uploaded_bytes += sum(result.written.nbytes for result in results)
+            is_full = len(self._batch) >= _BATCH or sum(map(len, self._batch)) > _BATCH_BYTES
             is_due = self._clock() - self._flushed > _SECONDS
-            if is_due or len(self._batch) >= _BATCH or sum(map(len, self._batch)) > _BATCH_BYTES:
+            if is_full or is_due or self._uploaded_bytes > _UPLOADED_BYTES:
                 self._flush()
 
     def _flush(self) -> None:
         if self._batch:
             write_new(self.path / str(self._next), b"".join(self._batch))
-            self._batch, self._next = [], self._next + 1
+            self._batch, self._uploaded_bytes, self._next = [], 0, self._next + 1
         self._flushed = self._clock()
 
     def note_whole(self) -> None:

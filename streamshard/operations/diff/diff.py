@@ -15,6 +15,7 @@ from streamshard.engine.scan.distance import BLOCK_NUMEL, NUMERIC, Measured, Mea
 from streamshard.engine.scan.pool import Count, run_ordered
 from streamshard.errors import UsageError
 from streamshard.io.entries import request_bytes
+from streamshard.io.objects.object_path import as_path
 from streamshard.layout.memory_plan import SCRATCH_BYTES, MemoryPlan
 from streamshard.model import FILE, ITEMSIZE, LogicalTensor
 from streamshard.operations.checks.structure import Request
@@ -29,6 +30,7 @@ from streamshard.operations.diff.diff_report import (
     Totals,
 )
 from streamshard.operations.source.source import Source, read_hints
+from streamshard.operations.source.unfinished import require_finished
 from streamshard.operations.transfer import execution
 from streamshard.operations.transfer.report import Progress, Silent
 
@@ -91,6 +93,8 @@ def diff(
     floor_bytes = resident_memory.resident_bytes()
     resident_memory.restart_peak()
     began = time.monotonic()
+    for side in (left, right):
+        require_finished(as_path(side))
     config, known = read_hints([left, right], source_ds_config_file, like)
     limit_bytes = execution.limit_or_default(memory_limit, floor_bytes)
     one = Request(left, tag, config, known).open()

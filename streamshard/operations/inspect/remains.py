@@ -30,6 +30,7 @@ from streamshard.operations.inspect.inspect_report import (
     IncompleteCheckpoint,
 )
 from streamshard.operations.source.source import find_tag, read_hints
+from streamshard.operations.source.unfinished import is_unfinished
 
 Path_ = str | os.PathLike[str]
 
@@ -52,6 +53,8 @@ def look_around(
     root = as_path(source)
     release_frames(error)
     try:
+        if is_unfinished(root):
+            return None
         if tag is None and is_directory(root) and _needs_choice(root):
             return _directory(root, error)
         if not isinstance(error, IncompleteError | CorruptFileError | DisagreementError):

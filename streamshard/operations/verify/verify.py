@@ -25,6 +25,7 @@ from streamshard.operations.checks.tensor_digests import tensor_units
 from streamshard.operations.compare.comparison import EXTRA_BYTES, Comparing, chosen
 from streamshard.operations.compare.matching import pair_up
 from streamshard.operations.source.source import read_hints
+from streamshard.operations.source.unfinished import require_finished
 from streamshard.operations.transfer import execution
 from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Progress, Silent
@@ -81,6 +82,8 @@ def verify(
     if digests and against is not None:
         raise UsageError("--digests: tensors that are compared are not digested; leave one out")
     paths = [path] if against is None else [path, against]
+    for one in paths:
+        require_finished(as_path(one))
     config, known = read_hints(paths, source_ds_config_file, like)
     request = Request(path, tag, config, known)
     limit_bytes = execution.limit_or_default(memory_limit, floor_bytes)
