@@ -1,0 +1,1 @@
+"""Tests against a server that speaks S3."""

@@ -1,0 +1,66 @@
+"""An S3 server on this machine, for tests of object stores."""
+
+import logging
+from types import TracebackType
+from typing import Any, Self
+
+import boto3  # type: ignore[import-untyped, unused-ignore]
+from moto.server import ThreadedMotoServer  # type: ignore[import-untyped, unused-ignore]
+
+REGION = "us-east-1"
+KEY = "test-key"
+SECRET = "test-secret"
+
+
+def credentials(url: str) -> dict[str, str]:
+    """Return the environment variables with which a client reaches the server at `url`."""
+    return {
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_ENDPOINT_URL": url,
+        "AWS_REGION": REGION,
+        "AWS_DEFAULT_REGION": REGION,
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+
+
+class S3Server:
+    """Runs moto's S3 server in threads of this process. Buckets share moto's global state."""
+
+    def __init__(self) -> None:
+        # werkzeug writes a line for every request.
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)
+        self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        self._server.start()
+        host, port = self._server.get_host_and_port()
+        self.url = f"http://{host}:{port}"
+
+    def __enter__(self) -> Self:
+        """Return the running server."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stop the server."""
+        self.stop()
+
+    def new_bucket(self, name: str) -> str:
+        """Make an empty bucket and return its name."""
+        client: Any = boto3.client(
+            "s3",
+            endpoint_url=self.url,
+            region_name=REGION,
+            aws_access_key_id=KEY,
+            aws_secret_access_key=SECRET,
+        )
+        client.create_bucket(Bucket=name)
+        return name
+
+    def stop(self) -> None:
+        """Stop the server and wait for its thread."""
+        self._server.stop()
