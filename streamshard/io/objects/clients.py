@@ -21,6 +21,12 @@ _RETRIES: Final[dict[str, Any]] = {"max_retries": 10, "retry_timeout": timedelta
 _TIMEOUTS: Final = {"timeout": "120s", "connect_timeout": "15s"}
 """For all of one request, its body included."""
 
+_VARIABLES: Final = {
+    "s3": "AWS_REGION, AWS_ENDPOINT_URL and AWS_PROFILE",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME",
+}
+"""What configures a client, by scheme, for messages."""
 _STATUS: Final = re.compile(r"status code: (\d+)")
 _CODE: Final = re.compile(r"<Code>(\w{1,64})</Code>")
 _DENIED: Final = (401, 403)
@@ -51,8 +57,9 @@ def client_of(bucket: str) -> "ObjectStore":
     try:
         return from_url(bucket, **options)
     except (BaseError, ValueError, TypeError) as error:
-        message = f"{bucket}: its client cannot be configured ({_kind(error)})"
-        raise UsageError(f"{message}; look at the environment variables of that service") from None
+        message = f"{bucket}: its client cannot be configured ({type(error).__name__})"
+        hint = _VARIABLES.get(bucket.partition(":")[0], "the environment variables of that service")
+        raise UsageError(f"{message}; look at {hint}") from None
 
 
 def _plain_http(bucket: str) -> dict[str, bool]:
@@ -115,10 +122,6 @@ def _meaning(error: Exception) -> tuple[int, str]:
     if "redentials" in text or "metadata" in text:
         return errno.EACCES, "no credentials are found in the environment"
     return errno.ECONNRESET, "the connection failed, or ended too early"
-
-
-def _kind(error: Exception) -> str:
-    return type(error).__name__
 
 
 def call(path: ObjectPath, request: Callable[["ObjectStore"], Any]) -> Any:  # noqa: ANN401

@@ -38,14 +38,19 @@ def status_of(meta: "ObjectMeta") -> Status:
 
 
 def _list_directory(directory: ObjectPath) -> list[Entry]:
-    """List what lies directly below a path; empty if there is nothing.
+    """List what lies directly below a path; empty if there is nothing, or a web server lists none.
 
     Raises
     ------
     OSError
         The service does not list it, or a key is no path.
     """
-    found = call(directory, lambda client: client.list_with_delimiter(directory.key or None))
+    try:
+        found = call(directory, lambda client: client.list_with_delimiter(directory.key or None))
+    except OSError:
+        if directory.bucket.startswith("http"):
+            return []
+        raise
     entries = [
         Entry(directory.of_key(prefix.rstrip("/")), True, False, DIRECTORY)
         for prefix in found["common_prefixes"]
@@ -138,13 +143,15 @@ def entries_of(directory: ObjectPath) -> list[Entry]:
         if siblings is not None and directory.name not in siblings:
             return []
         found = _list_directory(directory)
+        if not found and directory.bucket.startswith("http"):
+            return []  # the server may have what it does not list
         kept.directories[directory] = {entry.name: entry for entry in found}
     return list(kept.directories[directory].values())
 
 
 def keep_tree(root: ObjectPath) -> None:
     """Keep the listing of everything below a path, which takes a request per thousand objects."""
-    if (kept := _scope.get()) is None:
+    if (kept := _scope.get()) is None or root.bucket.startswith("http"):
         return
     listed: dict[ObjectPath, dict[str, Entry]] = {root: {}}
     for entry in list_below(root):
