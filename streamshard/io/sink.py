@@ -19,7 +19,13 @@ from streamshard.io.direct_io import BLOCK_BYTES, LEAST_BYTES, open_direct
 from streamshard.io.entries import entries_below, is_real_directory, lexists
 from streamshard.io.objects.object_changes import copy_object, move_below, remove_below
 from streamshard.io.objects.object_path import ObjectPath
-from streamshard.io.objects.object_upload import ObjectSink, put, remove_object, upload_bytes
+from streamshard.io.objects.object_upload import (
+    ObjectSink,
+    WrittenObject,
+    put,
+    remove_object,
+    upload_bytes,
+)
 from streamshard.io.readable import open_to_read, read_into
 
 _ENDLESS: Final = 1 << 62
@@ -123,6 +129,8 @@ def upload_bytes_to(target: Path, largest_bytes: int) -> int:
 
 def open_written(path: Path) -> Sink:
     """Open a file of a target only to read back what is written."""
+    if isinstance(path, ObjectPath):
+        return WrittenObject(path)
     return LocalSink(open_to_read(path))
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from streamshard.io.objects.clients import call
 from streamshard.io.objects.listings import forget
+from streamshard.io.objects.object_files import OBJECTS
 from streamshard.io.objects.object_path import ObjectPath
 
 if TYPE_CHECKING:
@@ -130,6 +131,32 @@ class ObjectSink:
             self._upload.stop()
             self._upload = None
         self._buffer = bytearray()
+
+
+class WrittenObject:
+    """An object that was uploaded, to be read back; see `Sink`."""
+
+    version = ""
+    block_bytes = 1
+    descriptor = -1
+
+    def __init__(self, path: ObjectPath) -> None:
+        self._file = OBJECTS.open(path)
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Refuse to change what is complete."""
+        raise NotImplementedError
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Read back what is written; returns the bytes read, fewer only at the object's end."""
+        return self._file.read_into(view, offset)
+
+    def finish(self, mode: int | None) -> None:
+        """Complete nothing."""
+
+    def close(self) -> None:
+        """Cancel what was requested."""
+        self._file.close()
 
 
 class _Upload(threading.Thread):

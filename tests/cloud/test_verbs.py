@@ -1,0 +1,124 @@
+"""All verbs do with buckets what they do with directories, to the byte."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import streamshard as api
+from streamshard.errors import TargetExistsError, UsageError
+from tests.cloud.conftest import Bucket, files_of
+from tests.fabricated import write
+from tests.job import Job
+
+COMMITTED = ".streamshard.committed"
+
+
+@pytest.fixture(params=[2, 3])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    made = write(Job(stage=request.param), tmp_path / "run")
+    (made / "zero_to_fp32.py").chmod(0o644)  # an object has no permission bits
+    return made
+
+
+def without_record(found: dict[str, bytes]) -> dict[str, bytes]:
+    """Leave out the commit record, which must be there."""
+    record = json.loads(found.pop(COMMITTED))
+    assert record["format"] == 1
+    return found
+
+
+def test_repartition(run: Path, bucket: Bucket, tmp_path: Path) -> None:
+    source = bucket.put(run, "runs/7b")
+    api.repartition(run, tmp_path / "local", world_size=3)
+    wanted = files_of(tmp_path / "local")
+    report = api.repartition(source, f"{bucket.url}/out", world_size=3, verify=True)
+    assert (report.target, report.kept_bytes) == (f"{bucket.url}/out", 0)
+    assert without_record(bucket.get("out")) == wanted
+    api.repartition(source, tmp_path / "down", world_size=3)
+    assert files_of(tmp_path / "down") == wanted
+    api.repartition(run, f"{bucket.url}/up", world_size=3)
+    assert without_record(bucket.get("up")) == wanted
+    api.repartition(f"{bucket.url}/out", tmp_path / "back", world_size=2)
+    api.repartition(tmp_path / "local", tmp_path / "too", world_size=2)
+    assert files_of(tmp_path / "back") == files_of(tmp_path / "too")
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_convert(run: Path, bucket: Bucket, tmp_path: Path, codec: str) -> None:
+    source = bucket.put(run, "runs/7b")
+    api.convert(run, tmp_path / "local.zarr", codec=codec)
+    wanted = files_of(tmp_path / "local.zarr")
+    store = f"{bucket.url}/stores/7b.zarr"
+    api.convert(source, store, codec=codec, verify=True)
+    assert without_record(bucket.get("stores/7b.zarr")) == wanted
+    puts = [one.path for one in bucket.proxy.requests if one.method == "PUT"]
+    written = [path for path in puts if "/7b.zarr/" in path and ".streamshard." not in path]
+    assert written[-1].endswith("/7b.zarr/zarr.json")
+    assert api.verify(store).problems == ()
+    assert api.verify(source, against=store).differences == ()
+    api.repartition(store, tmp_path / "from-store", world_size=2)
+    api.repartition(run, tmp_path / "direct", world_size=2)
+    assert files_of(tmp_path / "from-store") == files_of(tmp_path / "direct")
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch", "universal"])
+def test_export(run: Path, bucket: Bucket, tmp_path: Path, form: str) -> None:
+    source = bucket.put(run, "runs/7b")
+    api.export(run, tmp_path / "local", format=form)
+    api.export(source, f"{bucket.url}/weights", format=form, verify=True)
+    assert without_record(bucket.get("weights")) == files_of(tmp_path / "local")
+
+
+def test_open_and_diff(run: Path, bucket: Bucket) -> None:
+    source = bucket.put(run, "runs/7b")
+    with api.open(run) as here, api.open(source) as there:
+        assert list(there) == list(here)
+        for name in here:
+            for state, tensor in here[name].states.items():
+                one, other = np.asarray(tensor), np.asarray(there[name].states[state])
+                assert one.tobytes() == other.tobytes()
+    assert {tensor.distance.changed for tensor in api.diff(run, source).tensors} == {0}
+
+
+def test_overwrite_replaces_all(run: Path, bucket: Bucket, tmp_path: Path) -> None:
+    target = f"{bucket.url}/out"
+    api.repartition(run, target, world_size=3)
+    with pytest.raises(TargetExistsError, match="--overwrite"):
+        api.repartition(run, target, world_size=2)
+    api.repartition(run, target, world_size=2, overwrite=True)
+    api.repartition(run, tmp_path / "local", world_size=2)
+    wanted = files_of(tmp_path / "local")
+    assert bucket.keys() == {f"out/{path}" for path in (*wanted, COMMITTED)}
+    assert without_record(bucket.get("out")) == wanted
+
+
+def test_if_needed_and_plans(run: Path, bucket: Bucket, tmp_path: Path) -> None:
+    source, target = bucket.put(run, "runs/7b"), f"{bucket.url}/out"
+    plan = api.plan_repartition(source, target, world_size=3)
+    plan.save(tmp_path / "plan.json")
+    requests = plan.outlook().requests
+    assert requests is not None
+    assert (requests.up, requests.up_bytes) == (plan.report.files, plan.report.bytes_written)
+    assert bucket.keys("out") == set()
+    api.load_plan(tmp_path / "plan.json").run()
+    found = api.repartition(source, target, world_size=3, if_needed=True)
+    assert (found.found, found.bytes_written) == ("target", 0)
+    same = api.repartition(source, f"{bucket.url}/other", world_size=2, if_needed=True)
+    assert same.found == "source"
+
+
+def test_file_urls_are_paths(run: Path, tmp_path: Path) -> None:
+    api.repartition(f"file://{run}", f"file://{tmp_path}/out", world_size=3)
+    api.repartition(run, tmp_path / "too", world_size=3)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "too")
+
+
+@pytest.mark.parametrize(
+    "path", ["ftp://host/run", "s3://key:secret@bucket/run", "s3://bucket/run?versionId=1"]
+)
+def test_other_urls_are_refused(path: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        api.inspect(path)
+    assert "secret" not in str(caught.value)
