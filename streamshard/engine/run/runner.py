@@ -22,6 +22,7 @@ from streamshard.io.durability import sync_tree
 from streamshard.io.entries import exists
 from streamshard.io.files import target_errors
 from streamshard.io.page_cache import drop_file
+from streamshard.io.retry import try_again
 from streamshard.io.sink import open_sink
 from streamshard.model import SourceFile
 
@@ -148,7 +149,9 @@ class Engine:
         path, kept = uploads.path / file.path, uploads.journal.results_of(file.path)
         with target_errors(path):
             if kept is None:
-                version, results, ending_bytes = upload_file(file, path, self._window())
+                version, results, ending_bytes = try_again(
+                    lambda: upload_file(file, path, self._window()), self._stop
+                )
                 uploads.journal.note(file.path, version, results)
             else:
                 results, ending_bytes = list(kept), sum(len(e.data) for e in file.endings)

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from streamshard.errors import UsageError
 from streamshard.io.objects.object_path import ObjectPath
+from streamshard.io.retry import try_again
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-_RETRIES: Final[dict[str, Any]] = {"max_retries": 10, "retry_timeout": timedelta(minutes=3)}
+RETRIES: Final[dict[str, Any]] = {"max_retries": 10, "retry_timeout": timedelta(minutes=3)}
 """How often, and for how long, obstore repeats a request that failed by 429, 5xx or the network."""
 _TIMEOUTS: Final = {"timeout": "120s", "connect_timeout": "15s"}
 """For all of one request, its body included."""
@@ -50,7 +51,7 @@ def client_of(bucket: str) -> "ObjectStore":
         raise UsageError(message) from None
     options: dict[str, Any] = {
         "client_options": {**_TIMEOUTS, **_plain_http(bucket)},
-        "retry_config": _RETRIES,
+        "retry_config": RETRIES,
     }
     if bucket.startswith("s3:"):
         options |= {"checksum_algorithm": "SHA256", **_profile()}
@@ -124,8 +125,21 @@ def _meaning(error: Exception) -> tuple[int, str]:
     return errno.ECONNRESET, "the connection failed, or ended too early"
 
 
-def call(path: ObjectPath, request: Callable[["ObjectStore"], Any]) -> Any:  # noqa: ANN401
+def call(
+    path: ObjectPath,
+    request: Callable[["ObjectStore"], Any],
+    *,
+    repeats: bool = True,
+) -> Any:  # noqa: ANN401
     """Send a request about an object.
+
+    obstore itself repeats a request that the service could not serve. Here it is repeated if the
+    connection broke, or the answer ended too early.
+
+    Parameters
+    ----------
+    repeats
+        Whether the request can be repeated; not if its content comes from an iterator.
 
     Raises
     ------
@@ -133,5 +147,9 @@ def call(path: ObjectPath, request: Callable[["ObjectStore"], Any]) -> Any:  # n
         It failed; the error names the object. FileNotFoundError if there is no such object.
     """
     client = client_of(path.bucket)
-    with object_errors(path):
-        return request(client)
+
+    def once() -> Any:  # noqa: ANN401
+        with object_errors(path):
+            return request(client)
+
+    return try_again(once) if repeats else once()

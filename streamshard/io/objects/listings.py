@@ -8,15 +8,15 @@ for the very version that was listed.
 
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from stat import S_IFDIR, S_IFREG
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
-from streamshard.io.objects.clients import call, client_of, object_errors
+from streamshard.io.objects.clients import call
 from streamshard.io.objects.object_path import ObjectPath, object_of
 from streamshard.io.readable import Entry, Status
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 DIRECTORY: Final = Status(S_IFDIR | 0o755, 0, 0, "", 0, 0, 1)
 """Status of a key's part that other objects lie below."""
-_PAGE: Final = 1000
-"""Objects per answer; services return no more."""
 
 
 def status_of(meta: "ObjectMeta") -> Status:
@@ -61,23 +59,17 @@ def _list_directory(directory: ObjectPath) -> list[Entry]:
 
 
 def list_below(root: ObjectPath) -> Iterator[Entry]:
-    """List all objects below a path, page by page.
+    """List all objects below a path, a thousand for each request.
 
     Raises
     ------
     OSError
         See `_list_directory`.
     """
-    with object_errors(root):
-        pages = iter(client_of(root.bucket).list(root.key or None, chunk_size=_PAGE))
-    while True:
-        with object_errors(root):
-            page: Sequence[Any] | None = next(pages, None)
-        if page is None:
-            return
-        for meta in page:
-            if meta["size"] or not meta["path"].endswith("/"):
-                yield _entry(root, meta)
+    metas = call(root, lambda client: [m for page in client.list(root.key or None) for m in page])
+    for meta in metas:
+        if meta["size"] or not meta["path"].endswith("/"):
+            yield _entry(root, meta)
 
 
 def _entry(root: ObjectPath, meta: "ObjectMeta") -> Entry:

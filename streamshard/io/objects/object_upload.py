@@ -73,6 +73,8 @@ class ObjectSink:
         self._filled = 0
         self._offset = 0
         self._upload: _Upload | None = None
+        self._error: OSError | None = None
+        """Why parts that were written before could not be sent."""
         self.version = ""
         """Etag of the object, once it is complete."""
 
@@ -84,6 +86,8 @@ class ObjectSink:
         OSError
             A part cannot be sent.
         """
+        if self._error is not None:
+            raise self._error
         if offset != self._offset:
             raise ValueError(f"{self._path}: written at {offset}, after {self._offset}")
         while len(view):
@@ -100,7 +104,11 @@ class ObjectSink:
             self._buffer += bytes(_GROWTH_BYTES)
             return
         self._upload = self._upload or _Upload(self._path, self._part)
-        self._upload.send(self._buffer)
+        try:
+            self._upload.send(self._buffer)
+        except OSError as error:
+            self._error = error
+            raise
         self._buffer, self._filled = bytearray(self._part), 0
 
     def read_into(self, view: memoryview, offset: int) -> int:
@@ -243,7 +251,9 @@ def put(
     if mode is not None:
         options["mode"] = mode
     forget()
-    found: str | None = call(path, lambda client: client.put(path.key, content, **options)["e_tag"])
+    found: str | None = call(
+        path, lambda client: client.put(path.key, content, **options)["e_tag"], repeats=not part
+    )
     return found or ""
 
 

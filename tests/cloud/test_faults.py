@@ -1,0 +1,172 @@
+"""Whatever happens to a request, a run ends with the right bytes or a clear error."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+import streamshard as api
+from streamshard.errors import CorruptFileError, SourceError, StreamshardError, TargetError
+from streamshard.io.objects import clients
+from tests.cloud.conftest import Bucket, files_of
+from tests.cloud.proxy import LEAKED, Fault, Request
+from tests.fabricated import write
+from tests.job import Job
+
+STEP = 9
+"""Every so manieth request is broken; `nox -s faults` breaks all of them."""
+PASSING = (
+    Fault.RESET, Fault.LOST, Fault.CLOSED, Fault.SLOW_DOWN, Fault.TOO_MANY, Fault.INTERNAL,
+    Fault.TRUNCATED,
+)  # fmt: skip
+RECORD = ".streamshard.committed"
+Run = Callable[[str], object]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    made = write(Job(stage=3), tmp_path / "run")
+    (made / "zero_to_fp32.py").chmod(0o644)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repeat requests after milliseconds, and not for minutes."""
+    backoff = {"init_backoff": timedelta(milliseconds=5), "max_backoff": timedelta(milliseconds=20)}
+    monkeypatch.setitem(clients.RETRIES, "backoff", {**backoff, "base": 2})
+    monkeypatch.setitem(clients.RETRIES, "max_retries", 4)
+
+
+def ways(bucket: Bucket, run: Path) -> dict[str, Run]:
+    """Return runs that read from a bucket, write to one, or both."""
+    source = bucket.put(run, "runs/7b")
+    return {
+        "repartition": lambda target: api.repartition(source, target, world_size=3),
+        "convert": lambda target: api.convert(run, target, codec="zstd"),
+    }
+
+
+def content(bucket: Bucket, prefix: str) -> dict[str, bytes]:
+    """Return what a finished target holds, without the commit record."""
+    found = bucket.get(prefix)
+    assert found.pop(RECORD)
+    assert not [path for path in found if "streamshard" in path]
+    return found
+
+
+def broken(bucket: Bucket, number: int, fault: Fault, way: Run, target: str) -> str | None:
+    """Run with one broken request; returns the message of the error, if there is one."""
+    bucket.proxy.break_nth(number, fault)
+    try:
+        way(target)
+    except StreamshardError as error:
+        message = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        assert LEAKED not in message
+        assert "s3://" in message
+        return message
+    finally:
+        bucket.proxy.reset()
+    return None
+
+
+@pytest.mark.parametrize("way", ["repartition", "convert"])
+@pytest.mark.parametrize("fault", PASSING)
+def test_what_passes_is_repeated(bucket: Bucket, run: Path, fault: Fault, way: str) -> None:
+    do = ways(bucket, run)[way]
+    bucket.proxy.reset()
+    do(f"{bucket.url}/whole")
+    total, wanted = len(bucket.proxy.requests), content(bucket, "whole")
+    first = 1 + PASSING.index(fault)
+    for number in range(first, total + 1, STEP * (1 if way == "repartition" else 12)):
+        message = broken(bucket, number, fault, do, f"{bucket.url}/out-{number}")
+        assert message is None, number
+        assert content(bucket, f"out-{number}") == wanted, number
+
+
+@pytest.mark.parametrize("fault", [Fault.DENIED, Fault.WRONG_RANGE, Fault.STALE_LISTING])
+def test_what_does_not_pass_is_a_clear_error(bucket: Bucket, run: Path, fault: Fault) -> None:
+    do, before = ways(bucket, run)["repartition"], bucket.get("runs/7b")
+    bucket.proxy.reset()
+    do(f"{bucket.url}/whole")
+    wanted, requests = content(bucket, "whole"), list(bucket.proxy.requests)
+    ended = []
+    for request in requests:
+        if not _is_broken_by(fault, request) or request.number % 3:
+            continue
+        target = f"out-{request.number}"
+        message = broken(bucket, request.number, fault, do, f"{bucket.url}/{target}")
+        ended.append(message)
+        do(f"{bucket.url}/{target}") if message is not None else None
+        assert content(bucket, target) == wanted, request
+        assert bucket.get("runs/7b") == before
+    assert ended
+
+
+def _is_broken_by(fault: Fault, request: Request) -> bool:
+    if fault is Fault.WRONG_RANGE:
+        return request.range is not None
+    return fault is Fault.DENIED or request.is_listing
+
+
+def test_a_service_that_stays_down_ends_the_run(bucket: Bucket, run: Path) -> None:
+    do = ways(bucket, run)["repartition"]
+    bucket.proxy.reset()
+    bucket.proxy.plan = lambda request: Fault.SLOW_DOWN
+    with pytest.raises(StreamshardError, match="503") as caught:
+        do(f"{bucket.url}/out")
+    assert LEAKED not in str(caught.value)
+
+
+@pytest.mark.parametrize("change", ["replaced", "removed"])
+def test_a_source_that_changes_ends_the_run(bucket: Bucket, run: Path, change: str) -> None:
+    """It changes after its headers are read, before its tensors are."""
+    source, name = bucket.put(run, "runs/7b"), "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    key = next(key for key in bucket.keys("runs") if key.endswith(name))
+    plan = api.plan_repartition(source, f"{bucket.url}/out", world_size=3)
+    if change == "removed":
+        bucket.remove(key)
+    else:
+        data = bytearray(bucket.get_bytes(key))
+        data[-1] ^= 1
+        bucket.put_bytes(key, bytes(data))
+    with pytest.raises(CorruptFileError if change == "replaced" else SourceError, match=name):
+        plan.run()
+    assert RECORD not in bucket.get("out")
+
+
+def test_who_comes_between_is_not_overwritten(bucket: Bucket, run: Path) -> None:
+    """Somebody else writes a root document while a run uploads its chunks."""
+    target = f"{bucket.url}/7b.zarr"
+
+    def intrude(request: Request) -> None:
+        if request.method == "PUT" and "/c/0" in request.path:
+            bucket.put_bytes("7b.zarr/zarr.json", b"another store")
+
+    bucket.proxy.plan = intrude
+    with pytest.raises(TargetError, match=r"zarr.json: cannot be written \(exists already"):
+        api.convert(run, target)
+    assert bucket.get_bytes("7b.zarr/zarr.json") == b"another store"
+    assert f"7b.zarr/{RECORD}" not in bucket.keys("7b.zarr/.")
+
+
+def test_bytes_that_were_damaged_on_their_way_are_found(bucket: Bucket, run: Path) -> None:
+    """A chunk is replaced by other bytes of the same length before it is read back."""
+    damaged: list[str] = []
+
+    def damage(request: Request) -> None:
+        if request.method == "PUT" and request.path.endswith("zarr.json") and not damaged:
+            key = next(iter(sorted(k for k in bucket.keys("7b.zarr/state") if "/c/" in k)), "")
+            if key:
+                damaged.append(key)
+                data = bytearray(bucket.get_bytes(key))
+                data[0] ^= 1
+                bucket.put_bytes(key, bytes(data))
+
+    bucket.proxy.plan = damage
+    with pytest.raises(StreamshardError, match="read back"):
+        api.convert(run, f"{bucket.url}/7b.zarr", verify=True)
+    assert damaged
+    assert bucket.keys("7b.zarr") == set()
+    assert files_of(run)
