@@ -15,7 +15,7 @@ from typing import Any, Final
 from streamshard.engine.run.journal import Written, intact_lines, serialize_line
 from streamshard.engine.run.work import RegionResult, SpanResult
 from streamshard.io.entries import entries_below, exists, files_below, read_all
-from streamshard.io.sink import remove, write_new
+from streamshard.io.sink import remove, remove_file, write_new
 from streamshard.model import Digest
 
 _HEADER: Final = "0"
@@ -121,6 +121,10 @@ class UploadJournal:
         """Record that everything is uploaded."""
         self.close()
         write_new(self.path / _WHOLE, b"")
+
+    def take_back_whole(self) -> None:
+        """Record that not everything is there any more."""
+        remove_file(self.path / _WHOLE)
 
     def close(self) -> None:
         """Record what is not recorded yet."""

@@ -125,7 +125,11 @@ def _require_free_objects(
     """Refuse objects below a path that are not to be replaced; see `require_free`."""
     if not exists(target) or is_unfinished(target):
         return
-    begun = UploadJournal(partial_of(target) / JOURNAL)
+    partial = partial_of(target)
+    begun = UploadJournal(partial / JOURNAL)
+    if begun.header is None and exists(partial):
+        message = f"{partial}: is in the way, and was not left by a run that was cut off"
+        raise TargetExistsError(f"{message}; move it, or choose another target")
     if not overwrite and not replaces(begun) and not exists(target / JOURNAL):
         raise TargetExistsError(f"{target}: exists; use --overwrite to replace it")
     if not _is_ours(target, template) and not begun.is_whole:

@@ -27,9 +27,9 @@ from streamshard.io.files import target_errors
 from streamshard.io.objects.object_changes import copy_object, for_each, moved, objects_below
 from streamshard.io.objects.object_lock import ObjectLock
 from streamshard.io.objects.object_path import ObjectPath, object_of
-from streamshard.io.objects.object_upload import create
+from streamshard.io.objects.object_upload import create, remove_object
 from streamshard.io.objects.stray_uploads import abort_strays
-from streamshard.io.sink import discard, remove, remove_file, write_new
+from streamshard.io.sink import remove_file, write_new
 from streamshard.operations.source.unfinished import COMMITTED, JOURNAL
 from streamshard.operations.transfer.run_identity import RunIdentity
 from streamshard.operations.transfer.target import LOCK, partial_of, require_free
@@ -98,7 +98,7 @@ class UploadedTarget:
         require_free(self._target, overwrite=self._overwrite, template=self._template)
         if self._overwrite or header is None:
             if header is not None:
-                remove(self.path)
+                self._clear()
                 abort_strays(object_of(self.path))
             self.journal.begin(self._identity.header)
         else:
@@ -144,7 +144,7 @@ class UploadedTarget:
     ) -> None:
         with suppress(OSError):
             if isinstance(error, NotAsWrittenError):
-                discard(self.path)
+                self._clear()
             elif self._is_own and error is not None:
                 self._keep(error)
         self._held.close()
@@ -152,7 +152,7 @@ class UploadedTarget:
     def _keep(self, error: BaseException) -> None:
         self.journal.close()
         if self.journal.is_empty:
-            discard(self.path)
+            self._clear()
             return
         how = "without --overwrite" if self._overwrite else "again"
         error.add_note(f"{self.path}: keeps what was uploaded; run the same command {how} to go on")
@@ -179,7 +179,20 @@ class UploadedTarget:
             if self.path == self._target:
                 self.journal.remove()
             else:
-                remove(self.path)
+                self._clear()
+
+    def _clear(self) -> None:
+        """Remove all that was uploaded, so that what is left of it at any moment is known as such.
+
+        First it no longer counts as whole. As long as anything is there, the journal's header is.
+        """
+        self.journal.take_back_whole()
+        root = object_of(self.path)
+        for_each(
+            (path for path in objects_below(root) if not _relative(path, root).startswith(JOURNAL)),
+            remove_object,
+        )
+        self.journal.remove()
 
     @property
     def _verb(self) -> str:
