@@ -16,7 +16,7 @@ from streamshard.io.objects.listings import keep_tree
 from streamshard.io.objects.listings import listings_kept as listings_kept
 from streamshard.io.objects.object_files import OBJECTS
 from streamshard.io.objects.object_path import ObjectPath, is_object
-from streamshard.io.objects.object_reader import AHEAD_BYTES, HELD_BYTES, REQUEST_BYTES
+from streamshard.io.objects.object_reader import AHEAD_BYTES, READING_BYTES, REQUEST_BYTES
 from streamshard.io.readable import ByteSource, Entry, LocalFiles, OpenedFile, Status
 from streamshard.model import SourceFile
 
@@ -56,7 +56,7 @@ def ahead_of(paths: Iterable[Path]) -> ReadAheadBytes:
 
 def request_bytes(paths: Iterable[Path]) -> int:
     """Return the memory that a worker needs for what it has requested: of local files none."""
-    return HELD_BYTES if any(map(is_object, paths)) else 0
+    return READING_BYTES if any(map(is_object, paths)) else 0
 
 
 def requests_to_read(nbytes: int) -> int:

@@ -26,9 +26,11 @@ AHEAD_BYTES: Final = 8 << 20
 _LEAST_BYTES: Final = 1 << 18
 """Smallest request for data: what follows a small fragment is mostly the next one. Where it is,
 the next request is twice as long."""
-HELD_BYTES: Final = 2 * AHEAD_BYTES + (4 << 20)
+_HELD_BYTES: Final = 2 * AHEAD_BYTES + (4 << 20)
 """Bytes that a worker holds: those ahead, of two sources where two are compared, and what is left
 of requests that were longer."""
+READING_BYTES: Final = _HELD_BYTES + AHEAD_BYTES
+"""Memory of a worker: an answer takes its size twice until it is complete."""
 _HEADER_BYTES: Final = 1 << 18
 """Bytes of one request for headers: a rank file's pickle and its directory take one or two each."""
 _ALIKE: Final = 15
@@ -99,7 +101,7 @@ class _HeldRanges(threading.local):
 
     def add(self, file: "ObjectFile", start: int, nbytes: int) -> None:
         """Make room for a range, and count it."""
-        while self._sizes and self._nbytes + nbytes > HELD_BYTES:
+        while self._sizes and self._nbytes + nbytes > _HELD_BYTES:
             oldest, begin = next(iter(self._sizes))
             oldest.forget(begin)
         self._sizes[file, start] = nbytes

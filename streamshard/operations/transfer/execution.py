@@ -21,6 +21,8 @@ from streamshard.operations.transfer.report import Progress, Report
 from streamshard.operations.transfer.staged_target import StagedTarget
 
 _DEFAULT_LIMIT_BYTES: Final = 1024 * MIB
+_CLIENT_BYTES: Final = 32 * MIB
+"""Memory of the client of an object store: its threads, their connections and allocator."""
 _REMOTE_WORKERS: Final = 8
 _STEP_BYTES: Final = 4 * MIB
 """Memory for planning varies a little between runs; rounded up to this, the projection does not."""
@@ -76,6 +78,8 @@ def fit_memory(
     if workers is not None and workers < 1:
         raise UsageError(f"--workers {workers}: at least one is needed")
     held_bytes = (1 + reopened) * max(0, resident_memory.peak_bytes() - floor_bytes) + copies_bytes
+    if requests_bytes:
+        held_bytes += _CLIENT_BYTES
 
     def fit(count: int) -> MemoryPlan:
         return plan_memory(
