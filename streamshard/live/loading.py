@@ -140,7 +140,8 @@ class Loading:
         with self._agreement.step():
             batch = plan_batch(self._engine, resharding) if self._keeps_global_batch else None
         source = resharding.source
-        is_plain = resharding.has_these_files() or self._is_uncut(resharding)
+        is_here = not is_object(source.path)  # DeepSpeed itself loads from a disk alone
+        is_plain = (is_here and resharding.has_these_files()) or self._is_uncut(resharding)
         if is_plain:
             returned = self._load_plainly(resharding)
             counts = [(0, 0)] * distributed.get_world_size()
