@@ -40,6 +40,9 @@ class Opened:
         view[: len(data)] = data
         return len(data)
 
+    def prepare(self, ranges: object) -> None:
+        """Get nothing together."""
+
     def will_need(self, offset: int, nbytes: int) -> None:
         """Read nothing ahead."""
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
-from streamshard.io.objects.listings import keep_tree
+from streamshard.io.objects.listings import keep_tree, tree_of
 from streamshard.io.objects.listings import listings_kept as listings_kept
 from streamshard.io.objects.object_files import OBJECTS
 from streamshard.io.objects.object_path import ObjectPath, is_object
@@ -150,6 +150,8 @@ def is_same_file(path: Path, other: Path) -> bool:
         One of them leads to nothing.
     """
     one, two = examine(path), examine(other)
+    if is_object(path) or is_object(other):
+        return path == other
     return (one.device, one.file_id) == (two.device, two.file_id)
 
 
@@ -199,10 +201,12 @@ def entries_below(
     OSError
         A directory cannot be read. pathlib and os.walk by default skip it without an error.
     """
+    listed: dict[Any, dict[str, Entry]] = tree_of(root) if isinstance(root, ObjectPath) else {}
     pending = [root]
     while pending:
+        directory = pending.pop()
         try:
-            found = list(entries(pending.pop()))
+            found = [*listed.get(directory, {}).values()] or list(entries(directory))
         except OSError as error:
             if not skips(error):
                 raise

@@ -84,7 +84,7 @@ def _profile() -> dict[str, Any]:
 
 
 @contextmanager
-def object_errors(path: ObjectPath) -> Iterator[None]:
+def _object_errors(path: ObjectPath) -> Iterator[None]:
     """Turn obstore's errors into system errors that name the object.
 
     Their texts are left out: a service's answer may repeat the access key, and a URL a signature.
@@ -149,7 +149,7 @@ def call(
     client = client_of(path.bucket)
 
     def once() -> Any:  # noqa: ANN401
-        with object_errors(path):
+        with _object_errors(path):
             return request(client)
 
     return try_again(once) if repeats else once()

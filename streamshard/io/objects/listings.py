@@ -76,6 +76,8 @@ def _entry(root: ObjectPath, meta: "ObjectMeta") -> Entry:
     return Entry(root.of_key(meta["path"]), False, False, status_of(meta))
 
 
+Directories: TypeAlias = dict[ObjectPath, dict[str, Entry]]
+"""Path of a directory → its entries by name."""
 Headers: TypeAlias = dict[tuple[int, int], memoryview]
 """Start and stop of a range of an object → its bytes."""
 _HEADERS_BYTES: Final = 32 << 20
@@ -89,7 +91,9 @@ _DIGITS: Final = re.compile(r"(\d+)")
 class _Kept:
     """The listings that are kept for a time."""
 
-    directories: dict[ObjectPath, dict[str, Entry]] = field(default_factory=dict)
+    directories: Directories = field(default_factory=dict)
+    trees: set[ObjectPath] = field(default_factory=set)
+    """Directories below which everything is listed."""
     contents: dict[ObjectPath, bytes] = field(default_factory=dict)
     headers: OrderedDict[tuple[ObjectPath, str], Headers] = field(default_factory=OrderedDict)
     """Path and version of an object → what was read of its headers; the last used ones."""
@@ -121,6 +125,7 @@ def forget() -> None:
     """Forget all listings, because something was written."""
     if (kept := _scope.get()) is not None:
         kept.directories.clear()
+        kept.trees.clear()
         kept.contents.clear()
         kept.headers.clear()
 
@@ -143,9 +148,23 @@ def entries_of(directory: ObjectPath) -> list[Entry]:
 
 def keep_tree(root: ObjectPath) -> None:
     """Keep the listing of everything below a path, which takes a request per thousand objects."""
-    if (kept := _scope.get()) is None or root.bucket.startswith("http"):
-        return
-    listed: dict[ObjectPath, dict[str, Entry]] = {root: {}}
+    kept = _scope.get()
+    if kept is not None and root not in kept.trees and not root.bucket.startswith("http"):
+        kept.directories.update(_tree(root))
+        kept.trees.add(root)
+
+
+def tree_of(root: ObjectPath) -> Directories:
+    """List everything below a path, by directory, or return the listings that are kept."""
+    kept = _scope.get()
+    if kept is None:
+        return _tree(root)
+    keep_tree(root)
+    return kept.directories
+
+
+def _tree(root: ObjectPath) -> Directories:
+    listed: Directories = {root: {}}
     for entry in list_below(root):
         path = entry.path
         while path != root:
@@ -155,7 +174,7 @@ def keep_tree(root: ObjectPath) -> None:
                 break
             siblings[path.name] = entry
             path, entry = parent, Entry(parent, True, False, DIRECTORY)
-    kept.directories.update(listed)
+    return listed
 
 
 def known_status(path: ObjectPath) -> Status | bool | None:

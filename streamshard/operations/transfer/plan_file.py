@@ -19,7 +19,7 @@ from streamshard.formats.deepspeed import names
 from streamshard.io.durability import write_durably
 from streamshard.io.entries import is_directory, lexists, read_all, resolve
 from streamshard.io.files import target_errors
-from streamshard.io.objects.object_path import as_path
+from streamshard.io.objects.object_path import as_path, is_object
 from streamshard.io.sink import remove_file
 from streamshard.operations.transfer.run_identity import RunIdentity
 from streamshard.operations.transfer.target import partial_of, place_to_make
@@ -186,7 +186,7 @@ def write(path: Path, command: Command, identity: RunIdentity, sizes: Mapping[st
 
 def _require_replaceable(path: Path) -> None:
     """Refuse a path without a directory, and one where there is anything but an earlier plan."""
-    if not is_directory(path.parent):
+    if not is_object(path) and not is_directory(path.parent):
         raise TargetError(f"{path}: there is no directory {path.parent}; make it first")
     if not lexists(path):
         return
