@@ -87,15 +87,27 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def faults(session: nox.Session) -> None:
-    """Try every fault at every call of a run, `-- --help` for less; see `tests/faults`."""
+    """Try every fault at every call of a run, `-- --help` for less; see `tests/faults`.
+
+    Without arguments, then break every request of runs from and to a bucket; see `tests/cloud`.
+    """
     run_shared(session, "-m", "tests.faults", *session.posargs, groups=["tests"])
+    if not session.posargs:
+        session.env["EVERY_REQUEST"] = "1"
+        run_shared(session, "-m", "pytest", "tests/cloud", groups=["tests"])
 
 
 @nox.session(python=False)
 def bench(session: nox.Session) -> None:
     """Run every benchmark in its short form, or with the arguments after `--`."""
     for file in sorted(Path("benchmarks").glob("[!_]*.py")):
-        run_shared(session, "-m", f"benchmarks.{file.stem}", *(session.posargs or ["--short"]))
+        run_shared(
+            session,
+            "-m",
+            f"benchmarks.{file.stem}",
+            *(session.posargs or ["--short"]),
+            groups=["tests"],
+        )
 
 
 def run_shared(
