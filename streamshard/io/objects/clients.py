@@ -30,6 +30,12 @@ _VARIABLES: Final = {
 """What configures a client, by scheme, for messages."""
 _STATUS: Final = re.compile(r"status code: (\d+)")
 _CODE: Final = re.compile(r"<Code>(\w{1,64})</Code>")
+_MEANINGS: Final = {
+    "AlreadyExistsError": (errno.EEXIST, "exists already"),
+    "PreconditionError": (errno.EBUSY, "is another object than before"),
+    "InvalidPathError": (errno.EINVAL, "a key has an empty segment, '.' or '..', and is no path"),
+}
+"""Error of obstore → error number and text."""
 _DENIED: Final = (401, 403)
 _MISSING: Final = 404
 
@@ -108,10 +114,8 @@ def _meaning(error: Exception) -> tuple[int, str]:
     status = int(found[1]) if found else 0
     code = _CODE.search(text)
     shown = ", ".join(filter(None, [f"status {status}" if status else "", code[1] if code else ""]))
-    if kind == "AlreadyExistsError":
-        return errno.EEXIST, "exists already"
-    if kind == "PreconditionError":
-        return errno.EBUSY, "is another object than before"
+    if kind in _MEANINGS:
+        return _MEANINGS[kind]
     if kind in ("PermissionDeniedError", "UnauthenticatedError") or status in _DENIED:
         return errno.EACCES, f"access denied{f' ({shown})' if shown else ''}"
     if kind == "NotSupportedError" or (code and code[1] == "NotImplemented"):
