@@ -88,7 +88,7 @@ def test_thousands_are_listed_in_pages(bucket: Bucket) -> None:
 def test_a_key_that_is_no_path_is_an_error(bucket: Bucket, tmp_path: Path, key: str) -> None:
     source = bucket.put(write(Job(), tmp_path / "run"), "runs/7b")
     bucket.put_bytes(key, b"x")
-    with pytest.raises(SourceError, match="empty segment, '.' or '..', and is no path"):
+    with pytest.raises(SourceError, match=r"empty segment, '\.' or '\.\.', and is no path"):
         api.inspect(source)
 
 
