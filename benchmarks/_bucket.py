@@ -47,7 +47,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = memoryview(bytearray(int(self.headers.get("Content-Length", 0))))
         filled = 0
         while filled < len(body):
-            filled += self.rfile.readinto(body[filled:])  # type: ignore[attr-defined]
+            filled += self.rfile.readinto(body[filled:])
         self._body = body
         key = unquote(url.path).removeprefix("/bucket").lstrip("/")
         query = {name: v[0] for name, v in parse_qs(url.query, keep_blank_values=True).items()}

@@ -1,26 +1,27 @@
-"""How fast are runs from and to a bucket, beside obstore's bare get and put of the same bytes?
+"""How fast are runs from and to a bucket, beside obstore's bare get and put of the same objects?
 
-    python -m benchmarks.object_stores --size 400MB --latency 0,20,80
+    python -m benchmarks.object_stores --size 1GB --latency 0,20,80
 
-The bucket is a process of this machine that delays each answer. It takes CPU as well, more or less
-what obstore takes. Bare is what a script of a few lines does: whole objects, as many at a time as
-streamshard has workers, with obstore's own defaults; from a bucket to a bucket each object is
-downloaded, then uploaded. A ratio is bytes per second over those of bare, within a round; where
-the bytes read and written differ, as with `convert`, both are those of the source.
+The bucket is a process of this machine that holds objects in memory and delays each answer: moto's
+server reads a whole object for each range of it. It takes CPU as well, about as much as obstore.
+Bare is a script of a few lines with obstore's own defaults: it downloads whole objects of the
+source, and uploads those that the verb made, as many at a time as streamshard has workers. From a
+bucket to a bucket it does one after the other. A ratio is of bytes per second, within a round;
+streamshard's seconds are those of its report, so without opening the source, which `inspect` shows.
 """
 
 import argparse
 import os
 import shutil
-import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from statistics import median
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from obstore.store import from_url
 
@@ -34,8 +35,12 @@ from streamshard.operations.transfer.execution import default_workers
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
+T = TypeVar("T")
+
 FROM, TO = 8, 6
 SHORT = "64MB"
+LAYERS = 2
+"""Few, so that tensors are as large as in a checkpoint of many GB: each takes requests."""
 WORKERS = default_workers(is_remote=True)
 HEAD = ("verb", "from -> to", "ms", "MB/s", "bare MB/s", "x bare", "requests")
 VERBS: Final = {
@@ -53,29 +58,31 @@ class Bench:
         self.server, self.workers = server, workers
         self.source, self.target = root / "source", root / "target"
         self.nbytes = fabricate(
-            self.source, transformer(nbytes, stage=2), stage=2, world_size=FROM
+            self.source, transformer(nbytes, stage=2, layers=LAYERS), stage=2, world_size=FROM
         )
         self.store: ObjectStore = from_url(BUCKET, client_options={"allow_http": True})
         self.files = [path.relative_to(self.source).as_posix() for path in files_in(self.source)]
-        self.each(self.upload)
-        self.remove("target")
+        self.each(self.files, lambda name: self.put(self.source / name, f"source/{name}"))
+        self.made = {verb: root / verb for verb in VERBS}
+        for verb, path in self.made.items():
+            self.run(verb, self.source, path)
 
-    def each(self, work: Callable[[str], object]) -> float:
-        """Do something with every file of the source; returns the seconds."""
+    def each(self, items: Iterable[T], work: Callable[[T], object]) -> float:
+        """Do something with all items, as many at a time as there are workers; time it."""
         began = time.perf_counter()
         with ThreadPoolExecutor(self.workers) as pool:
-            list(pool.map(work, self.files))
+            list(pool.map(work, items))
         return time.perf_counter() - began
 
-    def upload(self, name: str) -> None:
+    def put(self, path: Path, key: str) -> None:
         """Upload a local file."""
-        self.store.put(f"source/{name}", self.source / name)
+        self.store.put(key, path)
 
-    def again(self, name: str) -> None:
-        """Upload a local file as another object."""
-        self.store.put(f"target/{name}", self.source / name)
+    def get(self, name: str) -> None:
+        """Download an object."""
+        self.store.get(f"source/{name}").bytes()
 
-    def download(self, name: str) -> None:
+    def get_file(self, name: str) -> None:
         """Make a local file from an object, durably."""
         path = self.target / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,56 +90,60 @@ class Bench:
             stream.write(self.store.get(f"source/{name}").bytes())
             os.fsync(stream.fileno())
 
-    def copy(self, name: str) -> None:
-        """Download an object and upload it."""
-        self.store.put(f"target/{name}", self.store.get(f"source/{name}").bytes())
+    def bare(self, verb: str, source: str | Path, target: str | Path) -> float:
+        """Move the bytes of a verb by obstore alone; returns the seconds."""
+        seconds = 0.0
+        if source == _SOURCE:
+            seconds += self.each(self.files, self.get if target == _TARGET else self.get_file)
+        if target == _TARGET:
+            made = files_in(self.made[verb])
+            seconds += self.each(made, lambda path: self.put(path, f"target{path}"))
+        return seconds
 
-    def remove(self, prefix: str) -> None:
-        """Remove what a run made, in the bucket or here."""
-        for page in self.store.list(prefix):
+    def remove(self) -> Counter[str]:
+        """Remove what a run made, in the bucket or here; returns the requests before that."""
+        requests = self.server.delay()
+        for page in self.store.list("target"):
             self.store.delete([one["path"] for one in page])
         shutil.rmtree(self.target, ignore_errors=True)
+        return requests
 
-    def run(self, verb: str, source: str | Path, target: str | Path) -> tuple[float, Counter[str]]:
-        """Run a verb; returns its seconds, and its requests."""
+    def run(self, verb: str, source: str | Path, target: str | Path) -> float:
+        """Run a verb; returns its seconds."""
         name, *options = VERBS[verb]
         options += ["--workers", str(self.workers), "--json"]
-        self.server.delay(self.milliseconds)
         report = succeed(*STREAMSHARD, name, source, target, *options).report
-        return report["seconds"], self.server.delay(self.milliseconds)
+        return float(report["seconds"])
 
     def compare(self, milliseconds: float, runs: int) -> list[list[str]]:
         """Run everything with a latency; returns the table's rows."""
-        self.milliseconds = milliseconds
         ways = (
-            ("bucket -> bucket", _SOURCE, _TARGET, self.copy),
-            ("bucket -> local", _SOURCE, self.target, self.download),
-            ("local -> bucket", self.source, _TARGET, self.again),
+            ("bucket -> bucket", _SOURCE, _TARGET),
+            ("bucket -> local", _SOURCE, self.target),
+            ("local -> bucket", self.source, _TARGET),
         )
-        rows = []
-        for way, source, target, bare in ways:
-            times: dict[str, list[float]] = {verb: [] for verb in ("", *VERBS)}
-            requests: dict[str, Counter[str]] = {}
-            for _ in range(runs):
-                warm(self.source)
-                self.server.delay(milliseconds)
-                times[""].append(self.each(bare))
-                for verb in VERBS:
-                    self.server.delay()
-                    self.remove("target")
-                    seconds, requests[verb] = self.run(verb, source, target)
-                    times[verb].append(seconds)
-                self.server.delay()
-                self.remove("target")
-            for verb in VERBS:
-                rows.append([verb, way, f"{milliseconds:g}", *self._speeds(times, verb)])
-                rows[-1].append(_shown(requests[verb]))
-        return rows
+        return [
+            [verb, way, f"{milliseconds:g}", *self._row(verb, source, target, milliseconds, runs)]
+            for way, source, target in ways
+            for verb in VERBS
+        ]
 
-    def _speeds(self, times: dict[str, list[float]], verb: str) -> list[str]:
-        ratios = [bare / own for own, bare in zip(times[verb], times[""], strict=True)]
-        speeds = [self.nbytes / statistics.median(times[key]) / 1e6 for key in (verb, "")]
-        return [*(f"{speed:.0f}" for speed in speeds), f"{statistics.median(ratios):.2f}"]
+    def _row(
+        self, verb: str, source: str | Path, target: str | Path, milliseconds: float, runs: int
+    ) -> list[str]:
+        bare, own = [], []
+        warm(self.source)
+        warm(self.made[verb])
+        for _ in range(runs):
+            self.server.delay(milliseconds)
+            bare.append(self.bare(verb, source, target))
+            self.remove()
+            self.server.delay(milliseconds)
+            own.append(self.run(verb, source, target))
+            requests = self.remove()
+        speeds = [f"{self.nbytes / median(seconds) / 1e6:.0f}" for seconds in (own, bare)]
+        ratios = [one / other for one, other in zip(bare, own, strict=True)]
+        return [*speeds, f"{median(ratios):.2f}", _shown(requests)]
 
     def inspect(self, milliseconds: float) -> str:
         """Time `inspect`, start-up and all."""
@@ -148,20 +159,20 @@ def _shown(requests: Counter[str]) -> str:
 def main() -> int:
     """Run the benchmark; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--size", default="400MB", help="size of the checkpoint [400MB]")
-    parser.add_argument("--short", action="store_true", help=f"{SHORT}, one round")
+    parser.add_argument("--size", default="1GB", help="size of the checkpoint [1GB]")
+    parser.add_argument("--short", action="store_true", help=f"{SHORT}, 20 ms, one round")
     parser.add_argument("--latency", default="0,20,80", help="ms a request [0,20,80]")
     parser.add_argument("--workers", type=int, default=WORKERS, help=f"[{WORKERS}]")
     parser.add_argument("--runs", type=int, default=3, help="rounds [3]")
     parser.add_argument("--directory", type=Path, help="where to work [a temporary directory]")
     given = parser.parse_args()
     size, runs = (SHORT, 1) if given.short else (given.size, given.runs)
-    latencies = [float(latency) for latency in given.latency.split(",")]
+    latencies = [20.0] if given.short else [float(one) for one in given.latency.split(",")]
     print(machine())
     with tempfile.TemporaryDirectory(dir=given.directory) as directory, bucket() as server:
         bench = Bench(server, Path(directory), sizes.parse(size), given.workers)
         print(f"{bench.nbytes:,} bytes of {FROM} ranks, {given.workers} workers, {runs} rounds")
-        for latency in (0, *latencies):
+        for latency in latencies:
             print(f"inspect, {latency:g} ms a request: {bench.inspect(latency)}")
         rows = [row for latency in latencies for row in bench.compare(latency, runs)]
     print_table(HEAD, rows)
