@@ -9,12 +9,16 @@ uploaded but is not recorded is uploaded once more.
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 from streamshard.engine.run.journal import Written, intact_lines, serialize_line
 from streamshard.engine.run.work import RegionResult, SpanResult
-from streamshard.io.entries import entries_below, exists, files_below, read_all
+from streamshard.io.entries import entries_below, files_below, read_all
+from streamshard.io.objects.object_changes import for_each
+from streamshard.io.objects.object_path import object_of
+from streamshard.io.objects.object_upload import is_there
 from streamshard.io.sink import remove, remove_file, write_new
 from streamshard.model import Digest
 
@@ -57,7 +61,7 @@ class UploadJournal:
         """Bytes of the objects in the batch."""
         self._flushed = clock()
         self._next = 1
-        if exists(path / _HEADER):
+        if is_there(object_of(path / _HEADER)):
             self._read()
 
     def _read(self) -> None:
@@ -93,7 +97,7 @@ class UploadJournal:
 
     def begin(self, header: Mapping[str, Any]) -> None:
         """Start a new journal, which from now on identifies the target as this run's."""
-        if exists(self.path / _HEADER):
+        if is_there(object_of(self.path / _HEADER)):
             remove(self.path)
         write_new(self.path / _HEADER, serialize_line(dict(header)))
         self.header, self.is_whole, self._next = header, False, 1
@@ -134,10 +138,10 @@ class UploadJournal:
     def remove(self) -> None:
         """Remove the journal; its header last, so that what is left of it is still a journal."""
         self._batch = []
-        for path in files_below(self.path) if exists(self.path) else ():
-            if path.name != _HEADER:
-                remove(path)
-        remove(self.path / _HEADER)
+        with suppress(FileNotFoundError):
+            paths = [path for path in files_below(self.path) if path.name != _HEADER]
+            for_each(paths, remove_file)
+        remove_file(self.path / _HEADER, missing_ok=True)
 
 
 def _serialized(result: SpanResult) -> list[Any]:
