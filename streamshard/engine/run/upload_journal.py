@@ -54,6 +54,8 @@ class UploadJournal:
         """Whether the earlier run uploaded everything."""
         self._clock = clock
         self._lock = threading.Lock()
+        self._recording = threading.Lock()
+        """Held while a batch is uploaded."""
         self._known: dict[str, list[Any]] = {}
         """Path of an uploaded object → its etag and the results of its spans."""
         self._batch: list[bytes] = []
@@ -110,16 +112,34 @@ class UploadJournal:
             self._known[path] = line[1:]
             self._batch.append(serialize_line(line))
             self._uploaded_bytes += sum(result.written.nbytes for result in results)
-            is_full = len(self._batch) >= _BATCH or sum(map(len, self._batch)) > _BATCH_BYTES
-            is_due = self._clock() - self._flushed > _SECONDS
-            if is_full or is_due or self._uploaded_bytes > _UPLOADED_BYTES:
+        # One worker at a time records what is due; what others add meanwhile, it records next.
+        while self._is_due() and self._recording.acquire(blocking=False):
+            try:
                 self._flush()
+            finally:
+                self._recording.release()
+
+    def _is_due(self) -> bool:
+        with self._lock:
+            is_full = len(self._batch) >= _BATCH or sum(map(len, self._batch)) > _BATCH_BYTES
+            is_late = self._clock() - self._flushed > _SECONDS
+            return bool(self._batch) and (
+                is_full or is_late or self._uploaded_bytes > _UPLOADED_BYTES
+            )
 
     def _flush(self) -> None:
-        if self._batch:
-            write_new(self.path / str(self._next), b"".join(self._batch))
-            self._batch, self._uploaded_bytes, self._next = [], 0, self._next + 1
-        self._flushed = self._clock()
+        with self._lock:
+            batch, self._batch, self._uploaded_bytes = self._batch, [], 0
+            self._flushed = self._clock()
+        if not batch:
+            return
+        try:
+            write_new(self.path / str(self._next), b"".join(batch))
+        except BaseException:
+            with self._lock:
+                self._batch = batch + self._batch
+            raise
+        self._next += 1
 
     def note_whole(self) -> None:
         """Record that everything is uploaded."""
@@ -132,7 +152,7 @@ class UploadJournal:
 
     def close(self) -> None:
         """Record what is not recorded yet."""
-        with self._lock:
+        with self._recording:
             self._flush()
 
     def remove(self) -> None:
