@@ -72,7 +72,8 @@ class Share:
 
     def _ask(self, start: int, nbytes: int) -> None:
         if start < self.stop:
-            page_cache.read_ahead(self.descriptor, start, min(nbytes, self.stop - start))
+            nbytes = min(nbytes, self.stop - start)
+            os.posix_fadvise(self.descriptor, start, nbytes, os.POSIX_FADV_WILLNEED)
 
 
 def read_only(share: Share) -> list[int]:

@@ -79,7 +79,7 @@ def add_resource_options(verb: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="threads [one per core, at most 4; to compress, one more than there are cores, at "
-        "most 16; fewer where memory is tight]",
+        "most 16; 8 with object stores; fewer where memory is tight]",
     )
     verb.add_argument(
         "--progress",

@@ -33,7 +33,8 @@ Verbs: TypeAlias = "argparse._SubParsersAction[_Parser]"
 _EXAMPLE: Final = "Example: "
 _SOURCE_HELP: Final = (
     "run directory with 'latest', tag directory, .zarr store, or template of raw per-rank dumps "
-    "such as 'ckpt/optimizer.{rank:02d}.pt'"
+    "such as 'ckpt/optimizer.{rank:02d}.pt'; as every path here, local or s3://bucket/..., "
+    "gs://... or az://..."
 )
 
 
@@ -347,7 +348,12 @@ def _add_compact(verbs: Verbs) -> None:
         "archive old tags of a run directory, and remove them if asked to",
         "streamshard compact runs/7b archive/7b --keep-last 3 --delete --grace 7d",
     )
-    verb.add_argument("source", metavar="RUN_DIR", help="directory that holds 'latest' and tags")
+    verb.add_argument(
+        "source",
+        metavar="RUN_DIR",
+        help="directory that holds 'latest' and tags; as ARCHIVE_DIR, local or s3://bucket/..., "
+        "gs://... or az://...",
+    )
     verb.add_argument("target", metavar="ARCHIVE_DIR", help="where TAG.zarr and its receipt go")
     add_keeping_options(verb)
     verb.add_argument(

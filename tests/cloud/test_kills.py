@@ -60,7 +60,7 @@ def killed_at(bucket: Bucket, number: int, *words: str) -> bool:
 def test_the_same_command_goes_on(bucket: Bucket, run: Path, verb: str) -> None:
     source = bucket.put(run, "runs/7b")
     own = ("--world-size", "3") if verb == "repartition" else ("--codec", "zstd")
-    step = 8 * STEP if verb == "convert" and STEP > 1 else STEP
+    step = 6 * STEP if verb == "convert" and STEP > 1 else STEP
     with started(verb, source, f"{bucket.url}/whole", *own) as process:
         assert process.wait(WAIT) == 0
     wanted, number = content(bucket, "whole"), 2

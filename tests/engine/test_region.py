@@ -23,7 +23,7 @@ def rows_of(sizes: list[int]) -> list[Row]:
 @given(lengths, st.integers(1, MIB))
 def test_what_is_asked_for_is_what_comes_next(sizes: list[int], window: int) -> None:
     rows, reader = rows_of(sizes), FakeReader([])
-    ahead = ReadAhead(copies_of(rows), reader)
+    ahead = ReadAhead([copies_of(rows)], reader)
     begun = 0
     for file, offset, start, size in rows:
         for at in range(0, size, window):
@@ -45,7 +45,7 @@ def test_everything_but_the_beginning_is_asked_for_before_it_is_read(
     mibs: int, window: int
 ) -> None:
     rows, reader = rows_of([mibs * MIB, MIB]), FakeReader([])
-    ahead = ReadAhead(copies_of(rows), reader)
+    ahead = ReadAhead([copies_of(rows[:1]), copies_of(rows[1:])], reader)
     total, done = (mibs + 1) * MIB, 0
     while done < total:
         asked = sum(count for _, _, count in reader.asked)

@@ -1,5 +1,7 @@
 """Delivers a region's bytes from the sources, and makes the system read ahead."""
 
+from collections.abc import Sequence
+
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.work import Region
 from streamshard.model import Copies
@@ -10,14 +12,19 @@ class ReadAhead:
 
     The system itself reads ahead within a file, on many machines by only 128 KiB, but not from one
     fragment to the next.
+
+    Parameters
+    ----------
+    regions
+        Copies of regions that are filled one after another.
     """
 
-    def __init__(self, copies: Copies, reader: SourceReader) -> None:
-        self._copies = copies
+    def __init__(self, regions: Sequence[Copies], reader: SourceReader) -> None:
+        self._regions = regions
         self._reader = reader
         self._limits = reader.ahead
-        self._next = 0
-        """Index of the next copy to request."""
+        self._region = self._next = 0
+        """Index of the region, and of its copy, to request next."""
         self._requested = 0
         """Source bytes of that copy that are already requested."""
         self._ahead = 0
@@ -28,13 +35,16 @@ class ReadAhead:
         self._ahead -= nbytes
         if self._ahead > self._limits.ahead - self._limits.request:
             return
-        while self._ahead < self._limits.ahead and self._next < len(self._copies):
-            left = int(self._copies.nbytes[self._next]) - self._requested
+        while self._ahead < self._limits.ahead and self._region < len(self._regions):
+            copies = self._regions[self._region]
+            if self._next == len(copies):
+                self._region, self._next = self._region + 1, 0
+                continue
+            left = int(copies.nbytes[self._next]) - self._requested
             count = min(left, self._limits.request)
-            if count >= self._limits.least and self._ahead >= 0:
-                file = int(self._copies.file[self._next])
-                offset = int(self._copies.source[self._next]) + self._requested
-                self._reader.will_need(file, offset, count)
+            if count >= self._limits.least and self._ahead + count > 0:
+                offset = int(copies.source[self._next]) + self._requested
+                self._reader.will_need(int(copies.file[self._next]), offset, count)
             self._ahead += count
             self._requested += count
             if count == left:
@@ -42,9 +52,21 @@ class ReadAhead:
 
 
 class RegionFiller:
-    """Delivers a region's bytes in order, in portions of any size that holds whole elements."""
+    """Delivers a region's bytes in order, in portions of any size that holds whole elements.
 
-    def __init__(self, region: Region, reader: SourceReader, scratch: memoryview) -> None:
+    Parameters
+    ----------
+    ahead
+        What reads ahead for this region, and others after it; by default for this one alone.
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        reader: SourceReader,
+        scratch: memoryview,
+        ahead: ReadAhead | None = None,
+    ) -> None:
         self._copies = region.copies
         self._region = region
         self._reader = reader
@@ -56,7 +78,7 @@ class RegionFiller:
         self._at = 0
         self.overflowed = 0
         """Finite elements that the cast made infinite so far, if the region counts them."""
-        self._ahead = ReadAhead(region.copies, reader)
+        self._ahead = ahead or ReadAhead([region.copies], reader)
 
     def fill(self, view: memoryview) -> None:
         """Fill a view with the region's next bytes."""

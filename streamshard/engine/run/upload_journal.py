@@ -9,12 +9,16 @@ uploaded but is not recorded is uploaded once more.
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 from streamshard.engine.run.journal import Written, intact_lines, serialize_line
 from streamshard.engine.run.work import RegionResult, SpanResult
-from streamshard.io.entries import entries_below, exists, files_below, read_all
+from streamshard.io.entries import entries_below, files_below, read_all
+from streamshard.io.objects.object_changes import for_each
+from streamshard.io.objects.object_path import object_of
+from streamshard.io.objects.object_upload import is_there
 from streamshard.io.sink import remove, remove_file, write_new
 from streamshard.model import Digest
 
@@ -50,6 +54,8 @@ class UploadJournal:
         """Whether the earlier run uploaded everything."""
         self._clock = clock
         self._lock = threading.Lock()
+        self._recording = threading.Lock()
+        """Held while a batch is uploaded."""
         self._known: dict[str, list[Any]] = {}
         """Path of an uploaded object → its etag and the results of its spans."""
         self._batch: list[bytes] = []
@@ -57,7 +63,7 @@ class UploadJournal:
         """Bytes of the objects in the batch."""
         self._flushed = clock()
         self._next = 1
-        if exists(path / _HEADER):
+        if is_there(object_of(path / _HEADER)):
             self._read()
 
     def _read(self) -> None:
@@ -93,7 +99,7 @@ class UploadJournal:
 
     def begin(self, header: Mapping[str, Any]) -> None:
         """Start a new journal, which from now on identifies the target as this run's."""
-        if exists(self.path / _HEADER):
+        if is_there(object_of(self.path / _HEADER)):
             remove(self.path)
         write_new(self.path / _HEADER, serialize_line(dict(header)))
         self.header, self.is_whole, self._next = header, False, 1
@@ -106,16 +112,34 @@ class UploadJournal:
             self._known[path] = line[1:]
             self._batch.append(serialize_line(line))
             self._uploaded_bytes += sum(result.written.nbytes for result in results)
-            is_full = len(self._batch) >= _BATCH or sum(map(len, self._batch)) > _BATCH_BYTES
-            is_due = self._clock() - self._flushed > _SECONDS
-            if is_full or is_due or self._uploaded_bytes > _UPLOADED_BYTES:
+        # One worker at a time records what is due; what others add meanwhile, it records next.
+        while self._is_due() and self._recording.acquire(blocking=False):
+            try:
                 self._flush()
+            finally:
+                self._recording.release()
+
+    def _is_due(self) -> bool:
+        with self._lock:
+            is_full = len(self._batch) >= _BATCH or sum(map(len, self._batch)) > _BATCH_BYTES
+            is_late = self._clock() - self._flushed > _SECONDS
+            return bool(self._batch) and (
+                is_full or is_late or self._uploaded_bytes > _UPLOADED_BYTES
+            )
 
     def _flush(self) -> None:
-        if self._batch:
-            write_new(self.path / str(self._next), b"".join(self._batch))
-            self._batch, self._uploaded_bytes, self._next = [], 0, self._next + 1
-        self._flushed = self._clock()
+        with self._lock:
+            batch, self._batch, self._uploaded_bytes = self._batch, [], 0
+            self._flushed = self._clock()
+        if not batch:
+            return
+        try:
+            write_new(self.path / str(self._next), b"".join(batch))
+        except BaseException:
+            with self._lock:
+                self._batch = batch + self._batch
+            raise
+        self._next += 1
 
     def note_whole(self) -> None:
         """Record that everything is uploaded."""
@@ -128,16 +152,16 @@ class UploadJournal:
 
     def close(self) -> None:
         """Record what is not recorded yet."""
-        with self._lock:
+        with self._recording:
             self._flush()
 
     def remove(self) -> None:
         """Remove the journal; its header last, so that what is left of it is still a journal."""
         self._batch = []
-        for path in files_below(self.path) if exists(self.path) else ():
-            if path.name != _HEADER:
-                remove(path)
-        remove(self.path / _HEADER)
+        with suppress(FileNotFoundError):
+            paths = [path for path in files_below(self.path) if path.name != _HEADER]
+            for_each(paths, remove_file)
+        remove_file(self.path / _HEADER, missing_ok=True)
 
 
 def _serialized(result: SpanResult) -> list[Any]:

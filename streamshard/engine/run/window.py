@@ -10,7 +10,7 @@ from streamshard.engine.numeric.cast import count_infinite
 from streamshard.engine.numeric.checksums import RunningChecksums, crc32, join_crc32
 from streamshard.engine.run.buffers import ReusableBuffer
 from streamshard.engine.run.journal import Written
-from streamshard.engine.run.region import RegionFiller
+from streamshard.engine.run.region import ReadAhead, RegionFiller
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.work import Codec, Fixed, Region, RegionResult, Span, SpanResult
 from streamshard.io.durability import finish_writeback, start_writeback
@@ -63,6 +63,8 @@ class Window:
         self._buffer = buffer
         self._scratch = scratch
         self._reader = reader
+        self._ahead = ReadAhead((), reader)
+        """What reads ahead for the current span."""
         self._file: Sink = LocalSink(-1)
         self._offset = 0
         self._begun = self._filled = 0
@@ -86,6 +88,8 @@ class Window:
         self._file, self._offset = file, span.offset
         self._begin()
         self._start, self._crc32, self._makes_holes = span.offset, 0, is_new
+        copies = [part.copies for part in span.parts if isinstance(part, Region)]
+        self._ahead = ReadAhead(copies, self._reader)
         regions = []
         for part in span.parts:
             if isinstance(part, Fixed):
@@ -210,7 +214,7 @@ class Window:
             view = view[len(piece) :]
 
     def _stream(self, region: Region) -> RegionResult:
-        filler, sums = RegionFiller(region, self._reader, self._scratch), _checksums(region)
+        filler, sums = self._filler(region), _checksums(region)
         offset = self._offset + self._filled - self._begun
         left = region.content_bytes
         while left:
@@ -236,7 +240,7 @@ class Window:
         Each piece passes through all steps at once, while it is in the CPU cache.
         """
         content = self._content(region.content_bytes)
-        filler, sums = RegionFiller(region, self._reader, self._scratch), _checksums(region)
+        filler, sums = self._filler(region), _checksums(region)
         for piece in self._pieces(content, region.target_itemsize):
             self._require_going_on()
             filler.fill(piece)
@@ -249,6 +253,9 @@ class Window:
         if trailer is not None:
             self._put(trailer.serialize(found))
         return RegionResult(offset, sums.digest, tuple(sums.blocks), filler.overflowed)
+
+    def _filler(self, region: Region) -> RegionFiller:
+        return RegionFiller(region, self._reader, self._scratch, self._ahead)
 
     def _pieces(self, view: memoryview, itemsize: int = 1) -> Iterator[memoryview]:
         """Yield a view in pieces of whole elements, each at most as long as the buffer."""

@@ -293,6 +293,15 @@ def get_small(path: ObjectPath) -> tuple[str, bytes]:
     return version, content
 
 
+def is_there(path: ObjectPath) -> bool:
+    """Tell whether there is an object of that very name, without looking for others below it."""
+    try:
+        call(path, lambda client: client.head(path.key))
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def remove_object(path: ObjectPath) -> None:
     """Remove an object; there may be none."""
     forget()

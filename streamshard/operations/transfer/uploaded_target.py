@@ -27,7 +27,7 @@ from streamshard.io.files import target_errors
 from streamshard.io.objects.object_changes import copy_object, for_each, moved, objects_below
 from streamshard.io.objects.object_lock import ObjectLock
 from streamshard.io.objects.object_path import ObjectPath, object_of
-from streamshard.io.objects.object_upload import create, remove_object
+from streamshard.io.objects.object_upload import create, is_there, remove_object
 from streamshard.io.objects.stray_uploads import abort_strays
 from streamshard.io.sink import remove_file, write_new
 from streamshard.operations.source.unfinished import COMMITTED, JOURNAL
@@ -77,13 +77,13 @@ class UploadedTarget:
         beside = partial_of(self._target)
         self.journal = UploadJournal(self._target / JOURNAL)
         self.path: Path = self._target
-        if exists(self._target / COMMITTED) and self.journal.header is not None:
+        if is_there(self._target / COMMITTED) and self.journal.header is not None:
             known = self._identity.difference(self.journal.header) is None
             self.is_done = known and not self._overwrite
             self.journal.remove()
         if self.is_done:
             return
-        if self.journal.header is None or exists(self._target / COMMITTED):
+        if self.journal.header is None or is_there(self._target / COMMITTED):
             begun = UploadJournal(beside / JOURNAL)
             if begun.header is not None or (self._overwrite and exists(self._target)):
                 self.path, self.journal = beside, begun
