@@ -4,11 +4,12 @@ import json
 import secrets
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Final
+from pathlib import Path
+from typing import Final, TypeAlias
 
 from streamshard.errors import TargetLockedError
-from streamshard.io.lock import Holder, holder_in, is_gone
-from streamshard.io.objects.object_path import ObjectPath
+from streamshard.io.lock import Holder, Lock, holder_in, is_gone
+from streamshard.io.objects.object_path import ObjectPath, object_of
 from streamshard.io.objects.object_upload import get_small, put, remove_object
 
 _TRIES: Final = 5
@@ -73,6 +74,22 @@ class ObjectLock:
                 if get_small(self._path)[1] == self._content:
                     remove_object(self._path)
             self._content = b""
+
+
+AnyLock: TypeAlias = Lock | ObjectLock
+
+
+def lock_at(path: Path, what: Path) -> AnyLock:
+    """Return a lock, not taken yet, that is the file or the object at a path.
+
+    Parameters
+    ----------
+    what
+        What is locked, for messages.
+    """
+    if isinstance(path, ObjectPath):
+        return ObjectLock(path, object_of(what))
+    return Lock(path, what)
 
 
 def _without_token(content: bytes) -> bytes:

@@ -12,7 +12,7 @@ from streamshard.engine.run import resident_memory
 from streamshard.errors import UsageError
 from streamshard.io.entries import resolve
 from streamshard.io.files import target_errors
-from streamshard.io.objects.object_path import as_path
+from streamshard.io.objects.object_path import as_path, is_object
 from streamshard.io.sink import free_bytes
 from streamshard.operations.compact.compact_report import (
     ARCHIVED,
@@ -169,7 +169,9 @@ def _about_trash(tags: Sequence[CompactedTag], grace: str) -> Iterator[str]:
 
 
 def _about_space(archive_dir: Path, tags: Sequence[CompactedTag]) -> Iterator[str]:
-    """Report the free space for new archives, and for rebuilding tags from archives."""
+    """Report the free space for new archives, and for rebuilding tags; a bucket has no end."""
+    if is_object(archive_dir):
+        return
     new = [t.source_bytes for t in tags if t.action in (ARCHIVED, DELETED) and not t.archive_bytes]
     rebuilt = [t.source_bytes for t in tags if t.action == DELETED]
     if new or rebuilt:
