@@ -1,6 +1,8 @@
 """Run directories and archives in buckets: what is archived, proved, marked, removed and kept."""
 
 import json
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,6 +24,8 @@ from streamshard.operations.compact.removal import trash
 from streamshard.operations.compact.tag_choice_review import Again
 from tests.cloud.server import KEY, SECRET, S3Server, credentials
 from tests.compact.runs import ALL, FIRST, actions, bits, later, make_run, save, tag_of
+from tests.documents import page
+from tests.forked import run_forked
 from tests.job import Job
 
 NUMBERS = count()
@@ -87,7 +91,7 @@ class Side:
 
     def etag(self, path: str) -> str:
         """Etag of an object."""
-        return str(self.s3.head_object(**self._key(path))["ETag"])
+        return str(self.s3.head_object(**self._key(path))["ETag"]).strip('"')
 
     def write_in_parts(self, path: str) -> None:
         """Upload an object again with the bytes that it has, which gives it another etag."""
@@ -427,6 +431,21 @@ def killed(sides: Sides, at: int, *, days: float) -> int:
     given = [str(at), now.isoformat()]
     command = [sys.executable, "-c", NIGHT, sides.run.where, sides.archive.where, *given]
     return subprocess.run(command, check=False).returncode
+
+
+def test_the_line_for_cron_does_what_it_says(
+    s3: Any,  # noqa: ANN401
+    server: S3Server,
+    tmp_path: Path,
+) -> None:
+    sides = make_sides(s3, server, tmp_path, "local", "bucket")
+    (line,) = re.findall(r"^15 4 \* \* \* (.*)$", page("archive"), re.MULTILINE)
+    words = [word.replace("/runs/7b", sides.run.where) for word in shlex.split(line)[1:]]
+    words = [word.replace("s3://archive/7b", sides.archive.where) for word in words]
+    done = run_forked(*words)
+    assert (done.code, done.out, done.err) == (0, "", "")
+    assert sides.run.tags() == ALL - {FIRST}
+    assert sides.receipt()["state"] == "trashed"
 
 
 def test_a_second_night_ends_at_once(sides: Sides) -> None:

@@ -296,8 +296,11 @@ def _noun(kind: type[N], values: Mapping[str, Any]) -> N:
 
 
 def etag_of(status: Status) -> str:
-    """Return the etag of an object; empty for a local file, which has an inode."""
-    return "" if status.file_id or status.device else status.version
+    """Return the etag of an object; empty for a local file, which has an inode.
+
+    Without quotation marks, which some services leave out in their listings.
+    """
+    return "" if status.file_id or status.device else status.version.strip('"')
 
 
 def _moment(epoch_ns: int) -> str:
