@@ -346,7 +346,7 @@ def test_another_save_at_the_place_of_a_tag_that_is_going_stays(
     assert buckets.original() == files
 
 
-@pytest.mark.parametrize("at", [2, 20, 40, 60])
+@pytest.mark.parametrize("at", [2, 20, 43, 60])
 def test_a_night_that_is_killed_is_finished_by_the_next(
     s3: Any,  # noqa: ANN401
     server: S3Server,

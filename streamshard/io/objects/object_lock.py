@@ -2,6 +2,7 @@
 
 import json
 import secrets
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -90,6 +91,22 @@ def lock_at(path: Path, what: Path) -> AnyLock:
     if isinstance(path, ObjectPath):
         return ObjectLock(path, object_of(what))
     return Lock(path, what)
+
+
+def remove_dead_locks(paths: Iterable[Path]) -> None:
+    """Remove locks in a bucket that killed runs of this machine left; files of a disk stay.
+
+    Raises
+    ------
+    OSError
+        A lock cannot be read or removed.
+    """
+    for path in paths:
+        if isinstance(path, ObjectPath):
+            lock = ObjectLock(path, path)
+            with suppress(TargetLockedError):
+                lock.take()
+                lock.release()
 
 
 def _without_token(content: bytes) -> bytes:

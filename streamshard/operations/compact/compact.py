@@ -66,10 +66,11 @@ def compact(
     Parameters
     ----------
     run_dir
-        Directory that holds `latest` and the tags. Nothing in it changes without `delete`,
-        `undelete` or `purge`.
+        Directory that holds `latest` and the tags, also in a bucket. Nothing in it changes without
+        `delete`, `undelete` or `purge`.
     archive_dir
-        Directory for `TAG.zarr`, its checksums and its receipt; use one for each run directory.
+        Directory for `TAG.zarr`, its checksums and its receipt, also in a bucket; use one for each
+        run directory.
     keep_last
         How many of the newest complete steps to keep, at least 2.
     keep_every
@@ -80,7 +81,8 @@ def compact(
         Keep tags in which anything changed within this time.
     delete
         Move tags whose archive is proved into a trash in the run directory; and remove tags for
-        good that have been in the trash for longer than `grace`, if their archive is unchanged.
+        good that have been in the trash for longer than `grace`, if their archive is unchanged. In
+        a bucket, a tag in the trash is only marked, and stays where it is for that time.
     max_delete
         Most tags that are moved into the trash or lose their optimizer states.
     weights_only_older_than
