@@ -18,10 +18,12 @@ import pytest
 
 import streamshard as api
 from streamshard.errors import SourceError, TargetLockedError
+from streamshard.io.objects.clients import client_of
 from streamshard.io.objects.object_lock import lock_at
 from streamshard.io.objects.object_path import as_path
 from streamshard.operations.compact.removal import trash
 from streamshard.operations.compact.tag_choice_review import Again
+from tests.cloud.proxy import LEAKED, Fault, FaultProxy, Request
 from tests.cloud.server import KEY, SECRET, S3Server, credentials
 from tests.compact.runs import ALL, FIRST, actions, bits, later, make_run, save, tag_of
 from tests.documents import page
@@ -32,6 +34,7 @@ NUMBERS = count()
 MARK = f".streamshard.trash/{FIRST}"
 LAST_MARK = f".streamshard.trash/.streamshard.going/{FIRST}"
 MODEL = f"{FIRST}/mp_rank_00_model_states.pt"
+ALL_SHARDS = {f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)}
 VICTIM = f"{FIRST}.zarr/state/fp32/embed.weight/c/0/0"
 JOB = Job(groups=((("embed.weight", (11, 4)),),), frozen=(("old", (3,)),), tied={})
 A_MONTH = timedelta(days=30)
@@ -387,6 +390,35 @@ def test_a_night_that_is_killed_while_it_removes_is_finished_by_the_next(
     assert buckets.run.tags() == ALL - {FIRST}
     assert not [path for path in buckets.run.content() if path[0] == "."]
     assert buckets.receipt()["state"] == "purged"
+
+
+def test_a_tag_that_may_not_be_removed_is_no_checkpoint_once_a_part_of_it_is(
+    buckets: Sides, server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buckets.compact(delete=True)
+
+    denied = count()
+
+    def deny(request: Request) -> Fault | None:
+        if not request.path.endswith("?delete") or MODEL in buckets.run.content():
+            return None
+        return Fault.DENIED if next(denied) < len(ALL_SHARDS) else None
+
+    with FaultProxy(server.url) as proxy, monkeypatch.context() as patch:
+        proxy.plan = deny
+        patch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        client_of.cache_clear()
+        found = buckets.compact(9, delete=True)
+    client_of.cache_clear()
+    assert (actions(found)[FIRST], found.exit_code) == ("failed", 4)
+    assert "access denied" in found.problems[0].reason
+    assert LEAKED not in str(found)
+    assert buckets.original().keys() == ALL_SHARDS
+    with pytest.raises(SourceError):
+        api.inspect(f"{buckets.run.where}/{FIRST}")
+    found = buckets.compact(10, delete=True)
+    assert (actions(found)[FIRST], found.exit_code) == ("purged", 0)
+    assert buckets.run.tags() == ALL - {FIRST}
 
 
 KILLED = 99

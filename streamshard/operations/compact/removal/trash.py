@@ -13,6 +13,7 @@ the very object that was archived.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -227,19 +228,20 @@ class BucketTrash(Trash):
                 raise CorruptFileError(f"{message} removed; to keep it, remove {last_mark}")
 
         def remove_known(path: Path) -> None:
-            require_known(path, examine(path))
-            remove_file(path)
+            with suppress(FileNotFoundError):  # a night that was killed removed it
+                require_known(path, examine(path))
+                remove_file(path)
 
         last_mark = self._last_mark(tag)
         with target_errors(root):
             listed = listed_below(root) if exists(root) else []
-            found = [entry for entry in listed if not entry.is_directory]
-            for entry in found:
-                require_known(entry.path, entry.status())
-            paths = sorted((one.path for one in found), key=_order)
-            for path in paths[:1]:
-                remove_known(path)
-            for_each(paths[1:], remove_known)
+            for entry in listed:
+                if not entry.is_directory:
+                    require_known(entry.path, entry.status())
+            # Not what is listed, as a service may list late.
+            first, *others = sorted(known, key=_order)
+            remove_known(first)
+            for_each(others, remove_known)
             remove_file(last_mark)
 
 
