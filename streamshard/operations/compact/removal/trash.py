@@ -64,7 +64,10 @@ class Trash:
     def _names(self, place: Path) -> list[str]:
         with target_errors(place):
             self._require_own(place)
-            found = paths_in(place) if exists(place) else iter(())
+            try:
+                found = list(paths_in(place))
+            except FileNotFoundError:
+                return []
             kept = (path.name for path in found if not path.name.startswith(names.OWN_PREFIX))
             return sorted(map(names.unflat, kept))
 
@@ -159,7 +162,7 @@ class Trash:
 
     def _require_own(self, place: Path) -> None:
         for path in (self._place, place):
-            if is_link(path):
+            if not is_object(path) and is_link(path):
                 raise TargetError(f"{path}: a symbolic link, where tags are moved to; remove it")
 
     def _move(self, source: Path, target: Path) -> None:
