@@ -149,6 +149,8 @@ def is_same_file(path: Path, other: Path) -> bool:
     OSError
         One of them leads to nothing.
     """
+    if is_object(path) or is_object(other):
+        return path == other
     one, two = examine(path), examine(other)
     if is_object(path) or is_object(other):
         return path == other
@@ -213,6 +215,19 @@ def entries_below(
             continue
         yield from found
         pending += [one.path for one in reversed(found) if one.is_directory and enters(one)]
+
+
+def listed_below(root: Path) -> list[Entry]:
+    """List all entries below a directory as they are now; of objects the listing tells the status.
+
+    Raises
+    ------
+    OSError
+        The directory cannot be read.
+    """
+    with listings_kept(anew=True):
+        list_ahead(root)
+        return list(entries_below(root))
 
 
 def is_denied(error: OSError) -> bool:

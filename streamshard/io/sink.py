@@ -247,6 +247,9 @@ def make_link(known: Path, path: Path) -> None:
 
 def link_or_copy(known: Path, path: Path) -> None:
     """Make a hard link to a known file; if that is impossible, a copy."""
+    if isinstance(known, ObjectPath) and isinstance(path, ObjectPath):
+        copy_object(known, path)
+        return
     make_directory(path.parent, parents=True, exist_ok=True)
     try:
         make_link(known, path)

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from streamshard.io.entries import identify
+from streamshard.model import SourceFile
 from streamshard.operations.compact.archive.sha256 import sha256_of
 
 
@@ -14,11 +16,11 @@ def test_it_is_that_of_hashlib_in_the_order_asked_for(tmp_path: Path) -> None:
     for path, size in zip(paths, sizes, strict=True):
         path.write_bytes(bytes(range(256)) * (size // 256) + b"x" * (size % 256))
     seen: list[int] = []
-    found = sha256_of(paths, seen.append, workers=3)
+    found = sha256_of([identify(path) for path in paths], seen.append, workers=3)
     assert found == [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
     assert sum(seen) == sum(sizes)
 
 
 def test_what_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        sha256_of([tmp_path / "nothing"], lambda nbytes: None, workers=1)
+        sha256_of([SourceFile(tmp_path / "nothing", 1, "", "")], lambda nbytes: None, workers=1)

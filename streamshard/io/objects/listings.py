@@ -28,9 +28,12 @@ DIRECTORY: Final = Status(S_IFDIR | 0o755, 0, 0, "", 0, 0, 1)
 
 
 def status_of(meta: "ObjectMeta") -> Status:
-    """Return the status of an object; its version is its etag, or else its time and size."""
-    modified = meta["last_modified"]
-    nanoseconds = int(modified.timestamp()) * 10**9 + modified.microsecond * 1000
+    """Return the status of an object; its version is its etag, or else its time and size.
+
+    Times are whole seconds: some services list fractions that they leave out for a single object.
+    """
+    modified = meta["last_modified"].replace(microsecond=0)
+    nanoseconds = int(modified.timestamp()) * 10**9
     version = meta["e_tag"] or f"{modified.isoformat()} {meta['size']}"
     return Status(S_IFREG | 0o644, meta["size"], nanoseconds, version, 0, 0, 1)
 

@@ -2,13 +2,15 @@
 
 import json
 import secrets
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Final
+from pathlib import Path
+from typing import Final, TypeAlias
 
 from streamshard.errors import TargetLockedError
-from streamshard.io.lock import Holder, holder_in, is_gone
-from streamshard.io.objects.object_path import ObjectPath
+from streamshard.io.lock import Holder, Lock, holder_in, is_gone
+from streamshard.io.objects.object_path import ObjectPath, object_of
 from streamshard.io.objects.object_upload import get_small, put, remove_object
 
 _TRIES: Final = 5
@@ -73,6 +75,38 @@ class ObjectLock:
                 if get_small(self._path)[1] == self._content:
                     remove_object(self._path)
             self._content = b""
+
+
+AnyLock: TypeAlias = Lock | ObjectLock
+
+
+def lock_at(path: Path, what: Path) -> AnyLock:
+    """Return a lock, not taken yet, that is the file or the object at a path.
+
+    Parameters
+    ----------
+    what
+        What is locked, for messages.
+    """
+    if isinstance(path, ObjectPath):
+        return ObjectLock(path, object_of(what))
+    return Lock(path, what)
+
+
+def remove_dead_locks(paths: Iterable[Path]) -> None:
+    """Remove locks in a bucket that killed runs of this machine left; files of a disk stay.
+
+    Raises
+    ------
+    OSError
+        A lock cannot be read or removed.
+    """
+    for path in paths:
+        if isinstance(path, ObjectPath):
+            lock = ObjectLock(path, path)
+            with suppress(TargetLockedError):
+                lock.take()
+                lock.release()
 
 
 def _without_token(content: bytes) -> bytes:

@@ -12,7 +12,7 @@ from streamshard.engine.run import resident_memory
 from streamshard.errors import UsageError
 from streamshard.io.entries import resolve
 from streamshard.io.files import target_errors
-from streamshard.io.objects.object_path import as_path
+from streamshard.io.objects.object_path import as_path, is_object
 from streamshard.io.sink import free_bytes
 from streamshard.operations.compact.compact_report import (
     ARCHIVED,
@@ -66,10 +66,11 @@ def compact(
     Parameters
     ----------
     run_dir
-        Directory that holds `latest` and the tags. Nothing in it changes without `delete`,
-        `undelete` or `purge`.
+        Directory that holds `latest` and the tags, also in a bucket. Nothing in it changes without
+        `delete`, `undelete` or `purge`.
     archive_dir
-        Directory for `TAG.zarr`, its checksums and its receipt; use one for each run directory.
+        Directory for `TAG.zarr`, its checksums and its receipt, also in a bucket; use one for each
+        run directory.
     keep_last
         How many of the newest complete steps to keep, at least 2.
     keep_every
@@ -80,7 +81,8 @@ def compact(
         Keep tags in which anything changed within this time.
     delete
         Move tags whose archive is proved into a trash in the run directory; and remove tags for
-        good that have been in the trash for longer than `grace`, if their archive is unchanged.
+        good that have been in the trash for longer than `grace`, if their archive is unchanged. In
+        a bucket, a tag in the trash is only marked, and stays where it is for that time.
     max_delete
         Most tags that are moved into the trash or lose their optimizer states.
     weights_only_older_than
@@ -169,7 +171,9 @@ def _about_trash(tags: Sequence[CompactedTag], grace: str) -> Iterator[str]:
 
 
 def _about_space(archive_dir: Path, tags: Sequence[CompactedTag]) -> Iterator[str]:
-    """Report the free space for new archives, and for rebuilding tags from archives."""
+    """Report the free space for new archives, and for rebuilding tags; a bucket has no end."""
+    if is_object(archive_dir):
+        return
     new = [t.source_bytes for t in tags if t.action in (ARCHIVED, DELETED) and not t.archive_bytes]
     rebuilt = [t.source_bytes for t in tags if t.action == DELETED]
     if new or rebuilt:

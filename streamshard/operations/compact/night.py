@@ -17,8 +17,9 @@ from streamshard.errors import (
 )
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.names import step_of
+from streamshard.io.entries import paths_like
 from streamshard.io.files import target_errors
-from streamshard.io.lock import Lock
+from streamshard.io.objects.object_lock import lock_at, remove_dead_locks
 from streamshard.io.sink import make_directory
 from streamshard.operations.compact import compact_report, tag_choice
 from streamshard.operations.compact.acknowledgement import Acknowledging
@@ -102,9 +103,11 @@ class Compacting:
                 for place in self._locked():
                     with target_errors(place):
                         make_directory(place, parents=True, exist_ok=True)
-                        lock = Lock(place / _LOCK, place)
+                        lock = lock_at(place / _LOCK, place)
                         lock.take()
                     stack.callback(lock.release)
+                with target_errors(settings.archive_dir):
+                    remove_dead_locks(paths_like(settings.archive_dir, f"{_LOCK}.*"))
                 remove_unfinished(settings.archive_dir)
                 remove_rebuilt(settings.archive_dir)
                 self._acknowledging.remove_unfinished()

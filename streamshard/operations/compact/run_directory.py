@@ -18,13 +18,17 @@ from streamshard.io.entries import (
     exists,
     is_directory,
     is_real_directory,
-    paths_below,
+    list_ahead,
+    listed_below,
+    listings_kept,
     paths_in,
     read_all,
 )
 from streamshard.io.files import source_errors
+from streamshard.io.objects.object_path import is_object
 from streamshard.io.readable import Entry
-from streamshard.operations.compact.removal.trash import Trash
+from streamshard.operations.compact.archive.receipts import etag_of
+from streamshard.operations.compact.removal.trash import trash_of
 from streamshard.operations.compact.tag_choice import Run, Tag
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import open_source
@@ -35,10 +39,15 @@ _NAME_BYTES: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The identity of a directory, which shows if another one is at its path later, or none."""
+    """The identity of a directory, which shows if another one is at its path later, or none.
+
+    A bucket has no directories, so of what lies there the path is all that identifies it.
+    """
 
     device: int
     inode: int
+    url: str = ""
+    """Path in a bucket; empty for a local directory, which may have several paths."""
 
     @classmethod
     def of(cls, path: Path) -> "Identity":
@@ -56,7 +65,11 @@ class Identity:
             raise SourceNotFoundError(message) from error
         if not stat.is_directory:
             raise SourceNotFoundError(f"{path}: no directory; give the one that holds 'latest'")
-        return cls(stat.device, stat.file_id)
+        return cls(stat.device, stat.file_id, str(path) if is_object(path) else "")
+
+    def is_in(self, run_dir: str, device: int, inode: int) -> bool:
+        """Tell whether a receipt that names these has this directory's identity."""
+        return (self.device, self.inode) == (device, inode) and self.url in ("", run_dir)
 
 
 def look_at(run_dir: Path, before: Run | None = None) -> Run:
@@ -73,9 +86,7 @@ def look_at(run_dir: Path, before: Run | None = None) -> Run:
         The run directory cannot be read.
     """
     Identity.of(run_dir)
-    with source_errors(run_dir):
-        links = [place_of(link) for link in _links(run_dir)]
-        known = {tag.looks: tag for tag in (before.tags if before else ()) if tag.looks}
+    with listings_kept(anew=True), source_errors(run_dir):
         problems, named = [], []
         for name in (names.LATEST, names.LATEST_UNIVERSAL):
             try:
@@ -83,7 +94,11 @@ def look_at(run_dir: Path, before: Run | None = None) -> Run:
             except (OSError, ValueError) as error:
                 named.append(None)
                 problems.append(f"{run_dir / name}: {getattr(error, 'strerror', None) or error}")
-        entries = sorted(_candidates(run_dir, named[0]))
+        list_ahead(run_dir)
+        links = [place_of(link) for link in _links(run_dir)]
+        known = {tag.looks: tag for tag in (before.tags if before else ()) if tag.looks}
+        hidden = {run_dir / tag for tag in trash_of(run_dir).hidden()}
+        entries = sorted(path for path in _candidates(run_dir, named[0]) if path not in hidden)
         tags = [tag for entry in entries if (tag := _tag(entry, run_dir, links, known))]
         trashed = _trashed(run_dir, links)
     problem = problems[0] if problems else None
@@ -92,7 +107,7 @@ def look_at(run_dir: Path, before: Run | None = None) -> Run:
 
 def _trashed(run_dir: Path, links: Sequence[Path]) -> tuple[Tag, ...]:
     """Describe the tags in the trash; a link to a tag's former place counts as a link to it."""
-    trash, held, found = Trash(run_dir), list[str](), []
+    trash, held, found = trash_of(run_dir), list[str](), []
     with suppress(TargetError):  # emptying the trash reports this error
         held = trash.tags()
     for name in held:
@@ -117,7 +132,9 @@ def _named(path: Path) -> str | None:
 
 
 def _links(run_dir: Path) -> Iterator[Path]:
-    """Yield the symbolic links below a run directory."""
+    """Yield the symbolic links below a run directory; there are none in a bucket."""
+    if is_object(run_dir):
+        return
 
     def is_left_out(error: OSError) -> bool:
         # A tag that cannot be read is reported elsewhere; an entry removed meanwhile is not a tag.
@@ -182,12 +199,13 @@ def _tag(entry: Path, run_dir: Path, links: Sequence[Path], known: Mapping[str, 
 def looks_of(directory: Path) -> tuple[int, int, str]:
     """Return the newest time of change in a directory, its size, and a digest of its entries."""
     changed, nbytes, digest = 0, 0, sha256()
-    for path in sorted([directory, *paths_below(directory)]):
-        stat = examine(path, follows=False)
+    found = {directory: examine(directory, follows=False)}
+    found |= {entry.path: entry.status() for entry in listed_below(directory)}
+    for path, stat in sorted(found.items(), key=lambda item: item[0]):
         changed = max(changed, stat.modified_ns)
         nbytes += stat.nbytes if stat.is_file else 0
         looks = f"{path}\0{stat.mode}\0{stat.nbytes}\0{stat.modified_ns}\0{stat.file_id}\0"
-        digest.update(os.fsencode(looks))
+        digest.update(os.fsencode(looks + etag_of(stat)))
     return changed, nbytes, digest.hexdigest()
 
 

@@ -89,6 +89,8 @@ def refusal(run: Run) -> str | None:
     if run.latest is None:
         return "no 'latest' file says which tag is needed; give the directory that holds it"
     if run.latest not in {tag.name for tag in run.tags}:
+        if run.latest in {tag.name for tag in run.trashed}:
+            return f"'latest' names {run.latest}, which is in the trash; --undelete brings it back"
         return f"'latest' names {run.latest}, which is not a tag with shards here"
     if step_of(run.latest) is None:
         return f"'latest' names {run.latest}, which has no step to compare others with"

@@ -18,6 +18,7 @@ from streamshard.formats.zarr.documents import array_path
 from streamshard.io.durability import sync_tree
 from streamshard.io.entries import examine, is_same_file, paths_below
 from streamshard.io.files import source_errors, target_errors
+from streamshard.io.objects.object_path import is_object
 from streamshard.io.sink import make_link, remove_file, replace_file
 from streamshard.operations.compact.archive import omissions
 from streamshard.operations.compact.archive.proof import Checks, Means, Proved, content_equal, prove
@@ -34,7 +35,7 @@ from streamshard.operations.compact.removal.rebuild import rebuilt_equal
 from streamshard.operations.compact.run_directory import Identity, looks_of
 from streamshard.operations.convert.convert import store_output
 from streamshard.operations.source.source import Source, open_source
-from streamshard.operations.source.unfinished import JOURNAL
+from streamshard.operations.source.unfinished import JOURNAL, is_unfinished
 from streamshard.operations.transfer.plan import plan_output
 from streamshard.operations.transfer.plan_file import Command
 from streamshard.operations.transfer.target import is_there, require_separate
@@ -106,7 +107,7 @@ class Archiver:
             try:
                 self._write(small, place)
             except TargetExistsError:
-                if is_there(place.store):
+                if is_there(place.store) and not is_unfinished(place.store):
                     raise
                 self._write(small, place, overwrite=True)  # it was begun with another source
         return self._seal(receipt, small, place, checks, whole)
@@ -126,7 +127,8 @@ class Archiver:
         pairs = omissions.may_follow(opened.checkpoint)
         self.means.progress.start(sum(2 * candidate.pair.nbytes for candidate in pairs))
         try:
-            return omissions.that_follow(opened, self.means.memory(), self.means.progress)
+            memory = self.means.memory(files=opened.files)
+            return omissions.that_follow(opened, memory, self.means.progress)
         finally:
             self.means.progress.stop()
 
@@ -151,7 +153,7 @@ class Archiver:
         checks = Checks(before.done)
         paths = [file.path for file in small.files]
         with source_errors(self.run_dir):
-            digests = self.means.hash_all(paths)
+            digests = self.means.hash_all(paths, self.run_dir / receipt.tag)
         both = zip(receipt.source, digests, strict=True)
         source = tuple(replace(record, sha256=digest) for record, digest in both)
         with target_errors(place.store):
@@ -159,15 +161,15 @@ class Archiver:
             sums = self._sums(place)
             shared = Sharing(place, self.means).share(sums)
             sync_tree(place.store)
-            looks = looks_of(place.store)
+            # Before anything is read: what is written from here on is not what was compared.
+            etags, looks = place.etags(), looks_of(place.store)
         place.write_sums(sums)
         archive = prove(small, place, self.means, checks)
         comes_back = whole is not None and self._comes_back(whole, place, checks)
         if not comes_back:
             checks.hold("content_equal", lambda: content_equal(archive, small, self.means))
         checks.hold("source_unchanged", lambda: self._require_unchanged(small, receipt.source))
-        with source_errors(place.store):
-            sizes = {path: examine(place.store / path).nbytes for path in sums}
+        sizes = {path: status.nbytes for path, status in place.statuses().items()}
         sealed = replace(
             receipt,
             state=ARCHIVED,
@@ -177,6 +179,7 @@ class Archiver:
             shared_files=len(shared),
             shared_bytes=sum(sizes[path] for path in shared),
             sums_sha256=place.sums_sha256(),
+            etags=etags,
             checks=tuple(checks.done),
         )
         place.write_receipt(sealed)
@@ -193,7 +196,7 @@ class Archiver:
 
     def _sums(self, place: Place) -> dict[str, str]:
         found = place.files()
-        digests = self.means.hash_all([place.store / path for path in found])
+        digests = self.means.hash_all([place.store / path for path in found], place.store)
         return dict(zip(found, digests, strict=True))
 
     def _require_unchanged(self, source: Source, records: tuple[SourceRecord, ...]) -> str:
@@ -206,6 +209,8 @@ class Archiver:
 
 def _remove_own_marks(store: Path) -> None:
     """Remove a link that an interrupted run had only begun to put in place."""
+    if is_object(store):
+        return
     for path in list(paths_below(store)):
         if path.name == _LINK:
             remove_file(path)
@@ -213,7 +218,10 @@ def _remove_own_marks(store: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Replaces files of an archive by hard links to equal files of earlier archives."""
+    """Replaces files of an archive by hard links to equal files of earlier archives.
+
+    Objects have no links, so an archive in a bucket shares nothing.
+    """
 
     place: Place
     means: Means
@@ -223,7 +231,7 @@ class Sharing:
 
         If the file system has no hard links, or a file has too many, the file stays as it is.
         """
-        earlier = self._earlier()
+        earlier = {} if is_object(self.place.store) else self._earlier()
         shared = []
         for path, digest in sums.items():
             known = earlier.get(digest)

@@ -28,7 +28,7 @@ class ArchiveReading:
     """One reading of an archive: its checksums, the digests of its tensors, and its SHA-256s."""
 
     store: Path
-    memory: Callable[[int], MemoryPlan]
+    memory: Callable[[int, Sequence[SourceFile]], MemoryPlan]
     """Fits the reading into the memory limit, with the bytes that decoding takes."""
     progress: Progress
     findings: Findings = field(default_factory=Findings)
@@ -60,8 +60,8 @@ class ArchiveReading:
 
         self.progress.start(looked.nbytes)
         try:
-            plan, advance = self.memory(looked.codec_bytes), self.progress.advance
-            scan(looked.units(), looked.files, decoders, plan, advance, see)
+            plan = self.memory(looked.codec_bytes, looked.files)
+            scan(looked.units(), looked.files, decoders, plan, self.progress.advance, see)
         finally:
             self.progress.stop()
         return hashes.whole

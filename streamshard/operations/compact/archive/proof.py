@@ -1,6 +1,6 @@
 """Proves that an archive is complete and equals its source, and records each check."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,9 +10,10 @@ from streamshard.errors import CorruptFileError, IntegrityError, StreamshardErro
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.zarr import store_state
 from streamshard.io.durability import sync_path, sync_tree
-from streamshard.io.entries import examine
+from streamshard.io.entries import identify, list_ahead, listings_kept, request_bytes
 from streamshard.io.files import source_errors, target_errors
 from streamshard.layout.memory_plan import MemoryPlan
+from streamshard.model import SourceFile
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.compact.archive import omissions
 from streamshard.operations.compact.archive.archive_reading import ArchiveReading
@@ -74,20 +75,31 @@ class Means:
     limits: Limits
     progress: Progress
 
-    def memory(self, codec_bytes: int = 0) -> MemoryPlan:
-        """Fit a comparison into the memory limit."""
-        return self.limits.fit(codec_bytes + EXTRA_BYTES)
+    def memory(self, codec_bytes: int = 0, files: Sequence[SourceFile] = ()) -> MemoryPlan:
+        """Fit a comparison of files into the memory limit."""
+        return self.limits.fit(codec_bytes + EXTRA_BYTES, files)
 
-    @property
-    def workers(self) -> int:
-        """Count of threads that read files."""
+    def _workers(self, files: Sequence[SourceFile]) -> int:
+        """Count the threads that read whole files; for objects each needs memory."""
+        if request_bytes(file.path for file in files):
+            return self.limits.fit(0, files).workers
         return self.limits.workers or execution.default_workers()
 
-    def hash_all(self, paths: list[Path]) -> list[str]:
-        """Compute the SHA-256 of files, bypassing the page cache."""
-        self.progress.start(sum(examine(path).nbytes for path in paths))
+    def hash_all(self, paths: Sequence[Path], below: Path | None = None) -> list[str]:
+        """Compute the SHA-256 of files as they are now, bypassing the page cache.
+
+        Parameters
+        ----------
+        below
+            Directory of which the paths are most of the content; objects are listed there.
+        """
+        with listings_kept(anew=True):
+            if below is not None:
+                list_ahead(below)
+            files = [identify(path) for path in paths]
+        self.progress.start(sum(file.nbytes for file in files))
         try:
-            return sha256_of(paths, self.progress.advance, workers=self.workers)
+            return sha256_of(files, self.progress.advance, workers=self._workers(files))
         finally:
             self.progress.stop()
 
@@ -157,7 +169,7 @@ def intact(place: Place, means: Means, reading: ArchiveReading | None = None) ->
     with source_errors(place.store):
         digests = reading.run() if reading else {}
         rest = [path for path in paths if path not in digests]
-        digests |= zip(rest, means.hash_all(rest), strict=True)
+        digests |= zip(rest, means.hash_all(rest, place.store), strict=True)
     for path in paths:
         if digests[path] != sums[path.relative_to(place.store).as_posix()]:
             raise IntegrityError(f"{path}: damaged: its SHA-256 differs")
@@ -180,6 +192,28 @@ def same_archive(receipt: Receipt, place: Place) -> str:
             message = f"{place.receipt}: does not say which archive was compared with {receipt.tag}"
         raise CorruptFileError(f"{message}; put that back, or --undelete it and run again")
     return receipt.sums_sha256
+
+
+def same_objects(receipt: Receipt, place: Place) -> str:
+    """Require that the objects of an archive are the very ones that were compared with its source.
+
+    On a disk there are none. Objects that were written again since prove nothing of an earlier
+    night, whatever bytes they have; nor does an archive that was copied between disk and bucket.
+
+    Raises
+    ------
+    CorruptFileError
+        An object is another one, or is gone.
+    SourceError
+        The objects cannot be listed.
+    """
+    known, now = receipt.etags, place.etags()
+    for path in sorted(known.keys() | now.keys()):
+        if known.get(path) != now.get(path):
+            message = f"{place.store / path}: has etag {now.get(path) or 'none'}, and had"
+            message = f"{message} {known.get(path) or 'none'} when it was compared with"
+            raise CorruptFileError(f"{message} {receipt.tag}; --undelete that one and run again")
+    return f"{len(now):,} objects"
 
 
 def _verified(reading: ArchiveReading) -> str:
@@ -225,7 +259,7 @@ def content_equal(archive: Source, source: Source, means: Means) -> str:
     comparing = Comparing(archive, source, pairing.pairs)
     means.progress.start(2 * comparing.nbytes)
     try:
-        plan = means.memory(archive.codec_bytes)
+        plan = means.memory(archive.codec_bytes, (*archive.files, *source.files))
         differences = comparing.run(plan, findings, means.progress.advance)
     finally:
         means.progress.stop()

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from pathlib import Path
@@ -12,12 +12,20 @@ from streamshard.errors import CorruptFileError
 from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import names
 from streamshard.io.durability import write_durably
-from streamshard.io.entries import exists, files_below, paths_in, paths_like, read_all
+from streamshard.io.entries import exists, listed_below, paths_in, paths_like, read_all
 from streamshard.io.files import source_errors, target_errors
+from streamshard.io.objects.object_path import is_object
+from streamshard.io.readable import Status
 from streamshard.io.sink import remove_file
 
 _FORMAT: Final = 1
 _SUM_LETTERS: Final = 64
+
+_TIME: Final = "time of change"
+_LOOKS: Final = {
+    "size": "nbytes", _TIME: "mtime_ns", "inode": "inode", "device": "device", "etag": "etag"
+}  # fmt: skip
+"""What tells whether a file is the one that was archived: in words, and in its record."""
 
 _RECEIPT: Final = ".receipt.json"
 """Suffix of the names of receipts."""
@@ -47,6 +55,24 @@ class SourceRecord:
     inode: int
     device: int
     sha256: str = ""
+    etag: str = ""
+    """Of an object; of a local file empty."""
+
+    @classmethod
+    def of(cls, path: str, status: Status) -> "SourceRecord":
+        """Record what is known of a file without reading it."""
+        ids = status.file_id, status.device
+        return cls(path, status.nbytes, status.modified_ns, *ids, etag=etag_of(status))
+
+    def difference(self, status: Status) -> str:
+        """Say how a file differs from the one that was archived; empty if it does not."""
+        now = self.of(self.path, status)
+        for word, name in _LOOKS.items():
+            found, known = (getattr(side, name) for side in (now, self))
+            if found != known:
+                shown = [_moment(v) if word == _TIME else str(v) for v in (found, known)]
+                return f"has {word} {shown[0]}, was archived with {shown[1]}"
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +118,8 @@ class Receipt:
     sums_sha256: str = ""
     """SHA-256 of the list of the archive's files when the archive was last compared with its
     original; empty in receipts of early versions."""
+    etags: Mapping[str, str] = field(default_factory=dict)
+    """Path in the archive → etag of its object then; empty for an archive on a disk."""
     checks: tuple[Check, ...] = ()
 
     def below_tag(self) -> dict[str, SourceRecord]:
@@ -204,12 +232,27 @@ class Place:
         with source_errors(self.sums):
             return sha256(read_all(self.sums)).hexdigest()
 
-    def files(self) -> list[str]:
-        """List the files of the archive as they are on the disk."""
+    def statuses(self) -> dict[str, Status]:
+        """Return the present status of each file of the archive by its path in the store.
+
+        Raises
+        ------
+        SourceError
+            The store cannot be listed.
+        """
         with source_errors(self.store):
-            return sorted(
-                path.relative_to(self.store).as_posix() for path in files_below(self.store)
-            )
+            found = [entry for entry in listed_below(self.store) if not entry.is_directory]
+            return {one.path.relative_to(self.store).as_posix(): one.status() for one in found}
+
+    def files(self) -> list[str]:
+        """List the files of the archive as they are now."""
+        return sorted(self.statuses())
+
+    def etags(self) -> dict[str, str]:
+        """Return the present etag of each object of the archive; of one on a disk nothing."""
+        if not is_object(self.store):
+            return {}
+        return {path: etag_of(status) for path, status in sorted(self.statuses().items())}
 
     def _write(self, path: Path, data: bytes) -> None:
         with target_errors(path):
@@ -238,17 +281,35 @@ def _read(data: bytes) -> Receipt:
     derived, left_out, dropped = (tuple(map(str, document.pop(key, ()))) for key in named)
     receipt = replace(_noun(Receipt, document), derived=derived, left_out=left_out)
     receipt = replace(receipt, dropped_states=dropped)
-    return replace(receipt, source=tuple(source), checks=tuple(checks))
+    etags = {str(path): str(etag) for path, etag in receipt.etags.items()}
+    return replace(receipt, source=tuple(source), checks=tuple(checks), etags=etags)
 
 
 def _noun(kind: type[N], values: Mapping[str, Any]) -> N:
     """Make a dataclass of plain values, and check the type of each value."""
     made = kind(**values)
-    for field in fields(made):
-        value = getattr(made, field.name)
-        if field.type in (int, str) and type(value) is not field.type:
-            raise ValueError(f"{field.name} is {value!r:.80}")
+    for one in fields(made):
+        value = getattr(made, one.name)
+        if one.type in (int, str) and type(value) is not one.type:
+            raise ValueError(f"{one.name} is {value!r:.80}")
     return made
+
+
+def etag_of(status: Status) -> str:
+    """Return the etag of an object; empty for a local file, which has an inode.
+
+    Without quotation marks, which some services leave out in their listings.
+    """
+    return "" if status.file_id or status.device else status.version.strip('"')
+
+
+def _moment(epoch_ns: int) -> str:
+    """Format the time of a file for a message."""
+    try:
+        moment = datetime.fromtimestamp(epoch_ns // 10**9, UTC)
+    except (OSError, OverflowError, ValueError):  # some file systems keep any number
+        return f"{epoch_ns} ns"
+    return f"{moment:%Y-%m-%d %H:%M:%S}.{epoch_ns % 10**9:09d} UTC"
 
 
 def _line(path: str, digest: str) -> str:

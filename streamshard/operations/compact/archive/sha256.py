@@ -3,32 +3,43 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
-from pathlib import Path
 from typing import Final
 
-from streamshard.io.entries import stream_of
+from streamshard.io.entries import ahead_of, open_readable
+from streamshard.io.objects.object_path import is_object
 from streamshard.io.page_cache import drop_file
+from streamshard.model import SourceFile
 
 _READ_BYTES: Final = 1 << 20
 
 
-def sha256_of(paths: Sequence[Path], progress: Callable[[int], None], *, workers: int) -> list[str]:
+def sha256_of(
+    files: Sequence[SourceFile], progress: Callable[[int], None], *, workers: int
+) -> list[str]:
     """Compute the SHA-256 of each file from the disk, not from the page cache.
+
+    Of an object it is that of the version which is given.
 
     Raises
     ------
+    CorruptFileError
+        An object is not that version any more.
     OSError
         A file cannot be read.
     """
 
-    def take(path: Path) -> str:
-        drop_file(path)
-        digest, view = sha256(), memoryview(bytearray(_READ_BYTES))
-        with stream_of(path) as stream:
-            while count := stream.readinto(view):  # type: ignore[attr-defined]
+    def take(known: SourceFile) -> str:
+        drop_file(known.path)
+        digest, view, offset = sha256(), memoryview(bytearray(_READ_BYTES)), 0
+        ahead = ahead_of([known.path]).ahead if is_object(known.path) else 0
+        with open_readable(known.path, known) as file:
+            while count := file.read_into(view, offset):
+                offset += count
+                if ahead:
+                    file.will_need(offset, ahead)
                 digest.update(view[:count])
                 progress(count)
         return digest.hexdigest()
 
     with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(take, paths))
+        return list(pool.map(take, files))

@@ -20,9 +20,11 @@ from streamshard.errors import (
 )
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.names import step_of
+from streamshard.formats.zarr.documents import ROOT_DOCUMENT
 from streamshard.io.durability import sync_path
-from streamshard.io.entries import examine, lexists
+from streamshard.io.entries import lexists
 from streamshard.io.files import source_errors, target_errors
+from streamshard.io.objects.object_path import is_object
 from streamshard.io.sink import remove, remove_file, rename
 from streamshard.operations.compact import compact_report
 from streamshard.operations.compact.archive.proof import (
@@ -45,7 +47,7 @@ from streamshard.operations.compact.archive.receipts import (
 )
 from streamshard.operations.compact.archive.weights_only import Remainder, states_of
 from streamshard.operations.compact.compact_report import CompactedTag
-from streamshard.operations.compact.removal.trash import Trash
+from streamshard.operations.compact.removal.trash import trash_of
 from streamshard.operations.compact.run_directory import Identity
 from streamshard.operations.transfer.target import is_there, partial_of
 from streamshard.sizes import show_bytes
@@ -184,29 +186,30 @@ class Dropper:
     ) -> Receipt:
         """Prove the archive of weights, and let the receipt name it."""
         weights = replace(full, of_weights=True)
+        statuses = weights.statuses()
         with source_errors(weights.store):
-            paths = weights.files()
-            digests = self.means.hash_all([weights.store / path for path in paths])
-        sums = dict(zip(paths, digests, strict=True))
+            paths = [weights.store / path for path in statuses]
+            digests = self.means.hash_all(paths, weights.store)
+        sums = dict(sorted(zip(statuses, digests, strict=True)))
         checks.hold("kept_files_same", lambda: _same_files(full, weights, sums, left))
         weights.write_sums(sums)
+        etags = weights.etags()
         archive = prove(left.source, weights, self.means, checks)
         checks.hold("content_equal", lambda: content_equal(archive, left.source, self.means))
         checks.hold("original_still_gone", lambda: self._original_gone(receipt))
-        with source_errors(weights.store):
-            stats = [examine(weights.store / path) for path in paths]
         dropped = left.source.checkpoint.dropped
         # The full archive has one link to a kept file, and this archive another.
-        shared = [stat.nbytes for stat in stats if stat.links > 2]
+        shared = [stat.nbytes for stat in statuses.values() if stat.links > 2]
         sealed = replace(
             receipt,
             state=WEIGHTS_ONLY,
             dropped_states=dropped.states if dropped else (),
             full_bytes=receipt.archive_bytes,
-            archive_bytes=sum(stat.nbytes for stat in stats),
+            archive_bytes=sum(stat.nbytes for stat in statuses.values()),
             shared_files=len(shared),
             shared_bytes=sum(shared),
             sums_sha256=weights.sums_sha256(),
+            etags=etags,
             checks=(*before, *checks.done),
         )
         weights.write_receipt(sealed)
@@ -226,8 +229,12 @@ class Dropper:
         store, going, _ = self._remains(full)
         with target_errors(going):
             remove(going)
-            if lexists(store):
-                rename(store, going)  # a partly removed archive must not have the archive's name
+            # A partly removed archive must not have the archive's name, or be no store.
+            if is_object(store):
+                remove_file(store / ROOT_DOCUMENT, missing_ok=True)
+                remove(store)
+            elif lexists(store):
+                rename(store, going)
             sync_path(self.directory)
             remove_file(full.sums, missing_ok=True)
             remove(going)
@@ -240,7 +247,7 @@ class Dropper:
 
     def _originals(self, tag: str) -> Iterator[Path]:
         """Yield the paths where the original, or a part of it, still exists."""
-        trash = Trash(self.run_dir)
+        trash = trash_of(self.run_dir)
         if is_there(self.run_dir / tag):
             yield self.run_dir / tag
         if tag in (*trash.tags(), *trash.going()):
@@ -249,7 +256,7 @@ class Dropper:
     def _original_gone(self, receipt: Receipt) -> str:
         """Require that the run directory is the archived one, and that the original is gone."""
         now = Identity.of(self.run_dir)
-        if now != self.here or now != Identity(receipt.device, receipt.inode):
+        if now != self.here or not now.is_in(receipt.run_dir, receipt.device, receipt.inode):
             message = f"{self.run_dir}: is another directory, or on another device, than the one"
             raise CorruptFileError(f"{message} whose tag was archived; is the original elsewhere?")
         for path in self._originals(receipt.tag):

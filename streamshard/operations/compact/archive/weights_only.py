@@ -10,10 +10,17 @@ from pathlib import Path
 from streamshard.errors import UnsupportedError
 from streamshard.formats.checkpoint import Checkpoint, Dropped
 from streamshard.formats.zarr import store_files, store_manifest, store_state, zarr_writer
-from streamshard.formats.zarr.documents import MANIFEST_PATH, STATE_PATH, array_path
+from streamshard.formats.zarr.documents import (
+    MANIFEST_PATH,
+    ROOT_DOCUMENT,
+    STATE_PATH,
+    array_path,
+)
 from streamshard.formats.zarr.store_manifest import FileRecord, Manifest
 from streamshard.io.durability import sync_path, sync_tree
 from streamshard.io.files import source_errors, target_errors
+from streamshard.io.objects.object_changes import for_each
+from streamshard.io.objects.object_path import is_object
 from streamshard.io.sink import discard, link_or_copy, remove, rename, write_new
 from streamshard.model import BLOB, FILE, MASTER, MODULE
 from streamshard.operations.compact.archive import omissions
@@ -109,12 +116,15 @@ class Remainder:
     def write(self, target: Path) -> None:
         """Write the store durably; the partial store of an earlier run is removed first.
 
+        In a bucket, where nothing can be renamed, its root document comes last: before that, it is
+        no store.
+
         Raises
         ------
         TargetError
             The store cannot be written.
         """
-        partial = partial_of(target)
+        partial = target if is_object(target) else partial_of(target)
         with target_errors(partial):
             remove(partial)
             try:
@@ -122,14 +132,24 @@ class Remainder:
             except OSError:
                 discard(partial)  # it would keep a full disk full
                 raise
-            rename(partial, target)
+            if partial != target:
+                rename(partial, target)
             sync_path(target.parent)
 
     def _fill(self, partial: Path) -> None:
-        for path in self.kept():
+        def take(path: str) -> None:
             link_or_copy(self.full.path / path, partial / path)
-        for path, data in self._documents().items():
+
+        if is_object(partial):
+            for_each(self.kept(), take)
+        else:
+            for path in self.kept():
+                take(path)
+        documents = dict(self._documents())
+        root = documents.pop(ROOT_DOCUMENT)
+        for path, data in documents.items():
             write_new(partial / path, data)
+        write_new(partial / ROOT_DOCUMENT, root)
         sync_tree(partial)
 
     def _documents(self) -> Mapping[str, bytes]:

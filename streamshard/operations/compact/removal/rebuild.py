@@ -8,6 +8,8 @@ from streamshard.engine.run import resident_memory
 from streamshard.errors import IntegrityError, NoSpaceError
 from streamshard.formats.deepspeed import names
 from streamshard.io.files import source_errors, target_errors
+from streamshard.io.objects.object_path import ObjectPath
+from streamshard.io.objects.stray_uploads import abort_strays
 from streamshard.io.sink import remove
 from streamshard.operations.compact.archive import omissions
 from streamshard.operations.compact.archive.proof import Means, content_equal, state_equal
@@ -22,7 +24,7 @@ _RUN: Final = "run"
 def rebuilt_equal(source: Source, place: Place, means: Means, *, tag_only: bool = False) -> str:
     """Write native files from an archive, compare them with the tag, and remove them.
 
-    Meanwhile they take as much space beside the archive as the tag itself.
+    Meanwhile they take as much space beside the archive as the tag itself, in a bucket too.
 
     Parameters
     ----------
@@ -59,8 +61,11 @@ def rebuilt_equal(source: Source, place: Place, means: Means, *, tag_only: bool 
 
 def remove_rebuilt(directory: Path) -> None:
     """Remove rebuilt files from a directory of archives; no other run may be active."""
-    with target_errors(directory / _REBUILT):
-        remove(directory / _REBUILT)
+    rebuilt = directory / _REBUILT
+    with target_errors(rebuilt):
+        remove(rebuilt)
+        if isinstance(rebuilt, ObjectPath):
+            abort_strays(rebuilt)
 
 
 def _rebuild(place: Place, rebuilt_dir: Path, means: Means) -> None:

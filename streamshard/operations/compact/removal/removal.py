@@ -16,6 +16,7 @@ from streamshard.operations.compact.archive.proof import (
     intact,
     prove,
     same_archive,
+    same_objects,
 )
 from streamshard.operations.compact.archive.receipts import (
     ARCHIVED,
@@ -31,7 +32,7 @@ from streamshard.operations.compact.archive.receipts import (
 from streamshard.operations.compact.removal.originals import accounted_for, ranks_agree, unchanged
 from streamshard.operations.compact.removal.padding import padding_alike
 from streamshard.operations.compact.removal.rebuild import rebuilt_equal
-from streamshard.operations.compact.removal.trash import Trash
+from streamshard.operations.compact.removal.trash import Trash, trash_of
 from streamshard.operations.compact.run_directory import Identity
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.transfer.target import is_there
@@ -53,7 +54,7 @@ class Remover:
     @property
     def trash(self) -> Trash:
         """The trash of the run directory."""
-        return Trash(self.run_dir)
+        return trash_of(self.run_dir)
 
     def place(self, tag: str) -> Place:
         """Return the place of a tag's archive."""
@@ -86,9 +87,10 @@ class Remover:
             message = "another save of that name is not wholly removed yet"
             raise SourceError(f"{self.trash.rest_of(tag)}: {message}")
         try:
+            etags = receipt.etags if proved else place.etags()  # before the archive is read
             self._look(tag, receipt, checks, still_free, proved)
             # The receipt must say when the tag was moved before the tag is in the trash.
-            receipt = replace(receipt, sums_sha256=place.sums_sha256())
+            receipt = replace(receipt, sums_sha256=place.sums_sha256(), etags=etags)
             at = show_moment(max(self.now, datetime.now(UTC)))  # the run may have begun long ago
             trashed = replace(receipt, checks=tuple(checks.done), trashed=at)
             place.write_receipt(replace(trashed, state=TRASHED))
@@ -138,7 +140,7 @@ class Remover:
 
     def _same_directory(self, receipt: Receipt) -> str:
         now = Identity.of(self.run_dir)
-        if now != self.here or now != Identity(receipt.device, receipt.inode):
+        if now != self.here or not now.is_in(receipt.run_dir, receipt.device, receipt.inode):
             message = f"{self.run_dir}: is another directory, or on another device, than the one"
             raise CorruptFileError(f"{message} whose tag was archived")
         return ""
@@ -199,6 +201,8 @@ class Remover:
             message = f"{message} {self.trash.rest_of(tag)}; put back the archive of that, or"
             raise CorruptFileError(f"{message} remove it yourself")
         checks.hold("same_archive", lambda: same_archive(receipt, place))
+        if not is_going:
+            checks.hold("same_objects", lambda: same_objects(receipt, place))
         checks.hold("archive_bytes", lambda: intact(place, self.means))
         checks.hold("archive_opens", lambda: open_source(place.store).checkpoint.tag)
         if unwanted is not None and not is_going:
@@ -209,7 +213,7 @@ class Remover:
             replace(receipt, state=PURGED, purged=show_moment(self.now), checks=done)
         )
         self.trash.condemn(tag)
-        self.trash.empty(tag)
+        self.trash.empty(tag, receipt.below_tag())
 
     def bring_back(self, tag: str) -> None:
         """Move a tag out of the trash to its former place; continue an interrupted run.
