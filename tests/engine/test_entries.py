@@ -134,7 +134,6 @@ def test_an_identity_is_that_of_the_content_and_of_the_file(tmp_path: Path) -> N
 def test_a_finished_file_has_its_mode_and_is_closed_once(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "target"
     sink = open_sink(path, is_new=True, nbytes=len(DATA))
-    assert not sink.appends_only
     sink.write(memoryview(DATA)[500:], 500)
     sink.write(memoryview(DATA)[:500], 0)
     view = memoryview(bytearray(2000))
