@@ -247,9 +247,8 @@ def test_what_is_damaged_keeps_its_original(sides: Sides) -> None:
         assert sides.original() == bits(sides.tmp / "made" / FIRST)
 
 
+@pytest.mark.parametrize("sides", ["local to bucket", "bucket to bucket"], indirect=True)
 def test_an_object_that_was_replaced_proves_nothing_of_an_earlier_night(sides: Sides) -> None:
-    if sides.archive.is_local:
-        pytest.skip("has no objects")
     sides.compact()
     sides.archive.write_in_parts(VICTIM)
     assert actions(sides.compact(2, delete=True))[FIRST] == "deleted"  # all is proved anew
