@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+from streamshard.io.objects import listings
 from streamshard.io.objects.listings import keep_tree, tree_of
 from streamshard.io.objects.listings import listings_kept as listings_kept
 from streamshard.io.objects.object_files import OBJECTS
@@ -215,6 +216,11 @@ def entries_below(
             continue
         yield from found
         pending += [one.path for one in reversed(found) if one.is_directory and enters(one)]
+
+
+def is_listed(directory: Path) -> bool:
+    """Tell whether a place is sure to list a directory; a web server may not."""
+    return not isinstance(directory, ObjectPath) or listings.is_listed(directory)
 
 
 def listed_below(root: Path) -> list[Entry]:

@@ -116,7 +116,9 @@ def _meaning(error: Exception) -> tuple[int, str]:
     shown = ", ".join(filter(None, [f"status {status}" if status else "", code[1] if code else ""]))
     if kind in _MEANINGS:
         return _MEANINGS[kind]
-    if kind in ("PermissionDeniedError", "UnauthenticatedError") or status in _DENIED:
+    # Of an object among several that are removed together only the code tells.
+    is_denied = status in _DENIED or "AccessDenied" in text
+    if kind in ("PermissionDeniedError", "UnauthenticatedError") or is_denied:
         return errno.EACCES, f"access denied{f' ({shown})' if shown else ''}"
     if kind == "NotSupportedError" or (code and code[1] == "NotImplemented"):
         return errno.ENOTSUP, f"the service cannot do this ({shown or kind})"
@@ -127,6 +129,13 @@ def _meaning(error: Exception) -> tuple[int, str]:
     if "redentials" in text or "metadata" in text:
         return errno.EACCES, "no credentials are found in the environment"
     return errno.ECONNRESET, "the connection failed, or ended too early"
+
+
+def quoted(etag: str | None) -> str:
+    """Return an ETag as HTTP writes it; listings of Azure leave its quotes out. Empty for none."""
+    if not etag:
+        return ""
+    return etag if etag.startswith(('"', "W/")) else f'"{etag}"'
 
 
 def call(

@@ -16,7 +16,7 @@ from pathlib import Path
 from stat import S_IFDIR, S_IFREG
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from streamshard.io.objects.clients import call
+from streamshard.io.objects.clients import call, quoted
 from streamshard.io.objects.object_path import ObjectPath, object_of
 from streamshard.io.readable import Entry, Status
 
@@ -27,6 +27,11 @@ DIRECTORY: Final = Status(S_IFDIR | 0o755, 0, 0, "", 0, 0, 1)
 """Status of a key's part that other objects lie below."""
 
 
+def is_listed(path: ObjectPath) -> bool:
+    """Tell whether its service is sure to list what is there; a web server may not."""
+    return not path.bucket.startswith("http")
+
+
 def status_of(meta: "ObjectMeta") -> Status:
     """Return the status of an object; its version is its etag, or else its time and size.
 
@@ -34,7 +39,7 @@ def status_of(meta: "ObjectMeta") -> Status:
     """
     modified = meta["last_modified"].replace(microsecond=0)
     nanoseconds = int(modified.timestamp()) * 10**9
-    version = meta["e_tag"] or f"{modified.isoformat()} {meta['size']}"
+    version = quoted(meta["e_tag"]) or f"{modified.isoformat()} {meta['size']}"
     return Status(S_IFREG | 0o644, meta["size"], nanoseconds, version, 0, 0, 1)
 
 
@@ -49,7 +54,7 @@ def _list_directory(directory: ObjectPath) -> list[Entry]:
     try:
         found = call(directory, lambda client: client.list_with_delimiter(directory.key or None))
     except OSError:
-        if directory.bucket.startswith("http"):
+        if not is_listed(directory):
             return []
         raise
     entries = [
@@ -143,7 +148,7 @@ def entries_of(directory: ObjectPath) -> list[Entry]:
         if siblings is not None and directory.name not in siblings:
             return []
         found = _list_directory(directory)
-        if not found and directory.bucket.startswith("http"):
+        if not found and not is_listed(directory):
             return []  # the server may have what it does not list
         kept.directories[directory] = {entry.name: entry for entry in found}
     return list(kept.directories[directory].values())
@@ -152,7 +157,7 @@ def entries_of(directory: ObjectPath) -> list[Entry]:
 def keep_tree(root: ObjectPath) -> None:
     """Keep the listing of everything below a path, which takes a request per thousand objects."""
     kept = _scope.get()
-    if kept is not None and root not in kept.trees and not root.bucket.startswith("http"):
+    if kept is not None and root not in kept.trees and is_listed(root):
         kept.directories.update(_tree(root))
         kept.trees.add(root)
 

@@ -43,8 +43,10 @@ class ObjectFiles:
     def entries(self, directory: Path) -> Iterator[Entry]:
         """List a directory."""
         found = listings.entries_of(object_of(directory))
-        if not found:
+        if not found and listings.is_listed(object_of(directory)):
             raise _absent(directory)
+        if not found:
+            raise OSError(errno.ENOTSUP, "the web server does not list it", str(directory))
         return iter(found)
 
     def resolve(self, path: Path) -> Path:

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from streamshard.io.objects.clients import call
+from streamshard.io.objects.clients import call, quoted
 from streamshard.io.objects.listings import forget
 from streamshard.io.objects.object_files import OBJECTS
 from streamshard.io.objects.object_path import ObjectPath
@@ -254,7 +254,7 @@ def put(
     found: str | None = call(
         path, lambda client: client.put(path.key, content, **options)["e_tag"], repeats=not part
     )
-    return found or ""
+    return quoted(found)
 
 
 def create(path: ObjectPath, content: bytes) -> str:
@@ -286,7 +286,7 @@ def get_small(path: ObjectPath) -> tuple[str, bytes]:
 
     def get(client: "ObjectStore") -> tuple[str, bytes]:
         result = client.get(path.key)
-        return result.meta["e_tag"] or "", bytes(result.bytes())
+        return quoted(result.meta["e_tag"]), bytes(result.bytes())
 
     version: str
     version, content = call(path, get)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.formats.deepspeed import names
-from streamshard.io.entries import examine, is_file, paths_below, read_all
+from streamshard.io.entries import examine, is_file, is_listed, paths_below, read_all
 from streamshard.io.files import source_errors
 from streamshard.model import MODULE
 from streamshard.operations.inspect.inspect_report import FileGroup, FileSummary
@@ -34,6 +34,8 @@ def list_files(source: Source) -> tuple[FileSummary, ...]:
 
 def _without_tensors(source: Source) -> Iterator[Path]:
     if source.kind == "store":
+        if not is_listed(source.path):
+            return
         known = {file.path for file in source.files}
         below = (path for path in paths_below(source.path) if path not in known)
         yield from (path for path in below if is_file(path))
