@@ -5,7 +5,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from http.client import HTTPConnection
@@ -46,6 +47,7 @@ class Fault(Enum):
     """The request waits until the proxy is told to go on."""
 
 
+_SETTLE_SECONDS: Final = 60
 _CODES: Final = {503: "SlowDown", 429: "TooManyRequests", 500: "InternalError", 403: "AccessDenied"}
 
 
@@ -83,6 +85,8 @@ class FaultProxy:
         """Set when a request is held."""
         self.go_on = threading.Event()
         self._lock = threading.Lock()
+        self._quiet = threading.Condition()
+        self._connections: set[object] = set()
         handler = type("Handler", (_Handler,), {"proxy": self})
         self._server = _Server(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
@@ -107,6 +111,27 @@ class FaultProxy:
         self.plan = lambda request: None
         self.go_on.set()
         self.go_on, self.holding = threading.Event(), threading.Event()
+
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """Count a connection, until all that its client sent is treated."""
+        own = object()
+        with self._quiet:
+            self._connections.add(own)
+        try:
+            yield
+        finally:
+            with self._quiet:
+                self._connections.remove(own)
+                self._quiet.notify_all()
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Wait in the end for what clients sent that came, and are gone, inside the block."""
+        before = set(self._connections)
+        yield
+        with self._quiet:
+            assert self._quiet.wait_for(lambda: self._connections <= before, _SETTLE_SECONDS)
 
     def break_nth(self, number: int, fault: Fault) -> None:
         """Break the n-th request from now on, and no other."""
@@ -137,8 +162,17 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing."""
 
+    def handle(self) -> None:
+        """Treat all requests of a connection."""
+        with self.proxy.connected():
+            super().handle()
+
     def _serve(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        nbytes = int(self.headers.get("Content-Length") or 0)
+        body = self.rfile.read(nbytes)
+        if len(body) < nbytes:  # the client was killed
+            self.close_connection = True
+            return
         proxy = self.proxy
         request = proxy.note(self.command, self.path, self.headers.get("Range"), len(body))
         fault = proxy.plan(request)

@@ -46,13 +46,14 @@ def started(*words: str) -> Iterator[subprocess.Popen[str]]:
 def killed_at(bucket: Bucket, number: int, *words: str) -> bool:
     """Kill a run while its n-th request is under way; False if it has fewer requests."""
     bucket.proxy.break_nth(number, Fault.HELD)
-    with started(*words) as process:
-        while not bucket.proxy.holding.wait(0.01):
-            if process.poll() is not None:
-                return False
-        process.kill()
-        process.wait(WAIT)
-    bucket.proxy.reset()
+    with bucket.proxy.settled():  # what it has sent may be carried out after its end
+        with started(*words) as process:
+            while not bucket.proxy.holding.wait(0.01):
+                if process.poll() is not None:
+                    return False
+            process.kill()
+            process.wait(WAIT)
+        bucket.proxy.reset()
     return True
 
 
@@ -126,11 +127,12 @@ def test_parts_of_a_killed_upload_are_aborted(bucket: Bucket, tmp_path: Path) ->
         return Fault.HELD if "partNumber=3" in request.path else None
 
     bucket.proxy.plan = hold_third_part
-    with started(*words) as process:
-        assert bucket.proxy.holding.wait(WAIT)
-        process.kill()
-        process.wait(WAIT)
-    bucket.proxy.reset()
+    with bucket.proxy.settled():
+        with started(*words) as process:
+            assert bucket.proxy.holding.wait(WAIT)
+            process.kill()
+            process.wait(WAIT)
+        bucket.proxy.reset()
     assert len(bucket.uploads()) == 1
     with started(*words) as process:
         assert process.wait(WAIT) == 0
@@ -148,7 +150,7 @@ def test_a_signal_aborts_what_is_under_way(
     source, target = write(LARGE, tmp_path / "run"), f"{bucket.url}/out"
     words = ("repartition", str(source), target, "--world-size", "1", "--zero-stage", "1")
     bucket.proxy.plan = lambda one: Fault.HELD if "partNumber=3" in one.path else None
-    with started(*words) as process:
+    with bucket.proxy.settled(), started(*words) as process:
         assert bucket.proxy.holding.wait(WAIT)
         process.send_signal(number)
         bucket.proxy.go_on.set()
