@@ -34,13 +34,19 @@ def run(tmp_path: Path) -> Path:
 def started(*words: str) -> Iterator[subprocess.Popen[str]]:
     """Start the command line."""
     command = [sys.executable, "-m", "streamshard", *words, "--progress", "none"]
+    pipe = subprocess.PIPE
     with subprocess.Popen(
-        command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ
+        command, text=True, stdout=pipe, stderr=pipe, preexec_fn=_heed_interrupts
     ) as process:
         try:
             yield process
         finally:
             process.kill()
+
+
+def _heed_interrupts() -> None:
+    """Undo what a shell does to programs in its background, and they to theirs."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def killed_at(bucket: Bucket, number: int, *words: str) -> bool:
