@@ -89,12 +89,18 @@ def fuzz(session: nox.Session) -> None:
 def faults(session: nox.Session) -> None:
     """Try every fault at every call of a run, `-- --help` for less; see `tests/faults`.
 
-    Without arguments, then break every request of runs from and to a bucket; see `tests/cloud`.
+    Without arguments, then try every state after a power failure and thousands of histories, break
+    every request of runs from and to a bucket (`tests/cloud`), and break workers of a cluster at
+    hundreds of instants (`tests/cluster`).
     """
     run_shared(session, "-m", "tests.faults", *session.posargs, groups=["tests"])
     if not session.posargs:
+        run_shared(session, "-m", "tests.faults", "--crashes", groups=["tests"])
+        session.env["EVERY_HISTORY"] = "3000"
+        run_shared(session, "-m", "pytest", "tests/faults/test_histories.py", groups=["tests"])
         session.env["EVERY_REQUEST"] = "1"
         run_shared(session, "-m", "pytest", "tests/cloud", groups=["tests"])
+        run_shared(session, "-m", "pytest", "tests/cluster/test_chaos.py", groups=["tests"])
 
 
 @nox.session(python=False)

@@ -23,7 +23,7 @@ B = TypeVar("B")
 HEAD = ("what", "MB/s", "of the codec's")
 ZSTD = ("--codec", "zstd")
 _CHECKSUM_BYTES = 4
-CODEC = Blosc(cname="zstd", clevel=5, shuffle=Blosc.BITSHUFFLE)
+CODEC = Blosc(cname="zstd", clevel=1, shuffle=Blosc.SHUFFLE, blocksize=512 << 10)
 
 
 Chunk = NDArray[Any]

@@ -80,8 +80,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
         elif self.headers.get("If-Match", etag) != etag:
             self._answer(412)
-        elif asked := self.headers.get("Range"):
-            start, stop = asked.removeprefix("bytes=").split("-")
+        elif wanted := self.headers.get("Range"):
+            start, stop = wanted.removeprefix("bytes=").split("-")
             some = content[int(start) : int(stop) + 1]
             place = f"bytes {start}-{int(start) + len(some) - 1}/{len(content)}"
             self._answer(206, some, ETag=etag, Last_Modified=_HTTP_TIME, Content_Range=place)

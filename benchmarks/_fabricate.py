@@ -36,11 +36,17 @@ def fabricate(
         Leave holes where tensors go: headers are all that can be read of such a checkpoint.
     """
     (run_dir / TAG).mkdir(parents=True)
-    for relative, tree in NativeLayout(model, stage, world_size).files():
+    like = _alike(world_size) if sparse and stage == 3 else {}
+    ranks = [rank for rank in range(world_size) if rank not in like]
+    for relative, tree in NativeLayout(model, stage, world_size).files(ranks):
         path = run_dir / relative
-        places = _lay_out(path, tree)
-        if not sparse:
-            _fill_in(path, places, garbage=stage == 3)
+        if sparse:
+            _save(path, tree)
+        else:
+            _fill_in(path, _lay_out(path, tree), garbage=stage == 3)
+    for rank, first in like.items():
+        for path in (run_dir / TAG).glob(f"*zero_pp_rank_{first}_*"):
+            _copy_renamed(path, (f"rank_{first}_", f"rank_{rank}_"))
     (run_dir / SCRIPT[0]).write_bytes(SCRIPT[1])
     (run_dir / "latest").write_text(TAG)
     return sum(path.stat().st_size for path in run_dir.rglob("*") if path.is_file())
@@ -53,11 +59,40 @@ def pieces(runs: tuple[Run, ...]) -> Iterator[Run]:
             yield Run(run.state, run.name, run.start + at, min(PIECE_NUMEL, run.numel - at))
 
 
+def _alike(world_size: int) -> dict[int, int]:
+    """Return rank → the rank whose files of stage 3 differ from its own in their names alone.
+
+    Rank 0 also lists tied parameters. A name of another length shifts what follows it.
+    """
+    found = {rank: 10 ** (len(str(rank)) - 1) for rank in range(1, world_size)}
+    return {rank: first for rank, first in found.items() if rank != first}
+
+
+def _copy_renamed(path: Path, names: tuple[str, str]) -> None:
+    """Copy a file under a name of the same length, which is in the file as well; keep its holes."""
+    old, new = (name.encode() for name in names)
+    nbytes, at = path.stat().st_size, 0
+    with path.open("rb") as source, path.with_name(path.name.replace(*names)).open("wb") as copy:
+        while at < nbytes:
+            try:
+                start = os.lseek(source.fileno(), at, os.SEEK_DATA)
+            except OSError:  # nothing but a hole up to the end
+                break
+            at = os.lseek(source.fileno(), start, os.SEEK_HOLE)
+            data = os.pread(source.fileno(), at - start, start)
+            os.pwrite(copy.fileno(), data.replace(old, new), start)
+        copy.truncate(nbytes)
+
+
+def _save(path: Path, tree: dict[str, Any]) -> None:
+    """Write a file with holes."""
+    with torch.serialization.skip_data(), deepspeed_stand_ins():
+        torch.save(_with_tensors(tree, {}), path)
+
+
 def _lay_out(path: Path, tree: dict[str, Any]) -> list[tuple[Stored, int]]:
     """Write a file with holes; returns what belongs into each, and its offset."""
-    made: dict[int, tuple[Stored, torch.Tensor]] = {}
-    with torch.serialization.skip_data(), deepspeed_stand_ins():
-        torch.save(_with_tensors(tree, made), path)
+    _save(path, tree)
     with deepspeed_stand_ins():
         loaded = torch.load(path, map_location="meta", weights_only=False)
     places = {

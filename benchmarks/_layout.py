@@ -5,7 +5,7 @@ Own arithmetic, on purpose: nothing here may come from the package that is measu
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -50,9 +50,15 @@ class NativeLayout:
     stage: int
     world_size: int
 
-    def files(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield each torch file: its path in the run directory, and its object."""
-        for rank in range(self.world_size):
+    def files(self, ranks: Iterable[int] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield each torch file: its path in the run directory, and its object.
+
+        Parameters
+        ----------
+        ranks
+            Whose files; by default all ranks'.
+        """
+        for rank in range(self.world_size) if ranks is None else ranks:
             if self.stage == 3:
                 name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
                 yield f"{TAG}/{name}", self._model_file(self._partitioned_module(rank))

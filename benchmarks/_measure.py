@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 _LAUNCHER: Final = """
@@ -20,7 +21,7 @@ child = os.posix_spawnp(sys.argv[2], sys.argv[2:], os.environ)
 _, status, usage = os.wait4(child, 0)
 seconds = time.perf_counter() - began
 with open(sys.argv[1], "w") as stream:
-    json.dump([seconds, usage.ru_maxrss * 1024], stream)
+    json.dump([seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024], stream)
 sys.exit(os.waitstatus_to_exitcode(status))
 """
 """Starts one program from a small process: Linux counts what the parent held into the child's
@@ -35,6 +36,8 @@ class Measured:
 
     exit_code: int
     seconds: float
+    cpu_seconds: float
+    """Seconds of processor time, which a machine that is not idle leaves as they are."""
     peak_bytes: int
     """Highest resident memory as the kernel reports it of a process that has ended."""
     stdout: str
@@ -56,8 +59,8 @@ def measure(*command: str | Path) -> Measured:
         done = subprocess.run(
             [*launcher, *map(str, command)], capture_output=True, text=True, check=False
         )
-        seconds, peak_bytes = json.load(result)
-    return Measured(done.returncode, seconds, peak_bytes, done.stdout, done.stderr)
+        seconds, cpu_seconds, peak_bytes = json.load(result)
+    return Measured(done.returncode, seconds, cpu_seconds, peak_bytes, done.stdout, done.stderr)
 
 
 def succeed(*command: str | Path) -> Measured:
@@ -113,3 +116,9 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
             *(c.rjust(w) for c, w in zip(rest, widths[1:], strict=True)),
         ]
         print(f"| {' | '.join(cells)} |")
+
+
+def ratio_cell(times: Sequence[float], others: Sequence[float]) -> str:
+    """Return the median of the ratios of each round, and between which they lie."""
+    ratios = [time / other for time, other in zip(times, others, strict=True)]
+    return f"{median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"

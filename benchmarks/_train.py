@@ -20,10 +20,11 @@ def main() -> NoReturn:
     parser.add_argument("--freeze", action="store_true", help="train the later layers only")
     parser.add_argument("--hidden", type=int, default=demo.HIDDEN, help="width of its layers")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--lr", type=float, default=3e-3, help="learning rate")
     given = parser.parse_args()
     demo._join_ranks()
     torch.set_num_threads(given.threads)
-    engine = _engine(given.hidden, freeze=given.freeze)
+    engine = _engine(given.hidden, given.lr, freeze=given.freeze)
     for step in range(1, max(given.save_at) + 1):
         demo._train_step(engine, step)
         if step in given.save_at:
@@ -31,7 +32,7 @@ def main() -> NoReturn:
     os._exit(0)  # past the interpreter's teardown, where gloo's threads now and then abort
 
 
-def _engine(hidden: int, *, freeze: bool) -> deepspeed.DeepSpeedEngine:
+def _engine(hidden: int, lr: float, *, freeze: bool) -> deepspeed.DeepSpeedEngine:
     torch.manual_seed(0)
     width = demo.CONTEXT * demo.WIDTH
     model = nn.Sequential(
@@ -56,7 +57,7 @@ def _engine(hidden: int, *, freeze: bool) -> deepspeed.DeepSpeedEngine:
         "bf16": {"enabled": True},
         "gradient_clipping": 1.0,
     }
-    optimizer = torch.optim.AdamW(trained, lr=3e-3, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=0.1)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 

@@ -22,7 +22,15 @@ from statistics import median
 
 from benchmarks._check import exported_differences
 from benchmarks._fabricate import fabricate
-from benchmarks._measure import STREAMSHARD, files_in, machine, print_table, succeed, warm
+from benchmarks._measure import (
+    STREAMSHARD,
+    files_in,
+    machine,
+    print_table,
+    ratio_cell,
+    succeed,
+    warm,
+)
 from benchmarks._model import transformer
 from benchmarks.versus_deepspeed import Watched, watch
 from streamshard import sizes
@@ -113,11 +121,11 @@ def compare(bench: Bench, runs: int) -> list[list[str]]:
     whole = f"{bench.written():,}"
     rows = [
         ["cp -r", whole, f"{median(copies):.2f}", "1.00", "", ""],
-        ["cp -r, fsync", whole, f"{median(synced):.2f}", _ratio(synced, copies), "1.00", ""],
+        ["cp -r, fsync", whole, f"{median(synced):.2f}", ratio_cell(synced, copies), "1.00", ""],
     ]
     for dtype, taken in times.items():
         peak = bench.watched(bench.export(bench.target / "out", dtype)).peak_bytes
-        ratios = [_ratio(taken, copies), _ratio(taken, synced)]
+        ratios = [ratio_cell(taken, copies), ratio_cell(taken, synced)]
         cells = [f"{bench.written(dtype):,}", f"{median(taken):.2f}", *ratios, f"{peak / _MIB:.0f}"]
         rows.append([f"export --dtype {dtype}", *cells])
     theirs = bench.watched(bench.zero_to_fp32())
@@ -125,12 +133,6 @@ def compare(bench: Bench, runs: int) -> list[list[str]]:
     peak_mib = f"{theirs.peak_bytes / _MIB:.0f}"
     rows.append(["zero_to_fp32", whole, f"{theirs.seconds:.2f}", *ratios, peak_mib])
     return rows
-
-
-def _ratio(times: list[float], others: list[float]) -> str:
-    """Return the median of the ratios of each round, and between which they lie."""
-    ratios = [time / other for time, other in zip(times, others, strict=True)]
-    return f"{median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
 def main() -> int:

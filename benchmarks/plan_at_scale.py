@@ -1,7 +1,8 @@
 """How long does planning take for thousands of ranks or parameters, and how much memory?
 
 Sparse files stand in for the data, so that a checkpoint of terabytes fits on any disk: planning
-reads headers only. `python -m benchmarks.plan_at_scale` prints seconds and peak memory.
+reads headers only. `python -m benchmarks.plan_at_scale` prints seconds and peak memory; the headers
+of 4,096 ranks of stage 3 take 7 GB of disk.
 """
 
 import argparse
@@ -20,9 +21,12 @@ import json, sys
 from dataclasses import asdict
 import streamshard.cli.main
 source, target, world_size = sys.argv[1:]
-plan = streamshard.plan_repartition(
-    source, target, world_size=int(world_size), memory_limit=16 << 30
-)
+if world_size:
+    plan = streamshard.plan_repartition(
+        source, target, world_size=int(world_size), memory_limit=16 << 30
+    )
+else:
+    plan = streamshard.plan_convert(source, target, memory_limit=16 << 30)
 print(json.dumps(asdict(plan.report)))
 """
 
@@ -39,7 +43,7 @@ class Scale:
 
 FULL = [
     Scale(params, source, target, stage)
-    for params, source, target in ((2_000, 1_024, 768), (20_000, 64, 48))
+    for params, source, target in ((2_000, 1_024, 768), (20_000, 64, 48), (5_000, 4_096, 3_072))
     for stage in (2, 3)
 ]
 SHORT = [Scale(200, 64, 48, stage) for stage in (2, 3)]
@@ -61,7 +65,9 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="a small form, for a quick look")
     parser.add_argument("--dir", type=Path, help="where to fabricate [a temporary directory]")
     arguments = parser.parse_args()
-    print("stage  params  ranks          seconds  of them start-up  MiB above the floor")
+    print(
+        "stage  params  ranks         verb         seconds  of CPU  start-up  MiB above the floor"
+    )
     for scale in SHORT if arguments.short else FULL:
         with tempfile.TemporaryDirectory(dir=arguments.dir) as directory:
             run = Path(directory, "run")
@@ -73,15 +79,20 @@ def main() -> None:
 
 def _report(scale: Scale, run: Path) -> None:
     start = succeed(*STREAMSHARD, "--help")
-    out = run.with_name("out")
-    # A dry run would look at the disk besides, which takes a second whatever there is to plan.
-    done = succeed(sys.executable, "-c", _PLAN, run, out, str(scale.target))
-    above = (done.peak_bytes - done.report["floor_bytes"]) / _MIB
-    ranks = f"{scale.source} -> {scale.target}"
-    print(
-        f"{scale.stage:5}  {scale.params:6}  {ranks:13}  {done.seconds:7.1f}"
-        f"  {start.seconds:16.2f}  {above:19.0f}"
-    )
+    verbs = {
+        "repartition": (run.with_name("out"), str(scale.target)),
+        "convert": (run.with_name("out.zarr"), ""),
+    }
+    for verb, (out, world_size) in verbs.items():
+        # A dry run would look at the disk besides, which takes a second whatever there is to plan.
+        done = succeed(sys.executable, "-c", _PLAN, run, out, world_size)
+        above = (done.peak_bytes - done.report["floor_bytes"]) / _MIB
+        ranks = f"{scale.source} -> {scale.target}" if world_size else str(scale.source)
+        print(
+            f"{scale.stage:5}  {scale.params:6}  {ranks:12}  {verb:11}  {done.seconds:7.1f}"
+            f"  {done.cpu_seconds:6.1f}  {start.seconds:8.2f}  {above:19.0f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

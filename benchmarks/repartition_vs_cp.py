@@ -28,6 +28,7 @@ from benchmarks._measure import (
     files_in,
     machine,
     print_table,
+    ratio_cell,
     succeed,
     warm,
 )
@@ -139,7 +140,7 @@ def run_rounds(bench: Bench, runs: int) -> list[list[str]]:
             reports[name] = done.report
     return [
         ["cp -r", "", f"{median(copies):.2f}", "1.00", "", "", ""],
-        ["cp -r, fsync", "", f"{median(synced):.2f}", _ratio(synced, copies), "1.00", "", ""],
+        ["cp -r, fsync", "", f"{median(synced):.2f}", ratio_cell(synced, copies), "1.00", "", ""],
         *(_row(name, starts[name], moves[name], copies, synced, reports[name]) for name in verbs),
     ]
 
@@ -156,15 +157,9 @@ def _row(
         (report[key] - report["floor_bytes"]) / (1 << 20)
         for key in ("peak_bytes", "projected_bytes")
     ]
-    ratios = [_ratio(moves, copies), _ratio(moves, synced)]
+    ratios = [ratio_cell(moves, copies), ratio_cell(moves, synced)]
     times = [f"{median(starts):.2f}", f"{median(moves):.2f}"]
     return [name, *times, *ratios, *(f"{value:.1f}" for value in memory)]
-
-
-def _ratio(times: list[float], others: list[float]) -> str:
-    """Return the median of the ratios of each round, and between which they lie."""
-    ratios = [time / other for time, other in zip(times, others, strict=True)]
-    return f"{median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
 def main() -> int:

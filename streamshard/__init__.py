@@ -3,11 +3,18 @@
 import typing
 
 if typing.TYPE_CHECKING:
+    from streamshard.cluster.connections import executor
     from streamshard.errors import StreamshardError
     from streamshard.operations.apply import load_plan
     from streamshard.operations.checks.problems import Difference, Problem, Verification
     from streamshard.operations.compact.compact import compact
     from streamshard.operations.compact.compact_report import CompactedTag, Compaction
+    from streamshard.operations.compact.compact_status import (
+        CompactStatus,
+        TagStatus,
+        compact_status,
+    )
+    from streamshard.operations.compact.night_record import Night
     from streamshard.operations.convert.convert import convert, plan_convert
     from streamshard.operations.diff.diff import diff
     from streamshard.operations.diff.diff_report import DiffReport, Distance, StateDiff, TensorDiff
@@ -28,6 +35,7 @@ if typing.TYPE_CHECKING:
     from streamshard.operations.verify.verify import verify
 
 __all__ = [
+    "CompactStatus",
     "CompactedTag",
     "Compaction",
     "DiffReport",
@@ -36,6 +44,7 @@ __all__ = [
     "Inspection",
     "LazyTensor",
     "NamedGlobal",
+    "Night",
     "OpenCheckpoint",
     "Outlook",
     "Parameter",
@@ -45,11 +54,14 @@ __all__ = [
     "Report",
     "StateDiff",
     "StreamshardError",
+    "TagStatus",
     "TensorDiff",
     "Verification",
     "compact",
+    "compact_status",
     "convert",
     "diff",
+    "executor",
     "export",
     "inspect",
     "list_pickles",
@@ -63,6 +75,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CompactStatus": "operations.compact.compact_status",
     "CompactedTag": "operations.compact.compact_report",
     "Compaction": "operations.compact.compact_report",
     "DiffReport": "operations.diff.diff_report",
@@ -71,6 +84,7 @@ _HOMES = {
     "Inspection": "operations.inspect.inspect_report",
     "LazyTensor": "operations.source.lazy_tensor",
     "NamedGlobal": "operations.inspect.pickle_report",
+    "Night": "operations.compact.night_record",
     "OpenCheckpoint": "operations.read.open_checkpoint",
     "Outlook": "operations.transfer.estimate",
     "Parameter": "operations.read.open_checkpoint",
@@ -80,11 +94,14 @@ _HOMES = {
     "Report": "operations.transfer.report",
     "StateDiff": "operations.diff.diff_report",
     "StreamshardError": "errors",
+    "TagStatus": "operations.compact.compact_status",
     "TensorDiff": "operations.diff.diff_report",
     "Verification": "operations.checks.problems",
     "compact": "operations.compact.compact",
+    "compact_status": "operations.compact.compact_status",
     "convert": "operations.convert.convert",
     "diff": "operations.diff.diff",
+    "executor": "cluster.connections",
     "export": "operations.export.export",
     "inspect": "operations.inspect.inspect",
     "list_pickles": "operations.inspect.pickle_report",

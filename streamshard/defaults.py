@@ -12,8 +12,12 @@ CODECS: Final = ("none", "lz4", "zstd")
 """Codecs for the chunks of a store."""
 DTYPES: Final[Mapping[str, str]] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Dtypes that weights may be cast to, with torch's names for them."""
-FORMATS: Final = ("safetensors", "torch", "universal")
-"""Formats of exported weights."""
+FORMATS: Final = ("safetensors", "torch", "universal", "dcp")
+"""Formats of exports."""
+TITAN: Final = "titan"
+ACCELERATE: Final = "accelerate"
+LAYOUTS: Final = ("torch", TITAN, ACCELERATE)
+"""Loaders of a distributed checkpoint, which ask for different keys and directories."""
 ORDERS: Final = ("relative", "max", "mean", "cosine", "changed")
 """Figures by which `diff` may sort tensors, the most changed first."""
 PROGRESS_MODES: Final = ("auto", "bar", "lines", "json", "none")

@@ -15,8 +15,9 @@
     │   ├── TargetLockedError
     │   └── NoSpaceError
     ├── MemoryLimitError        5   the plan needs more memory than the limit
-    └── IntegrityError          6   bytes differ from what was recorded
-        └── NotAsWrittenError         what was written reads back as something else
+    ├── IntegrityError          6   bytes differ from what was recorded
+    │   └── NotAsWrittenError         what was written reads back as something else
+    └── ClusterError            7   the workers of a cluster are gone, or cannot be reached
 """
 
 from collections.abc import Iterable
@@ -93,6 +94,12 @@ class IntegrityError(StreamshardError):
 
 class NotAsWrittenError(IntegrityError):
     """The bytes read back from the disk differ from the bytes that the run wrote."""
+
+
+class ClusterError(StreamshardError):
+    """The workers of a cluster are gone, or cannot be reached."""
+
+    exit_code = 7
 
 
 def release_frames(error: BaseException) -> None:

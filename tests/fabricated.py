@@ -17,7 +17,6 @@ from torch import Tensor
 
 from tests.fabricated_states import flat, flat_state, shard, sharded_state, units
 from tests.job import (
-    LOCAL_EXPERTS,
     TAG,
     Job,
     Keepsake,
@@ -51,8 +50,8 @@ def _write_part(job: Job, place: Path) -> None:
         name = f"{dtype}zero_pp_rank_{rank}_{part}_optim_states.pt"
         torch.save(_optimizer_file(job, rank), place / name)
     for expert_rank in range(job.expert_parallel if job.experts else 0):
-        for local in range(LOCAL_EXPERTS):
-            number = expert_rank * LOCAL_EXPERTS + local
+        for local in range(job.experts_of_rank):
+            number = expert_rank * job.experts_of_rank + local
             weights = {
                 job.in_model(name, expert_rank): job.values("fp32", name, expert_rank).to(job.dtype)
                 for name, _ in job.experts
@@ -138,17 +137,22 @@ def _model_file(job: Job, rank: int) -> dict[str, Any]:
         "frozen_param_shapes": shapes,
         "shared_params": dict(job.tied) if rank == job.part == 0 else {},
         "frozen_param_fragments": fragments,
-        "lr_scheduler": {"last_epoch": 7, "table": torch.arange(5.0)},
+        "lr_scheduler": {"last_epoch": 7, **_table(job)},
         "data_sampler": None,
         "skipped_steps": 0,
         "global_steps": 7,
         "global_samples": 168,
         "dp_world_size": job.world_size,
         "mp_world_size": job.parts,
-        "num_experts": [LOCAL_EXPERTS * job.expert_parallel] if job.experts else [],
+        "num_experts": [job.experts_of_rank * job.expert_parallel] if job.experts else [],
     }
     kept = {"ds_config": ds_config(job)} if job.config else {}
     return {**state, **kept, "ds_version": "0.19.8", **job.client_state}
+
+
+def _table(job: Job) -> dict[str, Any]:
+    rates = [job.rate(group) for group in range(len(job.cut_groups))]
+    return {job.rates: rates} if job.rates else {"table": torch.arange(5.0)}
 
 
 def _size(job: Job, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -51,7 +51,7 @@ def flat_state(job: Job, rank: int) -> dict[str, Any]:
         expert_rank, at = job.place(group, rank)
         whole, gaps = flat(job, "fp32", group, expert_rank)
         numel = len(whole) // ranks
-        used = sum(prod(shape) for _, shape in job.cut_groups[group]) + sum(gaps)
+        used = sum(prod(job.shapes[name]) for name, _ in job.cut_groups[group]) + sum(gaps)
         padding = min(max((at + 1) * numel - used, 0), numel)
         part = whole.chunk(ranks)[at].clone() if numel else whole
         masters.append(part[: numel - padding].requires_grad_())
@@ -114,7 +114,7 @@ def _torch_state(job: Job, states: dict[int, Any], members: list[list[int]]) -> 
     groups = []
     for number, params in enumerate(members):
         muon = {"use_muon": number in job.muon} if job.muon else {}
-        group = {"lr": 0.001 * (1 + number), "betas": (0.9, 0.95), "weight_decay": 0.1}
+        group = {"lr": job.rate(number), "betas": (0.9, 0.95), "weight_decay": 0.1}
         groups.append({**group, **muon, "params": params})
     return {"state": {k: v for k, v in states.items() if v}, "param_groups": groups}
 

@@ -54,8 +54,10 @@ def _server() -> subprocess.Popen[str]:
 
 
 def _serve() -> None:
-    import streamshard.cli.main
     import streamshard.cli.text.inspect_text  # noqa: F401
+    from tests.priority import keep_priority
+
+    keep_priority()
 
     for line in sys.stdin:
         child = os.fork()

@@ -23,12 +23,18 @@ TAG = "global_step7"
 STATES = ("exp_avg", "exp_avg_sq")
 MOMENTUM = "momentum_buffer"
 LOCAL_EXPERTS = 2
-EXPERTS: Shapes = tuple(
-    (f"moe.deepspeed_moe.experts.deepspeed_experts.{local}.{name}", shape)
-    for local in range(LOCAL_EXPERTS)
-    for name, shape in (("weight", (3, 4)), ("bias", (5,)))
-)
-"""What a rank has of a layer of experts; every expert rank counts its own from 0."""
+
+
+def local_experts(count: int) -> Shapes:
+    """Return what a rank has of a layer of experts; every expert rank counts its own from 0."""
+    return tuple(
+        (f"moe.deepspeed_moe.experts.deepspeed_experts.{local}.{name}", shape)
+        for local in range(count)
+        for name, shape in (("weight", (3, 4)), ("bias", (5,)))
+    )
+
+
+EXPERTS: Shapes = local_experts(LOCAL_EXPERTS)
 
 
 class ZeroStageEnum(int, enum.Enum):
@@ -123,6 +129,10 @@ class Job:
     """Parameters of the experts that one rank holds: another param group, below stage 3."""
     expert_parallel: int = 1
     data_before_experts: bool = False
+    max_group: int = 10**9
+    """Elements of a rank's experts above which their param group is divided."""
+    rates: str = ""
+    """Key under which the scheduler has a learning rate for each param group, if it has them."""
     muon: tuple[int, ...] = ()
     """Param groups that Muon trains; their momentum is kept in 16 bits."""
     offload: bool = False
@@ -133,8 +143,23 @@ class Job:
 
     @property
     def cut_groups(self) -> tuple[Shapes, ...]:
-        """All param groups, the one of experts included."""
-        return (*self.groups, self.experts) if self.experts else self.groups
+        """All param groups, those of experts included."""
+        parts: list[Shapes] = []
+        for name, shape in self.experts:
+            held = sum(prod(other) for _, other in parts[-1]) if parts else 0
+            if not parts or held + prod(shape) > self.max_group:
+                parts.append(())
+            parts[-1] += ((name, shape),)
+        return (*self.groups, *parts)
+
+    def rate(self, group: int) -> float:
+        """Return a group's learning rate; experts were in the last group before they had own."""
+        return 0.001 * (1 + min(group, len(self.groups) - 1))
+
+    @property
+    def experts_of_rank(self) -> int:
+        """Count of the experts that one rank has."""
+        return len(self.experts) // 2
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -143,7 +168,7 @@ class Job:
 
     def sharers(self, group: int) -> int:
         """Count the ranks that a group is cut among."""
-        return self.world_size // (self.expert_parallel if group == len(self.groups) else 1)
+        return self.world_size // (self.expert_parallel if group >= len(self.groups) else 1)
 
     def place(self, group: int, rank: int) -> tuple[int, int]:
         """Tell which experts a rank has of a group, and its place among those that share them."""
@@ -155,9 +180,9 @@ class Job:
 
     def in_model(self, name: str, expert_rank: int) -> str:
         """Name an expert's parameter by the expert's number in the model."""
-        for local in range(LOCAL_EXPERTS):
+        for local in range(self.experts_of_rank):
             if f".{local}." in name and "experts" in name:
-                return name.replace(f".{local}.", f".{local + expert_rank * LOCAL_EXPERTS}.")
+                return name.replace(f".{local}.", f".{local + expert_rank * self.experts_of_rank}.")
         return name
 
     def values(self, state: str, name: str, expert_rank: int = 0) -> Tensor:

@@ -1,7 +1,7 @@
 """Exported weights hold what a fabricated job holds, whatever it was cut into."""
 
 import json
-from collections.abc import Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,9 @@ from safetensors import safe_open
 
 import streamshard
 from streamshard.errors import UnsupportedError, UsageError
-from tests.fabricated import load, write
+from tests.exported import JOBS, same
+from tests.fabricated import edit, load, write
 from tests.job import EXPERTS, TAG, Job, buffers, expected, values
-
-JOBS = {
-    "stage 1": Job(stage=1),
-    "stage 2": Job(stage=2, world_size=3),
-    "stage 2, round robin, aligned": Job(stage=2, round_robin=True, alignment=True, world_size=4),
-    "stage 3": Job(stage=3, world_size=3),
-    "stage 3, sub-groups": Job(stage=3, world_size=2, sub_group_size=20),
-    "stage 3, fp16": Job(stage=3, dtype=torch.float16, garbage=False),
-    "stage 2, fp32": Job(stage=2, world_size=2, dtype=torch.float32),
-}
 
 
 def held(job: Job) -> dict[str, torch.Tensor]:
@@ -37,15 +28,6 @@ def held(job: Job) -> dict[str, torch.Tensor]:
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Cast what is not a count and no mask."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def same(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
-    """Compare names, dtypes, shapes and bits."""
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-        bits = [one.contiguous().reshape(-1).view(torch.uint8) for one in (found[name], tensor)]
-        assert torch.equal(*bits), name
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -228,17 +210,47 @@ def test_what_makes_no_sense_is_refused(said: str, options: dict[str, Any], tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-PARTS = {
-    "2 tensor or pipeline parallel parts": Job(stage=2, parts=2),
-    "experts": Job(stage=2, experts=EXPERTS, expert_parallel=2),
-}
-
-
 def test_a_model_in_parts_is_refused_by_name(tmp_path: Path) -> None:
-    for number, (said, job) in enumerate(PARTS.items()):
-        source = write(job, tmp_path / f"run{number}")
-        with pytest.raises(UnsupportedError, match=said):
-            streamshard.export(source, tmp_path / "out")
+    source = write(Job(stage=2, parts=2), tmp_path / "run")
+    with pytest.raises(UnsupportedError, match="2 tensor or pipeline parallel parts"):
+        streamshard.export(source, tmp_path / "out")
+
+
+EXPERT = Job(world_size=4, experts=EXPERTS, expert_parallel=2)
+
+
+def test_experts_are_numbered_throughout_the_model(tmp_path: Path) -> None:
+    source = write(EXPERT, tmp_path / "run")
+    streamshard.export(source, tmp_path / "out", verify=True)
+    shared = replace(EXPERT, experts=())
+    experts = {
+        EXPERT.in_model(name, rank): EXPERT.values("fp32", name, rank)
+        for name, _ in EXPERTS
+        for rank in range(2)
+    }
+    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    wanted = {**held(shared), **experts}
+    same(found, {name: cast(tensor, torch.float32) for name, tensor in wanted.items()})
+
+
+def test_experts_that_a_training_script_speaks_of_are_looked_for(tmp_path: Path) -> None:
+    source = write(Job(client_state={"num_experts": [2]}), tmp_path / "run")
+    with pytest.raises(UnsupportedError, match=r"layer_0_expert_0_.*: missing, although"):
+        streamshard.export(source, tmp_path / "out")
+
+
+def test_what_only_the_files_of_experts_hold_is_not_left_out(tmp_path: Path) -> None:
+    source = write(EXPERT, tmp_path / "run")
+    streamshard.convert(source, tmp_path / "run.zarr")
+    with pytest.raises(UnsupportedError, match="with 'streamshard repartition', export these"):
+        streamshard.export(tmp_path / "run.zarr", tmp_path / "out")
+    streamshard.repartition(tmp_path / "run.zarr", tmp_path / "again")
+    streamshard.export(tmp_path / "again", tmp_path / "out")
+    frozen = {"moe.deepspeed_moe.experts.deepspeed_experts.3.old": torch.zeros(3)}
+    path = source / TAG / "layer_0_expert_3_mp_rank_00_model_states.pt"
+    edit(path, lambda content: content.update(frozen))
+    with pytest.raises(UnsupportedError, match=r"has 'moe\..*3\.old', and not trained weights"):
+        streamshard.export(source, tmp_path / "other")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

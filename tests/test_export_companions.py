@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 import streamshard
-from streamshard.engine.run.journal import Journal, Written
+from streamshard.engine.journals.journal import Journal, Written
 from streamshard.errors import IntegrityError, UnsupportedError
 from streamshard.operations.export import export_read_back
 from streamshard.operations.transfer.target import partial_of

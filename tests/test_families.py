@@ -138,6 +138,10 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     (run / TAG / "layer_0_expert_2_mp_rank_00_model_states.pt").unlink()
     with pytest.raises(IncompleteError, match=r"expert_2_mp_rank_00_model_states\.pt: missing"):
         streamshard.inspect(run)
+    for path in (run / TAG).glob("layer_*"):
+        path.unlink()
+    with pytest.raises(IncompleteError, match=r"expert_0_mp_rank_00_model_states\.pt: missing"):
+        streamshard.inspect(run)
 
 
 def test_a_torn_expert_file_is_noticed(tmp_path: Path) -> None:
@@ -167,10 +171,17 @@ def test_inspect_counts_ranks_parts_and_experts(
     found = json.loads(capsys.readouterr().out)
     counted = [found[key] for key in ("data_parallel", "model_parallel", "expert_parallel")]
     assert (found["world_size"], counted) == (8, [4, 2, 2])
+    assert (found["tensor_parallel"], found["pipeline_parallel"]) == (2, 1)
     names = [found["parameters"][-k]["name"] for k in (1, 2, 3, 4)]
     assert len(set(names)) == 4
     assert main(["inspect", str(run)]) == 0
-    assert "mp_rank_01, expert rank 1" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert main(["inspect", str(run), "--svg", str(tmp_path / "cut.svg")]) == 0
+    assert "mp_rank_01, expert rank 1" in shown
+    drawn, degrees = (tmp_path / "cut.svg").read_text(), "4 data-parallel x 2 tensor-parallel, exp"
+    assert f"world size 8: {degrees}erts over 2" in shown
+    assert f"saved by 8 ranks: {degrees}erts over 2" in drawn
+    assert "mp_rank_01 (tensor rank 1 of 2), param group 2, expert rank 1 of 2" in drawn
 
 
 def test_experts_stay_out_of_stage_3(tmp_path: Path) -> None:

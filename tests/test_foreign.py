@@ -126,14 +126,6 @@ def fsdp(place: Path) -> Path:
     return place
 
 
-def accelerate_fsdp(place: Path) -> Path:
-    """Save as Accelerate does with FSDP: a directory for the model, another for the optimizer."""
-    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
-        fsdp(place / name)
-    torch.save({}, place / "random_states_0.pkl")
-    return place
-
-
 def megatron(place: Path) -> Path:
     """Save as Megatron does by itself."""
     shard = place / "iter_0000100" / "mp_rank_00"
@@ -184,17 +176,14 @@ def dumps(place: Path) -> Path:
 
 
 UNIVERSAL = r"a DeepSpeed universal checkpoint.*load_universal.*that it was made from"
-DISTRIBUTED = r"a checkpoint of torch\.distributed\.checkpoint, as FSDP saves it"
+DISTRIBUTED = r"one file of a distributed checkpoint of PyTorch"
 NOTHING_CUT = r"nothing in it depends on the count of ranks"
 DIRECTORIES: list[tuple[Callable[[Path], Path], str]] = [
     (universal, UNIVERSAL),
     (lambda place: universal(place, stage=3), UNIVERSAL),
     (universal_run, UNIVERSAL),
-    (fsdp, DISTRIBUTED),
-    (accelerate_fsdp, DISTRIBUTED),
     (megatron, r"a checkpoint in Megatron's own format"),
     (megatron_distributed, r"a checkpoint in Megatron's own format"),
-    (safetensors, rf"a model's weights without an optimizer's state; {NOTHING_CUT}"),
     (adapter, rf"a model's weights without an optimizer's state; {NOTHING_CUT}"),
     (trainer_without_deepspeed, rf"saved without ZeRO; {NOTHING_CUT}"),
     (dumps, r"raw dumps of the optimizer; .*'\S*/optimizer\.\{rank:02d\}\.pt'"),

@@ -13,16 +13,17 @@ import streamshard
 
 ROOT = Path(streamshard.__file__).parent
 FLOORS: dict[str, int] = {
-    "model": 0, "errors": 0, "sizes": 0, "defaults": 0,
+    "model": 0, "errors": 0, "sizes": 0, "defaults": 0, "batches": 0,
     "layout": 1, "drawing": 1, "io": 1,
     "engine": 2, "formats": 2,
-    "operations": 3,
+    "operations": 3, "cluster": 3,
     "": 4, "cli": 4, "live": 4,
     "__main__": 5, "deepspeed": 5,
 }  # fmt: skip
 """Floor of every room and of every module beside them; the package itself has the empty name."""
 INNER: dict[str, tuple[str, ...]] = {
-    "engine.numeric": ("engine.run", "engine.scan"),
+    "engine.numeric": ("engine.jobs", "engine.run", "engine.scan"),
+    "engine.jobs": ("engine.run", "engine.scan"),
     "engine.run": ("engine.scan",),
     "formats.pickle": ("formats.torch", "formats.deepspeed", "formats.zarr"),
     "formats.torch": ("formats.deepspeed", "formats.zarr"),

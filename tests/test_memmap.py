@@ -20,6 +20,7 @@ import streamshard
 from streamshard import LazyTensor
 from streamshard.errors import CorruptFileError, IntegrityError, UsageError
 from tests.fabricated import load, write
+from tests.held import descriptor_limit, open_files
 from tests.job import TAG, Job, expected, stand_ins, values
 from tests.verify.conftest import DUMPS, write_dumps
 
@@ -258,17 +259,13 @@ def test_more_tensors_than_files_may_be_open_are_mapped(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with streamshard.open(tmp_path / "run.zarr") as ckpt:
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (open_files() + 70, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (descriptor_limit(70), hard))
             found = {name: ckpt[name].exp_avg.memmap() for name in names}
             found |= {f"{name}/": ckpt[name].fp32.memmap() for name in names}
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for name in names:
             assert np.array_equal(found[name], values("exp_avg", name, (3,)).numpy())
-
-
-def open_files() -> int:
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 def maps_of(run: Path) -> int:

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 import streamshard as api
-from streamshard.engine.run.journal import Journal, Written
+from streamshard.engine.journals.journal import Journal, Written
 from streamshard.errors import StreamshardError, TargetExistsError
 from streamshard.operations.native import storage_regions
 from tests.cli.conftest import tree

@@ -81,6 +81,9 @@ CASES: dict[str, Callable[[Path], TransferPlan]] = {
     "universal": lambda place: streamshard.plan_export(
         write(Job(stage=3), place / "run"), place / "out", format="universal"
     ),
+    "dcp": lambda place: streamshard.plan_export(
+        write(Job(stage=3), place / "run"), place / "out", format="dcp", dtype="bf16", ranks=2
+    ),
 }
 
 

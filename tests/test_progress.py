@@ -294,10 +294,10 @@ def test_a_run_tells_of_all_its_bytes_and_phases(tmp_path: Path, codec: str) -> 
     run = write(Job(stage=2), tmp_path / "run")
     told = Told()
     done = streamshard.convert(run, tmp_path / "a.zarr", codec=codec, progress=told)
-    assert told.total == done.bytes_written
-    # What is known of the manifest beforehand is its size without compression.
+    # What is known beforehand of chunks and of the manifest is their size without compression.
     assert 0.9 * told.total < told.done <= told.total
-    assert codec != "none" or told.done == told.total
+    assert 0.9 * told.total < done.bytes_written <= told.total
+    assert codec != "none" or told.done == told.total == done.bytes_written
     assert told.phases == ["writing", "syncing", "writing", "syncing", "committing"]
     told = Told()
     resharded = streamshard.repartition(
@@ -311,7 +311,7 @@ def test_a_run_tells_of_all_its_bytes_and_phases(tmp_path: Path, codec: str) -> 
     assert 0 < compared == total <= size
 
 
-@pytest.mark.parametrize("form", ["safetensors", "torch", "universal"])
+@pytest.mark.parametrize("form", ["safetensors", "torch", "universal", "dcp"])
 def test_an_export_that_is_verified_tells_of_each_phase(tmp_path: Path, form: str) -> None:
     run = write(Job(stage=2), tmp_path / "run")
     told = Told()

@@ -27,6 +27,7 @@ from tests.job import TAG, Job, Keepsake
 ROOT = Path(streamshard.__file__).parent.parent
 
 SURFACE = [
+    "CompactStatus",
     "CompactedTag",
     "Compaction",
     "DiffReport",
@@ -35,6 +36,7 @@ SURFACE = [
     "Inspection",
     "LazyTensor",
     "NamedGlobal",
+    "Night",
     "OpenCheckpoint",
     "Outlook",
     "Parameter",
@@ -44,11 +46,14 @@ SURFACE = [
     "Report",
     "StateDiff",
     "StreamshardError",
+    "TagStatus",
     "TensorDiff",
     "Verification",
     "compact",
+    "compact_status",
     "convert",
     "diff",
+    "executor",
     "export",
     "inspect",
     "list_pickles",
@@ -60,7 +65,7 @@ SURFACE = [
     "repartition",
     "verify",
 ]
-ONE_SOURCE = ("inspect", "list_pickles", "load_plan", "open", "verify")
+ONE_SOURCE = ("executor", "inspect", "list_pickles", "load_plan", "open", "verify")
 """Functions that take nothing else by position; others take a target, or a second source."""
 
 
@@ -125,6 +130,7 @@ CODES = {
     errors.TargetError: 4,
     errors.MemoryLimitError: 5,
     errors.IntegrityError: 6,
+    errors.ClusterError: 7,
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import streamshard
-from streamshard.engine.run import runner
+from streamshard.engine.run import span_writer
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.window import Window
 from streamshard.engine.run.work import Span, SpanResult
@@ -24,7 +24,7 @@ from streamshard.formats.deepspeed.write.zero_writer import (
     WholeImages,
 )
 from streamshard.io.sink import Sink
-from streamshard.operations.export import weight_files
+from streamshard.operations.export import dcp_files, weight_files
 from streamshard.operations.native import storage_regions
 from tests import far_worker
 from tests.cli.conftest import tree
@@ -92,7 +92,8 @@ def pool() -> Iterator[ProcessPoolExecutor]:
 def far(pool: ProcessPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> Far:
     """Another process; files are cut into many spans."""
     monkeypatch.setattr(storage_regions, "_SPAN_BYTES", SPAN_BYTES)
-    monkeypatch.setattr(weight_files, "_SPAN_BYTES", SPAN_BYTES)
+    monkeypatch.setattr(weight_files, "SPAN_BYTES", SPAN_BYTES)
+    monkeypatch.setattr(dcp_files, "SPAN_BYTES", SPAN_BYTES)
     return Far(pool)
 
 
@@ -156,6 +157,7 @@ CASES: dict[str, Callable[[Path, Path], streamshard.Report]] = {
     "safetensors": weights(dtype="fp16", max_shard_size=2 * SPAN_BYTES),
     "torch": weights(dtype="fp16", format="torch"),
     "universal": weights(format="universal"),
+    "dcp": weights(dtype="fp16", format="dcp", ranks=2),
 }
 
 
@@ -173,11 +175,11 @@ def test_another_process_writes_the_same(
     (tmp_path / "far").mkdir()
     wanted = CASES[case](tmp_path / "near", tmp_path / "near" / "out")
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "Window", far.window)
+        patch.setattr(span_writer, "Window", far.window)
         for kind in (WholeImages, NativeImages, DumpImages, UniversalImages):
             patch.setattr(kind, "all", of_a_copy(kind.all))
         found = CASES[case](tmp_path / "far", tmp_path / "far" / "out")
     assert tree(tmp_path / "far" / "out") == tree(tmp_path / "near" / "out")
     assert far.spans
     assert (found.bytes_written, found.overflowed) == (wanted.bytes_written, wanted.overflowed)
-    assert bool(found.overflowed) == (case in ("safetensors", "torch"))
+    assert bool(found.overflowed) == (case in ("safetensors", "torch", "dcp"))

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import streamshard as api
-from streamshard.engine.run.journal import Journal, Written
+from streamshard.engine.journals.journal import Journal, Written
 from streamshard.errors import StreamshardError
 from streamshard.io import sink
 from streamshard.io.readable import read_into
-from streamshard.operations.export import weight_files
+from streamshard.operations.export import dcp_files, weight_files
 from streamshard.operations.native import storage_regions
 from tests.cli.conftest import tree
 from tests.fabricated import write
@@ -66,7 +66,12 @@ def export_torch(run: Path, out: Path) -> api.Report:
     return api.export(run, out, format="torch")
 
 
-@pytest.mark.parametrize("make", [repartition, convert, export, export_torch])
+def export_dcp(run: Path, out: Path) -> api.Report:
+    """Make two files of some spans, and count what becomes infinite."""
+    return api.export(run, out, format="dcp", dtype="fp16", ranks=2)
+
+
+@pytest.mark.parametrize("make", [repartition, convert, export, export_torch, export_dcp])
 def test_a_run_goes_on_after_any_span(
     run: Path,
     tmp_path: Path,
@@ -74,7 +79,8 @@ def test_a_run_goes_on_after_any_span(
     make: Callable[[Path, Path], api.Report],
 ) -> None:
     monkeypatch.setattr(storage_regions, "_SPAN_BYTES", SPAN_BYTES)
-    monkeypatch.setattr(weight_files, "_SPAN_BYTES", SPAN_BYTES)
+    monkeypatch.setattr(weight_files, "SPAN_BYTES", SPAN_BYTES)
+    monkeypatch.setattr(dcp_files, "SPAN_BYTES", SPAN_BYTES)
     undisturbed = make(run, tmp_path / "whole")
     whole, note = tree(tmp_path / "whole"), Journal.note
     for most in itertools.count():

@@ -160,6 +160,11 @@ REFUSED: list[tuple[Callable[[Path, Path], object], type[Exception], str]] = [
         "DeepSpeed loads it as it is on any count of ranks",
     ),
     (
+        lambda run, out: streamshard.export(run, out, format="dcp", dtype="bf16"),
+        UnsupportedError,
+        "export the weights alone, as safetensors",
+    ),
+    (
         lambda run, out: streamshard.export(run, out, dtype="fp32"),
         UsageError,
         "export them with --dtype bf16",

@@ -7,13 +7,15 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from inspect import Parameter, signature
+from pathlib import Path
 from typing import Any, Final
 
 from streamshard.cli.completion import completion_script
+from streamshard.cli.notice import notify, require_command
 from streamshard.cli.options import require_sense
 from streamshard.cli.parser import arguments_of, parse_command
 from streamshard.cli.progress import display
@@ -28,6 +30,7 @@ from streamshard.cli.text.tables import (
     printable,
     report_text,
     verification_text,
+    worker_text,
 )
 from streamshard.errors import (
     IntegrityError,
@@ -39,6 +42,8 @@ from streamshard.errors import (
 from streamshard.io.throttle import yield_to_others
 from streamshard.operations import apply
 from streamshard.operations.compact import compact
+from streamshard.operations.compact.many_runs import runs_like
+from streamshard.operations.compact.night_record import Night, ended
 from streamshard.operations.diff import diff
 from streamshard.operations.inspect import inspect, pickle_report, remains
 from streamshard.operations.inspect.inspect_report import (
@@ -79,7 +84,8 @@ def _run(arguments: argparse.Namespace) -> int:
     """Run one verb to its end; returns the exit code."""
     try:
         require_sense(arguments)
-        _VERBS[arguments.verb](arguments)
+        with _cluster(arguments):
+            _VERBS[arguments.verb](arguments)
         sys.stdout.flush()
     except StreamshardError as error:
         _tell(f"streamshard: {error}", error)
@@ -87,6 +93,21 @@ def _run(arguments: argparse.Namespace) -> int:
     except BrokenPipeError:
         give_up(sys.stdout)  # the reader has gone
     return 0
+
+
+@contextmanager
+def _cluster(arguments: argparse.Namespace) -> Iterator[None]:
+    """Let a verb run on the cluster of `--dask`; with `--verbose`, tell what each worker did."""
+    address = getattr(arguments, "dask", None)
+    if address is None:
+        yield
+        return
+    from streamshard.cluster.connections import executor  # not at the top: it is an extra
+
+    with executor(address, workers=arguments.workers) as chosen:
+        yield
+        if arguments.verbose:
+            print(printable(worker_text(chosen.rates)), file=sys.stderr)
 
 
 def _print(text: str) -> None:
@@ -217,8 +238,51 @@ def _apply(arguments: argparse.Namespace) -> None:
 
 
 def _compact(arguments: argparse.Namespace) -> None:
+    runs = runs_like(arguments.source, arguments.target)
+    if arguments.status:
+        _compact_status(runs or [(arguments.source, arguments.target)], arguments)
+        return
+    if arguments.notify is not None:
+        require_command(arguments.notify)
     yield_to_others()
+    nights: list[Night] = []
+    try:
+        if runs is None:
+            code = _compact_run(arguments, nights)
+        elif arguments.undelete or arguments.purge or arguments.acknowledge:
+            raise UsageError(f"{arguments.source}: to name tags, give the one run that they are of")
+        else:
+            codes = [_compact_one_of_many(arguments, nights, *run) for run in runs]
+            code = next(filter(None, codes), 0)
+    except StreamshardError:
+        _notify(nights, arguments)
+        raise
+    _notify(nights, arguments)
+    if code:
+        raise SystemExit(code)
+
+
+def _compact_one_of_many(
+    arguments: argparse.Namespace, nights: list[Night], run: Path, archive: Path
+) -> int:
+    """Compact one of several runs; an error is reported, and stops no other run."""
+    one = argparse.Namespace(**{**vars(arguments), "source": str(run), "target": str(archive)})
+    try:
+        return _compact_run(one, nights, indent=None)
+    except StreamshardError as error:
+        if arguments.json:
+            document = {"run_dir": one.source, "archive_dir": one.target, "error": str(error)}
+            _print(json.dumps(document))
+        elif not arguments.quiet:
+            _print(printable(f"{run}: nothing was done"))
+        print(printable(f"streamshard: {error}"), file=sys.stderr)
+        return error.exit_code
+
+
+def _compact_run(arguments: argparse.Namespace, nights: list[Night], indent: int | None = 2) -> int:
+    """Compact one run, and return the exit code; its outcome is added to `nights`."""
     options = _keywords(compact.compact, arguments)
+    night = Night(arguments.source, arguments.target)
     try:
         with _progress(arguments) as progress:
             found = compact.compact(
@@ -226,16 +290,61 @@ def _compact(arguments: argparse.Namespace) -> None:
             )
     except TargetLockedError as error:
         if arguments.quiet:
-            raise SystemExit(error.exit_code) from error
+            return error.exit_code
         raise
+    except StreamshardError as error:
+        nights.append(ended(night, (), error))
+        raise
+    nights.append(ended(night, found.tags, None))
     if arguments.json:
-        _print(json.dumps(asdict(found), indent=2))
+        _print(json.dumps(asdict(found), indent=indent))
     elif not arguments.quiet:
         _print(printable(compaction_text(found, verbose=arguments.verbose)))
-    if found.problems:
-        for tag in found.problems:
-            print(printable(f"streamshard: {tag.tag}: {tag.action}: {tag.reason}"), file=sys.stderr)
-        raise SystemExit(found.exit_code)
+    for tag in found.problems:
+        where = "" if indent else f"{found.run_dir}: "
+        print(
+            printable(f"streamshard: {where}{tag.tag}: {tag.action}: {tag.reason}"), file=sys.stderr
+        )
+    return found.exit_code
+
+
+def _notify(nights: Sequence[Night], arguments: argparse.Namespace) -> None:
+    """Run the command of `--notify` if a night needs somebody."""
+    by_hand = arguments.undelete or arguments.purge or arguments.acknowledge
+    wanting = [night for night in nights if night.needs_somebody]
+    if arguments.notify is None or arguments.dry_run or by_hand or not wanting:
+        return
+    problem = notify(arguments.notify, wanting)
+    if problem:
+        print(printable(f"streamshard: {problem}"), file=sys.stderr)
+
+
+def _compact_status(
+    runs: Sequence[tuple[str | Path, str | Path]], arguments: argparse.Namespace
+) -> None:
+    # Not at the top: a night needs none of it.
+    from streamshard.cli.text.status_text import prometheus_text, status_text
+    from streamshard.operations.compact.compact_status import compact_status
+
+    found, errors = [], list[StreamshardError]()
+    for run, archive in runs:
+        try:
+            found.append(compact_status(run, archive))
+        except StreamshardError as error:
+            errors.append(error)
+    errors += [SourceError(problem) for status in found for problem in status.problems]
+    if arguments.json:
+        indent = 2 if len(runs) == 1 else None
+        for status in found:
+            _print(json.dumps(asdict(status), indent=indent))
+    elif arguments.prometheus:
+        _print(prometheus_text(found))
+    elif not arguments.quiet and found:
+        _print(printable("\n\n".join(map(status_text, found))))
+    for other in errors[1:]:
+        _tell(f"streamshard: {other}", other)
+    if errors:
+        raise errors[0]
 
 
 def _completion(arguments: argparse.Namespace) -> None:

@@ -1,11 +1,11 @@
 """Options of the command line that several verbs share, and the checks of their values."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from streamshard import sizes
 from streamshard.defaults import DEFAULT_MIN_AGE, PROGRESS_MODES
@@ -33,6 +33,12 @@ def add_keeping_options(verb: argparse.ArgumentParser) -> None:
         default=[],
         metavar="PATTERN",
         help="leave tags of such names too, as often as needed: 'release-*' [none]",
+    )
+    verb.add_argument(
+        "--tags",
+        metavar="PATTERN",
+        help="consider only tags that match this, relative to RUN_DIR: 'run*/global_step*'; others "
+        "are neither touched nor counted [all]",
     )
     verb.add_argument(
         "--min-age",
@@ -82,6 +88,12 @@ def add_resource_options(verb: argparse.ArgumentParser) -> None:
         "most 16; 8 with object stores; fewer where memory is tight]",
     )
     verb.add_argument(
+        "--dask",
+        metavar="ADDRESS",
+        help="run on a Dask cluster: tcp://scheduler:8786, the path of a scheduler file (*.json), "
+        "or local:N for N processes with --workers threads each [threads of this process]",
+    )
+    verb.add_argument(
         "--progress",
         dest="progress_mode",
         choices=PROGRESS_MODES,
@@ -115,8 +127,7 @@ def add_moving_options(verb: argparse.ArgumentParser, *, resumes: bool = False) 
     verb.add_argument(
         "--verify",
         action="store_true",
-        help="read back from disk what was written, and compare it with SRC before it takes its "
-        "place",
+        help="read back what was written, and compare it with SRC before it takes its place",
     )
 
 
@@ -199,5 +210,20 @@ def require_sense(arguments: argparse.Namespace) -> None:
     if plan_out is not None and arguments.if_needed:
         message = f"--plan-out {plan_out}: saves what is to be written, whether it is needed or not"
         raise UsageError(f"{message}; leave --if-needed out")
+    _require_status_alone(given)
     if given["print_path"] and arguments.json:
         raise UsageError("--print-path: is the key 'path' of --json; leave one of them out")
+
+
+def _require_status_alone(given: Mapping[str, Any]) -> None:
+    """Refuse options that say what a night is to do beside one that only reports."""
+    if not given.get("status"):
+        if given.get("prometheus"):
+            raise UsageError("--prometheus: is a form of --status; give both")
+        return
+    if given["prometheus"] and given["json"]:
+        raise UsageError("--prometheus and --json: are two forms of --status; give one of them")
+    for name in ("delete", "dry_run", "notify", "undelete", "purge", "acknowledge"):
+        if given[name]:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"--status: only reports; leave {option} out")

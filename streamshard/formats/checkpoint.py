@@ -128,6 +128,12 @@ class Family:
         wrapped: Mapping[str, Node] = state.get(names.BASE_OPTIMIZER) or state[names.OPTIMIZER]
         return wrapped
 
+    @property
+    def trains_experts(self) -> bool:
+        """Whether some param group is of experts, each of which has a file of its own."""
+        groups = self.wrapped_optimizer["param_groups"] if self.groups else []
+        return any(group.get(names.IS_EXPERTS) is True for group in groups)
+
     def is_muon(self, group: ParamGroup) -> bool:
         """Tell whether DeepSpeed's Muon trains a group, and not its auxiliary Adam."""
         return self.wrapped_optimizer["param_groups"][group.number].get(names.IS_MUON) is True
@@ -191,6 +197,12 @@ class Checkpoint:
     """`Accelerator.step`, which Accelerate saves with each rank's random state."""
     dropped: Dropped | None = None
     """States that were dropped on request; None if the checkpoint is complete."""
+    foreign: str = ""
+    """What it is, if it is not of DeepSpeed: then it holds no training state of an engine."""
+    saved_parts: int | None = None
+    """Count of the families that its files have, where the model was cut anew; else None."""
+    unrecorded: tuple[str, ...] = ()
+    """What a job needs that neither its files nor the config of a job tell, if it is foreign."""
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -217,7 +229,8 @@ class Checkpoint:
     @property
     def ranks(self) -> int:
         """Count of ranks that trained the checkpoint."""
-        return self.layout.world_size * len(self.families) * self.replicas
+        parts = len(self.families) if self.saved_parts is None else self.saved_parts
+        return self.layout.world_size * parts * self.replicas
 
     @property
     def config(self) -> Mapping[str, Any]:

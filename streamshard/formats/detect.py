@@ -69,7 +69,7 @@ def file(path: Path) -> str | None:
     if _WEIGHTS.fullmatch(path.name):
         return f"a model's weights; {_NOTHING_CUT}"
     if _TORCH_DCP.fullmatch(path.name):
-        return f"one file of {_DCP}"
+        return f"one file of a distributed checkpoint of PyTorch; give its directory, {path.parent}"
     expected = path.suffix in (".pt", ".pth", ".bin", ".ckpt") and is_file(path)  # not a pipe
     return _torch_file(path) if expected else None
 
@@ -139,25 +139,18 @@ def _universal(path: Path) -> str | None:
     )
 
 
-_DCP: Final = (
-    "a checkpoint of torch.distributed.checkpoint, as FSDP saves it, which torch itself loads on "
-    "any count of ranks; only DeepSpeed's ZeRO needs resharding"
-)
+def is_megatron(path: Path) -> bool:
+    """Tell whether a directory holds files that only Megatron writes."""
+    return bool(_MEGATRON & _listed(path))
 
 
 def _megatron(path: Path) -> str | None:
-    if not any(_MEGATRON & _listed(place) for place in _with_children(path)):
+    if not any(map(is_megatron, _with_children(path))):
         return None
     return (
         "a checkpoint in Megatron's own format, not DeepSpeed's; only DeepSpeed's ZeRO is "
         "resharded here, Megatron's distributed checkpoints by Megatron when it loads them"
     )
-
-
-def _torch_dcp(path: Path) -> str | None:
-    places = [_listed(place) for place in _with_children(path)]
-    found = any(_TORCH_DCP.fullmatch(name) for listed in places for name in listed)
-    return _DCP if found else None
 
 
 def _dumps(path: Path) -> str | None:
@@ -185,7 +178,6 @@ def _weights(path: Path) -> str | None:
 _DIRECTORIES: Final[tuple[Callable[[Path], str | None], ...]] = (
     _universal,
     _megatron,
-    _torch_dcp,
     _weights,
     _dumps,
 )

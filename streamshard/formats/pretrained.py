@@ -34,6 +34,8 @@ _COME_ALONG: Final = (
     "additional_chat_templates/*.jinja",
 )
 """Names of configurations, tokenizers, processors and chat templates."""
+_OPTIMIZERS: Final = ("optimizer.pt", "optimizer.bin", "optimizer_[0-9]*")
+"""Names of an optimizer's state beside the weights, as HF Trainer and Accelerate save it."""
 _WEIGHTS: Final = tuple(
     f"{stem}{part}.{suffix}{index}"
     for stem, suffix in _STEMS.values()
@@ -83,6 +85,15 @@ def is_export(paths: Collection[str]) -> bool:
     """Tell whether the files of a directory are a model's weights and files copied with them."""
     weights = [path for path in paths if any(fnmatchcase(path, p) for p in _WEIGHTS)]
     return bool(weights) and all(path in weights or comes_along(path) for path in paths)
+
+
+def is_weights_only(names: Collection[str]) -> bool:
+    """Tell whether none of these files is an optimizer's state.
+
+    >>> is_weights_only(["model.safetensors", "x.md"]), is_weights_only(["optimizer.pt"])
+    (True, False)
+    """
+    return not any(fnmatchcase(name, p) for name in names for p in _OPTIMIZERS)
 
 
 def in_order_of_preference(paths: Sequence[str], tag: str) -> dict[str, str]:

@@ -1,7 +1,11 @@
 """Reads JSON that all readers interpret alike: in UTF-8, each key once, no NaN, not endless."""
 
 import json
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, NoReturn, TypeVar, cast
+
+T = TypeVar("T")
 
 
 def parse(data: bytes) -> Any:  # noqa: ANN401
@@ -16,6 +20,22 @@ def parse(data: bytes) -> Any:  # noqa: ANN401
         return json.loads(data.decode(), object_pairs_hook=_each_once, parse_constant=_refuse)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+
+
+def make(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Make a dataclass of plain values, and check those that are a number, a text or a flag.
+
+    Raises
+    ------
+    TypeError, ValueError
+        There is another key, one is missing, or a value has another type.
+    """
+    made: Any = kind(**values)
+    for one in fields(made):
+        value = getattr(made, one.name)
+        if one.type in (bool, int, str) and type(value) is not one.type:
+            raise ValueError(f"{one.name} is {value!r:.80}")
+    return cast(T, made)
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

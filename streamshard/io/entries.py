@@ -71,11 +71,6 @@ def list_ahead(root: Path) -> None:
         keep_tree(root)
 
 
-def read_ahead(paths: Iterable[Path]) -> None:
-    """Read small files side by side, where each takes a request; see `listings_kept`."""
-    OBJECTS.read_ahead(path for path in paths if is_object(path))
-
-
 def examine(path: Path, *, follows: bool = True) -> Status:
     """Return the status of what is at a path.
 

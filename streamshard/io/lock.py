@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from streamshard.errors import TargetLockedError
-from streamshard.io.file_system import LOCAL, file_system_of
+from streamshard.io.file_system import LOCAL, boot_id, file_system_of
 
 _NO_LINKS: Final = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL}
 """Errors of os.link on file systems without hard links."""
@@ -49,7 +49,7 @@ class Holder:
             host=socket.gethostname(),
             process=os.getpid(),
             since=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
-            boot=_read_text("/proc/sys/kernel/random/boot_id"),
+            boot=boot_id(),
             namespace=_namespace(),
             started=_start_time(os.getpid()),
         )

@@ -184,7 +184,7 @@ class Entry:
     is_directory: bool
     is_link: bool
     known: Status | None = None
-    """Status, if the listing told it."""
+    """Status, if it is part of the listing."""
 
     @property
     def name(self) -> str:

@@ -13,10 +13,10 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Protocol
 
 from streamshard.io.direct_io import BLOCK_BYTES, LEAST_BYTES, open_direct
-from streamshard.io.entries import entries_below, is_real_directory, lexists
+from streamshard.io.entries import is_real_directory
 from streamshard.io.objects.object_changes import copy_object, move_below, remove_below
 from streamshard.io.objects.object_path import ObjectPath
 from streamshard.io.objects.object_upload import (
@@ -27,10 +27,6 @@ from streamshard.io.objects.object_upload import (
     upload_bytes,
 )
 from streamshard.io.readable import open_to_read, read_into
-
-_ENDLESS: Final = 1 << 62
-_BLOCK_BYTES: Final = 512
-"""The unit of st_blocks in stat(2), whatever the block size of the file system."""
 
 
 class Sink(Protocol):
@@ -90,6 +86,10 @@ class LocalSink:
         """Read back what is written; returns the bytes read, fewer only at the file's end."""
         return read_into(self.descriptor, view, offset)
 
+    def sync(self) -> None:
+        """Make what this process wrote durable, on another machine's disk too."""
+        os.fsync(self.descriptor)
+
     def finish(self, mode: int | None) -> None:
         """Complete the file, with permission bits where they matter."""
         if mode is not None:
@@ -120,6 +120,75 @@ def open_sink(path: Path, *, is_new: bool, nbytes: int, is_last: bool = False) -
     # Not for an existing file: the page cache may still hold its earlier pages.
     goes_past = is_new and nbytes >= LEAST_BYTES
     return LocalSink(descriptor, open_direct(path, descriptor) if goes_past else -1)
+
+
+def open_to_fill(path: Path, *, is_direct: bool) -> LocalSink:
+    """Open a local file that another process has made, to write a part of it.
+
+    Parameters
+    ----------
+    is_direct
+        Whether to write past the page cache, where that is faster: only if the file is new.
+    """
+    descriptor = open_target(path, is_new=False)
+    return LocalSink(descriptor, open_direct(path, descriptor) if is_direct else -1)
+
+
+class InnerPages:
+    """Writes only the whole pages of a part of a file, and keeps the bytes at its ends.
+
+    The page between two parts would have two writers. Over NFS, a machine may write back a page of
+    which it changed a part, as a whole and with what the rest was before.
+
+    Parameters
+    ----------
+    start, stop
+        The part of the file.
+    page_bytes
+        Largest page of all machines that write.
+    """
+
+    version = ""
+
+    def __init__(self, sink: LocalSink, start: int, stop: int, page_bytes: int) -> None:
+        self._sink = sink
+        self._start = -(-start // page_bytes) * page_bytes
+        self._stop = stop // page_bytes * page_bytes
+        if self._start >= self._stop:
+            self._start = self._stop = stop
+        self.ends: list[tuple[int, bytes]] = []
+        """(byte offset, bytes) of what is left to write."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Divisor by which a view in memory should be as far from a boundary as in the file."""
+        return self._sink.block_bytes
+
+    @property
+    def descriptor(self) -> int:
+        """Descriptor of the file."""
+        return self._sink.descriptor
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Write what is in whole pages of a view, and keep the rest; once more does no harm."""
+        end = offset + len(view)
+        start, stop = max(offset, self._start), min(end, self._stop)
+        if start < stop:
+            self._sink.write(view[start - offset : stop - offset], start)
+        for first, last in ((offset, min(end, self._start)), (max(offset, self._stop), end)):
+            if first < last:
+                self.ends.append((first, bytes(view[first - offset : last - offset])))
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Read back what is written; returns the bytes read, fewer only at the file's end."""
+        return self._sink.read_into(view, offset)
+
+    def finish(self, mode: int | None) -> None:
+        """Complete nothing: who made the file does."""
+
+    def close(self) -> None:
+        """Stop writing."""
+        self._sink.close()
 
 
 def upload_bytes_to(target: Path, largest_bytes: int) -> int:
@@ -316,18 +385,6 @@ def foreign_owner(path: Path) -> int | None:
         return None
     owner = path.stat().st_uid
     return None if os.geteuid() in (0, owner) else owner
-
-
-def free_bytes(directory: Path) -> int:
-    """Return the free space on the file system of a directory; a bucket has no end."""
-    return _ENDLESS if isinstance(directory, ObjectPath) else shutil.disk_usage(directory).free
-
-
-def allocated_bytes(root: Path) -> int:
-    """Return the space that what is below a directory takes on its file system."""
-    if isinstance(root, ObjectPath) or not lexists(root):
-        return 0
-    return sum(entry.path.lstat().st_blocks * _BLOCK_BYTES for entry in entries_below(root))
 
 
 @contextmanager

@@ -4,8 +4,9 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Final
 
 from streamshard.io.file_system import libc
@@ -17,21 +18,41 @@ _SET_IO_PRIORITY: Final = {"x86_64": 251, "aarch64": 30}
 """Number of ioprio_set(2), which has no function in the C library."""
 
 
+_HAS_WAITED: ContextVar[bool] = ContextVar("has waited", default=False)
+
+
+@contextmanager
+def waited_elsewhere() -> Iterator[None]:
+    """Count bytes without sleeping: whoever processed them kept to the rate."""
+    before = _HAS_WAITED.set(True)
+    try:
+        yield
+    finally:
+        _HAS_WAITED.reset(before)
+
+
 class Throttle:
     """Passes byte counts on to a callback, and sleeps if the rate is too high."""
 
-    def __init__(self, advance: Callable[[int], None], bytes_per_second: int) -> None:
+    def __init__(self, advance: Callable[[int], None], bytes_per_second: float | None) -> None:
         self._advance = advance
         self._rate = bytes_per_second
         self._lock = threading.Lock()
         self._free_at = time.monotonic()
 
+    def limit(self, bytes_per_second: float | None) -> None:
+        """Change the rate; None is no limit."""
+        with self._lock:
+            self._rate = bytes_per_second
+
     def advance(self, nbytes: int) -> None:
         """Count bytes; returns after the time that they may take."""
+        wait = 0.0
         with self._lock:
-            start = max(self._free_at, time.monotonic())
-            self._free_at = start + nbytes / self._rate
-            wait = self._free_at - time.monotonic()
+            if self._rate is not None and not _HAS_WAITED.get():
+                start = max(self._free_at, time.monotonic())
+                self._free_at = start + nbytes / self._rate
+                wait = self._free_at - time.monotonic()
         if wait > 0:
             time.sleep(wait)
         self._advance(nbytes)

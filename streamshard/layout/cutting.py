@@ -1,18 +1,21 @@
 """Where every element of every logical tensor lies, and the copies that move a range of elements.
 
-Every layout that this project knows is a *regular* cut. A tensor's elements, shifted by the
-position of its first element in the sequence that was cut, fall into pieces of equal length, and
-piece k lies at a known place. ZeRO-1/2 cuts a flat group into partitions, ZeRO-3 a parameter into
-shards, Zarr a tensor into chunks; a tensor that is not cut is one piece. So a cutting is a few
-integers per tensor and one (file, offset) per piece. Array arithmetic finds the fragments of any
-range, and no list of all fragments is ever in memory.
+Most layouts are *regular* cuts. A tensor's elements, shifted by the position of its first element
+in the sequence that was cut, fall into pieces of equal length, and piece k lies at a known place.
+ZeRO-1/2 cuts a flat group into partitions, ZeRO-3 a parameter into shards, Zarr a tensor into
+chunks; a tensor that is not cut is one piece. So a cutting is a few integers per tensor and one
+(file, offset) per piece. Meshes of devices cut tensors into boxes instead, see `boxes`. Either way,
+array arithmetic finds the fragments of any range, and no list of all fragments is ever in memory.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from streamshard.layout.boxes import Boxes, BoxGrid, gather
 from streamshard.layout.zero import FlatGroup
 from streamshard.model import Copies, Slot
 
@@ -37,7 +40,7 @@ class Cutting:
     origin: Ints
     """Position of the tensor's first element in the sequence that was cut into pieces."""
     piece_numel: Ints
-    """Elements per piece."""
+    """Elements per piece; for boxes, elements per run, on average."""
     itemsize: Ints
     """Bytes per element."""
     lead: Ints
@@ -47,10 +50,102 @@ class Cutting:
     file: Ints
     offset: Ints
     """Byte offset of the piece in its file."""
+    boxes: Boxes | None = None
+    """How tensors are cut that are cut into boxes; None if there are none."""
+    grid: Ints | None = None
+    """Row in `boxes` of each tensor, -1 for one that is not cut into boxes; None without boxes."""
+    of: "Cutting | None" = None
+    """Where the pieces lie, if these are not parts of files but of other logical tensors. Then
+    `file` is a row of it, and `offset` counts bytes of that tensor."""
 
     def locate(self, segments: Segments, *, target_itemsize: int) -> Copies:
-        """Find the copies that fill the given segments, one per piece that a segment crosses."""
+        """Find the copies that fill the given segments, one per piece that a segment crosses.
+
+        Tensors that are cut into boxes need one per run.
+        """
+        found = self._pieces_of(segments, target_itemsize)
+        if self.of is None:
+            return found
+        itemsize = self.of.itemsize[found.file]
+        start = found.source // itemsize
+        inner = Segments(found.file, start, start + found.nbytes // itemsize, found.target)
+        return self.of.locate(inner, target_itemsize=target_itemsize)
+
+    def _pieces_of(self, segments: Segments, target_itemsize: int) -> Copies:
         keep = np.flatnonzero(segments.stop > segments.start)
+        if self.boxes is None or self.grid is None:
+            return self._regular(segments, keep, target_itemsize)[1]
+        is_boxed = self.grid[segments.tensor[keep]] >= 0
+        rows, copies = self._regular(segments, keep[~is_boxed], target_itemsize)
+        if not is_boxed.any():
+            return copies
+        boxed_rows, boxed = self._boxed(
+            self.boxes, self.grid, segments, keep[is_boxed], target_itemsize
+        )
+        order = np.argsort(np.concatenate([rows, boxed_rows]), kind="stable")
+        return Copies(
+            file=np.concatenate([copies.file, boxed.file])[order],
+            source=np.concatenate([copies.source, boxed.source])[order],
+            target=np.concatenate([copies.target, boxed.target])[order],
+            nbytes=np.concatenate([copies.nbytes, boxed.nbytes])[order],
+        )
+
+    def with_files(self, files: Ints, nbytes: Ints) -> "Cutting":
+        """Add tensors of bytes behind the others, each of which is a whole file."""
+        zeros = np.zeros_like(files)
+        return self.with_places(files, zeros, nbytes, zeros + 1)
+
+    def with_places(self, files: Ints, offsets: Ints, numels: Ints, itemsizes: Ints) -> "Cutting":
+        """Add tensors behind the others, each of which is in one piece in a file."""
+        zeros, numbers = np.zeros_like(files), np.arange(len(files))
+        inner = None
+        if self.of is not None:
+            inner = self.of.with_places(files, offsets, numels, itemsizes)
+            files, offsets = numbers + len(self.of.origin), zeros
+        return replace(
+            self,
+            origin=np.append(self.origin, zeros),
+            piece_numel=np.append(self.piece_numel, np.maximum(numels, 1)),
+            itemsize=np.append(self.itemsize, itemsizes),
+            lead=np.append(self.lead, zeros),
+            first_piece=np.append(self.first_piece, numbers + len(self.file)),
+            file=np.append(self.file, files),
+            offset=np.append(self.offset, offsets),
+            grid=None if self.grid is None else np.append(self.grid, zeros - 1),
+            of=inner,
+        )
+
+    def runs(self, numels: Sequence[int]) -> Ints:
+        """Count the runs of each tensor that is cut into boxes; `numels` are their elements."""
+        if self.grid is None:
+            return np.zeros(len(numels), dtype=np.int64)
+        counts = np.asarray(numels, dtype=np.int64) // self.piece_numel + 1
+        return np.where(self.grid >= 0, counts, 0)
+
+    def pieces(self, tensors: Ints) -> Ints:
+        """Count the pieces of tensors that are cut into boxes; 0 for the others."""
+        if self.boxes is None or self.grid is None:
+            return np.zeros_like(tensors)
+        grid = self.grid[tensors]
+        return np.where(grid >= 0, self.boxes.pieces[grid], 0)
+
+    def _boxed(
+        self, boxes: Boxes, grid: Ints, segments: Segments, keep: Ints, target_itemsize: int
+    ) -> tuple[Ints, Copies]:
+        """Find the copies of segments of tensors in boxes, each with its segment's number."""
+        tensor, start = segments.tensor[keep], segments.start[keep]
+        runs = boxes.locate(grid[tensor], start, segments.stop[keep])
+        row, itemsize = keep[runs.row], self.itemsize[tensor[runs.row]]
+        copies = Copies(
+            file=self.file[runs.piece],
+            source=self.offset[runs.piece] + runs.within * itemsize,
+            target=segments.target[row] + (runs.start - segments.start[row]) * target_itemsize,
+            nbytes=runs.numel * itemsize,
+        )
+        return row, copies
+
+    def _regular(self, segments: Segments, keep: Ints, target_itemsize: int) -> tuple[Ints, Copies]:
+        """Find the copies of segments of regular cuts, each with its segment's number."""
         tensor, start = segments.tensor[keep], segments.start[keep]
         stop, target = segments.stop[keep], segments.target[keep]
         origin, piece = self.origin[tensor], self.piece_numel[tensor]
@@ -64,12 +159,13 @@ class Cutting:
         upper = np.minimum(stop[row], piece_start + piece[row])
         where = self.first_piece[tensor[row]] + k
         itemsize = self.itemsize[tensor[row]]
-        return Copies(
+        copies = Copies(
             file=self.file[where],
             source=self.offset[where] + self.lead[tensor[row]] + (lower - piece_start) * itemsize,
             target=target[row] + (lower - start[row]) * target_itemsize,
             nbytes=(upper - lower) * itemsize,
         )
+        return keep[row], copies
 
 
 class CuttingBuilder:
@@ -84,6 +180,7 @@ class CuttingBuilder:
         self._first = np.full(count, -1, dtype=np.int64)
         self._slots: list[Slot] = []
         self._pieces = 0
+        self._grids: dict[int, BoxGrid] = {}
 
     def slot(self, slot: Slot) -> int:
         """Add the places of consecutive pieces; returns their number for `place`."""
@@ -101,13 +198,21 @@ class CuttingBuilder:
         self._origin[tensor] = origin
         self._lead[tensor] = lead
 
+    def place_boxes(self, tensor: int, slot: int, grid: BoxGrid) -> None:
+        """Record that a tensor is cut into boxes, which are the pieces of a slot."""
+        numel = math.prod(grid.shape)
+        self.place(tensor, slot, piece_numel=numel // grid.runs)
+        if not grid.is_one_holder:
+            self._grids[tensor] = grid
+
     def missing(self) -> Ints:
         """Return the tensors without a place."""
         return np.flatnonzero(self._first < 0)
 
-    def build(self) -> Cutting:
-        """Freeze what was collected."""
+    def build(self, of: Cutting | None = None) -> Cutting:
+        """Freeze what was collected; `of` is where the pieces lie, if these are of tensors."""
         empty = [np.zeros(0, dtype=np.int64)]
+        boxes, grid = self._boxes()
         return Cutting(
             origin=self._origin,
             piece_numel=self._piece,
@@ -116,7 +221,17 @@ class CuttingBuilder:
             first_piece=self._first,
             file=np.concatenate([s.files for s in self._slots] or empty),
             offset=np.concatenate([s.offsets for s in self._slots] or empty),
+            boxes=boxes,
+            grid=grid,
+            of=of,
         )
+
+    def _boxes(self) -> tuple[Boxes | None, Ints | None]:
+        if not self._grids:
+            return None, None
+        grid = np.full_like(self._first, -1)
+        grid[list(self._grids)] = np.arange(len(self._grids))
+        return gather(list(self._grids.values()), self._first[list(self._grids)].tolist()), grid
 
 
 def coalesce(copies: Copies, *, target_itemsize: int, itemsize: int) -> Copies:

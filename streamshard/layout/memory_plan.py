@@ -37,8 +37,13 @@ class MemoryPlan:
     @property
     def projected_bytes(self) -> int:
         """Upper bound of the run's peak resident memory."""
+        return self.floor_bytes + self.metadata_bytes + self.process_bytes
+
+    @property
+    def process_bytes(self) -> int:
+        """Memory that a process with all workers takes besides the floor and the metadata."""
         per_worker = self.window_bytes + SCRATCH_BYTES + self.codec_bytes + self.requests_bytes
-        return self.floor_bytes + self.metadata_bytes + self.workers * per_worker + SLACK_BYTES
+        return self.workers * per_worker + SLACK_BYTES
 
 
 def plan_memory(

@@ -110,13 +110,13 @@ class Agreement:
                     )
 
     def _require(self, error: Exception | None) -> None:
-        told = None if error is None else (_kind(error), str(error) or repr(error))
+        own = None if error is None else (_kind(error), str(error) or repr(error))
         found: list[tuple[type[StreamshardError], str] | None]
         found = [None] * distributed.get_world_size()
         try:
-            distributed.all_gather_object(found, told)
+            distributed.all_gather_object(found, own)
         except RuntimeError as broken:
-            self._is_over = True  # no rank can be asked any more
+            self._is_over = True  # no rank can answer any more
             if error is not None:
                 raise error from broken
             message = "another rank has ended, or does not answer, while all load a checkpoint"

@@ -22,6 +22,8 @@ _GROUPS: Final = (
 
 _OWN_WORDS: Final = {
     "--world-size": "world size",
+    ": leave --expert-parallel out": "",
+    "--expert-parallel": "expert parallel size",
     "the given config": "the engine's config",
     "with --like": "with 'streamshard repartition --like'",
 }
@@ -85,8 +87,22 @@ def resharding_for(engine: Engine, opened: Source, world_size: int) -> Reshardin
     is_stageless = layout.bf16_optimizer and type(engine.optimizer).__name__ == "BF16_Optimizer"
     is_stageless = is_stageless and not ds_config.zero_stage(config)
     wanted = config if layout.stage and not is_stageless else None
+    experts = _expert_parallel_of(engine)
+    if experts == opened.checkpoint.expert_parallel:
+        experts = None
     with in_words_of_a_call(_OWN_WORDS):
-        return resharding_of(opened, world_size, wanted=wanted)
+        return resharding_of(opened, world_size, wanted=wanted, expert_parallel=experts)
+
+
+def _expert_parallel_of(engine: Engine) -> int | None:
+    """Return over how many ranks an engine spreads its experts; None if it is not one count.
+
+    Layers may have different counts. Then the optimizer's groups show whether they fit.
+    """
+    wrapped = getattr(engine.optimizer, "optimizer", None)
+    groups = [group for group in getattr(wrapped, "param_groups", ()) if group.get("moe") is True]
+    sizes = {engine.expert_parallel_group[group["name"]].size() for group in groups}
+    return int(sizes.pop()) if len(sizes) == 1 else None
 
 
 def place_of(engine: Engine) -> tuple[int, int]:

@@ -184,6 +184,7 @@ class Loading:
         if opened.checkpoint.is_dumps:
             message = f"{path}: raw dumps of an optimizer, without the model's files"
             raise UsageError(f"{message}: call load_optimizer with engine.optimizer")
+        opened.require_training_state()
         opened.require_states()
         return live_engine.resharding_for(self._engine, opened, distributed.get_world_size())
 

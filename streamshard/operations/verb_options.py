@@ -12,7 +12,14 @@ from dataclasses import dataclass, fields
 from functools import wraps
 from typing import Any, ParamSpec, Protocol, TypeVar, cast, get_type_hints
 
-from streamshard.defaults import CODECS, DEFAULT_CHUNK_BYTES, DEFAULT_SHARD_BYTES, DTYPES, FORMATS
+from streamshard.defaults import (
+    CODECS,
+    DEFAULT_CHUNK_BYTES,
+    DEFAULT_SHARD_BYTES,
+    DTYPES,
+    FORMATS,
+    LAYOUTS,
+)
 from streamshard.errors import UsageError
 from streamshard.operations.transfer.report import Progress, Report
 
@@ -49,6 +56,9 @@ class RepartitionOptions(TransferOptions):
     """Options of `repartition`."""
 
     world_size: int | None = None
+    tensor_parallel: int | None = None
+    pipeline_parallel: int | None = None
+    expert_parallel: int | None = None
     zero_stage: int | None = None
     ds_config_file: Path_ | None = None
 
@@ -79,12 +89,18 @@ class ExportOptions(TransferOptions):
     keep_dtype: Sequence[str] = ()
     strip_prefix: Sequence[str] = ()
     frozen: bool = True
+    layout: str = LAYOUTS[0]
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise UsageError(f"--dtype {self.dtype}: choose one of {', '.join(DTYPES)}")
         if self.format not in FORMATS:
             raise UsageError(f"--format {self.format}: choose one of {', '.join(FORMATS)}")
+        if self.layout not in LAYOUTS:
+            raise UsageError(f"--layout {self.layout}: choose one of {', '.join(LAYOUTS)}")
+        if self.ranks < 1:
+            raise UsageError(f"--ranks {self.ranks}: at least one is needed")
         if self.max_shard_size < 1:
             message = f"--max-shard-size {self.max_shard_size}: at least one byte is needed"
             raise UsageError(message)

@@ -208,20 +208,27 @@ def test_a_native_source_needs_a_world_size(run: Path, tmp_path: Path) -> None:
     assert (done.code, "--world-size" in done.err) == (2, True)
 
 
-def test_the_line_for_cron_does_what_it_says(run: Path, tmp_path: Path) -> None:
-    every = "\n".join(TEXTS.values())
-    (line,) = {*re.findall(r"^30 3 \* \* \* (.*)$", every, re.MULTILINE)}
+CRON = sorted({*re.findall(r"^30 3 \* \* \* (.*)$", "\n".join(TEXTS.values()), re.MULTILINE)})
+
+
+@pytest.mark.parametrize("line", CRON)
+def test_a_line_for_cron_does_what_it_says(line: str, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "7b"
+    run.parent.mkdir()
+    make_run(run)
     assert "%" not in line  # which cron takes for the end of a line
-    program, words = shlex.split(line)[0], shlex.split(line)[1:]
+    program, *words = shlex.split(line)
     assert Path(program).is_absolute()  # cron would not find it otherwise
-    words = [word.replace("/runs/7b", str(run)) for word in words]
-    words = [word.replace("/archive/7b", str(tmp_path / "archive")) for word in words]
+    words = [
+        f"{tmp_path}{word}" if word.startswith(("/runs", "/archive")) else word for word in words
+    ]
     source = f"PYTHONPATH={Path(api.__file__).parent.parent}"
     cron = ["env", "-i", "HOME=/", "SHELL=/bin/sh", "PATH=/usr/bin:/bin", source, "/bin/sh", "-c"]
     command = shlex.join([sys.executable, "-m", "streamshard", *words])
     done = subprocess.run([*cron, command], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert (run / ".streamshard.trash" / FIRST).is_dir()
+    assert (tmp_path / "archive" / "7b" / f"{FIRST}.zarr").is_dir()
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")

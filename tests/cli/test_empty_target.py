@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import streamshard as api
-from streamshard.engine.run import journal
+from streamshard.engine.journals import journal
 from streamshard.errors import TargetError
 from tests.cli.conftest import optimizer_file, streamshard, tree
 from tests.cli.test_going_on import cut_off
@@ -26,6 +26,7 @@ VERBS = {
     "convert": (),
     "export": (),
     "export, universal": ("--format", "universal"),
+    "export, dcp": ("--format", "dcp"),
 }
 
 

@@ -94,7 +94,15 @@ def test_raw_dumps_are_refused_with_what_to_do(run: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "options", [("--max-shard-size", 300_000), ("--format", "torch"), ("--format", "universal")]
+    "options",
+    [
+        ("--max-shard-size", 300_000),
+        ("--format", "torch"),
+        ("--format", "universal"),
+        ("--format", "dcp"),
+        ("--format", "dcp", "--layout", "titan", "--ranks", 2),
+        ("--format", "dcp", "--layout", "accelerate"),
+    ],
 )
 def test_an_export_may_be_replaced_and_what_else_is_there_not(
     saved: Callable[[int], Path], tmp_path: Path, options: tuple[object, ...]

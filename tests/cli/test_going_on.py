@@ -18,7 +18,7 @@ from tests.forked import Finished
 CUT_OFF = """
 import os, pathlib, signal, sys
 from streamshard.cli.main import main
-from streamshard.engine.run import journal
+from streamshard.engine.journals import journal
 where, what, count, signals = sys.argv[1:5]
 owner = {"note": journal.Journal, "rename": pathlib.Path, "unlink": pathlib.Path}[what]
 real, left = getattr(owner, what), int(count)

@@ -28,6 +28,7 @@ VERBS: dict[str, tuple[object, ...]] = {
     "export": ("--dtype", "bf16"),
     "export, torch": ("--format", "torch"),
     "export, universal": ("--format", "universal"),
+    "export, dcp": ("--format", "dcp", "--ranks", 2),
 }
 
 

@@ -30,7 +30,8 @@ from tests.job import EXPERTS, TAG, Job
 SMALL = Job(stage=2, world_size=3)
 
 KEYS = {
-    "": "path kind tag zero_stage world_size data_parallel model_parallel expert_parallel "
+    "": "path kind tag zero_stage world_size data_parallel model_parallel "
+    "tensor_parallel pipeline_parallel expert_parallel "
     "module_dtype optimizer deepspeed_version global_steps skipped_steps global_samples groups "
     "parameters frozen buffers tied state_bytes files file_bytes file_groups file_list tensors "
     "codec problems notes weights_only details rank weights pictures checkpoints",

@@ -1,6 +1,7 @@
 """Whatever happens to a request, a run ends with the right bytes or a clear error."""
 
 import os
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -118,6 +119,17 @@ def test_a_service_that_stays_down_ends_the_run(bucket: Bucket, run: Path) -> No
     with pytest.raises(StreamshardError, match="503") as caught:
         do(f"{bucket.url}/out")
     assert LEAKED not in str(caught.value)
+
+
+def test_an_address_where_nobody_answers_is_named_soon(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamshard.io.retry._PAUSES", (0.01, 0.01))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    with pytest.raises(SourceError, match=r"does not answer; look at .*AWS_ENDPOINT_URL"):
+        api.inspect("s3://nobody-has-asked-for-this/run")
 
 
 @pytest.mark.parametrize("change", ["replaced", "removed"])

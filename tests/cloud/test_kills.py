@@ -120,9 +120,27 @@ def test_an_object_that_changed_meanwhile_is_uploaded_again(bucket: Bucket, run:
     chunk = min(key for key in bucket.keys("out.zarr/state") if key.endswith("/c/0"))
     bucket.put_bytes(chunk, bytes(len(bucket.get_bytes(chunk))))
     bucket.put_bytes("out.zarr/state/stranger", b"not ours")
+    with pytest.raises(TargetExistsError, match=r"stranger: came to .* move it away"):
+        api.convert(run, target)
+    assert bucket.get_bytes("out.zarr/state/stranger") == b"not ours"
+    assert RECORD not in bucket.get("out.zarr")
+    bucket.remove("out.zarr/state/stranger")
     api.convert(run, target)
     api.convert(run, f"{bucket.url}/whole.zarr")
     assert content(bucket, "out.zarr") == content(bucket, "whole.zarr")
+
+
+def test_starting_afresh_removes_nothing_of_others(bucket: Bucket, run: Path) -> None:
+    """A job may have saved to the place of a run that was cut off."""
+    target = f"{bucket.url}/out"
+    bucket.proxy.plan = lambda one: Fault.DENIED if one.path.endswith("/latest") else None
+    with pytest.raises(api.StreamshardError):
+        api.repartition(run, target, world_size=3)
+    bucket.proxy.reset()
+    bucket.put_bytes("out/global_step2000/saved.pt", b"a month of training")
+    with pytest.raises(TargetExistsError, match=r"global_step2000/saved\.pt: came to"):
+        api.repartition(run, target, world_size=2, overwrite=True)
+    assert bucket.get_bytes("out/global_step2000/saved.pt") == b"a month of training"
 
 
 def test_parts_of_a_killed_upload_are_aborted(bucket: Bucket, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from streamshard.errors import TargetExistsError, UsageError
 from tests.cloud.conftest import Bucket, files_of
 from tests.fabricated import write
 from tests.job import Job
+from tests.test_dcp_repartition import saved
 
 COMMITTED = ".streamshard.committed"
 
@@ -63,7 +64,7 @@ def test_convert(run: Path, bucket: Bucket, tmp_path: Path, codec: str) -> None:
     assert files_of(tmp_path / "from-store") == files_of(tmp_path / "direct")
 
 
-@pytest.mark.parametrize("form", ["safetensors", "torch", "universal"])
+@pytest.mark.parametrize("form", ["safetensors", "torch", "universal", "dcp"])
 def test_export(run: Path, bucket: Bucket, tmp_path: Path, form: str) -> None:
     source = bucket.put(run, "runs/7b")
     api.export(run, tmp_path / "local", format=form)
@@ -122,3 +123,22 @@ def test_other_urls_are_refused(path: str) -> None:
     with pytest.raises(UsageError) as caught:
         api.inspect(path)
     assert "secret" not in str(caught.value)
+
+
+def test_checkpoints_of_other_programs(bucket: Bucket, tmp_path: Path) -> None:
+    run = write(Job(), tmp_path / "run")
+    made = saved(Job())
+    made.write(tmp_path / "dcp")
+    source, like = bucket.put(tmp_path / "dcp", "fsdp/dcp"), bucket.put(run, "runs/7b")
+    api.repartition(tmp_path / "dcp", tmp_path / "local", world_size=3, like=run)
+    bucket.proxy.requests.clear()
+    api.repartition(source, tmp_path / "down", world_size=3, like=like)
+    # Headers of all items of a file are got side by side, and those near each other as one.
+    items = len(made.values) + sum(len(boxes) for _, boxes in made.tensors.values())
+    assert sum("fsdp/dcp/__" in one.path for one in bucket.proxy.requests) < items / 2
+    assert files_of(tmp_path / "down") == files_of(tmp_path / "local")
+    assert api.verify(source).problems == ()
+    api.export(run, tmp_path / "model", dtype="fp32")
+    weights = bucket.put(tmp_path / "model", "models/7b")
+    assert api.inspect(weights).kind == "weights"
+    assert not api.diff(weights, run).changed

@@ -51,12 +51,16 @@ def make_run(run_dir: Path, job: Job | None = None, steps: Sequence[int] = STEPS
     return run_dir
 
 
+RECORD = ".streamshard.night.json"
+"""Each night writes it anew, with its times."""
+
+
 def bits(root: Path) -> dict[str, bytes]:
-    """Every file below a directory with its bytes."""
+    """Every file below a directory with its bytes, but for the record of the last night."""
     return {
         path.relative_to(root).as_posix(): path.read_bytes()
         for path in sorted(root.rglob("*"))
-        if path.is_file()
+        if path.is_file() and path.name != RECORD
     }
 
 

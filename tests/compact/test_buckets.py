@@ -23,9 +23,11 @@ from streamshard.io.objects.object_lock import lock_at
 from streamshard.io.objects.object_path import as_path
 from streamshard.operations.compact.removal import trash
 from streamshard.operations.compact.tag_choice_review import Again
+from streamshard.sizes import show_bytes
 from tests.cloud.proxy import LEAKED, Fault, FaultProxy, Request
 from tests.cloud.server import KEY, SECRET, S3Server, credentials
-from tests.compact.runs import ALL, FIRST, actions, bits, later, make_run, save, tag_of
+from tests.compact.runs import ALL, FIRST, RECORD, actions, bits, later, make_run, save, tag_of
+from tests.compact.test_families import make_output
 from tests.documents import page
 from tests.forked import run_forked
 from tests.job import Job
@@ -65,14 +67,15 @@ class Side:
             self.write(path, data)
 
     def content(self) -> dict[str, bytes]:
-        """Every file or object with its bytes."""
+        """Every file or object with its bytes, but for the record of the last night."""
         if self.is_local:
             return bits(Path(self.where))
         root = self._key()
         pages = self.s3.get_paginator("list_objects_v2")
         found = pages.paginate(Bucket=root["Bucket"], Prefix=root["Key"])
         keys = [one["Key"] for page in found for one in page.get("Contents", ())]
-        return {(path := key.removeprefix(root["Key"])): self.read(path) for key in keys}
+        paths = [key.removeprefix(root["Key"]) for key in keys]
+        return {path: self.read(path) for path in paths if path != RECORD}
 
     def read(self, path: str) -> bytes:
         """Bytes of a file or an object."""
@@ -209,6 +212,15 @@ def test_a_tag_is_archived_and_goes_and_comes_back(
     assert SECRET not in said
 
 
+def test_a_dry_run_tells_requests_and_bytes(sides: Sides) -> None:
+    tags = sides.compact(dry_run=True).tags
+    nbytes = sum(tag.source_bytes for tag in tags if tag.action == "archived")
+    (told,) = [note for note in sides.compact(dry_run=True).notes if "besides those" in note]
+    read = 2 * (not sides.run.is_local) + 2 * (not sides.archive.is_local)
+    assert f"down, {show_bytes(read * nbytes)}" in told
+    assert f"up, {show_bytes(nbytes * (not sides.archive.is_local))}" in told
+
+
 def test_one_night_archives_and_removes(sides: Sides) -> None:
     found = sides.compact(delete=True)
     assert (actions(found)[FIRST], found.exit_code) == ("deleted", 0)
@@ -303,6 +315,52 @@ def test_a_tag_in_the_trash_of_a_bucket_stays_whole(buckets: Sides) -> None:
     with pytest.raises(SourceError, match="is in the trash; --undelete"):
         buckets.compact(20, delete=True)
     assert buckets.original() == bits(buckets.tmp / "made" / FIRST)
+
+
+@pytest.mark.parametrize("run", ["local", "bucket"])
+def test_a_framework_s_checkpoint_is_archived_and_goes_and_comes_back(
+    s3: Any,  # noqa: ANN401
+    server: S3Server,
+    tmp_path: Path,
+    run: str,
+) -> None:
+    sides, first = make_sides(s3, server, tmp_path, run, "bucket"), "checkpoint-100"
+    root = f"{sides.run.where}-output"
+    output = Sides(Side(root, s3), sides.archive, tmp_path)
+    made = make_output(tmp_path / "made-output", best="output/checkpoint-200")
+    for unit in sorted(made.iterdir(), key=lambda path: int(path.name.rpartition("-")[2])):
+        if run == "local":
+            shutil.copytree(unit, Path(root, unit.name))
+        else:
+            for path, data in bits(unit).items():
+                output.run.write(f"{unit.name}/{path}", data)
+    before, whole = output.run.content(), bits(made / first)
+    assert before == bits(made)
+    found = output.compact(keep_last=2, delete=True, max_delete=1)
+    kept = {f"checkpoint-{step}": "kept" for step in (200, 900, 1000)}
+    assert found.problems == ()
+    assert actions(found) == {first: "deleted", "checkpoint-300": "archived", **kept}
+    left = {path: data for path, data in before.items() if not path.startswith(f"{first}/")}
+    if run == "bucket":
+        assert output.run.content().keys() - before.keys() == {f".streamshard.trash/{first}"}
+    told = [tag.action for tag in output.compact(2, keep_last=2).tags if tag.tag == first]
+    assert told == ["in the trash"]  # where it lies in a bucket, it is not listed once more
+    assert output.compact(2, undelete=[first]).exit_code == 0
+    assert output.run.content() == before
+    assert actions(output.compact(3, keep_last=2, delete=True, max_delete=1))[first] == "deleted"
+    found = output.compact(20, keep_last=2, delete=True, max_delete=0)
+    assert (actions(found)[first], found.exit_code) == ("purged", 0)
+    assert output.run.content() == left
+    restored = tmp_path / "restored" / first
+    restored.parent.mkdir()
+    api.repartition(f"{output.archive.where}/{first}.zarr", restored)
+    assert bits(restored).keys() == whole.keys()
+    outside = {path: data for path, data in whole.items() if "global_step" not in path}
+    assert outside.items() <= bits(restored).items()
+    assert api.verify(restored, against=made / first).differences == ()
+    if run == "local":
+        script = "zero_to_fp32.py"
+        assert (restored / script).stat().st_mode == (made / first / script).stat().st_mode
 
 
 def save_again(sides: Sides) -> dict[str, bytes]:

@@ -22,6 +22,7 @@ HOUR = 3600 * 10**9
 NOW = 1000 * HOUR
 OLD = NOW - 100 * HOUR
 RULES = Rules(keep_last=2, min_age_ns=2 * HOUR)
+TAGGED = replace(RULES, tags="s*")
 
 
 def tags(*names: str) -> tuple[Tag, ...]:
@@ -59,6 +60,10 @@ CASES = {
     "by pattern": (RUN, replace(RULES, keep_tags=("s1?",)), ["s9"]),
     "by another pattern": (RUN, replace(RULES, keep_tags=("x*", "s9")), ["s10", "s11"]),
     "latest is an older one": (Run(STEPS, "s11"), RULES, ["s9"]),
+    "of a choice": (replace(RUN, tags=(*STEPS, *tags("t10", "t12"))), TAGGED, ["s9", "s10", "s11"]),
+    "of a choice without the latest": (
+        replace(RUN, tags=(*STEPS, *tags("t10", "t12", "t13")), latest="t13"), TAGGED, ["s9"]
+    ),
     "another is needed too": (replace(RUN, latest_universal="s9"), RULES, ["s10", "s11"]),
     "its source is": (replace(RUN, latest_universal="s10_universal"), RULES, ["s9", "s11"]),
     "a link": (changed(RUN, "s10", is_linked=True), RULES, ["s9", "s11"]),

@@ -118,7 +118,7 @@ def changed(content: Any, path: tuple[Step, ...], change: Change) -> object:  # 
 def missing(run: Path, back: Path, world_size: int) -> list[str]:
     """List what does not come back, if a tag might be given up."""
     source = open_source(run)
-    accounted_for(source)
+    accounted_for(source, run / source.checkpoint.tag)
     ranks_agree(source)
     padding_alike(source)
     shutil.rmtree(back, ignore_errors=True)

@@ -3,6 +3,8 @@
 It was made of `JOB` by `compact`, then only the run directory's path in its receipt was replaced.
 """
 
+import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -28,6 +30,18 @@ def test_it_verifies() -> None:
     found = api.verify(GOLDEN / f"{TAG}.zarr")
     assert (found.problems, found.tag) == ((), TAG)
     assert found.tensors > 5
+
+
+def test_it_is_no_other_archive_where_a_tool_laid_its_documents_out_anew(tmp_path: Path) -> None:
+    """Its documents have Blosc's settings of that time, and no array counts as rewritten."""
+    store = tmp_path / f"{TAG}.zarr"
+    shutil.copytree(GOLDEN / store.name, store)
+    for document in store.rglob("zarr.json"):
+        document.write_text(json.dumps(json.loads(document.read_text()), indent=4))
+    found = api.verify(store)
+    assert found.problems == ()
+    assert not any("with other chunks" in note for note in found.notes)
+    api.repartition(store, tmp_path / "out")
 
 
 def test_its_receipt_is_read() -> None:

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 
 import streamshard as api
-from streamshard.engine.run.journal import Journal, Written
+from streamshard.engine.journals.journal import Journal, Written
 from streamshard.io import sink
 from streamshard.operations.compact.archive import weights_only
 from streamshard.operations.compact.archive.receipts import WEIGHTS_ONLY, Place

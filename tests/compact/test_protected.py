@@ -14,7 +14,6 @@ import streamshard as api
 from streamshard.operations.compact.archive.proof import Means, intact
 from streamshard.operations.compact.archive.receipts import Place
 from streamshard.operations.compact.run_directory import look_at
-from streamshard.operations.compact.tag_choice import Run
 from tests.compact.runs import (
     ALL,
     FIRST,
@@ -99,12 +98,12 @@ def test_what_is_protected_while_it_is_looked_at_stays(
     """The rules are asked again after everything that takes long."""
     times = 0
 
-    def late(run_dir: Path, *before: Run) -> object:
+    def late(run_dir: Path, *given: Any) -> object:  # noqa: ANN401
         nonlocal times
         times += 1
         if times == 1:
             CHANGES[what][0](run)
-        return look_at(run_dir, *before)
+        return look_at(run_dir, *given)
 
     monkeypatch.setattr("streamshard.operations.compact.tag_choice_review.look_at", late)
     found = api.compact(run, archive, delete=True)
@@ -197,9 +196,9 @@ def test_what_is_not_clear_any_more_is_told_and_keeps_the_trash(
     api.compact(run, archive, delete=True)
     change, told = UNCLEAR[what]
 
-    def late(run_dir: Path, *before: Run) -> object:
+    def late(run_dir: Path, *given: Any) -> object:  # noqa: ANN401
         change(run)
-        return look_at(run_dir, *before)
+        return look_at(run_dir, *given)
 
     monkeypatch.setattr("streamshard.operations.compact.tag_choice_review.look_at", late)
     found = api.compact(run, archive, delete=True, now=later(30))

@@ -132,6 +132,7 @@ def test_its_weights_are_exported_and_nothing_resumes(
         lambda: api.repartition(weights, tmp_path / "out"),
         lambda: api.repartition(weights, tmp_path / "out", world_size=3, zero_stage=3),
         lambda: api.export(weights, tmp_path / "out", format="universal"),
+        lambda: api.export(weights, tmp_path / "out", format="dcp"),
     ]
     for attempt in refused:
         with pytest.raises(api.StreamshardError, match=r"exp_avg.*were dropped on 20.*export") as e:

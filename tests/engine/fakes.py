@@ -2,7 +2,6 @@
 
 import ctypes
 import mmap
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from streamshard.engine.run.journal import Journal
+from streamshard.engine.journals.journal import Journal
+from streamshard.engine.journals.staged_files import Partial
 from streamshard.engine.run.source_reader import SourceReader
-from streamshard.engine.run.staged_files import Partial
 from streamshard.io.entries import identify
 from streamshard.model import Copies, SourceFile
 
@@ -103,11 +102,6 @@ def expected(contents: Sequence[bytes], rows: Sequence[Row], nbytes: int) -> byt
         for i in range(count):
             region[target + i] = contents[file][source + i]
     return bytes(region)
-
-
-def open_descriptors() -> int:
-    """Count the files that this process has open."""
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
 
 def is_cached(path: Path, offset: int = 0) -> bool:

@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from streamshard.engine.run.runner import Engine, Resources
+from streamshard.engine.run.runner import Engine
 from streamshard.engine.run.source_reader import SourceReader
+from streamshard.engine.run.span_writer import Resources
 from streamshard.engine.run.work import Region, Span, TargetFile
 from streamshard.io.page_cache import drop_cached
 from tests.engine.fakes import Told, copies_of, is_cached, on_disk, opened

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from streamshard.engine.run.runner import Engine, Resources
+from streamshard.engine.run.runner import Engine
+from streamshard.engine.run.span_writer import Resources
 from streamshard.engine.run.work import Ending, Fixed, Region, Span, TargetFile
 from streamshard.io import direct_io, sink
 from streamshard.io.direct_io import BLOCK_BYTES, LEAST_BYTES, aligned, open_direct
@@ -22,9 +23,9 @@ from tests.engine.fakes import (
     copies_of,
     is_cached,
     on_disk,
-    open_descriptors,
     opened,
 )
+from tests.held import open_files
 
 MIB = 1 << 20
 
@@ -128,13 +129,13 @@ def test_not_on_a_file_system_in_memory() -> None:
     memory = Path("/dev/shm")
     if not memory.is_dir() or kind_of(memory) != TMPFS:
         pytest.skip("/dev/shm is not a file system in memory here")
-    before = open_descriptors()
+    before = open_files()
     descriptor = os.open(memory, os.O_TMPFILE | os.O_RDWR)
     try:
         assert open_direct(memory / "none", descriptor) == -1
     finally:
         os.close(descriptor)
-    assert open_descriptors() == before
+    assert open_files() == before
 
 
 def test_not_where_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,11 +164,11 @@ def test_workers_that_share_a_file_share_blocks_of_it(target: Path) -> None:
         wanted, source = wanted + b"#" + data[source : source + nbytes], source + nbytes
     found = target.parent / "out" / "file"
     for run in range(2):
-        before = open_descriptors()
+        before = open_files()
         with opened(target.parent / "out") as partial:
             told = Told()
             Engine(sources, {}, Resources(3, MIB, MIB), told, partial).run([file_of(lengths)])
-        assert open_descriptors() == before
+        assert open_files() == before
         assert told.kept == run * len(wanted)
         assert run or not is_cached(found, MIB // 2)
         assert found.read_bytes() == wanted + b"the end"

@@ -8,7 +8,8 @@ import pytest
 from streamshard.io import disk_speed
 from streamshard.io.entries import identify
 from streamshard.io.page_cache import drop_file
-from tests.engine.fakes import is_cached, on_disk, open_descriptors
+from tests.engine.fakes import is_cached, on_disk
+from tests.held import open_files
 
 MIB = 1 << 20
 
@@ -39,7 +40,7 @@ def test_all_of_a_little_is_read_and_pieces_of_much(tmp_path: Path) -> None:
 
 def test_it_ends_in_time(tmp_path: Path) -> None:
     files = on_disk(tmp_path, [bytes(40 * MIB)])
-    before = open_descriptors()
+    before = open_files()
     slow = disk_speed.measure_reading(files, workers=1, clock=Clock(disk_speed.SECONDS / 3))
     assert 0 < slow.nbytes <= 4 * MIB
     written = disk_speed.measure_writing(
@@ -47,7 +48,7 @@ def test_it_ends_in_time(tmp_path: Path) -> None:
     )
     assert written.nbytes == 8 * MIB
     assert written.bytes_per_second > 0
-    assert open_descriptors() == before
+    assert open_files() == before
 
 
 def test_nothing_is_left_and_nothing_can_be_seen_of_what_is_written(

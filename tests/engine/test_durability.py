@@ -10,7 +10,7 @@ import pytest
 
 from streamshard.io import durability
 from streamshard.io.durability import sync_tree
-from tests.engine.fakes import open_descriptors
+from tests.held import open_files
 
 
 @pytest.fixture
@@ -51,12 +51,12 @@ def test_one_by_one_where_one_call_cannot_be_trusted(
         "unknown file system": ("file_system_of", lambda descriptor: 0),
     }
     monkeypatch.setattr(durability, *replaced[reason])
-    before = open_descriptors()
+    before = open_files()
     sync_tree(tree)
     files = {str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_file()}
     assert set(synced[: len(files)]) == files
     assert sorted(synced[len(files) :]) == [".", "a", "a/b"]
-    assert open_descriptors() == before
+    assert open_files() == before
 
 
 def test_by_one_call_where_it_does_the_same(
@@ -76,10 +76,10 @@ def test_by_one_call_where_it_does_the_same(
     monkeypatch.setattr(durability, "_linux_version", lambda: (5, 8))
     monkeypatch.setattr("streamshard.io.file_system._fstatfs", statfs)
     monkeypatch.setattr(durability, "_syncfs", syncfs)
-    before = open_descriptors()
+    before = open_files()
     sync_tree(tree)
     assert (calls, synced) == ([tree], [])
-    assert open_descriptors() == before
+    assert open_files() == before
 
 
 def test_what_the_disk_refuses_is_an_error(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,11 +89,11 @@ def test_what_the_disk_refuses_is_an_error(tree: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(durability, "_syncs_as_a_whole", lambda descriptor: True)
     monkeypatch.setattr(durability, "_syncfs", refuse)
-    before = open_descriptors()
+    before = open_files()
     with pytest.raises(OSError, match="tree") as error:
         sync_tree(tree)
     assert error.value.errno == errno.EIO
-    assert open_descriptors() == before
+    assert open_files() == before
 
 
 def test_on_the_file_system_that_is_here(tree: Path, tmp_path: Path) -> None:

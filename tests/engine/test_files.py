@@ -22,7 +22,8 @@ from streamshard.io.files import target_errors
 from streamshard.io.readable import OpenedFile
 from streamshard.io.sink import open_target, write_all
 from streamshard.model import BlockDigests, Memory, SourceFile
-from tests.engine.fakes import on_disk, open_descriptors
+from tests.engine.fakes import on_disk
+from tests.held import open_files
 
 DATA = bytes(1 + i * 37 % 255 for i in range(1000))
 
@@ -129,11 +130,11 @@ def test_a_source_changed_after_planning_is_refused(tmp_path: Path, change: str)
         os.truncate(source.path, 999 if change == "shorter" else 1001)
         os.utime(source.path, ns=(0, int(source.version)))
     reader = reader_of([source])
-    before = open_descriptors()
+    before = open_files()
     for _ in range(2):  # being refused once does not make it good
         with pytest.raises(CorruptFileError, match="source-0: changed while it was being read"):
             read(reader, 0, 0, 10)
-    assert open_descriptors() == before
+    assert open_files() == before
 
 
 def test_a_source_that_is_gone_is_named(tmp_path: Path) -> None:
@@ -202,15 +203,15 @@ def test_an_encoded_file_is_decoded_once_while_it_is_wanted(tmp_path: Path) -> N
 
 
 def test_more_sources_than_a_process_may_open_are_read(tmp_path: Path) -> None:
-    before = open_descriptors()
+    before = open_files()
     contents = [bytes([number]) * 4 for number in range(150)]
     reader = reader_of(on_disk(tmp_path, contents))
     for round_ in range(2):
         for number in range(150):
             assert read(reader, number, round_, round_ + 2) == bytes([number]) * 2
-        assert open_descriptors() - before <= 64
+        assert len(open_files()) - len(before) <= 64
     reader.close()
-    assert open_descriptors() == before
+    assert open_files() == before
 
 
 @pytest.mark.parametrize(

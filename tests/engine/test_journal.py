@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from streamshard.engine.run.journal import Journal, Written
+from streamshard.engine.journals.journal import Journal, Written
 
 HEADER = {"about": "something", "replaces": False}
 Note = tuple[str, int, int, int]

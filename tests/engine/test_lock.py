@@ -15,7 +15,7 @@ import pytest
 from streamshard.errors import TargetLockedError
 from streamshard.io import lock as module
 from streamshard.io.lock import Holder, Lock
-from tests.engine.fakes import open_descriptors
+from tests.held import open_files
 
 NO_FLOCK = OSError(errno.ENOSYS, "Function not implemented")
 
@@ -77,7 +77,7 @@ def test_whose_lock_is_taken_over(
     gone_with_flock: bool,
     gone_without: bool,
 ) -> None:
-    path, before = tmp_path / "lock", open_descriptors()
+    path, before = tmp_path / "lock", open_files()
     left_by(path, HOLDERS[name]())
     monkeypatch.setattr(module, "LOCAL", {0x1234} if local else set())
     monkeypatch.setattr(module, "file_system_of", lambda descriptor: 0x1234)
@@ -94,7 +94,7 @@ def test_whose_lock_is_taken_over(
         with pytest.raises(TargetLockedError, match=f"on {HOLDERS[name]().host}.*remove .*lock"):
             lock.take()
         assert path.read_text() == left
-    assert open_descriptors() == before
+    assert open_files() == before
 
 
 def test_only_one_has_it(tmp_path: Path, has_flock: bool) -> None:
@@ -125,12 +125,12 @@ def test_one_that_cannot_be_taken_is_not_there(
     def refuse(*arguments: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    before = open_descriptors()
+    before = open_files()
     monkeypatch.setattr(os, call, refuse)
     with pytest.raises(OSError, match="Input/output error"):
         Lock(tmp_path / "lock", Path("out")).take()
     assert list(tmp_path.iterdir()) == []
-    assert open_descriptors() == before
+    assert open_files() == before
 
 
 def test_a_lock_that_says_nothing(tmp_path: Path, has_flock: bool) -> None:

@@ -13,8 +13,9 @@ from streamshard.engine.run.work import Fixed, Span
 from streamshard.errors import SourceError
 from streamshard.io.retry import StoppedError, is_transient, try_again
 from streamshard.io.sink import LocalSink
-from tests.engine.fakes import FakeReader, on_disk, open_descriptors
+from tests.engine.fakes import FakeReader, on_disk
 from tests.engine.test_window import buffer
+from tests.held import open_files
 
 DATA = bytes(range(200))
 
@@ -97,7 +98,7 @@ def test_the_cause_counts() -> None:
 def test_a_source_is_opened_and_read_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    before = open_descriptors()
+    before = open_files()
     reader = SourceReader(on_disk(tmp_path, [DATA]), {})
     reader.read_into(0, 0, buffer(10))
     if call == "open":
@@ -110,7 +111,7 @@ def test_a_source_is_opened_and_read_anew(
     assert failing.calls == 3
     reader.close()
     monkeypatch.undo()
-    assert open_descriptors() == before
+    assert open_files() == before
 
 
 def test_a_window_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

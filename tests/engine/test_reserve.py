@@ -9,7 +9,7 @@ import pytest
 
 from streamshard.io import preallocation
 from streamshard.io.preallocation import Reservation
-from tests.engine.fakes import open_descriptors
+from tests.held import open_files
 
 MIB = 1 << 20
 
@@ -17,14 +17,14 @@ MIB = 1 << 20
 @pytest.fixture
 def held(tmp_path: Path) -> Iterator[Reservation]:
     """A reservation of 200 MiB, where the file system can hold space."""
-    before = open_descriptors()
+    before = open_files()
     reservation = Reservation(tmp_path / "held", 200 * MIB)
     if not allocated(tmp_path / "held"):
         reservation.close()
         pytest.skip("this file system cannot hold space for a file")
     yield reservation
     reservation.close()
-    assert open_descriptors() == before
+    assert open_files() == before
     assert not (tmp_path / "held").exists()
 
 
@@ -57,7 +57,7 @@ def test_only_lack_of_space_is_an_error(
     monkeypatch.setattr(preallocation, "_fallocate", refuse)
     monkeypatch.setattr(preallocation, "file_system_of", lambda descriptor: 0)
     monkeypatch.setattr(preallocation, "last_error", lambda path: error)
-    before = open_descriptors()
+    before = open_files()
     if number in ("ENOSPC", "EDQUOT"):
         with pytest.raises(OSError, match=number):
             Reservation(tmp_path / "held", 100 * MIB)
@@ -65,5 +65,5 @@ def test_only_lack_of_space_is_an_error(
         reservation = Reservation(tmp_path / "held", 100 * MIB)
         reservation.give_back(50 * MIB)
         reservation.close()
-    assert open_descriptors() == before
+    assert open_files() == before
     assert os.listdir(tmp_path) == []  # noqa: PTH208

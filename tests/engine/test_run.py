@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from streamshard.engine.numeric.cast import cast_between
 from streamshard.engine.run import phases
-from streamshard.engine.run.runner import Engine, Resources
+from streamshard.engine.run.runner import Engine
 from streamshard.engine.run.source_reader import SourceReader
+from streamshard.engine.run.span_writer import Resources
 from streamshard.engine.run.work import Ending, Fixed, Region, Span, TargetFile
 from streamshard.errors import CorruptFileError, IntegrityError, NoSpaceError, TargetError
 from streamshard.io import durability
@@ -29,10 +30,10 @@ from tests.engine.fakes import (
     copies_of,
     expected,
     on_disk,
-    open_descriptors,
     opened,
     regions,
 )
+from tests.held import descriptor_limit, open_files, running_workers
 
 Drawn = tuple[list[bytes], list[Row], int]
 DATA = bytes(range(1, 251))
@@ -70,11 +71,11 @@ class Run:
 
     def fails(self, kind: type[Exception], match: str, *files: TargetFile) -> None:
         """Run, expecting an error and nothing left open by it."""
-        before = open_descriptors(), threading.active_count()
+        before = open_files(), running_workers()
         with pytest.raises(kind, match=match) as caught:
             self(*files)
         assert type(caught.value) is kind
-        assert (open_descriptors(), threading.active_count()) == before
+        assert (open_files(), running_workers()) == before
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
@@ -99,9 +100,9 @@ def test_any_files_by_any_number_of_workers(
         files.append(TargetFile(f"d{number}/file", spans, ending(len(data)), 0o640))
         wanted[f"d{number}/file"] = data + b"the end"
     run.sources = on_disk(directory, contents)
-    before = open_descriptors()
+    before = open_files()
     run(*files)
-    assert open_descriptors() == before
+    assert open_files() == before
     found = {str(p.relative_to(run.root)): p for p in run.root.rglob("*") if p.is_file()}
     del found[JOURNAL]
     assert {path: place.read_bytes() for path, place in found.items()} == wanted
@@ -256,12 +257,12 @@ def test_an_interrupt_stops_work_that_has_begun(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(SourceReader, "read_into", read)
-    monkeypatch.setattr("streamshard.engine.run.runner.ThreadPoolExecutor", Pool)
-    before = open_descriptors(), threading.active_count()
+    monkeypatch.setattr("streamshard.engine.jobs.executor.ThreadPoolExecutor", Pool)
+    before = open_files(), running_workers()
     with pytest.raises(KeyboardInterrupt):
         run.over(files())
     assert len(reads) == 1
-    assert (open_descriptors(), threading.active_count()) == before
+    assert (open_files(), running_workers()) == before
 
 
 def test_an_error_while_files_are_planned_closes_everything(tmp_path: Path) -> None:
@@ -271,10 +272,10 @@ def test_an_error_while_files_are_planned_closes_everything(tmp_path: Path) -> N
         yield simple("one")
         raise RuntimeError("planning broke")
 
-    before = open_descriptors()
+    before = open_files()
     with pytest.raises(RuntimeError, match="planning broke"):
         run.over(files())
-    assert open_descriptors() == before
+    assert open_files() == before
 
 
 def test_files_are_planned_only_a_few_ahead(tmp_path: Path) -> None:
@@ -300,7 +301,7 @@ def test_many_workers_do_not_open_more_files_than_a_process_may(tmp_path: Path) 
     region = Region(80, copies_of(rows))
     files = [TargetFile(f"{number}", [Span(0, [region])]) for number in range(64)]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (open_descriptors() + 700, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptor_limit(700), hard))
     try:
         run(*files)
     finally:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamshard.engine.journals.journal import Written
 from streamshard.engine.numeric.cast import cast_between
-from streamshard.engine.run.journal import Written
 from streamshard.engine.run.region import RegionFiller
 from streamshard.engine.run.window import Window, unwritten_bytes
 from streamshard.engine.run.work import Fixed, Region, RegionResult, Span, Trailer
@@ -43,10 +43,11 @@ def written(span: Span, reader: FakeReader, window: int, scratch: int = 8) -> by
 def test_a_region_is_streamed_through_any_window(drawn: Drawn, window: int) -> None:
     contents, rows, nbytes = drawn
     reader = FakeReader(contents)
-    region = Region(nbytes, copies_of(rows), trailer=Trailer(b"<", b">"))
+    region = Region(nbytes, copies_of(rows), trailer=Trailer((b"<", b"|", b">")))
     data = written(Span(0, [region]), reader, window)
     content = expected(contents, rows, nbytes)
-    assert data == content + b"<" + zlib.crc32(content).to_bytes(4, "little") + b">"
+    checksum = zlib.crc32(content).to_bytes(4, "little")
+    assert data == content + b"<" + checksum + b"|" + checksum + b">"
     assert len(data) == region.nbytes
     # Every source byte is read once, and none that is not wanted.
     read = [(file, at + i) for file, at, count in reader.calls for i in range(count)]

@@ -5,6 +5,7 @@
     python -m tests.faults --fault "target eio"    faults with that in their names
     python -m tests.faults --step 7                every seventh case
     python -m tests.faults --kills 500             signals at random instants, and nothing else
+    python -m tests.faults --crashes               all states after a power failure, nothing else
     python -m tests.faults --list                  what there is, and how many calls
 
 Prints the counts, and every case that went wrong with the call at which it happened; the exit code
@@ -21,12 +22,15 @@ from pathlib import Path
 from typing import Final
 
 from tests.faults.campaign import Benches, Try, benches, chosen_kills, every, quick_place
+from tests.faults.crashing import CrashReport
 from tests.faults.nights import NIGHTS, Night
 from tests.faults.scenarios import SCENARIOS, Scenario
 from tests.faults.shim import compile_shim
 from tests.faults.table import FAULTS
 
 _TOLD_EVERY: Final = 500
+_SECOND_FAILURES: Final = 8
+"""States from which a run is recorded as well, and states of each of these runs."""
 
 
 def main() -> int:
@@ -38,6 +42,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory, quick_place() as place:
         library = compile_shim(Path(directory))
         with benches(library, place, arguments.benches) as tried:
+            if arguments.crashes:
+                reports = tried.crashes(scenarios, None, again=_SECOND_FAILURES)
+                return int(sum(_say_report(report) for report in reports) > 0)
             undisturbed = {scenario.name: tried.undisturbed(scenario) for scenario in scenarios}
             if arguments.kills:
                 some = [s for s in SCENARIOS if s in scenarios]
@@ -64,6 +71,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--step", type=int, default=1, metavar="N")
     parser.add_argument("--kills", type=int, default=0, metavar="N")
     parser.add_argument("--benches", type=int, default=None, metavar="N")
+    parser.add_argument("--crashes", action="store_true")
     parser.add_argument("--list", action="store_true")
     return parser.parse_args()
 
@@ -85,6 +93,11 @@ def _judge(name: str, tried: Benches, cases: Sequence[Try]) -> int:
     told = ", ".join(f"{count} ended with {code}" for code, count in sorted(codes.items()))
     _say(f"{name}, {len(cases)} cases, {fired} came to it, {wrong} wrong; {told}; {seconds:.0f} s")
     return wrong
+
+
+def _say_report(report: CrashReport) -> int:
+    _say(str(report))
+    return len(report.wrong)
 
 
 def _say(text: str) -> None:

@@ -3,6 +3,9 @@
 import shutil
 from pathlib import Path
 
+from tests.faults.crash_disk import CrashDisk
+from tests.faults.crash_model import History
+from tests.faults.crashing import Crashed, Crashing
 from tests.faults.judge import EXISTS, Judge
 from tests.faults.losses import Loss, lose
 from tests.faults.nights import Night
@@ -27,6 +30,7 @@ class Bench:
         make_old_target(sources, self._old)
         self._judge = Judge(sources, self._target, tree(self._old))
         self._undisturbed: dict[str, Undisturbed] = {}
+        self._keep = place / "keep"
 
     def undisturbed(self, scenario: Scenario | Night) -> Undisturbed:
         """Run a scenario to its end, once."""
@@ -122,6 +126,47 @@ class Bench:
         lost = lose(loss, ended.calls, self._target, before)
         return self._judge.done(ended, whole) + [f"lost {path}" for path in lost]
 
+    def crash(self, scenario: Scenario | Night, after: Crashed | None = None) -> Crashing:
+        """Record all that a run changes; nothing else may be tried before all its states are.
+
+        Parameters
+        ----------
+        after
+            Where the run begins; by default where a first run does.
+        """
+        if isinstance(scenario, Night):
+            return self._yard.crash(scenario, after)
+        undisturbed = self.undisturbed(scenario)
+        if after is None:
+            self._prepare(scenario)
+        else:
+            after.make()
+        disk = CrashDisk(self._target, self._keep)
+        ended = self._run(scenario, option=Option.HURRY, with_content=True)
+        history = History(self._target, disk.start, disk.inodes, ended.calls)
+        is_done = ended.code == 0
+        return Crashing(
+            disk,
+            history,
+            lambda state: self._try_state(
+                scenario, undisturbed, is_done=is_done and state.is_at_end
+            ),
+        )
+
+    def _try_state(
+        self, scenario: Scenario, undisturbed: Undisturbed, *, is_done: bool
+    ) -> list[str]:
+        """Judge what a power failure has left, and what running again makes of it."""
+        whole, judge = undisturbed.tree, self._judge
+        was_whole = judge.is_whole(whole)
+        problems = judge.state(scenario, whole)
+        if scenario.replaces:
+            problems += judge.replaced(whole)
+        if is_done and not was_whole:
+            problems.append("said to be done, and the target is not whole")
+        again = self._run(scenario, option=Option.HURRY)
+        return problems + judge.rerun(again, scenario, whole, was_whole=was_whole)
+
     def _prepare(self, scenario: Scenario) -> None:
         """Make the place for a target as it is before the first run."""
         empty(self._target)
@@ -140,6 +185,7 @@ class Bench:
         second_when_stopped: bool = False,
         killed_when_stopped: bool = False,
         with_calls: bool = False,
+        with_content: bool = False,
     ) -> Ended:
         return self._server.run(
             scenario.arguments(self._sources, self._target),
@@ -150,7 +196,8 @@ class Bench:
             kill=kill,
             second_when_stopped=second_when_stopped,
             killed_when_stopped=killed_when_stopped,
-            with_calls=with_calls,
+            with_calls=with_calls or with_content,
+            with_content=with_content,
         )
 
     def _verdict(

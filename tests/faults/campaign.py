@@ -5,15 +5,16 @@ import queue
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 from tests.faults.bench import Bench
+from tests.faults.crashing import Crashing, CrashReport, try_crashes
 from tests.faults.losses import Loss
 from tests.faults.nights import Night, make_setups
 from tests.faults.scenarios import Scenario, make_sources
@@ -24,6 +25,9 @@ from tests.faults.verdict import Undisturbed, Verdict
 
 SIGNALS: Final = {signal.SIGKILL: -9, signal.SIGINT: 130, signal.SIGTERM: 143}
 """Signal → how a run ends then."""
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Try(Protocol):
@@ -93,18 +97,39 @@ class Benches:
         """List what is lost if the power is cut after a run has ended."""
         return self._first.try_loss(scenario, loss)
 
+    def crashes(
+        self, scenarios: Sequence[Scenario | Night], most: int | None, *, again: int = 0
+    ) -> Iterator[CrashReport]:
+        """Have the power fail in each scenario, and yield what came of it; see `try_crashes`."""
+        return self._on_each(
+            scenarios, lambda scenario, bench: try_crashes(bench, scenario, most, again=again)
+        )
+
+    @contextmanager
+    def recorded(self, scenario: Scenario | Night) -> Iterator[Crashing]:
+        """Record a run on a bench that tries nothing else meanwhile."""
+        bench = self._free.get()
+        try:
+            yield bench.crash(scenario)
+        finally:
+            self._free.put(bench)
+
     def judge(self, tries: Iterable[Try]) -> Iterator[Verdict]:
         """Yield the verdicts, in order."""
+        return self._on_each(tries, lambda one, bench: one.on(bench))
 
-        def judge_one(one: Try) -> Verdict:
+    def _on_each(self, items: Iterable[T], do: Callable[[T, Bench], R]) -> Iterator[R]:
+        """Do something with each item on any bench, and yield the results in order."""
+
+        def do_one(item: T) -> R:
             bench = self._free.get()
             try:
-                return one.on(bench)
+                return do(item, bench)
             finally:
                 self._free.put(bench)
 
         with ThreadPoolExecutor(self._count) as pool:
-            yield from pool.map(judge_one, tries)
+            yield from pool.map(do_one, items)
 
 
 @contextmanager
@@ -131,13 +156,11 @@ def benches(library: Path, place: Path, count: int | None = None) -> Iterator[Be
         )
 
 
-def rotated(scenario: Scenario | Night, undisturbed: Undisturbed) -> list[Case]:
-    """Choose one fault for each of its own calls: in turn, of those that fit calls of its kind."""
+def rotated(scenario: Scenario | Night, undisturbed: Undisturbed, step: int) -> list[Case]:
+    """Choose a fault for each `step`th of its own calls: in turn, of those that fit its kind."""
     turns: Counter[tuple[int, int]] = Counter()
     cases = []
-    for call in undisturbed.calls:
-        if not call.side & scenario.own:
-            continue
+    for call in [call for call in undisturbed.calls if call.side & scenario.own][::step]:
         fitting = [fault for fault in FAULTS if fault.fits(call)]
         turn = turns[call.side, call.kind]
         turns[call.side, call.kind] += 1

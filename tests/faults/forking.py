@@ -13,7 +13,7 @@ import traceback
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from tests.faults.shim import Arming, Option, Shim
+from tests.faults.shim import Action, Arming, Option, Shim
 
 HANGS_AFTER_SECONDS: Final = 300
 """What takes longer is stopped, and counts as a failure."""
@@ -25,7 +25,9 @@ class _Parent:
     def __init__(self) -> None:
         from streamshard import __main__
         from streamshard.cli import main
+        from tests.priority import keep_priority
 
+        keep_priority()
         self._main, self._program = main.main, __main__.program
         self._shim = Shim()
 
@@ -80,11 +82,14 @@ class _Parent:
             faulthandler.register(signal.SIGALRM, file=2, chain=True)  # says where it hangs
             if arming is not None:
                 source, target = Path(question["source"]), Path(question["target"])
+                if question["with_content"]:
+                    self._shim.keep()
                 self._shim.arm(source, target, arming, Option(question["options"]))
             else:
                 self._shim.set_only(Option(question["options"]))
             if question["user"] is not None:
                 _become(question["user"])
+            self._shim.set_clock(question["ahead_seconds"])
             os.close(starts)
             sys.argv[1:] = question["run"]
             self._program()
@@ -99,7 +104,7 @@ class _Parent:
 
     def _meanwhile(self, child: int, question: dict[str, Any]) -> dict[str, Any] | None:
         """Do what is to be done while a child is stopped, and send it on, or kill it."""
-        if question["fill"] is None and not question["second"]:
+        if Action(question["arming"]["action"]) != Action.STOP:
             return None
         found = os.waitid(os.P_PID, child, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         if found is None or found.si_code != os.CLD_STOPPED:
@@ -107,9 +112,11 @@ class _Parent:
         second = None
         if question["fill"] is not None:
             _fill(Path(question["fill"]))
+        for source, target in question["renames"]:
+            Path(source).rename(target)
         if question["second"]:
             run = _Run()
-            other = self._fork(question, run, None)
+            other = self._fork({**question, **question["second"]}, run, None)
             self._wait(other, None)
             code = os.waitstatus_to_exitcode(os.waitpid(other, 0)[1])
             second = {"code": code, "err": run.texts()["err"]}

@@ -30,6 +30,7 @@ class Judge:
         self._target = target
         self._out = target / OUT
         self._partial = target / f"{OUT}.partial"
+        self._replaced = target / f"{OUT}.replaced"
         self._old = old
         self._before = {name: (tree(sources / name), times(sources / name)) for name in SOURCES}
 
@@ -57,6 +58,12 @@ class Judge:
         if os.path.lexists(self._out) and self._found() not in right:
             problems.append(f"the target is neither whole nor absent: {self._differing(whole)}")
         return problems
+
+    def replaced(self, whole: Tree) -> list[str]:
+        """Judge whether the old target is whole somewhere until the new one is in its place."""
+        if self.is_there(whole) or tree(self._out) == self._old:
+            return []
+        return [] if tree(self._replaced) == self._old else ["neither the old nor the new is whole"]
 
     def fault(self, fault: Fault, ended: Ended) -> list[str]:
         """Judge how a run ended to which something happened, and what it said."""

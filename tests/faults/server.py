@@ -28,6 +28,16 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
+class Meanwhile:
+    """What happens while a run is stopped at a call."""
+
+    renames: Sequence[tuple[Path, Path]] = ()
+    second: Sequence[object] = ()
+    """A command line that is run to its end after them."""
+    second_ahead_seconds: float = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Second:
     """How a run ended that was begun, and came to its end, while the first was stopped."""
 
@@ -109,8 +119,11 @@ class Server:
         filled_when_stopped: Path | None = None,
         second_when_stopped: bool = False,
         killed_when_stopped: bool = False,
+        meanwhile: Meanwhile | None = None,
+        ahead_seconds: float = 0,
         user: int | None = None,
         with_calls: bool = False,
+        with_content: bool = False,
     ) -> Ended:
         """Run the command line in a child.
 
@@ -124,9 +137,22 @@ class Server:
             Whether the same command is run while the run is stopped at a call.
         killed_when_stopped
             Whether the run is killed then, and not sent on.
+        meanwhile
+            What else is done while the run is stopped at a call.
+        ahead_seconds
+            By how much the run's clock is ahead.
+        with_content
+            Whether the calls also tell what was written, and what names lead to.
         user
             Number of the user as whom the command runs; by default this process's own.
         """
+        meanwhile = meanwhile or Meanwhile(
+            second=arguments if second_when_stopped else (), second_ahead_seconds=ahead_seconds
+        )
+        second = {
+            "run": list(map(str, meanwhile.second)),
+            "ahead_seconds": meanwhile.second_ahead_seconds,
+        }
         answer = self._ask(
             {
                 "run": list(map(str, arguments)),
@@ -136,19 +162,22 @@ class Server:
                 "options": int(options),
                 "kill": None if kill is None else asdict(kill),
                 "fill": None if filled_when_stopped is None else str(filled_when_stopped),
-                "second": second_when_stopped,
+                "ahead_seconds": ahead_seconds,
+                "second": second if meanwhile.second else None,
+                "renames": [[str(one), str(other)] for one, other in meanwhile.renames],
                 "then_kill": killed_when_stopped,
                 "user": user,
                 "with_calls": with_calls,
+                "with_content": with_content,
             }
         )
         fired = answer.pop("fired")
         calls = tuple(map(Call.of, answer.pop("calls")))
         failed = Kind(answer.pop("failed"))
         fired = None if fired is None else Call.of(fired)
-        second = answer.pop("second")
-        second = None if second is None else Second(**second)
-        return Ended(**answer, fired=fired, failed=failed, second=second, calls=calls)
+        told = answer.pop("second")
+        other = None if told is None else Second(**told)
+        return Ended(**answer, fired=fired, failed=failed, second=other, calls=calls)
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None

@@ -66,6 +66,9 @@ struct record {
     int64_t offset; /* bytes; of an open its flags */
     int64_t length; /* bytes asked for */
     int64_t result;
+    int64_t kept; /* where the content that was written is kept; -1: nowhere */
+    int64_t made; /* inode to which a name leads that was made or changed */
+    int64_t mode; /* and its mode */
     char path[PATH_BYTES];
     char other[PATH_BYTES]; /* of a rename or link: what it makes */
 };
@@ -87,6 +90,9 @@ static struct {
     int action, error, kinds, sides, onward, options;
 } plan;
 static struct shared *shared;
+static char *content; /* what was written, if anybody asked for it */
+static int64_t content_bytes;
+static _Atomic int64_t content_end;
 static char open_paths[DESCRIPTORS][PATH_BYTES]; /* empty: not one of ours */
 
 #define REAL(name) \
@@ -100,6 +106,13 @@ void shim_share(void *memory, int64_t capacity)
     shared->capacity = capacity;
 }
 
+/* Keep what armed children write; `shim_arm` forgets it. */
+void shim_keep(void *memory, int64_t size)
+{
+    content = memory;
+    content_bytes = size;
+}
+
 /* From here on count, and from call `at` on let the first of these kinds and sides have its fault;
  * all that follow of the kinds `onward` then fail as well. */
 void shim_arm(const char *source, const char *target, int64_t at, int action, int error, int kinds,
@@ -108,6 +121,7 @@ void shim_arm(const char *source, const char *target, int64_t at, int action, in
     snprintf(plan.roots[0], PATH_BYTES, "%s", source);
     snprintf(plan.roots[1], PATH_BYTES, "%s", target);
     memset(open_paths, 0, sizeof open_paths);
+    content_end = 0;
     shared->count = 0;
     shared->fired = -1;
     shared->slept = 0;
@@ -173,6 +187,7 @@ struct call {
     struct record spare; /* where there is no room for another record */
     int64_t number;
     int action;
+    int descriptor; /* -1: the call is on a path */
 };
 
 static void begin(struct call *call, const char *name, int kind, int side)
@@ -184,6 +199,8 @@ static void begin(struct call *call, const char *name, int kind, int side)
     snprintf(call->record->name, sizeof call->record->name, "%s", name);
     call->record->kind = kind;
     call->record->side = side;
+    call->record->kept = -1;
+    call->descriptor = -1;
 }
 
 static int64_t inode_of(int descriptor)
@@ -200,6 +217,7 @@ static int on_descriptor(struct call *call, const char *name, int kind, int desc
     begin(call, name, kind, side_of(open_paths[descriptor]));
     memcpy(call->record->path, open_paths[descriptor], PATH_BYTES);
     call->record->inode = inode_of(descriptor);
+    call->descriptor = descriptor;
     return 1;
 }
 
@@ -260,9 +278,40 @@ static int decide(struct call *call)
     return call->action;
 }
 
+/* Keep what a call has written, whichever call it was: it is read back. */
+static void keep(struct call *call, int64_t size)
+{
+    char path[32];
+    int64_t at = atomic_fetch_add(&content_end, size);
+    if (at + size > content_bytes) return;
+    snprintf(path, sizeof path, "/proc/self/fd/%d", call->descriptor);
+    int descriptor = syscall(SYS_openat, AT_FDCWD, path, O_RDONLY | O_CLOEXEC);
+    if (descriptor < 0) return;
+    if (syscall(SYS_pread64, descriptor, content + at, size, call->record->offset) == size)
+        call->record->kept = at;
+    syscall(SYS_close, descriptor);
+}
+
+/* Note what a name leads to, or what a descriptor is of. */
+static void examine(struct call *call)
+{
+    struct stat found;
+    const char *path = call->record->other[0] ? call->record->other : call->record->path;
+    if (call->descriptor >= 0 ? syscall(SYS_fstat, call->descriptor, &found)
+                              : syscall(SYS_newfstatat, AT_FDCWD, path, &found,
+                                        AT_SYMLINK_NOFOLLOW))
+        return;
+    call->record->made = found.st_ino;
+    call->record->mode = found.st_mode;
+}
+
 static void end(struct call *call, int64_t result)
 {
     int saved = errno;
+    if (content && call->record->side == TARGET && result >= 0) {
+        if (call->record->kind & WRITE && result > 0) keep(call, result);
+        if (call->record->kind & (MAKE | CHANGE)) examine(call);
+    }
     call->record->result = result;
     call->record->error = result < 0 ? saved : 0;
     call->record->is_done = 1;
@@ -762,7 +811,25 @@ int closedir(DIR *stream)
 ENTRY(readdir, dirent)
 ENTRY(readdir64, dirent64)
 
-/* ---- time: what is tried again after a while is tried again after a moment */
+/* ---- time: a clock may be wrong */
+
+static int64_t clock_ahead;
+
+/* Let the clock of this process be ahead by so many nanoseconds, or behind. */
+void shim_clock(int64_t ahead) { clock_ahead = ahead; }
+
+int clock_gettime(clockid_t clock, struct timespec *found)
+{
+    REAL(clock_gettime);
+    int result = real(clock, found);
+    if (!result && clock == CLOCK_REALTIME && clock_ahead) {
+        int64_t value = found->tv_sec * INT64_C(1000000000) + found->tv_nsec + clock_ahead;
+        *found = (struct timespec){value / 1000000000, value % 1000000000};
+    }
+    return result;
+}
+
+/* ---- waiting: what is tried again after a while is tried again after a moment */
 
 static int64_t nanoseconds(const struct timespec *time)
 {

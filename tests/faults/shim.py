@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 # The numbers below are those of shim.c.
 
@@ -76,6 +76,7 @@ DIED: Final = 99
 """Exit code of a process that died at a call without a signal."""
 
 _RECORDS: Final = 8192
+_CONTENT_BYTES: Final = 32 << 20
 _SOURCE: Final = Path(__file__).with_name("shim.c")
 
 
@@ -101,6 +102,9 @@ class _Record(ctypes.Structure):
         ("offset", ctypes.c_int64),
         ("length", ctypes.c_int64),
         ("result", ctypes.c_int64),
+        ("kept", ctypes.c_int64),
+        ("made", ctypes.c_int64),
+        ("mode", ctypes.c_int64),
         ("path", ctypes.c_char * 400),
         ("other", ctypes.c_char * 400),
     )
@@ -126,6 +130,12 @@ class Call:
     error: int
     is_done: bool
     """Whether it returned."""
+    made: int = 0
+    """Inode to which a name leads that was made or changed; like `content` only if asked for."""
+    mode: int = 0
+    """Mode of that."""
+    content: str | None = None
+    """What was written, in hexadecimal digits; None if it is not known."""
 
     def __str__(self) -> str:
         size = f", {self.length} at {self.offset}" if self.length else ""
@@ -138,16 +148,16 @@ class Call:
             told = str(self.result)
         return f"#{self.number} {self.name}({self.path}{other}{size}) = {told}"
 
-    def to_list(self) -> list[str | int | bool]:
+    def to_list(self) -> list[str | int | bool | None]:
         """Spell all fields in order, for another process."""
         return [getattr(self, field.name) for field in fields(self)]
 
     @classmethod
-    def of(cls, values: list[str | int | bool]) -> Self:
+    def of(cls, values: list[Any]) -> Self:
         """Read what another process has spelled."""
         call = dict(zip((field.name for field in fields(cls)), values, strict=True))
         call["side"], call["kind"] = Side(int(call["side"])), Kind(int(call["kind"]))
-        return cls(**call)  # type: ignore[arg-type]
+        return cls(**call)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +206,12 @@ class Shim:
         self._records = (_Record * _RECORDS).from_buffer(self._memory, ctypes.sizeof(_Header))
         address = ctypes.addressof(self._header)
         self._library.shim_share(ctypes.c_void_p(address), ctypes.c_int64(_RECORDS))
+        self._content = mmap.mmap(-1, _CONTENT_BYTES)
+
+    def keep(self) -> None:
+        """Keep what this process will write, once it is armed."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._content))
+        self._library.shim_keep(ctypes.c_void_p(address), ctypes.c_int64(_CONTENT_BYTES))
 
     def reset(self) -> None:
         """Forget the last child's calls."""
@@ -219,6 +235,10 @@ class Shim:
     def set_only(self, options: Option) -> None:
         """Be unlike a usual run, where that takes no counting of calls."""
         self._library.shim_set(int(options))
+
+    def set_clock(self, ahead_seconds: float) -> None:
+        """Let this process's clock be ahead, or behind; there is no way back."""
+        self._library.shim_clock(ctypes.c_int64(int(ahead_seconds * 1e9)))
 
     @property
     def count(self) -> int:
@@ -267,4 +287,10 @@ class Shim:
             result=record.result,
             error=record.error,
             is_done=bool(record.is_done),
+            made=record.made,
+            mode=record.mode,
+            content=None if record.kept < 0 else self._written(record.kept, record.result),
         )
+
+    def _written(self, start: int, nbytes: int) -> str:
+        return self._content[start : start + nbytes].hex()

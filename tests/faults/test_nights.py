@@ -35,7 +35,7 @@ def cases_of(night: Night, tried: Benches) -> list[Case]:
     moves = [call for call in undisturbed.calls if moves_something(call)]
     killed = [Case(night, KILLED, call.number) for call in moves]
     failing = [Case(night, FAILS, call.number) for call in moves if call.name == "rename"]
-    return [*killed, *failing, *rotated(night, undisturbed)[::STEP]]
+    return [*killed, *failing, *rotated(night, undisturbed, STEP)]
 
 
 @pytest.mark.parametrize("night", NIGHTS, ids=lambda night: night.name)

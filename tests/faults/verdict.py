@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Final
 
+from streamshard.formats.deepspeed.names import OWN_PREFIX
+from streamshard.operations.source.unfinished import JOURNAL
 from tests.faults.scenarios import OUT, Tree
 from tests.faults.shim import Call, Kind
 
@@ -22,11 +24,12 @@ class Undisturbed:
 
     @property
     def has_begun(self) -> int:
-        """Count of the calls after which some of the target is written, whatever the threads do."""
-        own = f"{OUT}.partial/.streamshard."
-        writes = [c for c in self.calls if c.kind & Kind.WRITE and f"{OUT}.partial/" in c.path]
-        first = next(call for call in writes if own not in call.path)
-        return first.number + _ORDER_DIFFERS
+        """Count of the calls after which the journal has a part, whatever the threads do."""
+        partial, journal = f"{OUT}.partial/", f"{OUT}.partial/{JOURNAL}"
+        writes = [c for c in self.calls if c.kind & Kind.WRITE and partial in c.path]
+        first = next(n for n, c in enumerate(writes) if f"{partial}{OWN_PREFIX}" not in c.path)
+        noted = next(call for call in writes[first:] if journal in call.path)
+        return noted.number + _ORDER_DIFFERS
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Final
 
 from tests.compact.runs import TRASH
+from tests.faults.crash_disk import CrashDisk
+from tests.faults.crash_model import History
+from tests.faults.crashing import Crashed, Crashing
 from tests.faults.judge import in_short
 from tests.faults.losses import Loss, lose
 from tests.faults.nights import ARCHIVE, RUN, Night, prepare
@@ -25,6 +28,7 @@ _DONE_BEFORE: Final = 2
 _OWN: Final = ".streamshard."
 _LOCK: Final = ".streamshard.lock"
 _OF_WEIGHTS: Final = ".weights"
+_TORN: Final = "torn"
 
 
 class Yard:
@@ -36,6 +40,7 @@ class Yard:
         self._place = place
         self._wanted: dict[str, Tree] = {}
         self._undisturbed: dict[str, Undisturbed] = {}
+        self._keep = place.with_name(f"{place.name}.keep")
 
     def undisturbed(self, night: Night) -> Undisturbed:
         """Run a night to its end, once."""
@@ -86,6 +91,46 @@ class Yard:
         wrong = [f"lost {path}" for path in lost if _LOCK not in path]
         return [*wrong, *self._differing(whole), *self._unsafe(night)]
 
+    def crash(self, night: Night, after: Crashed | None = None) -> Crashing:
+        """Record all that a night changes; see `Bench.crash`."""
+        whole = self.undisturbed(night).tree
+        if after is None:
+            prepare(self._setups / night.setup, self._place)
+        else:
+            after.make()
+        disk = CrashDisk(self._place, self._keep, stays=RUN)
+        ended = self._run(night, option=Option.HURRY, with_content=True)
+        history = History(self._place, disk.start, disk.inodes, ended.calls)
+        is_done = ended.code == 0
+        return Crashing(
+            disk,
+            history,
+            lambda state: self._try_state(night, whole, is_done=is_done and state.is_at_end),
+        )
+
+    def _try_state(self, night: Night, whole: Tree, *, is_done: bool) -> list[str]:
+        """Judge what a power failure has left, and what the next night makes of it."""
+        problems = [*self._unsafe(night), *self._promised()]
+        if is_done and (differing := self._differing(whole)):
+            problems.append(f"said to be done, and is not: {differing}")
+        again = self._run(night, option=Option.HURRY)
+        return problems + self._again(night, again, whole) + self._promised()
+
+    def _promised(self) -> list[str]:
+        """Say which receipts are torn, or tell of an archive that is not whole."""
+        problems = []
+        for receipt in (self._place / ARCHIVE).glob("[!.]*.receipt.json"):
+            tag = receipt.name.removesuffix(".receipt.json")
+            state = self._state_of(tag)
+            if state == _TORN or (state != "begun" and self._archive_of(tag) is None):
+                problems.append(
+                    f"the receipt of {tag} says '{state}', and its archive is not whole"
+                )
+            full = receipt.with_name(f"{tag}.zarr")
+            if state == "weights only" and full.exists() and not is_as_listed(full):
+                problems.append(f"a part of the full archive of {tag} has its name")
+        return problems
+
     def _run(
         self,
         night: Night,
@@ -93,6 +138,7 @@ class Yard:
         option: Option = NO_OPTION,
         *,
         with_calls: bool = False,
+        with_content: bool = False,
     ) -> Ended:
         return self._server.run(
             night.arguments(self._place),
@@ -100,7 +146,8 @@ class Yard:
             target=self._place,
             arming=arming,
             options=option,
-            with_calls=with_calls,
+            with_calls=with_calls or with_content,
+            with_content=with_content,
         )
 
     def _ended(self, fault: Fault, ended: Ended, *, is_done: bool) -> list[str]:
@@ -158,23 +205,18 @@ class Yard:
     def _archive_of(self, tag: str) -> Path | None:
         """Return the whole archive of a tag: the one that its receipt names."""
         name = f"{tag}{_OF_WEIGHTS if self._state_of(tag) == 'weights only' else ''}.zarr"
-        store, sums = self._place / ARCHIVE / name, self._place / ARCHIVE / f"{name}.sha256"
-        if not sums.exists() or not store.is_dir():
-            return None
-        listed = dict(line.split("  ")[::-1] for line in sums.read_text().splitlines())
-        files = [path for path in store.rglob("*") if path.is_file() and _OWN not in path.name]
-        found = {
-            str(path.relative_to(store.parent)): sha256(path.read_bytes()).hexdigest()
-            for path in files
-        }
-        return store if listed and found == listed else None
+        store = self._place / ARCHIVE / name
+        return store if is_as_listed(store) else None
 
     def _state(self, night: Night) -> str | None:
         return self._state_of(night.tag)
 
     def _state_of(self, tag: str) -> str | None:
         path = self._place / ARCHIVE / f"{tag}.receipt.json"
-        state: str | None = json.loads(path.read_text())["state"] if path.exists() else None
+        try:
+            state: str | None = json.loads(path.read_text())["state"] if path.exists() else None
+        except ValueError:
+            return _TORN
         return state
 
     def _seen(self) -> Tree:
@@ -183,7 +225,7 @@ class Yard:
         return {
             path: kept
             for path, kept in found.items()
-            if not path.endswith((".receipt.json", f"{_OF_WEIGHTS}.zarr.sha256"))
+            if not path.endswith((".receipt.json", ".night.json", f"{_OF_WEIGHTS}.zarr.sha256"))
             and not _is_dated(path)
             and _LOCK not in path
         }
@@ -196,7 +238,7 @@ class Yard:
 
     def _leftovers(self) -> list[str]:
         """List what is neither saved, nor archived, nor in the trash; but for locks of the dead."""
-        known = (TRASH, ".streamshard.going")
+        known = (TRASH, ".streamshard.going", ".streamshard.night.json")
         return sorted(
             str(path.relative_to(self._place))
             for path in self._place.rglob("*")
@@ -205,6 +247,19 @@ class Yard:
             # Where nothing was left to write, nobody was there to remove it.
             and not (path.name.startswith(f"{_LOCK}.") and path.name.endswith(".zarr"))
         )
+
+
+def is_as_listed(store: Path) -> bool:
+    """Tell whether an archive has the files of its list of checksums, each as the list says."""
+    sums = store.with_name(f"{store.name}.sha256")
+    if not sums.exists() or not store.is_dir():
+        return False
+    listed = dict(line.split("  ")[::-1] for line in sums.read_text().splitlines())
+    files = [path for path in store.rglob("*") if path.is_file() and _OWN not in path.name]
+    found = {
+        str(path.relative_to(store.parent)): sha256(path.read_bytes()).hexdigest() for path in files
+    }
+    return bool(listed) and found == listed
 
 
 def _tags(setup: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import io
 import pickle
 import pickletools
 import subprocess
@@ -13,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from streamshard.errors import UnsupportedError
 from streamshard.formats.pickle import inert, inert_dump, inert_load
 from streamshard.formats.pickle.inert import Call, Global
+from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
 from tests.formats.graphs import PLAIN, Keyword, Outer, Point, Record, graphs, pickled, same
 
 PROTOCOLS = range(6)
@@ -202,3 +204,39 @@ def test_deep_nesting_is_carried_or_refused(head: bytes) -> None:
     assert same(pickle.loads(dump(nested(100))), nested(100))
     with pytest.raises(UnsupportedError, match=r"nested too deeply|200 tuples in each other"):
         dump(nested(100_000))
+
+
+INTEGERS = st.one_of(st.integers(0, 255), st.integers(-2, 258), st.integers(), st.booleans())
+
+
+@settings(max_examples=150)
+@example([[0] * 2001])
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.integers(0, 255), st.integers(0, 2_500)).map(lambda p: [p[0]] * p[1]),
+            st.lists(INTEGERS, max_size=20),
+            st.binary(max_size=2_500).map(list),
+        ),
+        max_size=5,
+    )
+)
+def test_lists_of_integers_are_those_of_the_standard_library(lists: list[list[int]]) -> None:
+    """Long lists of small integers are read and written in one go."""
+    data = pickle.dumps(lists, protocol=2)
+    loaded = load(data)
+    assert loaded == lists
+    assert [[type(n) for n in inner] for inner in loaded] == [[type(n) for n in i] for i in lists]
+    # The one in C puts even a single last element between MARK and APPENDS.
+    buffer = io.BytesIO()
+    pickle._Pickler(buffer, protocol=2).dump(lists)
+    assert dump(loaded) == buffer.getvalue()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 1_000, 1_001, 2_001, 2_002])
+def test_a_list_of_integers_that_is_cut_off(count: int) -> None:
+    data = pickle.dumps([7] * count, protocol=2)
+    for end in {*range(1, min(len(data), 40)), *range(len(data) - 20, len(data))}:
+        if 0 < end < len(data):
+            with pytest.raises(EndedTooEarlyError):
+                load(data[:end])

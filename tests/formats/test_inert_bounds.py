@@ -166,7 +166,7 @@ def test_nested_as_deeply_as_can_be_it_is_let_go_of_without_a_crash(
 
 
 def test_the_count_of_opcodes_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inert_load, "_LIMIT_OPCODES", 1000)
+    monkeypatch.setattr(inert_load, "LIMIT_OPCODES", 1000)
     inert_load.load(b"N" + b"N0" * 499 + b".", lambda identifier: identifier)
     with pytest.raises(UnsupportedError, match="more than 1,000 opcodes"):
         inert_load.load(b"N" + b"N0" * 500 + b".", lambda identifier: identifier)

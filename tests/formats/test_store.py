@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import struct
 import urllib.parse
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 import tensorstore
 import torch
 import zarr
+from numcodecs.blosc import Blosc
 from numpy.typing import NDArray
+from zarr.codecs import BloscCodec
 
 import streamshard
 from streamshard.formats.zarr.documents import array_path
@@ -66,6 +69,21 @@ def test_every_array_is_read_by_zarr_and_tensorstore(
             assert found.tobytes() == wanted.tobytes()
         named = str(tensor.dtype).removeprefix("torch.")
         assert dict(array.attrs) == ({"dtype": named} if tensor.dtype in STORED_AS else {})
+
+
+def test_a_chunk_of_several_blocks_is_made_as_its_document_says(tmp_path: Path) -> None:
+    """Other programs read it, and it is smaller than early stores have it."""
+    job = Job(groups=((("wide", (600, 700)),),), tied={})
+    path = store_of(job, tmp_path, "zstd", chunk_size=4 << 20) / "state/exp_avg/wide"
+    wanted = bits(job.values("exp_avg", "wide"))
+    found = zarr.open_array(path, mode="r")
+    for read in (np.asarray(found[...]), with_tensorstore(path)):
+        assert read.tobytes() == wanted.tobytes()
+    (stored,) = [file.read_bytes()[:-4] for file in path.glob("c/*/*")]
+    (said,) = [codec for codec in found.compressors if isinstance(codec, BloscCodec)]
+    assert struct.unpack("<3I", stored[4:16]) == (wanted.nbytes, said.blocksize, len(stored))
+    assert wanted.nbytes > 2 * said.blocksize
+    assert len(stored) < len(Blosc("zstd", 5, Blosc.BITSHUFFLE).encode(wanted))
 
 
 def test_the_group_lists_everything_that_it_has(tmp_path: Path) -> None:

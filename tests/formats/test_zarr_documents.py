@@ -22,6 +22,10 @@ QUANTISED = ("qint8", "quint8", "qint32")
 """Kept inside of the training state only, as raw bytes."""
 SHAPES = {(): (), (7,): (3,), (4, 6): (1, 3), (0, 3): (1, 3), (2, 3, 4): (2, 3, 4)}
 """Shape → shape of the chunks."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "lz4": {"clevel": 5, "shuffle": "bitshuffle"},
+    "zstd": {"clevel": 1, "shuffle": "shuffle", "blocksize": 1 << 19},
+}
 OF_NO_ARRAY = {"dimension_names", "consolidated_metadata"}
 """Keys that zarr-python may write with null, which Zarr takes for left out."""
 
@@ -39,8 +43,7 @@ def theirs(tensor: LogicalTensor, chunk: tuple[int, ...], codec: str) -> dict[st
     store, size = MemoryStore(), ITEMSIZE[tensor.dtype]
     blosc = []
     if codec != "none":
-        cname = BloscCname(codec)
-        blosc = [BloscCodec(cname=cname, clevel=5, shuffle="bitshuffle", typesize=size)]
+        blosc = [BloscCodec(cname=BloscCname(codec), typesize=size, **SETTINGS[codec])]
     zarr.create_array(
         store,
         shape=tensor.shape,

@@ -14,6 +14,8 @@ class Resharding:
     target: int
     resume: Case | None = None
     """What resumes, where that is trained in another way; its config then goes to the converter."""
+    expert_parallel: int | None = None
+    """Over how many ranks what resumes has its experts, where that is another count."""
 
     @property
     def resuming(self) -> Case:

@@ -133,7 +133,13 @@ def _convert(places: Places, one: Resharding) -> None:
         config = places.root / f"{one.resume.name}.json"
         config.write_text(json.dumps(one.resume.ds_config()))
     for road, out in ((source, places.out(one)), (store, places.out_of_store(one))):
-        streamshard.repartition(road, out, world_size=one.target, ds_config_file=config)
+        streamshard.repartition(
+            road,
+            out,
+            world_size=one.target,
+            ds_config_file=config,
+            expert_parallel=one.expert_parallel,
+        )
 
 
 def _resume(places: Places, ranks: int, ones: list[Resharding]) -> None:

@@ -16,6 +16,7 @@ from torch import distributed, nn
 
 from streamshard.deepspeed import load_checkpoint, resharding
 from streamshard.live.served_files import ServedFiles
+from tests.held import open_files
 from tests.oracle import jobs, models
 from tests.oracle.models import Case
 from tests.oracle.truth import gather_truth
@@ -68,7 +69,7 @@ def run(job: FaultyLoad) -> None:
     engine = jobs._start_engine(case, seed=77, scale=1.7)
     distributed.barrier()
     options = dict(job.options_of_last) if is_last() else {}
-    plain, files, began = DeepSpeedEngine.load_checkpoint, _open_files(), time.monotonic()
+    plain, files, began = DeepSpeedEngine.load_checkpoint, set(open_files()), time.monotonic()
     try:
         with job.fault(job.source), resharding():
             engine.load_checkpoint(str(job.source), **options)
@@ -80,7 +81,7 @@ def run(job: FaultyLoad) -> None:
         "error": met,
         "seconds": time.monotonic() - began,
         "is_put_back": DeepSpeedEngine.load_checkpoint is plain,
-        "left_open": sorted(_open_files() - files),
+        "left_open": sorted(set(open_files()) - files),
     }
     job.results.mkdir(parents=True, exist_ok=True)
     (job.results / f"{distributed.get_rank()}.json").write_text(json.dumps(said))
@@ -93,17 +94,6 @@ def run(job: FaultyLoad) -> None:
             truth.save(job.results / "truth.pt")
     engine.destroy()
     distributed.barrier()
-
-
-def _open_files() -> set[str]:
-    """Return what regular files this process holds open."""
-    links = []
-    for link in Path("/proc/self/fd").iterdir():
-        try:
-            links.append(str(link.readlink()))
-        except FileNotFoundError:
-            continue  # it was open to list the directory
-    return {link for link in links if link.startswith("/") and not link.startswith("/dev/")}
 
 
 @contextmanager

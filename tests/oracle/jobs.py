@@ -311,7 +311,7 @@ def _start_engine(case: Case, seed: int, scale: float = 1.0) -> Engine:
         model_parameters=case.groups(model, scale) if optimizer is None else None,
         config=config,
         lr_scheduler=None
-        if "scheduler" in config
+        if "scheduler" in config or not case.warms_up
         else lambda basic: torch.optim.lr_scheduler.LambdaLR(basic, warm_up),
         dist_init_required=False,
     )

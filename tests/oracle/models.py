@@ -59,6 +59,8 @@ class Case:
     """Makes the model, where it is not a `TinyLanguageModel`."""
     topology: Topology | None = None
     """None for data parallelism alone."""
+    warms_up: bool = True
+    """Whether the engine gets a learning rate scheduler, if the configuration names none."""
 
     def groups(self, model: nn.Module, scale: float) -> list[dict[str, Any]]:
         """The param groups to train; see `param_groups` for `scale`."""
@@ -164,6 +166,25 @@ class TinyLanguageModel(nn.Module):
         self.calls += 1
         self.running.mul_(0.75).add_(0.01 * self.calls[0].to(self.running.dtype).fmod(7))
         logits = self.head(hidden).float()
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class FullyTrainedModel(nn.Module):
+    """A model in which nothing is frozen, a buffer or tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.rand(1) + 0.5)
+        self.mix = nn.Parameter(torch.rand(2))
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The mean cross-entropy of predicting each token from the one before it."""
+        hidden = torch.tanh(self.up(self.embed(tokens) * self.gain + self.mix.sum()))
+        logits = self.head(self.norm(hidden)).float()
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 

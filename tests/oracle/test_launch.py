@@ -23,6 +23,7 @@ import json
 import os
 import pickle
 import sys
+import time
 
 import beside
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -42,11 +43,17 @@ def main():
         "reshards": hasattr(DeepSpeedEngine.load_checkpoint, "__wrapped__"),
         "saves whole": hasattr(DeepSpeedEngine.save_checkpoint, "__wrapped__"),
     }
-    with open(f"{os.environ['SAYS']}.{os.environ.get('RANK', 0)}", "w") as file:
+    place = f"{os.environ['SAYS']}.{os.environ.get('RANK', 0)}"
+    with open(place + ".new", "w") as file:
         json.dump(said, file)
+    os.replace(place + ".new", place)
     if "--fails" in sys.argv:
         beside.fail()
     if "--exits" in sys.argv:
+        # A launcher ends all ranks as soon as one has ended.
+        for rank in range(int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1):
+            while not os.path.exists(f"{os.environ['SAYS']}.{rank}"):
+                time.sleep(0.01)
         sys.exit(7)
 
 

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from streamshard.cli.text.inspect_facts import FOREIGN, incomplete_summary, summary
 from streamshard.cli.text.tables import paragraph, printable
 from streamshard.operations.inspect.inspect_report import (
-    KINDS,
     CheckpointList,
     CheckpointSummary,
     FileGroup,
@@ -46,6 +46,9 @@ _LEAST_TEXT: Final = 4
 """Minimum columns of a text cell that is wrapped."""
 _GAP: Final = 3
 """Columns between the cells of a table."""
+
+_PIECES: Final = {"store": "chunks", "dcp": "pieces"}
+"""Kind of a source that is not cut among ranks → what its pieces are called."""
 
 Cell = object
 Columns = Sequence[str]
@@ -77,7 +80,7 @@ def inspection_text(
             )
         return page.text()
     is_brief = bool(found.details or found.rank or found.pictures)
-    page.add(_summary(found, brief=is_brief))
+    page.add(summary(found, brief=is_brief))
     if found.details:
         page.details(found.details)
     if found.rank is not None:
@@ -131,7 +134,7 @@ class _Page:
 
     def incomplete(self, found: IncompleteCheckpoint) -> None:
         """Add the existing files of an incomplete checkpoint, and its problems."""
-        self.add(_incomplete_summary(found))
+        self.add(incomplete_summary(found))
         self._files(found)
         shown = found.problems if self._verbose else found.problems[:_PARAMETERS_SHOWN]
         self.texts([f"PROBLEM  {problem}" for problem in shown])
@@ -168,20 +171,20 @@ class _Page:
 
     def _parameters(self, found: Inspection) -> None:
         most = None if self._verbose else _PARAMETERS_SHOWN
-        shown, is_store = found.parameters[:most], found.kind == "store"
-        head = ("parameter", "shape", "elements", "group", "chunks" if is_store else "ranks")
+        shown, pieces = found.parameters[:most], _PIECES.get(found.kind)
+        head = ("parameter", "shape", "elements", "group", pieces or "ranks")
         rows = [
             (
                 p.name,
                 list(p.shape),
                 f"{p.numel:,}",
                 p.group,
-                p.pieces if is_store else _between(p.first_rank, p.last_rank),
+                p.pieces if pieces else _between(p.first_rank, p.last_rank),
             )
             for p in shown
         ]
         hint = "-v lists all, --param PATTERN shows where the elements of some lie"
-        if not found.zero_stage:
+        if not found.zero_stage and found.kind not in FOREIGN:
             return  # only the module's weights are known by name, and they are not cut
         self.table("", head, rows, _more(len(found.parameters) - len(rows), hint))
 
@@ -302,95 +305,6 @@ def _newest_whole(path: str, found: Sequence[CheckpointSummary]) -> str:
         return "None of them is whole."
     text = f"The newest whole checkpoint: {path.rstrip('/')}/{whole[-1].path}."
     return f"{text} Whole: all files are there, and their headers agree; verify reads all the rest."
-
-
-def _incomplete_summary(found: IncompleteCheckpoint) -> str:
-    stage = (
-        "ZeRO stage not recorded" if found.zero_stage is None else f"ZeRO stage {found.zero_stage}"
-    )
-    return _facts(
-        [
-            ("checkpoint", f"{found.path} ({KINDS[found.kind]}), NOT WHOLE"),
-            ("tag", found.tag or "not known"),
-            ("saved by", f"{stage}, world size {found.world_size or 'not recorded'}"),
-            ("DeepSpeed", found.deepspeed_version or "version not recorded"),
-            ("steps", "not recorded" if found.global_steps is None else f"{found.global_steps:,}"),
-            ("on disk", f"{found.files:,} files, {show_bytes(found.file_bytes)}"),
-        ]
-    )
-
-
-def _facts(facts: Sequence[tuple[str, object]]) -> str:
-    width = max(len(name) for name, _ in facts)
-    return "\n".join(printable(f"{name.ljust(width)}  {value}") for name, value in facts)
-
-
-def _summary(found: Inspection, *, brief: bool) -> str:
-    facts: list[tuple[str, object]] = [
-        ("checkpoint", f"{found.path} ({_format(found)})"),
-        ("tag", found.tag),
-        ("saved by", f"{_stage(found)}, world size {_ranks(found)}"),
-    ]
-    if not brief:
-        numel = sum(group.numel for group in found.groups)
-        states = dict.fromkeys(key for group in found.groups for key in group.states)
-        counts = {"buffer": found.buffers, "tied name": len(found.tied)}
-        also = [f"{count:,} {what}{'s' * (count != 1)}" for what, count in counts.items()]
-        facts += [
-            ("DeepSpeed", found.deepspeed_version or "version not recorded"),
-            ("dtypes", _dtypes(found)),
-            ("steps", _steps(found)),
-            ("optimizer", found.optimizer or "type not recorded"),
-            ("states", ", ".join(states) or ("dropped" if found.weights_only else "none yet")),
-            ("parameters", f"{len(found.parameters):,} trained, {numel:,} elements"),
-            ("also", ", ".join([f"{found.frozen:,} frozen", *also])),
-        ]
-        if not found.zero_stage:
-            facts[-3:] = _uncut_facts(found, also)
-        facts += [
-            ("on disk", f"{found.files:,} files, {show_bytes(found.file_bytes)}"),
-        ]
-    return _facts(facts)
-
-
-def _stage(found: Inspection) -> str:
-    return f"ZeRO stage {found.zero_stage}" if found.zero_stage else "DeepSpeed without ZeRO"
-
-
-def _uncut_facts(found: Inspection, also: Sequence[str]) -> list[tuple[str, object]]:
-    """Return facts of a checkpoint without ZeRO (stage 0), whose files do not record everything."""
-    return [
-        ("states", "whole, in the model file, by number of the parameter"),
-        ("parameters", f"{found.weights:,}, the files do not say which of them are trained"),
-        ("also", ", ".join(also)),
-    ]
-
-
-def _format(found: Inspection) -> str:
-    return KINDS[found.kind] + (f", {found.codec}" if found.codec else "")
-
-
-def _dtypes(found: Inspection) -> str:
-    if not found.zero_stage:
-        return found.module_dtype or "not recorded"
-    masters = ", ".join(sorted({group.master_dtype for group in found.groups})) or "none"
-    return f"{found.module_dtype or 'not recorded'}, master weights {masters}"
-
-
-def _steps(found: Inspection) -> str:
-    steps = "not recorded" if found.global_steps is None else f"{found.global_steps:,}"
-    if found.skipped_steps:
-        steps += f" ({found.skipped_steps:,} skipped)"
-    return steps + (f", {found.global_samples:,} samples" if found.global_samples else "")
-
-
-def _ranks(found: Inspection) -> str:
-    if found.model_parallel == found.expert_parallel == 1:
-        return str(found.world_size)
-    text = f"{found.world_size}: {found.data_parallel} data-parallel"
-    if found.model_parallel > 1:
-        text += f" x {found.model_parallel} tensor or pipeline parallel"
-    return text + (f", experts over {found.expert_parallel}" if found.expert_parallel > 1 else "")
 
 
 def _group_table(found: Inspection, *, all_of_them: bool) -> tuple[Columns, list[list[Cell]]]:

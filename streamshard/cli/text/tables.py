@@ -3,9 +3,10 @@
 import shutil
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
+from streamshard.cluster.worker_rate import WorkerRate
 from streamshard.operations.checks.problems import Difference, Problem, Verification
 from streamshard.operations.compact.compact_report import (
     ARCHIVED,
@@ -57,6 +58,16 @@ def table(rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
+def worker_text(rates: Mapping[str, WorkerRate]) -> str:
+    """Format what each worker of a cluster did; the rate is that of one thread."""
+    rows: list[tuple[str, ...]] = [("worker", "jobs", "bytes", "a second")]
+    for address, rate in sorted(rates.items()):
+        per_second = int(rate.nbytes / rate.seconds) if rate.seconds else 0
+        shown = show_bytes(rate.nbytes), f"{show_bytes(per_second)}/s"
+        rows.append((address, f"{rate.jobs:,}", *shown))
+    return table(rows)
+
+
 def _is_number(text: str) -> bool:
     """Tell whether a cell is a number, a size, or the dash that stands for none."""
     number, _, unit = text.partition(" ")
@@ -64,7 +75,7 @@ def _is_number(text: str) -> bool:
     return text == "-" or (is_one and unit in ("", *UNITS))
 
 
-def _facts(facts: Sequence[tuple[str, object]]) -> str:
+def facts_text(facts: Sequence[tuple[str, object]]) -> str:
     width = max(len(name) for name, _ in facts)
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in facts)
 
@@ -82,7 +93,7 @@ def pickles_text(found: PickleListing, *, verbose: bool) -> str:
         more = len(name.files) - 1
         where = name.files[0] + (f" and {more:,} more" if more else "")
         rows.append((name.name, "yes" if name.is_known else "NO", f"{name.count:,}", where))
-    blocks = [_facts(facts), *([table(rows)] if found.names else [])]
+    blocks = [facts_text(facts), *([table(rows)] if found.names else [])]
     if verbose:
         blocks.append(table([("file", "pickles"), *((f.path, f.pickles) for f in found.files)]))
     blocks += [f"{file.path}: {file.problem}" for file in found.problems]
@@ -102,11 +113,11 @@ def report_text(report: Report, *, verbose: bool) -> str:
         ("memory", _memory(report, verbose=verbose)),
     ]
     if report.is_verified:
-        facts.append(("verified", "read back from disk: no difference" if done else "will be"))
+        facts.append(("verified", "read back: no difference" if done else "will be"))
     if report.seconds is not None:
         rate = report.bytes_written / max(report.seconds, 1e-9)
         facts.append(("took", f"{report.seconds:.1f} s, {show_bytes(int(rate))}/s"))
-    return "\n\n".join([_facts(facts), *map(paragraph, report.notes)])
+    return "\n\n".join([facts_text(facts), *map(paragraph, report.notes)])
 
 
 def target_text(report: Report) -> str:
@@ -183,7 +194,7 @@ def verification_text(found: Verification, *, verbose: bool, with_digests: bool)
         projected = show_bytes(found.projected_bytes - found.floor_bytes)
         above = f"{peak} above the program's {show_bytes(found.floor_bytes)}; projected {projected}"
         facts.append(("memory", above))
-    blocks = [_facts(facts), *map(paragraph, found.notes)]
+    blocks = [facts_text(facts), *map(paragraph, found.notes)]
     if with_digests:
         blocks.append(table([("digest", "tensor"), *((d, n) for n, d in found.digests.items())]))
     wrong: list[Problem | Difference] = [*found.problems, *found.differences]

@@ -1,5 +1,7 @@
-"""The names of a run's phases, and the protocol for observers of its progress."""
+"""The names of a run's phases, and what observes and counts its progress."""
 
+import threading
+from collections.abc import Callable
 from typing import Final, Protocol
 
 READING_HEADERS: Final = "reading headers"
@@ -25,3 +27,18 @@ class Watcher(Protocol):
 
     def enter(self, phase: str) -> None:
         """Begin a phase."""
+
+
+class Count:
+    """A count that several workers add to; each addition is also passed to a callback."""
+
+    def __init__(self, then: Callable[[int], None]) -> None:
+        self.value = 0
+        self._lock = threading.Lock()
+        self._then = then
+
+    def add(self, number: int) -> None:
+        """Add to the count."""
+        with self._lock:
+            self.value += number
+        self._then(number)

@@ -1,10 +1,22 @@
 """Delivers a region's bytes from the sources, and makes the system read ahead."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.work import Region
 from streamshard.model import Copies
+
+Ints = NDArray[np.int64]
+
+_FEWEST: Final = 16
+"""Fewer copies than this are read one by one."""
+_SHORT_BYTES: Final = 1 << 16
+"""Longer copies, on average, are read one by one."""
 
 
 class ReadAhead:
@@ -17,12 +29,16 @@ class ReadAhead:
     ----------
     regions
         Copies of regions that are filled one after another.
+    readers
+        How many readers the worker uses in turn; they share what it may request.
     """
 
-    def __init__(self, regions: Sequence[Copies], reader: SourceReader) -> None:
+    def __init__(
+        self, regions: Sequence[Copies], reader: SourceReader, *, readers: int = 1
+    ) -> None:
         self._regions = regions
         self._reader = reader
-        self._limits = reader.ahead
+        self._limits = replace(reader.ahead, ahead=reader.ahead.ahead // readers)
         self._region = self._next = 0
         """Index of the region, and of its copy, to request next."""
         self._requested = 0
@@ -79,6 +95,9 @@ class RegionFiller:
         self.overflowed = 0
         """Finite elements that the cast made infinite so far, if the region counts them."""
         self._ahead = ahead or ReadAhead([region.copies], reader)
+        self._short = _ShortCopies(
+            region.copies, reader, widening=region.target_itemsize / region.source_itemsize
+        )
 
     def fill(self, view: memoryview) -> None:
         """Fill a view with the region's next bytes."""
@@ -93,6 +112,10 @@ class RegionFiller:
                 view[done : done + target - at] = bytes(target - at)
                 done += target - at
                 continue
+            together = 0 if self._used else self._deliver_together(view[done:])
+            if together:
+                done += together
+                continue
             source_bytes = int(copies.nbytes[self._next])
             wanted = (len(view) - done) // region.target_itemsize * region.source_itemsize
             count = min(source_bytes - self._used, wanted)
@@ -102,6 +125,28 @@ class RegionFiller:
             if self._used == source_bytes:
                 self._next, self._used = self._next + 1, 0
         self._at = end
+
+    def _deliver_together(self, view: memoryview) -> int:
+        """Read several short copies into the front of a view; returns bytes filled, 0 if none."""
+        region, half = self._region, len(self._scratch) // 2
+        room = len(view) // region.target_itemsize * region.source_itemsize
+        limit = room if region.cast is None else min(room, half)
+        count = self._short.count(self._next, limit)
+        if not count or not half:
+            return 0
+        copies = slice(self._next, self._next + count)
+        source_bytes = int(self._copies.nbytes[copies].sum())
+        filled = source_bytes // region.source_itemsize * region.target_itemsize
+        self._ahead.advance(source_bytes)
+        read, into = self._scratch[:half], view[:filled]
+        held = into if region.cast is None else self._scratch[half : half + source_bytes]
+        self._short.read(self._next, count, held, read)
+        if region.cast is not None and region.counts_overflow:
+            self.overflowed += region.cast.count_overflow(held, into)
+        elif region.cast is not None:
+            region.cast(held, into)
+        self._next += count
+        return filled
 
     def _deliver(self, count: int, view: memoryview) -> int:
         """Read source bytes of the current copy into the front of a view; returns bytes filled."""
@@ -124,3 +169,88 @@ class RegionFiller:
                 region.cast(piece, into)
             written += produced
         return written
+
+
+class _ShortCopies:
+    """Reads many short copies of a region together, as boxes of a tensor need them.
+
+    A box that is cut along a dimension behind the first has short runs. They follow one another in
+    the file, and lie apart in the target. So many of them are read at once, and then put in their
+    places: one read for each takes twenty times as long, for runs of a kilobyte.
+    """
+
+    def __init__(self, copies: Copies, reader: SourceReader, *, widening: float) -> None:
+        self._copies = copies
+        self._reader = reader
+        self._widening = widening
+        """Target bytes for each source byte."""
+        self._ends: Ints = np.cumsum(copies.nbytes)
+        """Source bytes up to the end of each copy."""
+
+    def count(self, first: int, nbytes: int) -> int:
+        """Count the copies from `first` on to read together, of at most so many source bytes.
+
+        They leave no gap between them in the target. 0 if they are too few, or too long.
+        """
+        last = first + _FEWEST - 1
+        if last >= len(self._ends):
+            return 0
+        before = int(self._ends[first - 1]) if first else 0
+        if int(self._ends[last]) - before > min(nbytes, _FEWEST * _SHORT_BYTES):
+            return 0
+        stop = int(np.searchsorted(self._ends, before + nbytes, side="right"))
+        written = self._copies.nbytes[first:stop] * self._widening
+        target = self._copies.target[first:stop]
+        gaps = np.flatnonzero(target[1:] != target[:-1] + written[:-1])
+        return int(gaps[0]) + 1 if len(gaps) else stop - first
+
+    def read(self, first: int, count: int, into: memoryview, scratch: memoryview) -> None:
+        """Fill a view with the source bytes of consecutive copies, one behind the other."""
+        chosen = slice(first, first + count)
+        nbytes = self._copies.nbytes[chosen]
+        place = self._ends[chosen] - nbytes
+        place = place - place[0]
+        order = np.lexsort((self._copies.source[chosen], self._copies.file[chosen]))
+        file, source = self._copies.file[chosen][order], self._copies.source[chosen][order]
+        nbytes, place = nbytes[order], place[order]
+        joined = (
+            (file[1:] == file[:-1])
+            & (source[1:] == source[:-1] + nbytes[:-1])
+            & (nbytes[1:] == nbytes[:-1])
+        )
+        heads = np.flatnonzero(np.concatenate([[True], ~joined]))
+        stops = np.append(heads[1:], count)
+        target = np.frombuffer(into, np.uint8)
+        for head, stop in zip(heads.tolist(), stops.tolist(), strict=True):
+            step = max(1, len(scratch) // int(nbytes[head]))
+            for start in range(head, stop, step):
+                some = slice(start, min(start + step, stop))
+                self._scatter(int(file[head]), int(source[start]), place[some], target, scratch,
+                              int(nbytes[head]))  # fmt: skip
+
+    def _scatter(
+        self,
+        file: int,
+        offset: int,
+        places: Ints,
+        target: NDArray[np.uint8],
+        scratch: memoryview,
+        nbytes: int,
+    ) -> None:
+        """Read runs of one length that lie side by side, and put each in its place."""
+        count = len(places)
+        if count == 1:
+            at = int(places[0])
+            self._reader.read_into(file, offset, target[at : at + nbytes].data)
+            return
+        read = scratch[: count * nbytes]
+        self._reader.read_into(file, offset, read)
+        rows = np.frombuffer(read, np.uint8).reshape(count, nbytes)
+        steps = np.diff(places)
+        if (steps == steps[0]).all() and steps[0] >= nbytes:
+            first, step = int(places[0]), int(steps[0])
+            held = target[first : first + step * (count - 1) + nbytes]
+            np.lib.stride_tricks.as_strided(held, (count, nbytes), (step, 1))[:] = rows
+            return
+        for place, row in zip(places.tolist(), rows, strict=True):
+            target[place : place + nbytes] = row

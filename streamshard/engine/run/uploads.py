@@ -2,10 +2,12 @@
 
 import threading
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+from streamshard.engine.journals.upload_journal import UploadJournal
 from streamshard.engine.run.endings import FileEndings
-from streamshard.engine.run.upload_journal import UploadJournal
 from streamshard.engine.run.window import Window
 from streamshard.engine.run.work import SpanResult, TargetFile
 from streamshard.io.sink import Sink, open_sink
@@ -27,10 +29,27 @@ class Uploads:
             self.kept_bytes += nbytes
 
 
-def upload_file(file: TargetFile, path: Path, window: Window) -> tuple[str, list[SpanResult], int]:
+@dataclass(frozen=True, slots=True)
+class Uploaded:
+    """A file that was uploaded."""
+
+    version: str
+    """The object's etag."""
+    results: tuple[SpanResult, ...]
+    """The results of its spans."""
+    ending_bytes: int
+    """Size of its endings."""
+
+
+def upload_file(
+    file: TargetFile, path: Path, window: Window, before_last: Callable[[], None]
+) -> Uploaded:
     """Upload a file, span after span.
 
-    Returns the object's etag, the results of its spans, and the size of its endings.
+    Parameters
+    ----------
+    before_last
+        Called before the request that makes the object exist.
 
     Raises
     ------
@@ -48,10 +67,11 @@ def upload_file(file: TargetFile, path: Path, window: Window) -> tuple[str, list
             results.append(window.write(span, sink, is_new=False))
             late.endings.add(results[-1])
         late.write(None)
+        before_last()
         sink.finish(file.mode)
     finally:
         sink.close()
-    return sink.version, results, late.nbytes
+    return Uploaded(sink.version, tuple(results), late.nbytes)
 
 
 class _LateEndings:

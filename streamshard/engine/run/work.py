@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from streamshard.engine.journals.journal import Written
 from streamshard.engine.numeric.cast import Cast
 from streamshard.engine.numeric.checksums import crc32, crc32c
-from streamshard.engine.run.journal import Written
 from streamshard.model import Copies, Digest
 
 
@@ -40,15 +40,15 @@ class Fixed:
 class Trailer:
     """Bytes after a region's content, with the checksum of the stored content among them."""
 
-    before: bytes = b""
-    after: bytes = b""
+    parts: tuple[bytes, ...] = (b"", b"")
+    """The checksum stands between each two of them."""
     is_crc32c: bool = False
     """Whether the checksum is a CRC-32C; else it is a CRC-32."""
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return len(self.before) + 4 + len(self.after)
+        return sum(map(len, self.parts)) + 4 * (len(self.parts) - 1)
 
     def checksum(self, view: memoryview, before: int) -> int:
         """Return the checksum of bytes that follow others with the checksum `before`."""
@@ -56,7 +56,7 @@ class Trailer:
 
     def serialize(self, checksum: int) -> bytes:
         """Return the bytes with the checksum put in."""
-        return self.before + checksum.to_bytes(4, "little") + self.after
+        return checksum.to_bytes(4, "little").join(self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +138,8 @@ class Ending:
     to stop, which are the content of whole regions."""
 
 
-def _ignore(result: SpanResult) -> None:
-    pass
+def ignore(result: SpanResult) -> None:
+    """Take no note of a result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,5 +155,5 @@ class TargetFile:
     is_last: bool = False
     """Whether readers take what is there for whole as soon as this file is: in a bucket, which has
     no rename, it comes after all files before it."""
-    take: Callable[[SpanResult], None] = _ignore
+    take: Callable[[SpanResult], None] = ignore
     """Called with each span's result, in any order, but never twice at the same time."""

@@ -1,34 +1,51 @@
 """Reads ranges of files, or regions, through one buffer to compute their checksums."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
+from streamshard.engine.jobs.executor import Host
+from streamshard.engine.jobs.source_proof import SourceProof
 from streamshard.engine.numeric.checksums import RunningChecksums
 from streamshard.engine.run.region import RegionFiller
 from streamshard.engine.run.source_reader import Decoder, SourceReader
 from streamshard.engine.run.work import Region
-from streamshard.model import Digest, SourceFile
+from streamshard.engine.scan.file_hashes import FileHashes
+from streamshard.model import BlockDigests, Digest, SourceFile
 
-Seen = Callable[[int, int, memoryview], None]
-"""Is shown each window of a file's content: number of the file, offset, bytes."""
+
+@dataclass(frozen=True, slots=True)
+class ProbeTools:
+    """Describes probes; see `Toolkit`."""
+
+    files: Sequence[SourceFile]
+    decoders: Mapping[int, Decoder]
+    window_bytes: int
+    hashes: bool = False
+    """Whether to compute the SHA-256 of files that are read from beginning to end."""
+
+    def prove(self) -> str:
+        """Show that this process sees the files; see `Toolkit.prove`."""
+        return SourceProof.of(self.files).prove()
+
+    def accept(self, evidence: str) -> None:
+        """Accept anything: nothing is written."""
+
+    def make(self, host: Host) -> "Probe":
+        """Make a probe."""
+        return Probe(self, host)
 
 
 class Probe:
     """A worker's reader and its buffer."""
 
-    def __init__(
-        self,
-        files: Sequence[SourceFile],
-        decoders: Mapping[int, Decoder],
-        *,
-        window_bytes: int,
-        progress: Callable[[int], None],
-        seen: Seen | None = None,
-    ) -> None:
-        self._reader = SourceReader(files, decoders)
-        self._window = memoryview(bytearray(window_bytes))
-        self._progress = progress
-        self._seen = seen
+    def __init__(self, tools: ProbeTools, host: Host) -> None:
+        self.hashes = FileHashes(tools.files) if tools.hashes else None
+        decoders = tools.decoders if self.hashes is None else self.hashes.watching(tools.decoders)
+        self._reader = SourceReader(tools.files, decoders, workers=host.workers, stop=host.stop)
+        self._is_decoded = {n for n, one in decoders.items() if not isinstance(one, BlockDigests)}
+        self._window = memoryview(bytearray(tools.window_bytes))
+        self._progress = host.progress
 
     def close(self) -> None:
         """Close all files."""
@@ -71,7 +88,7 @@ class Probe:
         for at in range(start, stop, len(self._window)):
             view = self._window[: min(len(self._window), stop - at)]
             self._reader.read_into(file, at, view)
-            if self._seen is not None:
-                self._seen(file, at, view)
+            if self.hashes is not None and file not in self._is_decoded:
+                self.hashes.add(file, at, view)  # what is decoded is not what is stored
             self._progress(len(view))
             yield view

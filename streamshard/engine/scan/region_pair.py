@@ -1,10 +1,15 @@
 """Reads two regions side by side, with one buffer for each."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from streamshard.engine.run.region import RegionFiller
-from streamshard.engine.run.source_reader import SourceReader
+from streamshard.engine.jobs.executor import Host
+from streamshard.engine.jobs.source_proof import SourceProof
+from streamshard.engine.run.region import ReadAhead, RegionFiller
+from streamshard.engine.run.source_reader import Decoder, SourceReader
 from streamshard.engine.run.work import Region
+from streamshard.model import SourceFile
 
 Next = Callable[[int], tuple[memoryview, memoryview]]
 """Reads the next bytes of both regions, at most a window; the views from before become invalid."""
@@ -36,7 +41,12 @@ class PairReader:
     def begin(self, left: Region, right: Region) -> Next:
         """Begin to read two regions."""
         both = zip((left, right), self._readers, strict=True)
-        fillers = [RegionFiller(region, reader, self._scratch) for region, reader in both]
+        fillers = [
+            RegionFiller(
+                region, reader, self._scratch, ReadAhead([region.copies], reader, readers=2)
+            )
+            for region, reader in both
+        ]
 
         def read(nbytes: int) -> tuple[memoryview, memoryview]:
             one, other = (window[:nbytes] for window in self._windows)
@@ -46,3 +56,40 @@ class PairReader:
             return one, other
 
         return read
+
+
+K = TypeVar("K", bound=PairReader, covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class PairTools(Generic[K]):
+    """Describes workers that read two sources; see `Toolkit`."""
+
+    kind: type[K]
+    sides: Sequence[tuple[tuple[SourceFile, ...], Mapping[int, Decoder]]]
+    """Files and decoders of the left and of the right source."""
+    window_bytes: int
+    scratch_bytes: int
+
+    def prove(self) -> str:
+        """Show that this process sees both sources; see `Toolkit.prove`."""
+        for files, _ in self.sides:
+            SourceProof.of(files).prove()
+        return ""
+
+    def accept(self, evidence: str) -> None:
+        """Accept anything: nothing is written."""
+
+    def make(self, host: Host) -> K:
+        """Make a worker."""
+        left, right = (
+            SourceReader(files, decoders, workers=host.workers, stop=host.stop)
+            for files, decoders in self.sides
+        )
+        return self.kind(
+            left,
+            right,
+            window_bytes=self.window_bytes,
+            scratch_bytes=self.scratch_bytes,
+            progress=host.progress,
+        )

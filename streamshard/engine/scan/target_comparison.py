@@ -2,46 +2,67 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from streamshard.engine.jobs.executor import Host, run_ordered
+from streamshard.engine.jobs.source_proof import SourceProof
 from streamshard.engine.run.endings import FileEndings
 from streamshard.engine.run.source_reader import Decoder, SourceReader
 from streamshard.engine.run.window import DifferentError, Window
 from streamshard.engine.run.work import Span, SpanResult, TargetFile
-from streamshard.engine.scan.pool import run_ordered
-from streamshard.io.entries import open_readable
+from streamshard.io.entries import identify, open_readable
 from streamshard.io.files import target_errors
+from streamshard.io.objects.object_path import is_object
 from streamshard.io.sink import open_written
 from streamshard.model import SourceFile
 
 
-class Matcher:
-    """A worker that produces spans in memory, and compares them with files below a directory."""
+@dataclass(frozen=True, slots=True)
+class MatchingTools:
+    """Describes matchers; see `Toolkit`."""
 
-    def __init__(
-        self,
-        root: Path,
-        reader: SourceReader,
-        *,
-        window_bytes: int,
-        scratch_bytes: int,
-        progress: Callable[[int], None],
-    ) -> None:
-        self._root = root
-        self._reader = reader
-        buffer, scratch = (memoryview(bytearray(size)) for size in (window_bytes, scratch_bytes))
-        self._window = Window(buffer, scratch, reader, progress=progress, compares=True)
+    sources: Sequence[SourceFile]
+    decoders: Mapping[int, Decoder]
+    window_bytes: int
+    scratch_bytes: int
+
+    def prove(self) -> str:
+        """Show that this process sees the sources; targets are examined one by one."""
+        return SourceProof.of(self.sources).prove()
+
+    def accept(self, evidence: str) -> None:
+        """Accept anything: nothing is written."""
+
+    def make(self, host: Host) -> "Matcher":
+        """Make a matcher."""
+        return Matcher(self, host)
+
+
+class Matcher:
+    """A worker that produces spans in memory, and compares them with files."""
+
+    def __init__(self, tools: MatchingTools, host: Host) -> None:
+        self._reader = SourceReader(
+            tools.sources, tools.decoders, workers=host.workers, stop=host.stop
+        )
+        sizes = tools.window_bytes, tools.scratch_bytes
+        buffer, scratch = (memoryview(bytearray(size)) for size in sizes)
+        self._window = Window(
+            buffer, scratch, self._reader, progress=host.progress, stop=host.stop, compares=True
+        )
 
     def close(self) -> None:
         """Close all files."""
         self._reader.close()
 
-    def result_of(self, path: str, span: Span) -> SpanResult | None:
+    def result_of(self, there: SourceFile, span: Span) -> SpanResult | None:
         """Return the result of a span as if it were written; None if the file differs."""
-        place = self._root / path
-        with target_errors(place):
-            file = open_written(place)
+        with target_errors(there.path):
+            if not is_object(there.path):  # a bucket is the same everywhere
+                SourceProof((there,)).prove()
+            file = open_written(there.path)
             try:
                 return self._window.write(span, file)
             except DifferentError:
@@ -75,18 +96,17 @@ def first_difference(
     def jobs() -> Iterator[Callable[[Matcher], SpanResult | None]]:
         for file in files:
             spans, endings = file.spans or [Span(0, [])], FileEndings(file)
+            there = SourceFile(root / file.path, 0, "", "")
+            if not is_object(there.path):
+                with target_errors(there.path):
+                    there = identify(there.path)
             for number, span in enumerate(spans, 1):
                 waiting.append((file, endings, number == len(spans)))
-                yield partial(Matcher.result_of, path=file.path, span=span)
-
-    def matcher() -> Matcher:
-        reader = SourceReader(sources, decoders, workers=workers)
-        return Matcher(
-            root, reader, window_bytes=window_bytes, scratch_bytes=scratch_bytes, progress=progress
-        )
+                yield partial(Matcher.result_of, there=there, span=span)
 
     end = 0
-    for found in run_ordered(jobs(), matcher, workers):
+    tools = MatchingTools(sources, decoders, window_bytes, scratch_bytes)
+    for found in run_ordered(jobs(), tools, workers=workers, progress=progress):
         file, endings, is_last = waiting.popleft()
         if found is None:
             return file.path

@@ -26,6 +26,9 @@ _WRITER_PART: Final = re.compile(r".*_states\.pt-\d+\.(?P<count>\d+)")
 _DROPPING_LAYER: Final = ".random_ltd_layer"
 _LAST_NUMBER: Final = re.compile(r"(?<![0-9])(?<![0-9][.,])[0-9]+$")
 """Digits after a decimal point are not a step: after `epoch3.75` comes `epoch4.0`."""
+LIGHTNING_SUFFIX: Final = ".ckpt"
+"""Lightning's names end in it, also those of the directories that DeepSpeed saves for it."""
+_LIGHTNING_STEP: Final = re.compile(r"(?:^|[-/])step=([0-9]+)(?=[-.])(?!\.[0-9])")
 
 _ESCAPE: Final = re.compile(r"%(?=2F|25)")
 _ESCAPED: Final = re.compile(r"%2F|%25")
@@ -73,6 +76,8 @@ DP_WORLD_SIZE: Final = "dp_world_size"
 MP_WORLD_SIZE: Final = "mp_world_size"
 PARALLEL_DEGREES: Final = "checkpoint_parallel_dimensions"
 """Pipeline and tensor parallel degrees as the model-parallel unit reports them, since 0.19.5."""
+UNIVERSAL_INFO: Final = "universal_checkpoint_info"
+"""Entry of a model file that tells how tensor parallelism cut the parameters."""
 EXPERT_COUNTS: Final = "num_experts"
 """Count of experts of each expert layer."""
 AUTO_EXPERTS: Final = ("ds_autoep_layers", "autoep_layers")
@@ -104,6 +109,8 @@ LOOKED_INTO: Final = frozenset(
         FROZEN_FRAGMENTS,
         SHARED_PARAMS,
         EXPERT_COUNTS,
+        PARALLEL_DEGREES,
+        UNIVERSAL_INFO,
     }
 )
 """Entries of files and dumps that are interpreted, not only copied, and are more than a number."""
@@ -157,11 +164,21 @@ def without_dropping(name: str) -> str:
     return name.replace(_DROPPING_LAYER, "")
 
 
+def expert_of(name: str) -> tuple[str, int, str] | None:
+    """Split the name of an expert's parameter around the expert's number.
+
+    >>> expert_of("moe.deepspeed_experts.1.w")
+    ('moe.deepspeed_experts.', 1, '.w')
+    """
+    match = _EXPERT.fullmatch(name)
+    return None if match is None else (match["layer"], int(match["local"]), match["rest"])
+
+
 def count_local_experts(params: Iterable[str]) -> dict[str, int]:
     """Count the experts that one rank has in each layer, by the layer's name."""
     counts: dict[str, int] = {}
-    for match in filter(None, map(_EXPERT.fullmatch, params)):
-        counts[match["layer"]] = max(counts.get(match["layer"], 0), int(match["local"]) + 1)
+    for layer, local, _ in filter(None, map(expert_of, params)):
+        counts[layer] = max(counts.get(layer, 0), local + 1)
     return counts
 
 
@@ -173,11 +190,11 @@ def of_expert_rank(name: str, expert_rank: int, counts: Mapping[str, int]) -> st
     >>> of_expert_rank("moe.deepspeed_experts.1.w", 2, {"moe.deepspeed_experts.": 2})
     'moe.deepspeed_experts.5.w'
     """
-    match = _EXPERT.fullmatch(name)
-    if match is None:
+    found = expert_of(name)
+    if found is None:
         return name
-    number = counts[match["layer"]] * expert_rank + int(match["local"])
-    return f"{match['layer']}{number}{match['rest']}"
+    layer, local, rest = found
+    return f"{layer}{counts[layer] * expert_rank + local}{rest}"
 
 
 def is_tag(text: str) -> bool:
@@ -253,10 +270,15 @@ def model_file(dp_rank: int | None, mp_rank: int = 0) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Read the step from a tag's name: the whole number at its end.
+    """Read the step from a tag's name: the whole number at its end, or what Lightning calls `step`.
 
     >>> step_of("global_step1000"), step_of("checkpoint-7"), step_of("best"), step_of("epoch3.75")
     (1000, 7, None, None)
+    >>> step_of("epoch=1-step=10.ckpt"), step_of("step=10-loss=5.ckpt"), step_of("last.ckpt")
+    (10, 10, None)
     """
+    if name.endswith(LIGHTNING_SUFFIX):
+        steps = _LIGHTNING_STEP.findall(name)
+        return int(steps[0]) if len(steps) == 1 else None
     match = _LAST_NUMBER.search(name)
     return int(match[0]) if match else None

@@ -9,10 +9,10 @@ from typing import Final
 
 import numpy as np
 
-from streamshard.formats.checkpoint import Checkpoint, Family, FlatState, ScalarState
+from streamshard.formats.checkpoint import Checkpoint, Family, FlatState, ParamGroup, ScalarState
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read import agreement, module_reader
-from streamshard.formats.pickle.inert import Node
+from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.torch.tree_comparison import Disparity, Found, compare_nodes, show_key
 from streamshard.model import ZeroLayout
 
@@ -21,6 +21,9 @@ _CUT_IN_MODEL: Final = module_reader.CUT_KEYS - {names.MODULE_STATE}
 _CUT_IN_OPTIMIZER: Final = agreement.CUT_KEYS | {names.ZERO_STAGE}
 _PROVENANCE: Final = frozenset({names.DS_CONFIG, names.DS_VERSION})
 """Entries that describe the job that saved. They are not state: a resuming job has its own."""
+
+_MOST_PLAIN: Final = 8
+"""Longest list that is a hyper-parameter, such as `betas`."""
 
 _KEPT_WITHOUT_STAGE: Final = frozenset({names.CLIP_GRAD})
 _KEPT_AT_12: Final = frozenset({"loss_scaler", "dynamic_loss_scale", "overflow", names.CLIP_GRAD})
@@ -49,6 +52,64 @@ def compare(left: Checkpoint, right: Checkpoint) -> Iterator[Found]:
     if whole and left.accelerate_step != right.accelerate_step:
         message = f"{left.accelerate_step} here, {right.accelerate_step} there"
         yield Disparity("Accelerate's step", message)
+
+
+def compare_shared(one: Family, other: Family) -> Iterator[Disparity]:
+    """Compare the steps and the hyper-parameters that both sides have, group by group.
+
+    For checkpoints of which one is not DeepSpeed's. Its groups may be cut otherwise.
+    """
+    owner = {name: group for group in other.groups for name in group.params}
+    done = set()
+    for group in one.groups:
+        for name in group.params:
+            counterpart = owner.get(name)
+            if counterpart is None or (group.number, counterpart.number) in done:
+                continue
+            done.add((group.number, counterpart.number))
+            mine, theirs = _told(one, group), _told(other, counterpart)
+            for key in mine:
+                if key in theirs and mine[key] != theirs[key]:
+                    message = f"{mine[key]} here, {theirs[key]} there"
+                    yield Disparity(f"optimizer/group of {show_key(name)}/{key}", message)
+
+
+def _told(family: Family, group: ParamGroup) -> dict[str, str]:
+    """Return the plain hyper-parameters and scalar states of a group, as text."""
+    options = family.wrapped_optimizer["param_groups"][group.number]
+    states = {
+        key: _number(value) if isinstance(value, ScalarState) else value
+        for key, value in (group.states or {}).items()
+        if not isinstance(value, FlatState)
+    }
+    return {
+        key: _plain_text(value)
+        for key, value in {**options, **states}.items()
+        if key != "params" and _is_plain(value)
+    }
+
+
+def _number(state: ScalarState) -> Node:
+    """Return the only element of a small tensor; None if it is no number."""
+    try:
+        held = np.frombuffer(state.data, dtype=state.dtype).tolist()
+    except (TypeError, ValueError):
+        return None
+    return held[0] if len(held) == 1 else None
+
+
+def _is_plain(value: Node) -> bool:
+    if isinstance(value, list | tuple):
+        return len(value) <= _MOST_PLAIN and all(isinstance(part, int | float) for part in value)
+    return isinstance(value, bool | int | float | str)
+
+
+def _plain_text(value: Node) -> str:
+    """Serialize a plain value, alike for numbers that are equal and for a list and a tuple."""
+    if isinstance(value, list | tuple):
+        return str([_plain_text(part) for part in value])
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return repr(float(value)) if is_number else show(value)
 
 
 def provenance(checkpoint: Checkpoint) -> Mapping[str, Node]:

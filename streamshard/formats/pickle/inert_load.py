@@ -16,8 +16,12 @@ from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
 
 LIMIT_BYTES: Final = 1 << 30
 """Size of the largest pickle that is read; tensors are not part of it."""
-_LIMIT_OPCODES: Final = 1 << 25
+LIMIT_OPCODES: Final = 1 << 25
 """Most opcodes of a pickle. A file of 20,000 tensors takes a million."""
+
+
+class TooManyOpcodesError(UnsupportedError):
+    """A pickle has more opcodes than are read."""
 
 
 def load(data: bytes, persistent_load: PersistentLoad) -> Node:
@@ -62,7 +66,7 @@ def run(machine: PickleMachine) -> Node:
 
 def _run(machine: PickleMachine) -> Node:
     data, end, table = machine.data, len(machine.data), _TABLE
-    for _ in range(_LIMIT_OPCODES):
+    for _ in range(LIMIT_OPCODES):
         at = machine.at
         if at >= end:
             raise EndedTooEarlyError("pickle has no end")
@@ -74,7 +78,7 @@ def _run(machine: PickleMachine) -> Node:
                 raise CorruptFileError("pickle leaves values behind")
             return result
         table[code](machine)
-    raise UnsupportedError(f"pickle of more than {_LIMIT_OPCODES:,} opcodes")
+    raise TooManyOpcodesError(f"pickle of more than {LIMIT_OPCODES:,} opcodes")
 
 
 def _refuse(machine: PickleMachine) -> None:
@@ -96,7 +100,7 @@ _OPCODES: Final[dict[str, Callable[[PickleMachine], None]]] = {
     "\x89": lambda m: m.push(False),
     "I": lambda m: m.push(m.line_integer()),
     "J": lambda m: m.push(m.integer(4)),
-    "K": lambda m: m.stack.append(m.byte()),
+    "K": lambda m: m.small_integers(LIMIT_OPCODES),
     "M": lambda m: m.stack.append(m.byte() | m.byte() << 8),
     "L": lambda m: m.push(int(m.line().rstrip("L"))),
     "\x8a": lambda m: m.push(m.integer(m.byte())),

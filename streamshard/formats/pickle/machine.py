@@ -1,5 +1,6 @@
 """The stack, the memo and the objects of a pickle that is read without running it."""
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
@@ -13,6 +14,8 @@ _LIMIT_NAME: Final = 1000
 """Most letters of a module name and a class name together."""
 _LIMIT_ARGUMENTS: Final = 100
 """Most arguments of a call that `drop` examines."""
+_SMALL_INTEGERS: Final = re.compile(rb"(?:K.)+", re.DOTALL)
+"""Opcodes that push an integer of one byte each."""
 _HOLE: Final = object()
 """Marks an empty place in the memo."""
 
@@ -95,6 +98,20 @@ class PickleMachine(PickleBytes):
         if value is _HOLE:
             raise CorruptFileError(f"pickle takes what was never put into its memo, at {index}")
         self.stack.append(value)
+
+    def small_integers(self, limit: int) -> None:
+        """Push an integer of one byte, and those that follow it.
+
+        Each rank of stages 1 and 2 saves a list with a number for every parameter. A pickle of more
+        bytes than `limit` is read opcode by opcode, so that its opcodes are counted.
+        """
+        at, data = self.at, self.data
+        if data[at + 1 : at + 2] != b"K" or len(data) > limit:
+            self.stack.append(self.byte())
+            return
+        run = _SMALL_INTEGERS.match(data, at - 1)
+        self.at = run.end() if run is not None else at
+        self.stack.extend(data[at : self.at : 2])
 
     def put(self, index: int) -> None:
         """Put the top value into the memo."""

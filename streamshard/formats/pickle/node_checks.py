@@ -1,11 +1,12 @@
 """Checks nodes before they are interpreted as DeepSpeed's own data."""
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from streamshard.errors import CorruptFileError, UnsupportedError
+from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
 from streamshard.formats.pickle.inert import Node, show
 
 _LIMIT_DEPTH: Final = 100
@@ -13,6 +14,7 @@ _LIMIT_AGAIN: Final = 16
 """How often parts may be shared on average."""
 _FREE_PARTS: Final = 100_000
 _LIMIT_NAME: Final = 4096
+_CONTAINERS: Final = frozenset({dict, OrderedDict, list, tuple})
 
 
 def require_unrolled(nodes: Iterable[Node]) -> None:
@@ -43,6 +45,8 @@ def require_unrolled(nodes: Iterable[Node]) -> None:
         if again > _LIMIT_AGAIN * parts + _FREE_PARTS:
             raise UnsupportedError("holds containers that share their parts without end")
         below = [*node, *node.values()] if isinstance(node, dict) else node
+        if _CONTAINERS.isdisjoint(map(type, below)):
+            continue
         stack += [(part, depth + 1) for part in below if isinstance(part, dict | list | tuple)]
 
 
@@ -64,7 +68,7 @@ def of_file(path: Path) -> Iterator[None]:
     """Add the file's path to errors about its content."""
     try:
         yield
-    except (CorruptFileError, UnsupportedError) as error:
+    except (CorruptFileError, DisagreementError, UnsupportedError) as error:
         if str(path) in str(error):
             raise
         raise type(error)(f"{path}: {error}") from error

@@ -9,6 +9,7 @@ no match must be parsed, whether it is valid or not.
 
 import zlib
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Final
 
@@ -62,14 +63,14 @@ class ParseCache:
     """The cache of parsed files, which finds later files that match one of them."""
 
     def __init__(self) -> None:
-        self._skeletons: dict[int, _Skeleton] = {}
+        self._skeletons: dict[int, Skeleton] = {}
         """File size → skeleton of the last parsed file of that size."""
 
     def remember(self, path: Path, found: TorchFile) -> None:
         """Add a parsed file to the cache."""
         if found.is_legacy:
             return
-        skeleton = _Skeleton(path, found)
+        skeleton = Skeleton(path, found)
         if skeleton.nbytes > _LIMIT_BYTES or not skeleton.read():
             return
         self._skeletons.pop(skeleton.file_bytes, None)
@@ -79,13 +80,17 @@ class ParseCache:
             oldest = self._skeletons.pop(next(iter(self._skeletons)))
             kept_bytes -= oldest.nbytes
 
+    def skeleton(self, file_bytes: int) -> "Skeleton | None":
+        """Return the skeleton with which files of a size are compared, if there is one."""
+        return self._skeletons.get(file_bytes)
+
     def find(self, path: Path) -> CachedParse | None:
         """Compare a file with those in the cache; None if it must be parsed."""
         skeleton = self._skeletons.get(examine(path).nbytes)
         return skeleton.match(path) if skeleton is not None else None
 
 
-class _Skeleton:
+class Skeleton:
     """The bytes of a parsed file that reading examines, and the places where a match may differ."""
 
     def __init__(self, path: Path, found: TorchFile) -> None:
@@ -119,9 +124,11 @@ class _Skeleton:
         self._places = np.array([found.records[index].start for index in own], dtype=np.int64)
         self._crc32s = self._place(entries[[*own, pickled]] + CRC32_IN_ENTRY)
         """Offsets of the checksums in which a match may differ. The pickle's checksum is last."""
-        self._data: Bytes = np.zeros(0, dtype=np.uint8)
-        self._listed = _numbers(self._data)
-        """The checksums."""
+        self._data = bytearray()
+        self._name = b""
+        """The root folder's name."""
+        self._crc32_bytes: Bytes = np.zeros(0, dtype=np.uint8)
+        """The checksums, one per row."""
         self._devices: DeviceNumbers | None = None
 
     def read(self) -> bool:
@@ -129,10 +136,11 @@ class _Skeleton:
         self._data = self._read(self._path)
         if len(self._data) < self.nbytes:
             return False
-        self._listed = _numbers(sliding_window_view(self._data, _CRC32_BYTES)[self._crc32s])
+        self._name = _rows(self._data, self._name_bytes)[self._names[0]].tobytes()
+        self._crc32_bytes = _rows(self._data, _CRC32_BYTES)[self._crc32s]
         return True
 
-    def _read(self, path: Path) -> Bytes:
+    def _read(self, path: Path) -> bytearray:
         """Read the bytes of the regions; fewer bytes if the file ends before."""
         data, at = bytearray(self.nbytes), 0
         with open_readable(path) as file:
@@ -140,7 +148,8 @@ class _Skeleton:
             for start, stop in self._regions:
                 piece = memoryview(data)[at : at + stop - start]
                 at += file.read_into(piece, start)
-        return np.frombuffer(data, dtype=np.uint8, count=at)
+        del data[at:]
+        return data
 
     def _place(self, offsets: Offsets) -> Offsets:
         """Turn offsets in the file into offsets in the skeleton."""
@@ -153,28 +162,38 @@ class _Skeleton:
     def match(self, path: Path) -> CachedParse | None:
         """Compare a file of the same size; None if it does not match, or is damaged."""
         own = self._read(path)
-        name = own[self._names[0] :][: self._name_bytes]
-        if len(own) != self.nbytes or not _is_folder(name.tobytes()):
+        if len(own) != self.nbytes:
             return None
-        # Expected: the file's own folder name, the same in all records; its own checksums; and
-        # otherwise the bytes of the skeleton.
-        expected = self._data.copy()
-        sliding_window_view(expected, self._name_bytes, writeable=True)[self._names] = name
-        crc32s = sliding_window_view(own, _CRC32_BYTES)[self._crc32s]
-        sliding_window_view(expected, _CRC32_BYTES, writeable=True)[self._crc32s] = crc32s
-        unlike = own != expected
-        if unlike.any() and not self._differs_in_devices(own, unlike):
+        # A match has its own folder's name, the same in all records, and its own checksums. With
+        # the skeleton's in their places, all bytes are the skeleton's.
+        names, crc32s = _rows(own, self._name_bytes), _rows(own, _CRC32_BYTES)
+        name = names[self._names[0]].tobytes()
+        if not _is_folder(name) or (names[self._names] != np.frombuffer(name, np.uint8)).any():
             return None
-        listed = _numbers(crc32s)
+        names[self._names] = np.frombuffer(self._name, np.uint8)
+        listed = _numbers(crc32s[self._crc32s])
+        crc32s[self._crc32s] = self._crc32_bytes
+        if own != self._data and not self._differs_in_devices(own):
+            return None
         # As in reading, 0 means that torch was told to leave checksums out.
-        if listed[-1] not in (0, zlib.crc32(own[self._pickle].data)):
+        if listed[-1] not in (0, zlib.crc32(memoryview(own)[self._pickle])):
             return None
-        return CachedParse(self._root, self._places, listed[:-1], self._listed[:-1])
+        return self.cached(listed[:-1])
 
-    def _differs_in_devices(self, own: Bytes, unlike: NDArray[np.bool_]) -> bool:
+    def digest(self) -> bytes:
+        """Return a digest of all that files are compared with."""
+        return sha256(self._data).digest()
+
+    def cached(self, crc32s: NDArray[np.uint32]) -> CachedParse:
+        """Return what is known of a match with these checksums."""
+        return CachedParse(self._root, self._places, crc32s, _numbers(self._crc32_bytes)[:-1])
+
+    def _differs_in_devices(self, data: bytearray) -> bool:
         """Tell whether the files differ only in the device numbers of storages."""
         if self._devices is None:
-            self._devices = DeviceNumbers(self._data[self._pickle].tobytes())
+            self._devices = DeviceNumbers(bytes(self._data[self._pickle]))
+        own = np.frombuffer(data, np.uint8)
+        unlike = own != np.frombuffer(self._data, np.uint8)
         places = self._devices.places + self._pickle.start
         digits = own[places][unlike[places]]
         return bool(
@@ -182,6 +201,11 @@ class _Skeleton:
             and ((digits >= ord("0")) & (digits <= ord("9"))).all()
             and self._devices.mean_nothing
         )
+
+
+def _rows(data: bytearray, count: int) -> Bytes:
+    """Return the next bytes from each byte on, as a view of the data: row i begins at byte i."""
+    return sliding_window_view(np.frombuffer(data, np.uint8), count, writeable=True)
 
 
 def _numbers(serialized: Bytes) -> NDArray[np.uint32]:

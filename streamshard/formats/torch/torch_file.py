@@ -83,7 +83,7 @@ def read(path: Path, file: int) -> TorchFile:
             if legacy_file.is_legacy(source.read_at(0, len(zip_directory.MAGIC))):
                 found = TorchFile(*legacy_file.read(source), is_legacy=True)
             else:
-                found = _read_archive(source)
+                found = read_archive(source)
     except EndedTooEarlyError as error:
         message = (
             f"{path}: not a whole torch file ({error}; {examine(path).nbytes} bytes). "
@@ -127,7 +127,12 @@ def checksum(storage: Storage) -> int:
     return found
 
 
-def _read_archive(source: Readable) -> TorchFile:
+def read_archive(source: Readable) -> TorchFile:
+    """Open a zip that torch saved, which may be a part of another file.
+
+    Offsets of its storages count from its own beginning. See `read` for errors; these do not name
+    the file.
+    """
     records: dict[str, ZipRecord] = {}
     roots: set[str] = set()
     listed = zip_directory.read(source)

@@ -44,7 +44,8 @@ _REBUILD_FROM_TYPE: Final = Global("torch._tensor", "_rebuild_from_type_v2")
 _REBUILD_PARAMETER: Final = Global("torch._utils", "_rebuild_parameter")
 _TENSOR: Final = Global("torch", "Tensor")
 _TENSOR_CLASS: Final = Global("torch._tensor", "Tensor")
-_SIZE: Final = Global("torch", "Size")
+SIZE: Final = Global("torch", "Size")
+"""torch's class of shapes."""
 
 
 @dataclass(eq=False, slots=True)
@@ -65,6 +66,8 @@ class Storage:
     """The source file itself."""
     crc32: int | None = None
     """CRC-32 of the bytes, recorded in the file or computed later; None if neither."""
+    data: bytes | None = None
+    """Its bytes, if it is small and they were read with the header."""
 
     @property
     def nbytes(self) -> int:
@@ -206,7 +209,7 @@ def _numbers(
     start: Node, shape: Node, stride: Node
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     """Check that the start, shape and stride of a tensor are possible, and return them."""
-    shape = shape.args[0] if isinstance(shape, Call) and shape.function == _SIZE else shape
+    shape = shape.args[0] if isinstance(shape, Call) and shape.function == SIZE else shape
     sound = (
         isinstance(start, int)
         and isinstance(shape, tuple | list)
@@ -245,7 +248,7 @@ def make_tensor(
 
 def shape_of(node: Node) -> tuple[int, ...]:
     """Read a torch.Size, or the tuple or list that some programs write in its place."""
-    if isinstance(node, Call) and node.function == _SIZE and len(node.args) == 1:
+    if isinstance(node, Call) and node.function == SIZE and len(node.args) == 1:
         node = node.args[0]
     if (
         isinstance(node, list | tuple)
@@ -259,7 +262,7 @@ def shape_of(node: Node) -> tuple[int, ...]:
 
 def make_size(shape: tuple[int, ...]) -> Call:
     """Make the node of a torch.Size."""
-    return Call(_SIZE, (shape,))
+    return Call(SIZE, (shape,))
 
 
 def storages_in(node: Node) -> Iterator[Storage]:

@@ -75,8 +75,13 @@ def is_legacy(path: Path) -> bool:
 def audit(path: Path) -> TorchAudit:
     """Check everything in a torch file but the bytes of its records."""
     with open_readable(path) as file:
-        auditor = _Auditor(file)
-        records = auditor.run()
+        return audit_part(file)
+
+
+def audit_part(source: Readable) -> TorchAudit:
+    """Check a torch file that may be a part of another; offsets count from its own beginning."""
+    auditor = _Auditor(source)
+    records = auditor.run()
     more = auditor.unlisted
     last = [f"{more:,} more problems of its container"] if more else []
     return TorchAudit(auditor.root, tuple(records), (*auditor.problems, *last))

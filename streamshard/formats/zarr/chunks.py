@@ -3,7 +3,7 @@
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import google_crc32c
 import numpy as np
@@ -23,11 +23,25 @@ CHECKSUM_BYTES: Final = 4
 _BLOSC_HEADER_BYTES: Final = 16
 _BLOSC_SIZE: Final = slice(4, 8)
 """Place of the uncompressed size in Blosc's header. Blosc allocates that many bytes."""
+_SHUFFLES: Final = {"shuffle": Blosc.SHUFFLE, "bitshuffle": Blosc.BITSHUFFLE}
+EARLY_SETTINGS: Final = {"clevel": 5, "shuffle": "bitshuffle", "blocksize": 0}
+"""Blosc's settings in early stores, for all codecs. A frame says itself how it was made."""
+_ZSTD_SETTINGS: Final = {"clevel": 1, "shuffle": "shuffle", "blocksize": 512 << 10}
+"""Zstandard codes at most 128 KiB in one block, with one table of frequencies. In blocks of this
+size that is one byte of all elements: the bytes that hold exponents become small, those that hold
+the ends of mantissas are stored as they are, and quickly. A higher level finds no more in floats,
+and makes chunks larger where it takes chance for repetition."""
 
 
 def serialize_checksum(crc32c: int) -> bytes:
     """Serialize the checksum at the end of a chunk as Zarr's crc32c codec does."""
     return struct.pack("<I", crc32c)
+
+
+def blosc_settings(codec: str) -> dict[str, Any]:
+    """Return Blosc's settings for `lz4` or `zstd`, in the words of Zarr's blosc codec."""
+    # lz4 codes no frequencies: it finds equal bits only where they lie together.
+    return dict(_ZSTD_SETTINGS if codec == "zstd" else EARLY_SETTINGS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +54,8 @@ class BloscChunk:
 
     @property
     def _blosc(self) -> Blosc:
-        return Blosc(cname=self.name, clevel=5, shuffle=Blosc.BITSHUFFLE)
+        settings = blosc_settings(self.name)
+        return Blosc(cname=self.name, **settings | {"shuffle": _SHUFFLES[settings["shuffle"]]})
 
     def encode(self, content: memoryview) -> bytes:
         """Compress a chunk's content."""

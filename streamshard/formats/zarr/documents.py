@@ -13,6 +13,7 @@ from hashlib import sha256
 from typing import Any, Final
 from urllib.parse import quote
 
+from streamshard.formats.zarr.chunks import EARLY_SETTINGS, blosc_settings
 from streamshard.model import BLOB, FILE, ITEMSIZE, MODULE, LogicalTensor
 
 ROOT_DOCUMENT: Final = "zarr.json"
@@ -68,7 +69,8 @@ def array_document(tensor: LogicalTensor, chunk: tuple[int, ...], codec: str) ->
     if ITEMSIZE[tensor.dtype] == 1:
         codecs = [{"name": "bytes"}]
     if codec != "none":
-        codecs.append({"name": "blosc", "configuration": _blosc_configuration(tensor.dtype, codec)})
+        settings = {"cname": codec, "typesize": ITEMSIZE[tensor.dtype], **blosc_settings(codec)}
+        codecs.append({"name": "blosc", "configuration": settings})
     return _json(
         {
             "zarr_format": 3,
@@ -85,15 +87,15 @@ def array_document(tensor: LogicalTensor, chunk: tuple[int, ...], codec: str) ->
     )
 
 
-def _blosc_configuration(dtype: str, codec: str) -> dict[str, Any]:
-    """Return Blosc's settings: it puts bits of equal weight together, which suits floats."""
-    return {
-        "cname": codec,
-        "clevel": 5,
-        "shuffle": "bitshuffle",
-        "typesize": ITEMSIZE[dtype],
-        "blocksize": 0,
-    }
+def forms(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """List the forms of an array's parsed document: as it is, and as early stores have it."""
+    early = [
+        {**codec, "configuration": codec["configuration"] | EARLY_SETTINGS}
+        if codec["name"] == "blosc"
+        else codec
+        for codec in document["codecs"]
+    ]
+    return [{**document, "codecs": codecs} for codecs in (document["codecs"], early)]
 
 
 def chunk_keys(counts: Sequence[int]) -> list[str]:

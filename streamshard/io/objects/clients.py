@@ -4,7 +4,9 @@ import errno
 import os
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -19,6 +21,12 @@ if TYPE_CHECKING:
 
 RETRIES: Final[dict[str, Any]] = {"max_retries": 10, "retry_timeout": timedelta(minutes=3)}
 """How often, and for how long, obstore repeats a request that failed by 429, 5xx or the network."""
+_FIRST_TIMEOUT: Final = {"retry_timeout": timedelta(seconds=5)}
+"""How long it does so before a service has answered at all: perhaps its address is wrong."""
+_answered: Final[set[str]] = set()
+"""Buckets about which their service has answered this process."""
+_silent: Final[set[str]] = set()
+"""Buckets about which it has not answered, though it was asked for half a minute."""
 _TIMEOUTS: Final = {"timeout": "120s", "connect_timeout": "15s"}
 """For all of one request, its body included."""
 
@@ -49,6 +57,10 @@ def client_of(bucket: str) -> "ObjectStore":
     UsageError
         obstore is not installed, or the environment does not configure it.
     """
+    return _make_client(bucket, RETRIES)
+
+
+def _make_client(bucket: str, retries: dict[str, Any]) -> "ObjectStore":
     try:
         from obstore.exceptions import BaseError
         from obstore.store import from_url
@@ -57,7 +69,7 @@ def client_of(bucket: str) -> "ObjectStore":
         raise UsageError(message) from None
     options: dict[str, Any] = {
         "client_options": {**_TIMEOUTS, **_plain_http(bucket)},
-        "retry_config": RETRIES,
+        "retry_config": retries,
     }
     if bucket.startswith("s3:"):
         options |= {"checksum_algorithm": "SHA256", **_profile()}
@@ -65,8 +77,11 @@ def client_of(bucket: str) -> "ObjectStore":
         return from_url(bucket, **options)
     except (BaseError, ValueError, TypeError) as error:
         message = f"{bucket}: its client cannot be configured ({type(error).__name__})"
-        hint = _VARIABLES.get(bucket.partition(":")[0], "the environment variables of that service")
-        raise UsageError(f"{message}; look at {hint}") from None
+        raise UsageError(f"{message}; look at {_variables_of(bucket)}") from None
+
+
+def _variables_of(bucket: str) -> str:
+    return _VARIABLES.get(bucket.partition(":")[0], "the environment variables of that service")
 
 
 def _plain_http(bucket: str) -> dict[str, bool]:
@@ -159,10 +174,40 @@ def call(
     OSError
         It failed; the error names the object. FileNotFoundError if there is no such object.
     """
-    client = client_of(path.bucket)
 
     def once() -> Any:  # noqa: ANN401
-        with _object_errors(path):
-            return request(client)
+        is_first = path.bucket not in _answered
+        client = (
+            _make_client(path.bucket, RETRIES | _FIRST_TIMEOUT)
+            if is_first
+            else client_of(path.bucket)
+        )
+        try:
+            with _object_errors(path):
+                found = request(client)
+        except ConnectionResetError:
+            raise
+        except OSError as error:
+            _answered.add(path.bucket)
+            if is_first and repeats and error.errno == errno.EIO:
+                return once()  # it answers, if only that it is busy: this may take longer
+            raise
+        _answered.add(path.bucket)
+        return found
 
-    return try_again(once) if repeats else once()
+    try:
+        return try_again(once) if repeats and path.bucket not in _silent else once()
+    except ConnectionResetError:
+        if path.bucket in _answered:
+            raise
+        _silent.add(path.bucket)
+        text = f"its service does not answer; look at {_variables_of(path.bucket)}"
+        raise OSError(errno.ECONNREFUSED, text, str(path)) from None
+
+
+def together(*questions: Callable[[], Any]) -> list[Any]:
+    """Return the answers of some questions that take a request or more each, asked side by side."""
+    with ThreadPoolExecutor(len(questions)) as pool:
+        # The listings that are kept belong to a context.
+        asked = [pool.submit(copy_context().run, question) for question in questions]
+        return [future.result() for future in asked]

@@ -112,7 +112,7 @@ _scope: Final[ContextVar[_Kept | None]] = ContextVar("listings", default=None)
 
 @contextmanager
 def listings_kept(*, anew: bool = False) -> Iterator[None]:
-    """Keep listings, and small objects that were read ahead, while a checkpoint is opened.
+    """Keep listings, small objects and headers while a checkpoint is opened.
 
     Parameters
     ----------
@@ -127,6 +127,11 @@ def listings_kept(*, anew: bool = False) -> Iterator[None]:
         yield
     finally:
         _scope.reset(token)
+
+
+def is_keeping() -> bool:
+    """Tell whether listings are kept at present."""
+    return _scope.get() is not None
 
 
 def forget() -> None:

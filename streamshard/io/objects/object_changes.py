@@ -22,9 +22,12 @@ _STEP_BYTES: Final = 8 << 20
 def for_each(items: Iterable[T], work: Callable[[T], object]) -> None:
     """Do something with many objects, side by side; the first error ends it."""
     remaining = iter(items)
-    with ThreadPoolExecutor(_THREADS) as pool:
-        while some := list(islice(remaining, 64 * _THREADS)):
-            list(pool.map(work, some))
+    try:
+        with ThreadPoolExecutor(_THREADS) as pool:
+            while some := list(islice(remaining, 64 * _THREADS)):
+                list(pool.map(work, some))
+    finally:
+        forget()  # the caller's listings: those of the threads are others
 
 
 def objects_below(root: ObjectPath) -> list[ObjectPath]:

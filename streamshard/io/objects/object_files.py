@@ -3,21 +3,17 @@
 import errno
 import io
 import os
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, Final
 
 from streamshard.io.objects import listings
-from streamshard.io.objects.clients import call
+from streamshard.io.objects.clients import call, together
 from streamshard.io.objects.object_path import ObjectPath, object_of
 from streamshard.io.objects.object_reader import ObjectFile, get
 from streamshard.io.readable import Entry, Status
 from streamshard.model import SourceFile
-
-_THREADS: Final = 32
-"""Small objects that are read ahead at a time."""
 
 
 class ObjectFiles:
@@ -31,14 +27,14 @@ class ObjectFiles:
             return known
         if known is None:
             raise _absent(path)
-        try:
-            if path.key:
-                return listings.status_of(call(path, lambda client: client.head(path.key)))
-        except FileNotFoundError:
-            pass
-        if listings.entries_of(path):
-            return listings.DIRECTORY
-        raise _absent(path)
+        if listings.is_keeping():  # then the listing will be of use, if it is a directory
+            found, listed = together(lambda: _head(path), lambda: listings.entries_of(path))
+        else:
+            found = _head(path)
+            listed = listings.entries_of(path) if found is None else []
+        if found is None and not listed:
+            raise _absent(path)
+        return found or listings.DIRECTORY
 
     def entries(self, directory: Path) -> Iterator[Entry]:
         """List a directory."""
@@ -71,14 +67,6 @@ class ObjectFiles:
             listings.keep_content(path, content)
         return io.BytesIO(content)
 
-    def read_ahead(self, paths: Iterable[Path]) -> None:
-        """Read small objects side by side, which `stream` then returns while listings are kept."""
-        with ThreadPoolExecutor(_THREADS) as pool:
-            wanted = [object_of(path) for path in paths]
-            for path, content in zip(wanted, pool.map(_content_if_there, wanted), strict=True):
-                if content is not None:
-                    listings.keep_content(path, content)
-
 
 OBJECTS: Final = ObjectFiles()
 
@@ -87,15 +75,17 @@ def _absent(path: Path) -> FileNotFoundError:
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
+def _head(path: ObjectPath) -> Status | None:
+    if not path.key:
+        return None
+    try:
+        return listings.status_of(call(path, lambda client: client.head(path.key)))
+    except FileNotFoundError:
+        return None
+
+
 def _content(path: ObjectPath) -> bytes:
     known = listings.known_status(path)
     if isinstance(known, Status) and known.nbytes:
         return bytes(get(path, 0, known.nbytes, known))
     return bytes(call(path, lambda client: client.get(path.key).bytes()))
-
-
-def _content_if_there(path: ObjectPath) -> bytes | None:
-    try:
-        return _content(path)
-    except OSError:  # whoever needs it reports the error
-        return None

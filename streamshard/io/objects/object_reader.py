@@ -21,14 +21,13 @@ if TYPE_CHECKING:
 
 REQUEST_BYTES: Final = 4 << 20
 """Bytes of one request for a tensor's data."""
-AHEAD_BYTES: Final = 8 << 20
+AHEAD_BYTES: Final = 16 << 20
 """How far each worker's requests are ahead of what it uses."""
 _LEAST_BYTES: Final = 1 << 18
 """Smallest request for data: what follows a small fragment is mostly the next one. Where it is,
 the next request is twice as long."""
-_HELD_BYTES: Final = 2 * AHEAD_BYTES + (4 << 20)
-"""Bytes that a worker holds: those ahead, of two sources where two are compared, and what is left
-of requests that were longer."""
+_HELD_BYTES: Final = AHEAD_BYTES + (12 << 20)
+"""Bytes that a worker holds: those ahead, and what is left of requests that were longer."""
 READING_BYTES: Final = _HELD_BYTES + AHEAD_BYTES
 """Memory of a worker: an answer takes its size twice until it is complete."""
 _HEADER_BYTES: Final = 1 << 18

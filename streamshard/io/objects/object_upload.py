@@ -19,9 +19,9 @@ _PART_BYTES: Final = 8 << 20
 """Smallest part: between the 5 MiB and 5 GiB that S3 allows."""
 _MOST_PARTS: Final = 9_500
 """S3 allows 10,000."""
-_CONCURRENT: Final = 2
+_CONCURRENT: Final = 4
 """Parts of one object that are being sent at a time; other workers upload other objects."""
-_PARTS_HELD: Final = 6
+_PARTS_HELD: Final = 8
 """Parts in memory: one that is filled, one that waits, those being sent, and obstore's own."""
 _GROWTH_BYTES: Final = 1 << 12
 _MIB: Final = 1 << 20
@@ -42,6 +42,25 @@ def upload_bytes(largest_bytes: int) -> int:
 def upload_requests(nbytes: int) -> int:
     """Return how many requests it takes to upload an object of this size."""
     return 1 if nbytes <= _SINGLE_BYTES else 2 + -(-nbytes // _part_bytes(nbytes))
+
+
+class _WorkerBuffer(threading.local):
+    """The buffer of a worker's small objects, one after the other: new memory has to be cleared."""
+
+    def __init__(self) -> None:
+        self._free = bytearray()
+
+    def take(self, nbytes: int) -> bytearray:
+        """Return a buffer of at least this size, which nobody else has."""
+        found, self._free = self._free, bytearray()
+        return found if len(found) >= nbytes else bytearray(nbytes)
+
+    def give_back(self, buffer: bytearray) -> None:
+        """Keep a buffer for the next object."""
+        self._free = buffer
+
+
+_worker_buffer: Final = _WorkerBuffer()
 
 
 class _StoppedUploadError(Exception):
@@ -67,9 +86,9 @@ class ObjectSink:
     def __init__(self, path: ObjectPath, nbytes: int, *, must_be_new: bool = False) -> None:
         self._path = path
         self._must_be_new = must_be_new
-        self._part = nbytes if nbytes <= _SINGLE_BYTES else _part_bytes(nbytes)
+        self._part = _part_bytes(nbytes)
         self._is_single = nbytes <= _SINGLE_BYTES
-        self._buffer = bytearray(self._part)
+        self._buffer = _worker_buffer.take(nbytes) if self._is_single else bytearray(self._part)
         self._filled = 0
         self._offset = 0
         self._upload: _Upload | None = None
@@ -138,6 +157,9 @@ class ObjectSink:
         if self._upload is not None:
             self._upload.stop()
             self._upload = None
+        if self._is_single:
+            _worker_buffer.give_back(self._buffer)
+            self._is_single = False
         self._buffer = bytearray()
 
 
@@ -215,7 +237,7 @@ class _Upload(threading.Thread):
         return self._version
 
     def stop(self) -> None:
-        """End the upload, unless it has ended; the service is told to forget the parts."""
+        """End the upload, unless it has ended; the service then forgets the parts."""
         self._put(_StoppedUploadError())
         self.join()
 

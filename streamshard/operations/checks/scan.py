@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+from streamshard.engine.jobs.executor import Job, run_ordered
 from streamshard.engine.run.source_reader import Decoder
-from streamshard.engine.scan.pool import run_ordered
-from streamshard.engine.scan.probe import Probe, Seen
+from streamshard.engine.scan.probe import Probe, ProbeTools
 from streamshard.errors import StreamshardError
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import SourceFile
@@ -18,6 +18,10 @@ _JOB_BYTES: Final = 8 << 20
 
 Result = Any
 """The value that a piece computes from the bytes, or the `StreamshardError` that stopped it."""
+
+
+_Bundle = tuple[list[Result], Mapping[int, str]]
+"""The results of pieces, and the SHA-256 of files that are complete by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,27 +47,37 @@ def scan(
     decoders: Mapping[int, Decoder],
     memory: MemoryPlan,
     progress: Callable[[int], None],
-    seen: Seen | None = None,
+    hashed: Callable[[int, str], None] | None = None,
 ) -> None:
     """Read all units from their files, in order, a bounded number of pieces at a time.
 
     Parameters
     ----------
-    seen
-        Is shown the bytes of the files that are read as they are, by several threads.
+    hashed
+        Takes the number and the SHA-256 of each file that one worker read from its first byte to
+        its last. Large files that several workers read are left out.
     """
     waiting: deque[Unit] = deque()
     results: deque[Result] = deque()
-    window_bytes = memory.window_bytes
-    make = partial(Probe, files, decoders, window_bytes=window_bytes, progress=progress, seen=seen)
-    for found in run_ordered(_jobs(units, waiting), make, memory.workers):
+    tools = ProbeTools(files, decoders, memory.window_bytes, hashed is not None)
+    jobs = run_ordered(
+        _jobs(units, waiting),
+        tools,
+        workers=memory.workers,
+        progress=progress,
+        needed_bytes=memory.process_bytes,
+    )
+    for found, hashes in jobs:
+        for number, sha256 in hashes.items():
+            if hashed is not None:
+                hashed(number, sha256)
         results.extend(found)
         while waiting and len(results) >= len(waiting[0].pieces):
             unit = waiting.popleft()
             unit.judge([results.popleft() for _ in unit.pieces])
 
 
-def _jobs(units: Iterable[Unit], waiting: deque[Unit]) -> Iterator[Callable[[Probe], list[Result]]]:
+def _jobs(units: Iterable[Unit], waiting: deque[Unit]) -> Iterator[Job[Probe, _Bundle]]:
     """Yield bundles of pieces, and add their units to `waiting`."""
     bundle: list[ScanPiece] = []
     held = 0
@@ -79,8 +93,9 @@ def _jobs(units: Iterable[Unit], waiting: deque[Unit]) -> Iterator[Callable[[Pro
     yield partial(_read, bundle)
 
 
-def _read(bundle: Sequence[ScanPiece], probe: Probe) -> list[Result]:
-    return [_result(piece, probe) for piece in bundle]
+def _read(bundle: Sequence[ScanPiece], probe: Probe) -> _Bundle:
+    results = [_result(piece, probe) for piece in bundle]
+    return results, {} if probe.hashes is None else probe.hashes.take()
 
 
 def _result(piece: ScanPiece, probe: Probe) -> Result:

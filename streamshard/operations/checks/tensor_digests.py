@@ -14,7 +14,7 @@ from streamshard.errors import StreamshardError
 from streamshard.formats.zarr.documents import array_path
 from streamshard.layout.cutting import Segments, coalesce
 from streamshard.layout.sample import Sample
-from streamshard.model import ITEMSIZE, Digest
+from streamshard.model import ITEMSIZE
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.scan import Result, ScanPiece, Unit
 from streamshard.operations.source.source import Source
@@ -37,22 +37,19 @@ def tensor_units(source: Source, findings: Findings, sample: Sample) -> Iterator
         pieces = []
         for first in range(0, tensor.numel, step):
             stop = min(first + step, tensor.numel)
-            read = partial(_digest, source, index, first, stop, itemsize)
-            pieces.append(ScanPiece((stop - first) * itemsize, read))
+            region = _region(source, index, first, stop, itemsize)
+            read = partial(Probe.digest_of, region=region)
+            pieces.append(ScanPiece(region.content_bytes, read))
         yield Unit(pieces, partial(_note, source.path, paths, findings, array_path(tensor)))
 
 
-def _digest(
-    source: Source, tensor: int, start: int, stop: int, itemsize: int, probe: Probe
-) -> Digest:
+def _region(source: Source, tensor: int, start: int, stop: int, itemsize: int) -> Region:
     one = np.array([tensor], dtype=np.int64)
     segments = Segments(one, np.array([start]), np.array([stop]), one * 0)
     found = source.cutting.locate(segments, target_itemsize=itemsize)
     copies = coalesce(found, itemsize=itemsize, target_itemsize=itemsize)
     content_bytes = (stop - start) * itemsize
-    return probe.digest_of(
-        Region(content_bytes, copies, source_itemsize=itemsize, target_itemsize=itemsize)
-    )
+    return Region(content_bytes, copies, source_itemsize=itemsize, target_itemsize=itemsize)
 
 
 def _note(

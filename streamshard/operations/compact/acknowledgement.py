@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
@@ -124,8 +124,4 @@ class Acknowledging:
 def _parse(document: dict[str, Any]) -> _Acknowledgement:
     if document.pop("format") != _FORMAT:
         raise ValueError("of another version")
-    known = _Acknowledgement(**document)
-    for field in fields(known):
-        if type(getattr(known, field.name)) is not field.type:
-            raise ValueError(f"{field.name} is {getattr(known, field.name)!r:.80}")
-    return known
+    return strict_json.make(_Acknowledgement, document)

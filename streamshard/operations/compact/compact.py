@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.defaults import DEFAULT_CHUNK_BYTES, DEFAULT_GRACE, DEFAULT_MIN_AGE
+from streamshard.engine.jobs.executor import limited_to
 from streamshard.engine.run import resident_memory
 from streamshard.errors import UsageError
-from streamshard.io.entries import resolve
+from streamshard.io.entries import requests_to_read, resolve
+from streamshard.io.file_system import free_bytes
 from streamshard.io.files import target_errors
 from streamshard.io.objects.object_path import as_path, is_object
-from streamshard.io.sink import free_bytes
 from streamshard.operations.compact.compact_report import (
     ARCHIVED,
     BROUGHT_BACK,
@@ -22,13 +23,13 @@ from streamshard.operations.compact.compact_report import (
     Compaction,
 )
 from streamshard.operations.compact.night import Compacting, Settings
-from streamshard.operations.compact.tag_choice import Rules, matches
+from streamshard.operations.compact.tag_choice import Rules, matches, require_pattern
 from streamshard.operations.compact.tag_progress import TagProgress
 from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Progress, Silent
 from streamshard.operations.transfer.target import place_of
 from streamshard.operations.verb_options import ConvertOptions
-from streamshard.sizes import show_bytes, show_duration
+from streamshard.sizes import counted, show_bytes, show_duration
 
 Path_ = str | os.PathLike[str]
 
@@ -42,6 +43,7 @@ def compact(
     keep_last: int = 3,
     keep_every: int | None = None,
     keep_tags: Sequence[str] = (),
+    tags: str | None = None,
     min_age: timedelta = DEFAULT_MIN_AGE,
     codec: str = "zstd",
     chunk_size: int = DEFAULT_CHUNK_BYTES,
@@ -66,8 +68,9 @@ def compact(
     Parameters
     ----------
     run_dir
-        Directory that holds `latest` and the tags, also in a bucket. Nothing in it changes without
-        `delete`, `undelete` or `purge`.
+        Directory that holds `latest` and the tags, also in a bucket; or an output directory of HF
+        Trainer, Accelerate or Lightning, each of whose whole checkpoints counts as a tag. Nothing
+        in it changes without `delete`, `undelete` or `purge`.
     archive_dir
         Directory for `TAG.zarr`, its checksums and its receipt, also in a bucket; use one for each
         run directory.
@@ -77,6 +80,9 @@ def compact(
         Keep steps that are multiples of this.
     keep_tags
         Patterns of tag names to keep.
+    tags
+        Pattern of the tags to consider, relative to the run directory; a `*` matches within one
+        directory. Others are neither touched nor counted as one of the newest.
     min_age
         Keep tags in which anything changed within this time.
     delete
@@ -131,7 +137,7 @@ def compact(
     settings = Settings(
         run_dir=as_path(run_dir).absolute(),
         archive_dir=as_path(archive_dir).absolute(),
-        rules=Rules(keep_last, min_age_ns, keep_every, tuple(keep_tags)),
+        rules=Rules(keep_last, min_age_ns, keep_every, tuple(keep_tags), tags),
         storing=ConvertOptions(codec=codec, chunk_size=chunk_size),
         limits=Limits(floor_bytes, memory_limit, workers),
         delete=delete,
@@ -143,15 +149,22 @@ def compact(
         acknowledge=tuple(acknowledge),
         weights_only_older_than=weights_only_older_than,
     )
+    if tags is not None:
+        require_pattern(tags)
+        if settings.is_by_hand:
+            message = "chooses for nights by the rules; with the names of tags, leave it out"
+            raise UsageError(f"--tags {tags}: {message}")
     _require_apart(settings.run_dir, settings.archive_dir)
     tag_progress = TagProgress(progress or Silent(), bytes_per_second)
-    tags = tuple(Compacting(settings, now or datetime.now(UTC), tag_progress).run())
+    with limited_to(bytes_per_second):
+        found = tuple(Compacting(settings, now or datetime.now(UTC), tag_progress).run())
     seconds = time.monotonic() - began
     patterns = () if settings.is_by_hand else keep_tags
-    notes = [*_unmatched(patterns, tags), *_about_trash(tags, show_duration(grace))]
+    notes = [*_unmatched(patterns, found), *_about_trash(found, show_duration(grace))]
     if dry_run:
-        notes += _about_space(settings.archive_dir, tags)
-    return Compaction(str(run_dir), str(archive_dir), dry_run, tags, seconds, tuple(notes))
+        notes += _about_space(settings.archive_dir, found)
+        notes += _about_requests(settings, found)
+    return Compaction(str(run_dir), str(archive_dir), dry_run, found, seconds, tuple(notes))
 
 
 def _unmatched(patterns: Sequence[str], tags: Sequence[CompactedTag]) -> Iterator[str]:
@@ -186,6 +199,27 @@ def _about_space(archive_dir: Path, tags: Sequence[CompactedTag]) -> Iterator[st
     if rebuilt:
         most = f"for a while, {show_bytes(max(rebuilt))} for the largest"
         yield f"{room}; each tag is rebuilt there before it goes, which takes its size {most}"
+
+
+def _about_requests(settings: Settings, tags: Sequence[CompactedTag]) -> Iterator[str]:
+    """Report the requests for tensors, if a side is in a bucket; archives count uncompressed."""
+    down_bytes = up_bytes = 0
+    for tag in tags:
+        if tag.action not in (ARCHIVED, DELETED):
+            continue
+        is_new, goes = not tag.archive_bytes, tag.action == DELETED
+        # `benchmarks.compact_reads` counts how often the proofs read each side.
+        if is_object(settings.run_dir):
+            down_bytes += (2 * is_new + goes * (1 if is_new else 2)) * tag.source_bytes
+        if is_object(settings.archive_dir):
+            # With `delete`, the tag is rebuilt beside its archive, and read there.
+            down_bytes += 2 * (is_new + goes) * tag.source_bytes
+            up_bytes += (is_new + goes) * tag.source_bytes
+    if down_bytes:
+        down = counted(requests_to_read(down_bytes), "request")
+        up = counted(-(-up_bytes // settings.storing.chunk_size), "request")
+        sizes = f"{down} down, {show_bytes(down_bytes)}, and {up} up, {show_bytes(up_bytes)}"
+        yield f"about {sizes} before compression, besides those for headers and listings"
 
 
 def _require_lists(**given: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from streamshard.errors import (
     CorruptFileError,
     IncompleteError,
     SourceError,
+    SourceNotFoundError,
     StreamshardError,
     TargetError,
     UsageError,
@@ -25,9 +26,16 @@ from streamshard.operations.compact import compact_report, tag_choice
 from streamshard.operations.compact.acknowledgement import Acknowledging
 from streamshard.operations.compact.archive.archive import Archiver
 from streamshard.operations.compact.archive.proof import Means, Proved
-from streamshard.operations.compact.archive.receipts import BEGUN, Place, Receipt, remove_unfinished
+from streamshard.operations.compact.archive.receipts import (
+    BEGUN,
+    Place,
+    Receipt,
+    remove_unfinished,
+    show_moment,
+)
 from streamshard.operations.compact.archive.state_removal import Dropper
 from streamshard.operations.compact.compact_report import CompactedTag
+from streamshard.operations.compact.night_record import Night, recorded
 from streamshard.operations.compact.removal.originals import unchanged
 from streamshard.operations.compact.removal.rebuild import remove_rebuilt
 from streamshard.operations.compact.removal.removal import Remover
@@ -41,6 +49,7 @@ from streamshard.operations.verb_options import ConvertOptions
 from streamshard.sizes import show_duration
 
 _LOCK: Final = f"{names.OWN_PREFIX}.lock"
+_MOST_NAMED: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +122,21 @@ class Compacting:
                 self._acknowledging.remove_unfinished()
             if settings.is_by_hand:
                 yield from self._by_hand()
-            else:
+            elif settings.dry_run:
                 yield from self._nightly()
+            else:
+                yield from recorded(self._nightly(), self._night(), self._now)
+
+    def _night(self) -> Night:
+        """Describe the night that begins."""
+        settings = self._settings
+        return Night(
+            str(settings.run_dir),
+            str(settings.archive_dir),
+            began=show_moment(self._now),
+            grace_seconds=int(settings.grace.total_seconds()),
+            deletes=settings.delete,
+        )
 
     def _locked(self) -> list[Path]:
         """List the directories to lock; a run directory that is only read is not locked."""
@@ -197,7 +219,13 @@ class Compacting:
 
     def _look_at(self) -> Run:
         """Describe the run directory, and refuse it if nothing in it may be removed."""
-        run = look_at(self._settings.run_dir)
+        rules = self._settings.rules
+        run = look_at(self._settings.run_dir, None, rules.tags)
+        known = [tag.name for tag in (*run.tags, *run.trashed)]
+        if known and not any(map(rules.considers, known)):
+            more = ", …" if len(known) > _MOST_NAMED else ""
+            message = f"{self._settings.run_dir}: --tags {rules.tags} matches no tag; there are"
+            raise SourceNotFoundError(f"{message} {', '.join(known[:_MOST_NAMED])}{more}")
         reason = refusal(run)
         if reason is not None:
             raise IncompleteError(f"{self._settings.run_dir}: {reason}. Nothing was done")
@@ -295,6 +323,7 @@ class Compacting:
 
         try:
             held = {*trash.tags(), *trash.going()} - self._deleted
+            held = set(filter(self._settings.rules.considers, held))
         except StreamshardError as error:
             yield _failed("the trash", error)
             return
@@ -322,7 +351,7 @@ class Compacting:
         """Drop the optimizer states of archives whose originals were removed long enough ago."""
         most, count = self._settings.max_delete, len(self._deleted)
         try:
-            tags = self._dropper.archives()
+            tags = filter(self._settings.rules.considers, self._dropper.archives())
         except StreamshardError as error:
             yield _failed("the archives", error)
             return

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Final
@@ -27,11 +27,12 @@ from streamshard.io.entries import (
 from streamshard.io.files import source_errors
 from streamshard.io.objects.object_path import is_object
 from streamshard.io.readable import Entry
+from streamshard.operations.compact import checkpoint_family
 from streamshard.operations.compact.archive.receipts import etag_of
+from streamshard.operations.compact.checkpoint_family import open_unit
 from streamshard.operations.compact.removal.trash import trash_of
-from streamshard.operations.compact.tag_choice import Run, Tag
+from streamshard.operations.compact.tag_choice import Run, Tag, is_like
 from streamshard.operations.source.sidecars import has_shards
-from streamshard.operations.source.source import open_source
 
 _NAME_BYTES: Final = 4096
 """More bytes than any tag has."""
@@ -72,13 +73,16 @@ class Identity:
         return (self.device, self.inode) == (device, inode) and self.url in ("", run_dir)
 
 
-def look_at(run_dir: Path, before: Run | None = None) -> Run:
+def look_at(run_dir: Path, before: Run | None = None, pattern: str | None = None) -> Run:
     """Describe a run directory as it is now.
 
     Parameters
     ----------
     before
         An earlier description: tags that look unchanged since then are not opened again.
+    pattern
+        Pattern of the tags that are considered. Of a framework's checkpoints, the one of these that
+        was saved last counts as `latest`.
 
     Raises
     ------
@@ -101,8 +105,65 @@ def look_at(run_dir: Path, before: Run | None = None) -> Run:
         entries = sorted(path for path in _candidates(run_dir, named[0]) if path not in hidden)
         tags = [tag for entry in entries if (tag := _tag(entry, run_dir, links, known))]
         trashed = _trashed(run_dir, links)
+        is_named = named[0] is not None or problems
+        if not is_named and (units := checkpoint_family.units_in(run_dir, hidden, pattern)):
+            return _look_at_units(run_dir, units, pattern, links, known, trashed)
     problem = problems[0] if problems else None
     return Run(tuple(tags), named[0], named[1], problem, trashed)
+
+
+def _look_at_units(
+    run_dir: Path,
+    units: Sequence[Path],
+    pattern: str | None,
+    links: Sequence[Path],
+    known: Mapping[str, Tag],
+    trashed: tuple[Tag, ...],
+) -> Run:
+    """Describe the output directory of a framework; the checkpoint saved last counts as `latest`.
+
+    The highest number does not tell which one that is: a job that was resumed from an earlier
+    checkpoint saves lower numbers than one that it has left behind. Nor does the last change: what
+    a framework's rotation removes a file of has just changed.
+    """
+    tags = tuple(_unit(unit, links, known) for unit in units)
+    considered = [tag for tag in tags if pattern is None or is_like(tag.name, pattern)]
+    whole = [tag for tag in considered if tag.problem is None]
+    if not whole:
+        reason = ((considered or tags)[-1].problem or "").rstrip(".")
+        problem = f"no checkpoint of it can be opened: {reason}"
+        return Run(tags, None, problem=problem, trashed=trashed)
+    # One without a step, such as Lightning's `last.ckpt`, is kept in any case.
+    numbered = [tag for tag in whole if step_of(tag.name) is not None]
+    last = max(numbered or whole, key=lambda tag: (tag.saved_ns, step_of(tag.name) or 0))
+    held = [*units, *(trash_of(run_dir).place_of(tag.name) for tag in trashed)]
+    best = {name: tag.name for tag in tags for name in tag.best}
+    best |= checkpoint_family.best_of(run_dir, held)
+    return Run(tags, last.name, trashed=trashed, is_family=True, best=best)
+
+
+def _unit(directory: Path, links: Sequence[Path], known: Mapping[str, Tag]) -> Tag:
+    """Describe a whole checkpoint of a framework."""
+    name, here = directory.name, place_of(directory)
+    try:
+        changed_ns, nbytes, looks = looks_of(directory)
+    except OSError as error:
+        changed_ns = examine(directory, follows=False).modified_ns
+        return Tag(name, changed_ns, f"{directory}: {error.strerror}")
+    is_linked = any(link == here or here in link.parents for link in links)
+    if looks in known:
+        return replace(known[looks], is_linked=is_linked)
+    found = Tag(name, changed_ns, None, is_linked, nbytes, looks)
+    if not checkpoint_family.is_unit(directory):
+        problem = f"{directory}: has no 'latest', so its save was not completed"
+        return replace(found, problem=problem)
+    try:
+        opened = open_unit(directory.parent, name)
+        with source_errors(directory):
+            saved_ns = examine(directory / names.LATEST).modified_ns
+    except StreamshardError as error:
+        return replace(found, problem=str(error))
+    return replace(found, saved_ns=saved_ns, best=checkpoint_family.called_best(opened))
 
 
 def _trashed(run_dir: Path, links: Sequence[Path]) -> tuple[Tag, ...]:
@@ -212,7 +273,7 @@ def looks_of(directory: Path) -> tuple[int, int, str]:
 def _problem(run_dir: Path, tag: str) -> str | None:
     """Say why a tag cannot be opened; None if it can."""
     try:
-        open_source(run_dir, tag)
+        open_unit(run_dir, tag)
     except StreamshardError as error:
         return str(error)
     return None

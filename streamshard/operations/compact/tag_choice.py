@@ -1,11 +1,13 @@
 """Chooses the tags of a run directory that may be removed, from the descriptions of all tags."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
+from pathlib import PurePosixPath
 from typing import Final
 
+from streamshard.errors import UsageError
 from streamshard.formats.deepspeed.names import step_of
 from streamshard.sizes import show_duration, show_time
 
@@ -32,6 +34,10 @@ class Tag:
     """Size of the files in it."""
     looks: str = ""
     """Digest of the path, mode, size, inode and time of change of everything in it."""
+    saved_ns: int = 0
+    """Time at which the `latest` in it was written, since the epoch; 0 if it has none."""
+    best: tuple[str, ...] = ()
+    """Checkpoints that Lightning calls the best in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,10 @@ class Run:
     """Why it is not known which tag is needed."""
     trashed: tuple[Tag, ...] = ()
     """Tags in the trash; of these only the name and the links to them are known."""
+    is_family: bool = False
+    """Whether the tags are whole checkpoints of a framework, and `latest` is the one saved last."""
+    best: Mapping[str, str] = field(default_factory=dict)
+    """Checkpoint that a framework calls the best → the file or the checkpoint that says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +70,13 @@ class Rules:
     """Keep steps that are multiples of this."""
     keep_tags: tuple[str, ...] = ()
     """Patterns of the names to keep."""
+    tags: str | None = None
+    """Pattern of the tags that are considered; None for all. Others are neither touched nor counted
+    as one of the newest."""
+
+    def considers(self, name: str) -> bool:
+        """Tell whether a tag is considered; a `*` of the pattern matches within one directory."""
+        return self.tags is None or is_like(name, self.tags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +109,21 @@ def refusal(run: Run) -> str | None:
         if run.latest in {tag.name for tag in run.trashed}:
             return f"'latest' names {run.latest}, which is in the trash; --undelete brings it back"
         return f"'latest' names {run.latest}, which is not a tag with shards here"
+    if step_of(run.latest) is None and run.is_family:
+        return "no complete checkpoint has a step in its name, as in 'epoch=1-step=10.ckpt'"
     if step_of(run.latest) is None:
         return f"'latest' names {run.latest}, which has no step to compare others with"
     return None
 
 
 def choose(run: Run, rules: Rules, now_ns: int) -> list[Choice]:
-    """Decide about every tag, in the order of their steps; `refusal` must have returned None."""
+    """Decide about the tags that are considered, in the order of their steps.
+
+    `refusal` must have returned None.
+    """
     newest = _newest(run, rules)
-    ordered = sorted(run.tags, key=lambda tag: (step_of(tag.name) or -1, tag.name))
+    considered = [tag for tag in run.tags if rules.considers(tag.name)]
+    ordered = sorted(considered, key=lambda tag: (step_of(tag.name) or -1, tag.name))
     return [_decide(tag, run, rules, newest, now_ns) for tag in ordered]
 
 
@@ -120,7 +143,8 @@ def protection_in_trash(tag: Tag, run: Run, rules: Rules) -> str | None:
 def _newest(run: Run, rules: Rules) -> set[int]:
     """Return the newest complete steps that are not above the step of `latest`."""
     last = step_of(run.latest or "")
-    steps = {_step_in(run, tag.name) for tag in run.tags if tag.problem is None}
+    whole = [tag for tag in run.tags if tag.problem is None and rules.considers(tag.name)]
+    steps = {_step_in(run, tag.name) for tag in whole}
     known = sorted(step for step in steps if step is not None and last is not None and step <= last)
     return {*known[-rules.keep_last :]}
 
@@ -147,7 +171,8 @@ def _young(tag: Tag, rules: Rules, now_ns: int) -> Iterator[str]:
 def _unclear(tag: Tag, run: Run, step: int | None) -> Iterator[str]:
     last = step_of(run.latest or "")
     if step is not None and last is not None and step > last:
-        yield f"its step is above {last:,}, that of 'latest': is it of another run?"
+        of = f"{run.latest}, saved last" if run.is_family else "'latest'"
+        yield f"its step is above {last:,}, that of {of}, so it may be another run's"
     if tag.problem is not None:
         yield tag.problem
 
@@ -157,7 +182,9 @@ def _protected(
 ) -> Iterator[str]:
     """Yield the reasons for which a tag is kept."""
     if tag.name == run.latest:
-        yield "'latest' names it"
+        yield "saved last" if run.is_family else "'latest' names it"
+    if tag.name in run.best:
+        yield f"{run.best[tag.name]} names it as the best"
     if run.latest_universal in (tag.name, f"{tag.name}_universal"):
         yield "'latest_universal' names it"
     if step is None and step_of(tag.name) is not None:
@@ -181,3 +208,29 @@ def _matching(name: str, patterns: Sequence[str]) -> Iterator[str]:
 def matches(name: str, pattern: str) -> bool:
     """Tell whether a tag has the name or matches the pattern that `--keep-tag` gives."""
     return name == pattern or fnmatchcase(name, pattern)
+
+
+def is_like(name: str, pattern: str) -> bool:
+    """Tell whether a tag is one that the pattern of `--tags` matches, directory by directory.
+
+    >>> [is_like("run1/global_step5", p) for p in ("run*/global_step*", "run*", "*")]
+    [True, False, False]
+    """
+    parts, patterns = PurePosixPath(name).parts, PurePosixPath(pattern).parts
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+def require_pattern(pattern: str) -> None:
+    """Require that a pattern of `--tags` is a path below the run directory.
+
+    Raises
+    ------
+    UsageError
+        It is empty, absolute or a URL, leads through `..`, or has `**`.
+    """
+    path = PurePosixPath(pattern)
+    if not path.parts or path.is_absolute() or "://" in pattern:
+        raise UsageError(f"--tags {pattern}: has to be relative to RUN_DIR, as 'global_step*'")
+    if any(part in ("..", "**") for part in path.parts):
+        message = f"--tags {pattern}: '..' and '**' are not allowed; use a '*' for each level"
+        raise UsageError(message)

@@ -29,7 +29,7 @@ class Again:
         SourceError
             Something protects the tag now, or it has changed.
         """
-        run = look_at(self.run_dir, self.before)
+        run = look_at(self.run_dir, self.before, self.rules.tags)
         reason = refusal(run)
         if reason is None:
             now_ns = max(self.now_ns, time.time_ns())
@@ -66,7 +66,7 @@ class Again:
         SourceError
             This is not clear now, although it was when the run began.
         """
-        run = look_at(self.run_dir, self.before)
+        run = look_at(self.run_dir, self.before, self.rules.tags)
         reason = refusal(run) or self._not_read(run)
         held = next((held for held in run.trashed if held.name == tag), None)
         if reason is not None or held is None:

@@ -8,20 +8,22 @@ from typing import Final
 
 import numpy as np
 
-from streamshard.engine.run.source_reader import SourceReader
+from streamshard.engine.jobs.executor import Job, run_ordered
 from streamshard.engine.scan.equality import Comparator, Comparison, Mismatch
-from streamshard.engine.scan.pool import run_ordered
+from streamshard.engine.scan.region_pair import PairTools
 from streamshard.errors import StreamshardError
 from streamshard.layout.memory_plan import MIB, SCRATCH_BYTES, WINDOW_BYTES, MemoryPlan
 from streamshard.layout.sample import Sample
 from streamshard.model import ITEMSIZE
 from streamshard.operations.checks.problems import Difference, Findings
 from streamshard.operations.compare.matched_runs import RunPart, Runs, Side
-from streamshard.operations.compare.matching import Pair
+from streamshard.operations.compare.pairing import Pair
 
 EXTRA_BYTES: Final = WINDOW_BYTES + SCRATCH_BYTES + 2 * MIB
 """Memory that a worker takes besides one window and its scratch: both for the other side, and the
 copies."""
+
+_Result = list[Mismatch] | StreamshardError
 
 
 class Comparing:
@@ -50,9 +52,16 @@ class Comparing:
         """Compare all pairs; read errors are added to the findings."""
         waiting: deque[Sequence[RunPart]] = deque()
         counts: dict[int, tuple[int, int]] = {}
-        make = partial(self._comparator, memory, progress)
+        tools = PairTools(Comparator, self._runs.readable, memory.window_bytes, SCRATCH_BYTES // 2)
         paths = {file.path for side in self._runs.sides for file in side.files}
-        for result in run_ordered(self._jobs(waiting), make, memory.workers):
+        results = run_ordered(
+            self._jobs(waiting),
+            tools,
+            workers=memory.workers,
+            progress=progress,
+            needed_bytes=memory.process_bytes,
+        )
+        for result in results:
             parts = waiting.popleft()
             if isinstance(result, StreamshardError):
                 findings.add_error(result, self._runs.sides[0].path, paths)
@@ -66,36 +75,36 @@ class Comparing:
             for number, found in sorted(counts.items())
         ]
 
-    def _comparator(self, memory: MemoryPlan, progress: Callable[[int], None]) -> Comparator:
-        readers = [SourceReader(side.files, side.decoders) for side in self._runs.sides]
-        return Comparator(
-            readers[0],
-            readers[1],
-            window_bytes=memory.window_bytes,
-            scratch_bytes=SCRATCH_BYTES // 2,
-            progress=progress,
-        )
-
-    def _jobs(
-        self, waiting: deque[Sequence[RunPart]]
-    ) -> Iterator[Callable[[Comparator], list[Mismatch] | StreamshardError]]:
+    def _jobs(self, waiting: deque[Sequence[RunPart]]) -> Iterator[Job[Comparator, _Result]]:
         for run in self._runs:
             waiting.append(run)
-            yield partial(self._compare, run)
+            yield self._job(run)
 
-    def _compare(
-        self, run: Sequence[RunPart], comparator: Comparator
-    ) -> list[Mismatch] | StreamshardError:
+    def _job(self, run: Sequence[RunPart]) -> Job[Comparator, _Result]:
+        try:
+            return partial(_compare, self._comparison(run))
+        except StreamshardError as error:
+            return partial(_return, error)
+
+    def _comparison(self, run: Sequence[RunPart]) -> Comparison:
         first = self._runs.pairs[run[0].number]
         ratio = first.itemsize // ITEMSIZE[first.dtype]
         ends = np.cumsum([part.stop - part.start for part in run])
-        try:
-            left, right = self._runs.regions(run)
-            starts = np.concatenate([[0], ends[:-1]]) // ratio
-            any_nan = not self._exactly and first.left.dtype != first.right.dtype
-            return comparator.compare(Comparison(left, right, starts, first.dtype, any_nan))
-        except StreamshardError as error:
-            return error
+        left, right = self._runs.regions(run)
+        starts = np.concatenate([[0], ends[:-1]]) // ratio
+        any_nan = not self._exactly and first.left.dtype != first.right.dtype
+        return Comparison(left, right, starts, first.dtype, any_nan)
+
+
+def _compare(comparison: Comparison, comparator: Comparator) -> _Result:
+    try:
+        return comparator.compare(comparison)
+    except StreamshardError as error:
+        return error
+
+
+def _return(error: StreamshardError, comparator: Comparator) -> _Result:
+    return error
 
 
 def chosen(pairs: Sequence[Pair], sample: Sample) -> list[Pair]:

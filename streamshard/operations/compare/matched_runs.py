@@ -13,7 +13,7 @@ from streamshard.engine.run.source_reader import Decoder
 from streamshard.engine.run.work import Region
 from streamshard.layout.cutting import Cutting, Segments, coalesce
 from streamshard.model import ITEMSIZE, SourceFile
-from streamshard.operations.compare.matching import Pair, SideElements
+from streamshard.operations.compare.pairing import Pair, SideElements
 
 _RUN_BYTES: Final = 64 << 20
 """Length of a run, unless it consists of too many pieces."""
@@ -73,6 +73,11 @@ class Runs:
         # Pairs of the same dtypes and item size can share a window.
         self.pairs = sorted(pairs, key=_alike)
         self._block_numel = block_numel
+
+    @property
+    def readable(self) -> list[tuple[tuple[SourceFile, ...], Mapping[int, Decoder]]]:
+        """The files and the decoders of each side."""
+        return [(side.files, side.decoders) for side in self.sides]
 
     @property
     def nbytes(self) -> int:

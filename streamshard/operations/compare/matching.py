@@ -4,18 +4,17 @@ The result of `pair_up` lists the elements that should be equal. Other modules r
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
-from streamshard.engine.numeric.cast import cast_between, wider
+from streamshard.engine.numeric.cast import cast_between
 from streamshard.errors import UnsupportedError
 from streamshard.formats import frameworks
 from streamshard.formats.checkpoint import Checkpoint, Family
 from streamshard.formats.deepspeed import training_state
 from streamshard.formats.torch.tree_comparison import SamePlace, show_few
-from streamshard.formats.zarr.documents import array_path
-from streamshard.model import BLOB, FILE, ITEMSIZE, MASTER, MODULE, LogicalTensor
-from streamshard.operations.checks.problems import Difference
+from streamshard.model import BLOB, FILE, MASTER, MODULE, LogicalTensor
+from streamshard.operations.compare.pairing import Pair, Pairing, SideElements
 from streamshard.operations.source.source import Source
 
 _OWN_STATES: Final = (MODULE, BLOB, FILE)
@@ -23,76 +22,6 @@ _OWN_STATES: Final = (MODULE, BLOB, FILE)
 _LIMIT_AGAIN: Final = 16
 """How many tensors of the training state may share an element, on average."""
 _FREE_BYTES: Final = 1 << 24
-
-
-@dataclass(frozen=True, slots=True)
-class SideElements:
-    """Elements of a logical tensor of one side."""
-
-    tensor: int
-    dtype: str
-    start: int = 0
-    """First element."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Elements of both sides that should be equal."""
-
-    name: str
-    left: SideElements
-    right: SideElements
-    numel: int
-    """Elements on each side."""
-    dtype: str
-    """Dtype as which both sides are compared: the dtype of at least one side."""
-    itemsize: int
-    """Bytes of the unit in which differences are counted."""
-    tensor: LogicalTensor | None = None
-    """The tensor of the left side; None for a place in the training state."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are compared."""
-        return self.numel * ITEMSIZE[self.dtype]
-
-
-@dataclass(slots=True)
-class Pairing:
-    """The matching tensors, and the differences that were found without reading tensors."""
-
-    by_value: bool = False
-    """Whether floats of different dtypes are compared too."""
-    pairs: list[Pair] = field(default_factory=list)
-    differences: list[Difference] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    blobs: set[tuple[SideElements, SideElements, int]] = field(default_factory=set)
-    """Parts of the training state's tensors that are paired already, and their bytes."""
-    blob_budget: int = 0
-    """Bytes of such parts that may still be paired."""
-    is_spent: bool = False
-    tensors: dict[str, LogicalTensor] = field(default_factory=dict)
-    """Name of a difference → the tensor it is about, where it is about a tensor."""
-    _paired: set[tuple[SideElements, SideElements]] = field(default_factory=set)
-
-    def differ(self, kind: str, name: str, message: str) -> None:
-        """Add a difference."""
-        self.differences.append(Difference(kind, name, f"{name}: {message}"))
-
-    def differ_in(self, kind: str, tensor: LogicalTensor, message: str) -> None:
-        """Add a difference of a whole tensor."""
-        path = array_path(tensor)
-        self.tensors[path] = tensor
-        self.differ(kind, path, message)
-
-    def add(
-        self, tensor: LogicalTensor, left: SideElements, right: SideElements, dtype: str
-    ) -> None:
-        """Add a pair of whole tensors; tied tensors with several names are added once."""
-        if (left, right) not in self._paired:
-            self._paired.add((left, right))
-            path, size = array_path(tensor), ITEMSIZE[dtype]
-            self.pairs.append(Pair(path, left, right, tensor.numel, dtype, size, tensor))
 
 
 def pair_up(
@@ -119,6 +48,19 @@ def pair_up(
         message = f"{len(one.families)} and {len(other.families)} tensor or pipeline parallel parts"
         found.differ("value", "the model", message)
         return found
+    if one.foreign or other.foreign:
+        _pair_foreign(one, other, found)
+    else:
+        _pair_training(one, other, found, converted=converted)
+    _note_settings(one, other, found)
+    for side in (left, right):
+        if side.checkpoint.dropped is not None:
+            found.notes.append(f"{side.path}: {side.checkpoint.remarks[0]}")
+    return found
+
+
+def _pair_training(one: Checkpoint, other: Checkpoint, found: Pairing, *, converted: bool) -> None:
+    """Match two checkpoints of DeepSpeed."""
     _pair_states(one, other, found)
     for family, counterpart in zip(one.families, other.families, strict=True):
         if one.is_dumps or other.is_dumps:
@@ -134,11 +76,26 @@ def pair_up(
         found.notes.append("One side is raw dumps: only the optimizer's state was compared.")
     if not (one.is_dumps or other.is_dumps):
         _pair_files(one, other, found)
-    _note_settings(one, other, found)
-    for side in (left, right):
-        if side.checkpoint.dropped is not None:
-            found.notes.append(f"{side.path}: {side.checkpoint.remarks[0]}")
-    return found
+
+
+def _pair_foreign(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
+    """Match two checkpoints of which one is not of DeepSpeed: what both of them hold."""
+    what = one.foreign or other.foreign
+    (family,), (counterpart,) = one.families, other.families
+    if family.groups and counterpart.groups:
+        _pair_states(one, other, found)
+        for place in training_state.compare_shared(family, counterpart):
+            found.differ("value", place.name, place.message)
+        found.notes.append(
+            f"One side is {what}: compared are tensors, and of the optimizer the steps and the "
+            "hyper-parameters that both sides have."
+        )
+    else:
+        found.notes.append(
+            f"One side is {what}, without an optimizer: only weights and buffers were compared."
+        )
+    if not (one.is_dumps or other.is_dumps):
+        _ModulePairing(one, other, family, counterpart, found, converted=False).run()
 
 
 def _pair_states(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
@@ -149,7 +106,7 @@ def _pair_states(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
     for key in {**mine, **theirs}:
         if key not in mine or key not in theirs:
             tensor = (mine.get(key) or theirs[key])[1]
-            _only(found, tensor, is_left=key in mine)
+            found.only(tensor, is_left=key in mine)
             continue
         (index, tensor), (counterpart_index, counterpart) = mine[key], theirs[key]
         is_flat = (tensor.numel,) in (
@@ -157,8 +114,7 @@ def _pair_states(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
             counterpart.shape,
         ) and tensor.numel == counterpart.numel
         if tensor.shape == counterpart.shape or (flat_ok and is_flat):
-            _pair_same(
-                found,
+            found.add_same(
                 tensor,
                 SideElements(index, tensor.dtype),
                 SideElements(counterpart_index, counterpart.dtype),
@@ -174,21 +130,6 @@ def _own_states(
     for index, tensor in enumerate(checkpoint.tensors):
         if tensor.state not in _OWN_STATES:
             yield (numbers[tensor.family], tensor.state, tensor.name), (index, tensor)
-
-
-def _only(found: Pairing, tensor: LogicalTensor, *, is_left: bool) -> None:
-    kind, place = ("extra", "here only") if is_left else ("missing", "there only")
-    found.differ_in(kind, tensor, place)
-
-
-def _pair_same(
-    found: Pairing, tensor: LogicalTensor, left: SideElements, right: SideElements
-) -> None:
-    if left.dtype != right.dtype:
-        found.differ_in("dtype", tensor, f"{left.dtype} here, {right.dtype} there")
-    dtype = wider(left.dtype, right.dtype) if found.by_value else left.dtype
-    if dtype is not None and (found.by_value or left.dtype == right.dtype):
-        found.add(tensor, left, right, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +163,7 @@ class _ModulePairing:
         self._family = family.name
         self._found = found
         self._converted = converted
+        self._is_foreign = bool(one.foreign or other.foreign)
 
     def run(self) -> None:
         for name in {**self._mine, **self._theirs}:
@@ -236,18 +178,28 @@ class _ModulePairing:
                     "weight that was saved with exclude_frozen_parameters."
                 )
             elif mine is None or theirs is None:
-                _only(self._found, tensor, is_left=mine is not None)
+                self._found.only(tensor, is_left=mine is not None)
             elif mine.shape != theirs.shape:
                 message = f"{mine.shape} here, {theirs.shape} there"
                 self._found.differ_in("shape", tensor, message)
+            elif self._is_foreign:
+                self._pair_foreign(tensor, mine, theirs)
             elif mine.dtype != theirs.dtype and not self._converted:
                 if mine.is_cast or theirs.is_cast:  # the master weights show how they differ
                     message = f"{mine.dtype} here, {theirs.dtype} there"
                     self._found.differ_in("dtype", tensor, message)
                 else:
-                    _pair_same(self._found, tensor, mine.half, theirs.half)
+                    self._found.add_same(tensor, mine.half, theirs.half)
             else:
                 self._pair(tensor, mine, theirs)
+
+    def _pair_foreign(self, tensor: LogicalTensor, mine: _Weight, theirs: _Weight) -> None:
+        """Match weights of which one side has no master weights, or not by that name."""
+        if mine.master and theirs.master:
+            return  # matched as states
+        sides = [[w.half, *([w.master] if w.master else [])] for w in (mine, theirs)]
+        same = [(a, b) for a in sides[0] for b in sides[1] if a.dtype == b.dtype]
+        self._found.add_same(tensor, *(same[-1] if same else (sides[0][-1], sides[1][-1])))
 
     def _pair(self, tensor: LogicalTensor, mine: _Weight, theirs: _Weight) -> None:
         """Match the weights of one name, unless both sides keep only the master weights."""
@@ -331,7 +283,7 @@ def _pair_files(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
         if now is None:
             continue
         if now not in mine:
-            _only(found, tensor, is_left=False)
+            found.only(tensor, is_left=False)
             continue
         halves = SideElements(mine[now], "uint8"), SideElements(theirs[path], "uint8")
         if one.tensors[mine[now]].nbytes != tensor.nbytes:
@@ -341,7 +293,7 @@ def _pair_files(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
             found.add(tensor, *halves, "uint8")
     for path in mine.keys() - set(moved.values()) - {*here.new_steps}:
         if path in there.paths:
-            _only(found, one.tensors[mine[path]], is_left=True)
+            found.only(one.tensors[mine[path]], is_left=True)
 
 
 def _files(checkpoint: Checkpoint) -> Mapping[str, int]:

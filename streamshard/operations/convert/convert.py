@@ -58,6 +58,7 @@ def convert(plan: TransferPlan, progress: Progress | None) -> Report:
 
 def store_output(opened: Source, *, verb: str, options: ConvertOptions) -> Output:
     """Describe the store of an opened source; `verb` is the verb that writes it."""
+    opened.require_training_state()
     opened.require_use_of_like()
     checkpoint, codec = opened.checkpoint, options.codec
     tensors = checkpoint.tensors

@@ -8,11 +8,12 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Final
 
+from streamshard.engine.jobs.executor import Job, run_ordered
 from streamshard.engine.numeric.cast import wider
 from streamshard.engine.run import resident_memory
-from streamshard.engine.run.source_reader import SourceReader
+from streamshard.engine.run.phases import Count
 from streamshard.engine.scan.distance import BLOCK_NUMEL, NUMERIC, Measured, Measurement, Measurer
-from streamshard.engine.scan.pool import Count, run_ordered
+from streamshard.engine.scan.region_pair import PairTools
 from streamshard.errors import UsageError
 from streamshard.io.entries import request_bytes
 from streamshard.io.objects.object_path import as_path
@@ -21,7 +22,8 @@ from streamshard.model import FILE, ITEMSIZE, LogicalTensor
 from streamshard.operations.checks.structure import Request
 from streamshard.operations.compare.comparison import EXTRA_BYTES
 from streamshard.operations.compare.matched_runs import RunPart, Runs
-from streamshard.operations.compare.matching import Pair, Pairing, pair_up
+from streamshard.operations.compare.matching import pair_up
+from streamshard.operations.compare.pairing import Pair, Pairing
 from streamshard.operations.diff.diff_report import (
     TRAINING,
     DiffReport,
@@ -29,6 +31,7 @@ from streamshard.operations.diff.diff_report import (
     TensorDiff,
     Totals,
 )
+from streamshard.operations.native.other_degrees import in_equal_parts
 from streamshard.operations.source.source import Source, read_hints
 from streamshard.operations.source.unfinished import require_finished
 from streamshard.operations.transfer import execution
@@ -61,7 +64,9 @@ def diff(
     per-rank dumps. Sums are taken in float64 over blocks of 32,768 elements, and then over the
     blocks in order. So the result depends only on the values, not on formats, workers or memory.
     Its error is less than 1e-10 of the sum of the absolute values, for up to 10^10 elements.
-    Everything that is not a tensor is compared as `verify` compares it.
+    Everything that is not a tensor is compared as `verify` compares it. Sides whose models AutoTP
+    or the stages of a pipeline cut into unequal parts are compared as whole tensors, after what
+    each holds several times has been found equal.
 
     Parameters
     ----------
@@ -100,6 +105,7 @@ def diff(
     one = Request(left, tag, config, known).open()
     other = Request(right, against_tag, config, known).open()
     one.require_use_of_like(needed=other.needs_like)
+    one, other, joined = in_equal_parts(one, other)
     pairing = pair_up(one, other, by_value=True)
     notes = list(pairing.notes)
     if params:
@@ -117,8 +123,10 @@ def diff(
     )
     progress = progress or Silent()
     read = Count(progress.advance)
-    progress.start(2 * measuring.nbytes)
     try:
+        for put_together in joined:
+            put_together.require_equal_copies(plan, progress)
+        progress.start(2 * measuring.nbytes)
         totals = measuring.run(plan, read.add)
     finally:
         progress.stop()
@@ -202,41 +210,35 @@ class _Measuring:
         pairs = self._runs.pairs
         totals = {pair: Totals(pair.nbytes // pair.itemsize) for pair in pairs}
         waiting: deque[Sequence[RunPart]] = deque()
-        make = partial(self._measurer, plan, progress)
-        for results in run_ordered(self._jobs(waiting), make, plan.workers):
+        tools = PairTools(Measurer, self._runs.readable, plan.window_bytes, SCRATCH_BYTES // 2)
+        found_of_runs = run_ordered(
+            self._jobs(waiting),
+            tools,
+            workers=plan.workers,
+            progress=progress,
+            needed_bytes=plan.process_bytes,
+        )
+        for results in found_of_runs:
             for part, found in zip(waiting.popleft(), results, strict=True):
                 totals[pairs[part.number]].add(found)
         return totals
 
-    def _measurer(self, plan: MemoryPlan, progress: Callable[[int], None]) -> Measurer:
-        left, right = (SourceReader(side.files, side.decoders) for side in self._runs.sides)
-        return Measurer(
-            left,
-            right,
-            window_bytes=plan.window_bytes,
-            scratch_bytes=SCRATCH_BYTES // 2,
-            progress=progress,
-        )
-
-    def _jobs(
-        self, waiting: deque[Sequence[RunPart]]
-    ) -> Iterator[Callable[[Measurer], list[Measured]]]:
+    def _jobs(self, waiting: deque[Sequence[RunPart]]) -> Iterator[Job[Measurer, list[Measured]]]:
         for run in self._runs:
             waiting.append(run)
-            yield partial(self._measure, run)
+            yield partial(Measurer.measure, wanted=self._measurement(run))
 
-    def _measure(self, run: Sequence[RunPart], measurer: Measurer) -> list[Measured]:
+    def _measurement(self, run: Sequence[RunPart]) -> Measurement:
         first = self._runs.pairs[run[0].number]
         ratio = first.itemsize // ITEMSIZE[first.dtype]
         left, right = self._runs.regions(run)
-        wanted = Measurement(
+        return Measurement(
             left,
             right,
             [(part.stop - part.start) // ratio for part in run],
             first.dtype if first.dtype in NUMERIC and ratio == 1 else None,
             any_nan=first.left.dtype != first.right.dtype,
         )
-        return measurer.measure(wanted)
 
 
 def _summed(

@@ -1,19 +1,26 @@
-"""`export`: writes the weights for `from_pretrained`, or DeepSpeed's universal checkpoint."""
+"""`export`: writes weights, DeepSpeed's universal checkpoint, or PyTorch's distributed one."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
 from streamshard.defaults import DTYPES
-from streamshard.errors import UnsupportedError, UsageError
+from streamshard.errors import DisagreementError, UnsupportedError, UsageError
 from streamshard.formats import pretrained
+from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pipeline
 from streamshard.io.objects.object_path import as_path
+from streamshard.operations.export.base_model import require_same_model
+from streamshard.operations.export.dcp_contents import choose_contents
+from streamshard.operations.export.dcp_files import DcpFiles
+from streamshard.operations.export.expert_weights import require_trained_experts
 from streamshard.operations.export.export_writer import MOST_NAMED, ExportWriter
 from streamshard.operations.export.model_sidecars import ModelSidecars, find_model_sidecars
 from streamshard.operations.export.universal_files import UniversalFiles
 from streamshard.operations.export.weight_files import WeightFiles
 from streamshard.operations.export.weights import Weights, choose_weights
+from streamshard.operations.native.other_degrees import whole
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.plan import TransferPlan, plan_transfer
 from streamshard.operations.transfer.plan_file import Command
@@ -22,6 +29,9 @@ from streamshard.operations.transfer.target_writer import Output
 from streamshard.operations.verb_options import ExportOptions, Path_, runs, takes
 
 UNIVERSAL: Final = "universal"
+_DCP: Final = "dcp"
+_ONLY_FOR_WEIGHTS: Final = ("max_shard_size", "include", "exclude")
+_ONLY_FOR_DCP: Final = ("layout", "ranks")
 
 
 @takes(ExportOptions)
@@ -41,9 +51,9 @@ def plan_export(source: Path_, target: Path_, options: ExportOptions) -> Transfe
         `fp32`, `bf16` or `fp16`: the dtype to which floating-point tensors are cast, including
         buffers.
     format
-        `safetensors`; `torch` for `pytorch_model.bin`; or `universal` for DeepSpeed's universal
+        `safetensors`; `torch` for `pytorch_model.bin`; `universal` for DeepSpeed's universal
         checkpoint, which holds the optimizer's states too, and accepts no other option from `dtype`
-        to `frozen`.
+        to `ranks`; or `dcp` for PyTorch's distributed checkpoint, which holds them as well.
     max_shard_size
         Most bytes of tensors in one file; only a tensor that is larger by itself exceeds it.
     include, exclude
@@ -54,8 +64,14 @@ def plan_export(source: Path_, target: Path_, options: ExportOptions) -> Transfe
         Prefixes to remove from the names that have them: each once, in this order.
     frozen
         Whether to export weights that were not trained.
+    layout
+        Loader of a distributed checkpoint, which asks for keys and directories of its own: `torch`,
+        `titan` (torchtitan) or `accelerate` (its FSDP).
+    ranks
+        Count of files in a distributed checkpoint: about as many bytes go into each.
     source_ds_config_file, like
-        For sources that lack information; see `plan_repartition`.
+        For sources that lack information; see `plan_repartition`. `like` may also be a base model,
+        a directory of safetensors files, whose names and shapes the exported weights must have.
     memory_limit
         Bytes of memory beyond what the program itself takes; by default 1 GiB, but at most half of
         the remaining memory of the machine or the cgroup.
@@ -85,19 +101,34 @@ def export(plan: TransferPlan, progress: Progress | None) -> Report:
 
 def _prepare(options: ExportOptions, opened: Source) -> Output:
     """Choose what is exported."""
-    is_universal = options.format == UNIVERSAL
-    if is_universal:
+    if options.format in (UNIVERSAL, _DCP):
         opened.require_states()
-    opened.require_use_of_like()
+    is_model = opened.like is not None and bool(opened.like.foreign)
+    opened.require_use_of_like(needed=is_model)
+    if is_model and options.format in (UNIVERSAL, _DCP):
+        message = f"--format {options.format}: names and shapes of a base model are compared with"
+        raise UsageError(f"{message} those of files of weights alone; leave --like out")
+    joined = whole(opened)
+    if joined is not None:
+        if options.format in (UNIVERSAL, _DCP) and is_pipeline(opened.checkpoint):
+            message = f"{opened.path}: a pipeline, which --format {options.format} does not write"
+            raise UnsupportedError(f"{message}: give --format safetensors or torch")
+        output = _prepare(options, joined.source)
+        return replace(output, check=joined.require_equal_copies)
+    make = {UNIVERSAL: _universal, _DCP: _dcp}.get(options.format, _weights)
     try:
-        output = _universal(opened, options) if is_universal else _weights(opened, options)
-    except (UsageError, UnsupportedError) as error:
+        output = make(opened, options)
+    except (DisagreementError, UsageError, UnsupportedError) as error:
         raise type(error)(f"{opened.path}: {error}") from error
     return output
 
 
 def _weights(source: Source, options: ExportOptions) -> Output:
-    chosen = choose_weights(source.checkpoint, options)
+    _require_defaults(options, _ONLY_FOR_DCP, "a distributed checkpoint alone")
+    chosen = choose_weights(source.checkpoint, options, takes_experts=True)
+    require_trained_experts(source)
+    if source.like is not None and source.like.foreign:
+        require_same_model(chosen.weights, source.like, options)
     sidecars = find_model_sidecars(source)
     files = WeightFiles(sidecars.source, chosen.weights, options.format, options.max_shard_size)
     notes = (*chosen.notes, *_tied(chosen, options.format), *sidecars.notes)
@@ -112,6 +143,23 @@ def _universal(source: Source, options: ExportOptions) -> Output:
     files = UniversalFiles(source)
     writer = ExportWriter.of(files, ModelSidecars(source, (), ()))
     return _output(writer, options, files.tensors(), tuple(files.notes()))
+
+
+def _dcp(source: Source, options: ExportOptions) -> Output:
+    _require_defaults(options, _ONLY_FOR_WEIGHTS, "files of weights, not a distributed checkpoint")
+    chosen = choose_weights(source.checkpoint, options)
+    contents = choose_contents(source.checkpoint, chosen, options.layout)
+    files = DcpFiles(source, contents, options.ranks)
+    writer = ExportWriter.of(files, ModelSidecars(source, (), ()))
+    return _output(writer, options, files.tensors(), (*contents.notes, *chosen.notes))
+
+
+def _require_defaults(options: ExportOptions, names: Sequence[str], what: str) -> None:
+    """Refuse options that have no meaning for a format."""
+    default = ExportOptions()
+    for name in names:
+        if getattr(options, name) != getattr(default, name):
+            raise UsageError(f"--{name.replace('_', '-')}: is for {what}; leave it out")
 
 
 def _output(
@@ -132,6 +180,8 @@ def _output(
             "--keep-dtype": " ".join(options.keep_dtype),
             "--strip-prefix": " ".join(options.strip_prefix),
             "--no-frozen": str(not options.frozen),
+            "--layout": options.layout,
+            "--ranks": str(options.ranks),
         },
         source_world_size=source.checkpoint.ranks,
         tensors=tensors,

@@ -1,6 +1,6 @@
 """Reads the files of an export back from disk, and compares them with the source."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import numpy as np
 from streamshard.engine.run.phases import COMPARING, VERIFYING
 from streamshard.engine.run.source_reader import Decoder
 from streamshard.formats import pretrained, safetensors_file
+from streamshard.formats.dcp.dcp_metadata_writer import key_of
 from streamshard.formats.safetensors_file import Described, Stored
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import tensor_of
@@ -17,12 +18,15 @@ from streamshard.io.files import target_errors
 from streamshard.layout.cutting import Cutting, CuttingBuilder
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.sample import EVERYTHING
-from streamshard.model import BLOB, ITEMSIZE, Slot, SourceFile
+from streamshard.model import BLOB, ITEMSIZE, Slot, SourceFile, Whole
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.scan import scan
 from streamshard.operations.checks.torch_check import TorchFiles
 from streamshard.operations.compare.comparison import Comparing
-from streamshard.operations.compare.matching import Pair, SideElements
+from streamshard.operations.compare.pairing import Pair, SideElements
+from streamshard.operations.export.dcp_contents import TensorEntry
+from streamshard.operations.export.dcp_files import DcpFiles
+from streamshard.operations.export.dcp_item_check import WrittenItem, item_units
 from streamshard.operations.export.model_sidecars import ModelSidecars
 from streamshard.operations.export.universal_files import UniversalFiles
 from streamshard.operations.export.weight_files import WeightFiles
@@ -30,10 +34,13 @@ from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.read_back import BothSides
 from streamshard.operations.transfer.report import Progress
 
+ExportFiles = WeightFiles | UniversalFiles | DcpFiles
+"""The files of an export."""
+
 
 def export_differences(
     place: Path,
-    files: WeightFiles | UniversalFiles,
+    files: ExportFiles,
     sidecars: ModelSidecars,
     memory: MemoryPlan,
     progress: Progress,
@@ -42,9 +49,12 @@ def export_differences(
     read = _ReadBack(place, sidecars.source)
     with target_errors(place):
         found = [*_documents(files.documents(), place), *_companions(sidecars, read)]
-        found += (
-            _images(files, read) if isinstance(files, UniversalFiles) else _weights(files, read)
-        )
+        if isinstance(files, DcpFiles):
+            found += _items(files, read)
+        elif isinstance(files, UniversalFiles):
+            found += _images(files, read)
+        else:
+            found += _weights(files, read)
         return found or read.compare(memory, progress)
 
 
@@ -68,9 +78,11 @@ class _ReadBack:
         self._tensors = source.checkpoint.tensors
         self._files: list[SourceFile] = []
         self._torch_files: list[SourceFile] = []
-        self._places: list[tuple[int, int]] = []
-        """(file, byte offset) of the left side of each pair."""
+        self._slots: list[tuple[Slot, int]] = []
+        """Pieces of the left side of each pair, and their length."""
         self._pairs: list[Pair] = []
+        self.items: list[WrittenItem] = []
+        """Items of a distributed checkpoint."""
 
     def add(self, path: Path, *, is_torch: bool = False) -> int:
         """Add a file, and return its size."""
@@ -82,9 +94,28 @@ class _ReadBack:
     def pair(self, name: str, offset: int, tensor: int, dtype: str) -> None:
         """Pair the data at an offset of the last added file with one of the source's tensors."""
         numel = self._tensors[tensor].numel
+        self.pair_pieces(name, [(len(self._files) - 1, offset)], numel, tensor, dtype)
+
+    def pair_pieces(
+        self,
+        name: str,
+        pieces: Sequence[tuple[int, int]],
+        piece_numel: int,
+        tensor: int,
+        dtype: str,
+    ) -> None:
+        """Pair pieces of equal length, each (file, byte offset), with one of the source's tensors.
+
+        Parameters
+        ----------
+        piece_numel
+            Elements in each piece; the last may have fewer.
+        """
+        numel = self._tensors[tensor].numel
         left = SideElements(len(self._pairs), dtype)
         right = SideElements(tensor, self._tensors[tensor].dtype)
-        self._places.append((len(self._files) - 1, offset))
+        files, offsets = (np.array(column) for column in zip(*pieces, strict=True))
+        self._slots.append((Slot(files, offsets, np.full_like(files, piece_numel)), piece_numel))
         self._pairs.append(Pair(name, left, right, numel, dtype, ITEMSIZE[dtype]))
 
     def compare(self, memory: MemoryPlan, progress: Progress) -> list[str]:
@@ -94,6 +125,10 @@ class _ReadBack:
         if self._torch_files:
             progress.start(sum(file.nbytes for file in self._torch_files), VERIFYING)
         scan(checked.units(), self._torch_files, {}, memory, progress.advance)
+        if self.items:
+            progress.start(sum(item.nbytes for item in self.items), VERIFYING)
+            units = item_units(self.items, self._files, findings)
+            scan(units, self._files, {}, memory, progress.advance)
         comparing = Comparing(self._written(), self._source, self._pairs)
         progress.start(comparing.nbytes, COMPARING)
         differences = comparing.run(memory, findings, BothSides(progress.advance).add)
@@ -101,10 +136,8 @@ class _ReadBack:
 
     def _written(self) -> _Written:
         builder = CuttingBuilder([pair.itemsize for pair in self._pairs])
-        both = zip(self._pairs, self._places, strict=True)
-        for number, (pair, (file, offset)) in enumerate(both):
-            slot = Slot(np.array([file]), np.array([offset]), np.array([pair.numel]))
-            builder.place(number, builder.slot(slot), piece_numel=pair.numel)
+        for number, (slot, piece_numel) in enumerate(self._slots):
+            builder.place(number, builder.slot(slot), piece_numel=piece_numel)
         return _Written(self.place, tuple(self._files), builder.build())
 
 
@@ -135,6 +168,31 @@ def _weights(files: WeightFiles, read: _ReadBack) -> Iterator[str]:
         for weight in weights:
             offset = found[weight.names[0]].offset
             read.pair(weight.names[0], offset, weight.tensor, weight.dtype)
+
+
+def _items(files: DcpFiles, read: _ReadBack) -> Iterator[str]:
+    """Add the items to be checked, and pair those of each tensor with the source."""
+    places: dict[int, list[tuple[int, int]]] = {}
+    entries: dict[int, tuple[TensorEntry, int]] = {}
+    for number, (name, items) in enumerate(files.held.items()):
+        wanted = items[-1].offset + items[-1].nbytes
+        if (nbytes := read.add(read.place / name)) != wanted:
+            yield f"{name} has {nbytes:,} bytes, and {wanted:,} were written"
+        for item in items:
+            entry, frame = item.entry, files.frame(item)
+            content = item.offset + len(frame.head)
+            read.items.append(WrittenItem(number, item.offset, frame))
+            if isinstance(entry, TensorEntry) and isinstance(entry.content, Whole):
+                places.setdefault(id(entry), []).append((number, content))
+                numel = frame.content_bytes // ITEMSIZE[entry.dtype]
+                entries.setdefault(id(entry), (entry, numel))
+    for key, (entry, numel) in entries.items():
+        if numel and isinstance(entry.content, Whole):
+            tensor, name = entry.content.tensor, key_of(entry.paths[0])
+            is_raw = files.is_raw(entry.content)
+            unit = ITEMSIZE[entry.dtype] if is_raw else 1
+            dtype = "uint8" if is_raw else entry.dtype
+            read.pair_pieces(name, places[key], numel * unit, tensor, dtype)
 
 
 def _stored(read: _ReadBack, name: str, form: str) -> Iterable[Stored]:

@@ -1,4 +1,4 @@
-"""Writes the files of an export: weights with their sidecars, or a universal checkpoint."""
+"""Writes the files of an export: weights with their sidecars, or a whole checkpoint."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -8,9 +8,9 @@ from typing import Final, Self
 from streamshard.engine.run.work import TargetFile
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.operations.export import export_read_back
+from streamshard.operations.export.export_read_back import ExportFiles
 from streamshard.operations.export.model_sidecars import ModelSidecars
 from streamshard.operations.export.universal_files import UniversalFiles
-from streamshard.operations.export.weight_files import WeightFiles
 from streamshard.operations.transfer import execution
 from streamshard.operations.transfer.byte_accounting import ByteCounts
 from streamshard.operations.transfer.report import Progress, Report
@@ -24,13 +24,13 @@ MOST_NAMED: Final = 4
 class ExportWriter:
     """Writes an export's files."""
 
-    files: WeightFiles | UniversalFiles
+    files: ExportFiles
     sidecars: ModelSidecars
     """The sidecars, and the source to read from."""
     counts: ByteCounts
 
     @classmethod
-    def of(cls, files: WeightFiles | UniversalFiles, sidecars: ModelSidecars) -> Self:
+    def of(cls, files: ExportFiles, sidecars: ModelSidecars) -> Self:
         """Count the bytes of the files."""
         return cls(files, sidecars, sidecars.added_to(files.byte_counts()))
 
@@ -47,7 +47,7 @@ class ExportWriter:
         return [self._targets]
 
     def _targets(self) -> Iterator[TargetFile]:
-        if isinstance(self.files, WeightFiles):
+        if not isinstance(self.files, UniversalFiles):
             self.files.overflowed.clear()
         yield from self.sidecars.targets()
         yield from self.files.targets()

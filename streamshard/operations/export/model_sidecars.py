@@ -103,9 +103,7 @@ def _adopted(source: Source, beside: Mapping[str, Path]) -> Source:
     files = [identify(path) for path in beside.values()]
     tensors = [LogicalTensor(FILE, str(f.path), "uint8", (f.nbytes,)) for f in files]
     others = [OtherFile(str(f.path), examine(f.path).permissions) for f in files]
-    checkpoint, cutting, count = source.checkpoint, source.cutting, len(files)
-    zeros, ones = np.zeros(count, dtype=np.int64), np.ones(count, dtype=np.int64)
-    numbers = np.arange(count, dtype=np.int64)
+    checkpoint = source.checkpoint
     return replace(
         source,
         checkpoint=replace(
@@ -114,15 +112,9 @@ def _adopted(source: Source, beside: Mapping[str, Path]) -> Source:
             files=(*checkpoint.files, *others),
         ),
         files=(*source.files, *files),
-        cutting=replace(
-            cutting,
-            origin=np.append(cutting.origin, zeros),
-            piece_numel=np.append(cutting.piece_numel, [max(1, f.nbytes) for f in files]),
-            itemsize=np.append(cutting.itemsize, ones),
-            lead=np.append(cutting.lead, zeros),
-            first_piece=np.append(cutting.first_piece, numbers + len(cutting.file)),
-            file=np.append(cutting.file, numbers + len(source.files)),
-            offset=np.append(cutting.offset, zeros),
+        cutting=source.cutting.with_files(
+            np.arange(len(files), dtype=np.int64) + len(source.files),
+            np.array([f.nbytes for f in files], dtype=np.int64),
         ),
     )
 

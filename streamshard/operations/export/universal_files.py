@@ -51,6 +51,7 @@ class UniversalFiles:
 
     def __init__(self, source: Source) -> None:
         checkpoint = source.checkpoint
+        source.require_training_state()
         if not checkpoint.layout.stage:
             raise UnsupportedError(_NAMELESS)
         self._source = source

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Final, TypeVar, overload
+from typing import Final
 
 import numpy as np
 
@@ -20,16 +20,20 @@ from streamshard.layout.cutting import Segments, coalesce
 from streamshard.layout.memory_plan import MIB
 from streamshard.layout.shards import shards
 from streamshard.model import ITEMSIZE, Literal, Whole
+from streamshard.operations.export.lazy_spans import (
+    SPAN_BYTES,
+    LazySpans,
+    overflowed_regions,
+    runs_of,
+)
 from streamshard.operations.export.weights import Weight
 from streamshard.operations.native import torch_records
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.byte_accounting import ByteCounts
 
-_SPAN_BYTES: Final = 128 * MIB
-"""Workers get files in spans of about this size."""
 _MOST_COPIES: Final = 1024
 """Most copies in a span; a record of a torch file is never cut, so it may have more."""
-_COPY_COST: Final = _SPAN_BYTES // _MOST_COPIES
+_COPY_COST: Final = SPAN_BYTES // _MOST_COPIES
 """Bytes that a copy counts as."""
 _SPAN_OBJECT_BYTES: Final = MIB // 2
 """Memory for a span's regions, which are at most a third as many as its copies."""
@@ -38,8 +42,6 @@ _WEIGHT_BYTES: Final = 512
 _COPY_BYTES: Final = 4 * 8
 _LOCATE_BYTES: Final = 16 * 8
 """Temporary arrays for locating a copy."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,27 +52,6 @@ class _Piece:
     start: int
     stop: int
     offset: int
-
-
-class _LazySpans(Sequence[Span]):
-    """Spans that are made when they are needed and not kept, because their copies take memory."""
-
-    def __init__(self, makers: Sequence[Callable[[], Span]]) -> None:
-        self._makers = makers
-
-    def __len__(self) -> int:
-        return len(self._makers)
-
-    @overload
-    def __getitem__(self, index: int) -> Span: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Span]: ...
-
-    def __getitem__(self, index: int | slice) -> Span | Sequence[Span]:
-        if isinstance(index, slice):
-            return _LazySpans(self._makers[index])
-        return self._makers[index]()
 
 
 class WeightFiles:
@@ -164,20 +145,20 @@ class WeightFiles:
         ]
         makers: list[Callable[[], Span]] = [lambda: Span(0, [Fixed(layout.header)])]
         makers += [
-            partial(self._span, run) for run in _runs(pieces, lambda p: self._cost(p), _SPAN_BYTES)
+            partial(self._span, run) for run in runs_of(pieces, lambda p: self._cost(p), SPAN_BYTES)
         ]
 
         def take(result: SpanResult) -> None:
-            for offset, count in _overflowed(result):
+            for offset, count in overflowed_regions(result):
                 piece = pieces[bisect_right(pieces, offset, key=lambda piece: piece.offset) - 1]
                 self._note_overflow(piece.weight, count)
 
-        return TargetFile(path, _LazySpans(makers), take=take)
+        return TargetFile(path, LazySpans(makers), take=take)
 
     def _pieces(self, weight: Weight, offset: int) -> Iterator[_Piece]:
         """Cut a weight into pieces, each of which one worker writes."""
         itemsize = ITEMSIZE[weight.dtype]
-        step = min(_SPAN_BYTES // itemsize, _MOST_COPIES * self._piece_numel(weight))
+        step = min(SPAN_BYTES // itemsize, _MOST_COPIES * self._piece_numel(weight))
         for start in range(0, weight.numel, step):
             stop = min(start + step, weight.numel)
             yield _Piece(weight, start, stop, offset + start * itemsize)
@@ -217,14 +198,14 @@ class WeightFiles:
     def _torch_target(self, path: str, layout: TorchLayout) -> TargetFile:
         weights = self._held[path]
         records = layout.records
-        runs = _runs(records, lambda record: record.nbytes + 2 * _COPY_COST, _SPAN_BYTES)
+        runs = runs_of(records, lambda record: record.nbytes + 2 * _COPY_COST, SPAN_BYTES)
 
         def take(result: SpanResult) -> None:
-            for offset, count in _overflowed(result):
+            for offset, count in overflowed_regions(result):
                 record = records[bisect_right(records, offset, key=lambda one: one.start) - 1]
                 self._note_overflow(_weight_of(record, weights), count)
 
-        spans = _LazySpans([partial(self._torch_span, weights, run) for run in runs])
+        spans = LazySpans([partial(self._torch_span, weights, run) for run in runs])
         return TargetFile(path, spans, [torch_records.zip_ending(layout)], take=take)
 
     def _torch_span(self, weights: Sequence[Weight], run: Sequence[Record]) -> Span:
@@ -240,30 +221,9 @@ class WeightFiles:
         return Span(run[0].start, parts)
 
 
-def _runs(items: Sequence[T], cost: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Divide items, in order, into runs of about the given cost."""
-    run: list[T] = []
-    held = 0
-    for item in items:
-        run.append(item)
-        held += cost(item)
-        if held >= most:
-            yield run
-            run, held = [], 0
-    if run:
-        yield run
-
-
 def _weight_of(record: Record, weights: Sequence[Weight]) -> Weight:
     """Return the weight that fills a record."""
     content = torch_records.content_of(record)
     if not isinstance(content, Whole):
         raise TypeError(f"record {record.name} has nothing to fill it")
     return weights[content.tensor]
-
-
-def _overflowed(result: SpanResult) -> Iterator[tuple[int, int]]:
-    """Yield where regions with elements that became infinite begin, and how many these are."""
-    for region in result.regions:
-        if region.overflowed:
-            yield region.offset, region.overflowed

@@ -58,8 +58,15 @@ class _Candidate:
     shape: tuple[int, ...]
 
 
-def choose_weights(checkpoint: Checkpoint, options: ExportOptions) -> Weights:
+def choose_weights(
+    checkpoint: Checkpoint, options: ExportOptions, *, takes_experts: bool = False
+) -> Weights:
     """Choose the weights of a checkpoint: trained ones are its master weights.
+
+    Parameters
+    ----------
+    takes_experts
+        Whether experts are exported, of which only master weights are known here.
 
     Raises
     ------
@@ -68,7 +75,7 @@ def choose_weights(checkpoint: Checkpoint, options: ExportOptions) -> Weights:
     UnsupportedError
         The checkpoint does not hold one whole model, or a tensor cannot be cast.
     """
-    family = only_family(checkpoint)
+    family = only_family(checkpoint, takes_experts=takes_experts)
     found = list(_candidates(checkpoint, family))
     if not checkpoint.layout.stage:
         _require_told(found, checkpoint, options)
@@ -120,8 +127,13 @@ def _require_told(
             raise UsageError(f"{message} weights would be cast: export them with --dtype {wide}")
 
 
-def only_family(checkpoint: Checkpoint) -> Family:
-    """Return the only family, which holds the whole model.
+def only_family(checkpoint: Checkpoint, *, takes_experts: bool = False) -> Family:
+    """Return the only family, which holds the whole model, but for experts' own files.
+
+    Parameters
+    ----------
+    takes_experts
+        Whether the model may have experts.
 
     Raises
     ------
@@ -134,11 +146,11 @@ def only_family(checkpoint: Checkpoint) -> Family:
         raise UnsupportedError(f"{message}: export a whole checkpoint of the job")
     if len(checkpoint.families) > 1:
         message = f"the model is in {len(checkpoint.families)} tensor or pipeline parallel parts"
-        raise UnsupportedError(f"{message}, which export cannot put together")
-    if family.model_state.get(names.MODULE_STATE) is None:
-        raise UnsupportedError("the model is saved layer by layer, as a pipeline: not exported yet")
-    if family.model_state.get(names.EXPERT_COUNTS):
-        raise UnsupportedError("the model has experts in files of their own: not exported yet")
+        message = f"{message}, which export cannot put together. streamshard.open reads them one by"
+        raise UnsupportedError(f"{message} one")
+    if family.model_state.get(names.EXPERT_COUNTS) and not takes_experts:
+        message = "the model has experts in files of their own: exported as safetensors or with"
+        raise UnsupportedError(f"{message} --format torch, not yet in this format")
     return family
 
 

@@ -15,9 +15,11 @@ from streamshard.errors import UsageError
 from streamshard.formats.checkpoint import Checkpoint, Family, ParamGroup
 from streamshard.formats.deepspeed.cut import muon_order
 from streamshard.formats.deepspeed.cut.family_cut import cut_family, flat_groups
+from streamshard.formats.deepspeed.model_parallel.parallel_degrees import known_degrees
 from streamshard.io.entries import resolve
 from streamshard.layout.bands import Band, Cut, flat_cut, shard_cut, tape_cut
 from streamshard.model import ITEMSIZE, MASTER, ZeroLayout
+from streamshard.operations.inspect.inspect_report import degrees_text
 from streamshard.operations.inspect.ownership import sharing_ranks
 from streamshard.operations.inspect.picture_names import Named
 from streamshard.operations.native.target_settings import require_allowed, target_settings
@@ -55,8 +57,10 @@ def picture_of(
     Raises
     ------
     UsageError
-        The checkpoint cannot be cut in that way.
+        The checkpoint was not cut by ZeRO, or cannot be cut in that way.
     """
+    if source.kind in ("dcp", "weights"):
+        raise UsageError("not cut among ZeRO's ranks: nothing to draw")
     ways = [_as_it_is(source)]
     if world_size is not None or zero_stage is not None:
         ways.append(_resized(source, world_size, zero_stage))
@@ -83,9 +87,13 @@ def picture_of(
 def _facts(source: Source) -> str:
     masters = [tensor for tensor in source.checkpoint.tensors if tensor.state == MASTER]
     numel, nbytes = sum(t.numel for t in masters), sum(t.nbytes for t in masters)
-    return (
+    text = (
         f"{len(masters):,} parameters, {numel:,} elements, {show_bytes(nbytes)} of master weights"
     )
+    checkpoint, degrees = source.checkpoint, known_degrees(source.checkpoint)
+    parts, data = len(checkpoint.families), checkpoint.layout.world_size
+    shared_as = degrees_text(parts, data, degrees, checkpoint.expert_parallel)
+    return f"{text}; saved by {checkpoint.ranks} ranks: {shared_as}" if shared_as else text
 
 
 def _border(source: Source, ways: Sequence[_Way], panels: Sequence[Panel]) -> str:
@@ -135,7 +143,9 @@ def _panel(ways: Sequence[_Way], number: int, place: int) -> Panel:
     if group.expert_parallel > 1:
         title += f", expert rank {group.expert_rank} of {group.expert_parallel}"
     if family.name:
-        title = f"{family.name}, {title[0].lower()}{title[1:]}"
+        degrees = known_degrees(checkpoint)
+        part = f" ({degrees.place(number)})" if degrees is not None else ""
+        title = f"{family.name}{part}, {title[0].lower()}{title[1:]}"
     numels = checkpoint.master_numels(family)
     counts = len(group.params), sum(numels[name] for name in group.params)
     title += ": " + ", ".join(map(_plural, ("parameter", "element"), counts))

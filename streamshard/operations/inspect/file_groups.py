@@ -7,6 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from streamshard.formats.dcp import dcp_reader
+from streamshard.formats.dcp.dcp_names import METADATA
 from streamshard.formats.deepspeed import names
 from streamshard.io.entries import examine, is_file, is_listed, paths_below, read_all
 from streamshard.io.files import source_errors
@@ -39,6 +41,8 @@ def _without_tensors(source: Source) -> Iterator[Path]:
         known = {file.path for file in source.files}
         below = (path for path in paths_below(source.path) if path not in known)
         yield from (path for path in below if is_file(path))
+    elif source.kind == "dcp":
+        yield from (place / METADATA for place in dcp_reader.parts_of(source.path))
     elif source.kind == "native":
         latest = source.path / names.LATEST
         with suppress(FileNotFoundError):

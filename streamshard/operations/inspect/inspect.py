@@ -11,6 +11,7 @@ from streamshard.errors import UsageError
 from streamshard.formats.checkpoint import Checkpoint, FlatState, ParamGroup, ScalarState
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.cut import muon_order
+from streamshard.formats.deepspeed.model_parallel.parallel_degrees import known_degrees
 from streamshard.formats.pickle.inert import Call, Global, Node, show
 from streamshard.formats.zarr.chunks import EncodedChunk
 from streamshard.formats.zarr.rewritten_documents import remark
@@ -117,6 +118,7 @@ def summarize(source: Source) -> Inspection:
     sizes: dict[str, int] = {}
     for tensor in checkpoint.tensors:
         sizes[tensor.state] = sizes.get(tensor.state, 0) + tensor.nbytes
+    degrees = known_degrees(checkpoint)
     return Inspection(
         path=str(source.path),
         kind=source.kind,
@@ -125,6 +127,8 @@ def summarize(source: Source) -> Inspection:
         world_size=checkpoint.ranks,
         data_parallel=checkpoint.layout.world_size,
         model_parallel=len(checkpoint.families),
+        tensor_parallel=None if degrees is None else degrees.tensor,
+        pipeline_parallel=None if degrees is None else degrees.pipeline,
         expert_parallel=checkpoint.expert_parallel,
         module_dtype=None if checkpoint.is_dumps else checkpoint.module_dtype,
         optimizer=_optimizer_type(checkpoint.config),
@@ -191,8 +195,8 @@ def _parameters(source: Source) -> Iterator[ParameterSummary]:
                     numel=tensor.numel,
                     group=number,
                     pieces=last - first + 1,
-                    first_rank=None if source.kind == "store" else ranks[first],
-                    last_rank=None if source.kind == "store" else ranks[last],
+                    first_rank=ranks[first] if source.is_of_ranks else None,
+                    last_rank=ranks[last] if source.is_of_ranks else None,
                 )
             number += 1
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from streamshard.formats.checkpoint import Dropped
+from streamshard.formats.deepspeed.model_parallel.parallel_degrees import Degrees
 from streamshard.operations.inspect import notebook
 from streamshard.sizes import show_bytes
 
@@ -12,6 +13,8 @@ KINDS: Final = {
     "native": "DeepSpeed shards",
     "store": "Zarr store",
     "dumps": "raw per-rank dumps",
+    "dcp": "PyTorch's distributed checkpoint",
+    "weights": "safetensors",
 }
 """Kind of source → its name in text."""
 
@@ -223,6 +226,28 @@ class IncompleteCheckpoint:
     """All checkpoints in the run directory, if the source is the run directory."""
 
 
+def degrees_text(parts: int, data: int, degrees: Degrees | None, expert: int) -> str:
+    """Say as what ranks share the model; empty if ZeRO alone cuts it.
+
+    Parameters
+    ----------
+    parts, data
+        Tensor and pipeline parallel parts of the model, and the ranks that share each.
+
+    >>> degrees_text(6, 4, Degrees(2, 3), 2), degrees_text(1, 8, Degrees(1, 1), 1)
+    ('4 data-parallel x 2 tensor-parallel x 3 pipeline-parallel, experts over 2', '')
+    """
+    if parts == expert == 1:
+        return ""
+    text = f"{data} data-parallel"
+    if degrees is None:
+        text += f" x {parts} tensor or pipeline parallel"
+    else:
+        both = ((degrees.tensor, "tensor"), (degrees.pipeline, "pipeline"))
+        text += "".join(f" x {count} {kind}-parallel" for count, kind in both if count > 1)
+    return text + (f", experts over {expert}" if expert > 1 else "")
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Inspection:
     """The content of a checkpoint."""
@@ -239,6 +264,10 @@ class Inspection:
     """Ranks that share each part of the model."""
     model_parallel: int
     """Tensor and pipeline parallel parts of the model."""
+    tensor_parallel: int | None
+    """Ranks that share each layer; None if the files contradict each other about it."""
+    pipeline_parallel: int | None
+    """Stages that share the layers; None as well."""
     expert_parallel: int
     """Data-parallel ranks over which the experts are spread; 1 without experts."""
     module_dtype: str | None
@@ -285,6 +314,15 @@ class Inspection:
     checkpoints: tuple[CheckpointSummary, ...] = ()
     """All checkpoints in the run directory, if the source is a run directory, in order of steps."""
 
+    @property
+    def ranks_text(self) -> str:
+        """The count of ranks, and as what they share the model."""
+        both = self.tensor_parallel, self.pipeline_parallel
+        degrees = None if both[0] is None or both[1] is None else Degrees(both[0], both[1])
+        parts, expert = self.model_parallel, self.expert_parallel
+        text = degrees_text(parts, self.data_parallel, degrees, expert)
+        return f"{self.world_size}: {text}" if text else f"{self.world_size}"
+
     def __repr__(self) -> str:
         """Summarize the checkpoint in a line; the attributes hold the details."""
         what = f"{self.tag}, ZeRO stage {self.zero_stage}, world size {self.world_size}"
@@ -298,7 +336,7 @@ class Inspection:
         facts: list[tuple[str, object]] = [
             ("checkpoint", f"{self.path} ({KINDS[self.kind]})"),
             ("tag", self.tag),
-            ("saved by", f"ZeRO stage {self.zero_stage}, world size {self.world_size}"),
+            ("saved by", f"ZeRO stage {self.zero_stage}, world size {self.ranks_text}"),
             ("DeepSpeed", self.deepspeed_version),
             ("steps", self.global_steps),
             ("optimizer", self.optimizer),

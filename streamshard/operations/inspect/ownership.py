@@ -45,13 +45,15 @@ def cut_of(source: Source, tensors: Ints) -> tuple[Ints, Ints]:
     cutting, held = source.cutting, source.checkpoint.tensors
     numels = np.array([held[tensor].numel for tensor in tensors.tolist()], dtype=np.int64)
     origin, piece = cutting.origin[tensors], cutting.piece_numel[tensors]
-    return origin // piece, (origin + np.maximum(numels, 1) - 1) // piece
+    first, last = origin // piece, (origin + np.maximum(numels, 1) - 1) // piece
+    boxes = cutting.pieces(tensors)
+    return first, np.where(boxes, boxes - 1, last)
 
 
 def ranks_of(source: Source) -> dict[int, tuple[int, tuple[int, ...] | None]]:
     """Return index of a parameter's master weights → (param group, ranks that hold some of them).
 
-    The ranks are data-parallel ranks; they are None for a store.
+    The ranks are data-parallel ranks; they are None for a source that ZeRO did not cut.
     """
     checkpoint, index = source.checkpoint, source.checkpoint.tensor_index()
     groups = [(family, group) for family in checkpoint.families for group in family.groups]
@@ -61,7 +63,7 @@ def ranks_of(source: Source) -> dict[int, tuple[int, tuple[int, ...] | None]]:
         ranks = sharing_ranks(group, checkpoint.layout)
         columns = (column.tolist() for column in (rows, *cut_of(source, rows)))
         for row, first, last in zip(*columns, strict=True):
-            held = None if source.kind == "store" else tuple(ranks[first : last + 1])
+            held = tuple(ranks[first : last + 1]) if source.is_of_ranks else None
             found[row] = number, held
     return found
 
@@ -183,9 +185,10 @@ def rank_detail(source: Source, rank: int) -> RankDetail:
         There is no such rank; the message says which ranks there are.
     """
     layout = source.checkpoint.layout
-    if source.kind == "store":
-        message = f"--rank {rank}: a store is not cut among ranks, so there is none to look at"
-        raise UsageError(f"{message}; --param shows the chunks")
+    if not source.is_of_ranks:
+        what, pieces = ("a store", "chunks") if source.kind == "store" else ("this", "pieces")
+        message = f"--rank {rank}: {what} is not cut among ranks of ZeRO, so there is none to look"
+        raise UsageError(f"{message} at; --param shows the {pieces}")
     if not layout.stage:
         message = f"--rank {rank}: saved without ZeRO (stage 0), where every rank holds everything"
         raise UsageError(f"{message}; --param shows where the tensors lie")

@@ -7,6 +7,8 @@ from streamshard.formats.deepspeed import ds_config
 from streamshard.formats.deepspeed.cut import muon_order
 from streamshard.layout.batch import BatchPlan
 from streamshard.model import ZeroLayout
+from streamshard.operations.native.expert_ranks import at_expert_degree
+from streamshard.operations.native.other_degrees import OtherDegrees
 from streamshard.operations.native.target_settings import (
     TargetSettings,
     require_allowed,
@@ -28,7 +30,11 @@ class Resharding:
     resized: frameworks.Resized
     """What happens to the files of frameworks."""
     uses_like: bool
-    """Whether the parameters' order is the reference checkpoint's."""
+    """Whether the parameters' order, or their cut, is the reference checkpoint's."""
+    spreads_experts: bool = False
+    """Whether another count of ranks than in the source shares the experts."""
+    degrees: OtherDegrees | None = None
+    """How the model was cut anew for other degrees; None if it was not."""
 
     def explain(self, job: BatchPlan | None = None) -> resizing.Resizing:
         """Explain the effects on everything that depends on the count of ranks.
@@ -39,11 +45,12 @@ class Resharding:
             The batch of the job that resumes, if it runs already.
         """
         return resizing.explain(
-            self.source,
+            self.source if self.degrees is None else self.degrees.original,
             self.world_size,
             self.resized,
             dp_world_size=self.settings.layout.world_size,
             config=self.settings.config,
+            parts=None if self.degrees is None else self.degrees.degrees.parts,
             job=job,
         )
 
@@ -54,7 +61,9 @@ class Resharding:
         """
         source, settings = self.source, self.settings
         checkpoint = source.checkpoint
-        if source.kind == "store" or source.is_elastic or checkpoint.ranks != self.world_size:
+        if self.spreads_experts or self.degrees is not None:
+            return False
+        if not source.is_of_ranks or source.is_elastic or checkpoint.ranks != self.world_size:
             return False
         dtypes = checkpoint.module_dtype, checkpoint.is_bf16
         if (settings.module_dtype, settings.is_bf16) != dtypes:
@@ -68,6 +77,8 @@ def resharding_of(
     *,
     zero_stage: int | None = None,
     wanted: ds_config.Config | None = None,
+    expert_parallel: int | None = None,
+    degrees: OtherDegrees | None = None,
 ) -> Resharding:
     """Decide how a checkpoint is cut for a world size.
 
@@ -77,12 +88,21 @@ def resharding_of(
         Count of all ranks of the job that resumes.
     zero_stage, wanted
         ZeRO stage and DeepSpeed config of that job; by default those kept in the checkpoint.
+    expert_parallel
+        Count of ranks over which that job's experts are spread; by default as many as now.
+    degrees
+        How the model was cut anew for that job, if it was.
 
     Raises
     ------
     StreamshardError
         The checkpoint cannot be cut in this way; the message says why.
     """
+    if degrees is not None:
+        degrees.require_config(wanted)
+        opened = degrees.source
+    spread = at_expert_degree(opened, expert_parallel, world_size)
+    opened = spread or opened
     dp_world_size = require_allowed(opened.checkpoint, world_size)
     settings = target_settings(opened.checkpoint, dp_world_size, zero_stage, wanted)
     stage = settings.layout.stage
@@ -95,7 +115,9 @@ def resharding_of(
         world_size=world_size,
     )
     source = replace(opened, checkpoint=checkpoint)
-    return Resharding(source, world_size, settings, resized, uses_like)
+    uses_like = uses_like or spread is not None or degrees is not None
+    is_spread = spread is not None
+    return Resharding(source, world_size, settings, resized, uses_like, is_spread, degrees)
 
 
 def _shaping(source: Source, layout: ZeroLayout) -> ZeroLayout:

@@ -1,5 +1,6 @@
 """Writes the native files of a target: serializes them, counts their bytes, fills them."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,14 +78,19 @@ class NativeWriter:
         """Return an upper bound of the memory for a target file's copies and for locating them.
 
         A rank's share of a parameter lies on at most N / M + 2 ranks of the source, for N source
-        ranks and M target ranks.
+        ranks and M target ranks. Of a tensor that is cut into boxes, a rank gets its share of runs.
         """
         checkpoint = self.source.checkpoint
         spread = checkpoint.layout.world_size // self.settings.layout.world_size + 2
         families = [family.groups for family in checkpoint.families]
         params = max(sum(len(group.params) for group in groups) for groups in families)
         states = 1 + max((len(g.flat_states()) for groups in families for g in groups), default=0)
-        return params * spread * (states * _COPY_BYTES + _LOCATE_BYTES)
+        counts = self.source.cutting.runs([t.numel for t in checkpoint.tensors])
+        runs: Counter[str] = Counter()
+        for tensor, count in zip(checkpoint.tensors, counts.tolist(), strict=True):
+            runs[tensor.family] += count
+        runs_of_rank = -(-max(runs.values(), default=0) // self.settings.layout.world_size)
+        return params * spread * (states * _COPY_BYTES + _LOCATE_BYTES) + runs_of_rank * _COPY_BYTES
 
     def passes(self) -> Sequence[Pass]:
         """Return the only pass; `latest` is written by the commit."""

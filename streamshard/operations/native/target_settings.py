@@ -195,7 +195,8 @@ def _require_carried_parts(checkpoint: Checkpoint, stage: int, dtype: str) -> No
     These files are copied as they are; DeepSpeed trains neither pipelines nor experts at stage 3.
     """
     pipeline = _is_pipeline(checkpoint)
-    if not pipeline and checkpoint.expert_parallel == 1:
+    experts = any(family.model_state.get(names.EXPERT_COUNTS) for family in checkpoint.families)
+    if not pipeline and not experts and checkpoint.expert_parallel == 1:
         return
     kind = "pipeline" if pipeline else "expert"
     if stage == 3:
@@ -224,11 +225,15 @@ def require_allowed(checkpoint: Checkpoint, world_size: int) -> int:
         held = [f"is in {parts} tensor or pipeline parallel parts"] if parts > 1 else []
         held += [f"has its experts spread over {experts} ranks"] if experts > 1 else []
         held += [f"is trained on sequences cut among {replicas} ranks"] if replicas > 1 else []
-        message = f"--world-size {world_size}: the model {' and '.join(held)}, which stays so"
+        message = f"--world-size {world_size}: the model {' and '.join(held)}"
         if unit == 1:
             raise UsageError(f"--world-size {world_size}: at least one rank is needed")
         few = ", ".join(str(unit * k) for k in (1, 2, 3))
-        raise UsageError(f"{message}: give a multiple of {unit} ({few}, …)")
+        message = f"{message}: give a multiple of {unit} ({few}, …)"
+        if parts > 1:
+            message = f"{message}, or say with --tensor-parallel or --pipeline-parallel how many"
+            raise UsageError(f"{message} parts the model is to be in")
+        raise UsageError(message)
     return world_size // (parts * replicas)
 
 

@@ -26,7 +26,7 @@ def literal_record(record: Record, content: Literal) -> Fixed:
 def trailer_of(record: Record) -> Trailer | None:
     """Describe the descriptor behind a record's data; empty records have none."""
     data = record.descriptor(0)
-    return Trailer(data[: _CRC32.start], data[_CRC32.stop :]) if data else None
+    return Trailer((data[: _CRC32.start], data[_CRC32.stop :])) if data else None
 
 
 def late_descriptor(record: Record) -> Ending:

@@ -8,6 +8,7 @@ from functools import cached_property
 from types import MappingProxyType, TracebackType
 from typing import Final, Self, TypedDict
 
+from streamshard.errors import UnsupportedError
 from streamshard.formats.checkpoint import Checkpoint, Family
 from streamshard.model import BLOB, FILE, MASTER, MODULE
 from streamshard.operations.inspect import notebook
@@ -15,6 +16,7 @@ from streamshard.operations.inspect.inspect import summarize
 from streamshard.operations.inspect.inspect_report import GroupSummary, Inspection
 from streamshard.operations.inspect.notebook import ranks_text
 from streamshard.operations.inspect.ownership import ranks_of
+from streamshard.operations.native.other_degrees import whole
 from streamshard.operations.source.lazy_tensor import LazyTensor
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.source.source_access import SourceAccess
@@ -97,16 +99,22 @@ class OpenCheckpoint(Mapping[str, Parameter]):
     """A checkpoint that is open for reading: a mapping of names to what is kept under them.
 
     Names are those of the module's state dict, in its order, tied ones all; of raw dumps those of
-    the trained parameters. Where tensor or pipeline parallelism makes several parts of a model, a
-    part's names begin with `mp_rank_00/`, as its arrays in a store do. Experts are numbered
-    throughout the model.
+    the trained parameters. What AutoTP (DeepSpeed 0.19.8) cut is whole here, and so are pipelines;
+    of copies that several ranks hold it is the first. Where tensor or pipeline parallelism makes
+    several parts of a model otherwise, a part's names begin with `mp_rank_00/`, as its arrays in a
+    store do. Experts are numbered throughout the model.
 
     Nothing but headers is in memory until a tensor is indexed. Several threads may read; they take
     turns. To read at the same time, open the checkpoint once in each.
     """
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, saved: Source) -> None:
+        self._saved = saved
+        try:
+            joined = whole(saved)
+        except UnsupportedError:
+            joined = None  # then its parts are what can be read
+        self._source = source = saved if joined is None else joined.source
         self._reading = SourceAccess(source)
         self._held = dict(_everything(source.checkpoint))
 
@@ -154,6 +162,7 @@ class OpenCheckpoint(Mapping[str, Parameter]):
         """Say what it is, reading nothing."""
         state = "" if self._reading.is_open else ", closed"
         what = f"{self.tag}, ZeRO stage {self.zero_stage}, world size {self.world_size}"
+        what = self._source.checkpoint.foreign or what
         return f"<OpenCheckpoint {str(self._source.path)!r}: {what}, {len(self):,} names{state}>"
 
     def _repr_html_(self) -> str:
@@ -176,7 +185,8 @@ class OpenCheckpoint(Mapping[str, Parameter]):
 
         Reads nothing.
         """
-        held = ranks_of(self._source)
+        # Several parts' ranks hold what was put together from them.
+        held = ranks_of(self._source) if self._source is self._saved else {}
         rows: list[TableRow] = []
         for name, parameter in self.items():
             numbers = self._held[name].numbers
@@ -203,7 +213,7 @@ class OpenCheckpoint(Mapping[str, Parameter]):
     @cached_property
     def inspection(self) -> Inspection:
         """All that `inspect` tells of it."""
-        return summarize(self._source)
+        return summarize(self._saved)
 
     @property
     def tag(self) -> str:

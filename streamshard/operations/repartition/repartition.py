@@ -1,15 +1,18 @@
 """`repartition`: writes native files for another world size, from shards or from a store."""
 
+from dataclasses import replace
 from functools import partial
 
-from streamshard.errors import UsageError
+from streamshard.errors import UnsupportedError, UsageError
+from streamshard.formats.dcp.config_completion import with_config
 from streamshard.formats.deepspeed import ds_config
 from streamshard.formats.deepspeed.dumps import dump_names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.objects.object_path import as_path
+from streamshard.operations.native.other_degrees import at_degrees
 from streamshard.operations.native.resharding import Resharding, resharding_of
 from streamshard.operations.native.target_files import NativeWriter
-from streamshard.operations.source.source import Source
+from streamshard.operations.source.source import SUPPLY, Source
 from streamshard.operations.transfer import needed
 from streamshard.operations.transfer.plan import TransferPlan, plan_transfer
 from streamshard.operations.transfer.plan_file import Command
@@ -32,22 +35,32 @@ def plan_repartition(source: Path_, target: Path_, options: RepartitionOptions) 
     target
         Run directory to make; for raw dumps a template in a directory that is made.
     world_size
-        Count of all ranks of the job that resumes. Tensor, pipeline and expert parallelism stay as
-        they are, so with them not every count is possible. For a store the default is the count of
-        ranks that saved its content; for other sources there is no default.
+        Count of all ranks of the job that resumes. Each data-parallel replica has as many ranks as
+        both degrees below make, so not every count is possible. For a store the default is the
+        count of ranks that saved its content; for other sources there is no default.
+    tensor_parallel, pipeline_parallel
+        Degrees of the job that resumes, by default the source's. For others `like` must be a
+        checkpoint that this job saved, which tells how it cuts the model.
+    expert_parallel
+        Count of these ranks over which experts are spread, which divides both; by default as many
+        as in the source. For ZeRO stages 1 and 2, with DeepSpeed's own `MoE` layers.
     zero_stage
         ZeRO stage of the job that resumes; by default the stage in the config.
     ds_config_file
         The complete DeepSpeed config of the job that resumes; by default the config kept in the
         checkpoint. A key that it leaves out has DeepSpeed's default; an "auto" in it has the last
-        run's value.
+        run's value. It can stand in place of `like` for a distributed checkpoint of PyTorch whose
+        tensors are all trained.
     source_ds_config_file
         The DeepSpeed config of the job that saved, for raw dumps, which hold none.
     like
         Reference checkpoint: another checkpoint of the same job, which supplies what the source
         lacks. Raw dumps of stage 3 hold no shapes, files of `elastic_checkpoint` no
-        hyper-parameters, and files of Muon at stages 1 and 2 not the order in which stage 3 keeps
-        the parameters.
+        hyper-parameters, files of Muon at stages 1 and 2 not the order in which stage 3 keeps the
+        parameters, no files how a job with other degrees cuts the model, and PyTorch's distributed
+        checkpoints nothing but tensors and hyper-parameters.
+        With another count of expert ranks: a save of the job that has these, for the order of its
+        parameters.
     memory_limit
         Bytes of memory beyond what the program itself takes; by default 1 GiB, but at most half of
         the remaining memory of the machine or the cgroup.
@@ -86,13 +99,23 @@ def _prepare(
     opened: Source,
 ) -> Output:
     """Decide what the files for the new world size are."""
+    opened = _with_training_state(opened, options, wanted)
     opened.require_states()
     _require_same_kind(opened, template, target)
     world_size = _own_world_size(opened) if options.world_size is None else options.world_size
-    found = resharding_of(opened, world_size, zero_stage=options.zero_stage, wanted=wanted)
+    degrees = at_degrees(opened, options.tensor_parallel, options.pipeline_parallel)
+    found = resharding_of(
+        opened,
+        world_size,
+        zero_stage=options.zero_stage,
+        wanted=wanted,
+        expert_parallel=options.expert_parallel,
+        degrees=degrees,
+    )
     opened, settings, resized = found.source, found.settings, found.resized
     opened.require_use_of_like(needed=found.uses_like)
     checkpoint, stage = opened.checkpoint, settings.layout.stage
+    experts = checkpoint.expert_parallel
     resizes = found.explain()
     shaping = settings.layout, settings.config, settings.module_dtype, settings.is_bf16
     return Output(
@@ -102,6 +125,8 @@ def _prepare(
             "verb": "repartition",
             "--tag": checkpoint.tag,
             "--world-size": str(world_size),
+            **({"--expert-parallel": str(experts)} if found.spreads_experts else {}),
+            **({} if degrees is None else degrees.degrees.options),
             "--zero-stage": str(stage),
             "--ds-config": digest_of_settings(shaping),
             **({"OUT": template.name} if template else {}),
@@ -116,19 +141,49 @@ def _prepare(
         is_reusable=options.if_needed and _is_resumed_from(found),
         changes=resizes.changes,
         new_files=len(resized.new_steps),
+        check=None if degrees is None else degrees.require_equal_copies,
         reopened=-(-settings.layout.world_size // checkpoint.layout.world_size),
     )
 
 
+def _with_training_state(
+    opened: Source, options: RepartitionOptions, wanted: ds_config.Config | None
+) -> Source:
+    """Return a source with what a DeepSpeed job needs, from the job's config where that suffices.
+
+    Raises
+    ------
+    SourceError
+        The source lacks it, and the config does not suffice.
+    UsageError
+        There is no count of ranks.
+    """
+    if opened.kind != "dcp" or not opened.checkpoint.foreign or wanted is None:
+        opened.require_training_state()
+        return opened
+    if options.world_size is None:
+        raise UsageError(f"{opened.path}: give --world-size, the count of ranks that will resume")
+    stage, ranks = options.zero_stage, options.world_size
+    try:
+        completed = with_config(opened.checkpoint, wanted, zero_stage=stage, world_size=ranks)
+    except UnsupportedError as error:
+        message = f"{opened.path}: {opened.checkpoint.foreign}; {error}"
+        raise UnsupportedError(f"{message}: {SUPPLY}") from error
+    return replace(opened, checkpoint=completed)
+
+
 def _own_world_size(source: Source) -> int:
-    """Return how many ranks saved the content of a store: the default world size of the target.
+    """Return the default world size of the target, for a source that is not cut among ranks.
+
+    It is the world size of the ranks that saved the content of a store, or the reference of a
+    distributed checkpoint.
 
     Raises
     ------
     UsageError
-        The source is not a store: its files are for that world size already.
+        The source's files are for that world size already.
     """
-    if source.kind != "store":
+    if source.is_of_ranks:
         ranks = counted(source.checkpoint.ranks, "rank")
         message = f"{source.path}: has files for {ranks} already; say with"
         raise UsageError(f"{message} --world-size for how many they are to be written")

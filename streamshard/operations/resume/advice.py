@@ -57,7 +57,7 @@ class GlobalBatch:
 
 
 def global_batch(
-    checkpoint: Checkpoint, config: ds_config.Config, world_size: int
+    checkpoint: Checkpoint, config: ds_config.Config, world_size: int, parts: int | None = None
 ) -> GlobalBatch | str:
     """Compute the global batch; or return a text that says why it is not known.
 
@@ -67,9 +67,13 @@ def global_batch(
         DeepSpeed config of the new job.
     world_size
         Count of the new job's data-parallel ranks, including those of sequence parallelism.
+    parts
+        Count of the new job's model-parallel ranks, if it is another than the old job's.
     """
-    each = _ranks_counted_per_rank(checkpoint)
-    saved_ranks, world_size = checkpoint.layout.world_size * each, world_size * each
+    each = now_each = _ranks_counted_per_rank(checkpoint)
+    if parts is not None:
+        now_each = parts if ds_config.features(config).tensor_parallel > 1 else 1
+    saved_ranks, world_size = checkpoint.layout.world_size * each, world_size * now_each
     recorded = _ranks_per_sample(checkpoint, saved_ranks)
     before = 1 if recorded is None else recorded
     if not before or saved_ranks % before:
@@ -85,7 +89,8 @@ def global_batch(
         )
     total, micro, accumulation = known
     return GlobalBatch(
-        total=total,
+        # Ranks that share samples count each of them, so the number changes, and no sample does.
+        total=total // each * now_each,
         micro=micro,
         accumulation=accumulation,
         ranks=world_size // now,

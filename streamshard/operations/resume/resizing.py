@@ -42,6 +42,7 @@ def explain(
     *,
     dp_world_size: int,
     config: ds_config.Config,
+    parts: int | None = None,
     job: BatchPlan | None = None,
 ) -> Resizing:
     """Explain the effects on everything that depends on the count of ranks.
@@ -52,15 +53,17 @@ def explain(
         Count of all ranks that resume; the data-parallel size of these is `dp_world_size`.
     config
         The DeepSpeed config of the job that resumes.
+    parts
+        Count of its model-parallel ranks, if it is another than that of the job that saved.
     job
         The batch of that job, if it runs already: then it is not told what it does anyway.
     """
     checkpoint = source.checkpoint
     framework = _framework(checkpoint, resized)
-    found = advice.global_batch(checkpoint, config, dp_world_size)
+    found = advice.global_batch(checkpoint, config, dp_world_size, parts)
     batch = found if isinstance(found, str) else job_settings.text(found, framework, job)
     batches = [batch] if batch else []
-    if world_size == checkpoint.ranks:
+    if world_size == checkpoint.ranks and parts is None:
         return Resizing((), (*resized.notes, *batches))
     position = data_position.text(source, framework, found, job)
     schedule = (resized.schedule,) if resized.schedule else ()

@@ -15,8 +15,9 @@ from streamshard.errors import (
     UnsupportedError,
     UsageError,
 )
-from streamshard.formats import detect
+from streamshard.formats import detect, pretrained_reader
 from streamshard.formats.checkpoint import Checkpoint, Reading
+from streamshard.formats.dcp import dcp_reader, reference
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.dumps import dump_names, dump_reader
 from streamshard.formats.deepspeed.read import zero_reader
@@ -37,13 +38,33 @@ from streamshard.io.objects.object_path import as_path
 from streamshard.io.retry import try_again
 from streamshard.layout.cutting import Cutting
 from streamshard.model import SourceFile
-from streamshard.operations.source.candidates import find_candidates, hint_of_candidates
+from streamshard.operations.source.candidates import (
+    distributed_at,
+    find_candidates,
+    hint_of_candidates,
+    is_weights,
+)
 from streamshard.operations.source.sidecars import find_beside, has_shards
 from streamshard.operations.source.unfinished import require_finished
 
 _ELASTIC: Final = (
     "Saved with elastic_checkpoint, which keeps no hyper-parameters: those of all param groups, "
     "the learning rates among them, are those of {like} at {tag}. What is written is not elastic."
+)
+
+_UNTOLD: Final = (
+    "what a DeepSpeed job needs besides: the order of the parameters in the optimizer, which "
+    "tensors are frozen weights and which buffers, which names are tied, the DeepSpeed config, the "
+    "loss scaler, the learning rate scheduler and the counters of steps"
+)
+SUPPLY: Final = (
+    "give --like RUN, a ZeRO checkpoint of the job that is to resume. Start that job, let it save "
+    "before its first step, and give what it saved"
+)
+"""How to supply what a distributed checkpoint lacks."""
+_CONFIG: Final = (
+    ". All of its tensors are trained, so --ds-config with the job's config may do for "
+    "'streamshard repartition'"
 )
 
 _MOST_DEEP: Final = 4
@@ -59,7 +80,7 @@ class Source:
     path: Path
     """The run directory, the store, or the directory of the dumps."""
     kind: str
-    """`native`, `store` or `dumps`."""
+    """`native`, `store`, `dumps`, `dcp` or `weights`."""
     checkpoint: Checkpoint
     cutting: Cutting
     files: tuple[SourceFile, ...]
@@ -77,7 +98,30 @@ class Source:
     @property
     def needs_like(self) -> bool:
         """Whether it can only be read with a reference checkpoint."""
+        if self.kind == "dcp":
+            return True
         return self.is_elastic or (self.kind == "dumps" and self.checkpoint.layout.stage == 3)
+
+    @property
+    def is_of_ranks(self) -> bool:
+        """Whether its files are those of data-parallel ranks, as ZeRO cuts."""
+        return self.kind in ("native", "dumps")
+
+    def require_training_state(self) -> None:
+        """Refuse a source that lacks what a DeepSpeed job needs besides tensors.
+
+        Raises
+        ------
+        UnsupportedError
+            The message says what is missing, and how to supply it.
+        """
+        if self.kind == "weights":
+            message = f"{self.path}: {self.checkpoint.foreign}, without an optimizer's state:"
+            raise UnsupportedError(f"{message} a job begins with them, and resumes from nothing")
+        if self.checkpoint.foreign:
+            message = f"{self.path}: {self.checkpoint.foreign}, which does not tell {_UNTOLD}"
+            config = "" if self.checkpoint.unrecorded else _CONFIG
+            raise UnsupportedError(f"{message}: {SUPPLY}{config}")
 
     def require_states(self) -> None:
         """Refuse a store whose optimizer states were dropped.
@@ -123,6 +167,7 @@ def open_source(
     *,
     ds_config_file: str | os.PathLike[str] | None = None,
     like: str | os.PathLike[str] | None = None,
+    takes_model: bool = False,
 ) -> Source:
     """Open a run directory, a tag directory, a store, or raw dumps.
 
@@ -134,19 +179,24 @@ def open_source(
         Reference checkpoint: another checkpoint of the same job, which supplies what this one
         lacks. Raw dumps of stage 3 hold no shapes, and files of `elastic_checkpoint` no
         hyper-parameters.
+    takes_model
+        Whether `like` may be a model's weights alone, which supply nothing and are only compared.
 
     Raises
     ------
     SourceError
         There is no checkpoint, or it cannot be used; the message names the file.
     """
-    config, known = read_hints([path], ds_config_file, like)
+    config, known = read_hints([path], ds_config_file, like, takes_model=takes_model)
+    is_model = known is not None and known.kind == "weights"
     with listings_kept():
         require_finished(as_path(path))
-        opened = open_with(path, tag, config=config, like=known)
+        opened = open_with(path, tag, config=config, like=None if is_model else known)
+    if is_model and known is not None:
+        return replace(opened, like=known.checkpoint)
     if opened.is_elastic and known is not None:
         # Absolute, so that a store's bytes do not depend on the working directory.
-        note = _ELASTIC.format(like=as_path(str(like)).absolute(), tag=known.tag)
+        note = _ELASTIC.format(like=as_path(str(like)).absolute(), tag=known.checkpoint.tag)
         checkpoint = opened.checkpoint
         opened = replace(opened, checkpoint=replace(checkpoint, notes=(note, *checkpoint.notes)))
     return opened
@@ -156,7 +206,9 @@ def read_hints(
     paths: Sequence[str | os.PathLike[str]],
     ds_config_file: str | os.PathLike[str] | None,
     like: str | os.PathLike[str] | None,
-) -> tuple[ds_config.Config | None, Checkpoint | None]:
+    *,
+    takes_model: bool = False,
+) -> tuple[ds_config.Config | None, Source | None]:
     """Read the config and the reference checkpoint to open sources with; see `open_source`.
 
     Raises
@@ -170,11 +222,19 @@ def read_hints(
     if ds_config_file is not None and not any(dump_names.is_source_template(str(p)) for p in paths):
         message = f"{paths[0]}: is not a set of raw dumps; leave --source-ds-config out"
         raise UsageError(message)
-    known = open_source(like).checkpoint if like is not None else None
-    if known is not None and not known.layout.stage:
+    known = open_source(like) if like is not None else None
+    config = ds_config.read_file(as_path(ds_config_file)) if ds_config_file else None
+    if known is None or (takes_model and known.kind == "weights"):
+        return config, known
+    if known.checkpoint.foreign:
+        message = f"{like}: {known.checkpoint.foreign}, which does not tell what is lacking; give"
+        message = f"{message} a checkpoint that DeepSpeed saved with --like"
+        model = ". A base model is compared by 'export' alone" if known.kind == "weights" else ""
+        raise UsageError(f"{message}{model}")
+    if not known.checkpoint.layout.stage:
         message = f"{like}: saved without ZeRO (stage 0), which does not name the parameters of its"
         raise UsageError(f"{message} optimizer; give a checkpoint of stage 1, 2 or 3 with --like")
-    return ds_config.read_file(as_path(ds_config_file)) if ds_config_file else None, known
+    return config, known
 
 
 def open_with(
@@ -182,9 +242,15 @@ def open_with(
     tag: str | None = None,
     *,
     config: ds_config.Config | None = None,
-    like: Checkpoint | None = None,
+    like: Source | Checkpoint | None = None,
 ) -> Source:
-    """Open a checkpoint with a config and a reference that were read already; see `open_source`."""
+    """Open a checkpoint with a config and a reference that were read already; see `open_source`.
+
+    Parameters
+    ----------
+    like
+        What a distributed checkpoint lacks can come from a whole `Source` alone.
+    """
     return try_again(lambda: _open(path, tag, config, like))
 
 
@@ -192,9 +258,11 @@ def _open(
     path: str | os.PathLike[str],
     tag: str | None,
     config: ds_config.Config | None,
-    like: Checkpoint | None,
+    known: Source | Checkpoint | None,
 ) -> Source:
     root = as_path(path)
+    whole = known if isinstance(known, Source) else None
+    like = known.checkpoint if isinstance(known, Source) else known
     with listings_kept(), source_errors(root):
         if dump_names.is_source_template(str(path)):
             template = dump_names.parse_source(str(path))
@@ -202,9 +270,29 @@ def _open(
             opened = _source(template.directory, "dumps", dumps)
         elif is_file(root / "zarr.json"):
             opened = _open_store(root, tag)
+        elif distributed := distributed_at(root, tag):
+            opened = _open_distributed(distributed, whole)
+        elif tag is None and is_weights(root):
+            opened = _source(root, "weights", pretrained_reader.read(root))
         else:
             opened = _open_native(*find_tag(root, tag), like)
     return replace(opened, like=like)
+
+
+def _open_distributed(root: Path, like: Source | None) -> Source:
+    """Open a distributed checkpoint: as it is, or completed by a reference checkpoint."""
+    list_ahead(root)
+    if like is None:
+        return _source(root, "dcp", dcp_reader.read(root))
+    known = Reading(like.checkpoint, like.cutting, like.files)
+    completed = reference.read_like(root, known)
+    decoders = {
+        number: like.decoders[file]
+        for file, number in completed.borrowed.items()
+        if file in like.decoders
+    }
+    opened = _source(root, "dcp", completed.reading)
+    return replace(opened, decoders=decoders, codec_bytes=like.codec_bytes if decoders else 0)
 
 
 def find_tag(root: Path, tag: str | None) -> tuple[Path, Path]:

@@ -57,7 +57,7 @@ class SourceAccess:
         region = self._region(out, tensor, start, cast)
         with self._lock:
             self._require_open()
-            if cast is not None and not len(self._scratch):
+            if not len(self._scratch):
                 self._scratch = memoryview(bytearray(SCRATCH_BYTES // 2))
             filler = RegionFiller(region, self._reader, self._scratch)
             filler.fill(out.reshape(-1).view(np.uint8).data)

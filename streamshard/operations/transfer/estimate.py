@@ -17,9 +17,9 @@ from streamshard.io.disk_speed import (
     measure_writing,
 )
 from streamshard.io.entries import requests_to_read
+from streamshard.io.file_system import allocated_bytes, free_bytes
 from streamshard.io.objects.object_path import as_path, is_object
 from streamshard.io.objects.object_upload import upload_requests
-from streamshard.io.sink import allocated_bytes, free_bytes
 from streamshard.layout.memory_plan import SCRATCH_BYTES, SLACK_BYTES, MemoryPlan
 from streamshard.model import BLOB, FILE, MASTER, MODULE, SourceFile
 from streamshard.operations.resume.resizing import Change

@@ -7,9 +7,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
+from streamshard.engine.jobs.executor import current_executor
 from streamshard.engine.run import resident_memory
 from streamshard.engine.run.phases import WRITING
-from streamshard.engine.run.runner import Engine, Resources
+from streamshard.engine.run.runner import Engine
+from streamshard.engine.run.span_writer import Resources
 from streamshard.engine.run.work import TargetFile
 from streamshard.errors import MemoryLimitError, UsageError
 from streamshard.io.entries import request_bytes
@@ -77,6 +79,7 @@ def fit_memory(
     """
     if workers is not None and workers < 1:
         raise UsageError(f"--workers {workers}: at least one is needed")
+    workers = workers or current_executor().workers
     held_bytes = (1 + reopened) * max(0, resident_memory.peak_bytes() - floor_bytes) + copies_bytes
     if requests_bytes:
         held_bytes += _CLIENT_BYTES
@@ -136,7 +139,11 @@ def run(
     if target.is_written:
         return
     resources = Resources(
-        memory_plan.workers, memory_plan.window_bytes, SCRATCH_BYTES // 2, _is_large(source)
+        memory_plan.workers,
+        memory_plan.window_bytes,
+        SCRATCH_BYTES // 2,
+        _is_large(source),
+        memory_plan.process_bytes,
     )
     Engine(source.files, source.decoders, resources, progress, target.partial).run(files)
     # If a file changed during the run, the bytes read before and after do not belong together.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from streamshard.engine.run.journal import Journal
+from streamshard.engine.journals.journal import Journal
 from streamshard.engine.run.phases import COMPARING
 from streamshard.engine.scan.target_comparison import first_difference
 from streamshard.errors import TargetExistsError

@@ -85,10 +85,13 @@ class TransferPlan:
         options, shown = self.command.options, progress or Silent()
         if options.if_needed and (found := self.found(progress)) is not None:
             return found
+        if self.output.check is not None:
+            self.output.check(self.memory, shown)
         with staged(
             self.target,
             self.identity,
             nbytes=self.report.bytes_written,
+            paths=self.sizes,
             overwrite=options.overwrite,
             template=self.output.template,
         ) as partial_target:
@@ -162,7 +165,13 @@ def plan_transfer(
     else:
         require_free(target, overwrite=options.overwrite, template=template)
     config = options.source_ds_config_file
-    opened = open_source(command.source, options.tag, ds_config_file=config, like=options.like)
+    opened = open_source(
+        command.source,
+        options.tag,
+        ds_config_file=config,
+        like=options.like,
+        takes_model=command.verb == "export",
+    )
     require_separate(opened.path, opened.files, target)
     return plan_output(command, prepare(opened), target, floor_bytes)
 
@@ -181,9 +190,10 @@ def plan_output(command: Command, output: Output, target: Path, floor_bytes: int
     del byte_counts  # it is large for a large store
     identity = RunIdentity.of(source, output.options, replaces=options.overwrite)
     limit_bytes = execution.limit_or_default(options.memory_limit, floor_bytes)
+    compares = options.verify or output.check is not None
     memory = execution.fit_memory(
         floor_bytes=floor_bytes,
-        codec_bytes=source.codec_bytes + output.codec_bytes + EXTRA_BYTES * options.verify,
+        codec_bytes=source.codec_bytes + output.codec_bytes + EXTRA_BYTES * compares,
         workers=options.workers,
         limit_bytes=limit_bytes,
         copies_bytes=output.writer.copies_bytes(options.workers),

@@ -60,7 +60,7 @@ def require_no_differences(
     if wrong:
         more = f", and {len(wrong) - 1:,} more" if len(wrong) > 1 else ""
         raise NotAsWrittenError(
-            f"{place}: read back from disk, it is not what {source.path} holds. {wrong[0]}{more}. "
+            f"{place}: read back, it is not what {source.path} holds. {wrong[0]}{more}. "
             "It was not put into its place"
         )
 

@@ -1,5 +1,6 @@
 """The two ways in which a target comes into being: by a rename, or by a commit record."""
 
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TypeAlias
 
@@ -17,6 +18,7 @@ def staged(
     identity: RunIdentity,
     *,
     nbytes: int,
+    paths: Callable[[], Collection[str]],
     overwrite: bool,
     template: Template | None = None,
 ) -> StagedTarget:
@@ -26,11 +28,13 @@ def staged(
     ----------
     nbytes
         Size of all its files.
+    paths
+        Lists the files, relative to the target.
     template
         Names of the dumps, if the target is a directory of dumps.
     """
     if isinstance(target, ObjectPath):
         return UploadedTarget(
-            target, identity, nbytes=nbytes, overwrite=overwrite, template=template
+            target, identity, nbytes=nbytes, paths=paths, overwrite=overwrite, template=template
         )
     return PartialTarget(target, identity, nbytes=nbytes, overwrite=overwrite, template=template)

@@ -16,8 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from streamshard.engine.run.journal import Journal
-from streamshard.engine.run.staged_files import Partial
+from streamshard.engine.jobs.target_proof import PROOF_PREFIX
+from streamshard.engine.journals.journal import Journal
+from streamshard.engine.journals.staged_files import Partial
 from streamshard.errors import NotAsWrittenError, TargetExistsError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
@@ -26,12 +27,13 @@ from streamshard.io.entries import (
     exists,
     files_below,
     lexists,
+    paths_in,
 )
+from streamshard.io.file_system import allocated_bytes
 from streamshard.io.files import target_errors
 from streamshard.io.lock import Lock
 from streamshard.io.preallocation import Reservation
 from streamshard.io.sink import (
-    allocated_bytes,
     discard,
     make_directory,
     remove,
@@ -141,6 +143,9 @@ class PartialTarget:
 
     def _remove_unknown(self) -> None:
         """Remove files that the journal does not list: they are not known to be this run's."""
+        for path in paths_in(self.path):
+            if path.name.startswith(PROOF_PREFIX):
+                remove(path)  # no process of a run that was killed begins to write any more
         for path in files_below(self.path):
             relative = path.relative_to(self.path).as_posix()
             if relative != JOURNAL and not self.journal.holds(relative):
@@ -229,5 +234,7 @@ class PartialTarget:
         """Remove the replaced target, then the journal that records the replacement."""
         if replaces(done) and lexists(self._replaced):
             remove(self._replaced)
+            # Durably: without the journal, what is left of it would be in the way of later runs.
+            sync_path(self._replaced.parent)
         remove_file(self._target / JOURNAL)
         sync_path(self._target)

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from streamshard.engine.run.journal import Journal
-from streamshard.engine.run.upload_journal import UploadJournal
+from streamshard.engine.journals.journal import Journal
+from streamshard.engine.journals.upload_journal import UploadJournal
 from streamshard.errors import NoSpaceError, TargetExistsError, UsageError
 from streamshard.formats import pretrained
+from streamshard.formats.dcp import dcp_names
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.frameworks import framework_of
@@ -21,14 +22,15 @@ from streamshard.io.entries import (
     is_link,
     is_real_directory,
     lexists,
+    listings_kept,
     paths_in,
     read_all,
     resolve,
 )
-from streamshard.io.file_system import is_mount_point
+from streamshard.io.file_system import allocated_bytes, free_bytes, is_mount_point
 from streamshard.io.files import target_errors
 from streamshard.io.objects.object_path import ObjectPath, as_path
-from streamshard.io.sink import allocated_bytes, foreign_owner, free_bytes, may_change
+from streamshard.io.sink import foreign_owner, may_change
 from streamshard.model import SourceFile
 from streamshard.operations.source.unfinished import COMMITTED, JOURNAL, is_unfinished
 
@@ -123,6 +125,13 @@ def _require_free_objects(
     target: ObjectPath, *, overwrite: bool, template: Template | None
 ) -> None:
     """Refuse objects below a path that are not to be replaced; see `require_free`."""
+    with listings_kept(anew=True):
+        _require_none_of_others(target, overwrite=overwrite, template=template)
+
+
+def _require_none_of_others(
+    target: ObjectPath, *, overwrite: bool, template: Template | None
+) -> None:
     if not exists(target) or is_unfinished(target):
         return
     partial = partial_of(target)
@@ -194,7 +203,8 @@ def _is_ours(target: Path, template: Template | None) -> bool:
     if is_file(target / "zarr.json"):
         return is_store(target)
     files = [path for path in files_below(target) if path.name != COMMITTED]
-    if pretrained.is_export([path.relative_to(target).as_posix() for path in files]):
+    paths = [path.relative_to(target).as_posix() for path in files]
+    if pretrained.is_export(paths) or dcp_names.is_dcp(paths):
         return True
     found = {entry.name for entry in entries if is_directory(entry)}
     universal = _named(target / names.LATEST_UNIVERSAL)

@@ -12,23 +12,26 @@ command finishes each of them:
 """
 
 import json
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from streamshard.engine.run.upload_journal import UploadJournal
+from streamshard.engine.journals.upload_journal import UploadJournal
 from streamshard.engine.run.uploads import Uploads
 from streamshard.errors import NotAsWrittenError, TargetExistsError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.entries import entries_below, exists
 from streamshard.io.files import target_errors
+from streamshard.io.objects.clients import together
 from streamshard.io.objects.object_changes import copy_object, for_each, moved, objects_below
 from streamshard.io.objects.object_lock import ObjectLock
 from streamshard.io.objects.object_path import ObjectPath, object_of
-from streamshard.io.objects.object_upload import create, is_there, remove_object
+from streamshard.io.objects.object_upload import create, is_there
 from streamshard.io.objects.stray_uploads import abort_strays
+from streamshard.io.readable import Entry
 from streamshard.io.sink import remove_file, write_new
 from streamshard.operations.source.unfinished import COMMITTED, JOURNAL
 from streamshard.operations.transfer.run_identity import RunIdentity
@@ -48,10 +51,12 @@ class UploadedTarget:
         identity: RunIdentity,
         *,
         nbytes: int,
+        paths: Callable[[], Collection[str]],
         overwrite: bool,
         template: Template | None = None,
     ) -> None:
         self._target = target
+        self._paths = paths
         self._identity = identity
         self._nbytes = nbytes
         self._overwrite = overwrite
@@ -60,6 +65,8 @@ class UploadedTarget:
         self._lock = ObjectLock(lock, target)
         self._is_own = False
         """Whether the journal belongs to this run, or to the earlier run it continues."""
+        self._is_occupied = False
+        """Whether there was anything at the target's path."""
         self.is_done = False
         """Whether the target exists, and is what this run would make."""
 
@@ -74,28 +81,31 @@ class UploadedTarget:
 
     def _settle(self) -> None:
         """Find where the target is uploaded, and finish a commit that was cut off."""
-        beside = partial_of(self._target)
-        self.journal = UploadJournal(self._target / JOURNAL)
-        self.path: Path = self._target
-        if is_there(self._target / COMMITTED) and self.journal.header is not None:
-            known = self._identity.difference(self.journal.header) is None
-            self.is_done = known and not self._overwrite
+        target = self._target
+        self.path: Path = target
+        beside = partial_of(target)
+        is_committed, self.journal, begun, self._is_occupied = together(
+            lambda: is_there(target / COMMITTED),
+            lambda: UploadJournal(target / JOURNAL),
+            lambda: UploadJournal(beside / JOURNAL),
+            lambda: exists(target),
+        )
+        if is_committed and self.journal.header is not None:
+            is_same = self._identity.difference(self.journal.header) is None
+            self.is_done = is_same and not self._overwrite
             self.journal.remove()
-        if self.is_done:
+        if self.is_done or self.journal.header is not None:
             return
-        if self.journal.header is None or is_there(self._target / COMMITTED):
-            begun = UploadJournal(beside / JOURNAL)
-            if begun.header is not None or (self._overwrite and exists(self._target)):
-                self.path, self.journal = beside, begun
-            else:
-                self.journal = UploadJournal(self._target / JOURNAL)
+        if begun.header is not None or (self._overwrite and self._is_occupied):
+            self.path, self.journal = beside, begun
 
     def _prepare(self) -> None:
         """Start from the beginning, or continue an earlier run."""
         if self.is_done:
             return
         header = self.journal.header
-        require_free(self._target, overwrite=self._overwrite, template=self._template)
+        if self._is_occupied:
+            require_free(self._target, overwrite=self._overwrite, template=self._template)
         if self._overwrite or header is None:
             if header is not None:
                 self._clear()
@@ -107,24 +117,41 @@ class UploadedTarget:
                 message = f"{self.path}: {difference}. Run that one again to finish it, or give"
                 raise TargetExistsError(f"{message} --overwrite to start afresh")
             abort_strays(object_of(self.path))
-            self._remove_unknown()
+            self._forget_changed()
         self._is_own = True
         self.partial = Uploads(self.path, self.journal)
 
-    def _remove_unknown(self) -> None:
-        """Forget recorded objects that are gone, and remove those that are not recorded."""
-        if self.journal.is_whole:
-            return
-        there = set()
+    def _forget_changed(self) -> None:
+        """Forget recorded objects that are gone, or are others now: they are uploaded again."""
+        if not self.journal.is_whole:
+            found = {name: entry.status().version for name, entry in self._objects()}
+            known = ((name, self.journal.version_of(name)) for name in self.journal.paths())
+            self.journal.keep_only({name for name, version in known if found.get(name) == version})
+
+    def _objects(self) -> Iterator[tuple[str, Entry]]:
+        """Yield the relative paths and the entries of all objects but the journal's."""
         for entry in entries_below(self.path):
-            relative = entry.path.relative_to(self.path).as_posix()
-            if entry.is_directory or relative.startswith(JOURNAL):
-                continue
-            if self.journal.version_of(relative) == entry.status().version:
-                there.add(relative)
-            else:
-                remove_file(entry.path)
-        self.journal.keep_only(there)
+            name = entry.path.relative_to(self.path).as_posix()
+            if not entry.is_directory and not name.startswith(JOURNAL):
+                yield name, entry
+
+    def _own(self) -> set[str]:
+        """Return the relative paths of all objects that this run, or the one it continues, made."""
+        return {*self._paths(), *self.journal.paths()}
+
+    def _require_alone(self) -> None:
+        """Refuse to complete a target in which there are objects of others.
+
+        Raises
+        ------
+        TargetExistsError
+            They stay as they are; the message names one.
+        """
+        own = self._own()
+        strange = next((entry.path for name, entry in self._objects() if name not in own), None)
+        if strange is not None:
+            message = f"{strange}: came to {self.path} while that was written, from elsewhere; move"
+            raise TargetExistsError(f"{message} it away, and run the same command again")
 
     @property
     def is_written(self) -> bool:
@@ -169,13 +196,16 @@ class UploadedTarget:
             return
         with target_errors(self._target):
             if not self.journal.is_whole:
+                self._require_alone()
                 if latest is not None:
                     write_new(self.path / names.LATEST, latest.encode())
-                self.journal.note_whole()
+                if self.path != self._target:
+                    self.journal.note_whole()
             if self.path != self._target:
                 self._replace()
             record = {"format": _FORMAT, "bytes": self._nbytes, "verb": self._verb}
             create(self._target.of_key(f"{self._target.key}/{COMMITTED}"), _serialize(record))
+            self._is_own = False  # the target exists: whatever fails now takes nothing back
             if self.path == self._target:
                 self.journal.remove()
             else:
@@ -185,13 +215,12 @@ class UploadedTarget:
         """Remove all that was uploaded, so that what is left of it at any moment is known as such.
 
         First it no longer counts as whole. As long as anything is there, the journal's header is.
+        Objects of others stay.
         """
+        own = self._own()
         self.journal.take_back_whole()
-        root = object_of(self.path)
-        for_each(
-            (path for path in objects_below(root) if not _relative(path, root).startswith(JOURNAL)),
-            remove_object,
-        )
+        found = [entry.path for name, entry in self._objects() if name in own] if own else []
+        for_each(found, remove_file)
         self.journal.remove()
 
     @property

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from streamshard import sizes
 from streamshard.engine.run import resident_memory
-from streamshard.engine.scan.pool import Count
+from streamshard.engine.run.phases import Count
 from streamshard.errors import (
     IntegrityError,
     SourceError,

@@ -36,6 +36,9 @@ class LightningFit:
     resume_from: Path | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     """For the configuration of the strategy."""
+    saves_every: int = 0
+    """Steps between the saves of a `ModelCheckpoint`, which keeps all of them, and links the last;
+    without them, the job saves when it has ended."""
 
     def run(self) -> None:
         """Do it, in every rank."""
@@ -59,7 +62,8 @@ def _fit(job: LightningFit) -> None:
         accumulate_grad_batches=job.accumulation,
         max_steps=job.last_step,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=bool(job.saves_every),
+        callbacks=_callbacks(job),
         enable_progress_bar=False,
         enable_model_summary=False,
     )
@@ -72,9 +76,24 @@ def _fit(job: LightningFit) -> None:
         "last_step": trainer.global_step,
         "engine_step": engine.global_steps,
     }
-    trainer.save_checkpoint(str(job.checkpoint))
+    if not job.saves_every:
+        trainer.save_checkpoint(str(job.checkpoint))
     write_seen(seen, job.seen_path)
     engine.destroy()
+
+
+def _callbacks(job: LightningFit) -> list[Any]:
+    if not job.saves_every:
+        return []
+    callbacks: Any = importlib.import_module("lightning.pytorch.callbacks")
+    return [
+        callbacks.ModelCheckpoint(
+            dirpath=job.checkpoint.parent,
+            every_n_train_steps=job.saves_every,
+            save_top_k=-1,
+            save_last="link",
+        )
+    ]
 
 
 def _strategy(stage: int, sizes: Mapping[str, int]) -> Any:  # noqa: ANN401

@@ -14,6 +14,10 @@ TENSOR = TensorParallel(2)
 PIPELINE = Pipeline()
 SEQUENCE = SequenceParallel(2)
 EXPERTS = ExpertParallel((2, 2))
+REPLICATED = ExpertParallel((1, 1))
+DATA_FIRST = ExpertParallel((2, 2), data_first=True)
+ON_4 = ExpertParallel((4, 4), counts=(4, 8))
+ON_2_OF_4 = ExpertParallel((2, 2), counts=(4, 8))
 
 
 def _fp32(name: str, stage: int, topology: Topology) -> Case:
@@ -32,6 +36,10 @@ def _between(case: Case, *world_sizes: tuple[int, int]) -> list[Resharding]:
     return [Resharding(case, source, target) for source, target in world_sizes]
 
 
+def _spread(case: Case, source: int, resume: Case, target: int, expert_parallel: int) -> Resharding:
+    return Resharding(case, source, target, resume, expert_parallel)
+
+
 TENSOR_Z2 = _fp32("tensor", 2, TENSOR)
 TENSOR_Z3 = _fp32("tensor", 3, TENSOR)
 
@@ -40,6 +48,23 @@ STAGE_0 = [
     _fp32("pipeline", 0, PIPELINE),
     _fp32("sequence", 0, SEQUENCE),
 ]
+
+ROUND_ROBIN_EXPERTS = Case("experts-round-robin", 2, "fp32", ROUND_ROBIN, topology=EXPERTS)
+ONE_BY_ONE = Case("replicated-round-robin", 2, "fp32", ROUND_ROBIN, topology=REPLICATED)
+SPREAD_ANEW = [
+    _spread(_bf16("experts", 2, EXPERTS), 4, _bf16("replicated", 2, REPLICATED), 2, 1),
+    _spread(_fp32("replicated-experts", 2, REPLICATED), 2, _fp32("experts", 2, EXPERTS), 4, 2),
+    _spread(_fp32("experts-on-2", 1, ON_2_OF_4), 2, _fp32("experts-on-4", 2, ON_4), 4, 4),
+    _spread(_fp32("experts-on-4", 2, ON_4), 4, _fp32("experts-on-2", 1, ON_2_OF_4), 2, 2),
+    _spread(_fp32("data-first", 2, DATA_FIRST), 4, _fp32("replicated", 2, REPLICATED), 2, 1),
+    _spread(_fp32("replicated-experts", 2, REPLICATED), 2, _fp32("first", 2, DATA_FIRST), 4, 2),
+    _spread(
+        _bf16_optimizer("experts", EXPERTS), 4, _bf16_optimizer("replicated", REPLICATED), 2, 1
+    ),
+    _spread(ROUND_ROBIN_EXPERTS, 4, ONE_BY_ONE, 2, 1),
+]
+"""Experts that other counts of ranks share: fewer, more, none; with every option that orders or
+pads them. Frozen and tied weights are beside them."""
 
 TOPOLOGIES = [
     *(one for case in STAGE_0 for one in _between(case, (2, 4))),
@@ -56,18 +81,17 @@ TOPOLOGIES = [
     *_between(_fp32("experts", 2, EXPERTS), (2, 4), (4, 6)),
     *_between(_bf16("experts", 2, EXPERTS), (4, 2)),
     *_between(_bf16_optimizer("experts", EXPERTS), (4, 2)),
-    *_between(
-        Case("experts-round-robin", 2, "fp32", ROUND_ROBIN, topology=EXPERTS), (2, 4), (4, 6)
-    ),
-    *_between(_fp32("experts-on-4", 2, ExpertParallel((4, 4), counts=(4, 8))), (4, 4)),
-    *_between(_fp32("data-first", 2, ExpertParallel((2, 2), data_first=True)), (4, 2), (4, 6)),
-    *_between(_fp32("replicated-experts", 2, ExpertParallel((1, 1))), (2, 4)),
+    *_between(ROUND_ROBIN_EXPERTS, (2, 4), (4, 6)),
+    *_between(_fp32("experts-on-4", 2, ON_4), (4, 4)),
+    *_between(_fp32("data-first", 2, DATA_FIRST), (4, 2), (4, 6)),
+    *_between(_fp32("replicated-experts", 2, REPLICATED), (2, 4)),
     *_between(_bf16("two-degrees", 1, ExpertParallel((2, 1))), (4, 2)),
     *_between(_fp32("sequence", 1, SEQUENCE), (2, 4)),
     *_between(_bf16("sequence", 2, SEQUENCE), (4, 2)),
     *_between(_fp32("sequence", 3, SEQUENCE), (4, 2)),
     # On disk a rank of a sequence is like any other, so that their number may change with M.
     Resharding(_bf16("sequence", 2, SEQUENCE), 4, 6, resume=_bf16("by-3", 2, SequenceParallel(3))),
+    *SPREAD_ANEW,
 ]
 """Shrink and grow; every stage and optimizer class that trains so; experts on all ranks, on some,
 and in either order of the ranks."""

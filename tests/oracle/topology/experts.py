@@ -23,6 +23,8 @@ class ExpertParallel:
     """How many experts each layer has."""
     data_first: bool = False
     """Whether the ranks that share experts are next to each other, not those of one set of all."""
+    max_group: int | None = None
+    """Elements of a rank's experts above which their param group is divided; None as by default."""
 
     def config(self) -> Mapping[str, Any]:
         """Return nothing but the order of the ranks: the rest is in the model."""
@@ -39,7 +41,8 @@ class ExpertParallel:
             if isinstance(module, Expert):
                 module.reset()
         groups = [{**group, "name": group["role"]} for group in case.groups(model, scale)]
-        groups = utils.split_params_into_different_moe_groups_for_optimizer(groups)
+        most = {} if self.max_group is None else {"max_group_size": self.max_group}
+        groups = utils.split_params_into_different_moe_groups_for_optimizer(groups, **most)
         return initialize(case, model, groups)
 
     def step(self, engine: Engine, step: int) -> None:

@@ -27,6 +27,9 @@ class Pipeline:
     """The layers on two stages, each on `tensor` ranks that share its matrices."""
 
     tensor: int = 1
+    stages: int = STAGES
+    extra: bool = False
+    """Whether there is a third layer of the smallest parameters, so that three stages have some."""
 
     def config(self) -> Mapping[str, Any]:
         """Return how many micro-batches a step is."""
@@ -39,11 +42,11 @@ class Pipeline:
         """Make an engine of this rank's stage."""
         pipe: Pipe = importlib.import_module("deepspeed.pipe")
         topology: Any = importlib.import_module("deepspeed.runtime.pipe.topology")
-        replicas = distributed.get_world_size() // (STAGES * self.tensor)
+        replicas = distributed.get_world_size() // (self.stages * self.tensor)
         if self.tensor == 1:
-            grid = topology.PipeDataParallelTopology(STAGES, replicas)
+            grid = topology.PipeDataParallelTopology(self.stages, replicas)
         else:
-            grid = topology.PipeModelDataParallelTopology(STAGES, self.tensor, replicas)
+            grid = topology.PipeModelDataParallelTopology(self.stages, self.tensor, replicas)
         torch.manual_seed(seed)
         model = pipe.PipelineModule(
             self._layers(pipe),
@@ -65,6 +68,7 @@ class Pipeline:
             pipe.LayerSpec(Scale),
             pipe.LayerSpec(block),
             _double,
+            *([pipe.LayerSpec(Scale)] if self.extra else []),
             # Here the second stage begins.
             pipe.LayerSpec(block),
             pipe.LayerSpec(Scale),

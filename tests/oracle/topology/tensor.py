@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from tests.oracle.models import Case, TinyLanguageModel
+from tests.oracle.models import HIDDEN, Case, TinyLanguageModel
 from tests.oracle.topology.engine import batch_of, finish, initialize
 from tests.oracle.truth import Engine
 
@@ -20,10 +20,18 @@ class TensorParallel:
     """
 
     degree: int
+    fused: bool = False
+    """Whether the layers that are cut by rows consist of two, of different sizes, each cut by
+    itself."""
 
     def config(self) -> Mapping[str, Any]:
         """Return which layers are split, and how."""
-        column = {"patterns": [r".*\.up\.(weight|bias)$"], "partition_type": "column"}
+        column: dict[str, Any] = {
+            "patterns": [r".*\.up\.(weight|bias)$"],
+            "partition_type": "column",
+        }
+        if self.fused:
+            column |= {"shape": [[12, HIDDEN - 12], -1], "partition_dim": 0}
         row = {"patterns": [r".*\.middle\.(weight|bias)$"], "partition_type": "row"}
         layers = {"use_default_specs": False, "layer_specs": [column, row]}
         return {"tensor_parallel": {"autotp_size": self.degree, "partition_config": layers}}

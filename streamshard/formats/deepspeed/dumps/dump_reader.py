@@ -27,6 +27,7 @@ from streamshard.formats.deepspeed.read.family import (
 )
 from streamshard.formats.deepspeed.read.optimizer_reader import OptimizerReader
 from streamshard.formats.deepspeed.read.rank_files import SourceFiles
+from streamshard.formats.deepspeed.read.rank_headers import read_optimizers
 from streamshard.formats.deepspeed.read.zero_reader import malformed
 from streamshard.formats.deepspeed.unsupported import Saved, refuse
 from streamshard.formats.links import require_inside
@@ -80,7 +81,7 @@ def _read_ranks(
     paths: Sequence[Path], name: str, config: ds_config.Config | None, like: Checkpoint | None
 ) -> Reading:
     sources = SourceFiles()
-    states = [sources.read_dict(path) for path in paths]
+    states = read_optimizers(sources, paths)
     refuse_whole(states, paths)
     for state, path in zip(states, paths, strict=True):
         if names.OPTIMIZER in state and names.FLAT_GROUPS_3 not in state:

@@ -1,12 +1,12 @@
 """Checks that the ranks' files belong to one save, and that none is missing."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from streamshard.errors import DisagreementError, UnsupportedError, raise_first
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.read.fingerprints import fingerprint, fingerprints
+from streamshard.formats.deepspeed.read.fingerprints import Known, fingerprint, fingerprints
 from streamshard.formats.deepspeed.read.rank_files import FamilyFiles, require
 from streamshard.formats.pickle.inert import GETATTR, Call, Node, show
 from streamshard.formats.torch.tree_comparison import show_few
@@ -117,9 +117,28 @@ def rank_counts(state: Mapping[str, Node], path: Path) -> list[Node]:
     ]
 
 
+def facts_of_each(
+    roots: Sequence[Mapping[str, Node]], paths: Sequence[Path], cut: Container[str]
+) -> list[Facts]:
+    """Return fingerprints of the entries of each rank that do not depend on the rank.
+
+    Parameters
+    ----------
+    cut
+        Keys of the entries that do.
+    """
+    found: list[Facts] = []
+    first: Known | None = None
+    for root, path in zip(roots, paths, strict=True):
+        common = {key: node for key, node in root.items() if key not in cut}
+        found.append(fingerprints(common, path, like=first))
+        first = first or Known(common, found[0])
+    return found
+
+
 def rank_facts(state: Mapping[str, Node], path: Path) -> Facts:
     """Return fingerprints of the values in an optimizer's state that do not depend on the rank."""
-    return fingerprints({k: value for k, value in state.items() if k not in CUT_KEYS}, path)
+    return facts_of_each([state], [path], CUT_KEYS)[0]
 
 
 def group_facts(inner: Mapping[str, Node]) -> Facts:
@@ -153,5 +172,5 @@ def disagreement(path: Path, reference: Path, what: str) -> DisagreementError:
 
 def check_agreement(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> None:
     """Refuse ranks that disagree about values that do not depend on the rank."""
-    facts = {path: rank_facts(state, path) for state, path in zip(states, paths, strict=True)}
-    raise_first(disagreements(facts, paths[0]))
+    facts = facts_of_each(states, paths, CUT_KEYS)
+    raise_first(disagreements(dict(zip(paths, facts, strict=True)), paths[0]))

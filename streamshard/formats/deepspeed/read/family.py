@@ -1,7 +1,7 @@
 """Reads one family of a native ZeRO checkpoint: its optimizer and model files."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from streamshard.formats.deepspeed.read.rank_files import (
     SourceFiles,
     require,
 )
+from streamshard.formats.deepspeed.read.rank_headers import read_optimizers
 from streamshard.formats.deepspeed.read.redundant_copies import require_alike, unlike_optimizers
 from streamshard.formats.deepspeed.unsupported import Saved, refuse
 from streamshard.formats.pickle.inert import Node
@@ -60,7 +61,7 @@ def read_family(
     name: str,
     first: int,
     tied: Mapping[str, str],
-    like: Family | None,
+    like: Callable[[], Family | None],
 ) -> FamilyReading:
     """Open the shards of one family.
 
@@ -73,15 +74,15 @@ def read_family(
     tied
         Tied parameters that the first family's files list: only the first of all ranks saves them.
     like
-        The same part of the model in a reference checkpoint of the job, for hyper-parameters that
-        these files lack.
+        Returns the same part of the model in a reference checkpoint of the job; called only if
+        these files lack hyper-parameters.
 
     Raises
     ------
     SourceError
         Something is missing, damaged, contradictory or not supported; the message names the file.
     """
-    optimizers = [sources.read_dict(path) for path in files.optimizer_files]
+    optimizers = read_optimizers(sources, files.optimizer_files)
     model_files = read_models(sources, files.model_files)
     models = [file.root for file in model_files]
     both = zip(optimizers, files.optimizer_files, strict=True)
@@ -90,8 +91,9 @@ def read_family(
     config = _config(optimizers[0], models[0])
     refuse(Saved(stage, config, states, files.optimizer_files, models, files.model_files))
     elastic = elastic_reader.is_elastic(states)
+    known = like() if elastic else None
     if elastic:
-        elastic_reader.make_rigid(states, files.optimizer_files, like)
+        elastic_reader.make_rigid(states, files.optimizer_files, known)
     check_world_size(states, models, files)
     check_agreement(states, files.optimizer_files)
 
@@ -105,9 +107,9 @@ def read_family(
         sources, files.optimizer_files, states, layout, strips_states=elastic
     )
     shapes = _param_shapes(model_files, files, optimizer)
-    if elastic and like is not None:
+    if known is not None:
         elastic_reader.require_same_groups(
-            [list(s) for s in shapes], like, files.optimizer_files[0]
+            [list(s) for s in shapes], known, files.optimizer_files[0]
         )
     groups = optimizer.groups([list(unit) for unit in shapes])
     shape_by_name = {param: shape for unit in shapes for param, shape in unit.items()}

@@ -1,17 +1,26 @@
 """Opens and compares the model files of a family: one per rank in stage 3, else one."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from streamshard.batches import map_batches
+from streamshard.errors import SourceError
 from streamshard.formats.deepspeed.read.agreement import Facts, differing
 from streamshard.formats.deepspeed.read.fingerprints import fingerprints
-from streamshard.formats.deepspeed.read.rank_files import SourceFiles
+from streamshard.formats.deepspeed.read.rank_files import SourceFiles, read_dict
 from streamshard.formats.pickle.inert import Node
-from streamshard.formats.torch import torch_file
+from streamshard.formats.torch import torch_file, zip_directory
 from streamshard.formats.torch.parse_cache import CachedParse, ParseCache
+from streamshard.formats.torch.torch_file import TorchFile
 from streamshard.formats.torch.torch_tensor import Storage, storages_in
+from streamshard.io.entries import examine, open_readable
 
 Entries = Mapping[Node, Node]
 
@@ -36,26 +45,106 @@ class ModelFile:
         return torch_file.checksum(own)
 
 
+@dataclass(frozen=True, slots=True)
+class ParsedModel:
+    """A parsed model file, with which others of the same size are compared."""
+
+    path: Path
+    digest: bytes
+    """Digest of what is compared. A worker that finds another one does not see the same file."""
+
+
+def match_models(
+    parsed: Mapping[int, ParsedModel], paths: Sequence[Path]
+) -> list[NDArray[np.uint32] | None]:
+    """Compare model files with parsed ones; None for a file that must be parsed itself.
+
+    Parameters
+    ----------
+    parsed
+        File size → parsed file.
+
+    Returns
+    -------
+    list
+        The checksums of each file that holds the same object; see `CachedParse.crc32s`.
+    """
+    found: list[NDArray[np.uint32] | None] = []
+    for path in paths:
+        cached = None
+        with suppress(SourceError, OSError, ValueError):  # whoever parses it says what is wrong
+            like = parsed.get(examine(path).nbytes)
+            cache = _cache_of(like) if like is not None else None
+            cached = cache.find(path) if cache is not None else None
+        found.append(None if cached is None else cached.crc32s)
+    return found
+
+
+@lru_cache(maxsize=2)
+def _cache_of(like: ParsedModel) -> ParseCache | None:
+    """Read what files are compared with, once for many batches; None if it is another file here."""
+    with open_readable(like.path) as file:
+        records = tuple(zip_directory.read(file).values())
+    cache = ParseCache()
+    cache.remember(like.path, TorchFile(None, {}, records=records))
+    skeleton = cache.skeleton(examine(like.path).nbytes)
+    return cache if skeleton is not None and skeleton.digest() == like.digest else None
+
+
 def read_models(sources: SourceFiles, paths: Sequence[Path]) -> list[ModelFile]:
     """Open a family's model files. Files with the same object are parsed only once.
 
     Raises
     ------
     SourceError
-        A file cannot be read.
+        A file cannot be read: the first of these files in the order of the ranks.
     """
+    numbers = [sources.add(path) for path in paths]
+    sizes = [sources.files[number].nbytes for number in numbers]
     cache = ParseCache()
+    first = {size: place for place, size in reversed([*enumerate(sizes)])}
+    opened = {place: _open(paths[place], numbers[place], cache) for place in first.values()}
+    skeletons = {size: cache.skeleton(size) for size in first}
+    others = [place for place in range(len(paths)) if place not in opened]
+    like = {
+        size: ParsedModel(paths[first[size]], skeleton.digest())
+        for size, skeleton in skeletons.items()
+        if skeleton is not None and others
+    }
+    found = map_batches(partial(match_models, like), [paths[place] for place in others])
+    _cache_of.cache_clear()  # a worker keeps it for its next batch; here there is none
+    matches = dict(zip(others, found, strict=True))
     files: list[ModelFile] = []
-    for path in paths:
-        number = sources.add(path)
+    for place, (path, number) in enumerate(zip(paths, numbers, strict=True)):
+        crc32s, skeleton = matches.get(place), skeletons[sizes[place]]
+        if crc32s is not None and skeleton is not None:
+            own: _Opened = skeleton.cached(crc32s)
+        else:
+            own = opened[place] if place in opened else _open(path, number, cache)
+        if isinstance(own, Exception):
+            raise own
+        if isinstance(own, CachedParse):
+            files.append(ModelFile(path, number, own.root, own))
+            continue
+        sources.note(path, is_legacy=own.is_legacy, unknown=own.unknown)
+        files.append(ModelFile(path, number, own.root))
+    return files
+
+
+_Opened = TorchFile | CachedParse | Exception
+
+
+def _open(path: Path, number: int, cache: ParseCache) -> _Opened:
+    """Find a file in the cache, or parse and remember it; return the error if it is unreadable."""
+    try:
         cached = cache.find(path)
         if cached is not None:
-            files.append(ModelFile(path, number, cached.root, cached))
-            continue
-        found = sources.read(path, number)
+            return cached
+        found = read_dict(path, number)
         cache.remember(path, found)
-        files.append(ModelFile(path, number, found.root))
-    return files
+    except (SourceError, OSError) as error:
+        return error
+    return found
 
 
 @dataclass(frozen=True, slots=True)

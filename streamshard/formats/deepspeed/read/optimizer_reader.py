@@ -5,6 +5,7 @@ and 2, a sub-group in stage 3.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Final
@@ -203,8 +204,11 @@ class OptimizerReader:
         return [master.numel for master in self._masters[0]]
 
     def _check_hyper_parameters(self) -> None:
-        both = zip(self._paths, self._inner, strict=True)
-        facts = {path: group_facts(inner) for path, inner in both}
+        first = group_facts(self._inner[0])
+        facts = {
+            path: first if _have_one_object(inner, self._inner[0]) else group_facts(inner)
+            for path, inner in zip(self._paths, self._inner, strict=True)
+        }
         raise_first(disagreements(facts, self._paths[0]))
 
     def _unit_states(self, unit: int, slot: int, ranks: Sequence[int]) -> dict[str, Node] | None:
@@ -297,10 +301,14 @@ class OptimizerReader:
 
     def recorded(self) -> tuple[RecordedCut, ...]:
         """Read what each rank's file records about its own partition."""
-        return tuple(
-            recorded_cut(state, path, has_paddings=self._strips_masters(rank))
-            for rank, (state, path) in enumerate(zip(self._states, self._paths, strict=True))
-        )
+        found: list[RecordedCut] = []
+        for rank, (state, path) in enumerate(zip(self._states, self._paths, strict=True)):
+            own = recorded_cut(state, path, has_paddings=self._strips_masters(rank))
+            if found and own.alignments == found[0].alignments:
+                # One number for every parameter: equal ones are kept once.
+                own = replace(own, alignments=found[0].alignments)
+            found.append(own)
+        return tuple(found)
 
     def param_ids(
         self, units: Sequence[Sequence[str]], entries: Sequence[ModuleEntry]
@@ -321,3 +329,8 @@ class OptimizerReader:
                 known |= {params[0]: int(first), params[-1]: int(last)}
         agrees = all(derived.get(name) == number for name, number in known.items())
         return derived if agrees else known
+
+
+def _have_one_object(inner: Mapping[str, Node], other: Mapping[str, Node]) -> bool:
+    """Tell whether two optimizers' param groups are one object, as equal ones of ranks are."""
+    return inner["param_groups"] is other["param_groups"]

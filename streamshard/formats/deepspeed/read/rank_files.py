@@ -1,10 +1,10 @@
 """Finds and opens the files of a ZeRO checkpoint. Refuses sets with missing or foreign files."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from streamshard.errors import CorruptFileError, IncompleteError, raise_first
 from streamshard.formats.deepspeed import names
@@ -223,19 +223,18 @@ class SourceFiles:
         self.files.append(identify(path))
         return len(self.files) - 1
 
-    def read_dict(self, path: Path) -> dict[str, Any]:
-        """Number and open a torch file that holds a dict."""
-        root: dict[str, Any] = self.read(path, self.add(path)).root
-        return root
-
     def read(self, path: Path, number: int) -> TorchFile:
         """Open a numbered torch file. It must hold a dict."""
         found = read_dict(path, number)
-        if found.is_legacy:
-            self._notes[_LEGACY] = None
-        if found.unknown:
-            self._notes[f"{UNREAD} {show_few(found.unknown)} in {path.name}."] = None
+        self.note(path, is_legacy=found.is_legacy, unknown=found.unknown)
         return found
+
+    def note(self, path: Path, *, is_legacy: bool, unknown: Sequence[str]) -> None:
+        """Note what the user should know about a file's container."""
+        if is_legacy:
+            self._notes[_LEGACY] = None
+        if unknown:
+            self._notes[f"{UNREAD} {show_few(unknown)} in {path.name}."] = None
 
     def path_of(self, storage: Storage) -> Path:
         """Return the file that a storage was read from."""
@@ -243,6 +242,9 @@ class SourceFiles:
 
     def read_bytes(self, storage: Storage, offset: int, nbytes: int) -> bytes:
         """Read a small tensor's bytes."""
+        known = storage.data
+        if known is not None and storage.offset == offset and len(known) == nbytes:
+            return known
         with open_readable(self.path_of(storage)) as file:
             data = file.read_at(offset, nbytes)
         if len(data) != nbytes:

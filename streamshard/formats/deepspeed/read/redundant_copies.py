@@ -7,8 +7,7 @@ from typing import Final
 from streamshard.errors import DisagreementError, UnsupportedError
 from streamshard.formats.checkpoint import ModuleEntry
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.read.agreement import differing, disagreement
-from streamshard.formats.deepspeed.read.fingerprints import fingerprints
+from streamshard.formats.deepspeed.read.agreement import differing, disagreement, facts_of_each
 from streamshard.formats.deepspeed.read.model_files import ModelFile
 from streamshard.formats.deepspeed.read.rank_files import UNREAD
 from streamshard.formats.pickle.inert import Node, show
@@ -35,10 +34,7 @@ def unlike_optimizers(
     optimizers: Sequence[Mapping[str, Node]], paths: Sequence[Path]
 ) -> Iterator[str]:
     """Yield a note if optimizer files disagree about entries other than the optimizer's state."""
-    first, *rest = [
-        fingerprints({key: node for key, node in root.items() if key != names.OPTIMIZER}, path)
-        for root, path in zip(optimizers, paths, strict=True)
-    ]
+    first, *rest = facts_of_each(optimizers, paths, (names.OPTIMIZER,))
     unlike = {key for own in rest for key in differing(first, own)}
     if unlike:
         yield ranks_differ(unlike)

@@ -1,7 +1,8 @@
 """Reads a native ZeRO checkpoint into logical tensors, with the places of their bytes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from streamshard.errors import (
@@ -12,7 +13,7 @@ from streamshard.errors import (
     raise_first,
 )
 from streamshard.formats import frameworks
-from streamshard.formats.checkpoint import Checkpoint, OtherFile, Reading
+from streamshard.formats.checkpoint import Checkpoint, Family, OtherFile, Reading
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.cut.family_cut import undo_round_robin
 from streamshard.formats.deepspeed.cut.zero_cutting import SourceMap, cut_source
@@ -20,7 +21,7 @@ from streamshard.formats.deepspeed.read import stage_0_reader
 from streamshard.formats.deepspeed.read.agreement import SAME_IN_ALL, disagreements, model_facts
 from streamshard.formats.deepspeed.read.family import FamilyReading, read_family
 from streamshard.formats.deepspeed.read.rank_files import ShardSet, SourceFiles, find
-from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.pickle.inert import show
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch import torch_file
 from streamshard.io.entries import examine
@@ -82,13 +83,10 @@ def _read_shards(
     sources = SourceFiles()
     readings: list[FamilyReading] = []
     tensors: list[LogicalTensor] = []
-    if like is not None and len(like.families) != len(shards.families):
-        message = f"{shards.tag_dir}: {len(shards.families)} parts of the model, the checkpoint"
-        raise DisagreementError(f"{message} given with --like has {len(like.families)}")
     for number, files in enumerate(shards.families):
         name = names.family(files.mp_rank) if len(shards.families) > 1 else ""
         tied = readings[0].tied if readings else {}
-        known = like.families[number] if like is not None else None
+        known = partial(_part_of, like, number, shards)
         first = len(tensors)
         if files.optimizer_files:
             reading = read_family(files, sources, name=name, first=first, tied=tied, like=known)
@@ -123,6 +121,14 @@ def _read_shards(
     return cut_source(checkpoint, source_map)
 
 
+def _part_of(like: Checkpoint | None, number: int, shards: ShardSet) -> Family | None:
+    """Return a part of the model in a reference checkpoint that has the same parts."""
+    if like is not None and len(like.families) != len(shards.families):
+        message = f"{shards.tag_dir}: {len(shards.families)} parts of the model, the checkpoint"
+        raise DisagreementError(f"{message} given with --like has {len(like.families)}")
+    return like.families[number] if like is not None else None
+
+
 def _check_families(readings: Sequence[FamilyReading], shards: ShardSet) -> None:
     """Refuse families that were not saved together, and missing parts of the model."""
     models = [reading.family.model_state for reading in readings]
@@ -141,20 +147,23 @@ def _check_families(readings: Sequence[FamilyReading], shards: ShardSet) -> None
     if saved != len(models):
         message = f"{paths[0]}: one of {show(saved)} tensor or pipeline parallel parts of the model"
         raise IncompleteError(f"{message}, but there are files of {len(models)}")
-    _check_parts(shards, models[0])
+    _check_parts(shards, readings[0].family)
 
 
-def _check_parts(shards: ShardSet, model: Mapping[str, Node]) -> None:
+def _check_parts(shards: ShardSet, family: Family) -> None:
     """Refuse layer and expert files that cannot be opened, and missing experts."""
+    model = family.model_state
     for path in shards.model_parts:
         torch_file.read(path, -1)
     present = {path.name for path in shards.model_parts}
     if model[names.MODULE_STATE] is None and not present:
         message = f"{shards.tag_dir}: no layer_*-model_states.pt file, in which a pipeline keeps"
         raise IncompleteError(f"{message} the weights: copy them from the nodes that saved them")
+    # A training script may keep an entry of this name: then there are neither groups nor files.
+    has_experts = bool(present) or family.trains_experts
     counts = model.get(names.EXPERT_COUNTS)
     for layer, count in enumerate(counts if isinstance(counts, list) else []):
-        for expert in range(count if present and isinstance(count, int) else 0):
+        for expert in range(count if has_experts and isinstance(count, int) else 0):
             for files in shards.families:
                 wanted = names.expert_file(layer, expert, files.mp_rank)
                 if wanted not in present:

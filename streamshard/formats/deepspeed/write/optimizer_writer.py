@@ -114,8 +114,7 @@ class OptimizerWriter:
         kept: dict[str, Node] = {}
         if self._source_layout.bf16_optimizer:
             # Training in bf16 has a constant loss scale of 1, so BF16_Optimizer saves no scaler.
-            scaler = Call(_LOSS_SCALER, (), new=True, state={"cur_scale": 1.0, "dynamic": False})
-            kept |= {"loss_scaler": scaler, "dynamic_loss_scale": False, "overflow": False}
+            kept |= unscaled()
         if self._source_layout.stage == 3:
             clipping = ds_config.gradient_clipping(self._config)
             if clipping is not None:
@@ -240,6 +239,12 @@ class OptimizerWriter:
             for group, params in zip(held["param_groups"], members, strict=True)
         ]
         return {**held, "state": dict(states), "param_groups": groups}
+
+
+def unscaled() -> dict[str, Node]:
+    """Build the entries of an optimizer whose loss is not scaled, as in bf16 and fp32."""
+    scaler = Call(_LOSS_SCALER, (), new=True, state={"cur_scale": 1.0, "dynamic": False})
+    return {"loss_scaler": scaler, "dynamic_loss_scale": False, "overflow": False}
 
 
 def _keys_of(layout: ZeroLayout) -> tuple[str, ...]:

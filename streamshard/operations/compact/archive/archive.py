@@ -30,11 +30,12 @@ from streamshard.operations.compact.archive.receipts import (
     SourceRecord,
     show_moment,
 )
+from streamshard.operations.compact.checkpoint_family import open_unit
 from streamshard.operations.compact.removal.originals import accounted_for, records_of
 from streamshard.operations.compact.removal.rebuild import rebuilt_equal
 from streamshard.operations.compact.run_directory import Identity, looks_of
 from streamshard.operations.convert.convert import store_output
-from streamshard.operations.source.source import Source, open_source
+from streamshard.operations.source.source import Source
 from streamshard.operations.source.unfinished import JOURNAL, is_unfinished
 from streamshard.operations.transfer.plan import plan_output
 from streamshard.operations.transfer.plan_file import Command
@@ -77,10 +78,11 @@ class Archiver:
             message = f"{place.store}: is there, and no receipt says that compact made it"
             raise TargetExistsError(f"{message}; move it away")
         resident_memory.restart_peak()
-        opened = open_source(self.run_dir, tag)
+        opened = open_unit(self.run_dir, tag)
         checks = Checks()
-        checks.hold("source_accounted_for", lambda: accounted_for(opened))
-        moving = self._moving(opened)
+        checks.hold("source_accounted_for", lambda: accounted_for(opened, self.run_dir / tag))
+        # Of a framework's checkpoint every file goes, so none is left out.
+        moving = set() if opened.path == self.run_dir / tag else self._moving(opened)
         left_out = tuple(opened.checkpoint.tensors[number].name for number in sorted(moving))
         opened = omissions.narrowed(opened, moving)
         records = records_of(opened, self.run_dir)

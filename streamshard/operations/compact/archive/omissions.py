@@ -14,7 +14,7 @@ from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import FILE, ITEMSIZE, MASTER, MODULE
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.compare.comparison import Comparing
-from streamshard.operations.compare.matching import Pair, SideElements
+from streamshard.operations.compare.pairing import Pair, SideElements
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.report import Progress
 

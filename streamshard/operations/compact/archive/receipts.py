@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from streamshard.errors import CorruptFileError
 from streamshard.formats import strict_json
@@ -267,32 +267,19 @@ def remove_unfinished(directory: Path) -> None:
                 remove_file(path)
 
 
-N = TypeVar("N", SourceRecord, Check, Receipt)
-
-
 def _read(data: bytes) -> Receipt:
     document: Any = strict_json.parse(data)
     if document.pop("format") != _FORMAT:
         raise ValueError("of another version")
-    source = [_noun(SourceRecord, item) for item in document.pop("source")]
-    checks = [_noun(Check, item) for item in document.pop("checks")]
+    source = [strict_json.make(SourceRecord, item) for item in document.pop("source")]
+    checks = [strict_json.make(Check, item) for item in document.pop("checks")]
     # Receipts of versions before archives without states lack "dropped_states".
     named = ("derived", "left_out", "dropped_states")
     derived, left_out, dropped = (tuple(map(str, document.pop(key, ()))) for key in named)
-    receipt = replace(_noun(Receipt, document), derived=derived, left_out=left_out)
+    receipt = replace(strict_json.make(Receipt, document), derived=derived, left_out=left_out)
     receipt = replace(receipt, dropped_states=dropped)
     etags = {str(path): str(etag) for path, etag in receipt.etags.items()}
     return replace(receipt, source=tuple(source), checks=tuple(checks), etags=etags)
-
-
-def _noun(kind: type[N], values: Mapping[str, Any]) -> N:
-    """Make a dataclass of plain values, and check the type of each value."""
-    made = kind(**values)
-    for one in fields(made):
-        value = getattr(made, one.name)
-        if one.type in (int, str) and type(value) is not one.type:
-            raise ValueError(f"{one.name} is {value!r:.80}")
-    return made
 
 
 def etag_of(status: Status) -> str:
@@ -361,3 +348,17 @@ def show_moment(at: datetime) -> str:
     '2026-11-21T04:05:00+00:00'
     """
     return at.astimezone(UTC).isoformat()
+
+
+def moment_after(since: str, time: timedelta) -> str:
+    """Serialize the time so long after a time in a receipt.
+
+    Raises
+    ------
+    ValueError, OverflowError
+        The text is not a time, or the sum is none.
+
+    >>> moment_after("2026-11-21T04:05:00+00:00", timedelta(days=7))
+    '2026-11-28T04:05:00+00:00'
+    """
+    return show_moment(datetime.fromisoformat(since) + time)

@@ -12,20 +12,19 @@ from streamshard.operations.compact.archive.receipts import Receipt, SourceRecor
 from streamshard.operations.source.source import Source
 
 
-def accounted_for(source: Source) -> str:
-    """Require that every file in a tag directory belongs to the opened source.
+def accounted_for(source: Source, root: Path) -> str:
+    """Require that every file in a directory that may go belongs to the opened source.
 
     Raises
     ------
     UnsupportedError
         A file does not belong to it, so an archive would lack that file.
     """
-    tag = source.checkpoint.tag
     known = {file.path for file in source.files}
     known |= {source.path / file.path for file in source.checkpoint.files}
     count = 0
-    with source_errors(source.path / tag):
-        for entry in listed_below(source.path / tag):
+    with source_errors(root):
+        for entry in listed_below(root):
             if entry.is_directory:
                 continue
             count += 1

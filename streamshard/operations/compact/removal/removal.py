@@ -29,6 +29,7 @@ from streamshard.operations.compact.archive.receipts import (
     age_at,
     show_moment,
 )
+from streamshard.operations.compact.checkpoint_family import open_unit
 from streamshard.operations.compact.removal.originals import accounted_for, ranks_agree, unchanged
 from streamshard.operations.compact.removal.padding import padding_alike
 from streamshard.operations.compact.removal.rebuild import rebuilt_equal
@@ -115,8 +116,8 @@ class Remover:
         checks.hold("same_run_directory", lambda: self._same_directory(receipt))
         checks.hold("source_as_recorded", lambda: unchanged(receipt, root, means))
         resident_memory.restart_peak()
-        opened = open_source(self.run_dir, tag)
-        checks.hold("source_accounted_for", lambda: accounted_for(opened))
+        opened = open_unit(self.run_dir, tag)
+        checks.hold("source_accounted_for", lambda: accounted_for(opened, root))
         checks.hold("ranks_agree", lambda: ranks_agree(opened))
         checks.hold("padding_alike", lambda: padding_alike(opened))
         if proved is not None:
@@ -131,11 +132,13 @@ class Remover:
         """Compare a tag with its archive and with the files that are rebuilt from it."""
         candidates, place = omissions.may_follow(opened.checkpoint), self.place(receipt.tag)
         derived = [c.number for c in candidates if c.pair.name in receipt.derived]
-        prove(omissions.narrowed(opened, derived), place, self.means, checks, tag_only=True)
+        # Files beside a tag stay, and those of a framework's checkpoint go with it.
+        tag_only = opened.path != self.run_dir / receipt.tag
+        prove(omissions.narrowed(opened, derived), place, self.means, checks, tag_only=tag_only)
         # What the store's reader gives is written into files, and every bit of these is the tag's:
         # so the archive's tensors are the tag's, and weights that it leaves out follow from them.
         checks.hold(
-            "rebuilt_equal", lambda: rebuilt_equal(opened, place, self.means, tag_only=True)
+            "rebuilt_equal", lambda: rebuilt_equal(opened, place, self.means, tag_only=tag_only)
         )
 
     def _same_directory(self, receipt: Receipt) -> str:

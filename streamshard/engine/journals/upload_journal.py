@@ -9,13 +9,12 @@ uploaded but is not recorded is uploaded once more.
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from streamshard.engine.run.journal import Written, intact_lines, serialize_line
+from streamshard.engine.journals.journal import Written, intact_lines, serialize_line
 from streamshard.engine.run.work import RegionResult, SpanResult
-from streamshard.io.entries import entries_below, files_below, read_all
+from streamshard.io.entries import entries_below, read_all
 from streamshard.io.objects.object_changes import for_each
 from streamshard.io.objects.object_path import object_of
 from streamshard.io.objects.object_upload import is_there
@@ -27,9 +26,8 @@ _WHOLE: Final = "whole"
 _BATCH: Final = 256
 """Uploaded objects that are recorded together, unless a batch takes too long or gets too large."""
 _BATCH_BYTES: Final = 1 << 20
-_UPLOADED_BYTES: Final = 64 << 20
-"""What is uploaded between two records, at most, besides one object."""
-_SECONDS: Final = 10.0
+_SECONDS: Final = 5.0
+"""How long uploads may last that a killed run has to repeat, besides those that it was at."""
 
 
 class UploadJournal:
@@ -52,6 +50,8 @@ class UploadJournal:
         """Identity of the run; None before it has begun."""
         self.is_whole = False
         """Whether the earlier run uploaded everything."""
+        self._is_noted_whole = False
+        """Whether this run, or the earlier one, recorded that everything is uploaded."""
         self._clock = clock
         self._lock = threading.Lock()
         self._recording = threading.Lock()
@@ -59,11 +59,10 @@ class UploadJournal:
         self._known: dict[str, list[Any]] = {}
         """Path of an uploaded object → its etag and the results of its spans."""
         self._batch: list[bytes] = []
-        self._uploaded_bytes = 0
-        """Bytes of the objects in the batch."""
         self._flushed = clock()
         self._next = 1
-        if is_there(object_of(path / _HEADER)):
+        self._exists = is_there(object_of(path / _HEADER))
+        if self._exists:
             self._read()
 
     def _read(self) -> None:
@@ -73,7 +72,7 @@ class UploadJournal:
             if path.name == _HEADER:
                 self.header = lines[0] if lines and isinstance(lines[0], dict) else None
             elif path.name == _WHOLE:
-                self.is_whole = True
+                self.is_whole = self._is_noted_whole = True
             else:
                 self._known |= {line[0]: line[1:] for line in lines}
                 self._next = max(self._next, int(path.name) + 1)
@@ -82,6 +81,15 @@ class UploadJournal:
     def is_empty(self) -> bool:
         """Whether no upload is recorded."""
         return not self._known
+
+    @property
+    def header_path(self) -> Path:
+        """Path of the object that identifies the run."""
+        return self.path / _HEADER
+
+    def paths(self) -> Collection[str]:
+        """Return the paths of all recorded objects."""
+        return self._known.keys()
 
     def version_of(self, path: str) -> str | None:
         """Return the etag that an object had when it was uploaded; None if it is not recorded."""
@@ -99,10 +107,10 @@ class UploadJournal:
 
     def begin(self, header: Mapping[str, Any]) -> None:
         """Start a new journal, which from now on identifies the target as this run's."""
-        if is_there(object_of(self.path / _HEADER)):
+        if self._exists:
             remove(self.path)
         write_new(self.path / _HEADER, serialize_line(dict(header)))
-        self.header, self.is_whole, self._next = header, False, 1
+        self.header, self.is_whole, self._next, self._exists = header, False, 1, True
         self._known.clear()
 
     def note(self, path: str, version: str, results: Sequence[SpanResult]) -> None:
@@ -111,7 +119,6 @@ class UploadJournal:
         with self._lock:
             self._known[path] = line[1:]
             self._batch.append(serialize_line(line))
-            self._uploaded_bytes += sum(result.written.nbytes for result in results)
         # One worker at a time records what is due; what others add meanwhile, it records next.
         while self._is_due() and self._recording.acquire(blocking=False):
             try:
@@ -123,13 +130,11 @@ class UploadJournal:
         with self._lock:
             is_full = len(self._batch) >= _BATCH or sum(map(len, self._batch)) > _BATCH_BYTES
             is_late = self._clock() - self._flushed > _SECONDS
-            return bool(self._batch) and (
-                is_full or is_late or self._uploaded_bytes > _UPLOADED_BYTES
-            )
+            return bool(self._batch) and (is_full or is_late)
 
     def _flush(self) -> None:
         with self._lock:
-            batch, self._batch, self._uploaded_bytes = self._batch, [], 0
+            batch, self._batch = self._batch, []
             self._flushed = self._clock()
         if not batch:
             return
@@ -145,10 +150,13 @@ class UploadJournal:
         """Record that everything is uploaded."""
         self.close()
         write_new(self.path / _WHOLE, b"")
+        self._is_noted_whole = True
 
     def take_back_whole(self) -> None:
         """Record that not everything is there any more."""
-        remove_file(self.path / _WHOLE)
+        if self._is_noted_whole:
+            remove_file(self.path / _WHOLE)
+            self._is_noted_whole = False
 
     def close(self) -> None:
         """Record what is not recorded yet."""
@@ -157,11 +165,12 @@ class UploadJournal:
 
     def remove(self) -> None:
         """Remove the journal; its header last, so that what is left of it is still a journal."""
-        self._batch = []
-        with suppress(FileNotFoundError):
-            paths = [path for path in files_below(self.path) if path.name != _HEADER]
-            for_each(paths, remove_file)
+        others = [str(number) for number in range(1, self._next)] + [_WHOLE] * self._is_noted_whole
+        for_each([self.path / name for name in others], remove_file)
         remove_file(self.path / _HEADER, missing_ok=True)
+        self.header, self.is_whole, self._exists, self._is_noted_whole = None, False, False, False
+        self._batch, self._next = [], 1
+        self._known.clear()
 
 
 def _serialized(result: SpanResult) -> list[Any]:

@@ -3,7 +3,7 @@
 import threading
 from pathlib import Path
 
-from streamshard.engine.run.journal import Journal
+from streamshard.engine.journals.journal import Journal
 from streamshard.io.preallocation import Reservation
 
 

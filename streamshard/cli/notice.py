@@ -1,0 +1,52 @@
+"""Runs the command of `--notify` when a night needs somebody."""
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Final
+
+from streamshard.errors import UsageError
+from streamshard.operations.compact.night_record import Night
+
+_SECONDS: Final = 60
+"""How long the command may take."""
+
+
+def require_command(command: str) -> list[str]:
+    """Split a command into words, as a shell does.
+
+    Raises
+    ------
+    UsageError
+        It is empty, or a quotation mark is not closed.
+    """
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise UsageError(f"--notify {command}: {error}") from error
+    if not words:
+        raise UsageError("--notify: no command")
+    return words
+
+
+def notify(command: str, nights: Sequence[Night]) -> str:
+    """Run a command with the outcome of nights as JSON on its standard input, without a shell.
+
+    What it prints goes to standard error. It is killed after a minute. The outcome of the nights is
+    the same whatever becomes of it; returned is what went wrong, empty if nothing did.
+    """
+    code = next((night.exit_code for night in nights if night.exit_code), 0)
+    document = json.dumps({"exit_code": code, "nights": [*map(asdict, nights)]}).encode()
+    words = require_command(command)
+    try:
+        done = subprocess.run(  # noqa: S603 - it is the user's own command
+            words, input=document, stdout=sys.stderr.fileno(), timeout=_SECONDS, check=False
+        )
+    except OSError as error:
+        return f"--notify {command}: cannot be run ({error.strerror})"
+    except subprocess.TimeoutExpired:
+        return f"--notify {command}: killed after {_SECONDS} seconds"
+    return f"--notify {command}: ended with {done.returncode}" if done.returncode else ""

@@ -1,0 +1,132 @@
+"""Shows the status of `compact`: for people, and in Prometheus' text format for monitoring."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Final
+
+from streamshard.cli.text.tables import facts_text, table
+from streamshard.operations.compact.compact_status import STATES, CompactStatus
+from streamshard.operations.compact.night_record import Night
+from streamshard.sizes import show_bytes
+
+_PREFIX: Final = "streamshard_compact"
+_GAUGES: Final = {
+    "tags": "Tags that have a receipt, by state.",
+    "archive_bytes": "Size of all archives.",
+    "trash_bytes": "Size of the trash.",
+    "saved_bytes": "Size of originals that are gone, less that of their archives.",
+    "trash_until_timestamp_seconds": "When the first tag may leave the trash.",
+    "last_began_timestamp_seconds": "When the last night began.",
+    "last_ended_timestamp_seconds": "When it ended.",
+    "last_exit_code": "Its exit code.",
+    "last_tags": "Tags by what it did with them.",
+}
+"""Name of a metric, without the prefix → what it is."""
+
+
+def status_text(found: CompactStatus) -> str:
+    """Show what is archived, in the trash and gone, and how the last night ended."""
+    counts = Counter(tag.state for tag in found.tags)
+    states = ", ".join(f"{counts[state]:,} {state}" for state in STATES if counts[state])
+    facts = [
+        ("run", found.run_dir),
+        ("archives", f"{found.archive_dir}, {show_bytes(found.archive_bytes)}"),
+        ("tags", states or "none archived"),
+        ("trash", f"{show_bytes(found.trash_bytes)}, free when it is emptied"),
+        ("saved", _signed(found.saved_bytes)),
+        ("last night", _night_text(found.last_night)),
+    ]
+    blocks = [facts_text(facts)]
+    if found.tags:
+        head = ("tag", "state", "archived", "trash until", "original", "archive")
+        rows = [
+            (
+                tag.tag,
+                tag.state,
+                _minute(tag.archived),
+                _minute(tag.trash_until),
+                show_bytes(tag.source_bytes),
+                show_bytes(tag.archive_bytes),
+            )
+            for tag in found.tags
+        ]
+        blocks.append(table([head, *rows]))
+    if found.last_night is not None:
+        problems = found.last_night.problems
+        blocks += [f"{one.tag}: {one.action}: {one.reason}" for one in problems]
+    return "\n\n".join(blocks)
+
+
+def _night_text(night: Night | None) -> str:
+    if night is None:
+        return "no record of any"
+    began = f"began {_minute(night.began)}"
+    if not night.ended:
+        return f"{began}, and has not ended: it is running, or was killed"
+    done = ", ".join(f"{count:,} {action}" for action, count in night.actions.items())
+    outcome = night.error or done or "no tags"
+    return f"{began}, ended {_minute(night.ended)} with exit code {night.exit_code}: {outcome}"
+
+
+def _signed(nbytes: int) -> str:
+    return show_bytes(nbytes) if nbytes >= 0 else f"-{show_bytes(-nbytes)}"
+
+
+def _minute(moment: str) -> str:
+    return f"{datetime.fromisoformat(moment).astimezone(UTC):%Y-%m-%d %H:%M} UTC" if moment else "-"
+
+
+def prometheus_text(found: Sequence[CompactStatus]) -> str:
+    """Serialize the status of some runs as gauges in Prometheus' text format, one scrape."""
+    samples: dict[str, list[tuple[Mapping[str, str], float]]] = {name: [] for name in _GAUGES}
+    for status in found:
+        own = {"run_dir": status.run_dir, "archive_dir": status.archive_dir}
+        for name, more, value in _samples(status):
+            samples[name].append(({**own, **more}, value))
+    return "\n".join(line for name, held in samples.items() for line in _gauge(name, held))
+
+
+def _samples(status: CompactStatus) -> Iterator[tuple[str, Mapping[str, str], float]]:
+    """Yield the name, the labels besides those of the run, and the value of each sample."""
+    counts = Counter(tag.state for tag in status.tags)
+    for state in STATES:
+        yield "tags", {"state": state}, counts[state]
+    yield "archive_bytes", {}, status.archive_bytes
+    yield "trash_bytes", {}, status.trash_bytes
+    yield "saved_bytes", {}, status.saved_bytes
+    ends = [_seconds(tag.trash_until) for tag in status.tags if tag.trash_until]
+    if ends:
+        yield "trash_until_timestamp_seconds", {}, min(ends)
+    night = status.last_night
+    if night is None:
+        return
+    yield "last_began_timestamp_seconds", {}, _seconds(night.began)
+    if night.ended:  # else it is running, or was killed
+        yield "last_ended_timestamp_seconds", {}, _seconds(night.ended)
+        yield "last_exit_code", {}, night.exit_code
+        for action, count in night.actions.items():
+            yield "last_tags", {"action": action}, count
+
+
+def _gauge(name: str, samples: Iterable[tuple[Mapping[str, str], float]]) -> Iterator[str]:
+    """Yield the lines of one metric.
+
+    >>> print(*_gauge("trash_bytes", [({"run_dir": 'a"b'}, 3)]), sep="\\n")
+    # HELP streamshard_compact_trash_bytes Size of the trash.
+    # TYPE streamshard_compact_trash_bytes gauge
+    streamshard_compact_trash_bytes{run_dir="a\\"b"} 3
+    """
+    yield f"# HELP {_PREFIX}_{name} {_GAUGES[name]}"
+    yield f"# TYPE {_PREFIX}_{name} gauge"
+    for labels, value in samples:
+        inner = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+        yield f"{_PREFIX}_{name}{{{inner}}} {value}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+
+
+def _seconds(moment: str) -> int:
+    return int(datetime.fromisoformat(moment).timestamp())

@@ -1,0 +1,131 @@
+"""Calls functions on the workers of a Dask cluster, and hands on what comes of them, one by one."""
+
+import asyncio
+import queue
+from collections.abc import Callable, Collection, Iterable
+from concurrent import futures
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Final
+
+import dask.config
+
+from streamshard.errors import ClusterError
+
+DaskClient = Any
+CallFuture = Any
+"""Dask's own types: a client, and the future of a call. Their methods have no types."""
+
+POLL_SECONDS: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that has happened in the cluster."""
+
+    subject: Any
+    """What the call was made for; None for a poll: `found` says what workers there are."""
+    future: CallFuture
+    found: Any
+    """The result of the call, or the error."""
+
+
+class Calls:
+    """The calls of one run. Dask's own thread waits for results; the run's thread takes them.
+
+    Parameters
+    ----------
+    client
+        What is connected to the cluster.
+    token
+        Identifies the run.
+    """
+
+    def __init__(self, client: DaskClient, token: str) -> None:
+        self.client = client
+        self._token = token
+        self._numbers = count(1)
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._loop = client.loop.asyncio_loop
+        self._polling = asyncio.run_coroutine_threadsafe(self._poll(), self._loop)
+
+    def begin(
+        self,
+        subject: object,
+        function: Callable[..., object],
+        *arguments: object,
+        workers: Collection[str],
+        priority: int = 0,
+    ) -> CallFuture:
+        """Call a function on one of these workers; an event says what came of it."""
+        with _large_graphs():
+            future = self.client.submit(
+                function,
+                *arguments,
+                key=f"streamshard-{function.__name__}-{self._token}-{next(self._numbers)}",
+                workers=sorted(workers),
+                allow_other_workers=False,
+                priority=priority,
+                pure=False,
+            )
+        asyncio.run_coroutine_threadsafe(self._fetch(subject, future), self._loop)
+        return future
+
+    def next(self) -> Event:
+        """Wait for the next event.
+
+        Raises
+        ------
+        ClusterError
+            The scheduler does not answer.
+        """
+        event = self._events.get()
+        if event.subject is None and isinstance(event.found, BaseException):
+            raise lost(f"the cluster's scheduler does not answer ({event.found})")
+        return event
+
+    def take_back(self, left: Iterable[CallFuture]) -> None:
+        """Take calls back, without waiting: workers stop them within one window."""
+        taken = list(left)
+        if taken and self.client.status == "running":
+            cancelling = self.client.cancel(taken, asynchronous=True, reason="not needed")
+            asyncio.run_coroutine_threadsafe(cancelling, self._loop)
+
+    def close(self) -> None:
+        """End the polls."""
+        self._polling.cancel()
+
+    async def _fetch(self, subject: object, future: CallFuture) -> None:
+        found: Any
+        try:
+            found = await self.client.gather(future, asynchronous=True)
+        except BaseException as error:  # whatever it is, the run's thread is to have it
+            found = error
+        self._events.put(Event(subject, future, found))
+
+    async def _poll(self) -> None:
+        """Find out now and then what workers there are."""
+        while True:
+            found: Any
+            try:
+                found = await self.client.scheduler.identity(n_workers=-1)
+            except (TimeoutError, OSError) as error:
+                found = error
+            self._events.put(Event(None, None, found))
+            await asyncio.sleep(POLL_SECONDS)
+
+
+def is_cancelled(error: object) -> bool:
+    """Tell whether a call was taken back, by whoever did it."""
+    return isinstance(error, (asyncio.CancelledError, futures.CancelledError))
+
+
+def lost(what: str) -> ClusterError:
+    """Return the error for a cluster that is lost while a run is under way."""
+    return ClusterError(f"{what}; run the same command again to go on")
+
+
+def _large_graphs() -> AbstractContextManager[object]:
+    """Let a job be large: a checkpoint's training state is sent with the file that it is for."""
+    return dask.config.set({"distributed.admin.large-graph-warning-threshold": "1 TiB"})

@@ -1,0 +1,223 @@
+"""Runs a stream of jobs on workers that have tools of their own: on threads, or on a cluster.
+
+A job is a function of a worker's tools, and a toolkit describes the tools. Both are data (partials
+of functions of modules, frozen dataclasses), so they can be sent to any process. So are results.
+"""
+
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import closing, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+
+class Tools(Protocol):
+    """The objects that one worker needs for its jobs, and does not share."""
+
+    def close(self) -> None:
+        """Close open files."""
+
+
+T = TypeVar("T", bound=Tools)
+T_co = TypeVar("T_co", bound=Tools, covariant=True)
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What tools get from the process in which they are used."""
+
+    progress: Callable[[int], None]
+    """Counts bytes that are processed; may sleep, to keep to a rate."""
+    stop: threading.Event
+    """Set when the worker's current job is not wanted any more."""
+    workers: int
+    """Count of the process's workers for this run."""
+
+
+class Toolkit(Protocol[T_co]):
+    """Describes the tools of a worker."""
+
+    def prove(self) -> str:
+        """Show, in another process, that it sees the files that the plan was made for.
+
+        Called once in each process, before it gets tools. Returns a text that `accept` checks.
+
+        Raises
+        ------
+        SourceError
+            The sources are not there, or are others.
+        TargetError
+            The target is not there, or is another.
+        """
+
+    def accept(self, evidence: str) -> None:
+        """Check what `prove` returned, in the process that leads the run.
+
+        Raises
+        ------
+        TargetError
+            What that process did to the target is not seen here.
+        """
+
+    def make(self, host: Host) -> T_co:
+        """Make the tools."""
+
+
+Job = Callable[[T], R]
+
+
+class Executor(Protocol):
+    """Runs jobs on workers."""
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether workers are threads of this process, and so may use its open files."""
+
+    @property
+    def workers(self) -> int | None:
+        """Workers of each process; None if a run may choose."""
+
+    def run(
+        self,
+        jobs: Iterable[Job[T, R] | None],
+        toolkit: Toolkit[T],
+        *,
+        workers: int,
+        progress: Callable[[int], None],
+        is_ordered: bool = False,
+        needed_bytes: int = 0,
+    ) -> Generator[tuple[int, R], None, None]:
+        """Run all jobs; yields the number of each and its result, as they come or in order.
+
+        Only a few jobs and results are in memory. The first error ends the iteration: jobs that
+        have begun are stopped, the others are skipped.
+
+        Parameters
+        ----------
+        jobs
+            None among them waits until all jobs before it are done; it has no number.
+        workers
+            Count of workers of each process.
+        progress
+            Counts the bytes that jobs process.
+        needed_bytes
+            Memory that each process needs for its workers.
+        """
+
+
+class Threads:
+    """Runs jobs on threads of this process."""
+
+    shares_memory = True
+    workers = None
+
+    def run(
+        self,
+        jobs: Iterable[Job[T, R] | None],
+        toolkit: Toolkit[T],
+        *,
+        workers: int,
+        progress: Callable[[int], None],
+        is_ordered: bool = False,
+        needed_bytes: int = 0,
+    ) -> Generator[tuple[int, R], None, None]:
+        """Run all jobs; see `Executor`."""
+        host = Host(progress, threading.Event(), workers)
+        local = threading.local()
+        made: list[T] = []
+
+        def work(job: Job[T, R]) -> R:
+            if not hasattr(local, "tools"):
+                local.tools = toolkit.make(host)
+                made.append(local.tools)
+            return job(local.tools)
+
+        pool = ThreadPoolExecutor(workers, thread_name_prefix="streamshard")
+        pending: dict[Future[R], int] = {}
+        count = 0
+        try:
+            for job in jobs:
+                most = 2 * workers if job is not None else 0
+                while len(pending) > most:
+                    yield from _taken(pending, is_ordered=is_ordered)
+                if job is not None:
+                    pending[pool.submit(work, job)] = count
+                    count += 1
+            while pending:
+                yield from _taken(pending, is_ordered=is_ordered)
+        finally:
+            host.stop.set()
+            pool.shutdown(cancel_futures=True)
+            for tools in made:
+                tools.close()
+
+
+def _taken(pending: dict[Future[R], int], *, is_ordered: bool) -> Iterator[tuple[int, R]]:
+    """Wait for results, at least for one, and take them out of `pending`."""
+    first = next(iter(pending))
+    done = {first} if is_ordered else wait(pending, return_when=FIRST_COMPLETED).done
+    for future in sorted(done, key=pending.__getitem__):
+        result = future.result()
+        yield pending.pop(future), result
+
+
+_RATE: ContextVar[int | None] = ContextVar("bytes per second", default=None)
+
+
+def rate_limit() -> int | None:
+    """Return how many bytes a second all processes of a run may process together."""
+    return _RATE.get()
+
+
+@contextmanager
+def limited_to(bytes_per_second: int | None) -> Iterator[None]:
+    """Limit what other processes may process; threads of this one are held back by `progress`."""
+    before = _RATE.set(bytes_per_second)
+    try:
+        yield
+    finally:
+        _RATE.reset(before)
+
+
+_THREADS: Executor = Threads()
+_EXECUTOR: ContextVar[Executor] = ContextVar("executor")
+
+
+def current_executor() -> Executor:
+    """Return what runs the jobs of this context: by default threads."""
+    return _EXECUTOR.get(_THREADS)
+
+
+@contextmanager
+def runs_on(chosen: Executor) -> Iterator[None]:
+    """Let another executor run the jobs of all verbs that are called in this context."""
+    before = _EXECUTOR.set(chosen)
+    try:
+        yield
+    finally:
+        _EXECUTOR.reset(before)
+
+
+def run_ordered(
+    jobs: Iterable[Job[T, R]],
+    toolkit: Toolkit[T],
+    *,
+    workers: int,
+    progress: Callable[[int], None],
+    needed_bytes: int = 0,
+) -> Iterator[R]:
+    """Yield the result of every job in order; see `Executor.run`."""
+    found = current_executor().run(
+        jobs,
+        toolkit,
+        workers=workers,
+        progress=progress,
+        is_ordered=True,
+        needed_bytes=needed_bytes,
+    )
+    with closing(found):
+        for _, result in found:
+            yield result

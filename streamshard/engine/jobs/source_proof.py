@@ -1,0 +1,56 @@
+"""Shows that a process on another machine sees the source files that a run was planned for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from streamshard.errors import SourceError
+from streamshard.io.entries import examine
+from streamshard.io.objects.object_path import is_object
+from streamshard.model import SourceFile
+
+_EXAMINED: Final = 64
+"""Files that are examined beforehand. Each is examined once more when it is opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceProof:
+    """A part of the files of a source; what proves nothing of a target."""
+
+    files: tuple[SourceFile, ...]
+
+    @classmethod
+    def of(cls, files: Sequence[SourceFile]) -> "SourceProof":
+        """Choose files: of each directory the first one, and others at equal distances."""
+        firsts = {file.path.parent: file for file in reversed(files)}
+        step = -(-len(files) // _EXAMINED) or 1
+        chosen = {file.path: file for file in (*list(firsts.values())[:_EXAMINED], *files[::step])}
+        return cls(tuple(chosen.values()))
+
+    def prove(self) -> str:
+        """Examine the files.
+
+        Raises
+        ------
+        SourceError
+            One is not there, or is another; a copy of it with the same dates is another, too.
+        """
+        for file in self.files:
+            try:
+                found = examine(file.path)
+            except OSError as error:
+                raise SourceError(f"{file.path}: cannot be read here ({error.strerror})") from error
+            seen = found.source_file(file.path)
+            if seen != file:
+                message = f"{file.path}: is another file here ({_described(seen)}) than where the"
+                raise SourceError(f"{message} run was planned ({_described(file)})")
+        return ""
+
+    def accept(self, evidence: str) -> None:
+        """Accept anything: to see the files is enough."""
+
+
+def _described(file: SourceFile) -> str:
+    if is_object(file.path):
+        return f"{file.nbytes} bytes, ETag {file.version}"
+    return f"{file.nbytes} bytes, inode {file.file_id}, changed {file.version} ns after 1970"

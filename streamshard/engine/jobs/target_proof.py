@@ -1,0 +1,160 @@
+"""Shows that a process on another machine writes into the directory that a run has staged.
+
+The process that leads the run makes a directory of a random name in the staged target, with a file
+in it. Each process that is to write reads that file and leaves an answer beside it, which the
+leader reads before it believes any other result. So neither a copy of the directory nor a file
+system that keeps writes to itself goes unnoticed.
+
+The directory goes when the run ends. A process that was thought lost and wakes up later finds it
+gone when it opens a file, and writes nothing: the file may be another run's by then.
+"""
+
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+from streamshard.errors import TargetError
+from streamshard.io.durability import write_durably
+from streamshard.io.entries import examine, read_all
+from streamshard.io.file_system import boot_id
+from streamshard.io.sink import make_directory, remove, rename
+
+PROOF_PREFIX: Final = ".streamshard.proof."
+_NONCE: Final = "run"
+_OTHER: Final = "mount the target's file system at the same path on all machines"
+
+
+@dataclass(frozen=True, slots=True)
+class StagedProof:
+    """Proof of one run's staged directory; data, so it is sent to all processes."""
+
+    directory: Path
+    token: str
+    boot: str
+    """Boot of the machine that leads the run."""
+    device: int
+    """Its number for the target's file system."""
+
+    @classmethod
+    def begin(cls, staged: Path) -> Self:
+        """Make the directory and what is read in it.
+
+        Raises
+        ------
+        OSError
+            It cannot be made.
+        """
+        token = secrets.token_hex(16)
+        directory = staged / f"{PROOF_PREFIX}{token[:16]}"
+        make_directory(directory)
+        _write(directory / _NONCE, token)
+        return cls(directory, token, boot_id(), examine(directory).device)
+
+    def end(self) -> None:
+        """Remove it: from now on no process begins to write.
+
+        It gets another name first, or an answer that comes meanwhile would keep it from going.
+        """
+        ended = self.directory.with_name(f"{self.directory.name}.ended")
+        rename(self.directory, ended)
+        remove(ended)
+
+    def prove(self) -> str:
+        """Read what the leader wrote, and leave an answer; returns the answer's name."""
+        self.require_current()
+        answer = secrets.token_hex(8)
+        place = self.directory / answer
+        try:
+            _write(place, answer)
+        except OSError as error:
+            message = f"{self.directory.parent}: cannot be written here ({error.strerror})"
+            raise TargetError(message) from error
+        return answer
+
+    def accept(self, evidence: str) -> None:
+        """Read the answer that a process left.
+
+        Raises
+        ------
+        TargetError
+            It is not there.
+        """
+        place = self.directory / evidence
+        try:
+            found = read_all(place, len(evidence))
+        except OSError:
+            found = b""
+        if found != evidence.encode():
+            message = f"{self.directory.parent}: what was written there is not seen where the run"
+            raise TargetError(f"{message} is led; {_OTHER}")
+
+    def require_current(self) -> None:
+        """Require that the run goes on, in the directory that is seen here.
+
+        Call it after a file is opened: then that file is of this run. An open file is renamed or
+        removed together with its run, so nothing that is written to it goes astray.
+
+        Raises
+        ------
+        TargetError
+            It is another directory, or the run has ended.
+        """
+        try:
+            found = read_all(self.directory / _NONCE, len(self.token))
+        except OSError:
+            found = b""
+        if found != self.token.encode():
+            message = f"{self.directory.parent}: is another directory here than where the run is"
+            raise TargetError(f"{message} led, or the run has ended; {_OTHER}")
+
+    def shares_cache(self) -> bool:
+        """Whether what is written here is synced when the leader syncs the target."""
+        here = boot_id(), examine(self.directory).device
+        return bool(self.boot) and here == (self.boot, self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketProof:
+    """Proof of a target in a bucket: there, the journal's first object tells runs apart."""
+
+    place: Path
+    content: bytes
+
+    @classmethod
+    def begin(cls, header: Path) -> Self:
+        """Read the object."""
+        return cls(header, read_all(header))
+
+    def end(self) -> None:
+        """Leave the object, which belongs to the journal."""
+
+    def shares_cache(self) -> bool:
+        """Whether nothing needs to be synced: what a service acknowledged is durable."""
+        return True
+
+    def prove(self) -> str:
+        """Read the object."""
+        self.require_current()
+        return ""
+
+    def accept(self, evidence: str) -> None:
+        """Accept anything: a bucket is the same everywhere."""
+
+    def require_current(self) -> None:
+        """Require that the run goes on, in the bucket that is seen here; see `StagedProof`."""
+        try:
+            found = read_all(self.place)
+        except OSError as error:
+            raise TargetError(f"{self.place}: cannot be read here ({error.strerror})") from error
+        if found != self.content:
+            message = f"{self.place}: is another run's here; are the endpoint and the credentials"
+            raise TargetError(f"{message} the same on all machines?")
+
+
+TargetProof = StagedProof | BucketProof
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a small file into a directory that exists: one that is gone is not made again."""
+    write_durably(path, text.encode(), path.with_name(f"{path.name}.new"))

@@ -1,0 +1,179 @@
+"""A worker that writes spans: into files that its process has open, or that another one made."""
+
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from streamshard.engine.jobs.executor import Host
+from streamshard.engine.jobs.source_proof import SourceProof
+from streamshard.engine.jobs.target_proof import TargetProof
+from streamshard.engine.journals.journal import Written
+from streamshard.engine.run import resident_memory
+from streamshard.engine.run.source_reader import Decoder, SourceReader
+from streamshard.engine.run.uploads import Uploaded, upload_file
+from streamshard.engine.run.window import Window, unwritten_bytes
+from streamshard.engine.run.work import Span, SpanResult, TargetFile
+from streamshard.io.direct_io import BLOCK_BYTES, aligned
+from streamshard.io.files import target_errors
+from streamshard.io.retry import try_again
+from streamshard.io.sink import InnerPages, Sink, open_to_fill
+from streamshard.model import SourceFile
+
+_PAGE_BYTES: Final = BLOCK_BYTES
+"""Page of the machine that leads a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """Resources that a run may use."""
+
+    workers: int
+    window_bytes: int
+    scratch_bytes: int
+    drops_behind: bool = False
+    """Whether to drop read and written data from the page cache, to spare other programs' data."""
+    needed_bytes: int = 0
+    """Memory of each process with such workers, besides the program's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpanTask:
+    """A span to write, or to keep if an earlier run wrote it."""
+
+    path: Path
+    span: Span
+    is_new: bool
+    """Whether the file was made by this run, so that what is not written there is zeros."""
+    known: Written | None
+    """What an earlier run wrote there."""
+
+
+@dataclass(frozen=True, slots=True)
+class FilledSpan:
+    """What became of a span."""
+
+    result: SpanResult
+    is_kept: bool
+    ends: tuple[tuple[int, bytes], ...] = ()
+    """(byte offset, bytes): what the process that leads the run has to write."""
+
+
+@dataclass(frozen=True, slots=True)
+class WritingTools:
+    """Describes the workers of a run that writes; see `Toolkit`."""
+
+    sources: tuple[SourceFile, ...]
+    decoders: Mapping[int, Decoder]
+    resources: Resources
+    target: TargetProof | None = None
+    """None if all workers are threads of the process that leads the run."""
+
+    def prove(self) -> str:
+        """Show that this process sees the sources and the target; see `Toolkit.prove`."""
+        SourceProof.of(self.sources).prove()
+        return "" if self.target is None else self.target.prove()
+
+    def accept(self, evidence: str) -> None:
+        """Check what a process left in the target; see `Toolkit.accept`."""
+        if self.target is not None:
+            self.target.accept(evidence)
+
+    def make(self, host: Host) -> "SpanWriter":
+        """Make a worker."""
+        return SpanWriter(self, host)
+
+
+class SpanWriter:
+    """A worker with its window."""
+
+    def __init__(self, tools: WritingTools, host: Host) -> None:
+        resources = tools.resources
+        self._target = tools.target
+        self._stop = host.stop
+        self._reader = SourceReader(
+            tools.sources,
+            tools.decoders,
+            drops_behind=resources.drops_behind,
+            workers=host.workers,
+            stop=host.stop,
+        )
+        self._window = Window(
+            aligned(resources.window_bytes),
+            memoryview(bytearray(resources.scratch_bytes)),
+            self._reader,
+            unwritten_bytes(resident_memory.available_bytes()),
+            drops_behind=resources.drops_behind,
+            stop=host.stop,
+            progress=host.progress,
+        )
+
+    def close(self) -> None:
+        """Close the sources."""
+        self._reader.close()
+
+    def write(self, task: SpanTask, sink: Sink) -> FilledSpan:
+        """Keep a span that an earlier run wrote correctly, else write it, into an open file.
+
+        Raises
+        ------
+        TargetError
+            The file cannot be written.
+        SourceError, IntegrityError
+            A source cannot be read, or has changed.
+        """
+        with target_errors(task.path):
+            if task.known is not None:
+                kept = self._window.recall(task.span, sink, task.known)
+                if kept is not None:
+                    return FilledSpan(kept, is_kept=True)
+            result = self._window.write(task.span, sink, is_new=task.is_new)
+            return FilledSpan(result, is_kept=False)
+
+    def fill(self, task: SpanTask, *, is_shared: bool, is_direct: bool) -> FilledSpan:
+        """Do the same with a file that another process has made.
+
+        What this returns is on the disk as soon as the process that leads the run syncs the file.
+        It cannot sync what is in the memory of another machine, and may never hear of an error
+        there. So each span is synced, and its file closed, before its result is reported: after
+        that, whoever opens the file sees it (close-to-open consistency of NFS).
+
+        Parameters
+        ----------
+        is_shared
+            Whether others write other parts of the file.
+        is_direct
+            Whether to write past the page cache; see `open_to_fill`.
+        """
+        target, span = self._target, task.span
+        if target is None:
+            raise TypeError("no proof of the target")
+        with target_errors(task.path):
+            file = open_to_fill(task.path, is_direct=is_direct)
+            with closing(file):
+                target.require_current()
+                inner = InnerPages(file, span.offset, span.offset + span.nbytes, _PAGE_BYTES)
+                found = self.write(task, inner if is_shared else file)
+                if not found.is_kept and not target.shares_cache():
+                    file.sync()
+        return FilledSpan(found.result, found.is_kept, tuple(inner.ends))
+
+    def upload(self, file: TargetFile, path: Path) -> Uploaded:
+        """Upload a whole file.
+
+        Raises
+        ------
+        TargetError
+            The file cannot be uploaded.
+        SourceError, IntegrityError
+            A source cannot be read, or has changed.
+        """
+        with target_errors(path):
+            return try_again(
+                lambda: upload_file(file, path, self._window, self._require_current), self._stop
+            )
+
+    def _require_current(self) -> None:
+        if self._target is not None:
+            self._target.require_current()

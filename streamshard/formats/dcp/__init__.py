@@ -1,0 +1,1 @@
+"""PyTorch's distributed checkpoint (`torch.distributed.checkpoint`): files, items, metadata."""

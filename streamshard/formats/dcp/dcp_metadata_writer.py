@@ -1,0 +1,203 @@
+"""Serializes `.metadata`: which tensors and values a checkpoint has, and where their items lie."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from streamshard.errors import UnsupportedError
+from streamshard.formats.dcp import dcp_names
+from streamshard.formats.pickle.inert import Global
+from streamshard.formats.pickle.opcode_writer import OpcodeWriter
+from streamshard.formats.torch.torch_tensor import SIZE
+
+StatePath = tuple[str | int, ...]
+"""Keys and indices that lead to a value in the state dict; joined by dots, they are its key."""
+
+_CONTIGUOUS: Final = 0
+"""`_MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemPlace:
+    """Where an item lies."""
+
+    file: str
+    """Name of the file in the checkpoint's directory."""
+    offset: int
+    nbytes: int
+    first: int = 0
+    """First row of the tensor in this item."""
+    shape: tuple[int, ...] = ()
+    """Shape of the item's part of the tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedEntry:
+    """A tensor, or another value, with its items."""
+
+    paths: Sequence[StatePath]
+    """More than one if the same items are stored under several names."""
+    items: tuple[ItemPlace, ...]
+    dtype: str = ""
+    """Empty for a value that is no tensor."""
+    shape: tuple[int, ...] = ()
+
+
+def key_of(path: StatePath) -> str:
+    """Return the key of a value in the flattened state dict.
+
+    >>> key_of(("optim", "param_groups", 0, "lr"))
+    'optim.param_groups.0.lr'
+    """
+    return ".".join(map(str, path))
+
+
+def serialize_metadata(entries: Sequence[PlacedEntry]) -> bytes:
+    """Serialize the metadata of a checkpoint.
+
+    Raises
+    ------
+    UnsupportedError
+        Two entries have the same key.
+    """
+    return _MetadataWriter(entries).serialize()
+
+
+class _MetadataWriter:
+    """Writes the pickle. Equal sizes and properties are one object each, as are values' places.
+
+    A checkpoint may have a million keys, each with several objects.
+    """
+
+    def __init__(self, entries: Sequence[PlacedEntry]) -> None:
+        self._out = OpcodeWriter()
+        self._entries = entries
+        self._keys = sum(len(entry.paths) for entry in entries)
+        self._indices = sum(len(entry.paths) * len(entry.items) for entry in entries)
+
+    def serialize(self) -> bytes:
+        out = self._out
+        with out.new_object(dcp_names.METADATA_CLASS), out.in_dict():
+            out.text("state_dict_metadata")
+            self._descriptions()
+            out.text("planner_data")
+            self._paths()
+            out.text("storage_data")
+            self._places()
+            out.text("storage_meta")
+            out.none()
+            out.text("version")
+            out.text(dcp_names.VERSION)
+        return out.done()
+
+    def _descriptions(self) -> None:
+        seen: set[str] = set()
+        each = ((entry, path) for entry in self._entries for path in entry.paths)
+        for _, (entry, path) in zip(self._out.in_large_dict(self._keys), each, strict=True):
+            key = key_of(path)
+            if key in seen:
+                message = f"two values would have the key '{key}' in the distributed checkpoint"
+                raise UnsupportedError(message)
+            seen.add(key)
+            self._out.text(key)
+            self._description(entry)
+
+    def _description(self, entry: PlacedEntry) -> None:
+        out, memo = (
+            self._out,
+            (dcp_names.TENSOR, id(entry)) if entry.dtype else (dcp_names.BYTES, 0),
+        )
+        if out.recall(memo):
+            return
+        if not entry.dtype:
+            with out.new_object(dcp_names.BYTES), out.in_dict():
+                pass
+        else:
+            with out.new_object(dcp_names.TENSOR), out.in_dict():
+                out.text("properties")
+                self._properties(entry.dtype)
+                out.text("size")
+                self._size(entry.shape)
+                out.text("chunks")
+                with out.in_list():
+                    for item in entry.items:
+                        self._chunk(item)
+        if len(entry.paths) > 1 or not entry.dtype:
+            out.memoize(memo)
+
+    def _chunk(self, item: ItemPlace) -> None:
+        with self._out.new_object(dcp_names.CHUNK), self._out.in_dict():
+            self._out.text("offsets")
+            self._size(_offsets(item))
+            self._out.text("sizes")
+            self._size(item.shape)
+
+    def _paths(self) -> None:
+        each = (path for entry in self._entries for path in entry.paths)
+        for _, path in zip(self._out.in_large_dict(self._keys), each, strict=True):
+            self._out.text(key_of(path))
+            with self._out.in_tuple():
+                for part in path:
+                    if isinstance(part, str):
+                        self._out.text(part)
+                    else:
+                        self._out.number(part)
+
+    def _places(self) -> None:
+        each = (
+            (entry, path, item)
+            for entry in self._entries
+            for path in entry.paths
+            for item in entry.items
+        )
+        out = self._out
+        for _, (entry, path, item) in zip(out.in_large_dict(self._indices), each, strict=True):
+            with out.new_object(dcp_names.INDEX), out.in_dict():
+                out.text("fqn")
+                out.text(key_of(path))
+                out.text("index")
+                out.none()
+                if entry.dtype:
+                    out.text("offset")
+                    self._size(_offsets(item))
+            self._place(item, is_shared=len(entry.paths) > 1)
+
+    def _place(self, item: ItemPlace, *, is_shared: bool) -> None:
+        out = self._out
+        if out.recall(item):
+            return
+        with out.new_object(dcp_names.STORAGE_INFO), out.in_dict():
+            out.text("relative_path")
+            out.text(item.file)
+            out.text("offset")
+            out.number(item.offset)
+            out.text("length")
+            out.number(item.nbytes)
+        if is_shared:
+            out.memoize(item)
+
+    def _size(self, shape: tuple[int, ...]) -> None:
+        out = self._out
+        if out.recall(shape):
+            return
+        with out.call(SIZE), out.in_tuple():
+            for length in shape:
+                out.number(length)
+        out.memoize(shape)
+
+    def _properties(self, dtype: str) -> None:
+        out, memo = self._out, (dcp_names.PROPERTIES, dtype)
+        if out.recall(memo):
+            return
+        with out.new_object(dcp_names.PROPERTIES), out.in_tuple():
+            out.name(Global("torch", dtype))
+            out.name(dcp_names.STRIDED)
+            out.false()
+            with out.call(dcp_names.MEMORY_FORMAT):
+                out.number(_CONTIGUOUS)
+            out.false()
+        out.memoize(memo)
+
+
+def _offsets(item: ItemPlace) -> tuple[int, ...]:
+    return (item.first, *(0 for _ in item.shape[1:])) if item.shape else ()

@@ -1,0 +1,298 @@
+"""Reads a distributed checkpoint of PyTorch into logical tensors, with the places of their bytes.
+
+It holds a model and the states of its optimizer, each tensor cut into boxes. It does not tell what
+a DeepSpeed job needs besides: see `reference`.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from streamshard.errors import CorruptFileError, IncompleteError, UnsupportedError
+from streamshard.formats.checkpoint import Checkpoint, Family, ModuleEntry, ParamGroup, Reading
+from streamshard.formats.dcp import dcp_names
+from streamshard.formats.dcp.item_reader import ItemFiles, TensorPlaces
+from streamshard.formats.dcp.metadata_reader import (
+    Index,
+    SavedTensor,
+    is_distributed,
+    join,
+    read_index,
+)
+from streamshard.formats.dcp.optimizer_state import SavedGroup, SavedOptimizer
+from streamshard.formats.dcp.state_names import StateKeys, sort_keys
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.read.family import optimizer_tensors
+from streamshard.formats.links import require_inside
+from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.pickle.node_checks import of_file
+from streamshard.formats.torch.tree_comparison import show_few
+from streamshard.io.entries import is_directory, paths_in
+from streamshard.layout.boxes import NotTiledError, grid_of
+from streamshard.layout.cutting import CuttingBuilder
+from streamshard.model import BLOB, ITEMSIZE, MASTER, MODULE, LogicalTensor, Slot, ZeroLayout
+
+_WHAT: Final = "a distributed checkpoint of PyTorch"
+_ACCELERATE: Final = (dcp_names.ACCELERATE_MODEL, dcp_names.ACCELERATE_OPTIMIZER)
+"""Directories of a model and of its optimizer in one that Accelerate or Trainer saves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Distributed:
+    """A distributed checkpoint whose index and items were read."""
+
+    root: Path
+    index: Index
+    keys: StateKeys
+    files: ItemFiles
+    places: Mapping[str, TensorPlaces]
+    optimizer: SavedOptimizer
+
+    def tensor(self, key: str) -> SavedTensor:
+        """Return the tensor of a key."""
+        return self.index.tensors[key]
+
+    def weight(self, name: str) -> SavedTensor:
+        """Return a parameter or a buffer by its name."""
+        return self.index.tensors[self.keys.weights[name]]
+
+    def key_of(self, tensor: LogicalTensor) -> str:
+        """Return the key of a logical tensor."""
+        if tensor.state in (MASTER, MODULE):
+            return self.keys.weights[tensor.name]
+        return self.keys.states[tensor.name][tensor.state]
+
+    @property
+    def world_size(self) -> int:
+        """Count of the files that hold items: ranks, unless a rank wrote several."""
+        return len(self.files.files)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Say what is in it that is neither the model's nor the optimizer's."""
+        others = self.keys.others
+        if not others:
+            return ()
+        return (f"Not read, as it is neither the model's nor the optimizer's: {show_few(others)}.",)
+
+
+def parts_of(root: Path) -> list[Path]:
+    """List the directories with an index that make up the checkpoint at a path; none if it is none.
+
+    Usually it is the directory itself. Accelerate and HF Trainer save two inside of theirs.
+    """
+    if not is_directory(root):
+        return []
+    if is_distributed(_names(root)):
+        return [root]
+    inside = [root / name for name in _ACCELERATE]
+    found = [place for place in inside if is_directory(place) and is_distributed(_names(place))]
+    if found and found[0] != inside[0]:
+        message = f"{root}: holds the optimizer alone, {_ACCELERATE[0]} is not beside it"
+        raise IncompleteError(message)
+    return found
+
+
+def index_of(root: Path) -> Index:
+    """Read the index of a distributed checkpoint, or the joint one of its two parts."""
+    parts = parts_of(root)
+    for part in parts:
+        require_inside(part, root)
+        require_inside(part / dcp_names.METADATA, root)
+    index = read_index(parts[0])
+    for part in parts[1:]:
+        index = join(index, read_index(part))
+    return index
+
+
+def _names(directory: Path) -> list[str]:
+    return [entry.name for entry in paths_in(directory)]
+
+
+def open_distributed(root: Path, known: Set[str] = frozenset()) -> Distributed:
+    """Read the index of a distributed checkpoint, and the headers of its items.
+
+    Parameters
+    ----------
+    known
+        Names of the model's parameters, if they are known.
+
+    Raises
+    ------
+    SourceError
+        Something is missing, damaged, contradictory or not supported; the message names the file.
+    """
+    index = index_of(root)
+    with of_file(root):
+        keys = sort_keys(index, known)
+        files = ItemFiles(index)
+        owned = [
+            *keys.weights.values(),
+            *(k for held in keys.states.values() for k in held.values()),
+        ]
+        options = [*keys.groups.values(), *keys.copies.values()]
+        owned += [key for held in options for key in held.values()]
+        places = files.locate({key: index.tensors[key] for key in owned if key in index.tensors})
+        return Distributed(
+            root, index, keys, files, places, SavedOptimizer(index, keys, files, places)
+        )
+
+
+def read(root: Path) -> Reading:
+    """Open a distributed checkpoint as it is: without what a DeepSpeed job needs besides.
+
+    Raises
+    ------
+    SourceError
+        Something is missing, damaged, contradictory or not supported; the message names the file.
+    """
+    found = open_distributed(root)
+    with of_file(root):
+        groups = [_group(found, number, g) for number, g in enumerate(found.optimizer.groups())]
+        entries = _module_entries(found, {name for group in groups for name in group.params})
+        wrapped = {
+            "state": {},
+            "param_groups": [{**g.options, "params": []} for g in found.optimizer.groups()],
+        }
+    shapes = {name: found.weight(name).shape for name in found.keys.weights}
+    tensors = [*optimizer_tensors(groups, shapes, ""), *_module_tensors(entries)]
+    state: dict[str, Node] = {names.OPTIMIZER: {names.BASE_OPTIMIZER: wrapped}}
+    family = Family(
+        name="",
+        groups=tuple(groups),
+        module=entries,
+        model_state={names.MODULE_STATE: OrderedDict()},
+        optimizer_file=state if groups else {},
+        param_ids={},
+    )
+    checkpoint = Checkpoint(
+        tag=root.name,
+        layout=ZeroLayout(stage=0, world_size=found.world_size),
+        tensors=tuple(tensors),
+        families=(family,),
+        module_dtype=next((entry.dtype for entry in entries), "float32"),
+        files=(),
+        notes=found.left_out,
+        foreign=_WHAT,
+        unrecorded=tuple(_unrecorded(found, groups, entries)),
+    )
+    return cut(checkpoint, found)
+
+
+def _group(found: Distributed, number: int, group: SavedGroup) -> ParamGroup:
+    dtypes = {found.weight(name).dtype: name for name in group.params}
+    if len(dtypes) > 1:
+        listed = " and ".join(f"'{name}' is {dtype}" for dtype, name in dtypes.items())
+        raise UnsupportedError(f"{listed}, in one param group: ZeRO keeps groups of one dtype")
+    return ParamGroup(group.params, next(iter(dtypes), "float32"), group.states, number)
+
+
+def _module_entries(found: Distributed, trained: Set[str]) -> tuple[ModuleEntry, ...]:
+    """List the model's state dict; what is not trained may be a frozen weight or a buffer.
+
+    Names that share their items are tied.
+    """
+    first: dict[tuple[int, ...], str] = {}
+    entries = []
+    for name, key in found.keys.weights.items():
+        tensor = found.tensor(key)
+        items = tensor.items
+        place = (*items.file.tolist(), *items.offset.tolist())
+        tied_to = first.setdefault(place, name) if len(items) else name
+        kind = "param" if name in trained else "weight"
+        if tied_to != name and name not in trained:
+            entries.append(ModuleEntry(name, "alias", tensor.dtype, tensor.shape, tied_to))
+        else:
+            entries.append(ModuleEntry(name, kind, tensor.dtype, tensor.shape))
+    return tuple(entries)
+
+
+def _unrecorded(
+    found: Distributed, groups: Sequence[ParamGroup], entries: Sequence[ModuleEntry]
+) -> Iterator[str]:
+    """Name what a job needs that neither the checkpoint nor a job's config tells."""
+    if not groups or any(group.states is None for group in groups if group.params):
+        yield "the optimizer's states"
+        return
+    place = {name: number for number, name in enumerate(found.keys.weights)}
+    orders = [[place[name] for name in group.params] for group in groups]
+    if found.keys.by_parameter:
+        yield "the order of the parameters: its optimizer is flattened, and lists none"
+    elif any(order != sorted(order) for order in orders):
+        # FSDP1 may list them as its flat parameters hold them, which no DeepSpeed job does.
+        yield "the order of the parameters: its param groups have another one than its model"
+    others = [entry.name for entry in entries if entry.kind != "param"]
+    if others:
+        yield f"whether {show_few(others)} are frozen weights, buffers, or tied to other weights"
+    empty = [entry.name for entry in entries if 0 in entry.shape]
+    if empty:
+        yield f"who trains {show_few(empty)}, without elements"
+    half = [name for group in groups for name in group.params if group.master_dtype != "float32"]
+    if half:
+        yield f"fp32 master weights of {show_few(half)}"
+
+
+def _module_tensors(entries: Iterable[ModuleEntry]) -> list[LogicalTensor]:
+    """List the logical tensors of what is not trained."""
+    return [
+        LogicalTensor(MODULE, entry.name, entry.dtype, entry.shape)
+        for entry in entries
+        if entry.kind not in ("param", "alias", "extra")
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class BorrowedPlace:
+    """Where a tensor lies that is another checkpoint's."""
+
+    slot: Slot
+    piece_numel: int
+    origin: int
+    lead: int
+
+
+def cut(
+    checkpoint: Checkpoint, found: Distributed, borrowed: Sequence[BorrowedPlace] = ()
+) -> Reading:
+    """Compute the place of every element of every logical tensor.
+
+    Parameters
+    ----------
+    borrowed
+        Places of the tensors of training state, in their order.
+
+    Raises
+    ------
+    CorruptFileError
+        Boxes of a tensor overlap, or leave a gap.
+    """
+    builder = CuttingBuilder([ITEMSIZE[tensor.dtype] for tensor in checkpoint.tensors])
+    others = iter(borrowed)
+    for number, tensor in enumerate(checkpoint.tensors):
+        if tensor.state == BLOB:
+            one = next(others)
+            slot = builder.slot(one.slot)
+            builder.place(
+                number, slot, piece_numel=one.piece_numel, origin=one.origin, lead=one.lead
+            )
+            continue
+        key = found.key_of(tensor)
+        saved, places = found.tensor(key), found.places[key]
+        if not tensor.numel:
+            nothing = np.zeros(1, dtype=np.int64)
+            builder.place(number, builder.slot(Slot(nothing, nothing, nothing)), piece_numel=1)
+            continue
+        try:
+            grid = grid_of(saved.shape, saved.offsets, saved.sizes)
+        except NotTiledError as error:
+            message = (
+                f"{found.root / dcp_names.METADATA}: {show(key)} of {show(saved.shape)}: {error}"
+            )
+            raise CorruptFileError(message) from error
+        pieces = Slot(places.file, places.offset, np.prod(saved.sizes, axis=1, dtype=np.int64))
+        builder.place_boxes(number, builder.slot(pieces), grid)
+    return Reading(checkpoint, builder.build(), found.files.files)

@@ -1,0 +1,300 @@
+"""Reads `.metadata`, the index of a distributed checkpoint, without running anything of it.
+
+It is a pickle of `torch.distributed.checkpoint.metadata.Metadata` (torch 2.13): the shape and dtype
+of each tensor with the boxes that it was cut into, and the file, offset and length of every item.
+An item is one box of a tensor, or another value.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamshard.errors import (
+    CorruptFileError,
+    DisagreementError,
+    IncompleteError,
+    UnsupportedError,
+)
+from streamshard.formats.dcp import dcp_names
+from streamshard.formats.pickle import inert_load
+from streamshard.formats.pickle.inert import Call, Global, Node, show
+from streamshard.formats.pickle.node_checks import name_of, of_file
+from streamshard.formats.torch.torch_tensor import shape_of
+from streamshard.io.entries import examine, read_all
+from streamshard.model import ITEMSIZE
+
+Ints = NDArray[np.int64]
+
+_STRIDED: Final = "torch.strided"
+_LIMIT: Final = 1 << 62
+"""Larger than any file; the sum of two such numbers still fits an int64."""
+_LIMIT_PATH: Final = 255
+_OPCODES_PER_BOX: Final = 70
+"""Of a box with its item, as torch pickles them: 65 with one dimension, 68 with two."""
+_TOO_MANY_BOXES: Final = (
+    f"lists more than about {inert_load.LIMIT_OPCODES // _OPCODES_PER_BOX // 10_000 * 10_000:,} "
+    "boxes of tensors, which are most that are read: each takes some 2.7 kB of memory. FSDP has a "
+    "box for each tensor on each rank: load it into a job on fewer ranks, and save it there"
+)
+_MOST_EMPTY: Final = 1 << 22
+"""More boxes without elements than any job lists. A pickle can share one list of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedItems:
+    """Where items lie; parallel arrays."""
+
+    file: Ints
+    """Index into the list of files."""
+    offset: Ints
+    nbytes: Ints
+
+    def __len__(self) -> int:
+        """Count the items."""
+        return len(self.file)
+
+    def shifted(self, count: int) -> "SavedItems":
+        """Return the same with files counted from `count` on."""
+        return replace(self, file=self.file + count)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A tensor, and the boxes that it was cut into; empty boxes are left out."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: Ints
+    """Where each box begins, (boxes, dimensions)."""
+    sizes: Ints
+    """Lengths of each box, (boxes, dimensions)."""
+    items: SavedItems
+    """The item of each box."""
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What `.metadata` lists, by the key of the flattened state dict."""
+
+    tensors: Mapping[str, SavedTensor]
+    values: Mapping[str, SavedItems]
+    """Values that are no tensors; one item each."""
+    paths: Mapping[str, tuple[str, ...]]
+    """Key → where the value stood in the state dict; empty if that was not recorded."""
+    files: tuple[Path, ...]
+    """The files of the items, in the order in which they are first mentioned."""
+
+    def every(self) -> list[SavedItems]:
+        """Return the items of all tensors, then those of all values."""
+        return [*(tensor.items for tensor in self.tensors.values()), *self.values.values()]
+
+    def by_file(self) -> dict[Path, list[tuple[int, int]]]:
+        """Return file → offset and length of each item in it, in order; shared items once."""
+        found: dict[Path, set[tuple[int, int]]] = {path: set() for path in self.files}
+        for items in self.every():
+            columns = (column.tolist() for column in (items.file, items.offset, items.nbytes))
+            for file, offset, nbytes in zip(*columns, strict=True):
+                found[self.files[file]].add((offset, nbytes))
+        return {path: sorted(places) for path, places in found.items()}
+
+
+def is_distributed(names: Collection[str]) -> bool:
+    """Tell whether a directory with these files is a distributed checkpoint, or was to be one.
+
+    >>> is_distributed([".metadata", "__0_0.distcp"]), is_distributed(["__1_0.distcp"])
+    (True, True)
+    """
+    return dcp_names.METADATA in names or any(name.endswith(".distcp") for name in names)
+
+
+def join(one: Index, other: Index) -> Index:
+    """Return what both list: the model, and its optimizer in a directory of its own.
+
+    Raises
+    ------
+    DisagreementError
+        Both have a value of one name.
+    """
+    tensors, values = dict(one.tensors), dict(one.values)
+    count = len(one.files)
+    for key in other.tensors.keys() | other.values.keys():
+        if key in tensors or key in values:
+            message = f"{other.files[0].parent} and {one.files[0].parent} both have {show(key)}"
+            raise DisagreementError(message)
+    for key, tensor in other.tensors.items():
+        tensors[key] = replace(tensor, items=tensor.items.shifted(count))
+    values |= {key: items.shifted(count) for key, items in other.values.items()}
+    return Index(tensors, values, {**one.paths, **other.paths}, (*one.files, *other.files))
+
+
+def read_index(directory: Path) -> Index:
+    """Read the index of a distributed checkpoint.
+
+    Raises
+    ------
+    IncompleteError
+        There is no index, as a save that was killed leaves it.
+    CorruptFileError
+        The index is damaged, or contradicts itself.
+    UnsupportedError
+        Items were transformed while they were saved, or a tensor is of an unknown kind.
+    """
+    path = directory / dcp_names.METADATA
+    try:
+        nbytes = examine(path).nbytes
+    except FileNotFoundError as error:
+        message = f"{path}: missing; torch writes it last, so this save did not come to its end"
+        raise IncompleteError(f"{message}: take an earlier checkpoint") from error
+    with of_file(path):
+        if nbytes > inert_load.LIMIT_BYTES:
+            raise UnsupportedError(f"{nbytes:,} bytes, {inert_load.LIMIT_BYTES:,} is most")
+        try:
+            root = inert_load.load(read_all(path, nbytes + 1), _no_tensors)
+            return _IndexReader(path).read(root)
+        except inert_load.TooManyOpcodesError as error:
+            raise UnsupportedError(_TOO_MANY_BOXES) from error
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+            message = f"not an index of a distributed checkpoint ({type(error).__name__})"
+            raise CorruptFileError(message) from error
+
+
+def _no_tensors(_: Node) -> Node:
+    raise CorruptFileError("refers to a storage, which no index does")
+
+
+class _IndexReader:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._files: dict[str, int] = {}
+        self._empty = 0
+        self._items: dict[tuple[str, tuple[int, ...] | None], tuple[int, int, int]] = {}
+
+    def read(self, root: Node) -> Index:
+        top = _state_of(root, dcp_names.METADATA_CLASS)
+        listed, stored = top["state_dict_metadata"], top["storage_data"]
+        if not isinstance(listed, dict) or not isinstance(stored, dict):
+            raise CorruptFileError("lists neither tensors nor items")
+        for key, info in stored.items():
+            self._add_item(key, info)
+        stored.clear()
+        tensors: dict[str, SavedTensor] = {}
+        values: dict[str, SavedItems] = {}
+        for key, entry in listed.items():
+            name = name_of(key)
+            if isinstance(entry, Call) and entry.function == dcp_names.BYTES:
+                values[name] = _arrays([self._take(name, None)])
+            else:
+                tensors[name] = self._tensor(name, entry)
+        for name, where in self._items:
+            at = "" if where is None else f" at {show(where)}"
+            raise CorruptFileError(f"an item of {show(name)}{at} belongs to nothing that is listed")
+        paths = _paths(top.get("planner_data"), {*tensors, *values})
+        files = tuple(self._path.parent / name for name in self._files)
+        return Index(tensors, values, paths, files)
+
+    def _add_item(self, key: Node, info: Node) -> None:
+        index = _state_of(key, dcp_names.INDEX)
+        name, offset = name_of(index["fqn"]), index.get("offset")
+        held = _state_of(info, dcp_names.STORAGE_INFO)
+        if held.get("transform_descriptors"):
+            what = show(held["transform_descriptors"])
+            message = f"{show(name)} was transformed while it was saved, by {what}, as extensions"
+            raise UnsupportedError(f"{message} of torch's writer do: save it without them")
+        file, start, nbytes = held["relative_path"], held["offset"], held["length"]
+        _require_name(file, name)
+        if not all(type(number) is int and 0 <= number < _LIMIT for number in (start, nbytes)):
+            message = f"the item of {show(name)} is said to be {show(nbytes)} bytes at"
+            raise CorruptFileError(f"{message} {show(start)} of {file}")
+        where = None if offset is None else shape_of(offset)
+        place = (self._files.setdefault(file, len(self._files)), start, nbytes)
+        if self._items.setdefault((name, where), place) != place:
+            raise CorruptFileError(f"two items claim to be {show(name)} at {show(where)}")
+
+    def _take(self, name: str, where: tuple[int, ...] | None) -> tuple[int, int, int]:
+        place = self._items.pop((name, where), None)
+        if place is None:
+            at = "" if where is None else f" at {show(where)}"
+            raise CorruptFileError(f"lists {show(name)}{at}, but not where it lies")
+        return place
+
+    def _tensor(self, name: str, entry: Node) -> SavedTensor:
+        if not isinstance(entry, Call) or entry.function != dcp_names.TENSOR:
+            raise UnsupportedError(f"{show(name)} is {show(entry)}, which is not known")
+        held = _state_of(entry, dcp_names.TENSOR)
+        shape, dtype = shape_of(held["size"]), _dtype(name, held["properties"])
+        boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        items: list[tuple[int, int, int]] = []
+        for chunk in held["chunks"]:
+            box = _state_of(chunk, dcp_names.CHUNK)
+            offsets, sizes = shape_of(box["offsets"]), shape_of(box["sizes"])
+            if not len(offsets) == len(sizes) == len(shape):
+                message = f"{show(name)} of {show(shape)} has a box at {show(offsets)} of"
+                raise CorruptFileError(f"{message} {show(sizes)}")
+            if 0 in sizes:  # ranks that got nothing of it list it all the same
+                self._items.pop((name, offsets), None)
+                self._empty += 1
+                if self._empty > _MOST_EMPTY:
+                    raise UnsupportedError(
+                        f"lists more than {_MOST_EMPTY:,} boxes without elements"
+                    )
+                continue
+            boxes.append((offsets, sizes))
+            items.append(self._take(name, offsets))
+        return SavedTensor(
+            dtype,
+            shape,
+            np.array([box[0] for box in boxes], np.int64).reshape(len(boxes), len(shape)),
+            np.array([box[1] for box in boxes], np.int64).reshape(len(boxes), len(shape)),
+            _arrays(items),
+        )
+
+
+def _arrays(items: list[tuple[int, int, int]]) -> SavedItems:
+    return SavedItems(*np.array(items, dtype=np.int64).reshape(len(items), 3).T)
+
+
+def _state_of(node: Node, kind: Global) -> dict[str, Node]:
+    """Return the attributes of an object of a class."""
+    if not isinstance(node, Call) or node.function != kind or not isinstance(node.state, dict):
+        raise CorruptFileError(f"has {show(node)} where torch writes {kind.name}")
+    return node.state
+
+
+def _dtype(name: str, properties: Node) -> str:
+    """Read the dtype of a dense tensor."""
+    # The class of dtype and layout has been in two modules.
+    kind = f".{dcp_names.PROPERTIES.name}"
+    is_known = isinstance(properties, Call) and properties.name.endswith(kind)
+    if not is_known or not isinstance(properties.state, tuple) or len(properties.state) < 2:
+        raise CorruptFileError(f"{show(name)} has no properties of a tensor")
+    dtype, layout = properties.state[:2]
+    if isinstance(layout, Call) and layout.args != (_STRIDED,):
+        raise UnsupportedError(f"{show(name)} is a tensor of {show(layout.args)}, not a dense one")
+    known = isinstance(dtype, Global) and dtype.module == "torch" and dtype.name in ITEMSIZE
+    if not known or dtype.name.startswith(("q", "complex")):
+        raise UnsupportedError(f"{show(name)} is of dtype {show(dtype)}, which is not supported")
+    return str(dtype.name)
+
+
+def _require_name(file: Node, name: str) -> None:
+    """Refuse a file that does not lie beside the index."""
+    sound = isinstance(file, str) and 0 < len(file) <= _LIMIT_PATH and file.isprintable()
+    if not sound or "/" in file or "\\" in file or file.startswith("."):
+        raise CorruptFileError(f"the item of {show(name)} is said to lie in {show(file)}")
+
+
+def _paths(planner_data: Node, keys: set[str]) -> dict[str, tuple[str, ...]]:
+    """Read where each value stood in the state dict, which torch's own planner records."""
+    if not isinstance(planner_data, dict):
+        return {}
+    found = {}
+    for key, path in planner_data.items():
+        if not isinstance(key, str) or key not in keys or not isinstance(path, tuple):
+            continue
+        if all(isinstance(part, str | int) for part in path):
+            found[key] = tuple(str(part) for part in path)
+    return found

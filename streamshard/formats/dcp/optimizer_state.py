@@ -1,0 +1,204 @@
+"""Reads the optimizer of a distributed checkpoint: states, steps and param groups."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
+from streamshard.formats.checkpoint import FlatState, ScalarState
+from streamshard.formats.dcp.dcp_names import PARAMS
+from streamshard.formats.dcp.item_reader import ItemFiles, TensorPlaces
+from streamshard.formats.dcp.metadata_reader import Index
+from streamshard.formats.dcp.state_names import StateKeys
+from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.torch.torch_tensor import tensor_of
+
+_NUMBERS: Final = {"float32": "<f4", "float64": "<f8", "int64": "<i8", "int32": "<i4"}
+
+
+@dataclass(frozen=True, slots=True)
+class SavedGroup:
+    """Parameters that share the options of a param group."""
+
+    params: tuple[str, ...]
+    """In the order of the checkpoint; of a flattened optimizer, in the order of its keys."""
+    options: Mapping[str, Node]
+    """`lr`, `betas`, …, without the parameters."""
+    states: Mapping[str, Node] | None
+    """State → `FlatState`, `ScalarState` or a plain value; None before the first step."""
+
+
+class SavedOptimizer:
+    """The optimizer of a distributed checkpoint."""
+
+    def __init__(
+        self,
+        index: Index,
+        keys: StateKeys,
+        files: ItemFiles,
+        places: Mapping[str, TensorPlaces],
+    ) -> None:
+        self._index = index
+        self._keys = keys
+        self._places = places
+        owned = [*keys.groups.values(), *keys.copies.values(), *keys.states.values()]
+        wanted = [key for held in owned for key in held.values() if key in index.values]
+        self._values = files.values(wanted)
+
+    def groups(self) -> list[SavedGroup]:
+        """Read the param groups.
+
+        A flattened optimizer has options by parameter, and does not tell which parameters shared a
+        group: those with equal options and states are one group here.
+
+        Raises
+        ------
+        SourceError
+            Parameters of a group have different steps or states, or something is damaged.
+        """
+        if self._keys.by_parameter:
+            return self._by_options()
+        found: list[SavedGroup] = []
+        listed: dict[str, str] = {}
+        for number in sorted(self._keys.groups, key=int):
+            options = self.options(number)
+            listed_names = _names(options.pop(PARAMS, None), number)
+            params = tuple(name.removeprefix(self._keys.wrapper) for name in listed_names)
+            for name in params:
+                if listed.setdefault(name, number) != number or params.count(name) > 1:
+                    raise CorruptFileError(f"'{name}' is in two param groups")
+            self._require_copies(params, number, options)
+            found.append(SavedGroup(params, options, self.states_of(params)))
+        for name in self._keys.states:
+            if name not in listed:
+                raise CorruptFileError(f"the optimizer has states of {show(name)}, in no group")
+        return found
+
+    def _require_copies(
+        self, params: Sequence[str], number: str, options: Mapping[str, Node]
+    ) -> None:
+        """Refuse options that are kept by parameter besides, and differ from their group's."""
+        for name in params:
+            for option, key in self._keys.copies.get(name, {}).items():
+                value = self._value(key)
+                mine = _show_value(options[option]) if option in options else "missing"
+                if _show_value(value) != mine:
+                    message = f"{show(key)} is {show(value)}, in param group {number} it is"
+                    raise DisagreementError(f"{message} {show(options.get(option))}")
+
+    def _by_options(self) -> list[SavedGroup]:
+        members: dict[str, list[str]] = {}
+        held: dict[str, dict[str, Node]] = {}
+        for name in self._keys.groups:
+            options = self.options(name)
+            text = repr([(key, _show_value(value)) for key, value in sorted(options.items())])
+            text += repr(self._kinds(name))
+            members.setdefault(text, []).append(name)
+            held[text] = options
+        for name in self._keys.states:
+            if name not in self._keys.groups:
+                raise CorruptFileError(f"the optimizer has states of {show(name)}, in no group")
+        return [
+            SavedGroup(tuple(names), held[text], self.states_of(names))
+            for text, names in members.items()
+        ]
+
+    def _kinds(self, name: str) -> list[tuple[str, str]]:
+        states = self.states_of([name]) or {}
+        return [(key, _show_value(value)) for key, value in sorted(states.items())]
+
+    def options(self, owner: str) -> dict[str, Node]:
+        """Read the options of a group, or of one parameter of a flattened optimizer."""
+        return {name: self._value(key) for name, key in self._keys.groups[owner].items()}
+
+    def states_of(self, params: Sequence[str]) -> Mapping[str, Node] | None:
+        """Read the states that parameters share; None if none of them has any.
+
+        Raises
+        ------
+        DisagreementError
+            They do not have the same states, or count different steps.
+        """
+        first: Mapping[str, Node] | None = None
+        shown: dict[str, str] = {}
+        for number, name in enumerate(params):
+            states = {
+                k: self._state(name, key) for k, key in self._keys.states.get(name, {}).items()
+            }
+            now = {key: _show_value(value) for key, value in states.items()}
+            if number == 0:
+                first, shown = states, now
+            for key in {**shown, **now} if now != shown else ():
+                if shown.get(key) != now.get(key):
+                    message = f"'{params[0]}' has {key} {shown.get(key, 'not at all')}, '{name}' of"
+                    message = f"{message} the same param group {now.get(key, 'not at all')}"
+                    raise DisagreementError(f"{message}: ZeRO keeps one for all")
+        return first or None
+
+    def _state(self, name: str, key: str) -> Node:
+        tensor = self._index.tensors.get(key)
+        if tensor is None:
+            return self._value(key)
+        weight = self._keys.weights.get(name)
+        shape = self._index.tensors[weight].shape if weight is not None else None
+        if tensor.shape == shape and shape != ():
+            return FlatState(tensor.dtype)
+        if tensor.shape == () and (shape != () or key.endswith(".step")):
+            return self._scalar(key)
+        if tensor.shape == shape:
+            return FlatState(tensor.dtype)
+        message = f"'{key}' has the shape {list(tensor.shape)}, its parameter"
+        raise UnsupportedError(
+            f"{message} {list(shape or ())}: only states with an element for each of the parameter"
+        )
+
+    def _scalar(self, key: str) -> ScalarState:
+        tensor = self._index.tensors[key]
+        return ScalarState(tensor.dtype, (), self._places[key].scalar)
+
+    def _value(self, key: str) -> Node:
+        """Read a plain value: a number, a text, a flag, a small tuple or list of these."""
+        if key in self._index.tensors:
+            if self._index.tensors[key].shape != ():
+                raise UnsupportedError(f"'{key}' is a tensor that is no state of a parameter")
+            return number_in(key, self._scalar(key))
+        value = self._values[key]
+        if tensor_of(value) is not None or not _is_plain(value):
+            raise UnsupportedError(f"'{key}' is {show(value)}, which no ZeRO optimizer keeps")
+        return value
+
+
+def number_in(key: str, scalar: ScalarState) -> int | float:
+    """Return the number that a tensor of one element holds.
+
+    Raises
+    ------
+    UnsupportedError
+        Its dtype is not one in which torch keeps steps and hyper-parameters.
+    """
+    form = _NUMBERS.get(scalar.dtype)
+    if form is None:
+        raise UnsupportedError(f"its {key} is {scalar.dtype}, which is no number of an optimizer")
+    number: int | float = np.frombuffer(scalar.data, form)[0].item()
+    return number
+
+
+def _show_value(value: Node) -> str:
+    """Serialize an option or a state as text, so that equal texts mean equal bits."""
+    if isinstance(value, ScalarState):
+        return f"{value.dtype} {value.data.hex()}"
+    return repr(value) if isinstance(value, FlatState) or _is_plain(value) else show(value)
+
+
+def _is_plain(value: Node, depth: int = 3) -> bool:
+    if isinstance(value, list | tuple):
+        return depth > 0 and all(_is_plain(part, depth - 1) for part in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _names(node: Node, number: str) -> tuple[str, ...]:
+    if not isinstance(node, list | tuple) or not all(isinstance(name, str) for name in node):
+        raise CorruptFileError(f"param group {number} lists no names of parameters: {show(node)}")
+    return tuple(node)

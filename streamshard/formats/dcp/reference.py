@@ -1,0 +1,367 @@
+"""Completes a distributed checkpoint by a ZeRO checkpoint of the job that is to resume.
+
+The tensors, the optimizer's states, their steps and the hyper-parameters are the distributed
+checkpoint's. Everything else is the reference's: the order of the parameters, which tensors are
+frozen weights or buffers, which names are tied, dtypes, the config, scalers and schedulers. Both
+must describe the same model: every difference is refused.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from streamshard.errors import DisagreementError, UnsupportedError
+from streamshard.formats.checkpoint import (
+    LIKE,
+    Checkpoint,
+    Family,
+    FlatState,
+    ModuleEntry,
+    ParamGroup,
+    Reading,
+    ScalarState,
+)
+from streamshard.formats.dcp.dcp_reader import BorrowedPlace, Distributed, cut, open_distributed
+from streamshard.formats.dcp.optimizer_state import SavedGroup, number_in
+from streamshard.formats.dcp.torch_optimizers import OF_TORCH
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.read.family import optimizer_tensors
+from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.pickle.node_checks import of_file
+from streamshard.formats.torch.torch_tensor import Storage
+from streamshard.formats.torch.tree_comparison import show_few
+from streamshard.formats.torch.tree_copy import copied
+from streamshard.model import MODULE, LogicalTensor, Slot, SourceFile, Whole
+
+_STEP: Final = "step"
+_OF_DEEPSPEED: Final = "bias_correction"
+"""Hyper-parameter that only DeepSpeed's own Adams have: they count steps in a number."""
+_KINDS: Final = ("betas", "momentum", "alpha", "lr_decay")
+"""Hyper-parameters that tell optimizers apart; a param group has as many of them as its kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """A distributed checkpoint with all that a job needs."""
+
+    reading: Reading
+    borrowed: Mapping[int, int]
+    """File of the reference that holds some of the training state → its number in `reading`."""
+
+
+def read_like(root: Path, like: Reading) -> Completed:
+    """Open a distributed checkpoint, and complete it by a reference checkpoint.
+
+    Raises
+    ------
+    DisagreementError
+        The two are not of the same model or of the same kind of optimizer.
+    SourceError
+        Something is missing, damaged or not supported; the message names the file.
+    """
+    reference = like.checkpoint
+    family = _only_family(root, reference)
+    known = {name for group in family.groups for name in group.params}
+    found = open_distributed(root, known)
+    with of_file(root):
+        merging = _Merging(found, reference, family)
+        merging.require_same_names()
+        groups, options = merging.groups()
+        entries = merging.entries()
+        shapes = {name: found.weight(name).shape for name in known}
+        tensors = [*optimizer_tensors(groups, shapes, ""), *merging.module_tensors(entries)]
+    blobs = _Blobs(like, first=len(tensors), first_file=len(found.files.files))
+    model, optimizer = blobs.adopt((family.model_state, family.optimizer_file))
+    completed = Family(
+        name="",
+        groups=tuple(groups),
+        module=entries,
+        model_state=model,
+        optimizer_file=_with_options(optimizer, options),
+        param_ids=family.param_ids,
+    )
+    checkpoint = replace(
+        reference,
+        tag=root.name,
+        tensors=(*tensors, *blobs.tensors),
+        families=(completed,),
+        files=(),
+        notes=(*found.left_out, *merging.notes()),
+        accelerate_step=None,
+        dropped=None,
+    )
+    reading = cut(checkpoint, found, blobs.places)
+    files = (*reading.files, *blobs.files)
+    return Completed(replace(reading, files=files), blobs.borrowed)
+
+
+def _only_family(root: Path, reference: Checkpoint) -> Family:
+    """Return the reference's only family, which holds a whole model and its optimizer."""
+    family = reference.families[0]
+    what = None
+    if reference.is_dumps or reference.foreign:
+        what = "holds no training state of an engine"
+    elif len(reference.families) > 1 or family.model_state.get(names.MODULE_STATE) is None:
+        what = "is cut by tensor or pipeline parallelism, which a distributed checkpoint is not"
+    elif reference.expert_parallel > 1 or family.model_state.get(names.EXPERT_COUNTS):
+        what = "has experts in files of their own"
+    elif reference.dropped is not None:
+        what = "holds weights only"
+    elif any(entry.kind == "excluded" for entry in family.module) or (
+        reference.layout.stage > 1 and family.model_state.get(names.FROZEN_SHAPES, {}) is None
+    ):
+        what = "was saved without frozen weights (exclude_frozen_parameters)"
+    if what is not None:
+        message = f"{root}: {LIKE} {what}; give a whole ZeRO checkpoint of the job that is to"
+        raise UnsupportedError(f"{message} resume, such as one that it saves before its first step")
+    return family
+
+
+class _Merging:
+    """A distributed checkpoint beside a family of the reference."""
+
+    def __init__(self, found: Distributed, reference: Checkpoint, family: Family) -> None:
+        self._found = found
+        self._reference = reference
+        self._family = family
+        self._cast: list[str] = []
+        self._unlike: set[str] = set()
+
+    def require_same_names(self) -> None:
+        """Refuse tensors that only one side has, and other shapes."""
+        mine = {name: self._found.weight(name).shape for name in self._found.keys.weights}
+        entries = {e.name: e for e in self._family.module if e.kind != "extra"}
+        theirs = {name: entry.shape for name, entry in entries.items()}
+        for shapes in self._reference.group_shapes(self._family):
+            theirs |= shapes
+        # What is tied may be listed under one name only.
+        optional = {name for name, entry in entries.items() if entry.kind == "alias"}
+        missing = sorted(theirs.keys() - mine.keys() - optional)
+        if missing:
+            raise DisagreementError(f"lacks what {LIKE} has: {show_few(missing)}")
+        extra = sorted(mine.keys() - theirs.keys())
+        if extra:
+            raise DisagreementError(f"{LIKE} lacks what is in it: {show_few(extra)}")
+        for name, shape in mine.items():
+            # BF16_Optimizer without a stage records sizes but no shapes.
+            if shape != theirs[name]:
+                message = f"'{name}' is {list(shape)}, in {LIKE} {list(theirs[name])}"
+                raise DisagreementError(message)
+        untied = sorted(optional & self._found.keys.states.keys())
+        if untied:
+            entry = entries[untied[0]]
+            message = f"'{entry.name}' was trained by itself, in {LIKE} it is tied to"
+            raise DisagreementError(f"{message} '{entry.alias_of}'")
+        trained = {name for group in self._family.groups for name in group.params}
+        for name in sorted(self._found.keys.states.keys() - trained):
+            raise DisagreementError(f"'{name}' was trained, in {LIKE} no param group has it")
+
+    def groups(self) -> tuple[list[ParamGroup], list[Mapping[str, Node]]]:
+        """Build the param groups in the reference's order, and their hyper-parameters."""
+        saved = self._found.optimizer.groups()
+        owner = {name: number for number, group in enumerate(saved) for name in group.params}
+        held = self._family.wrapped_optimizer["param_groups"]
+        groups, options = [], []
+        for group in self._family.groups:
+            mine = self._group_of(group, saved, owner)
+            groups.append(self._merged(group, mine, held[group.number]))
+            options.append(self._options(group, mine, held[group.number]))
+        return groups, options
+
+    def _group_of(
+        self, group: ParamGroup, saved: Sequence[SavedGroup], owner: Mapping[str, int]
+    ) -> SavedGroup | None:
+        """Find the saved group with the same parameters; None if the optimizer was not saved."""
+        if not saved or not group.params:
+            return None
+        for name in group.params:
+            if name not in owner:
+                raise DisagreementError(f"'{name}' is in no param group of it, in {LIKE} it is")
+        numbers = {owner[name]: name for name in group.params}
+        if len(numbers) > 1:
+            one, other = list(numbers.values())[:2]
+            message = f"'{one}' and '{other}' have different hyper-parameters or steps"
+            raise DisagreementError(f"{message}, in {LIKE} they are in one param group")
+        mine = saved[next(iter(numbers))]
+        extra = sorted({*mine.params} - {*group.params})
+        # A flattened optimizer does not tell which parameters with equal options shared a group.
+        if extra and not self._found.keys.by_parameter:
+            message = f"'{extra[0]}' and '{group.params[0]}' are in one param group"
+            raise DisagreementError(f"{message}, in {LIKE} in two")
+        return mine
+
+    def _merged(
+        self, group: ParamGroup, mine: SavedGroup | None, held: Mapping[str, Node]
+    ) -> ParamGroup:
+        for name in group.params:
+            dtype = self._found.weight(name).dtype
+            if dtype != group.master_dtype:
+                message = f"'{name}' is {dtype}, the master weights of {LIKE} are"
+                raise UnsupportedError(
+                    f"{message} {group.master_dtype}: only a checkpoint with {group.master_dtype} "
+                    "weights continues that job"
+                )
+        if mine is None:
+            message = "holds no states of an optimizer"
+            if group.params:
+                raise UnsupportedError(f"{message}: 'streamshard export' writes its weights")
+            return group
+        states = mine.states
+        if states is None:
+            return replace(group, states=None)
+        theirs = group.states
+        flat = {key for key, value in states.items() if isinstance(value, FlatState)}
+        if theirs is not None:
+            wanted = group.flat_states().keys()
+            if flat != wanted:
+                message = f"has the states {show_few(sorted(flat))}, {LIKE}"
+                raise DisagreementError(f"{message} {show_few(sorted(wanted))}")
+        order = [k for k in theirs or {} if k in states]
+        order += [k for k in (_STEP, *states) if k in states and k not in order]
+        merged = {key: self._state(key, states[key], group, held) for key in dict.fromkeys(order)}
+        return replace(group, states=merged)
+
+    def _state(self, key: str, value: Node, group: ParamGroup, held: Mapping[str, Node]) -> Node:
+        """Return a state in the form that the optimizer of the reference keeps it in."""
+        if isinstance(value, FlatState):
+            known = (group.states or {}).get(key, value)
+            if known != value:
+                message = f"its {key} is {value.dtype}, that of {LIKE} is"
+                raise UnsupportedError(f"{message} {getattr(known, 'dtype', show(known))}")
+            return value
+        if group.states is not None:
+            if key not in group.states:
+                raise DisagreementError(f"has a state {show(key)}, which {LIKE} has not")
+            is_tensor = isinstance(group.states[key], ScalarState)
+        elif OF_TORCH in held or _OF_DEEPSPEED in held:
+            is_tensor = OF_TORCH in held
+        else:
+            message = f"{LIKE} was saved before its first step, and does not tell whether its"
+            raise UnsupportedError(f"{message} optimizer keeps '{key}' as a number: save one later")
+        if is_tensor == isinstance(value, ScalarState):
+            return value
+        return _as_number(key, value) if not is_tensor else _as_tensor(key, value)
+
+    def _options(
+        self, group: ParamGroup, mine: SavedGroup | None, held: Mapping[str, Node]
+    ) -> Mapping[str, Node]:
+        """Return the hyper-parameters that the reference's optimizer has too."""
+        if mine is None or not mine.options:
+            return {}
+        kinds = [{k for k in _KINDS if k in options} for options in (mine.options, held)]
+        if kinds[0] != kinds[1]:
+            message = f"its optimizer has {show_few(sorted(kinds[0]))}, that of {LIKE}"
+            raise DisagreementError(f"{message} {show_few(sorted(kinds[1]))}: another kind")
+        self._unlike |= mine.options.keys() ^ (held.keys() - {"params"})
+        return {key: value for key, value in mine.options.items() if key in held}
+
+    def entries(self) -> tuple[ModuleEntry, ...]:
+        """List the reference's entries."""
+        return self._family.module
+
+    def module_tensors(self, entries: Sequence[ModuleEntry]) -> Iterator[LogicalTensor]:
+        """Yield the tensors that are not trained, in the dtype in which they were saved."""
+        for entry in entries:
+            if entry.kind in ("param", "alias", "extra"):
+                continue
+            dtype = self._found.weight(entry.name).dtype
+            if dtype != entry.dtype:
+                if "int" in dtype + entry.dtype or "bool" in (dtype, entry.dtype):
+                    message = f"'{entry.name}' is {dtype}, in {LIKE} {entry.dtype}"
+                    raise DisagreementError(message)
+                self._cast.append(entry.name)
+            yield LogicalTensor(MODULE, entry.name, dtype, entry.shape)
+
+    def notes(self) -> Iterator[str]:
+        """Say what is the reference's."""
+        steps = self._family.model_state.get("global_steps")
+        yield (
+            f"Of {LIKE} (at {self._reference.tag}) are: the order of the parameters, the config, "
+            "what is frozen, a buffer or tied, the loss scaler, the learning rate scheduler, "
+            f"client state, and the counters of the engine (global_steps {show(steps)})."
+        )
+        if self._unlike:
+            yield (
+                f"Hyper-parameters that one side lacks: {show_few(sorted(self._unlike))}. Written "
+                f"are those that {LIKE} has, with its own values where these are lacking."
+            )
+        if self._cast:
+            yield (
+                f"Not trained, and kept in another dtype by {LIKE}: {show_few(self._cast)}. They "
+                "are cast to that dtype."
+            )
+
+
+def _as_number(key: str, value: ScalarState) -> int:
+    number = number_in(key, value)
+    if not float(number).is_integer():
+        raise UnsupportedError(f"its {key} is no count of steps")
+    return int(number)
+
+
+def _as_tensor(key: str, value: Node) -> ScalarState:
+    """Return a number as torch's optimizers keep steps: in a float32 tensor."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UnsupportedError(f"its {key} is {show(value)}, which is no count of steps")
+    data = np.array(value, "<f4")
+    if data.item() != value:
+        raise UnsupportedError(f"its {key} {value} is not exact in torch's float32")
+    return ScalarState("float32", (), data.tobytes())
+
+
+def _with_options(
+    optimizer: Mapping[str, Node], options: Sequence[Mapping[str, Node]]
+) -> Mapping[str, Node]:
+    """Return an optimizer file's dict with other hyper-parameters."""
+    state = dict(optimizer[names.OPTIMIZER])
+    key = names.BASE_OPTIMIZER if state.get(names.BASE_OPTIMIZER) else names.OPTIMIZER
+    wrapped = dict(state[key])
+    held = wrapped["param_groups"]
+    both = zip(held, options, strict=True)
+    wrapped["param_groups"] = [{**one, **changed} for one, changed in both]
+    return {**optimizer, names.OPTIMIZER: {**state, key: wrapped}}
+
+
+class _Blobs:
+    """The storages in the reference's training state, with their places in its files."""
+
+    def __init__(self, like: Reading, *, first: int, first_file: int) -> None:
+        self._like = like
+        self._first = first
+        self._first_file = first_file
+        self.tensors: list[LogicalTensor] = []
+        self.places: list[BorrowedPlace] = []
+        """The pieces of each of the tensors."""
+        self.borrowed: dict[int, int] = {}
+
+    @property
+    def files(self) -> list[SourceFile]:
+        """The files of the reference that hold them."""
+        return [self._like.files[number] for number in self.borrowed]
+
+    def adopt(self, roots: tuple[Mapping[str, Node], ...]) -> tuple[Mapping[str, Node], ...]:
+        """Copy training state, so that its storages are numbered as in the checkpoint made."""
+        return copied(roots, self._copy)
+
+    def _copy(self, storage: Storage) -> Storage:
+        """Return a storage of the checkpoint that is made."""
+        content = storage.content
+        if not isinstance(content, Whole):
+            return Storage(storage.dtype, storage.numel, content)
+        cutting, tensor = self._like.cutting, self._like.checkpoint.tensors[content.tensor]
+        columns = cutting.first_piece, cutting.origin, cutting.piece_numel, cutting.lead
+        first, origin, piece_numel, lead = (int(column[content.tensor]) for column in columns)
+        pieces = slice(first, first + -(-(origin + tensor.numel) // piece_numel))
+        files = [self._borrow(file) for file in cutting.file[pieces].tolist()]
+        numels = np.full(len(files), piece_numel, dtype=np.int64)
+        slot = Slot(np.array(files, dtype=np.int64), cutting.offset[pieces], numels)
+        self.places.append(BorrowedPlace(slot, piece_numel, origin, lead))
+        number = self._first + len(self.tensors)
+        self.tensors.append(replace(tensor, name=str(len(self.tensors)), family=""))
+        return Storage(storage.dtype, storage.numel, Whole(number))
+
+    def _borrow(self, file: int) -> int:
+        return self.borrowed.setdefault(file, self._first_file + len(self.borrowed))

@@ -1,0 +1,231 @@
+"""Spreads the experts of a checkpoint over another count of ranks.
+
+Every expert's tensors have names of their own, whichever rank holds them. So tensors and their
+places stay as they are, and only the param groups are made anew: for each expert rank of the
+target, the parameters of its experts, in the order in which an engine of the job lists them.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from streamshard.errors import UnsupportedError, UsageError
+from streamshard.formats.checkpoint import LIKE, Checkpoint, Family
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.expert_groups import (
+    AS_SAVED,
+    GROUP_NAME,
+    ExpertLayer,
+    UndividedGroup,
+    undivided_groups,
+)
+from streamshard.formats.deepspeed.expert_order import (
+    SUPPLY,
+    GroupContent,
+    order_of_module,
+    order_of_reference,
+)
+from streamshard.formats.pickle.inert import Node, show
+from streamshard.sizes import counted
+
+_SCHEDULER: Final = "lr_scheduler"
+_PER_GROUP: Final = ("base_lrs", "_last_lr", "lr_lambdas")
+"""Entries of torch's schedulers with an element for each param group."""
+
+
+def expert_degree(checkpoint: Checkpoint) -> int:
+    """Return over how many ranks the experts of a checkpoint are spread.
+
+    Raises
+    ------
+    UsageError
+        It has no experts.
+    UnsupportedError
+        Its layers are spread over different counts of ranks, or it is of a kind whose experts
+        cannot be spread anew.
+    """
+    objection = _objection(checkpoint)
+    if objection:
+        message = f"its experts cannot be spread over another count of ranks: {objection}"
+        raise UnsupportedError(f"{message}. {AS_SAVED}")
+    (family,) = checkpoint.families
+    degrees = {
+        group.template.expert_parallel for group in undivided_groups(family) if group.has_experts
+    }
+    if not degrees:
+        message = "the model has no experts of DeepSpeed's MoE layers in its param groups, so that"
+        raise UsageError(f"{message} none can be spread over ranks: leave --expert-parallel out")
+    if len(degrees) > 1:
+        message = f"has layers with expert parallel sizes {sorted(degrees)}"
+        raise UnsupportedError(f"{message}, of which not one alone changes. {AS_SAVED}")
+    return degrees.pop()
+
+
+def _objection(checkpoint: Checkpoint) -> str | None:
+    """Say why the experts of a checkpoint cannot be spread anew, as far as its kind tells."""
+    if checkpoint.is_dumps:
+        return "raw dumps lack the experts' files"
+    if len(checkpoint.families) > 1:
+        return f"the model is in {len(checkpoint.families)} tensor or pipeline parallel parts"
+    if checkpoint.layout.stage not in (1, 2):
+        return f"it was saved at ZeRO stage {checkpoint.layout.stage}, and not at 1 or 2"
+    if checkpoint.replicas > 1:
+        return "it was trained on sequences that ranks share"
+    of_ranks = f"{checkpoint.tag}/{names.WHOLE_EXPERT_OPTIMIZER}"
+    if any(file.path.startswith(of_ranks) for file in checkpoint.files):
+        return f"an older DeepSpeed saved it, with a file {of_ranks}* for each expert rank"
+    (family,) = checkpoint.families
+    if any(family.is_muon(group) for group in family.groups):
+        return "it was trained with Muon"
+    listed = [entry.name for entry in family.module if names.expert_of(entry.name)]
+    if listed:
+        return f"the model file has a weight of an expert, '{listed[0]}', as of a frozen one"
+    return None
+
+
+def with_expert_degree(
+    checkpoint: Checkpoint, degree: int, like: Checkpoint | None = None
+) -> Checkpoint:
+    """Return a checkpoint whose experts are spread over another count of ranks.
+
+    Parameters
+    ----------
+    like
+        Reference checkpoint of the job that will resume, for the order of its parameters.
+
+    Raises
+    ------
+    UsageError
+        There are no experts, not as many as divide so, or the reference is of another degree.
+    UnsupportedError, DisagreementError
+        The experts cannot be spread so; the message says why.
+    """
+    own = expert_degree(checkpoint)
+    (family,) = checkpoint.families
+    groups = undivided_groups(family)
+    layers = [layer for group in groups if group.has_experts for layer in group.layers()]
+    _require_all_trained(family, layers)
+    _require_even(layers, degree)
+    if like is None:
+        made = order_of_module(checkpoint, groups, own, degree)
+    else:
+        _require_degree(like, degree)
+        made = order_of_reference(checkpoint, groups, like)
+    regrouped = tuple(
+        replace(
+            groups[content.source].template,
+            params=params,
+            number=number,
+            expert_parallel=len(content.params),
+            expert_rank=rank,
+        )
+        for number, content in enumerate(made)
+        for rank, params in enumerate(content.params)
+    )
+    changed = replace(
+        family,
+        groups=regrouped,
+        optimizer_file=_with_groups(family, groups, made, own, degree),
+        model_state=_with_rates(family.model_state, groups, made),
+    )
+    return replace(checkpoint, families=(changed,))
+
+
+def _require_all_trained(family: Family, layers: Iterable[ExpertLayer]) -> None:
+    """Refuse experts that the param groups lack, and counts that the model file does not tell."""
+    counts = {layer.name: layer.count for layer in layers}
+    listed = family.model_state.get(names.EXPERT_COUNTS)
+    told = listed if isinstance(listed, list) else []
+    if Counter(counts.values()) != Counter(told):
+        message = f"its param groups train {sorted(counts.values())} experts of a layer"
+        raise UnsupportedError(
+            f"{message}, and its model file lists {show(told)}: experts that are not all trained "
+            f"cannot be spread over another count of ranks. {AS_SAVED}"
+        )
+
+
+def _require_even(layers: Iterable[ExpertLayer], degree: int) -> None:
+    """Refuse a count of ranks that cannot have as many experts each."""
+    for layer in layers:
+        if degree < 1 or layer.count % degree:
+            fitting = [n for n in range(1, layer.count + 1) if layer.count % n == 0]
+            message = f"--expert-parallel {degree}: '{layer.name[:-1]}' has {layer.count} experts"
+            choice = ", ".join(map(str, fitting))
+            raise UsageError(f"{message}, of which each rank must have as many: give {choice}")
+
+
+def _require_degree(like: Checkpoint, degree: int) -> None:
+    """Refuse a reference whose experts are spread over another count of ranks."""
+    try:
+        theirs = expert_degree(like)
+    except (UnsupportedError, UsageError) as error:
+        raise type(error)(f"{LIKE}: {error}") from error
+    if theirs != degree:
+        message = f"{LIKE} has its experts over {counted(theirs, 'rank')}, and {degree} are asked"
+        raise UsageError(f"{message} for: {SUPPLY}")
+
+
+def _with_groups(
+    family: Family,
+    groups: Sequence[UndividedGroup],
+    made: Sequence[GroupContent],
+    own: int,
+    degree: int,
+) -> Mapping[str, Node]:
+    """Return the optimizer file's dict with the entries of the target's param groups.
+
+    Groups of experts have the name of the ranks that share these, as an engine looks for it.
+    """
+    held = family.wrapped_optimizer["param_groups"]
+    entries: list[Mapping[str, Node]] = []
+    for content in made:
+        group = groups[content.source]
+        entry = held[group.numbers[0]]
+        if group.has_experts:
+            if entry.get(GROUP_NAME) != _ranks_name(own):
+                message = f"param group {group.numbers[0]} of experts is named"
+                message = f"{message} {show(entry.get(GROUP_NAME))}, and not '{_ranks_name(own)}'"
+                raise UnsupportedError(f"{message}. {AS_SAVED}")
+            entry = {**entry, GROUP_NAME: _ranks_name(degree)}
+        entries.append(dict(entry))
+    state = family.optimizer_file[names.OPTIMIZER]
+    wrapped = {**state[names.BASE_OPTIMIZER], "param_groups": entries}
+    state = {**state, names.BASE_OPTIMIZER: wrapped}
+    return {**family.optimizer_file, names.OPTIMIZER: state}
+
+
+def _ranks_name(degree: int) -> str:
+    """Return the name by which an engine knows the ranks that share experts (`groups.py`)."""
+    return f"ep_size_{degree}"
+
+
+def _with_rates(
+    model_state: Mapping[str, Node], groups: Sequence[UndividedGroup], made: Sequence[GroupContent]
+) -> Mapping[str, Node]:
+    """Return the model file's dict with a learning rate for each param group in the scheduler."""
+    before = sum(len(group.numbers) for group in groups)
+    if len(made) == before:
+        return model_state
+    scheduler = model_state.get(_SCHEDULER)
+    if scheduler is None:
+        return model_state
+    changed = dict(scheduler) if isinstance(scheduler, dict) else {_SCHEDULER: scheduler}
+    for key, value in changed.items():
+        if key in _PER_GROUP and isinstance(value, list) and len(value) == before:
+            changed[key] = [value[groups[content.source].numbers[0]] for content in made]
+        elif not isinstance(value, int | float | str | None):
+            message = f"an engine has {len(made)} param groups then, instead of {before}, and"
+            raise UnsupportedError(
+                f"{message} '{key}' of the learning rate scheduler may have an element for each. "
+                f"{AS_SAVED}"
+            )
+    return {**model_state, _SCHEDULER: changed}
+
+
+def spread_note(own: int, degree: int, like: Checkpoint | None) -> str:
+    """Say how the experts were spread, and where their order is from."""
+    text = f"The experts, which {counted(own, 'rank')} shared, are spread over {degree}."
+    if like is not None:
+        return f"{text} Their order is that of {LIKE}, at {like.tag}."
+    return f"{text} Their order is the module's, as it is in the source."

@@ -1,0 +1,1 @@
+"""Reads how tensor and pipeline parallelism cut a model, and cuts it for other degrees."""

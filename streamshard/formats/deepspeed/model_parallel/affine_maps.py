@@ -1,0 +1,154 @@
+"""Reads how AutoTP cut each parameter: the affine maps that model files hold since 0.19.8.
+
+A map lists, for each tensor-parallel rank, the pieces of the whole parameter that the rank holds,
+each as two views: where its elements lie in the whole, and where in the rank's tensor
+(`deepspeed/checkpoint/affine.py`). All pieces that DeepSpeed makes are boxes on both sides.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+
+from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAVED
+from streamshard.formats.pickle.inert import Node, show
+from streamshard.layout.boxes import NotTiledError
+from streamshard.layout.model_cut import ModelCut
+
+_VERSION: Final = 1
+_MOST_PIECES: Final = 1 << 16
+"""More pieces of one parameter than any map has."""
+_LIMIT: Final = 1 << 44
+"""More elements than any tensor has."""
+_MAPS: Final = "affine_map"
+_UNSUPPORTED: Final = "autotp_unsupported_parameter_patterns"
+
+
+def has_maps(info: Node) -> bool:
+    """Tell whether a model file holds affine maps, as those of AutoTP do since 0.19.8."""
+    return isinstance(info, dict) and isinstance(info.get(_MAPS), dict)
+
+
+class AffineMaps:
+    """The cuts of all parameters, as a model file of AutoTP tells them."""
+
+    def __init__(self, info: Mapping[str, Node], ranks: int) -> None:
+        self._ranks = ranks
+        held = info.get(_MAPS)
+        if not isinstance(held, dict) or not isinstance(held.get("params"), dict):
+            message = f"its '{names.UNIVERSAL_INFO}' has no affine map of each parameter"
+            raise UnsupportedError(
+                f"{message}, as AutoTP of DeepSpeed 0.19.8 or later saves it, so that it is not "
+                f"known how its parameters are cut. {AS_SAVED}"
+            )
+        if held.get("version") != _VERSION:
+            message = f"affine maps of version {show(held.get('version'))}"
+            raise UnsupportedError(f"{message}, not {_VERSION}; use a newer streamshard")
+        self._maps = _by_name(held["params"])
+        self._refused = _by_name(info.get(_UNSUPPORTED) or {})
+
+    def cut(self, name: str) -> ModelCut:
+        """Return how a parameter is cut among the tensor-parallel ranks.
+
+        Raises
+        ------
+        UnsupportedError
+            There is no map of it, or its shards hold other values than the whole parameter.
+        CorruptFileError
+            The map is not one.
+        """
+        if name in self._refused:
+            raise UnsupportedError(f"'{name}' cannot be cut anew: {show(self._refused[name])}")
+        if name not in self._maps:
+            raise UnsupportedError(f"no map tells how '{name}' is cut among the ranks")
+        try:
+            return _cut(name, self._maps[name], self._ranks)
+        except (AttributeError, KeyError, TypeError, ValueError, NotTiledError) as error:
+            why = show(error.args[0]) if isinstance(error, KeyError) else str(error)
+            message = f"the map of '{name}' is not one of its elements"
+            raise CorruptFileError(f"{message} ({type(error).__name__}: {why})") from error
+
+
+def _by_name(patterns: Mapping[str, Node]) -> dict[str, Node]:
+    """Return parameter name → value. The patterns that AutoTP saves match one name each.
+
+    So no expression out of a file is run; some take forever.
+    """
+    found: dict[str, Node] = {}
+    for pattern, value in patterns.items():
+        text = str(pattern)
+        name = re.sub(r"\\(.)", r"\1", text[1:-1])
+        if text != f"^{re.escape(name)}$":
+            message = f"{show(text)} is not the pattern of one parameter's name"
+            raise UnsupportedError(f"{message}; such patterns are not supported")
+        if name in found:
+            raise DisagreementError(f"'{name}' is matched by two patterns")
+        found[name] = value
+    return found
+
+
+def _cut(name: str, held: Mapping[str, Node], ranks: int) -> ModelCut:
+    shape = _sizes(held["logical_shape"])
+    of_rank = {int(rank): value for rank, value in held["ranks"].items()}
+    if sorted(of_rank) != list(range(ranks)):
+        raise DisagreementError(f"the map of '{name}' is of other ranks than 0 to {ranks - 1}")
+    shards = tuple(_sizes(of_rank[rank]["shard_shape"]) for rank in range(ranks))
+    rows: list[tuple[int, list[int], list[int], tuple[int, ...]]] = []
+    for rank, shard in enumerate(shards):
+        pieces = of_rank[rank]["pieces"]
+        if len(pieces) > _MOST_PIECES:
+            raise CorruptFileError(f"the map of '{name}' has {len(pieces):,} pieces")
+        for piece in pieces:
+            if piece.get("scale", 1.0) != 1.0:
+                message = f"'{name}' is held multiplied by {show(piece['scale'])} on rank {rank}"
+                raise UnsupportedError(
+                    f"{message}: with another factor the optimizer would need another learning "
+                    f"rate for it. {AS_SAVED}"
+                )
+            sizes = _sizes(piece["shape"])
+            if math.prod(sizes):
+                whole = _corner(piece["source"], sizes, shape)
+                rows.append((rank, whole, _corner(piece["dest"], sizes, shard), sizes))
+    dimensions = len(shape)
+
+    def column(at: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+        return np.array([row[at] for row in rows], np.int64).reshape(len(rows), dimensions)
+
+    numbers = np.array([row[0] for row in rows], np.int64)
+    return ModelCut(shape, shards, numbers, column(1), column(2), column(3))
+
+
+def _sizes(node: Node) -> tuple[int, ...]:
+    if not isinstance(node, list | tuple) or not all(
+        isinstance(size, int) and 0 <= size < _LIMIT for size in node
+    ):
+        raise CorruptFileError(f"{show(node)} is not a shape")
+    return tuple(node)
+
+
+def _corner(view: Node, sizes: tuple[int, ...], of: tuple[int, ...]) -> list[int]:
+    """Return where a view, an offset and strides, begins in a tensor that it is a box of.
+
+    Raises
+    ------
+    UnsupportedError
+        The view is not a box: its strides are not those of the tensor.
+    """
+    offset, strides = view[0], _sizes(view[1])
+    if len(sizes) != len(of) or len(strides) != len(of):
+        raise UnsupportedError(f"a view of {list(sizes)} in a tensor of {list(of)}: not supported")
+    corner, step, left = [0] * len(of), 1, offset
+    for dimension in reversed(range(len(of))):
+        if sizes[dimension] > 1 and strides[dimension] != step:
+            message = f"a view with strides {list(strides)} in a tensor of {list(of)}"
+            raise UnsupportedError(f"{message}, which is not a box of it: not supported")
+        step *= of[dimension]
+        corner[dimension] = left % of[dimension] if of[dimension] else 0
+        left //= max(1, of[dimension])
+    if left or offset < 0:
+        raise CorruptFileError(f"offset {offset} in a tensor of {list(of)}")
+    return corner

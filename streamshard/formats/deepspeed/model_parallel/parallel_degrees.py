@@ -1,0 +1,97 @@
+"""Finds out among how many ranks tensor and pipeline parallelism cut a checkpoint's model."""
+
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Final
+
+from streamshard.errors import DisagreementError
+from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.deepspeed import names
+from streamshard.formats.pickle.inert import show
+
+TENSOR_PARALLEL: Final = "tensor_parallel"
+"""Section of the DeepSpeed config that holds the tensor parallel degree."""
+AS_SAVED: Final = "Resume at the tensor and pipeline parallel degrees that saved it"
+"""What to do about a checkpoint whose degrees cannot change."""
+_LAYER_PART: Final = re.compile(r"layer_\d+-model_(\d+)-model_states\.pt")
+"""A layer of a pipeline whose grid of ranks has a `model` axis (`PipelineModule.ckpt_layer_path`,
+0.19.8)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """How many ranks share a replica of the model, and as what."""
+
+    tensor: int
+    pipeline: int
+
+    @property
+    def parts(self) -> int:
+        """Count of model-parallel ranks. Rank m is of stage m // tensor."""
+        return self.tensor * self.pipeline
+
+    @property
+    def options(self) -> dict[str, str]:
+        """The options that ask for these degrees."""
+        return {"--tensor-parallel": f"{self.tensor}", "--pipeline-parallel": f"{self.pipeline}"}
+
+    def place(self, part: int) -> str:
+        """Name the place of a part of the model; empty if it is the only one.
+
+        >>> Degrees(2, 3).place(5), Degrees(2, 1).place(1)
+        ('stage 2 of 3, tensor rank 1 of 2', 'tensor rank 1 of 2')
+        """
+        stage, rank = divmod(part, self.tensor)
+        places = (("stage", stage, self.pipeline), ("tensor rank", rank, self.tensor))
+        return ", ".join(f"{what} {at} of {count}" for what, at, count in places if count > 1)
+
+    def __str__(self) -> str:
+        """Return both degrees as options."""
+        return " ".join(f"{option} {value}" for option, value in self.options.items())
+
+
+def is_pipeline(checkpoint: Checkpoint) -> bool:
+    """Tell whether the weights of each layer are in a separate file."""
+    state = checkpoint.families[0].model_state
+    return names.MODULE_STATE in state and state[names.MODULE_STATE] is None
+
+
+def layer_files(checkpoint: Checkpoint) -> set[str]:
+    """Return the names of the files of pipeline layers."""
+    found = (PurePosixPath(file.path).name for file in checkpoint.files)
+    return {name for name in found if name.startswith("layer_") and names.parse(name)}
+
+
+def known_degrees(checkpoint: Checkpoint) -> Degrees | None:
+    """Return the degrees with which a checkpoint was saved; None if its files disagree."""
+    with suppress(DisagreementError):
+        return degrees_of(checkpoint)
+    return None
+
+
+def degrees_of(checkpoint: Checkpoint) -> Degrees:
+    """Return the degrees with which a checkpoint was saved.
+
+    DeepSpeed saves them since 0.19.5; before, only the files show them.
+
+    Raises
+    ------
+    DisagreementError
+        The degrees in the files are not those of the files.
+    """
+    parts, tensor = len(checkpoint.families), len(checkpoint.families)
+    if is_pipeline(checkpoint):
+        matches = filter(None, map(_LAYER_PART.fullmatch, layer_files(checkpoint)))
+        tensor = max((int(match[1]) + 1 for match in matches), default=1)
+    found = Degrees(tensor, parts // tensor)
+    said = checkpoint.families[0].model_state.get(names.PARALLEL_DEGREES)
+    if isinstance(said, dict):
+        saved = said.get("tp_degree"), said.get("pp_degree")
+        if saved != (found.tensor, found.pipeline) or found.parts != parts:
+            message = f"its '{names.PARALLEL_DEGREES}' are {show(list(saved))}"
+            raise DisagreementError(f"{message}, and its files are those of {found}")
+    elif found.parts != parts:
+        raise DisagreementError(f"{parts} parts of the model, and layers in {tensor} parts")
+    return found

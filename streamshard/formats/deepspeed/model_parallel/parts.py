@@ -1,0 +1,225 @@
+"""The parts of the model that a checkpoint's families are, tensor by tensor: a cut of each."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from streamshard.errors import DisagreementError, UnsupportedError
+from streamshard.formats.checkpoint import Checkpoint, Family, ModuleEntry
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.model_parallel.affine_maps import AffineMaps
+from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
+    AS_SAVED,
+    Degrees,
+    degrees_of,
+    is_pipeline,
+)
+from streamshard.formats.deepspeed.read.fingerprints import fingerprint
+from streamshard.layout.model_cut import ModelCut, Shape, split_cut, whole_cut
+
+_TRAINED = "param"
+_HELD = (_TRAINED, "frozen", "buffer", "loose")
+"""Kinds of module entries that have elements of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTensor:
+    """A parameter or buffer, with its shape in each family that has it."""
+
+    kind: str
+    shapes: Mapping[int, Shape]
+    """Family's number → shape there."""
+    group: int | None
+    """Number of the param group that trains it."""
+
+
+class ModelParts:
+    """The families of a checkpoint as parts of one model."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        """Check that the families can be taken for that.
+
+        Raises
+        ------
+        UnsupportedError
+            The checkpoint has what cannot be cut anew; the message says what.
+        DisagreementError
+            Families differ in what must be alike.
+        """
+        self.checkpoint = checkpoint
+        _require_plain(checkpoint)
+        self.degrees: Degrees = degrees_of(checkpoint)
+        self._maps = self._affine_maps()
+        self.tensors: Mapping[str, HeldTensor] = dict(self._held())
+
+    def _affine_maps(self) -> AffineMaps | None:
+        infos = [f.model_state.get(names.UNIVERSAL_INFO) for f in self.checkpoint.families]
+        if self.degrees.tensor == 1 or is_pipeline(self.checkpoint):
+            return None
+        if not isinstance(infos[0], dict):
+            message = f"cut among {self.degrees.tensor} tensor-parallel ranks, and no"
+            raise UnsupportedError(
+                f"{message} '{names.UNIVERSAL_INFO}' in its model files tells how: only what "
+                f"AutoTP of DeepSpeed 0.19.8 or later saves can be cut anew. {AS_SAVED}"
+            )
+        for info in infos[1:]:
+            if fingerprint(info) != fingerprint(infos[0]):
+                message = f"its parts have different '{names.UNIVERSAL_INFO}'"
+                raise DisagreementError(f"{message}: they are not of one run")
+        return AffineMaps(infos[0], self.degrees.tensor)
+
+    def _held(self) -> Iterator[tuple[str, HeldTensor]]:
+        found: dict[str, dict[int, Shape]] = {}
+        kinds: dict[str, tuple[str, int | None]] = {}
+        for number, family in enumerate(self.checkpoint.families):
+            for name, kind, shape, group in self._of_family(family):
+                found.setdefault(name, {})[number] = shape
+                known = kinds.setdefault(name, (kind, group))
+                if known != (kind, group):
+                    _require_elements(name, number, shape)
+                    _require_elements(name, *next(iter(found[name].items())))
+                    places = _place(*known), _place(kind, group)
+                    message = f"'{name}' is {places[0]}, in {family.name} {places[1]}"
+                    raise DisagreementError(message)
+        for name, shapes in found.items():
+            yield name, HeldTensor(kinds[name][0], shapes, kinds[name][1])
+
+    def _of_family(self, family: Family) -> Iterator[tuple[str, str, Shape, int | None]]:
+        shapes = self.checkpoint.group_shapes(family)
+        for group, members in zip(family.groups, shapes, strict=True):
+            for name, shape in members.items():
+                yield name, _TRAINED, shape, group.number
+        for entry in family.module:
+            if entry.kind in _HELD and entry.kind != _TRAINED:
+                yield entry.name, entry.kind, entry.shape, None
+
+    def cut(self, name: str) -> ModelCut:
+        """Return how a tensor is cut among the families.
+
+        Raises
+        ------
+        UnsupportedError
+            It is not known, or a family has no elements of it.
+        DisagreementError
+            The families' tensors are not those of the cut.
+        """
+        held = self.tensors[name]
+        count = len(self.checkpoint.families)
+        first = next(iter(held.shapes.values()))
+        if self.is_of_shards:
+            return self._cut_of_shards(name, held)
+        if held.kind == "buffer" or self._maps is None:
+            for number, shape in held.shapes.items():
+                if shape != first:
+                    message = f"'{name}' is {list(first)}, in part {number} {list(shape)}"
+                    raise DisagreementError(f"{message}: it is cut, and nothing tells how")
+            return whole_cut(first, [number in held.shapes for number in range(count)])
+        cut = self._maps.cut(name).spread(
+            [m % self.degrees.tensor if m in held.shapes else None for m in range(count)]
+        )
+        for number, shard in enumerate(cut.shards):
+            if shard is not None and 0 not in cut.shape:
+                _require_elements(name, number, shard)
+            _require_shard(name, number, shard, held.shapes.get(number))
+        return cut
+
+    @property
+    def is_of_shards(self) -> bool:
+        """Whether stages are on several tensor-parallel ranks, and no file tells how they cut."""
+        return self.degrees.tensor > 1 and is_pipeline(self.checkpoint)
+
+    def shards(self, name: str) -> Mapping[int, Shape]:
+        """Return the shape that a tensor has on each tensor-parallel rank of a stage.
+
+        Raises
+        ------
+        DisagreementError
+            It has another one on another stage.
+        """
+        found: dict[int, Shape] = {}
+        for number, shape in self.tensors[name].shapes.items():
+            known = found.setdefault(number % self.degrees.tensor, shape)
+            if known != shape:
+                message = f"'{name}' is {list(known)} on a stage, in part {number} {list(shape)}"
+                raise DisagreementError(message)
+        return found
+
+    def _cut_of_shards(self, name: str, held: HeldTensor) -> ModelCut:
+        """Return the cut of the elements of all shards, one rank's after the other's."""
+        shards, count = self.shards(name), len(self.checkpoint.families)
+        ranks = range(self.degrees.tensor)
+        if len(shards) < len(ranks):
+            message = f"'{name}' is on {len(shards)} of the {len(ranks)} tensor-parallel ranks"
+            raise UnsupportedError(f"{message} of a stage. {AS_SAVED}")
+        for rank in ranks:
+            _require_elements(name, rank, shards[rank])
+        widths = [math.prod(shards[rank]) for rank in ranks]
+        return split_cut((sum(widths),), 0, widths).spread(
+            [m % len(ranks) if m in held.shapes else None for m in range(count)]
+        )
+
+    def require_whole(self) -> None:
+        """Refuse a pipeline of which no file tells how tensors are cut.
+
+        Raises
+        ------
+        UnsupportedError
+            The message has the degrees.
+        """
+        if self.is_of_shards:
+            message = f"a pipeline of {self.degrees.pipeline} stages, each on {self.degrees.tensor}"
+            raise UnsupportedError(
+                f"{message} tensor-parallel ranks: no file tells how these cut a layer, so that "
+                f"only the stages can change. {AS_SAVED}"
+            )
+
+
+def _place(kind: str, group: int | None) -> str:
+    return kind if group is None else f"trained in param group {group}"
+
+
+def _require_elements(name: str, number: int, shape: Shape) -> None:
+    # Such a rank's optimizer leaves the parameter out, and its file lists it as frozen.
+    if 0 in shape:
+        message = f"'{name}' has no elements on rank {number}: a rank without elements of a"
+        raise UnsupportedError(f"{message} parameter keeps it out of its optimizer; not supported")
+
+
+def _require_shard(name: str, number: int, mapped: Shape | None, held: Shape | None) -> None:
+    numels = [None if shape is None else math.prod(shape) for shape in (mapped, held)]
+    if numels[0] != numels[1]:
+        shown = [shape and list(shape) for shape in (mapped, held)]
+        message = f"'{name}' is {shown[1]} on rank {number}, in its affine map {shown[0]}"
+        raise DisagreementError(message)
+
+
+def _require_plain(checkpoint: Checkpoint) -> None:
+    """Refuse what cannot be cut anew."""
+    families = checkpoint.families
+    what = None
+    if checkpoint.is_dumps or checkpoint.foreign:
+        what = "is no whole checkpoint of DeepSpeed"
+    elif not checkpoint.layout.stage:
+        what = "was saved without ZeRO (stage 0), whose optimizer does not name its parameters"
+    elif checkpoint.dropped is not None:
+        what = "holds weights only"
+    elif any(f.model_state.get(names.EXPERT_COUNTS) for f in families) or any(
+        group.expert_parallel > 1 for family in families for group in family.groups
+    ):
+        what = "has experts"
+    elif checkpoint.replicas > 1:
+        what = "was trained on sequences cut among ranks"
+    elif any(family.is_muon(group) for family in families for group in family.groups):
+        what = "was trained with Muon, whose momentum is orthogonal for each rank's own matrix"
+    elif any(names.UNIVERSAL_INFO in f.optimizer_file[names.OPTIMIZER] for f in families):
+        what = "was trained by Megatron-DeepSpeed, whose rules are not known here"
+    elif any(entry.kind in ("extra", "excluded") for entry in _entries(checkpoint)):
+        what = "was saved without frozen weights, or with entries of the module that are no tensors"
+    if what is not None:
+        message = f"{what}: its tensor and pipeline parallel degrees cannot change"
+        raise UnsupportedError(f"{message}. {AS_SAVED}")
+
+
+def _entries(checkpoint: Checkpoint) -> Iterator[ModuleEntry]:
+    for family in checkpoint.families:
+        yield from family.module

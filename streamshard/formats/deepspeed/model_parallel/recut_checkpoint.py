@@ -1,0 +1,395 @@
+"""Cuts a checkpoint into the parts of the model that a reference checkpoint has.
+
+All elements, states, steps, hyper-parameters and counters are the source's. The reference, which
+the target job saved, tells how that job cuts the model: which part has which parameters, in which
+order, and which elements of them. Each of its tensors is put together from the source's, and
+`layout.cutting` finds the bytes by the source's own ZeRO layout.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
+from streamshard.formats.checkpoint import (
+    LIKE,
+    Family,
+    FlatState,
+    ModuleEntry,
+    ParamGroup,
+    Reading,
+    ScalarState,
+)
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
+    TENSOR_PARALLEL,
+    is_pipeline,
+    layer_files,
+)
+from streamshard.formats.deepspeed.model_parallel.parts import ModelParts
+from streamshard.formats.deepspeed.read.family import optimizer_tensors
+from streamshard.formats.deepspeed.read.fingerprints import fingerprint
+from streamshard.formats.deepspeed.read.module_reader import CUT_KEYS
+from streamshard.formats.pickle.inert import Node
+from streamshard.formats.torch.torch_tensor import Storage
+from streamshard.formats.torch.tree_comparison import show_few
+from streamshard.formats.torch.tree_copy import copied
+from streamshard.layout.boxes import NotTiledError
+from streamshard.layout.cutting import Cutting, CuttingBuilder
+from streamshard.layout.model_cut import ModelCut, Recut, recut, whole_cut
+from streamshard.model import BLOB, FILE, ITEMSIZE, MODULE, LogicalTensor, Slot, Whole
+
+_OF_DEGREES: Final = (
+    names.MODULE_STATE,
+    names.BUFFER_NAMES,
+    names.SHARED_PARAMS,
+    names.MP_WORLD_SIZE,
+    names.PARALLEL_DEGREES,
+    names.UNIVERSAL_INFO,
+)
+"""Entries of a model file that depend on the degrees."""
+_MUST_AGREE: Final = ("lr_scheduler", "data_sampler", names.RANDOM_LTD, names.DS_CONFIG)
+"""Entries of a model file that differ between parts only if something is wrong."""
+
+
+def recut_checkpoint(source: Reading, parts: ModelParts, like: ModelParts) -> Reading:
+    """Cut a checkpoint into the parts of a reference checkpoint, or of `whole_model`.
+
+    Parameters
+    ----------
+    parts
+        The parts of the source.
+
+    Raises
+    ------
+    DisagreementError
+        The two are not of the same model, or the source's parts are not of one save.
+    UnsupportedError
+        Something cannot be cut anew; the message names it.
+    """
+    merging = _MergedParts(parts, like)
+    merging.require_same_tensors()
+    merging.require_same_layers()
+    return _Building(source, parts, like, merging).reading()
+
+
+class _MergedParts:
+    """What the source's parts have in common, beside the reference's."""
+
+    def __init__(self, parts: ModelParts, like: ModelParts) -> None:
+        self._parts = parts
+        self._like = like
+        self._source = parts.checkpoint
+        self.differing: set[str] = set()
+        """Entries of the model files in which the parts differ."""
+
+    def require_same_tensors(self) -> None:
+        """Refuse tensors that only one side has, or that it trains in another group."""
+        mine, theirs = self._parts.tensors, self._like.tensors
+        missing, extra = sorted(theirs.keys() - mine.keys()), sorted(mine.keys() - theirs.keys())
+        if missing:
+            raise DisagreementError(f"lacks what {LIKE} has: {show_few(missing)}")
+        if extra:
+            raise DisagreementError(f"{LIKE} lacks what is in it: {show_few(extra)}")
+        for name, held in mine.items():
+            other = theirs[name]
+            if (held.kind, held.group) != (other.kind, other.group):
+                one, two = (
+                    one.kind if one.group is None else f"in param group {one.group}"
+                    for one in (held, other)
+                )
+                raise DisagreementError(f"'{name}' is {one}, in {LIKE} {two}")
+        aliases = [
+            {e.name: e.alias_of for f in c.families for e in f.module if e.kind == "alias"}
+            for c in (self._source, self._like.checkpoint)
+        ]
+        if aliases[0] != aliases[1]:
+            raise DisagreementError(f"other names are tied than in {LIKE}")
+
+    def require_same_layers(self) -> None:
+        """Refuse other layers of a pipeline than the reference's."""
+        both = self._source, self._like.checkpoint
+        if is_pipeline(both[0]) != is_pipeline(both[1]):
+            which = "is" if is_pipeline(both[0]) else "is not"
+            raise DisagreementError(f"{which} of a pipeline, unlike {LIKE}")
+        parts, like = self._parts, self._like
+        if parts.degrees.tensor != like.degrees.tensor:
+            parts.require_whole()
+            like.require_whole()
+        for name in parts.tensors if parts.is_of_shards else ():
+            if parts.shards(name) != like.shards(name):
+                message = f"'{name}' has other shapes than in {LIKE} on tensor-parallel ranks"
+                raise DisagreementError(f"{message}: it is not of the same job")
+        differing = sorted(layer_files(both[0]) ^ layer_files(both[1]))
+        if differing:
+            raise DisagreementError(f"has other layers than {LIKE}: {show_few(differing)}")
+
+    def groups(self) -> list[ParamGroup]:
+        """Return a group for each number, with what all parts say of it.
+
+        Raises
+        ------
+        DisagreementError
+            Parts differ in a dtype, a step, or the hyper-parameters.
+        """
+        first, *others = self._source.families
+        counts = {len(f.groups) for c in (self._source, self._like.checkpoint) for f in c.families}
+        if len(counts) > 1:
+            raise DisagreementError(f"not all parts of it and of {LIKE} have as many param groups")
+        for family in others:
+            if fingerprint(family.optimizer_file) != fingerprint(first.optimizer_file):
+                message = "hyper-parameters, the loss scaler or other entries of the optimizer"
+                raise DisagreementError(f"{family.name} and {first.name} differ in {message}")
+        return [self._group(number) for number in range(counts.pop())]
+
+    def _group(self, number: int) -> ParamGroup:
+        held = [family.groups[number] for family in self._source.families]
+        for family in self._like.checkpoint.families:
+            if not family.groups[number].params or not any(group.params for group in held):
+                message = f"param group {number} has no parameters in {family.name or 'it'}"
+                raise UnsupportedError(f"{message}: a part without some group is not supported")
+        filled = [group for group in held if group.params]
+        facts = [(group.master_dtype, _facts(group)) for group in filled]
+        if any(one != facts[0] for one in facts):
+            message = f"the states of param group {number}, such as their step"
+            raise DisagreementError(f"its parts differ in {message}: they are not of one save")
+        return filled[0]
+
+    def model_state(self) -> Mapping[str, Node]:
+        """Return the first part's entries, once the others' are known to be alike."""
+        first, *others = (family.model_state for family in self._source.families)
+        aside = {*_OF_DEGREES, *CUT_KEYS}
+        for other in others:
+            for key in {**first, **other}:
+                if key in aside or _same_entry(key, first, other):
+                    continue
+                if key in _MUST_AGREE:
+                    raise DisagreementError(f"its parts differ in '{key}': not of one save")
+                self.differing.add(str(key))
+        return first
+
+    def notes(self) -> Iterator[str]:
+        """Say what comes from where."""
+        target, source = self._like.degrees, self._parts.degrees
+        made = f"cut among {target.parts} parts ({target})" if target.parts > 1 else "whole"
+        if target != source:
+            yield f"The model is {made}. In the source it is cut among {source.parts} ({source})."
+        if self.differing:
+            keys = show_few(sorted(self.differing))
+            yield f"The source's parts differ in {keys}; the first part's are taken for all."
+
+
+def _same_entry(key: str, one: Mapping[str, Node], other: Mapping[str, Node]) -> bool:
+    return key in one and key in other and fingerprint(one[key]) == fingerprint(other[key])
+
+
+def _facts(group: ParamGroup) -> object:
+    if group.states is None:
+        return None
+    return {
+        key: value if isinstance(value, FlatState | ScalarState) else fingerprint(value)
+        for key, value in group.states.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A tensor of the target, with the tensors of the source that it is made of."""
+
+    tensor: LogicalTensor
+    recut: Recut | None
+    """None if it has no elements, or is the whole of one tensor."""
+    rows: Sequence[int]
+    """The source's tensor that each box lies in."""
+
+
+class _Building:
+    """Makes the target's families and their tensors."""
+
+    def __init__(
+        self, source: Reading, parts: ModelParts, like: ModelParts, merging: _MergedParts
+    ) -> None:
+        self._source = source
+        self._checkpoint = source.checkpoint
+        self._parts = parts
+        self._like = like
+        self._merging = merging
+        self._index = source.checkpoint.tensor_index()
+        self._made: list[_Made] = []
+        self._dtypes = {
+            entry.name: entry.dtype for f in self._checkpoint.families for entry in f.module
+        }
+
+    def reading(self) -> Reading:
+        """Make the checkpoint, and find the place of every element of it."""
+        groups, state = self._merging.groups(), self._merging.model_state()
+        optimizer = self._checkpoint.families[0].optimizer_file
+        shapes = {
+            name: (self._parts.cut(name), self._like.cut(name)) for name in self._like.tensors
+        }
+        families = []
+        for number, family in enumerate(self._like.checkpoint.families):
+            made = self._family(family, groups)
+            recuts = {name: self._recut(name, number, *both) for name, both in shapes.items()}
+            for tensor in self._tensors(made, family):
+                self._add(tensor, recuts[tensor.name])
+            model, optimizer_file = self._training_state(family, state, optimizer)
+            families.append(replace(made, model_state=model, optimizer_file=optimizer_file))
+        for number, tensor in enumerate(self._checkpoint.tensors):
+            if tensor.state == FILE:
+                self._made.append(_Made(tensor, None, [number]))
+        tensors = [made.tensor for made in self._made]
+        checkpoint = replace(
+            self._checkpoint,
+            tensors=tuple(tensors),
+            families=tuple(families),
+            saved_parts=len(self._checkpoint.families),
+            notes=(*self._checkpoint.notes, *self._merging.notes()),
+        )
+        return replace(self._source, checkpoint=checkpoint, cutting=self._cutting())
+
+    def _family(self, family: Family, groups: Sequence[ParamGroup]) -> Family:
+        """Return a family of the target, without its training state."""
+        entries = tuple(
+            replace(entry, dtype=self._dtypes[entry.alias_of or entry.name])
+            for entry in family.module
+        )
+        merged = tuple(
+            replace(groups[group.number], params=group.params) for group in family.groups
+        )
+        return replace(family, groups=merged, module=entries, param_ids={})
+
+    def _tensors(self, made: Family, like: Family) -> Iterator[LogicalTensor]:
+        shapes = self._like.checkpoint.group_shapes(like)
+        by_name = {name: shape for group in shapes for name, shape in group.items()}
+        yield from optimizer_tensors(made.groups, by_name, made.name)
+        for entry in made.module:
+            if entry.kind != "alias" and self._has_module_tensor(entry):
+                yield LogicalTensor(MODULE, entry.name, entry.dtype, entry.shape, made.name)
+
+    def _has_module_tensor(self, entry: ModuleEntry) -> bool:
+        holder = next(iter(self._parts.tensors[entry.name].shapes))
+        return (self._checkpoint.families[holder].name, MODULE, entry.name) in self._index
+
+    def _recut(self, name: str, number: int, mine: ModelCut, theirs: ModelCut) -> Recut | None:
+        try:
+            return recut(theirs, number, mine)
+        except NotTiledError as error:
+            message = f"'{name}' is not the same tensor as in {LIKE}"
+            raise DisagreementError(f"{message}: {error}") from error
+
+    def _add(self, tensor: LogicalTensor, one: Recut | None) -> None:
+        rows = []
+        if one is not None:
+            families = self._checkpoint.families
+            keys = [(families[m].name, tensor.state, tensor.name) for m in one.ranks.tolist()]
+            rows = [self._index[key] for key in keys]
+            for row in rows:
+                if self._checkpoint.tensors[row].dtype != tensor.dtype:
+                    message = f"{tensor.state} of '{tensor.name}' has another dtype in each part"
+                    raise DisagreementError(message)
+        self._made.append(_Made(tensor, one, rows))
+
+    def _training_state(
+        self, like: Family, state: Mapping[str, Node], optimizer: Mapping[str, Node]
+    ) -> tuple[Mapping[str, Node], Mapping[str, Node]]:
+        """Return both files' dicts, with the entries that depend on the degrees."""
+        merged = {key: node for key, node in state.items() if key not in _OF_DEGREES}
+        own = {key: like.model_state[key] for key in _OF_DEGREES if key in like.model_state}
+        # In DeepSpeed's own order; what the user saved comes behind.
+        order = [*(key for key in like.model_state if key in merged or key in own), *merged]
+        model = {key: own.get(key, merged.get(key)) for key in dict.fromkeys(order)}
+        held = [{**root, **self._config(root)} for root in (model, optimizer)]
+        made = copied((held[0], held[1]), lambda storage: self._blob(storage, like.name))
+        return made[0], made[1]
+
+    def _config(self, root: Mapping[str, Node]) -> dict[str, Node]:
+        """Return the config with the reference's tensor parallelism."""
+        config = root.get(names.DS_CONFIG)
+        if not isinstance(config, dict):
+            return {}
+        config = {key: value for key, value in config.items() if key != TENSOR_PARALLEL}
+        theirs = self._like.checkpoint.config
+        if TENSOR_PARALLEL in theirs:
+            config[TENSOR_PARALLEL] = theirs[TENSOR_PARALLEL]
+        return {names.DS_CONFIG: config}
+
+    def _blob(self, storage: Storage, family: str) -> Storage:
+        """Return a storage of a target's family that is one of the source's first family."""
+        content = storage.content
+        if not isinstance(content, Whole):
+            return Storage(storage.dtype, storage.numel, content)
+        number = len(self._made)
+        tensor = self._checkpoint.tensors[content.tensor]
+        named = replace(tensor, name=str(number), family=family)
+        self._made.append(_Made(named, None, [content.tensor]))
+        return Storage(storage.dtype, storage.numel, Whole(number))
+
+    def _cutting(self) -> Cutting:
+        return _cutting(self._made, self._source.cutting)
+
+
+def _cutting(made: Sequence[_Made], of: Cutting) -> Cutting:
+    builder = CuttingBuilder([ITEMSIZE[one.tensor.dtype] for one in made])
+    for number, one in enumerate(made):
+        rows = np.array(one.rows, dtype=np.int64)
+        slot = builder.slot(Slot(rows, np.zeros_like(rows), np.zeros_like(rows)))
+        if one.recut is not None:
+            builder.place_boxes(number, slot, one.recut.grid)
+        elif len(rows) or not one.tensor.numel:
+            builder.place(number, slot, piece_numel=one.tensor.numel)
+    for number in builder.missing().tolist():
+        tensor = made[number].tensor
+        raise CorruptFileError(f"{tensor.state} of '{tensor.name}' is nowhere")
+    return builder.build(of)
+
+
+@dataclass(frozen=True, slots=True)
+class CopiesInParts:
+    """The tensors that several parts of the model hold copies of, which must be equal."""
+
+    tensors: Sequence[LogicalTensor]
+    """Whole."""
+    holders: Sequence[int]
+    """Count of the parts that hold each."""
+    source: Reading
+    made: Sequence[Sequence[_Made]]
+    """Of each tensor: how it is made of each holder's in turn."""
+
+    def cutting(self, holder: int) -> Cutting:
+        """Return where the elements lie in the files of one holder, or the last where fewer do."""
+        return _cutting(
+            [each[min(holder, len(each) - 1)] for each in self.made], self.source.cutting
+        )
+
+
+def copies_in_parts(source: Reading, parts: ModelParts) -> CopiesInParts:
+    """Find all tensors that several parts of the model hold, with all their states."""
+    checkpoint, index = source.checkpoint, source.checkpoint.tensor_index()
+    states = sorted({t.state for t in checkpoint.tensors if t.state not in (BLOB, FILE)})
+    tensors, holders, made = [], [], []
+    for name in parts.tensors:
+        cut = parts.cut(name)
+        count = cut.most_holders
+        if count == 1:
+            continue
+        one = whole_cut(cut.shape, [True])
+        recuts = [recut(one, 0, cut, holder=holder) for holder in range(count)]
+        for state in states:
+            keys = [
+                [(checkpoint.families[m].name, state, name) for m in each.ranks.tolist()]
+                for each in recuts
+                if each is not None
+            ]
+            # Of a pipeline's weights in 16 bits one stage's are enough; see `pipeline_layers`.
+            if not keys or not all(key in index for each in keys for key in each):
+                continue
+            rows = [[index[key] for key in each] for each in keys]
+            dtype = checkpoint.tensors[rows[0][0]].dtype
+            tensor = LogicalTensor(state, name, dtype, cut.shape)
+            tensors.append(tensor)
+            holders.append(count)
+            made.append([_Made(tensor, each, row) for each, row in zip(recuts, rows, strict=True)])
+    return CopiesInParts(tensors, holders, source, made)

@@ -1,0 +1,281 @@
+"""Reads the optimizer files of thousands of ranks, in batches that workers can read elsewhere.
+
+Nearly all of a rank's object is the first rank's too. So whoever reads a file parses and checks all
+of it, and tells only the parts that differ from the first rank's, and where the storages lie: some
+hundred bytes. From that the same object is put together again. Parts that are the same are one
+object, which takes the memory of one, and is looked at once.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamshard.batches import map_batches
+from streamshard.errors import SourceError, UnsupportedError, release_frames
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.read.rank_files import SourceFiles, read_dict
+from streamshard.formats.pickle import inert_dump, inert_load
+from streamshard.formats.pickle.inert import Node
+from streamshard.formats.torch.parse_cache import CachedParse, ParseCache
+from streamshard.formats.torch.torch_file import TorchFile
+from streamshard.formats.torch.torch_tensor import Storage, storages_in
+from streamshard.io.entries import open_readable
+
+_OPENED: Final = (names.OPTIMIZER, names.BASE_OPTIMIZER)
+"""Entries whose own entries are parts."""
+_DEPTH: Final = 3
+"""Most dicts around a part: the file's, the ZeRO optimizer's and the wrapped optimizer's."""
+_LIMIT_BYTES: Final = 1 << 24
+"""Parts that take more bytes are not compared; the file is read where it is needed."""
+_UNREADABLE: Final = (
+    SourceError, OSError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError,
+)  # fmt: skip
+"""Errors about a file's content or of its file system."""
+
+Place = tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankHeader:
+    """A rank's optimizer file, as it differs from the first rank's."""
+
+    own: bytes
+    """Pickle, to be read inertly, of part number → part; empty if all parts are the same."""
+    places: NDArray[np.int64]
+    """Byte offset of each storage, its CRC-32 or -1, and its bytes in `scalars` or 0; in the order
+    of the file's pickle."""
+    scalars: bytes
+    """Content of the storages of one element, such as the optimizer's step, one after the other."""
+    is_legacy: bool
+    unknown: tuple[str, ...]
+    """See `TorchFile`."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstHeader:
+    """The file that others are compared with."""
+
+    path: Path
+    digest: bytes
+    """Digest of its parts. A worker that finds another one does not see the same file."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderError:
+    """The error that reading a file ended with."""
+
+    error: Exception
+
+
+class _Parts:
+    """The parts of an optimizer file's object, which are compared one by one."""
+
+    def __init__(self, found: TorchFile) -> None:
+        self._numbers = {id(held): number for number, held in enumerate(found.storages.values())}
+        self.nodes = dict(_parts_of(found.root))
+        self.serialized: list[bytes] = []
+        held_bytes = 0
+        for node in self.nodes.values():
+            self.serialized.append(self._serialize(node))
+            held_bytes += len(self.serialized[-1])
+            if held_bytes > _LIMIT_BYTES:
+                raise UnsupportedError("holds parts that are too large to be compared")
+
+    def _places(self) -> list[list[tuple[type, Node]]]:
+        """List the keys that lead to each part; 1 and True are equal, but not the same key."""
+        return [[(type(key), key) for key in place] for place in self.nodes]
+
+    def _serialize(self, node: Node) -> bytes:
+        return inert_dump.dump(node, self._storage_id)
+
+    def _storage_id(self, node: Node) -> Node | None:
+        if not isinstance(node, Storage):
+            return None
+        return node.dtype, node.numel, self._numbers[id(node)]
+
+    def digest(self) -> bytes:
+        """Return a digest of all parts, storages without their content."""
+        every = [self._serialize(list(self.nodes)), *self.serialized]
+        return sha256(b"".join(sha256(part).digest() for part in every)).digest()
+
+    def differing_from(self, first: "_Parts") -> bytes | None:
+        """Serialize the parts that differ from the first rank's; None if they are other parts."""
+        if self._places() != first._places():
+            return None
+        both = zip(self.nodes.values(), self.serialized, first.serialized, strict=True)
+        own = {number: node for number, (node, one, other) in enumerate(both) if one != other}
+        serialized = self._serialize(own) if own else b""
+        return serialized if len(serialized) <= _LIMIT_BYTES else None
+
+
+def _parts_of(root: dict[Node, Node], around: Place = ()) -> Iterator[tuple[Place, Node]]:
+    """Yield the parts of an object, each with the keys that lead to it."""
+    for key, node in root.items():
+        place = (*around, key)
+        if key in _OPENED and type(node) is dict and node and len(place) < _DEPTH:
+            yield from _parts_of(node, place)
+        else:
+            yield place, node
+
+
+def read_headers(
+    first: FirstHeader, paths: Sequence[Path]
+) -> list[RankHeader | HeaderError | None]:
+    """Read optimizer files; None for a file that differs from the first in more than its parts.
+
+    The result for a file does not depend on the other files.
+    """
+    try:
+        found = read_dict(first.path)
+        parts = _Parts(found)
+    except _UNREADABLE:
+        return [None] * len(paths)
+    if parts.digest() != first.digest:
+        return [None] * len(paths)
+    reader = _HeaderReader(parts)
+    return [reader.read(path) for path in paths]
+
+
+class _HeaderReader:
+    """Reads the files of a batch."""
+
+    def __init__(self, first: _Parts) -> None:
+        self._first = first
+        self._cache = ParseCache()
+        self._headers: dict[int, RankHeader] = {}
+        """Object of a file in the cache, by its id → header of the file."""
+
+    def read(self, path: Path) -> RankHeader | HeaderError | None:
+        try:
+            cached = self._cache.find(path)
+            if cached is not None:
+                return self._of_cached(path, cached)
+            found = read_dict(path)
+        except _UNREADABLE as error:
+            release_frames(error)
+            return HeaderError(error)
+        try:
+            own = _Parts(found).differing_from(self._first) if type(found.root) is dict else None
+        except (KeyError, SourceError):  # storages outside of the pickle's, or parts without end
+            return None
+        if own is None:
+            return None
+        places = np.array([_place(held) for held in found.storages.values()], dtype=np.int64)
+        header = _with_scalars(
+            path, RankHeader(own, places.reshape(-1, 3), b"", found.is_legacy, found.unknown)
+        )
+        if not own:
+            # Files like this one differ in checksums and scalars alone, if at all.
+            self._cache.remember(path, found)
+            self._headers[id(found.root)] = header
+        return header
+
+    def _of_cached(self, path: Path, cached: CachedParse) -> RankHeader:
+        header = self._headers[id(cached.root)]
+        places = header.places.copy()
+        rows = {int(offset): row for row, offset in enumerate(places[:, 0])}
+        for offset, crc32 in zip(cached.places.tolist(), cached.crc32s.tolist(), strict=True):
+            if offset in rows:
+                places[rows[offset], 1] = crc32 or -1
+        return _with_scalars(path, replace(header, places=places))
+
+
+def _place(storage: Storage) -> tuple[int, int, int]:
+    crc32 = -1 if storage.crc32 is None else storage.crc32
+    return storage.offset, crc32, storage.nbytes if storage.numel == 1 else 0
+
+
+def _with_scalars(path: Path, header: RankHeader) -> RankHeader:
+    """Read the storages of one element."""
+    wanted = [(int(at), int(count)) for at, _, count in header.places if count]
+    with open_readable(path) as file:
+        file.prepare([(at, at + count) for at, count in wanted])
+        scalars = b"".join(file.read_at(at, count) for at, count in wanted)
+    # A file that has become shorter is found out by whoever wants a scalar and does not have it.
+    is_whole = len(scalars) == sum(count for _, count in wanted)
+    return replace(header, scalars=scalars if is_whole else b"")
+
+
+class _HeaderRestorer:
+    """Puts the objects of files together from their headers."""
+
+    def __init__(self, first: _Parts) -> None:
+        self._keys = list(first.nodes)
+        self._nodes = list(first.nodes.values())
+        self._with_storages = {
+            number: serialized
+            for number, (node, serialized) in enumerate(
+                zip(self._nodes, first.serialized, strict=True)
+            )
+            if any(storages_in(node))
+        }
+
+    def restore(self, header: RankHeader, path: Path, file: int) -> dict[str, Any]:
+        """Return a file's object; parts without storages may be those of other files."""
+        storages: dict[int, Storage] = {}
+
+        def persistent_load(identifier: Node) -> Storage:
+            dtype, numel, number = identifier
+            if number not in storages:
+                offset, crc32, count = header.places[number].tolist()
+                start = int(header.places[:number, 2].sum())
+                storages[number] = Storage(
+                    dtype, numel, None, file, offset, path,
+                    crc32=None if crc32 < 0 else crc32,
+                    data=header.scalars[start : start + count] if count else None,
+                )  # fmt: skip
+            return storages[number]
+
+        own = inert_load.load(header.own, persistent_load) if header.own else {}
+        root: dict[str, Any] = {}
+        for number, place in enumerate(self._keys):
+            if number in own:
+                node = own[number]
+            elif number in self._with_storages:
+                node = inert_load.load(self._with_storages[number], persistent_load)
+            else:
+                node = self._nodes[number]
+            inside = root
+            for key in place[:-1]:
+                inside = inside.setdefault(key, {})
+            inside[place[-1]] = node
+        return root
+
+
+def read_optimizers(sources: SourceFiles, paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """Open the optimizer files of all ranks; what they have in common is one object.
+
+    Raises
+    ------
+    SourceError
+        A file cannot be read: the first of these files in the order of the ranks.
+    """
+    numbers = [sources.add(path) for path in paths]
+    found = sources.read(paths[0], numbers[0])
+    headers: list[RankHeader | HeaderError | None] = [None] * (len(paths) - 1)
+    restorer = None
+    if len(paths) > 1 and type(found.root) is dict:
+        try:
+            parts = _Parts(found)
+        except (KeyError, SourceError):
+            pass  # each file is read here
+        else:
+            restorer = _HeaderRestorer(parts)
+            first = FirstHeader(paths[0], parts.digest())
+            headers = map_batches(partial(read_headers, first), paths[1:])
+    roots: list[dict[str, Any]] = [found.root]
+    for path, number, header in zip(paths[1:], numbers[1:], headers, strict=True):
+        if isinstance(header, HeaderError):
+            raise header.error
+        if header is None or restorer is None:
+            roots.append(sources.read(path, number).root)
+            continue
+        sources.note(path, is_legacy=header.is_legacy, unknown=header.unknown)
+        roots.append(restorer.restore(header, path, number))
+    return roots

@@ -1,0 +1,119 @@
+"""Reads a model's weights as `from_pretrained` loads them: safetensors files, also with an index.
+
+Such a directory holds weights alone. It tells neither which of them are trained nor in which order.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from streamshard.errors import CorruptFileError, DisagreementError, IncompleteError
+from streamshard.formats import pretrained, safetensors_file, strict_json
+from streamshard.formats.checkpoint import Checkpoint, Family, ModuleEntry, Reading
+from streamshard.formats.deepspeed import names
+from streamshard.formats.links import require_regular
+from streamshard.formats.pickle.inert import show
+from streamshard.formats.pickle.node_checks import name_of, of_file
+from streamshard.io.entries import exists, identify, is_directory, paths_in, read_all
+from streamshard.layout.cutting import CuttingBuilder
+from streamshard.model import ITEMSIZE, MODULE, LogicalTensor, Slot, ZeroLayout
+
+_WHAT: Final = "a model's weights in safetensors files"
+_LIMIT_INDEX: Final = 100_000_000
+"""Most bytes of an index, as of the header of a file."""
+
+
+def is_pretrained(directory: Path) -> bool:
+    """Tell whether a directory holds a model's weights in safetensors files, and no optimizer."""
+    if not is_directory(directory):
+        return False
+    listed = {entry.name for entry in paths_in(directory)}
+    return _main(listed) is not None and pretrained.is_weights_only(listed)
+
+
+def _main(listed: Collection[str]) -> str | None:
+    """Return the index, or the only file of weights."""
+    wanted = (
+        pretrained.index_file(pretrained.SAFETENSORS),
+        *pretrained.weight_files(pretrained.SAFETENSORS, 1),
+    )
+    return next((name for name in wanted if name in listed), None)
+
+
+def read(directory: Path) -> Reading:
+    """Open a directory of weights.
+
+    Raises
+    ------
+    SourceError
+        A file is missing or damaged, or the index and the files disagree; the message names it.
+    """
+    main = _main([entry.name for entry in paths_in(directory)]) or ""
+    where: Mapping[str, str] | None = None
+    files = [main]
+    if main.endswith(".json"):
+        where = _index(directory / main)
+        files = sorted(set(where.values()))
+    tensors: list[LogicalTensor] = []
+    slots: list[Slot] = []
+    for number, name in enumerate(files):
+        path = directory / name
+        if not exists(path):
+            message = f"{path}: missing, {main} lists tensors in it; get it from where the model"
+            raise IncompleteError(f"{message} was published or exported")
+        require_regular(path, directory)
+        with of_file(path):
+            for stored in safetensors_file.read(path):
+                held = stored.tensor
+                if where is not None and where.get(held.name) != name:
+                    message = f"{path}: holds {show(held.name)}, which {main} says is in"
+                    raise DisagreementError(f"{message} {show(where.get(held.name))}")
+                tensors.append(LogicalTensor(MODULE, name_of(held.name), held.dtype, held.shape))
+                slots.append(Slot(np.array([number]), np.array([stored.offset]), np.array([1])))
+    _require_complete(directory / main, tensors, where)
+    builder = CuttingBuilder([ITEMSIZE[tensor.dtype] for tensor in tensors])
+    for number, (tensor, slot) in enumerate(zip(tensors, slots, strict=True)):
+        builder.place(number, builder.slot(slot), piece_numel=tensor.numel)
+    entries = tuple(ModuleEntry(t.name, "weight", t.dtype, t.shape) for t in tensors)
+    family = Family("", (), entries, {names.MODULE_STATE: OrderedDict()}, {}, {})
+    checkpoint = Checkpoint(
+        tag=directory.name,
+        layout=ZeroLayout(stage=0, world_size=1),
+        tensors=tuple(tensors),
+        families=(family,),
+        module_dtype=next((entry.dtype for entry in entries), "float32"),
+        files=(),
+        foreign=_WHAT,
+    )
+    return Reading(checkpoint, builder.build(), tuple(identify(directory / f) for f in files))
+
+
+def _index(path: Path) -> Mapping[str, str]:
+    """Read which file holds each tensor."""
+    data = read_all(path, _LIMIT_INDEX + 1)
+    if len(data) > _LIMIT_INDEX:
+        raise CorruptFileError(f"{path}: an index of more than {_LIMIT_INDEX:,} bytes")
+    try:
+        listed = strict_json.parse(data)["weight_map"]
+        found = {str(name): file for name, file in listed.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CorruptFileError(f"{path}: not an index of safetensors files ({error})") from error
+    for file in found.values():
+        if not isinstance(file, str) or not file.isprintable() or not names.is_name(file):
+            raise CorruptFileError(f"{path}: {show(file)} is not the name of a file beside it")
+    return found
+
+
+def _require_complete(
+    main: Path, tensors: Collection[LogicalTensor], where: Mapping[str, str] | None
+) -> None:
+    """Refuse tensors that are listed and nowhere, and names that are there twice."""
+    seen = {tensor.name for tensor in tensors}
+    if len(seen) < len(tensors):
+        raise CorruptFileError(f"{main}: two of its tensors have one name")
+    for name, file in (where or {}).items():
+        if name not in seen:
+            raise IncompleteError(f"{main}: lists {show(name)} in {file}, which lacks it")

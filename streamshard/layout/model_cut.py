@@ -1,0 +1,230 @@
+"""How model parallelism cuts a tensor, and how the parts of one cut are made of those of another.
+
+A checkpoint of a job with tensor or pipeline parallelism is a set of parts of the model, one for
+each model-parallel rank. A *model cut* says, for one tensor, which boxes of the whole tensor each
+of these ranks has, and where in the rank's own tensor they lie. Ranks may have the same boxes
+(replicated), and may have none (a stage without the layer). What a rank has is cut once more, among
+its data-parallel ranks, by ZeRO; that is another cut, which `cutting` composes with this one.
+
+Every cut of DeepSpeed's is of this kind: blocks of rows or columns, several sub-parameters in one
+(query, key and value), of which some may be replicated, and blocks in any order.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
+
+from streamshard.layout.boxes import BoxGrid, Ints, NotTiledError, grid_of
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCut:
+    """How one tensor is cut among model-parallel ranks; pieces are parallel arrays."""
+
+    shape: Shape
+    """Of the whole tensor."""
+    shards: tuple[Shape | None, ...]
+    """Of each rank's tensor; None for a rank that has none. All have the whole tensor's count of
+    dimensions. Files may hold the same elements in another shape."""
+    rank: Ints
+    """The rank that has each piece; in ascending order."""
+    whole: Ints
+    """Where each piece begins in the whole tensor, (pieces, dimensions)."""
+    own: Ints
+    """Where it begins in its rank's tensor."""
+    sizes: Ints
+    """Its lengths."""
+
+    def __post_init__(self) -> None:
+        """Check that the pieces fill each rank's tensor, and together the whole one.
+
+        Raises
+        ------
+        NotTiledError
+            A piece is missing, overlaps another, or reaches out of a tensor.
+        """
+        for number, shard in enumerate(self.shards):
+            mine = self.rank == number
+            if shard is not None and 0 not in shard:
+                grid_of(shard, self.own[mine], self.sizes[mine])
+            elif mine.any():
+                raise NotTiledError(f"rank {number} has pieces of a tensor, and no elements of it")
+        if 0 not in self.shape:
+            first = self._first_holders()
+            grid_of(self.shape, self.whole[first], self.sizes[first])
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each rank that has a part of the tensor has all of it."""
+        return all(shard in (None, self.shape) for shard in self.shards)
+
+    @property
+    def most_holders(self) -> int:
+        """Count of the ranks that have the same piece, where most have."""
+        return int(self._ordinals().max(initial=0)) + 1
+
+    def reshaped(self, shape: Shape) -> "ModelCut":
+        """Return the same cut of a tensor with the same elements in another shape.
+
+        Raises
+        ------
+        NotTiledError
+            The cut is not the trivial one, or the tensors have different counts of elements.
+        """
+        if shape == self.shape:
+            return self
+        if not self.is_whole or np.prod(shape, dtype=object) != np.prod(self.shape, dtype=object):
+            raise NotTiledError(f"cut in the shape {list(self.shape)}, not in {list(shape)}")
+        return whole_cut(shape, [shard is not None for shard in self.shards])
+
+    def spread(self, over: Sequence[int | None]) -> "ModelCut":
+        """Return the cut of more ranks, each of which is like one of these, or has nothing.
+
+        Parameters
+        ----------
+        over
+            Of each new rank: the rank here that it is like. Each rank here is there at least once.
+        """
+        rows = [
+            np.flatnonzero(self.rank == own) if own is not None else np.zeros(0, np.int64)
+            for own in over
+        ]
+        taken = np.concatenate(rows).astype(np.int64)
+        return replace(
+            self,
+            shards=tuple(None if own is None else self.shards[own] for own in over),
+            rank=np.repeat(np.arange(len(over)), [len(row) for row in rows]),
+            whole=self.whole[taken],
+            own=self.own[taken],
+            sizes=self.sizes[taken],
+        )
+
+    def _ordinals(self) -> Ints:
+        """Number the ranks that have the same piece, piece by piece, from 0."""
+        seen: dict[bytes, int] = {}
+        found = np.zeros(len(self.rank), dtype=np.int64)
+        for row, key in enumerate(np.hstack([self.whole, self.sizes])):
+            found[row] = seen.setdefault(key.tobytes(), 0)
+            seen[key.tobytes()] += 1
+        return found
+
+    def _first_holders(self, choice: int = 0) -> Ints:
+        """Return one row for each different piece: of the holder with this number, if there is."""
+        last: dict[bytes, int] = {}
+        for row, (key, number) in enumerate(
+            zip(np.hstack([self.whole, self.sizes]), self._ordinals().tolist(), strict=True)
+        ):
+            if number <= choice:
+                last[key.tobytes()] = row
+        return np.array(list(last.values()), dtype=np.int64)
+
+
+def whole_cut(shape: Shape, holds: Sequence[bool]) -> ModelCut:
+    """Return the cut of a tensor that each rank has all of, or nothing of."""
+    ranks = np.flatnonzero(holds) if 0 not in shape else np.zeros(0, np.int64)
+    corner = np.zeros((len(ranks), len(shape)), np.int64)
+    sizes = np.tile(np.array(shape, np.int64), (len(ranks), 1))
+    return ModelCut(
+        shape, tuple(shape if held else None for held in holds), ranks, corner, corner, sizes
+    )
+
+
+def segments_cut(shape: Shape, dimension: int, segments: Sequence[Sequence[int] | int]) -> ModelCut:
+    """Return the cut of a tensor that is several sub-tensors in a row, along one dimension.
+
+    Parameters
+    ----------
+    segments
+        Of each sub-tensor: the width of each rank's part of it, or for one that every rank has
+        whole its own width.
+
+    Examples
+    --------
+    >>> cut = segments_cut((6, 2), 0, [[2, 1], 3])  # queries split, keys and values replicated
+    >>> cut.shards, cut.rank.tolist(), cut.whole[:, 0].tolist(), cut.own[:, 0].tolist()
+    (((5, 2), (4, 2)), [0, 0, 1, 1], [0, 3, 2, 3], [0, 2, 0, 1])
+    """
+    count = max(1 if isinstance(one, int) else len(one) for one in segments)
+    rows: list[tuple[int, int, int, int]] = []
+    own, at = [0] * count, 0
+    for one in segments:
+        widths = [one] * count if isinstance(one, int) else list(one)
+        starts = [0] * count if isinstance(one, int) else list(accumulate(widths, initial=0))
+        for rank, width in enumerate(widths):
+            rows += [(rank, at + starts[rank], own[rank], width)] if width else []
+            own[rank] += width
+        at += one if isinstance(one, int) else sum(one)
+    if at != shape[dimension]:
+        raise NotTiledError(f"parts of {at} in a dimension of {shape[dimension]}")
+    rows = sorted(rows) if 0 not in shape else []
+    columns = np.array(rows, np.int64).reshape(-1, 4)
+    corner = np.zeros((len(rows), len(shape)), np.int64)
+    along = np.arange(len(shape)) == dimension
+    return ModelCut(
+        shape,
+        tuple((*shape[:dimension], width, *shape[dimension + 1 :]) for width in own),
+        columns[:, 0],
+        np.where(along, columns[:, 1:2], corner),
+        np.where(along, columns[:, 2:3], corner),
+        np.where(along, columns[:, 3:4], np.array(shape)),
+    )
+
+
+def split_cut(shape: Shape, dimension: int, widths: Sequence[int]) -> ModelCut:
+    """Return the cut of a tensor of which each rank has a block of rows, or columns, in order."""
+    return segments_cut(shape, dimension, [widths])
+
+
+@dataclass(frozen=True, slots=True)
+class Recut:
+    """How one rank's tensor in a target cut is made of the ranks' tensors in a source cut."""
+
+    grid: BoxGrid
+    """The rank's tensor, in boxes whose holders are tensors of the source's ranks."""
+    ranks: Ints
+    """The source's rank that holds each box."""
+
+
+def recut(target: ModelCut, rank: int, source: ModelCut, *, holder: int = 0) -> Recut | None:
+    """Compose two cuts of one tensor; None if the target's rank has no elements of it.
+
+    Parameters
+    ----------
+    holder
+        Of pieces that several of the source's ranks have: which of these to take, by its number.
+        The last one, where there are fewer.
+
+    Raises
+    ------
+    NotTiledError
+        The tensors differ in shape.
+    """
+    if target.shape != source.shape:
+        if target.is_whole:
+            target = target.reshaped(source.shape)
+        else:
+            source = source.reshaped(target.shape)
+    shard = target.shards[rank]
+    if shard is None or 0 in shard:
+        return None
+    mine = np.flatnonzero(target.rank == rank)
+    theirs = source._first_holders(holder)
+    # All pairs of a piece of the target and one of the source; most of them do not meet.
+    one, other = (index.reshape(-1) for index in np.meshgrid(mine, theirs, indexing="ij"))
+    low = np.maximum(target.whole[one], source.whole[other])
+    high = np.minimum(
+        target.whole[one] + target.sizes[one], source.whole[other] + source.sizes[other]
+    )
+    meets = (low < high).all(axis=1)
+    one, other, low, high = one[meets], other[meets], low[meets], high[meets]
+    offsets = low - target.whole[one] + target.own[one]
+    in_holder = low - source.whole[other] + source.own[other]
+    ranks = source.rank[other]
+    shapes = [source.shards[number] for number in ranks.tolist()]
+    lengths = np.array(shapes, dtype=np.int64).reshape(offsets.shape)
+    grid = grid_of(shard, offsets, high - low, holders=(offsets - in_holder, lengths))
+    return Recut(grid, ranks)

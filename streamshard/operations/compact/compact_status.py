@@ -1,0 +1,156 @@
+"""What `compact` has done so far: which tags are archived, in the trash or gone, and last night."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Final
+
+from streamshard.defaults import DEFAULT_GRACE
+from streamshard.errors import SourceError
+from streamshard.formats.deepspeed.names import step_of
+from streamshard.io.entries import lexists
+from streamshard.io.files import source_errors
+from streamshard.io.objects.object_path import as_path
+from streamshard.operations.compact.archive.receipts import (
+    BEGUN,
+    WEIGHTS_ONLY,
+    Place,
+    Receipt,
+    moment_after,
+)
+from streamshard.operations.compact.night_record import Night, NightRecord
+from streamshard.operations.compact.removal.trash import Trash, trash_of
+from streamshard.operations.compact.run_directory import Identity
+
+_ARCHIVING: Final = "archiving"
+_ARCHIVED: Final = "archived"
+_IN_TRASH: Final = "in the trash"
+_GOING: Final = "being removed"
+_REMOVED: Final = "removed"
+_UNREADABLE: Final = "unreadable"
+STATES: Final = (
+    _ARCHIVING, _ARCHIVED, _IN_TRASH, _GOING, _REMOVED, WEIGHTS_ONLY, _UNREADABLE
+)  # fmt: skip
+_GONE: Final = (_REMOVED, WEIGHTS_ONLY)
+
+
+@dataclass(frozen=True, slots=True)
+class TagStatus:
+    """What is left of one tag."""
+
+    tag: str
+    step: int | None
+    """The number at the end of its name."""
+    state: str
+    """`archiving`, or its making was interrupted; `archived`, and the original is where it was; `in
+    the trash`; `being removed` from there; `removed`, as the original is gone; `weights only`, as
+    the archive's optimizer states are gone too; `unreadable`, of a receipt."""
+    archived: str = ""
+    """Time of archiving in UTC, in ISO 8601."""
+    trash_until: str = ""
+    """Time from which the original may be removed for good; empty if it is not in the trash."""
+    source_bytes: int = 0
+    archive_bytes: int = 0
+    """Bytes of the archive, without files that it shares with earlier archives."""
+    problem: str = ""
+    """Why its receipt cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompactStatus:
+    """The state of a run directory and its archives."""
+
+    run_dir: str
+    archive_dir: str
+    tags: tuple[TagStatus, ...]
+    """All tags that have a receipt, by step."""
+    archive_bytes: int
+    trash_bytes: int
+    """Bytes that are free once the trash is empty."""
+    saved_bytes: int
+    """Bytes of originals that are gone, less those of their archives."""
+    last_night: Night | None
+    """The last run by the rules; None before the first."""
+
+    @property
+    def problems(self) -> list[str]:
+        """What could not be read."""
+        return [tag.problem for tag in self.tags if tag.problem]
+
+
+def compact_status(
+    run_dir: str | os.PathLike[str], archive_dir: str | os.PathLike[str]
+) -> CompactStatus:
+    """Report what `compact` has done with a run directory so far; changes and locks nothing.
+
+    Parameters
+    ----------
+    run_dir, archive_dir
+        As `compact` takes them.
+
+    Raises
+    ------
+    SourceError
+        One of both directories, or the record of the last night, cannot be read.
+    """
+    run, archive = as_path(run_dir).absolute(), as_path(archive_dir).absolute()
+    for directory in (run, archive):
+        Identity.of(directory)
+    night = NightRecord(archive).read()
+    grace = timedelta(seconds=night.grace_seconds) if night else DEFAULT_GRACE
+    found = sorted(_tags(run, archive, grace), key=lambda tag: (tag.step or -1, tag.tag))
+    gone = [tag for tag in found if tag.state in _GONE]
+    return CompactStatus(
+        run_dir=str(run_dir),
+        archive_dir=str(archive_dir),
+        tags=tuple(found),
+        archive_bytes=sum(tag.archive_bytes for tag in found),
+        trash_bytes=sum(tag.source_bytes for tag in found if tag.state in (_IN_TRASH, _GOING)),
+        saved_bytes=sum(tag.source_bytes - tag.archive_bytes for tag in gone),
+        last_night=night,
+    )
+
+
+def _tags(run_dir: Path, archive_dir: Path, grace: timedelta) -> Iterator[TagStatus]:
+    trash = trash_of(run_dir)
+    in_trash, going = {*trash.tags()}, {*trash.going()}
+    for place in Place.all_in(archive_dir):
+        step = step_of(place.tag)
+        try:
+            receipt = place.read_receipt()
+            if receipt is None:
+                continue  # removed meanwhile
+            state = _state(receipt, trash, in_trash, going)
+            until = moment_after(receipt.trashed, grace) if state == _IN_TRASH else ""
+        except SourceError as error:
+            yield TagStatus(place.tag, step, _UNREADABLE, problem=str(error))
+            continue
+        except (ValueError, OverflowError) as error:
+            problem = f"{place.receipt}: does not say since when it is in the trash ({error})"
+            yield TagStatus(place.tag, step, _UNREADABLE, problem=problem)
+            continue
+        yield TagStatus(
+            place.tag,
+            step,
+            state,
+            archived=receipt.archived,
+            trash_until=until,
+            source_bytes=receipt.source_bytes,
+            archive_bytes=receipt.archive_bytes - receipt.shared_bytes,
+        )
+
+
+def _state(receipt: Receipt, trash: Trash, in_trash: set[str], going: set[str]) -> str:
+    """Say what is left of a tag; where its files are counts more than what its receipt says."""
+    tag = receipt.tag
+    if tag in going:
+        return _GOING
+    if tag in in_trash:
+        return _IN_TRASH
+    if receipt.state in (BEGUN, WEIGHTS_ONLY):
+        return _ARCHIVING if receipt.state == BEGUN else WEIGHTS_ONLY
+    original = trash.run_dir / tag
+    with source_errors(original):
+        return _ARCHIVED if lexists(original) else _REMOVED

@@ -1,0 +1,240 @@
+"""Chooses what a distributed checkpoint holds, and under which keys: one layout per loader."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from streamshard.defaults import ACCELERATE, TITAN
+from streamshard.errors import UnsupportedError
+from streamshard.formats.checkpoint import Checkpoint, Family, FlatState, ParamGroup, ScalarState
+from streamshard.formats.dcp import dcp_items, dcp_names, torch_optimizers
+from streamshard.formats.dcp.dcp_metadata_writer import StatePath
+from streamshard.formats.pickle.inert import Node
+from streamshard.formats.torch.torch_tensor import Tensor, storages_in, tensor_of
+from streamshard.model import MASTER, Whole
+from streamshard.operations.export.weights import Weights, only_family
+
+_NAMELESS: Final = (
+    "saved without ZeRO (stage 0), whose optimizer does not name the parameters, and a distributed "
+    "checkpoint holds their states by name: export the weights alone, as safetensors"
+)
+_NO_STATES: Final = (
+    "Saved before the optimizer's first step: there are param groups, but no states. Load the "
+    "model alone."
+)
+_LEFT_OUT: Final = (
+    "Not in it, as they have no common form: LR scheduler, loss scaler, data position, client "
+    "state. Begin the new scheduler at the count of steps that the optimizer has done."
+)
+_LOADS: Final = {
+    "torch": (
+        "Load it with torch.distributed.checkpoint.load into {'model': ..., 'optim': ...}, the "
+        "two state dicts of get_state_dict; the optimizer's may be flattened."
+    ),
+    TITAN: (
+        "Give torchtitan --checkpoint.folder (this directory) and --checkpoint."
+        "exclude_from_loading lr_scheduler,dataloader,train_state; its own counters begin at 0."
+    ),
+    ACCELERATE: (
+        "accelerator.load_state(this directory) loads it, with FSDP2 and SHARDED_STATE_DICT."
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor to write."""
+
+    paths: tuple[StatePath, ...]
+    """More than one if it is tied, or loaders know it by several keys."""
+    dtype: str
+    shape: tuple[int, ...]
+    content: Whole | bytes
+    """The source's tensor, or the elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueEntry:
+    """Another value to write."""
+
+    paths: tuple[StatePath, ...]
+    item: bytes
+    """The whole item."""
+
+
+DcpEntry = TensorEntry | ValueEntry
+
+
+@dataclass(frozen=True, slots=True)
+class DcpContents:
+    """What a distributed checkpoint holds."""
+
+    folders: Mapping[str, Sequence[DcpEntry]]
+    """Directory, empty for the target itself → what is in it."""
+    notes: tuple[str, ...]
+
+
+def choose_contents(checkpoint: Checkpoint, chosen: Weights, layout: str) -> DcpContents:
+    """Choose what goes into a distributed checkpoint: weights, optimizer states, param groups.
+
+    Parameters
+    ----------
+    chosen
+        The weights, with their names in the target.
+    layout
+        `torch`, `titan` or `accelerate`.
+
+    Raises
+    ------
+    UnsupportedError
+        The checkpoint does not hold one whole model, or torch's optimizers cannot go on from it.
+    """
+    if not checkpoint.layout.stage:
+        raise UnsupportedError(_NAMELESS)
+    family = only_family(checkpoint)
+    keys = _Keys(layout)
+    model: list[DcpEntry] = [
+        TensorEntry(
+            tuple(keys.weight(name) for name in weight.names),
+            weight.dtype,
+            weight.shape,
+            Whole(weight.tensor),
+        )
+        for weight in chosen.weights
+    ]
+    optimizer = _OptimizerEntries(checkpoint, family, chosen, keys)
+    entries = list(optimizer.all())
+    folders: dict[str, Sequence[DcpEntry]] = {"": [*model, *entries]}
+    if layout == TITAN:
+        folders = {dcp_names.titan_folder(_steps(family)): folders[""]}
+    elif layout == ACCELERATE:
+        folders = {dcp_names.ACCELERATE_MODEL: model, dcp_names.ACCELERATE_OPTIMIZER: entries}
+    return DcpContents(folders, (_LOADS[layout], _LEFT_OUT, *optimizer.notes()))
+
+
+def _steps(family: Family) -> int:
+    """Return the count of steps, which torchtitan names a checkpoint by."""
+    steps = family.model_state.get("global_steps")
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
+        message = "global_steps is not in the checkpoint, and torchtitan names checkpoints by it"
+        raise UnsupportedError(message)
+    return steps
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """The keys that a loader asks for."""
+
+    layout: str
+
+    def weight(self, name: str) -> StatePath:
+        return (name,) if self.layout == TITAN else (dcp_names.MODEL, name)
+
+    @property
+    def optimizer(self) -> str:
+        return dcp_names.OPTIM if self.layout == "torch" else dcp_names.OPTIMIZER
+
+    def state(self, name: str, state: str) -> StatePath:
+        if self.layout == TITAN:
+            return self.optimizer, f"{dcp_names.STATE}.{name}.{state}"
+        # Flattened or not, the key is the same.
+        return self.optimizer, dcp_names.STATE, name, state
+
+    def hyper_parameter(self, group: int, params: Sequence[str], key: str) -> tuple[StatePath, ...]:
+        """Return the keys of a hyper-parameter: by the group, and flattened by each parameter."""
+        root, groups = self.optimizer, dcp_names.PARAM_GROUPS
+        nested: StatePath = (root, groups, group, key)
+        flat = [(root, f"{groups}.{name}.{key}") for name in params]
+        nests = self.layout != TITAN
+        flattens = self.layout != ACCELERATE and key != dcp_names.PARAMS
+        return (*([nested] if nests else []), *(flat if flattens else []))
+
+
+@dataclass(slots=True)
+class _OptimizerEntries:
+    """Makes the entries of the optimizer, and remembers what a note has to say."""
+
+    checkpoint: Checkpoint
+    family: Family
+    weights: Weights
+    keys: _Keys
+    added: dict[str, None] = field(default_factory=dict)
+    """Keys that were added to param groups."""
+
+    def all(self) -> Iterator[DcpEntry]:
+        """Yield state after state, each in the order of the parameters, then param groups."""
+        groups, index = self.family.groups, self.checkpoint.tensor_index()
+        # A parameter may be stored under another name: --strip-prefix.
+        first = {weight.tensor: weight.names[0] for weight in self.weights.weights}
+        names = [
+            [first[index[self.family.name, MASTER, name]] for name in group.params]
+            for group in groups
+        ]
+        states = dict.fromkeys(state for group in groups for state in group.flat_states())
+        for state in states:
+            for group, stored in zip(groups, names, strict=True):
+                if state in group.flat_states():
+                    for name, param in zip(stored, group.params, strict=True):
+                        number = index[self.family.name, state, param]
+                        tensor = self.checkpoint.tensors[number]
+                        path = self.keys.state(name, state)
+                        yield TensorEntry((path,), tensor.dtype, tensor.shape, Whole(number))
+        for number, (group, stored) in enumerate(zip(groups, names, strict=True)):
+            yield from self._scalars(group, stored)
+            yield from self._group(number, group, stored)
+
+    def _scalars(self, group: ParamGroup, stored: Sequence[str]) -> Iterator[DcpEntry]:
+        """Yield the states that are one value for all parameters of a group."""
+        for key, value in (group.states or {}).items():
+            paths = tuple(self.keys.state(name, key) for name in stored)
+            if isinstance(value, FlatState) or not paths:
+                continue
+            if key == torch_optimizers.STEP:
+                yield TensorEntry(paths, "float32", (), torch_optimizers.step_of(value))
+            elif isinstance(value, ScalarState):
+                yield TensorEntry(paths, value.dtype, value.shape, value.data)
+            else:
+                yield self._value(paths, value)
+
+    def _group(self, number: int, group: ParamGroup, stored: Sequence[str]) -> Iterator[DcpEntry]:
+        """Yield the hyper-parameters of a group."""
+        saved = self.family.wrapped_optimizer["param_groups"][group.number]
+        missing = torch_optimizers.missing_keys(saved)
+        self.added |= dict.fromkeys(missing)
+        values = {**saved, **missing, dcp_names.PARAMS: list(stored)}
+        for key, value in values.items():
+            paths = self.keys.hyper_parameter(number, stored, key)
+            if paths:
+                yield self._value(paths, value)
+
+    def _value(self, paths: tuple[StatePath, ...], value: Node) -> DcpEntry:
+        tensor = tensor_of(value)
+        if tensor is not None and _is_whole(tensor):
+            return TensorEntry(paths, tensor.dtype, tensor.shape, _blob(tensor))
+        if next(storages_in(value), None) is not None:
+            key = ".".join(map(str, paths[0]))
+            raise UnsupportedError(f"'{key}' holds tensors inside of another object")
+        return ValueEntry(paths, dcp_items.value_item(value))
+
+    def notes(self) -> Iterator[str]:
+        """Say what torch's optimizers have and the checkpoint has not."""
+        if self.added:
+            yield (
+                "Keys that torch's optimizer has in its param groups and the checkpoint has not, "
+                f"with torch's defaults: {', '.join(self.added)}."
+            )
+        if any(group.states is None for group in self.family.groups):
+            yield _NO_STATES
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Tell whether a tensor is all of its storage."""
+    return tensor.start == 0 and tensor.numel == tensor.storage.numel
+
+
+def _blob(tensor: Tensor) -> Whole:
+    """Return the source's tensor that holds the bytes of a storage."""
+    content = tensor.storage.content
+    if not isinstance(content, Whole):
+        raise TypeError(f"a storage with {content}")
+    return content

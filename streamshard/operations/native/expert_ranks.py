@@ -1,0 +1,48 @@
+"""Takes a checkpoint to another count of ranks that share its experts."""
+
+from dataclasses import replace
+
+from streamshard.errors import UnsupportedError, UsageError
+from streamshard.formats.deepspeed.expert_degree import (
+    expert_degree,
+    spread_note,
+    with_expert_degree,
+)
+from streamshard.formats.deepspeed.expert_groups import AS_SAVED
+from streamshard.formats.pickle.node_checks import of_file
+from streamshard.operations.source.source import Source
+
+
+def at_expert_degree(opened: Source, degree: int | None, world_size: int) -> Source | None:
+    """Spread the experts of a checkpoint anew; None if they are to stay as they are.
+
+    Parameters
+    ----------
+    degree
+        Count of ranks that will share the experts; by default as many as in the source.
+    world_size
+        Count of all ranks of the job that resumes.
+
+    Raises
+    ------
+    UsageError
+        The source has no experts, or they or the ranks cannot be divided so.
+    UnsupportedError, DisagreementError
+        The experts cannot be spread anew; the message says why.
+    """
+    if degree is None:
+        return None
+    with of_file(opened.path):
+        own = expert_degree(opened.checkpoint)
+        if degree == own:
+            return None
+        if opened.is_elastic:
+            message = "its experts cannot be spread over another count of ranks: it was saved with"
+            raise UnsupportedError(f"{message} elastic_checkpoint. {AS_SAVED}")
+        if degree > 0 and world_size % degree:
+            message = f"--world-size {world_size}: the experts are to be spread over {degree} ranks"
+            few = ", ".join(str(degree * k) for k in (1, 2, 3))
+            raise UsageError(f"{message} (--expert-parallel): give a multiple of that ({few}, …)")
+        checkpoint = with_expert_degree(opened.checkpoint, degree, opened.like)
+    note = spread_note(own, degree, opened.like)
+    return replace(opened, checkpoint=replace(checkpoint, notes=(*checkpoint.notes, note)))

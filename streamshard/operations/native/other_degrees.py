@@ -1,0 +1,272 @@
+"""Takes a checkpoint to other tensor and pipeline parallel degrees, as a reference has them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from streamshard.engine.run.phases import COMPARING
+from streamshard.errors import (
+    DisagreementError,
+    SourceError,
+    StreamshardError,
+    UnsupportedError,
+    UsageError,
+)
+from streamshard.formats.checkpoint import LIKE, Checkpoint, Reading
+from streamshard.formats.deepspeed import ds_config, names
+from streamshard.formats.deepspeed.model_parallel.affine_maps import has_maps
+from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
+    AS_SAVED,
+    Degrees,
+    is_pipeline,
+)
+from streamshard.formats.deepspeed.model_parallel.parts import ModelParts
+from streamshard.formats.deepspeed.model_parallel.pipeline_layers import (
+    LayerCopy,
+    as_one_module,
+    with_layers,
+)
+from streamshard.formats.deepspeed.model_parallel.recut_checkpoint import (
+    CopiesInParts,
+    copies_in_parts,
+    recut_checkpoint,
+)
+from streamshard.formats.deepspeed.model_parallel.whole_model import whole_model
+from streamshard.formats.pickle.node_checks import of_file
+from streamshard.layout.memory_plan import MemoryPlan
+from streamshard.model import ITEMSIZE, MASTER, MODULE
+from streamshard.operations.checks.problems import Findings
+from streamshard.operations.compare.comparison import Comparing
+from streamshard.operations.compare.pairing import Pair, SideElements
+from streamshard.operations.source.blob_checksums import note_checksums
+from streamshard.operations.source.source import Source
+from streamshard.operations.transfer.report import Progress
+from streamshard.sizes import counted
+
+_SUPPLY = (
+    "give --like RUN, a checkpoint that the job at these degrees saved: start that job, let it "
+    "save before its first step, and give what it saved"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OtherDegrees:
+    """A checkpoint that was cut anew for other degrees."""
+
+    source: Source
+    """With the parts of the model of the target, which lie in the files of the original."""
+    original: Source
+    degrees: Degrees
+    """Of the target."""
+    copies: CopiesInParts
+    layers: Sequence[LayerCopy] = ()
+    """What the files of a pipeline's layers must have in common with others."""
+
+    def require_config(self, wanted: ds_config.Config | None) -> None:
+        """Refuse a config of a job with another tensor parallel degree (AutoTP).
+
+        Raises
+        ------
+        UsageError
+            The message has both degrees.
+        """
+        if wanted is None or is_pipeline(self.source.checkpoint):
+            return
+        configured = ds_config.features(wanted).tensor_parallel
+        if configured != self.degrees.tensor:
+            message = f"--tensor-parallel {self.degrees.tensor}, but the given config says"
+            raise UsageError(f"{message} autotp_size {configured}; make them agree")
+
+    def require_equal_copies(self, memory: MemoryPlan, progress: Progress) -> None:
+        """Compare what several parts of the original hold copies of, of which one is taken.
+
+        Raises
+        ------
+        DisagreementError
+            Copies differ; the message names the parameter and how many elements differ.
+        SourceError
+            A file cannot be read.
+        """
+        copies = self.copies
+        first = replace(self.original, cutting=copies.cutting(0))
+        for holder in range(1, max(copies.holders, default=1)):
+            other = replace(self.original, cutting=copies.cutting(holder))
+            where = "between the first part of the model that holds a copy and copy"
+            comparing = Comparing(first, other, list(self._pairs(holder)))
+            self._require_equal(comparing, f"{where} {holder + 1}", memory, progress)
+        for path, held in groupby(self.layers, key=lambda layer: layer.path):
+            comparing = Comparing(self.original, self.original, list(map(_pair_of, held)))
+            where = f"between {path.name} and the module that it is taken for a copy of"
+            self._require_equal(comparing, where, memory, progress)
+
+    def _require_equal(
+        self, comparing: Comparing, where: str, memory: MemoryPlan, progress: Progress
+    ) -> None:
+        findings = Findings()
+        progress.start(comparing.nbytes, COMPARING)
+        found = comparing.run(memory, findings, lambda nbytes: progress.advance(nbytes // 2))
+        if findings.problems:
+            raise SourceError(findings.problems[0].message)
+        if found:
+            raise DisagreementError(
+                f"{self.original.path}: {found[0].message}, {where}. Copies must be equal: they "
+                f"have drifted apart in training, and which is right is unknown. {AS_SAVED}"
+            )
+
+    def _pairs(self, holder: int) -> Iterator[Pair]:
+        """List the tensors that have as many copies."""
+        for number, tensor in enumerate(self.copies.tensors):
+            if self.copies.holders[number] > holder:
+                side, size = SideElements(number, tensor.dtype), ITEMSIZE[tensor.dtype]
+                name = f"{tensor.state} of {tensor.name}"
+                yield Pair(name, side, side, tensor.numel, tensor.dtype, size, tensor)
+
+
+def _pair_of(layer: LayerCopy) -> Pair:
+    """Pair a tensor of a layer's file with what it must be equal to."""
+    left, right = SideElements(layer.row, layer.dtype), SideElements(layer.like, layer.like_dtype)
+    size = ITEMSIZE[layer.dtype]
+    return Pair(f"{MODULE} of {layer.name}", left, right, layer.numel, layer.dtype, size)
+
+
+def at_degrees(
+    opened: Source, tensor_parallel: int | None, pipeline_parallel: int | None
+) -> OtherDegrees | None:
+    """Cut a checkpoint anew, if a job is to resume at other degrees than those that saved it.
+
+    Raises
+    ------
+    UsageError
+        There is no reference checkpoint, or it is of other degrees.
+    UnsupportedError, DisagreementError
+        The checkpoint, or the reference, cannot be cut anew; the message says why.
+    """
+    if tensor_parallel is None and pipeline_parallel is None:
+        return None
+    for flag, degree in (("tensor", tensor_parallel), ("pipeline", pipeline_parallel)):
+        if degree is not None and degree < 1:
+            raise UsageError(f"--{flag}-parallel {degree}: at least one rank is needed")
+    if opened.kind not in ("native", "store"):
+        message = f"{opened.path}: only what an engine saved can be cut for other degrees, and this"
+        raise UnsupportedError(f"{message} is neither its files nor a store of them")
+    note_checksums(opened)
+    with of_file(opened.path):
+        parts = ModelParts(opened.checkpoint)
+        own = parts.degrees
+        wanted = Degrees(tensor_parallel or own.tensor, pipeline_parallel or own.pipeline)
+        if wanted == own:
+            return None
+        if opened.is_elastic:
+            message = "saved with elastic_checkpoint, whose --like supplies hyper-parameters"
+            raise UnsupportedError(f"{message}: its degrees cannot change")
+    return _recut(opened, parts, _target_parts(opened, parts, wanted))
+
+
+def whole(opened: Source) -> OtherDegrees | None:
+    """Put the tensors of a pipeline or of AutoTP together; None if the checkpoint is of neither.
+
+    Raises
+    ------
+    UnsupportedError, DisagreementError, IncompleteError
+        Its parts cannot be put together; the message says why.
+    """
+    families = opened.checkpoint.families
+    is_pipe = is_pipeline(opened.checkpoint)
+    has_told = has_maps(families[0].model_state.get(names.UNIVERSAL_INFO))
+    if not is_pipe and (len(families) == 1 or not has_told):
+        return None
+    if is_pipe and opened.kind != "native":
+        what = counted(len(families), "pipeline stage")
+        message = f"{opened.path}: a store of {what}, put together from an engine's files alone"
+        hint = "'streamshard repartition' writes such files from it"
+        if opened.checkpoint.dropped is not None:
+            hint = "it holds weights only, of which streamshard.open reads the parts one by one"
+        raise UnsupportedError(f"{message}; {hint}")
+    try:
+        return _whole_pipeline(opened) if is_pipe else _whole_of_maps(opened)
+    except UnsupportedError as error:
+        hint = "streamshard.open reads its parts one by one"
+        if is_pipe and not opened.checkpoint.layout.stage:
+            hint = "Its weights are in the layer_*-model_states.pt files, which torch.load reads"
+        raise UnsupportedError(f"{error}. {hint}") from error
+
+
+def _whole_of_maps(opened: Source) -> OtherDegrees:
+    note_checksums(opened)
+    with of_file(opened.path):
+        parts = ModelParts(opened.checkpoint)
+        return _recut(opened, parts, whole_model(parts))
+
+
+def _whole_pipeline(opened: Source) -> OtherDegrees:
+    with of_file(opened.path):
+        ModelParts(opened.checkpoint).require_whole()
+        added = with_layers(Reading(opened.checkpoint, opened.cutting, opened.files))
+        held = added.reading
+        laid = replace(opened, checkpoint=held.checkpoint, cutting=held.cutting)
+        parts = ModelParts(held.checkpoint)
+        made = _recut(laid, parts, whole_model(parts))
+    source = replace(made.source, checkpoint=as_one_module(made.source.checkpoint))
+    return replace(made, source=source, layers=added.copies)
+
+
+def in_equal_parts(one: Source, other: Source) -> tuple[Source, Source, list[OtherDegrees]]:
+    """Return two sources, both with whole tensors if their models are in unequal parts.
+
+    Returns
+    -------
+    list
+        What was put together, in which copies were taken for equal.
+
+    Raises
+    ------
+    UnsupportedError, DisagreementError, IncompleteError
+        The parts cannot be put together; the message says why.
+    """
+    if _have_equal_parts(one.checkpoint, other.checkpoint):
+        return one, other, []
+    found = [whole(side) for side in (one, other)]
+    left, right = (
+        side if joined is None else joined.source
+        for joined, side in zip(found, (one, other), strict=True)
+    )
+    return left, right, [joined for joined in found if joined is not None]
+
+
+def _have_equal_parts(one: Checkpoint, other: Checkpoint) -> bool:
+    if len(one.families) != len(other.families):
+        return False
+    are_pipelines = [is_pipeline(side) for side in (one, other)]
+    if one.is_dumps or other.is_dumps or not any(are_pipelines):
+        return True
+    held = [
+        {(t.family, t.name) for t in side.tensors if t.state == MASTER} for side in (one, other)
+    ]
+    return all(are_pipelines) and held[0] == held[1]
+
+
+def _target_parts(opened: Source, parts: ModelParts, wanted: Degrees) -> ModelParts:
+    """Find out how a job with the wanted degrees cuts the model."""
+    if opened.like is None:
+        if wanted.parts == 1 and not is_pipeline(opened.checkpoint):
+            with of_file(opened.path):
+                return whole_model(parts)
+        message = f"{opened.path}: saved with {parts.degrees}, and nothing tells how a job with"
+        raise UsageError(f"{message} {wanted} cuts the model: {_SUPPLY}")
+    try:
+        like = ModelParts(opened.like)
+    except StreamshardError as error:
+        raise type(error)(f"{LIKE}: {error}") from error
+    if like.degrees != wanted:
+        message = f"{LIKE} was saved with {like.degrees}, and {wanted} are asked for"
+        raise UsageError(f"{message}: {_SUPPLY}")
+    return like
+
+
+def _recut(opened: Source, parts: ModelParts, like: ModelParts) -> OtherDegrees:
+    reading = Reading(opened.checkpoint, opened.cutting, opened.files)
+    with of_file(opened.path):
+        made = recut_checkpoint(reading, parts, like)
+        copies = copies_in_parts(reading, parts)
+    source = replace(opened, checkpoint=made.checkpoint, cutting=made.cutting)
+    return OtherDegrees(source, opened, like.degrees, copies)

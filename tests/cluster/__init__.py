@@ -1,0 +1,1 @@
+"""Verbs on Dask clusters of real processes."""

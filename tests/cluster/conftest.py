@@ -1,0 +1,66 @@
+"""Clusters of real processes, one of each size for all tests of a process."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import Client, LocalCluster
+
+import streamshard
+from streamshard.operations.export import dcp_files, weight_files
+from streamshard.operations.native import storage_regions
+
+SPAN_BYTES = 1024
+"""Files are cut into many spans."""
+
+
+@contextmanager
+def started(workers: int, threads: int = 1) -> Iterator[Client]:
+    """Start a cluster, and connect to it."""
+    options: dict[str, Any] = {"dashboard_address": "127.0.0.1:0", "memory_limit": 0}
+    start: Any = LocalCluster
+    connect: Any = Client
+    with (
+        start(n_workers=workers, threads_per_worker=threads, **options) as cluster,
+        connect(cluster, set_as_default=False) as client,
+    ):
+        yield client
+
+
+@pytest.fixture(scope="session")
+def clusters() -> Iterator[Any]:
+    """Return a client of a cluster with so many workers."""
+    with ExitStack() as stack:
+        yield cache(lambda workers: stack.enter_context(started(workers, 1 + workers % 2)))
+
+
+@pytest.fixture
+def cluster(clusters: Any) -> Client:  # noqa: ANN401
+    """Two workers."""
+    client: Client = clusters(2)
+    return client
+
+
+@pytest.fixture
+def many_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut files into many spans. This happens where the run is led, so workers need not know."""
+    monkeypatch.setattr(storage_regions, "_SPAN_BYTES", SPAN_BYTES)
+    monkeypatch.setattr(weight_files, "SPAN_BYTES", SPAN_BYTES)
+    monkeypatch.setattr(dcp_files, "SPAN_BYTES", SPAN_BYTES)
+
+
+def on(client: Client, verb: str, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401
+    """Run a verb on a cluster; each worker must have had a part of it, and nothing is left."""
+    with streamshard.executor(client) as chosen:
+        found = getattr(streamshard, verb)(*arguments, **options)
+    assert sum(rate.jobs for rate in chosen.rates.values()) > 0
+    assert chosen.rates.keys() <= client.scheduler_info()["workers"].keys()
+    return found
+
+
+def names(place: Path) -> list[str]:
+    """List what is at a place."""
+    return sorted(path.name for path in place.iterdir())

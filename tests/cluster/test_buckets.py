@@ -1,0 +1,74 @@
+"""A cluster reads from a bucket and writes to it; `compact` archives, proves and keeps its rate."""
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from distributed import Client
+
+import streamshard
+from tests.cloud.conftest import Bucket, bucket, files_of, proxy, server
+from tests.cluster.conftest import on, started
+from tests.compact.runs import FIRST, actions, bits, make_run, receipt_of
+from tests.fabricated import write
+from tests.job import Job
+
+__all__ = ["bucket", "proxy", "server"]
+COMMITTED = ".streamshard.committed"
+
+
+@pytest.fixture
+def near(bucket: Bucket) -> Iterator[Client]:
+    """Workers that have the credentials of the bucket's server."""
+    with started(2) as client:
+        yield client
+
+
+def test_every_verb_in_a_bucket(near: Client, bucket: Bucket, tmp_path: Path) -> None:
+    run = write(Job(stage=3), tmp_path / "run")
+    (run / "zero_to_fp32.py").chmod(0o644)  # an object has no permission bits
+    source, store = bucket.put(run, "runs/7b"), f"{bucket.url}/7b.zarr"
+    streamshard.convert(run, tmp_path / "7b.zarr", codec="zstd")
+    done = on(near, "convert", source, store, codec="zstd", verify=True)
+    assert (done.is_verified, done.kept_bytes) == (True, 0)
+    found = bucket.get("7b.zarr")
+    assert json.loads(found.pop(COMMITTED))["format"] == 1
+    assert found == files_of(tmp_path / "7b.zarr")
+    assert on(near, "verify", store).is_good
+    assert on(near, "diff", store, source).is_equal
+    on(near, "repartition", store, f"{bucket.url}/out", world_size=3)
+    streamshard.repartition(run, tmp_path / "out", world_size=3)
+    found = bucket.get("out")
+    del found[COMMITTED]
+    assert found == files_of(tmp_path / "out")
+
+
+def test_compact_archives_proves_and_deletes_on_a_cluster(cluster: Client, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    shutil.copytree(run, tmp_path / "same", copy_function=shutil.copy2)
+    far = on(cluster, "compact", run, tmp_path / "far", delete=True)
+    near = streamshard.compact(tmp_path / "same", tmp_path / "near", delete=True)
+    assert actions(far) == actions(near)
+    assert actions(far)[FIRST] == "deleted"
+    store = tmp_path / "near" / f"{FIRST}.zarr"
+    assert bits(tmp_path / "far" / store.name) == bits(store)
+    one, other = receipt_of(tmp_path / "far", FIRST), receipt_of(tmp_path / "near", FIRST)
+    told = [[(check["name"], check["holds"]) for check in side["checks"]] for side in (one, other)]
+    assert told[0] == told[1]
+
+
+def test_all_workers_together_keep_to_the_rate(cluster: Client, tmp_path: Path) -> None:
+    """What is processed in a second is that of the whole run, however many workers there are."""
+    run = make_run(tmp_path / "run")
+    rate = 40_000
+    began = time.monotonic()
+    with streamshard.executor(cluster) as chosen:
+        streamshard.compact(run, tmp_path / "archive", bytes_per_second=rate)
+    seconds = time.monotonic() - began
+    done = sum(worker.nbytes for worker in chosen.rates.values())
+    assert done > rate
+    # The first bytes of each run are free, and a share is a little late when a worker has no job.
+    assert done / seconds < 1.2 * rate

@@ -1,0 +1,286 @@
+"""Runs that are interrupted or whose leader dies; workers that may not take part."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import Client
+
+import streamshard
+from streamshard.cluster import membership
+from streamshard.cluster.dask_executor import DaskExecutor
+from streamshard.engine.jobs.executor import runs_on
+from streamshard.errors import ClusterError, MemoryLimitError, SourceError, TargetError, UsageError
+from streamshard.operations.transfer.report import Silent
+from tests.cli.conftest import tree
+from tests.cluster.chaos import fragile
+from tests.cluster.conftest import names
+from tests.cluster.workers import ROOT, mounted_elsewhere, worker
+from tests.fabricated import write
+from tests.job import Job
+
+pytestmark = pytest.mark.usefixtures("many_spans")
+
+
+@pytest.fixture(scope="module")
+def empty() -> Iterator[Client]:
+    """A cluster without workers."""
+    with fragile(0) as (client, _):
+        yield client
+
+
+def refused(
+    kind: type[streamshard.StreamshardError],
+    match: str,
+    client: Client,
+    run: Path,
+    **options: Any,  # noqa: ANN401
+) -> str:
+    """Require that a run is refused, and leaves nothing; returns the message with its notes."""
+    with streamshard.executor(client), pytest.raises(kind, match=match) as caught:
+        streamshard.repartition(run, run.parent / "out", world_size=3, **options)
+    assert "out" not in names(run.parent)
+    assert not list(run.parent.glob("out.partial/.streamshard.proof*"))
+    return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A checkpoint."""
+    return write(Job(stage=2), tmp_path / "run")
+
+
+def test_a_worker_with_another_program_is_refused(empty: Client, run: Path, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "streamshard", tmp_path / "old" / "streamshard")
+    with (tmp_path / "old" / "streamshard" / "model.py").open("a") as stream:
+        stream.write("# other\n")
+    with worker(empty, root=tmp_path / "old") as address:
+        said = refused(UsageError, "has another streamshard", empty, run)
+        assert address in said
+
+
+def test_a_worker_without_streamshard_is_refused(empty: Client, run: Path, tmp_path: Path) -> None:
+    # It may be installed where the tests run; this file comes first.
+    missing = "raise ModuleNotFoundError(\"No module named 'streamshard'\")\n"
+    (tmp_path / "streamshard.py").write_text(missing)
+    with worker(empty, root=tmp_path) as address:
+        said = refused(UsageError, "streamshard", empty, run)
+        assert address in said
+
+
+def test_a_worker_with_too_little_memory_is_refused(empty: Client, run: Path) -> None:
+    with worker(empty, "--memory-limit", "400MiB") as address:
+        options: dict[str, Any] = {"workers": 100, "memory_limit": 1 << 30}
+        said = refused(MemoryLimitError, "Give the workers more", empty, run, **options)
+        assert address in said
+
+
+def test_a_worker_that_mounts_a_copy_of_the_source_is_refused(empty: Client, run: Path) -> None:
+    with worker(empty, before=mounted_elsewhere(run)) as address:
+        said = refused(SourceError, "is another file here", empty, run)
+        assert address in said
+
+
+def test_a_worker_that_mounts_another_target_is_refused(
+    empty: Client, run: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "results").mkdir()
+    with worker(empty, before=mounted_elsewhere(tmp_path / "results")) as address:
+        with streamshard.executor(empty), pytest.raises(TargetError, match="another dir") as caught:
+            streamshard.repartition(run, tmp_path / "results" / "out", world_size=3)
+        assert address in caught.value.__notes__[0]
+    assert names(tmp_path / "results") == []
+
+
+def test_a_worker_whose_writes_are_not_seen_is_refused(
+    empty: Client, run: Path, tmp_path: Path
+) -> None:
+    """An overlay shows the leader's files, and keeps what is written to itself."""
+    place = tmp_path / "results"
+    place.mkdir()
+    probe = mounted_elsewhere(tmp_path / "results")
+    # What is below must not change once it is mounted, so the target exists already.
+    lower = "mkdir -p /run/overlay-$$/u /run/overlay-$$/w"
+    mount = f'mount -t tmpfs none /run && {lower} && mount -t overlay overlay -o "lowerdir={place},'
+    script = f'{mount}upperdir=/run/overlay-$$/u,workdir=/run/overlay-$$/w" "{place}" && exec "$@"'
+    before = [*probe[: probe.index("sh")], "sh", "-c", script, "sh"]
+    if subprocess.run([*before, "true"], capture_output=True).returncode != 0:
+        pytest.skip("this system has no overlay file system")
+    with worker(empty, before=before) as address:
+        with streamshard.executor(empty), pytest.raises(TargetError) as caught:
+            streamshard.repartition(run, place / "out", world_size=3)
+        assert address in caught.value.__notes__[0]
+    assert names(place) == []
+
+
+def test_a_worker_that_comes_later_is_refused_too(empty: Client, run: Path) -> None:
+    """It comes when the first result is there; the worker that may goes on until then."""
+    came = threading.Event()
+
+    class Shown(Silent):
+        def advance(self, nbytes: int) -> None:
+            if not came.is_set():
+                came.set()
+                later.append(worker(empty, before=mounted_elsewhere(run)))
+                addresses.append(later[0].__enter__())
+
+    later: list[Any] = []
+    addresses: list[str] = []
+    mounted_elsewhere(run)
+    with worker(empty):
+        try:
+            with (
+                runs_on(DaskExecutor(empty, worker_bytes_per_second=3_000)),
+                pytest.raises(SourceError, match="is another file here") as caught,
+            ):
+                streamshard.repartition(run, run.parent / "out", world_size=3, progress=Shown())
+            assert addresses[0] in caught.value.__notes__[0]
+            with streamshard.executor(empty):
+                for one in later:
+                    one.__exit__(None, None, None)
+                done = streamshard.repartition(run, run.parent / "out", world_size=3)
+        finally:
+            later.clear()
+    assert done.kept_bytes > 0
+    streamshard.repartition(run, run.parent / "near", world_size=3)
+    assert tree(run.parent / "out") == tree(run.parent / "near")
+
+
+def test_a_cluster_without_workers(
+    empty: Client, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership, "_NO_WORKERS_SECONDS", 0.1)
+    assert "has had no workers" in refused(ClusterError, "workers", empty, run)
+
+
+COMMAND = """
+import signal
+import sys
+from streamshard.operations.native import storage_regions
+from streamshard.cluster import connections, dask_executor
+from streamshard.cli.main import main
+storage_regions._SPAN_BYTES = 1024
+plain = dask_executor.DaskExecutor.__init__
+def slow(self, client, **options):
+    plain(self, client, worker_bytes_per_second=20_000)
+dask_executor.DaskExecutor.__init__ = slow
+if __name__ == "__main__":
+    # Whoever runs the tests in the background may have it ignored, which is inherited.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+@contextmanager
+def command(client: Client | str, run: Path) -> Iterator[subprocess.Popen[str]]:
+    """Run a slow repartition as a process of its own, until something is written."""
+    address = client if isinstance(client, str) else client.scheduler_info()["address"]
+    out = run.parent / "out"
+    arguments = ["repartition", run, out, "--world-size", "3", "--dask", address]
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        journal = run.parent / "out.partial" / ".streamshard.journal"
+        while not (journal.exists() and len(journal.read_bytes().splitlines()) > 6):
+            assert process.poll() is None
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def goes_on(run: Path, client: Client | None) -> None:
+    """Require that the same command goes on."""
+    out = run.parent / "out"
+    if client is None:
+        done = streamshard.repartition(run, out, world_size=3)
+    else:
+        with streamshard.executor(client):
+            done = streamshard.repartition(run, out, world_size=3)
+    assert 0 < done.kept_bytes < done.bytes_written
+    streamshard.repartition(run, run.parent / "near", world_size=3)
+    assert tree(out) == tree(run.parent / "near")
+    assert names(run.parent) == ["near", "out", "run"]
+
+
+@pytest.mark.parametrize("with_dask", [True, False])
+def test_a_run_whose_leader_was_killed_goes_on(cluster: Client, run: Path, with_dask: bool) -> None:
+    with command(cluster, run) as process:
+        process.kill()
+        process.wait()
+    goes_on(run, cluster if with_dask else None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_a_run_within_a_second(
+    cluster: Client, run: Path, number: signal.Signals
+) -> None:
+    with command(cluster, run) as process:
+        began = time.monotonic()
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+        seconds = time.monotonic() - began
+    assert process.returncode == 128 + number
+    assert "run the same command again to go on" in said
+    client: Any = cluster
+    while any(client.processing().values()):
+        assert time.monotonic() < began + 60
+    goes_on(run, cluster)
+    assert seconds < 5  # this machine may be busy
+
+
+def test_ctrl_c_reaches_all_processes_of_a_terminal(run: Path) -> None:
+    with command("local:2", run) as process:
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said.splitlines()[0] == "streamshard: interrupted by SIGINT"
+    assert "Traceback" not in said
+    goes_on(run, None)
+
+
+def test_the_command_line_starts_processes(run: Path) -> None:
+    arguments = ["convert", run, run.parent / "a.zarr", "--dask", "local:2", "--verify", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "streamshard", *map(str, arguments), "-v"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["is_verified"]
+    assert done.stderr.count("tcp://127.0.0.1") == 2
+    streamshard.convert(run, run.parent / "near.zarr")
+    assert tree(run.parent / "a.zarr") == tree(run.parent / "near.zarr")
+
+
+@pytest.mark.parametrize(
+    ("address", "kind", "match"),
+    [
+        ("local:none", UsageError, "local:N, with the number"),
+        ("somewhere", UsageError, "not an address"),
+        ("tcp://127.0.0.1:9", ClusterError, "nobody answers"),
+        ("/nowhere/scheduler.json", UsageError, "no such file"),
+    ],
+)
+def test_addresses_that_lead_nowhere(
+    address: str, kind: type[Exception], match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamshard.cluster.connections._CONNECT_SECONDS", 0.5)
+    with pytest.raises(kind, match=match), streamshard.executor(address):
+        raise AssertionError("somebody answered")

@@ -1,0 +1,165 @@
+"""The same bytes come out with and without a cluster, for any number of workers."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import streamshard
+from streamshard.engine.jobs import batch_jobs
+from streamshard.errors import SourceError
+from tests.cli.conftest import tree
+from tests.cluster.conftest import names, on
+from tests.documents import blocks, page
+from tests.fabricated import edit, optimizer_file, write
+from tests.job import TAG, Job
+from tests.test_span_tasks import CASES
+
+pytestmark = pytest.mark.usefixtures("many_spans")
+WORKERS = (1, 2, 5)
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """What each case writes without a cluster, once."""
+    found: dict[str, dict[str, Any]] = {}
+
+    def of(case: str) -> dict[str, Any]:
+        if case not in found:
+            place = tmp_path_factory.mktemp("near")
+            CASES[case](place, place / "out")
+            found[case] = tree(place / "out")
+        return found[case]
+
+    return of
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("case", CASES)
+def test_files_are_the_same(
+    case: str,
+    workers: int,
+    clusters: Any,  # noqa: ANN401
+    wanted: Callable[[str], dict[str, Any]],
+    tmp_path: Path,
+) -> None:
+    with streamshard.executor(clusters(workers)) as chosen:
+        CASES[case](tmp_path, tmp_path / "out")
+    assert tree(tmp_path / "out") == wanted(case)
+    assert sum(rate.jobs for rate in chosen.rates.values()) > 1
+    assert not [name for name in names(tmp_path) if name.startswith((".", "out."))]
+
+
+def test_what_is_written_is_verified_by_the_workers(cluster: Any, tmp_path: Path) -> None:  # noqa: ANN401
+    run = write(Job(stage=3), tmp_path / "run")
+    done = on(cluster, "convert", run, tmp_path / "a.zarr", codec="zstd", verify=True)
+    assert done.is_verified
+    options = {"world_size": 3, "verify": True}
+    done = on(cluster, "repartition", tmp_path / "a.zarr", tmp_path / "out", **options)
+    assert done.is_verified
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_verify_finds_the_same(workers: int, clusters: Any, tmp_path: Path) -> None:  # noqa: ANN401
+    run = write(Job(stage=2), tmp_path / "run")
+    store = tmp_path / "a.zarr"
+    streamshard.convert(run, store, codec="lz4", chunk_size=512)
+    files = (path for path in sorted((store / "state").rglob("0")) if path.is_file())
+    chunk = next(path for path in files if path.stat().st_size > 100)
+    data = bytearray(chunk.read_bytes())
+    data[50] ^= 1
+    chunk.write_bytes(data)
+    for place, options in ((run, {"digests": True}), (store, {}), (run, {"against": store})):
+        near = streamshard.verify(place, **options)
+        far = on(clusters(workers), "verify", place, **options)
+        assert (far.problems, far.differences, far.digests, far.checked, far.bytes_read) == (
+            near.problems, near.differences, near.digests, near.checked, near.bytes_read,
+        )  # fmt: skip
+        assert near.is_good == (place == run and not options.get("against"))
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_diff_finds_the_same(workers: int, clusters: Any, tmp_path: Path) -> None:  # noqa: ANN401
+    run, other = write(Job(stage=2), tmp_path / "run"), tmp_path / "other"
+    shutil.copytree(run, other)
+
+    def change(state: dict[str, Any]) -> None:
+        state["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].data[3] = torch.pi
+
+    edit(optimizer_file(other, 1), change)
+    near = streamshard.diff(run, other)
+    far = on(clusters(workers), "diff", run, other)
+    assert not near.is_equal
+    assert (far.tensors, far.states, far.bytes_read) == (near.tensors, near.states, near.bytes_read)
+
+
+def test_a_target_that_is_there_already_is_compared_by_the_workers(
+    cluster: Any,  # noqa: ANN401
+    tmp_path: Path,
+) -> None:
+    run = write(Job(stage=2), tmp_path / "run")
+    streamshard.repartition(run, tmp_path / "out", world_size=3)
+    options = {"world_size": 3, "if_needed": True}
+    assert on(cluster, "repartition", run, tmp_path / "out", **options).found == "target"
+    path = optimizer_file(tmp_path / "out", 2)
+    data = bytearray(path.read_bytes())
+    data[-2000] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(streamshard.StreamshardError, match=r"exists; use --overwrite") as caught:
+        on(cluster, "repartition", run, tmp_path / "out", **options)
+    assert path.name in "".join(caught.value.__notes__)
+
+
+def test_a_plan_may_be_made_elsewhere(cluster: Any, tmp_path: Path) -> None:  # noqa: ANN401
+    run = write(Job(stage=2), tmp_path / "run")
+    plan = streamshard.plan_repartition(run, tmp_path / "out", world_size=3)
+    with streamshard.executor(cluster):
+        plan.run()
+    streamshard.repartition(run, tmp_path / "near", world_size=3)
+    assert tree(tmp_path / "out") == tree(tmp_path / "near")
+    assert (tmp_path / "out" / TAG).is_dir()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_workers_read_the_headers_of_many_ranks(
+    stage: int,
+    cluster: Any,  # noqa: ANN401
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(batch_jobs, "_BATCH_FILES", 2)
+    run = write(Job(stage=stage, world_size=6), tmp_path / "run")
+    with streamshard.executor(cluster) as chosen:
+        plan = streamshard.plan_repartition(run, tmp_path / "there", world_size=4)
+        assert sum(rate.jobs for rate in chosen.rates.values()) >= 3  # of two headers each
+    plan.run()
+    streamshard.repartition(run, tmp_path / "here", world_size=4)
+    assert tree(tmp_path / "there") == tree(tmp_path / "here")
+
+
+def test_a_rank_file_that_cannot_be_read_is_named_by_its_worker(
+    cluster: Any,  # noqa: ANN401
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(batch_jobs, "_BATCH_FILES", 2)
+    run = write(Job(stage=2, world_size=6), tmp_path / "run")
+    file = optimizer_file(run, 4)
+    file.write_bytes(file.read_bytes()[:-100])
+    with streamshard.executor(cluster), pytest.raises(SourceError, match=file.name):
+        streamshard.inspect(run)
+
+
+def test_what_the_page_shows_works(
+    cluster: Any,  # noqa: ANN401
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write(Job(stage=2), tmp_path / "runs" / "7b")
+    monkeypatch.chdir(tmp_path)
+    (shown,) = blocks(page("clusters"), "python")
+    exec(shown.replace("tcp://scheduler:8786", cluster.scheduler_info()["address"]), {})
+    assert not streamshard.verify("7b.zarr").problems

@@ -1,0 +1,58 @@
+"""Workers that a user starts, also where a directory is another one."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from distributed import Client
+
+import streamshard
+
+ROOT = Path(streamshard.__file__).parent.parent
+
+
+@contextmanager
+def worker(
+    client: Client,
+    *options: str,
+    root: Path = ROOT,
+    before: Sequence[str] = (),
+    where: str | None = None,
+) -> Iterator[str]:
+    """Start a worker as a user would; yields its address."""
+    known = set(client.scheduler_info()["workers"])
+    where = where or client.scheduler_info()["address"]
+    program = [sys.executable, "-m", "dask", "worker", where, "--no-dashboard"]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    process = subprocess.Popen(
+        [*before, *program, "--nthreads", "1", "--no-nanny", *options],
+        env=environment,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+    )
+    try:
+        while not (new := set(client.scheduler_info()["workers"]) - known):
+            assert process.poll() is None
+        yield new.pop()
+    finally:
+        process.kill()
+        process.wait()
+        while set(client.scheduler_info()["workers"]) - known:
+            pass
+
+
+def mounted_elsewhere(place: Path) -> list[str]:
+    """Return what runs a program for which an empty file system lies over a directory.
+
+    Skips the test where that is not allowed.
+    """
+    command = ["unshare", "--mount", "--propagation", "private"]
+    tried = subprocess.run([*command, "true"], capture_output=True, text=True)
+    if tried.returncode != 0:
+        pytest.skip(f"needs to be root: {tried.stderr.strip()}")
+    script = f'cp -a "{place}" "{place}.copy" && mount --bind "{place}.copy" "{place}" && exec "$@"'
+    return [*command, "sh", "-c", script, "sh"]

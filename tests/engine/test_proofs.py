@@ -1,0 +1,145 @@
+"""What other processes show before they write, and the pages that are theirs alone."""
+
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from queue import Queue
+from threading import Thread
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamshard.engine.jobs.source_proof import SourceProof
+from streamshard.engine.jobs.target_proof import PROOF_PREFIX, StagedProof
+from streamshard.errors import SourceError, TargetError
+from streamshard.io.entries import identify
+from streamshard.io.sink import InnerPages, open_target, open_to_fill
+
+PAGE = 16
+
+
+class Noted:
+    """A file that notes what is written to it."""
+
+    descriptor = -1
+    block_bytes = 1
+
+    def __init__(self) -> None:
+        self.writes: list[tuple[int, bytes]] = []
+
+    def write(self, view: memoryview, offset: int) -> None:
+        self.writes.append((offset, bytes(view)))
+
+
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=5), st.integers(1, 40))
+def test_no_page_has_two_writers_and_no_byte_is_left_out(lengths: list[int], step: int) -> None:
+    data = bytes(number % 251 + 1 for number in range(sum(lengths)))
+    found, start = bytearray(len(data)), 0
+    owners: dict[int, int] = {}
+    for part, length in enumerate(lengths):
+        noted = Noted()
+        pages = InnerPages(noted, start, start + length, PAGE)  # type: ignore[arg-type]
+        for at in range(start, start + length, step):
+            pages.write(memoryview(data)[at : min(at + step, start + length)], at)
+        for offset, written in noted.writes:
+            for page in range(offset // PAGE, -(-(offset + len(written)) // PAGE)):
+                assert owners.setdefault(page, part) == part
+            found[offset : offset + len(written)] = written
+        for offset, left in pages.ends:
+            assert owners.get(offset // PAGE, -1) == -1
+            found[offset : offset + len(left)] = left
+        assert sum(len(left) for _, left in pages.ends) < 2 * PAGE
+        start += length
+    assert bytes(found) == data
+
+
+def test_a_process_that_sees_the_target_may_write_until_the_run_ends(tmp_path: Path) -> None:
+    proof = StagedProof.begin(tmp_path)
+    proof.accept(proof.prove())
+    proof.require_current()
+    assert proof.shares_cache()
+    with pytest.raises(TargetError, match="is not seen where the run is led"):
+        proof.accept("0123456789abcdef")
+    proof.end()
+    assert list(tmp_path.iterdir()) == []
+    for call in (proof.require_current, proof.prove):
+        with pytest.raises(TargetError, match="or the run has ended"):
+            call()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_ends_whoever_answers_meanwhile(tmp_path: Path) -> None:
+    for _ in range(40):
+        proof, answers = StagedProof.begin(tmp_path), Queue[str]()
+        threads = [Thread(target=answer_until_it_ends, args=(proof, answers)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        answers.get()
+        proof.end()
+        for thread in threads:
+            thread.join()
+        assert list(tmp_path.iterdir()) == []
+
+
+def answer_until_it_ends(proof: StagedProof, answers: Queue[str]) -> None:
+    """Do what a process does that was thought lost."""
+    with suppress(TargetError):
+        while True:
+            answers.put(proof.prove())
+
+
+def test_another_run_in_the_same_directory_is_another(tmp_path: Path) -> None:
+    first = StagedProof.begin(tmp_path)
+    first.end()
+    second = StagedProof.begin(tmp_path)
+    with pytest.raises(TargetError, match="is another directory here"):
+        first.require_current()
+    second.require_current()
+    assert [path.name[: len(PROOF_PREFIX)] for path in tmp_path.iterdir()] == [PROOF_PREFIX]
+
+
+def test_a_file_that_a_process_is_to_fill_is_not_made(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        open_to_fill(tmp_path / "file", is_direct=False)
+    assert not (tmp_path / "file").exists()
+    sink = open_to_fill(made(tmp_path / "file"), is_direct=True)
+    sink.write(memoryview(b"here"), 3)
+    sink.sync()
+    sink.close()
+    assert (tmp_path / "file").read_bytes() == b"\0\0\0here"
+
+
+def made(path: Path) -> Path:
+    """Make an empty file, as the leader of a run does."""
+    os.close(open_target(path, is_new=True))
+    return path
+
+
+def test_a_copy_of_a_source_is_another_file(tmp_path: Path) -> None:
+    path = tmp_path / "source"
+    path.write_bytes(b"12345678")
+    known = identify(path)
+    assert SourceProof.of([known]).prove() == ""
+    copy = tmp_path / "copy"
+    shutil.copy2(path, copy)
+    copy.replace(path)
+    assert identify(path).version == known.version
+    with pytest.raises(SourceError, match="is another file here"):
+        SourceProof.of([known]).prove()
+    path.unlink()
+    with pytest.raises(SourceError, match="cannot be read here"):
+        SourceProof.of([known]).prove()
+
+
+def test_a_part_of_many_files_is_examined_and_one_of_each_directory(tmp_path: Path) -> None:
+    files = []
+    for number in range(300):
+        path = tmp_path / f"{number // 100}" / f"{number}"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x")
+        files.append(identify(path))
+    chosen = SourceProof.of(files).files
+    assert 50 < len(chosen) < 70
+    assert {file.path.parent.name for file in chosen} == {"0", "1", "2"}

@@ -1,0 +1,112 @@
+"""Fabricated jobs whose parameters AutoTP cut among tensor-parallel ranks."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.job import Job, values
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorJob(Job):
+    """A job on `parts` tensor-parallel ranks. What is not in `cuts`, all of them hold."""
+
+    cuts: Mapping[str, tuple[int, tuple[int, ...]]] = field(
+        default_factory=lambda: {
+            "embed.weight": (0, (11,)),
+            "block.0.attn.weight": (1, (5,)),
+            "block.0.mlp": (2, (1, 3)),
+            "block.0.bias": (0, (7,)),
+        }
+    )
+    """Parameter → dimension, and the sizes of the sub-parameters that are cut one by one."""
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Shape of every trained parameter on the rank that is spoken of."""
+        return {name: self._shard(name, self.part) for name in self._wholes}
+
+    @property
+    def _wholes(self) -> dict[str, Shape]:
+        return {name: shape for group in self.groups for name, shape in group}
+
+    def _widths(self, name: str) -> tuple[int, list[list[int]]]:
+        """Return the dimension, and for each sub-parameter the width of each rank's part."""
+        dimension, sizes = self.cuts[name]
+        ranks = range(self.parts)
+        return dimension, [[n // self.parts + (r < n % self.parts) for r in ranks] for n in sizes]
+
+    def _shard(self, name: str, rank: int) -> Shape:
+        shape = list(self._wholes[name])
+        if name in self.cuts:
+            dimension, widths = self._widths(name)
+            shape[dimension] = sum(each[rank] for each in widths)
+        return tuple(shape)
+
+    def _pieces(self, name: str, rank: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (place in the whole, place in the shard, width) of each piece."""
+        _, widths = self._widths(name)
+        at = own = 0
+        for each in widths:
+            yield at + sum(each[:rank]), own, each[rank]
+            at, own = at + sum(each), own + each[rank]
+
+    def values(self, state: str, name: str, expert_rank: int = 0) -> Tensor:
+        """Make a rank's part of a state."""
+        whole = values(state, name, {**self._wholes, **dict(self.frozen)}[name])
+        if name in self.cuts:
+            dimension, _ = self._widths(name)
+            pieces = [whole.narrow(dimension, at, n) for at, _, n in self._pieces(name, self.part)]
+            whole = torch.cat(pieces, dimension)
+        if self.changed is not None and self.changed[:2] == (state, name) and self.part:
+            whole.view(-1)[self.changed[2]] += 1
+        return whole
+
+    def told(self) -> "TensorJob":
+        """Return the job with what its model files tell of its degrees."""
+        told: dict[str, Any] = {
+            "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": self.parts}
+        }
+        if self.parts > 1:
+            shapes = {**self._wholes, **dict(self.frozen)}
+            maps = {f"^{re.escape(name)}$": self._map(name, shapes[name]) for name in shapes}
+            told["universal_checkpoint_info"] = {
+                "universal_checkpoint_version": 0.4,
+                "autotp_unsupported_parameter_patterns": {},
+                "affine_map": {"version": 1, "params": maps},
+            }
+        return replace(self, client_state=told)
+
+    def _map(self, name: str, shape: Shape) -> dict[str, Any]:
+        if name not in self.cuts:
+            view = [0, _strides(shape)]
+            piece = {"shape": list(shape), "source": view, "dest": view}
+            everywhere = {"shard_shape": list(shape), "pieces": [piece]}
+            return {
+                "logical_shape": list(shape),
+                "ranks": dict.fromkeys(range(self.parts), everywhere),
+            }
+        dimension = self.cuts[name][0]
+        ranks = {}
+        for rank in range(self.parts):
+            shard, pieces = self._shard(name, rank), []
+            steps = _strides(shape), _strides(shard)
+            for at, own, width in self._pieces(name, rank):
+                size = [*shape[:dimension], width, *shape[dimension + 1 :]]
+                places = at * steps[0][dimension], own * steps[1][dimension]
+                views = [[place, step] for place, step in zip(places, steps, strict=True)]
+                pieces.append({"shape": size, "source": views[0], "dest": views[1]})
+            ranks[rank] = {"shard_shape": list(shard), "pieces": pieces}
+        return {"logical_shape": list(shape), "ranks": ranks}
+
+
+def _strides(shape: Shape) -> list[int]:
+    lengths = [*shape[1:], 1]
+    return list(accumulate(reversed(lengths), lambda a, b: a * b))[::-1] if shape else []

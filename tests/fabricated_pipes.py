@@ -1,0 +1,122 @@
+"""Fabricated jobs whose layers are on the stages of a pipeline."""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tests.fabricated import edit, save, write
+from tests.job import TAG, Job, Shapes, values
+
+BLOCK: Shapes = (("up", (5, 3)), ("bias", (3,)), ("old", (2, 2)), ("running", (4,)))
+"""Two trained weights, one for each param group, a frozen one and a buffer."""
+SHARED: Shapes = (("weight", (7, 2)), ("bias", (2,)))
+
+
+def is_trained(name: str) -> bool:
+    """Tell whether a weight is trained, by the last part of its name."""
+    return name.split(".")[-1] not in ("old", "running")
+
+
+@dataclass(frozen=True)
+class PipeJob(Job):
+    """A job on a pipeline, saved at stage 1. Its values do not depend on the stages.
+
+    An element that is `changed` in a shared module is so on the later stages alone.
+    """
+
+    stage: int = 1
+    starts: tuple[int, ...] = (0, 3)
+    """First layer of each stage."""
+    layers: tuple[Shapes | str | None, ...] = ("embed", BLOCK, None, BLOCK, BLOCK, "embed")
+    """What each layer has, or the key of a shared module; None for one without a file."""
+    shared: tuple[tuple[str, Shapes], ...] = (("embed", SHARED),)
+    tensor: int = 1
+    """Ranks that each stage is on. Their values differ; shards have the shapes that are given."""
+    files_of_shared: bool = True
+    """Whether layers use their shared module as it is, so that they have files."""
+
+    def __post_init__(self) -> None:
+        """Take the param groups of the stage that is spoken of."""
+        mine = {
+            name: shape
+            for name, shape in self.of_stage(self.part // self.tensor)
+            if is_trained(name)
+        }
+        ordered = sorted(mine.items(), key=lambda item: not item[0].startswith("tied"))
+        groups = (
+            tuple(one for one in ordered if (len(one[1]) > 1) == is_matrix)
+            for is_matrix in (True, False)
+        )
+        degrees = {"pp_degree": len(self.starts), "tp_degree": self.tensor}
+        held = {
+            "groups": tuple(groups),
+            "parts": len(self.starts) * self.tensor,
+            "frozen": (),
+            "tied": {},
+            "client_state": {"checkpoint_parallel_dimensions": degrees},
+        }
+        for name, value in held.items():
+            object.__setattr__(self, name, value)
+
+    def layer(self, number: int) -> list[tuple[str, tuple[int, ...]]]:
+        """Return what a layer has, under its names in the model."""
+        held = self.layers[number]
+        if isinstance(held, str):
+            return [(f"tied_modules.{held}.{n}", shape) for n, shape in dict(self.shared)[held]]
+        return [(f"{number}.{name}", shape) for name, shape in held or ()]
+
+    def of_stage(self, stage: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield what the layers of a stage have."""
+        ends = [*self.starts, len(self.layers)]
+        for number in range(ends[stage], ends[stage + 1]):
+            yield from self.layer(number)
+
+    def values(self, state: str, name: str, expert_rank: int = 0) -> Tensor:
+        """Make a state of a parameter, or what the module has of it."""
+        shapes = dict(one for number in range(len(self.layers)) for one in self.layer(number))
+        stage, shard = divmod(self.part, self.tensor)
+        made = values(f"{shard}/{state}" if shard else state, name, shapes[name])
+        if self.changed is not None and self.changed[:2] == (state, name):
+            made.view(-1)[self.changed[2]] += 1 if stage or name[0] != "t" else 0
+        return made
+
+    def weight(self, name: str) -> Tensor:
+        """Make what the module has of a weight or buffer."""
+        if name.endswith("running"):
+            return self.values("buffer", name)
+        return self.values("fp32" if is_trained(name) else "frozen", name).to(self.dtype)
+
+
+def write_pipe(job: PipeJob, run_dir: Path) -> Path:
+    """Save a run directory; returns it."""
+    write(job, run_dir)
+    for part in range(job.parts):
+        edit(run_dir / TAG / f"mp_rank_{part:02d}_model_states.pt", partial(_to_stage, job, part))
+    for number, held in enumerate(job.layers):
+        if held is None or (isinstance(held, str) and not job.files_of_shared):
+            continue
+        prefix = f"tied_modules.{held}." if isinstance(held, str) else f"{number}."
+        for rank in range(job.tensor):
+            own = replace(job, part=rank)
+            path = layer_file(run_dir, number, rank if job.tensor > 1 else None)
+            names = [name for name, _ in own.layer(number)]
+            save(OrderedDict((n.removeprefix(prefix), own.weight(n)) for n in names), path)
+    return run_dir
+
+
+def layer_file(run_dir: Path, number: int, rank: int | None = None) -> Path:
+    """Where a layer's file lies, or that of one tensor-parallel rank."""
+    part = "" if rank is None else f"-model_{rank:02d}"
+    return run_dir / TAG / f"layer_{number:02d}{part}-model_states.pt"
+
+
+def _to_stage(job: PipeJob, part: int, content: dict[str, Any]) -> None:
+    """Make a model file that of a stage: without the module, which is in the layers' files."""
+    held = [name for name, _ in job.of_stage(part // job.tensor)]
+    content["module"] = None
+    content["buffer_names"] = list(dict.fromkeys(n for n in held if n.endswith("running")))

@@ -1,0 +1,226 @@
+"""Checkpoints taken to other tensor and pipeline parallel degrees load in DeepSpeed bit for bit."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+import streamshard
+from tests.oracle.compare import close, differences
+from tests.oracle.files import file_differences
+from tests.oracle.jobs import Job, Resume, Train, after_path
+from tests.oracle.models import Case
+from tests.oracle.ranks import require_success, run_jobs
+from tests.oracle.topology.cases import BF16_OPTIMIZER, ROUND_ROBIN
+from tests.oracle.topology.pipeline import Pipeline
+from tests.oracle.topology.tensor import TensorParallel
+from tests.oracle.truth import Truth
+from tests.oracle.values import value_differences
+from tests.oracle.whole_model import whole
+
+pytestmark = pytest.mark.engine
+
+FURTHER_STEPS = 2
+TOLERANCE = 1e-4
+"""How far from the uninterrupted run in fp32, as a share of the movement since the save."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """One case, taken from a topology to another one."""
+
+    name: str
+    source: Case
+    ranks: int
+    target: Case
+    target_ranks: int
+    options: tuple[str, int]
+    """The option that asks for the other degree."""
+    goes_on: bool = False
+    """Whether the model computes the same at both degrees."""
+
+    @property
+    def has_like(self) -> bool:
+        """Whether the target is told by a reference: a whole model needs none, but may have one."""
+        return self.options != ("tensor", 1) or self.name == "merged"
+
+
+def _case(name: str, stage: int, dtype: str, topology: object, **overrides: object) -> Case:
+    return Case(name, stage, dtype, overrides, topology=topology)  # type: ignore[arg-type]
+
+
+def _tensor(degree: int, stage: int = 2, dtype: str = "bf16", **overrides: object) -> Case:
+    return _case(f"t{degree}-z{stage}-{dtype}", stage, dtype, TensorParallel(degree), **overrides)
+
+
+def _fused(degree: int) -> Case:
+    return _case(f"fused{degree}", 1, "bf16", TensorParallel(degree, fused=True))
+
+
+def _pipe(stages: int, dtype: str = "fp32") -> Case:
+    return _case(f"p{stages}-{dtype}", 1, dtype, Pipeline(stages=stages, extra=True))
+
+
+def _shared_pipe(stages: int) -> Case:
+    return _case(f"p{stages}-t2", 1, "bf16", Pipeline(stages=stages, tensor=2, extra=True))
+
+
+def _named(case: Case, suffix: str) -> Case:
+    return Case(f"{case.name}-{suffix}", case.zero_stage, case.dtype, case.ds_overrides,
+                topology=case.topology)  # fmt: skip
+
+
+MOVES = [
+    Move("merged", _tensor(2, 2, "fp32"), 2, _tensor(1, 2, "fp32"), 2, ("tensor", 1), goes_on=True),
+    Move("split", _tensor(1), 2, _tensor(2), 4, ("tensor", 2)),
+    Move("uneven", _tensor(2, 1, "fp32"), 4, _tensor(3, 1, "fp32"), 3, ("tensor", 3), goes_on=True),
+    Move("fused", _fused(2), 4, _fused(3), 3, ("tensor", 3)),
+    Move("fused-back", _fused(3), 3, _fused(2), 2, ("tensor", 2)),
+    Move(
+        "stage-3", _tensor(2, 3, "fp32"), 2, _tensor(1, 3, "fp32"), 2, ("tensor", 1), goes_on=True
+    ),
+    Move("stage-3-split", _tensor(1, 3), 2, _tensor(2, 3), 4, ("tensor", 2)),
+    Move("to-stage-3", _tensor(2), 4, _tensor(3, 3), 3, ("tensor", 3)),
+    Move("from-stage-3", _tensor(2, 3), 4, _tensor(1, 1), 2, ("tensor", 1)),
+    Move("fewer-stages", _pipe(3), 3, _pipe(2), 4, ("pipeline", 2), goes_on=True),
+    Move("stages-of-two", _shared_pipe(2), 4, _shared_pipe(1), 2, ("pipeline", 1)),
+    Move("more-stages", _pipe(2, "bf16"), 4, _pipe(3, "bf16"), 3, ("pipeline", 3)),
+]
+MOVES += [
+    Move(
+        name,
+        _named(_tensor(2, stage, "bf16", **more), name),
+        4,
+        _named(_tensor(1, stage, "bf16", **more), name),
+        2,
+        ("tensor", 1),
+    )
+    for name, stage, more in (
+        ("round-robin", 2, ROUND_ROBIN),
+        ("bf16-optimizer", 1, BF16_OPTIMIZER),
+    )
+]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where each thing of the session lies."""
+
+    root: Path
+    errors: dict[str, str]
+
+    def source(self, move: Move) -> Path:
+        return self.root / f"{move.source.name}-at{move.ranks}"
+
+    def like(self, move: Move) -> Path:
+        return self.root / f"like-{move.target.name}-at{move.target_ranks}"
+
+    def out(self, move: Move) -> Path:
+        return self.root / f"{move.name}-out"
+
+    def resaved(self, move: Move) -> Path:
+        return self.root / f"{move.name}-resaved"
+
+    def truth(self, run_dir: Path) -> Path:
+        return run_dir.with_name(f"{run_dir.name}.truth.pt")
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
+    """All sources trained, taken to the other degrees, resumed and saved again."""
+    places = Places(tmp_path_factory.mktemp("degrees"), {})
+    jobs: dict[int, dict[Path, Job]] = {}
+    for move in MOVES:
+        source, like = places.source(move), places.like(move)
+        jobs.setdefault(move.ranks, {})[source] = Train(
+            move.source, source, places.truth(source), further_steps=FURTHER_STEPS
+        )
+        if not move.has_like:
+            continue
+        # Before its first step, with other weights: whatever is right afterwards is the source's.
+        jobs.setdefault(move.target_ranks, {})[like] = Train(
+            move.target, like, None, steps=0, seed=99
+        )
+    for ranks, of_ranks in sorted(jobs.items()):
+        require_success(run_jobs(ranks, list(of_ranks.values()), places.root / "ranks"))
+    for move in MOVES:
+        flag, degree = move.options
+        streamshard.repartition(
+            places.source(move),
+            places.out(move),
+            world_size=move.target_ranks,
+            tensor_parallel=degree if flag == "tensor" else None,
+            pipeline_parallel=degree if flag == "pipeline" else None,
+            zero_stage=move.target.zero_stage,
+            like=places.like(move) if move.has_like else None,
+            verify=True,
+        )
+    for ranks in sorted({move.target_ranks for move in MOVES}):
+        moves = [move for move in MOVES if move.target_ranks == ranks]
+        resumes = [_resume(places, move) for move in moves]
+        for move, done in zip(moves, run_jobs(ranks, resumes, places.root / "ranks"), strict=True):
+            if done.error is not None:
+                places.errors[move.name] = done.error
+    return places
+
+
+def _resume(places: Places, move: Move) -> Resume:
+    out = places.out(move)
+    return Resume(move.target, out, places.truth(out), places.resaved(move), FURTHER_STEPS)
+
+
+@pytest.fixture(params=MOVES, ids=lambda move: move.name)
+def move(request: pytest.FixtureRequest, places: Places) -> Move:
+    """One move that an engine resumed from."""
+    one: Move = request.param
+    if one.name in places.errors:
+        pytest.fail(places.errors[one.name], pytrace=False)
+    return one
+
+
+def test_the_resumed_engine_holds_what_was_saved(move: Move, places: Places) -> None:
+    source, out = places.source(move), places.out(move)
+    saved = whole(Truth.load(places.truth(source)), source)
+    resumed = whole(Truth.load(places.truth(out)), out)
+    assert saved.states.keys() == {"fp32", "exp_avg", "exp_avg_sq"}
+    assert differences(saved, resumed) == []
+
+
+def test_the_engine_saves_the_same_again(move: Move, places: Places) -> None:
+    out, resaved = places.out(move), places.resaved(move)
+    tag = (out / "latest").read_text()
+    assert file_differences(out / tag, resaved / tag) == []
+
+
+@pytest.mark.parametrize("name", ["fewer-stages", "more-stages"])
+def test_a_pipeline_s_layers_are_put_together(name: str, places: Places, tmp_path: Path) -> None:
+    """What an engine saved, and what was made of it for other stages, are the same model."""
+    move = next(move for move in MOVES if move.name == name)
+    source = places.source(move)
+    truth = whole(Truth.load(places.truth(source)), source)
+    module = {**truth.weights, **truth.frozen, **truth.buffers}
+    wanted = {**truth.frozen, **truth.buffers, **truth.states["fp32"]}
+    assert streamshard.diff(source, places.out(move)).is_equal
+    for run in (source, places.out(move)):
+        with streamshard.open(run) as ckpt:
+            assert ckpt.keys() == module.keys()
+            found = {name: held.module.torch() for name, held in ckpt.items()}
+            assert not list(value_differences(found, module, "module"))
+            for state, tensors in truth.states.items():
+                held = {name: ckpt[name].tensors[state].torch() for name in tensors}
+                assert not list(value_differences(held, tensors, state))
+        streamshard.export(run, tmp_path / run.name, dtype="fp32")
+        exported = load_file(tmp_path / run.name / "model.safetensors")
+        wide = {k: v.float() if v.is_floating_point() else v for k, v in wanted.items()}
+        assert not list(value_differences(exported, wide, "exported"))
+
+
+@pytest.mark.parametrize("name", [move.name for move in MOVES if move.goes_on])
+def test_training_goes_on_as_if_uninterrupted(name: str, places: Places) -> None:
+    move = next(move for move in MOVES if move.name == name)
+    source, out = places.source(move), places.out(move)
+    start = whole(Truth.load(places.truth(source)), source)
+    uninterrupted = whole(Truth.load(after_path(places.truth(source))), source)
+    resumed = whole(Truth.load(after_path(places.truth(out))), out)
+    assert close(uninterrupted, resumed, start=start, tolerance=TOLERANCE) == []

@@ -1,0 +1,388 @@
+"""Other tensor parallel degrees: fabricated files become those of the other degree, or none."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import streamshard
+from streamshard.cli.main import main
+from streamshard.errors import DisagreementError, StreamshardError, UnsupportedError, UsageError
+from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAVED
+from tests.fabricated import edit, write
+from tests.fabricated_parts import TensorJob
+from tests.job import EXPERTS, TAG, Job, ds_config
+from tests.test_families import compare
+
+TWO = TensorJob(parts=2, world_size=3).told()
+Edit = Callable[[dict[str, Any]], object]
+
+
+def with_degree(job: TensorJob, degree: int, world_size: int) -> TensorJob:
+    return replace(job, parts=degree, world_size=world_size, client_state={}).told()
+
+
+def edit_parts(run_dir: Path, change: Edit) -> None:
+    for path in sorted((run_dir / TAG).glob("*mp_rank_*model_states.pt")):
+        edit(path, change)
+
+
+@pytest.mark.parametrize("settings", [{}, {"stage": 1}, {"round_robin": True, "alignment": True}])
+@pytest.mark.parametrize(("degree", "world_size"), [(1, 2), (3, 1), (1, 5)])
+def test_files_become_those_of_the_other_degree(
+    tmp_path: Path, settings: dict[str, Any], degree: int, world_size: int
+) -> None:
+    job = replace(TWO, **settings)
+    run = write(job, tmp_path / "run")
+    other = with_degree(job, degree, world_size)
+    wanted, out, back = write(other, tmp_path / "wanted"), tmp_path / "out", tmp_path / "back"
+    streamshard.repartition(
+        run, out, world_size=degree * world_size, tensor_parallel=degree, like=wanted, verify=True
+    )
+    compare(out / TAG, wanted / TAG)
+    streamshard.repartition(out, back, world_size=6, tensor_parallel=2, like=run)
+    compare(back / TAG, run / TAG)
+
+
+@pytest.mark.parametrize("settings", [{}, {"stage": 3}], ids=["stage-2", "stage-3"])
+@pytest.mark.parametrize(("degree", "codec"), [(1, "zstd"), (3, "none")])
+def test_the_road_over_a_store_leads_to_the_same_files(
+    tmp_path: Path, settings: dict[str, Any], degree: int, codec: str
+) -> None:
+    job = replace(TWO, **settings)
+    run, store = write(job, tmp_path / "run"), tmp_path / "run.zarr"
+    like = write(with_degree(job, degree, 2), tmp_path / "like")
+    streamshard.convert(run, store, codec=codec, chunk_size=64)
+    for source, out in ((run, "direct"), (store, "of-store")):
+        streamshard.repartition(
+            source, tmp_path / out, world_size=2 * degree, tensor_parallel=degree, like=like
+        )
+    compare(tmp_path / "of-store" / TAG, tmp_path / "direct" / TAG)
+    assert streamshard.diff(store, tmp_path / "direct").is_equal
+    with streamshard.open(store) as ckpt:
+        for name, shape in with_degree(job, 1, 2).shapes.items():
+            assert ckpt[name].fp32.shape == shape
+
+
+def test_parts_in_a_store_are_compared_as_in_files(tmp_path: Path) -> None:
+    """A tensor in the training state has no checksum in a store: it is read."""
+    run, store = write(TWO, tmp_path / "run"), tmp_path / "run.zarr"
+    like = write(with_degree(TWO, 3, 1), tmp_path / "like")
+    edit_parts(run, lambda content: content.update(lr_scheduler={"seen": torch.rand(1)}))
+    streamshard.convert(run, store)
+    for source in (run, store):
+        with pytest.raises(DisagreementError, match="its parts differ in 'lr_scheduler'"):
+            streamshard.repartition(
+                source, tmp_path / "out", world_size=3, tensor_parallel=3, like=like
+            )
+
+
+def test_a_change_of_degree_and_one_of_ranks_may_come_in_any_order(tmp_path: Path) -> None:
+    run = write(TWO, tmp_path / "run")
+    like = write(with_degree(TWO, 3, 1), tmp_path / "like")
+    streamshard.repartition(run, tmp_path / "a", world_size=4)
+    streamshard.repartition(
+        tmp_path / "a", tmp_path / "b", world_size=12, tensor_parallel=3, like=like
+    )
+    streamshard.repartition(run, tmp_path / "c", world_size=12, tensor_parallel=3, like=like)
+    compare(tmp_path / "b" / TAG, tmp_path / "c" / TAG)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "dcp", "universal"])
+def test_exports_are_of_the_whole_model(tmp_path: Path, form: str) -> None:
+    run = write(TWO, tmp_path / "run")
+    (run / "config.json").write_text("{}")
+    whole = write(with_degree(TWO, 1, 3), tmp_path / "whole")
+    (whole / "config.json").write_text("{}")
+    streamshard.convert(run, tmp_path / "store", codec="zstd")
+    for source in (run, whole, tmp_path / "store"):
+        streamshard.export(source, tmp_path / f"of-{source.name}", format=form, verify=True)
+    found, of_store, wanted = (
+        _contents(tmp_path / f"of-{name}") for name in ("run", "store", "whole")
+    )
+    assert found == of_store == wanted
+    drifted = write(replace(TWO, changed=("fp32", "block.1.bias", 1)), tmp_path / "drifted")
+    with pytest.raises(DisagreementError, match=r"fp32 of block\.1\.bias: 1 of 2 elements differ"):
+        streamshard.export(drifted, tmp_path / "none", format=form)
+
+
+def test_diff_is_of_whole_tensors_where_the_degrees_differ(tmp_path: Path) -> None:
+    run = write(TWO, tmp_path / "run")
+    changed = replace(with_degree(TWO, 3, 2), changed=("exp_avg", "block.0.attn.weight", 1))
+    other = write(changed, tmp_path / "other")
+    found = streamshard.diff(run, other)
+    assert [tensor.name for tensor in found.changed] == ["state/exp_avg/block.0.attn.weight"]
+    assert found.changed[0].distance.changed == 2  # on the second and on the third rank
+    assert [one.name for one in found.differences] == []
+
+
+def test_open_gives_whole_tensors(tmp_path: Path) -> None:
+    run = write(TWO, tmp_path / "run")
+    of_one = with_degree(TWO, 1, 2)
+    with streamshard.open(run) as ckpt:
+        assert ckpt.world_size == 6
+        assert "block.0.mlp" in ckpt
+        assert not any(name.startswith("mp_rank") for name in ckpt)
+        for state in ("fp32", "exp_avg_sq"):
+            for name in of_one.shapes:
+                tensor = ckpt[name].tensors[state]
+                assert tensor[...].tolist() == of_one.values(state, name).tolist()
+        part = ckpt["block.0.attn.weight"].exp_avg[1:4, 2:]
+        assert part.tolist() == of_one.values("exp_avg", "block.0.attn.weight")[1:4, 2:].tolist()
+        assert {row["ranks"] for row in ckpt.table()} == {None}
+        assert ckpt.inspection.world_size == 6
+
+
+def test_open_gives_the_parts_of_what_cannot_be_put_together(tmp_path: Path) -> None:
+    run = write(TWO, tmp_path / "run")
+    edit_parts(run, scaled)
+    with streamshard.open(run) as ckpt:
+        assert "mp_rank_01/block.1.bias" in ckpt
+    with pytest.raises(UnsupportedError, match=r"'block\.1\.bias' is held multiplied by 0\.5"):
+        streamshard.export(run, tmp_path / "out")
+
+
+def _contents(place: Path) -> dict[str, bytes]:
+    paths = (path for path in sorted(place.rglob("*")) if path.is_file())
+    return {str(path.relative_to(place)): path.read_bytes() for path in paths}
+
+
+def test_one_rank_for_each_replica_needs_no_reference(tmp_path: Path) -> None:
+    run = write(TWO, tmp_path / "run")
+    wanted = write(with_degree(TWO, 1, 4), tmp_path / "wanted")
+    streamshard.repartition(run, tmp_path / "out", world_size=4, tensor_parallel=1)
+    compare(tmp_path / "out" / TAG, wanted / TAG)
+
+
+def test_the_source_s_own_degree_is_no_change(tmp_path: Path) -> None:
+    run = write(TWO, tmp_path / "run")
+    streamshard.repartition(run, tmp_path / "a", world_size=4, tensor_parallel=2)
+    streamshard.repartition(run, tmp_path / "b", world_size=4)
+    compare(tmp_path / "a" / TAG, tmp_path / "b" / TAG)
+
+
+def maps_of(content: dict[str, Any]) -> dict[str, Any]:
+    held: dict[str, Any] = content["universal_checkpoint_info"]["affine_map"]
+    return held
+
+
+def scaled(content: dict[str, Any]) -> None:
+    pieces = maps_of(content)["params"]["^block\\.1\\.bias$"]["ranks"][1]["pieces"]
+    pieces[0]["scale"] = 0.5
+
+
+def moved_map(content: dict[str, Any]) -> None:
+    maps_of(content)["params"]["^embed\\.weight$"]["ranks"][1]["pieces"][0]["source"][0] = 4
+
+
+def strided_map(content: dict[str, Any]) -> None:
+    view = maps_of(content)["params"]["^block\\.0\\.attn\\.weight$"]["ranks"][0]["pieces"][0]
+    view["source"][1] = [1, 6]
+
+
+def unsupported(content: dict[str, Any]) -> None:
+    info = content["universal_checkpoint_info"]
+    info["autotp_unsupported_parameter_patterns"] = {"^embed\\.weight$": "interleaved"}
+
+
+REFUSED: dict[str, tuple[Edit, type[StreamshardError], str]] = {
+    "scale": (scaled, UnsupportedError, "'block.1.bias' is held multiplied by 0.5 on rank 0"),
+    "unsupported": (unsupported, UnsupportedError, "'embed.weight' cannot be cut anew: 'interleav"),
+    "no info": (
+        lambda content: content.pop("universal_checkpoint_info"),
+        UnsupportedError,
+        "no 'universal_checkpoint_info' in its model files tells how",
+    ),
+    "no maps": (
+        lambda content: content["universal_checkpoint_info"].pop("affine_map"),
+        UnsupportedError,
+        "has no affine map of each parameter",
+    ),
+    "version": (
+        lambda content: maps_of(content).update(version=2),
+        UnsupportedError,
+        "affine maps of version 2, not 1",
+    ),
+    "no map": (
+        lambda content: maps_of(content)["params"].pop("^block\\.0\\.bias$"),
+        UnsupportedError,
+        "no map tells how 'block.0.bias' is cut",
+    ),
+    "pattern": (
+        lambda content: maps_of(content)["params"].update({"^(a+)+$": {}}),
+        UnsupportedError,
+        "'^(a+)+$' is not the pattern of one parameter's name",
+    ),
+    "gap": (moved_map, streamshard.errors.CorruptFileError, "the map of 'embed.weight' is not one"),
+    "strides": (strided_map, UnsupportedError, "strides [1, 6]"),
+    "degrees": (
+        lambda content: content.update(
+            checkpoint_parallel_dimensions={"pp_degree": 2, "tp_degree": 1}
+        ),
+        DisagreementError,
+        "its 'checkpoint_parallel_dimensions' are [1, 2]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_cut_anew_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    change, kind, message = REFUSED[name]
+    run = write(TWO, tmp_path / "run")
+    edit_parts(run, change)
+    like = write(with_degree(TWO, 1, 2), tmp_path / "like")
+    with pytest.raises(kind) as caught:
+        streamshard.repartition(run, tmp_path / "out", world_size=2, tensor_parallel=1, like=like)
+    assert message in str(caught.value)
+    assert str(run) in str(caught.value)
+
+
+@pytest.mark.parametrize("state", ["fp32", "exp_avg_sq"])
+def test_copies_that_drifted_apart_are_refused_before_anything_is_written(
+    tmp_path: Path, state: str
+) -> None:
+    run = write(replace(TWO, changed=(state, "block.1.bias", 1)), tmp_path / "run")
+    like = write(with_degree(TWO, 1, 2), tmp_path / "like")
+    out = tmp_path / "out"
+    with pytest.raises(DisagreementError) as caught:
+        streamshard.repartition(run, out, world_size=2, tensor_parallel=1, like=like)
+    assert f"{state} of block.1.bias: 1 of 2 elements differ" in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["like", "run"]
+    # Nothing of it is taken for granted where the degrees stay.
+    streamshard.repartition(run, out, world_size=2)
+
+
+def test_an_empty_shard_is_refused(tmp_path: Path) -> None:
+    cuts = {**TWO.cuts, "block.1.bias": (0, (2,))}
+    run = write(replace(TWO, cuts=cuts, client_state={}).told(), tmp_path / "run")
+    like = write(with_degree(replace(TWO, cuts=cuts), 3, 1), tmp_path / "like")
+    with pytest.raises(UnsupportedError, match=r"'block\.1\.bias' has no elements on rank 2"):
+        streamshard.repartition(run, tmp_path / "out", world_size=3, tensor_parallel=3, like=like)
+
+
+def other_shape(job: TensorJob) -> TensorJob:
+    first, second = job.groups
+    return replace(job, groups=(first, (*second[:2], ("block.1.bias", (3,)))))
+
+
+def other_group(job: TensorJob) -> TensorJob:
+    first, second = job.groups
+    return replace(job, groups=((*first, second[2]), second[:2]))
+
+
+def other_name(job: TensorJob) -> TensorJob:
+    first, second = job.groups
+    return replace(job, groups=(first, (*second[:2], ("block.2.bias", (2,)))))
+
+
+LIKES: dict[str, tuple[Callable[[TensorJob], TensorJob], str]] = {
+    "shape": (other_shape, r"'block\.1\.bias' is not the same tensor as in the checkpoint given"),
+    "group": (other_group, r"'block\.1\.bias' is in param group 1, in the checkpoint given with"),
+    "name": (other_name, r"lacks what the checkpoint given with --like has: block.2.bias"),
+}
+
+
+@pytest.mark.parametrize("name", LIKES)
+def test_a_reference_of_another_model_is_refused(tmp_path: Path, name: str) -> None:
+    change, message = LIKES[name]
+    run = write(TWO, tmp_path / "run")
+    like = write(with_degree(change(TWO), 1, 2), tmp_path / "like")
+    with pytest.raises(DisagreementError, match=message):
+        streamshard.repartition(run, tmp_path / "out", world_size=2, tensor_parallel=1, like=like)
+
+
+def test_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    run = write(TWO, tmp_path / "run")
+    like = write(with_degree(TWO, 1, 2), tmp_path / "like")
+    out, config = tmp_path / "out", tmp_path / "ds_config.json"
+    config.write_text(json.dumps({**ds_config(TWO), "tensor_parallel": {"autotp_size": 2}}))
+    for world_size, options, message in (
+        (3, {"tensor_parallel": 3}, "give --like RUN"),
+        (3, {"tensor_parallel": 3, "like": like}, "was saved with --tensor-parallel 1"),
+        (2, {"tensor_parallel": 0}, "--tensor-parallel 0: at least one rank is needed"),
+        (4, {"like": like}, "needs no reference checkpoint; leave --like out"),
+        (3, {}, "or say with --tensor-parallel"),
+        (2, {"tensor_parallel": 1, "like": like, "ds_config_file": config}, "says autotp_size 2;"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            streamshard.repartition(run, out, world_size=world_size, **options)
+        assert message in str(caught.value)
+
+    streamshard.export(run, tmp_path / "dcp", format="dcp")
+    with pytest.raises(UnsupportedError, match="only what an engine saved can be cut for other"):
+        streamshard.repartition(tmp_path / "dcp", out, world_size=2, tensor_parallel=1, like=like)
+
+
+def test_the_command_line_and_a_saved_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write(TWO, tmp_path / "run")
+    like = write(with_degree(TWO, 1, 2), tmp_path / "like")
+    out, plan = str(tmp_path / "out"), str(tmp_path / "plan.json")
+    options = ["--world-size", "2", "--tensor-parallel", "1", "--like", str(like)]
+    assert main(["repartition", str(run), out, *options, "-n", "--plan-out", plan]) == 0
+    assert "In the source it is cut among 2 (--tensor-parallel 2" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert main(["apply", plan]) == 0
+    compare(tmp_path / "out" / TAG, like / TAG)
+    assert main(["repartition", str(run), out, *options, "--if-needed"]) == 0
+    assert "is already what this would make" in capsys.readouterr().out
+
+
+def on_sequences(run: Path) -> None:
+    """Say that two ranks have each partition, which saves it once."""
+    mesh = {"data_parallel_size": 3, "sequence_parallel_size": 2}
+    edit_optimizers(run, lambda content: content["ds_config"].update(mesh))
+
+
+def of_megatron(run: Path) -> None:
+    """Add what Megatron-DeepSpeed keeps beside its optimizer."""
+    info = {"universal_checkpoint_info": {"vocabulary_parameter_patterns": ["embed"]}}
+    edit_optimizers(run, lambda content: content["optimizer_state_dict"].update(info))
+
+
+def edit_optimizers(run: Path, change: Edit) -> None:
+    for path in (run / TAG).glob("*_optim_states.pt"):
+        edit(path, change)
+
+
+@pytest.mark.parametrize(
+    ("change", "world_size", "message"),
+    [
+        (on_sequences, 8, "was trained on sequences cut among ranks"),
+        (of_megatron, 8, "was trained by Megatron-DeepSpeed, whose rules are not known here"),
+    ],
+)
+def test_rules_that_are_not_known_are_refused_by_name(
+    tmp_path: Path, change: Callable[[Path], None], world_size: int, message: str
+) -> None:
+    run = write(TWO, tmp_path / "run")
+    change(run)
+    with pytest.raises(UnsupportedError, match=f"{message}: .*{AS_SAVED}"):
+        streamshard.repartition(run, tmp_path / "out", world_size=world_size, tensor_parallel=1)
+    with pytest.raises(UnsupportedError, match=rf"{message}: .*streamshard\.open reads its parts"):
+        streamshard.export(run, tmp_path / "out")
+    # What the messages advise.
+    streamshard.repartition(run, tmp_path / "out", world_size=world_size)
+    with streamshard.open(run) as ckpt:
+        assert "mp_rank_01/block.0.mlp" in ckpt
+
+
+KINDS: dict[str, tuple[dict[str, Any], str]] = {
+    "Muon": ({"muon": (0,)}, "was trained with Muon"),
+    "elastic": ({"stage": 1, "elastic": True}, "saved with elastic_checkpoint"),
+    "experts": ({"experts": EXPERTS, "expert_parallel": 2}, "has experts"),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_jobs_whose_degrees_cannot_change_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    settings, message = KINDS[name]
+    run = write(replace(Job(world_size=2, tied={}), **settings), tmp_path / "run")
+    with pytest.raises(UnsupportedError, match=message):
+        streamshard.repartition(run, tmp_path / "out", world_size=2, tensor_parallel=2, like=run)

@@ -1,0 +1,281 @@
+"""Experts are spread over another count of ranks: what is written, and what is refused."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import streamshard
+from streamshard.cli.main import main
+from streamshard.errors import DisagreementError, StreamshardError, UnsupportedError, UsageError
+from tests.fabricated import edit, optimizer_file, write
+from tests.job import TAG, Job, Shapes, local_experts
+from tests.test_families import compare
+
+COUNT = 4
+"""Experts of the layer."""
+EXPERT = Job(world_size=4, experts=local_experts(2), expert_parallel=2)
+VARIANTS = {
+    "stage-1": replace(EXPERT, stage=1),
+    "plain": EXPERT,
+    "round-robin": replace(EXPERT, round_robin=True, alignment=True),
+    "data-first": replace(EXPERT, data_before_experts=True),
+}
+MODEL = "mp_rank_00_model_states.pt"
+
+
+def spread(job: Job, degree: int, world_size: int) -> Job:
+    """Return the same job with its experts over another count of ranks."""
+    experts = local_experts(COUNT // degree)
+    return replace(job, world_size=world_size, experts=experts, expert_parallel=degree)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("job", VARIANTS.values(), ids=VARIANTS)
+def test_the_files_are_those_of_the_job_with_the_other_degree(
+    tmp_path: Path, job: Job, degree: int
+) -> None:
+    """Down and up, on more and fewer ranks, from either road; so there and back changes nothing."""
+    run, store = write(spread(job, degree, 4), tmp_path / "run"), tmp_path / "run.zarr"
+    streamshard.convert(run, store, chunk_size=50)
+    targets = {1: [(2, 6), (4, 4)], 2: [(1, 3), (4, 8)], 4: [(1, 4), (2, 2)]}
+    for source, (target, ranks) in zip((run, store), targets[degree], strict=True):
+        wanted = write(spread(job, target, ranks), tmp_path / f"wanted-{target}")
+        out = tmp_path / f"out-{target}"
+        streamshard.repartition(source, out, world_size=ranks, expert_parallel=target)
+        compare(out / TAG, wanted / TAG)
+
+
+def test_the_source_s_own_degree_changes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write(EXPERT, tmp_path / "run")
+    line = ["repartition", str(run), str(tmp_path / "out"), "--world-size", "4", "--if-needed"]
+    assert main([*line, "--expert-parallel", "2"]) == 0
+    assert not (tmp_path / "out").exists()
+    assert main([*line, "--expert-parallel", "4"]) == 0
+    assert "2 ranks shared, are spread over 4" in capsys.readouterr().out
+    compare(tmp_path / "out" / TAG, write(spread(EXPERT, 4, 4), tmp_path / "wanted") / TAG)
+
+
+def _state(content: dict[str, Any]) -> dict[str, Any]:
+    state: dict[str, Any] = content["optimizer_state_dict"]["base_optimizer_state"]
+    return state
+
+
+def _other_step(run: Path) -> None:
+    for rank in (1, 3):
+        edit(optimizer_file(run, rank), lambda c: _state(c)["state"][2]["step"].add_(1))
+
+
+def _other_group_name(run: Path) -> None:
+    for rank in range(4):
+        edit(optimizer_file(run, rank), lambda c: _state(c)["param_groups"][2].update(name="mine"))
+
+
+def _older(run: Path) -> None:
+    """Add what DeepSpeed 0.16.9 saves for each expert rank also where ZeRO has its own files."""
+    for rank in range(2):
+        name = f"expp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer": None}, run / TAG / name)
+
+
+def _in_model(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    return lambda run: edit(run / TAG / MODEL, change)
+
+
+def _by_tensor(params: Shapes) -> Shapes:
+    """Order the parameters of experts weight by weight, not expert by expert."""
+    return (*params[::2], *params[1::2])
+
+
+def _on_sequences(run: Path) -> None:
+    """Say that two ranks have each partition, which saves it once."""
+    mesh = {"data_parallel_size": 4, "sequence_parallel_size": 2}
+    for rank in range(4):
+        edit(optimizer_file(run, rank), lambda c: c["ds_config"].update(mesh))
+
+
+OTHER_LAYER = "other.deepspeed_moe.experts.deepspeed_experts.0.weight"
+
+
+def _other_degree(run: Path) -> None:
+    """Make experts of one param group that all ranks share: those of another layer."""
+    own = {"moe": True, "name": "ep_size_1"}
+    for rank in range(4):
+        edit(optimizer_file(run, rank), lambda c: _state(c)["param_groups"][1].update(own))
+
+    def take_out(content: dict[str, Any]) -> None:
+        weight = content["module"].pop(OTHER_LAYER)
+        torch.save({OTHER_LAYER: weight}, run / TAG / f"layer_1_expert_0_{MODEL}")
+        content["num_experts"] = [4, 1]
+
+    edit(run / TAG / MODEL, take_out)
+
+
+@pytest.mark.parametrize(
+    ("job", "change", "message"),
+    [
+        (EXPERT, _on_sequences, "it was trained on sequences that ranks share"),
+        (
+            replace(EXPERT, groups=(EXPERT.groups[0], ((OTHER_LAYER, (3, 4)),))),
+            _other_degree,
+            r"has layers with expert parallel sizes \[1, 2\], of which not one alone",
+        ),
+        (Job(world_size=4), None, "no experts of DeepSpeed's MoE layers"),
+        (replace(EXPERT, parts=2), None, "2 tensor or pipeline parallel parts"),
+        (replace(EXPERT, muon=(0,)), None, "trained with Muon"),
+        (EXPERT, _older, r"an older DeepSpeed saved it, with a file .*expp_rank_\* for each"),
+        (EXPERT, _other_step, "group 2 of expert rank 0 and group 2 of expert rank 1 differ"),
+        (EXPERT, _other_group_name, "named 'mine', and not 'ep_size_2'"),
+        (
+            replace(EXPERT, frozen=((f"{EXPERT.experts[0][0]}.old", (3,)),)),
+            None,
+            r"a weight of an expert, '.*deepspeed_experts\.0\.weight\.old'",
+        ),
+        (
+            EXPERT,
+            _in_model(lambda content: content.update(num_experts=[3])),
+            r"train \[4\] experts of a layer, and its model file lists \[3\]",
+        ),
+        (
+            replace(EXPERT, experts=_by_tensor(EXPERT.experts)),
+            None,
+            "param group 2 of experts is not ordered expert by expert.*give with --like",
+        ),
+        (
+            EXPERT,
+            _in_model(lambda content: content["module"].move_to_end("embed.weight")),
+            "param group 0 is not in the order of the module.*give with --like",
+        ),
+        (
+            replace(spread(EXPERT, 4, 4), groups=((("embed.weight", (11, 4)),),)),
+            None,
+            "in the order of the module, or sorted by size, the largest first.*give with --like",
+        ),
+    ],
+)
+def test_what_cannot_be_spread_is_refused(
+    tmp_path: Path, job: Job, change: Callable[[Path], None] | None, message: str
+) -> None:
+    run = write(job, tmp_path / "run")
+    if change is not None:
+        change(run)
+    with pytest.raises(StreamshardError, match=message):
+        streamshard.repartition(run, tmp_path / "out", world_size=8, expert_parallel=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    # What the message advises: at the degree that saved it, it goes to other ranks.
+    streamshard.repartition(run, tmp_path / "out", world_size=8)
+
+
+@pytest.mark.parametrize(
+    ("degree", "world_size", "message"),
+    [
+        (3, 6, "--expert-parallel 3: .*deepspeed_experts' has 4 experts.* give 1, 2, 4"),
+        (0, 4, "--expert-parallel 0: .* give 1, 2, 4"),
+        (4, 6, r"--world-size 6: .*over 4 ranks.*multiple of that \(4, 8, 12"),
+    ],
+)
+def test_counts_that_do_not_divide_are_refused(
+    tmp_path: Path, degree: int, world_size: int, message: str
+) -> None:
+    run = write(EXPERT, tmp_path / "run")
+    with pytest.raises(UsageError, match=message):
+        streamshard.repartition(
+            run, tmp_path / "out", world_size=world_size, expert_parallel=degree
+        )
+
+
+def test_a_config_of_stage_3_is_refused_for_experts_on_every_rank(tmp_path: Path) -> None:
+    run = write(EXPERT, tmp_path / "run")
+    for source in (run, write(spread(EXPERT, 1, 4), tmp_path / "everywhere")):
+        with pytest.raises(UsageError, match="stage 3 does not train with expert parallelism"):
+            streamshard.repartition(
+                source, tmp_path / "out", world_size=2, zero_stage=3, expert_parallel=1
+            )
+
+
+def test_what_lacks_the_experts_files_or_hyper_parameters_is_refused(tmp_path: Path) -> None:
+    run = write(replace(EXPERT, elastic=True), tmp_path / "run")
+    like = write(EXPERT, tmp_path / "like")
+    with pytest.raises(UnsupportedError, match="saved with elastic_checkpoint"):
+        streamshard.repartition(run, tmp_path / "out", world_size=4, expert_parallel=1, like=like)
+    for rank in range(4):
+        edit(optimizer_file(like, rank), lambda c: c.update(c.pop("optimizer_state_dict")))
+    dumps = like / TAG / "bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+    with pytest.raises(UnsupportedError, match="raw dumps lack the experts' files"):
+        streamshard.repartition(
+            dumps, tmp_path / "out" / "{rank}.pt", world_size=4, expert_parallel=1
+        )
+
+
+def test_a_reference_tells_an_order_that_is_not_the_module_s(tmp_path: Path) -> None:
+    source = replace(EXPERT, experts=_by_tensor(EXPERT.experts))
+    target = spread(EXPERT, 1, 2)
+    target = replace(target, experts=_by_tensor(target.experts))
+    run, wanted = write(source, tmp_path / "run"), write(target, tmp_path / "wanted")
+    out = tmp_path / "out"
+    streamshard.repartition(run, out, world_size=2, expert_parallel=1, like=wanted)
+    compare(out / TAG, wanted / TAG)
+
+
+def test_a_reference_of_another_job_is_refused(tmp_path: Path) -> None:
+    run = write(EXPERT, tmp_path / "run")
+
+    def refusal(like: Job, name: str) -> pytest.ExceptionInfo[StreamshardError]:
+        with pytest.raises(StreamshardError) as caught:
+            streamshard.repartition(
+                run,
+                tmp_path / "out",
+                world_size=4,
+                expert_parallel=4,
+                like=write(like, tmp_path / name),
+            )
+        return caught
+
+    one = refusal(EXPERT, "same")
+    assert one.match("given with --like has its experts over 2 ranks, and 4 are asked for")
+    other = replace(spread(EXPERT, 4, 4), groups=(EXPERT.groups[1], EXPERT.groups[0]))
+    assert refusal(other, "other").errisinstance(DisagreementError)
+    two = refusal(Job(world_size=4), "dense")
+    assert two.match("given with --like: the model has no experts")
+
+
+DIVIDED = replace(EXPERT, max_group=40, rates="base_lrs")
+"""With two experts of 17 elements in each param group of them."""
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_groups_that_an_engine_divides_for_their_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, degree: int
+) -> None:
+    """Each rate of the scheduler goes to the parts of its param group."""
+    monkeypatch.setattr("streamshard.formats.deepspeed.expert_order.GROUP_NUMEL", 40)
+    run = write(spread(DIVIDED, degree, 4), tmp_path / "run")
+    for target in {1, 2, 4} - {degree}:
+        out = tmp_path / f"out-{target}"
+        if degree > 1 > target - 1:
+            with pytest.raises(UnsupportedError, match="more than 40 elements on a rank of that"):
+                streamshard.repartition(run, out, world_size=4, expert_parallel=target)
+        wanted = write(spread(DIVIDED, target, 4), tmp_path / f"wanted-{target}")
+        like = wanted if degree > 1 > target - 1 else None
+        streamshard.repartition(run, out, world_size=4, expert_parallel=target, like=like)
+        compare(out / TAG, wanted / TAG)
+
+
+def test_groups_that_are_divided_otherwise_are_refused(tmp_path: Path) -> None:
+    run = write(spread(DIVIDED, 1, 2), tmp_path / "run")
+    with pytest.raises(UnsupportedError, match=r"group 2, 3 of experts is not divided as above"):
+        streamshard.repartition(run, tmp_path / "out", world_size=2, expert_parallel=2)
+
+
+def test_a_scheduler_whose_rates_are_not_told_apart_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamshard.formats.deepspeed.expert_order.GROUP_NUMEL", 40)
+    run = write(spread(replace(DIVIDED, rates="rates"), 1, 2), tmp_path / "run")
+    with pytest.raises(UnsupportedError, match="3 param groups then, instead of 4, and 'rates'"):
+        streamshard.repartition(run, tmp_path / "out", world_size=2, expert_parallel=2)

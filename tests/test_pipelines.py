@@ -1,0 +1,289 @@
+"""Pipelines: their layers are put together, whatever the stages were."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import streamshard
+from streamshard.errors import (
+    DisagreementError,
+    IncompleteError,
+    StreamshardError,
+    UnsupportedError,
+)
+from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAVED
+from streamshard.operations.compact.archive.weights_only import Remainder
+from tests.fabricated import edit, save
+from tests.fabricated_pipes import BLOCK, SHARED, PipeJob, is_trained, layer_file, write_pipe
+from tests.job import TAG
+from tests.test_families import compare
+
+TWO = PipeJob(world_size=3)
+OTHERS = {
+    "one-stage": replace(TWO, starts=(0,), world_size=1),
+    "three-stages": replace(TWO, starts=(0, 2, 4), world_size=2),
+    "other-starts": replace(TWO, starts=(0, 4)),
+}
+
+
+def of_model(job: PipeJob) -> dict[str, tuple[int, ...]]:
+    """Name → shape of all that the model has, in the order of its state dict."""
+    found = dict(one for number in range(len(job.layers)) for one in job.layer(number))
+    return dict(sorted(found.items(), key=lambda item: not item[0].startswith("tied")))
+
+
+def exported(run: Path) -> dict[str, Tensor]:
+    out = run.parent / f"{run.name}-out"
+    streamshard.export(run, out, dtype="fp32", verify=True)
+    return load_file(out / "model.safetensors")
+
+
+@pytest.mark.parametrize("job", [TWO, *OTHERS.values()], ids=["two-stages", *OTHERS])
+def test_the_model_is_put_together(tmp_path: Path, job: PipeJob) -> None:
+    run = write_pipe(job, tmp_path / "run")
+    found = exported(run)
+    assert found.keys() == of_model(job).keys()
+    for name, tensor in found.items():
+        wanted = job.values("fp32", name) if is_trained(name) else job.weight(name).float()
+        assert tensor.tolist() == wanted.tolist()
+    with streamshard.open(run) as ckpt:
+        assert list(ckpt) == list(of_model(job))
+        for name, held in ckpt.items():
+            assert held.module.torch().tolist() == job.weight(name).tolist()
+            for state, kept in held.states.items():
+                assert kept[...].tolist() == job.values(state, name).tolist()
+            kind = {"old": "frozen", "running": "buffer"}.get(name.split(".")[-1], "trained")
+            assert (held.kind, len(held.states)) == (kind, 3 if kind == "trained" else 0)
+
+
+def changed_in_layer(run: Path) -> None:
+    edit(layer_file(run, 5), lambda held: held["weight"].view(-1)[3:4].add_(1))
+
+
+def lost_layer(run: Path) -> None:
+    layer_file(run, 4).unlink()
+
+
+def other_shape(run: Path) -> None:
+    edit(layer_file(run, 3), lambda held: held.update(bias=held["bias"][:1].clone()))
+
+
+ALIKE = (("embed", SHARED), ("other", SHARED))
+BUFFERED = (*SHARED, ("running", (4,)))
+
+
+@pytest.mark.parametrize(
+    ("job", "damage", "kind", "message"),
+    [
+        (
+            replace(TWO, changed=("exp_avg", "tied_modules.embed.bias", 1)),
+            None,
+            DisagreementError,
+            r"exp_avg of tied_modules\.embed\.bias: 1 of 2 elements differ, the first at index 1",
+        ),
+        (
+            TWO,
+            changed_in_layer,
+            DisagreementError,
+            r"module of tied_modules\.embed\.weight: 1 of 14 .* layer_05-model_states\.pt and",
+        ),
+        (TWO, lost_layer, IncompleteError, r"layer_04-model_states\.pt: missing, in which '4\.up'"),
+        (TWO, other_shape, DisagreementError, r"'3\.bias' has shape \(1,\)"),
+        (
+            PipeJob(
+                layers=("embed", BLOCK, "other", BLOCK, "embed", "other"),
+                shared=(("embed", BUFFERED), ("other", BUFFERED)),
+            ),
+            None,
+            UnsupportedError,
+            r"layer_00-model_states\.pt: has 'running' of a module that several layers share",
+        ),
+    ],
+)
+def test_what_cannot_be_put_together_is_refused(
+    tmp_path: Path,
+    job: PipeJob,
+    damage: Callable[[Path], None] | None,
+    kind: type[StreamshardError],
+    message: str,
+) -> None:
+    run = write_pipe(job, tmp_path / "run")
+    if damage is not None:
+        damage(run)
+    with pytest.raises(kind, match=message):
+        streamshard.export(run, tmp_path / "out")
+
+
+def test_modules_that_are_shared_without_a_file(tmp_path: Path) -> None:
+    """A layer that calls its shared module by a function of its own has no file."""
+    job = replace(TWO, files_of_shared=False)
+    assert exported(write_pipe(job, tmp_path / "run")).keys() == of_model(job).keys()
+
+
+def test_shared_modules_that_are_alike(tmp_path: Path) -> None:
+    """Which is in which file is not known, and need not be: the master weights are."""
+    job = PipeJob(layers=("embed", BLOCK, "other", BLOCK, "embed", "other"), shared=ALIKE)
+    run = write_pipe(job, tmp_path / "run")
+    found = exported(run)
+    assert found.keys() == of_model(job).keys()
+    for name in ("tied_modules.embed.weight", "tied_modules.other.weight"):
+        assert found[name].tolist() == job.values("fp32", name).tolist()
+    with streamshard.open(run) as ckpt:
+        assert "module" not in ckpt["tied_modules.embed.weight"].tensors
+
+
+def test_a_frozen_layer_like_a_shared_module_is_not_taken_for_it(tmp_path: Path) -> None:
+    """It has the same names and shapes, and no stage lists it. Its values tell."""
+    job = replace(TWO, layers=(*TWO.layers, None))
+    run = write_pipe(job, tmp_path / "run")
+    save({name: torch.zeros(shape) for name, shape in SHARED}, layer_file(run, 6))
+    with pytest.raises(DisagreementError, match=r"layer_06-model_states\.pt and the module that"):
+        streamshard.export(run, tmp_path / "out")
+
+
+@pytest.mark.parametrize("job", OTHERS.values(), ids=OTHERS)
+def test_diff_is_of_whole_layers_where_the_stages_differ(tmp_path: Path, job: PipeJob) -> None:
+    run, other = write_pipe(TWO, tmp_path / "run"), write_pipe(job, tmp_path / "other")
+    found = streamshard.diff(run, other)
+    assert found.is_equal
+    held = {tensor.name for tensor in found.tensors if tensor.state != "training"}
+    states = [f"state/{state}/{name}" for name in of_model(TWO) if is_trained(name)
+              for state in ("fp32", "exp_avg", "exp_avg_sq")]  # fmt: skip
+    assert held >= {*states, *(f"module/{name}" for name in of_model(TWO))}
+    one_more = replace(job, changed=("exp_avg", "4.up", 2))
+    changed = write_pipe(one_more, tmp_path / "changed")
+    edit(layer_file(changed, 3), add_to_one)
+    assert {
+        tensor.name: tensor.distance.changed for tensor in streamshard.diff(run, changed).changed
+    } == {
+        "module/3.running": 1,
+        "state/exp_avg/4.up": 1,
+    }
+
+
+def add_to_one(held: dict[str, Tensor]) -> None:
+    held["running"][1] += 1
+
+
+def test_diff_of_equal_stages_is_of_the_files(tmp_path: Path) -> None:
+    run, other = (write_pipe(TWO, tmp_path / name) for name in ("run", "other"))
+    edit(layer_file(other, 3), add_to_one)
+    assert [tensor.state for tensor in streamshard.diff(run, other).changed] == ["file"]
+
+
+def test_diff_refuses_copies_that_drifted_apart(tmp_path: Path) -> None:
+    run = write_pipe(TWO, tmp_path / "run")
+    drifted = replace(OTHERS["three-stages"], changed=("fp32", "tied_modules.embed.weight", 4))
+    with pytest.raises(
+        DisagreementError, match=r"other: fp32 of tied_modules\.embed\.weight: 1 of"
+    ):
+        streamshard.diff(run, write_pipe(drifted, tmp_path / "other"))
+
+
+def as_two_stages(content: dict[str, Any]) -> None:
+    content["checkpoint_parallel_dimensions"]["pp_degree"] = 2
+
+
+def test_inspect_counts_stages(tmp_path: Path) -> None:
+    run = write_pipe(OTHERS["three-stages"], tmp_path / "run")
+    found = streamshard.inspect(run, svg=tmp_path / "cut.svg")
+    assert (found.tensor_parallel, found.pipeline_parallel) == (1, 3)
+    assert found.ranks_text == "6: 2 data-parallel x 3 pipeline-parallel"
+    assert "mp_rank_02 (stage 2 of 3), param group 0" in (tmp_path / "cut.svg").read_text()
+    assert streamshard.inspect(write_pipe(OTHERS["one-stage"], tmp_path / "one")).ranks_text == "1"
+    edit(run / TAG / "mp_rank_00_model_states.pt", as_two_stages)
+    assert (
+        streamshard.inspect(run).ranks_text == "6: 2 data-parallel x 3 tensor or pipeline parallel"
+    )
+
+
+def test_tensor_parallel_stages_are_not_put_together(tmp_path: Path) -> None:
+    run = write_pipe(replace(TWO, tensor=2), tmp_path / "run")
+    what = "a pipeline of 2 stages, each on 2 tensor-parallel ranks"
+    with pytest.raises(UnsupportedError, match=f"{what}: .*{AS_SAVED}"):
+        streamshard.repartition(
+            run,
+            tmp_path / "out",
+            world_size=2,
+            tensor_parallel=1,
+            like=write_pipe(TWO, tmp_path / "like"),
+        )
+    with pytest.raises(UnsupportedError, match=rf"{what}: .*streamshard\.open reads its parts"):
+        streamshard.export(run, tmp_path / "out")
+    # What the messages advise.
+    streamshard.repartition(run, tmp_path / "out", world_size=4)
+    with streamshard.open(run) as ckpt:
+        assert "mp_rank_03/4.up" in ckpt
+    assert streamshard.inspect(run).ranks_text == (
+        "12: 3 data-parallel x 2 tensor-parallel x 2 pipeline-parallel"
+    )
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_stages_change_whatever_they_are_on(tmp_path: Path, tensor: int) -> None:
+    job = replace(TWO, tensor=tensor)
+    other = replace(OTHERS["three-stages"], tensor=tensor)
+    run, wanted = write_pipe(job, tmp_path / "run"), write_pipe(other, tmp_path / "wanted")
+    out, back = tmp_path / "out", tmp_path / "back"
+    streamshard.repartition(run, out, world_size=6 * tensor, pipeline_parallel=3, like=wanted)
+    compare(out / TAG, wanted / TAG)
+    streamshard.repartition(out, back, world_size=6 * tensor, pipeline_parallel=2, like=run)
+    compare(back / TAG, run / TAG)
+
+
+def test_shards_of_another_job_are_refused(tmp_path: Path) -> None:
+    run = write_pipe(replace(TWO, tensor=2), tmp_path / "run")
+    turned = (("up", (3, 5)), *BLOCK[1:])
+    like = replace(
+        OTHERS["three-stages"], tensor=2, layers=("embed", turned, None, *TWO.layers[3:])
+    )
+    with pytest.raises(DisagreementError, match=r"'1\.up' has other shapes than in the checkpoint"):
+        streamshard.repartition(
+            run,
+            tmp_path / "out",
+            world_size=6,
+            pipeline_parallel=3,
+            like=write_pipe(like, tmp_path / "like"),
+        )
+
+
+@pytest.mark.parametrize("form", ["universal", "dcp"])
+def test_forms_that_take_no_pipeline(tmp_path: Path, form: str) -> None:
+    run = write_pipe(TWO, tmp_path / "run")
+    with pytest.raises(UnsupportedError, match="give --format safetensors or torch"):
+        streamshard.export(run, tmp_path / "out", format=form)
+    streamshard.export(run, tmp_path / "out", format="torch")
+
+
+def test_stages_change_on_the_road_over_a_store(tmp_path: Path) -> None:
+    run, store = write_pipe(TWO, tmp_path / "run"), tmp_path / "run.zarr"
+    like = write_pipe(OTHERS["three-stages"], tmp_path / "like")
+    streamshard.convert(run, store)
+    for source, out in ((run, "direct"), (store, "of-store")):
+        streamshard.repartition(
+            source, tmp_path / out, world_size=6, pipeline_parallel=3, like=like
+        )
+    compare(tmp_path / "of-store" / TAG, tmp_path / "direct" / TAG)
+    compare(tmp_path / "of-store" / TAG, like / TAG)
+
+
+def test_of_a_store_the_engine_s_files_come_first(tmp_path: Path) -> None:
+    run, store = write_pipe(TWO, tmp_path / "run"), tmp_path / "run.zarr"
+    streamshard.convert(run, store)
+    with pytest.raises(UnsupportedError, match=r"a store of 2 pipeline stages, .*repartition"):
+        streamshard.export(store, tmp_path / "out")
+    with streamshard.open(store) as ckpt:
+        assert "mp_rank_01/4.up" in ckpt
+    Remainder.of(store, at="2026-11-23T00:00:00+00:00", why="by hand").write(tmp_path / "w.zarr")
+    with pytest.raises(UnsupportedError, match=r"weights only, of which streamshard\.open reads"):
+        streamshard.export(tmp_path / "w.zarr", tmp_path / "out")
+    with streamshard.open(tmp_path / "w.zarr") as ckpt:
+        assert ckpt["mp_rank_01/4.up"].fp32.torch().tolist() == TWO.values("fp32", "4.up").tolist()
+    streamshard.repartition(store, tmp_path / "again", world_size=2)
+    assert exported(tmp_path / "again").keys() == of_model(TWO).keys()

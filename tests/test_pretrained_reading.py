@@ -1,0 +1,172 @@
+"""A model's weights in safetensors files: looked at, compared with checkpoints, exported."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import streamshard
+from streamshard.cli.main import main
+from streamshard.errors import SourceError, StreamshardError, UnsupportedError, UsageError
+from tests.fabricated import write
+from tests.job import Job
+
+WEIGHTS = {
+    "up.weight": torch.randn(5, 3).bfloat16(),
+    "up.bias": torch.randn(5),
+    "count": torch.tensor(3),
+    "none": torch.empty(0, 4),
+}
+
+
+def save(place: Path, parts: list[dict[str, Tensor]]) -> Path:
+    """Save as transformers does: one file, or several with an index."""
+    place.mkdir(parents=True)
+    (place / "config.json").write_text("{}")
+    if len(parts) == 1:
+        save_file(parts[0], place / "model.safetensors")
+        return place
+    where: dict[str, str] = {}
+    for number, part in enumerate(parts, start=1):
+        name = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        save_file(part, place / name)
+        where |= dict.fromkeys(part, name)
+    index = {"metadata": {}, "weight_map": where}
+    (place / "model.safetensors.index.json").write_text(json.dumps(index))
+    return place
+
+
+def halves() -> list[dict[str, Tensor]]:
+    names = list(WEIGHTS)
+    return [{n: WEIGHTS[n] for n in part} for part in (names[:2], names[2:])]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_every_tensor_is_read(parts: int, tmp_path: Path) -> None:
+    place = save(tmp_path / "model", [WEIGHTS] if parts == 1 else halves())
+    with streamshard.open(place) as found:
+        assert set(found) == set(WEIGHTS)
+        for name, parameter in found.items():
+            assert torch.equal(parameter.module.torch(), WEIGHTS[name]), name
+    shown = streamshard.inspect(place)
+    assert (shown.kind, shown.weights, shown.groups) == ("weights", 4, ())
+    assert streamshard.verify(place).is_good
+    assert main(["inspect", str(place)]) == 0
+
+
+def test_an_export_equals_its_source(tmp_path: Path) -> None:
+    job = Job(stage=3)
+    run = write(job, tmp_path / "run")
+    out = tmp_path / "out"
+    streamshard.export(run, out, dtype="fp32", max_shard_size=500)
+    found = streamshard.diff(out, run)
+    trained = [t for t in found.tensors if t.name.removeprefix("module/") in job.shapes]
+    assert len(trained) == len(job.shapes)
+    assert not found.changed
+    tensors = load_file(next(out.glob("*.safetensors")))
+    name = next(name for name in tensors if name in job.shapes)
+    tensors[name].view(-1)[0] += 1
+    save_file(tensors, next(out.glob("*.safetensors")))
+    assert [t.name for t in streamshard.diff(out, run).changed] == [f"module/{name}"]
+
+
+def test_weights_of_16_bits_are_compared_with_the_job_s_own(tmp_path: Path) -> None:
+    run = write(Job(stage=2), tmp_path / "run")
+    streamshard.export(run, tmp_path / "out", dtype="bf16")
+    found = streamshard.diff(tmp_path / "out", run)
+    # A buffer of 32 bits, which the export rounded.
+    assert [t.name for t in found.changed] == ["module/rotary.inv_freq"]
+
+
+@pytest.mark.parametrize("verb", ["convert", "repartition"])
+def test_no_job_resumes_from_weights(verb: str, tmp_path: Path) -> None:
+    place = save(tmp_path / "model", [WEIGHTS])
+    with pytest.raises(UnsupportedError, match="without an optimizer's state"):
+        getattr(streamshard, verb)(place, tmp_path / "out")
+
+
+def test_weights_are_no_reference(tmp_path: Path) -> None:
+    place = save(tmp_path / "model", [WEIGHTS])
+    with pytest.raises(
+        UsageError, match=r"does not tell what is lacking.*compared by 'export' alone"
+    ):
+        streamshard.inspect(write(Job(), tmp_path / "run"), like=place)
+
+
+def test_an_export_is_compared_with_its_base_model(tmp_path: Path) -> None:
+    run = write(Job(stage=3), tmp_path / "run")
+    streamshard.export(run, tmp_path / "whole")
+    base = load_file(tmp_path / "whole" / "model.safetensors")
+    # A model may list what is tied under either name, and with any dtype.
+    (kept,) = {"head.weight", "embed.weight"} & base.keys()
+    (other,) = {"head.weight", "embed.weight"} - base.keys()
+    base[other] = base.pop(kept)
+    place = save(tmp_path / "base", [{name: t.half() for name, t in base.items()}])
+    streamshard.export(run, tmp_path / "same", like=place)
+    exported = (tmp_path / "same" / "model.safetensors").read_bytes()
+    assert exported == (tmp_path / "whole" / "model.safetensors").read_bytes()
+    part = ["block.*"]
+    streamshard.export(run, tmp_path / "part", like=place, include=part)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        (
+            {"embed.bias": None},
+            {},
+            r"run: the base model .* lacks embed\.bias: leave out with --excl",
+        ),
+        ({"embed.bias": torch.zeros(2)}, {}, r"'embed\.bias' is \[1\], in the base model .* \[2\]"),
+        ({"more": torch.zeros(2)}, {}, r"run: lacks more, which the base model"),
+        ({}, {"strip_prefix": ["block.0."]}, r"lacks attn\.weight, mlp.*and"),
+        ({}, {"format": "dcp"}, "compared with those of files of weights alone; leave --like out"),
+    ],
+)
+def test_another_model_than_the_base_is_refused(
+    changes: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    run = write(Job(stage=2), tmp_path / "run")
+    streamshard.export(run, tmp_path / "whole")
+    base = {**load_file(tmp_path / "whole" / "model.safetensors"), **changes}
+    place = save(tmp_path / "base", [{name: t for name, t in base.items() if t is not None}])
+    with pytest.raises(StreamshardError, match=message):
+        streamshard.export(run, tmp_path / "out", like=place, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    place = save(tmp_path / "model", halves())
+    (place / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(SourceError, match=r"model-00002-of-00002\.safetensors: missing"):
+        streamshard.inspect(place)
+    assert main(["verify", str(place)]) == 6
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "not an index"),
+        ('{"weight_map": 3}', "not an index"),
+        ('{"weight_map": {"a": "../x"}}', "is not the name of a file beside it"),
+        ('{"weight_map": {"a": "x.safetensors"}}', r"x\.safetensors: missing"),
+        ('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}', "which .* says is in"),
+    ],
+)
+def test_wrong_indices_are_refused(index: str, message: str, tmp_path: Path) -> None:
+    place = save(tmp_path / "model", halves())
+    (place / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(SourceError, match=message):
+        streamshard.inspect(place)
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    place = save(tmp_path / "model", [WEIGHTS])
+    path = place / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(SourceError, match=r"model\.safetensors: "):
+        streamshard.open(place)
