@@ -27,6 +27,10 @@ class TensorJob(Job):
         }
     )
     """Parameter → dimension, and the sizes of the sub-parameters that are cut one by one."""
+    in_lists: bool = False
+    """Whether lists of patterns tell how parameters are cut, and no maps."""
+    constant: str = ""
+    """Name of a parameter whose elements are all alike."""
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -61,6 +65,8 @@ class TensorJob(Job):
     def values(self, state: str, name: str, expert_rank: int = 0) -> Tensor:
         """Make a rank's part of a state."""
         whole = values(state, name, {**self._wholes, **dict(self.frozen)}[name])
+        if name == self.constant:
+            whole.fill_(1)
         if name in self.cuts:
             dimension, _ = self._widths(name)
             pieces = [whole.narrow(dimension, at, n) for at, _, n in self._pieces(name, self.part)]
@@ -76,13 +82,37 @@ class TensorJob(Job):
         }
         if self.parts > 1:
             shapes = {**self._wholes, **dict(self.frozen)}
-            maps = {f"^{re.escape(name)}$": self._map(name, shapes[name]) for name in shapes}
+            maps = {_pattern(name): self._map(name, shapes[name]) for name in shapes}
             told["universal_checkpoint_info"] = {
                 "universal_checkpoint_version": 0.4,
                 "autotp_unsupported_parameter_patterns": {},
-                "affine_map": {"version": 1, "params": maps},
+                **(self._lists() if self.in_lists else {}),
+                **({} if self.in_lists else {"affine_map": {"version": 1, "params": maps}}),
             }
         return replace(self, client_state=told)
+
+    def _lists(self) -> dict[str, Any]:
+        """Return the lists that the universal checkpoint's converter reads."""
+        names = [*self._wholes, *dict(self.frozen)]
+        subs = [name for name, (_, sizes) in self.cuts.items() if len(sizes) > 1]
+        return {
+            "tp_replicated_parameter_patterns": [_pattern(n) for n in names if n not in self.cuts],
+            "parameter_with_row_parallelism_patterns": [
+                _pattern(name) for name, (dimension, _) in self.cuts.items() if dimension == 1
+            ],
+            "parameter_with_sub_params": [
+                {
+                    "patterns": [_pattern(name)],
+                    "shape": [
+                        self.cuts[name][1] if at == self.cuts[name][0] else -(at == 0) or size
+                        for at, size in enumerate(self._wholes[name])
+                    ],
+                    "partition_dim": self.cuts[name][0],
+                }
+                for name in subs
+            ],
+            "sub_param_shard_widths": {_pattern(name): self._widths(name)[1] for name in subs},
+        }
 
     def _map(self, name: str, shape: Shape) -> dict[str, Any]:
         if name not in self.cuts:
@@ -105,6 +135,10 @@ class TensorJob(Job):
                 pieces.append({"shape": size, "source": views[0], "dest": views[1]})
             ranks[rank] = {"shard_shape": list(shard), "pieces": pieces}
         return {"logical_shape": list(shape), "ranks": ranks}
+
+
+def _pattern(name: str) -> str:
+    return f"^{re.escape(name)}$"
 
 
 def _strides(shape: Shape) -> list[int]:

@@ -31,7 +31,9 @@ def edit_parts(run_dir: Path, change: Edit) -> None:
         edit(path, change)
 
 
-@pytest.mark.parametrize("settings", [{}, {"stage": 1}, {"round_robin": True, "alignment": True}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"stage": 1}, {"round_robin": True, "alignment": True}, {"in_lists": True}]
+)
 @pytest.mark.parametrize(("degree", "world_size"), [(1, 2), (3, 1), (1, 5)])
 def test_files_become_those_of_the_other_degree(
     tmp_path: Path, settings: dict[str, Any], degree: int, world_size: int
@@ -200,7 +202,7 @@ REFUSED: dict[str, tuple[Edit, type[StreamshardError], str]] = {
     "no maps": (
         lambda content: content["universal_checkpoint_info"].pop("affine_map"),
         UnsupportedError,
-        "has no affine map of each parameter",
+        "no 'universal_checkpoint_info' in its model files tells how",
     ),
     "version": (
         lambda content: maps_of(content).update(version=2),
@@ -215,7 +217,7 @@ REFUSED: dict[str, tuple[Edit, type[StreamshardError], str]] = {
     "pattern": (
         lambda content: maps_of(content)["params"].update({"^(a+)+$": {}}),
         UnsupportedError,
-        "'^(a+)+$' is not the pattern of one parameter's name",
+        "'^(a+)+$' is not a pattern of names that is run here",
     ),
     "gap": (moved_map, streamshard.errors.CorruptFileError, "the map of 'embed.weight' is not one"),
     "strides": (strided_map, UnsupportedError, "strides [1, 6]"),

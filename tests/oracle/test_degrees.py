@@ -1,5 +1,6 @@
 """Checkpoints taken to other tensor and pipeline parallel degrees load in DeepSpeed bit for bit."""
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 import streamshard
+from tests.fabricated import edit
 from tests.oracle.compare import close, differences
 from tests.oracle.files import file_differences
 from tests.oracle.jobs import Job, Resume, Train, after_path
@@ -191,6 +193,33 @@ def test_the_engine_saves_the_same_again(move: Move, places: Places) -> None:
     out, resaved = places.out(move), places.resaved(move)
     tag = (out / "latest").read_text()
     assert file_differences(out / tag, resaved / tag) == []
+
+
+@pytest.mark.parametrize("name", [move.name for move in MOVES if move.options[0] == "tensor"])
+def test_lists_of_patterns_tell_what_maps_tell(name: str, places: Places, tmp_path: Path) -> None:
+    """AutoTP saves both since 0.19.8, and lists alone before."""
+    move = next(move for move in MOVES if move.name == name)
+    source = without_maps(places.source(move), tmp_path / "source")
+    like = without_maps(places.like(move), tmp_path / "like") if move.has_like else None
+    wanted, out = without_maps(places.out(move), tmp_path / "wanted"), tmp_path / "out"
+    streamshard.repartition(
+        source,
+        out,
+        world_size=move.target_ranks,
+        tensor_parallel=move.options[1],
+        zero_stage=move.target.zero_stage,
+        like=like,
+    )
+    tag = (out / "latest").read_text()
+    assert file_differences(out / tag, wanted / tag) == []
+
+
+def without_maps(run: Path, to: Path) -> Path:
+    """Copy a checkpoint; of how its parameters are cut, only the lists are left."""
+    shutil.copytree(run, to)
+    for path in to.glob("*/*model_states.pt"):
+        edit(path, lambda held: held.get("universal_checkpoint_info", {}).pop("affine_map", None))
+    return to
 
 
 @pytest.mark.parametrize("name", ["fewer-stages", "more-stages"])

@@ -15,6 +15,7 @@ from streamshard.errors import (
 from streamshard.formats.checkpoint import LIKE, Checkpoint, Reading
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.model_parallel.affine_maps import has_maps
+from streamshard.formats.deepspeed.model_parallel.categories import has_categories
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
     AS_SAVED,
     Degrees,
@@ -38,6 +39,7 @@ from streamshard.model import ITEMSIZE, MASTER, MODULE
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.compare.comparison import Comparing
 from streamshard.operations.compare.pairing import Pair, SideElements
+from streamshard.operations.native.shard_values import require_different_shards
 from streamshard.operations.source.blob_checksums import note_checksums
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.report import Progress
@@ -172,7 +174,8 @@ def whole(opened: Source) -> OtherDegrees | None:
     """
     families = opened.checkpoint.families
     is_pipe = is_pipeline(opened.checkpoint)
-    has_told = has_maps(families[0].model_state.get(names.UNIVERSAL_INFO))
+    info = families[0].model_state.get(names.UNIVERSAL_INFO)
+    has_told = has_maps(info) or has_categories(info)
     if not is_pipe and (len(families) == 1 or not has_told):
         return None
     if is_pipe and opened.kind != "native":
@@ -183,7 +186,7 @@ def whole(opened: Source) -> OtherDegrees | None:
             hint = "it holds weights only, of which streamshard.open reads the parts one by one"
         raise UnsupportedError(f"{message}; {hint}")
     try:
-        return _whole_pipeline(opened) if is_pipe else _whole_of_maps(opened)
+        return _whole_pipeline(opened) if is_pipe else _whole_of_shards(opened)
     except UnsupportedError as error:
         hint = "streamshard.open reads its parts one by one"
         if is_pipe and not opened.checkpoint.layout.stage:
@@ -191,10 +194,11 @@ def whole(opened: Source) -> OtherDegrees | None:
         raise UnsupportedError(f"{error}. {hint}") from error
 
 
-def _whole_of_maps(opened: Source) -> OtherDegrees:
+def _whole_of_shards(opened: Source) -> OtherDegrees:
     note_checksums(opened)
     with of_file(opened.path):
         parts = ModelParts(opened.checkpoint)
+        require_different_shards(opened, parts)
         return _recut(opened, parts, whole_model(parts))
 
 
@@ -250,6 +254,7 @@ def _target_parts(opened: Source, parts: ModelParts, wanted: Degrees) -> ModelPa
     if opened.like is None:
         if wanted.parts == 1 and not is_pipeline(opened.checkpoint):
             with of_file(opened.path):
+                require_different_shards(opened, parts)
                 return whole_model(parts)
         message = f"{opened.path}: saved with {parts.degrees}, and nothing tells how a job with"
         raise UsageError(f"{message} {wanted} cuts the model: {_SUPPLY}")

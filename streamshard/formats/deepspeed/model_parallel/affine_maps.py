@@ -6,14 +6,14 @@ each as two views: where its elements lie in the whole, and where in the rank's 
 """
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
-from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.model_parallel.categories import UNSUPPORTED
+from streamshard.formats.deepspeed.model_parallel.name_patterns import NamePatterns
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAVED
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.layout.boxes import NotTiledError
@@ -25,12 +25,12 @@ _MOST_PIECES: Final = 1 << 16
 _LIMIT: Final = 1 << 44
 """More elements than any tensor has."""
 _MAPS: Final = "affine_map"
-_UNSUPPORTED: Final = "autotp_unsupported_parameter_patterns"
 
 
 def has_maps(info: Node) -> bool:
     """Tell whether a model file holds affine maps, as those of AutoTP do since 0.19.8."""
-    return isinstance(info, dict) and isinstance(info.get(_MAPS), dict)
+    held = info.get(_MAPS) if isinstance(info, dict) else None
+    return isinstance(held, dict) and isinstance(held.get("params"), dict)
 
 
 class AffineMaps:
@@ -38,18 +38,12 @@ class AffineMaps:
 
     def __init__(self, info: Mapping[str, Node], ranks: int) -> None:
         self._ranks = ranks
-        held = info.get(_MAPS)
-        if not isinstance(held, dict) or not isinstance(held.get("params"), dict):
-            message = f"its '{names.UNIVERSAL_INFO}' has no affine map of each parameter"
-            raise UnsupportedError(
-                f"{message}, as AutoTP of DeepSpeed 0.19.8 or later saves it, so that it is not "
-                f"known how its parameters are cut. {AS_SAVED}"
-            )
+        held = info[_MAPS]
         if held.get("version") != _VERSION:
             message = f"affine maps of version {show(held.get('version'))}"
             raise UnsupportedError(f"{message}, not {_VERSION}; use a newer streamshard")
-        self._maps = _by_name(held["params"])
-        self._refused = _by_name(info.get(_UNSUPPORTED) or {})
+        self._maps = NamePatterns[Node](held["params"])
+        self._refused = NamePatterns[Node](info.get(UNSUPPORTED) or {})
 
     def cut(self, name: str) -> ModelCut:
         """Return how a parameter is cut among the tensor-parallel ranks.
@@ -61,34 +55,17 @@ class AffineMaps:
         CorruptFileError
             The map is not one.
         """
-        if name in self._refused:
-            raise UnsupportedError(f"'{name}' cannot be cut anew: {show(self._refused[name])}")
-        if name not in self._maps:
+        reason, held = self._refused.find(name), self._maps.find(name)
+        if reason is not None:
+            raise UnsupportedError(f"'{name}' cannot be cut anew: {show(reason)}")
+        if held is None:
             raise UnsupportedError(f"no map tells how '{name}' is cut among the ranks")
         try:
-            return _cut(name, self._maps[name], self._ranks)
+            return _cut(name, held, self._ranks)
         except (AttributeError, KeyError, TypeError, ValueError, NotTiledError) as error:
             why = show(error.args[0]) if isinstance(error, KeyError) else str(error)
             message = f"the map of '{name}' is not one of its elements"
             raise CorruptFileError(f"{message} ({type(error).__name__}: {why})") from error
-
-
-def _by_name(patterns: Mapping[str, Node]) -> dict[str, Node]:
-    """Return parameter name → value. The patterns that AutoTP saves match one name each.
-
-    So no expression out of a file is run; some take forever.
-    """
-    found: dict[str, Node] = {}
-    for pattern, value in patterns.items():
-        text = str(pattern)
-        name = re.sub(r"\\(.)", r"\1", text[1:-1])
-        if text != f"^{re.escape(name)}$":
-            message = f"{show(text)} is not the pattern of one parameter's name"
-            raise UnsupportedError(f"{message}; such patterns are not supported")
-        if name in found:
-            raise DisagreementError(f"'{name}' is matched by two patterns")
-        found[name] = value
-    return found
 
 
 def _cut(name: str, held: Mapping[str, Node], ranks: int) -> ModelCut:

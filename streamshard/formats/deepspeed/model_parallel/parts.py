@@ -1,13 +1,14 @@
 """The parts of the model that a checkpoint's families are, tensor by tensor: a cut of each."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from streamshard.errors import DisagreementError, UnsupportedError
 from streamshard.formats.checkpoint import Checkpoint, Family, ModuleEntry
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.model_parallel.affine_maps import AffineMaps
+from streamshard.formats.deepspeed.model_parallel.affine_maps import AffineMaps, has_maps
+from streamshard.formats.deepspeed.model_parallel.categories import Categories, has_categories
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
     AS_SAVED,
     Degrees,
@@ -49,24 +50,25 @@ class ModelParts:
         self.checkpoint = checkpoint
         _require_plain(checkpoint)
         self.degrees: Degrees = degrees_of(checkpoint)
-        self._maps = self._affine_maps()
+        self._cuts = self._told_cuts()
         self.tensors: Mapping[str, HeldTensor] = dict(self._held())
 
-    def _affine_maps(self) -> AffineMaps | None:
+    def _told_cuts(self) -> AffineMaps | Categories | None:
         infos = [f.model_state.get(names.UNIVERSAL_INFO) for f in self.checkpoint.families]
         if self.degrees.tensor == 1 or is_pipeline(self.checkpoint):
             return None
-        if not isinstance(infos[0], dict):
+        if not (has_maps(infos[0]) or has_categories(infos[0])):
             message = f"cut among {self.degrees.tensor} tensor-parallel ranks, and no"
             raise UnsupportedError(
-                f"{message} '{names.UNIVERSAL_INFO}' in its model files tells how: only what "
-                f"AutoTP of DeepSpeed 0.19.8 or later saves can be cut anew. {AS_SAVED}"
+                f"{message} '{names.UNIVERSAL_INFO}' in its model files tells how, as what AutoTP "
+                f"saves does, and what other jobs save for the universal checkpoint. {AS_SAVED}"
             )
         for info in infos[1:]:
             if fingerprint(info) != fingerprint(infos[0]):
                 message = f"its parts have different '{names.UNIVERSAL_INFO}'"
                 raise DisagreementError(f"{message}: they are not of one run")
-        return AffineMaps(infos[0], self.degrees.tensor)
+        kind = AffineMaps if has_maps(infos[0]) else Categories
+        return kind(infos[0], self.degrees.tensor)
 
     def _held(self) -> Iterator[tuple[str, HeldTensor]]:
         found: dict[str, dict[int, Shape]] = {}
@@ -108,13 +110,17 @@ class ModelParts:
         first = next(iter(held.shapes.values()))
         if self.is_of_shards:
             return self._cut_of_shards(name, held)
-        if held.kind == "buffer" or self._maps is None:
+        if held.kind == "buffer" or self._cuts is None:
             for number, shape in held.shapes.items():
                 if shape != first:
                     message = f"'{name}' is {list(first)}, in part {number} {list(shape)}"
                     raise DisagreementError(f"{message}: it is cut, and nothing tells how")
             return whole_cut(first, [number in held.shapes for number in range(count)])
-        cut = self._maps.cut(name).spread(
+        if isinstance(self._cuts, Categories):
+            told = self._cuts.cut(name, self.shards(name))
+        else:
+            told = self._cuts.cut(name)
+        cut = told.spread(
             [m % self.degrees.tensor if m in held.shapes else None for m in range(count)]
         )
         for number, shard in enumerate(cut.shards):
@@ -122,6 +128,22 @@ class ModelParts:
                 _require_elements(name, number, shard)
             _require_shard(name, number, shard, held.shapes.get(number))
         return cut
+
+    def cut_by_default(self) -> Sequence[str]:
+        """Return tensors that are in no list, and that all ranks hold in one shape.
+
+        One that a job did not list as replicated looks the same, but for its values.
+        """
+        cuts = self._cuts
+        if not isinstance(cuts, Categories):
+            return []
+        return [
+            name
+            for name, held in self.tensors.items()
+            if held.kind != "buffer"
+            and len(set(held.shapes.values())) == 1
+            and cuts.is_default(name)
+        ]
 
     @property
     def is_of_shards(self) -> bool:
@@ -189,7 +211,7 @@ def _require_shard(name: str, number: int, mapped: Shape | None, held: Shape | N
     numels = [None if shape is None else math.prod(shape) for shape in (mapped, held)]
     if numels[0] != numels[1]:
         shown = [shape and list(shape) for shape in (mapped, held)]
-        message = f"'{name}' is {shown[1]} on rank {number}, in its affine map {shown[0]}"
+        message = f"'{name}' is {shown[1]} on rank {number}, and {shown[0]} as its cut is told"
         raise DisagreementError(message)
 
 

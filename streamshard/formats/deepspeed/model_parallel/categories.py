@@ -1,0 +1,201 @@
+"""Reads how a job cut each parameter from lists of patterns: its categories.
+
+AutoTP saves them beside its maps, and alone before 0.19.8. Jobs that cut their layers themselves
+save them for DeepSpeed's universal checkpoint, whose converter has the rules (`merge_tp_slices` of
+`deepspeed/checkpoint/ds_to_universal.py`, 0.19.8). One rule is not followed: a vocabulary keeps its
+padding, since the rows that are added to it are trained as all others are.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.model_parallel.name_patterns import NamePatterns
+from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAVED
+from streamshard.formats.pickle.inert import Node, show
+from streamshard.layout.boxes import NotTiledError
+from streamshard.layout.model_cut import ModelCut, Shape, segments_cut, split_cut, whole_cut
+
+_REPLICATED: Final = "tp_replicated_parameter_patterns"
+_AVERAGED: Final = "parameter_to_average_patterns"
+_HALVES: Final = "parameter_with_2_sub_params_cat_dim_0"
+_ROWS: Final = "parameter_with_row_parallelism_patterns"
+_SUBS: Final = "parameter_with_sub_params"
+_WIDTHS: Final = "sub_param_shard_widths"
+_VERSION: Final = "universal_checkpoint_version"
+UNSUPPORTED: Final = "autotp_unsupported_parameter_patterns"
+"""Patterns of the parameters that AutoTP cannot describe, each with the reason."""
+
+_TOLD: Final = (_REPLICATED, _AVERAGED, _HALVES, _ROWS, _SUBS)
+_NEWEST: Final = 0.4
+_WITH_WIDTHS: Final = 0.4
+"""The first version with the widths of each sub-parameter."""
+_MOST_SUBS: Final = 1 << 16
+"""More sub-parameters than any parameter has."""
+
+
+def has_categories(info: Node) -> bool:
+    """Tell whether a model file holds lists that tell how its parameters are cut."""
+    return isinstance(info, dict) and any(info.get(key) for key in _TOLD)
+
+
+@dataclass(frozen=True, slots=True)
+class _Subs:
+    """Parameters that consist of several, each of which is cut by itself."""
+
+    pattern: str
+    shape: Sequence[Node]
+    dimension: int
+
+
+class Categories:
+    """The cuts of all parameters, as a model file's lists of patterns tell them."""
+
+    def __init__(self, info: Mapping[str, Node], ranks: int) -> None:
+        self._ranks = ranks
+        self._version = info.get(_VERSION, 0.0)
+        if not isinstance(self._version, int | float) or self._version > _NEWEST:
+            message = f"'{names.UNIVERSAL_INFO}' of version {show(self._version)}"
+            raise UnsupportedError(f"{message}, not {_NEWEST} or earlier; use a newer streamshard")
+        self._replicated, self._averaged, self._halves, self._rows = (
+            NamePatterns([(pattern, True) for pattern in _listed(info, key)])
+            for key in (_REPLICATED, _AVERAGED, _HALVES, _ROWS)
+        )
+        self._subs = NamePatterns((subs.pattern, subs) for subs in _sub_params(info))
+        self._widths = info.get(_WIDTHS) or {}
+        self._refused = NamePatterns(info.get(UNSUPPORTED) or {})
+
+    def cut(self, name: str, shards: Mapping[int, Shape]) -> ModelCut:
+        """Return how a parameter is cut among the tensor-parallel ranks.
+
+        Parameters
+        ----------
+        shards
+            Rank → shape of its tensor.
+
+        Raises
+        ------
+        UnsupportedError
+            Its parts cannot be put together.
+        DisagreementError
+            The ranks' tensors are not of the category's cut.
+        CorruptFileError
+            The lists do not tell how.
+        """
+        reason = self._refused.find(name)
+        if reason is not None:
+            raise UnsupportedError(f"'{name}' cannot be cut anew: {show(reason)}")
+        if len(shards) < self._ranks:
+            message = f"'{name}' is on {len(shards)} of the {self._ranks} tensor-parallel ranks"
+            raise UnsupportedError(f"{message}. {AS_SAVED}")
+        held = [shards[rank] for rank in range(self._ranks)]
+        try:
+            return self._cut(name, held)
+        except (IndexError, TypeError, ValueError, NotTiledError) as error:
+            shown = " and ".join(str(list(shape)) for shape in held)
+            raise DisagreementError(
+                f"'{name}' is {shown} on its ranks, which is not how '{names.UNIVERSAL_INFO}' has "
+                f"it ({error})"
+            ) from error
+
+    def is_default(self, name: str) -> bool:
+        """Tell whether a parameter is in no list, but perhaps that of rows."""
+        return not any(
+            patterns.find(name)
+            for patterns in (self._replicated, self._averaged, self._halves, self._subs)
+        )
+
+    def _cut(self, name: str, held: Sequence[Shape]) -> ModelCut:
+        if self._replicated.find(name):
+            if any(shape != held[0] for shape in held):
+                raise NotTiledError("replicated, so all are alike")
+            return whole_cut(held[0], [True] * len(held))
+        if self._averaged.find(name):
+            raise UnsupportedError(
+                f"'{name}' is held with other values on each rank, of which the universal "
+                f"checkpoint has the mean: not supported. {AS_SAVED}"
+            )
+        if self._halves.find(name):
+            whole = _joined(held, 0)
+            widths = [shape[0] // 2 for shape in held]
+            return segments_cut(whole, 0, [widths, widths])
+        subs = self._subs.find(name)
+        if subs is not None:
+            return self._cut_subs(name, subs, held)
+        dimension = 1 if self._rows.find(name) else 0
+        whole = _joined(held, dimension)
+        return split_cut(whole, dimension, [shape[dimension] for shape in held])
+
+    def _cut_subs(self, name: str, subs: _Subs, held: Sequence[Shape]) -> ModelCut:
+        """Cut a parameter of several in a row, in the shape that its list views it in."""
+        widths = self._sub_widths(subs, held)
+        sizes = [sum(_sizes(size)) if isinstance(size, tuple | list) else size
+                 for size in subs.shape]  # fmt: skip
+        sizes[subs.dimension] = sum(map(sum, widths))
+        numel, known = sum(map(math.prod, held)), math.prod(size for size in sizes if size != -1)
+        if sizes.count(-1) > 1 or known < 1 or numel % known:
+            message = f"'{name}' has {numel:,} elements, and not the shape {show(list(subs.shape))}"
+            raise CorruptFileError(f"{message} that '{_SUBS}' has")
+        shape = tuple(numel // known if size == -1 else size for size in sizes)
+        return segments_cut(shape, subs.dimension, widths)
+
+    def _sub_widths(self, subs: _Subs, held: Sequence[Shape]) -> Sequence[Sequence[int]]:
+        """Return, for each sub-parameter, the width of each rank's part."""
+        ranks, told = len(held), subs.shape[subs.dimension]
+        if self._version >= _WITH_WIDTHS:
+            found = [_sizes(widths) for widths in self._widths.get(subs.pattern) or ()]
+            if not found or any(len(widths) != ranks for widths in found):
+                raise NotTiledError(f"'{_WIDTHS}' has not its widths on {ranks} ranks")
+            return found
+        if isinstance(told, int):
+            # Early lists have the count of equal sub-parameters there.
+            full = _joined(held, subs.dimension)[subs.dimension]
+            told = [full // told] * told if 0 < told <= _MOST_SUBS and full % told == 0 else []
+        told = _sizes(told)
+        if not told or any(size % ranks for size in told):
+            message = f"sub-parameters of {show(list(told))} on {ranks} ranks"
+            raise NotTiledError(f"{message}, in unequal parts")
+        return [[size // ranks] * ranks for size in told]
+
+
+def _sizes(node: Node) -> Sequence[int]:
+    if not isinstance(node, list | tuple) or not all(
+        isinstance(size, int) and size >= 0 for size in node
+    ):
+        raise CorruptFileError(f"{show(node)} in '{_SUBS}' or '{_WIDTHS}' are not sizes")
+    return node
+
+
+def _joined(held: Sequence[Shape], dimension: int) -> Shape:
+    """Return the shape of tensors one after the other, which differ in one dimension at most."""
+    if len(held[0]) <= dimension:
+        raise NotTiledError(f"cut along dimension {dimension}")
+    rest = {(*shape[:dimension], *shape[dimension + 1 :]) for shape in held}
+    if len(rest) > 1:
+        raise NotTiledError(f"cut along dimension {dimension}, so the others are alike")
+    total = sum(shape[dimension] for shape in held)
+    return (*held[0][:dimension], total, *held[0][dimension + 1 :])
+
+
+def _listed(info: Mapping[str, Node], key: str) -> Sequence[Node]:
+    held = info.get(key) or []
+    if not isinstance(held, list | tuple):
+        raise CorruptFileError(f"'{key}' is {show(held)}, not a list of patterns")
+    return held
+
+
+def _sub_params(info: Mapping[str, Node]) -> Iterator[_Subs]:
+    for entry in _listed(info, _SUBS):
+        held = entry if isinstance(entry, dict) else {}
+        shape, dimension = held.get("shape"), held.get("partition_dim")
+        if (
+            not isinstance(shape, list | tuple)
+            or not isinstance(dimension, int)
+            or not 0 <= dimension < len(shape)
+        ):
+            raise CorruptFileError(f"'{_SUBS}' has {show(entry)}: no shape and dimension of one")
+        for pattern in _listed(held, "patterns"):
+            yield _Subs(str(pattern), shape, dimension)

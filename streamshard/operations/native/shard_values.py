@@ -1,0 +1,53 @@
+"""Compares values of shards where no list tells whether these are parts of a tensor, or copies."""
+
+from contextlib import closing
+
+import numpy as np
+
+from streamshard.errors import UnsupportedError
+from streamshard.formats.deepspeed.model_parallel.parts import ModelParts
+from streamshard.model import ITEMSIZE, MASTER, MODULE
+from streamshard.operations.source.source import Source
+from streamshard.operations.source.source_access import SourceAccess
+
+_PIECE_BYTES = 1 << 16
+
+
+def require_different_shards(source: Source, parts: ModelParts) -> None:
+    """Refuse a tensor that is cut only because no list has it, if all ranks hold the same of it.
+
+    It may be one that each rank holds whole: put together, it would be several times as long. Only
+    the beginnings of other tensors are read.
+
+    Raises
+    ------
+    UnsupportedError
+        The message names the tensor.
+    SourceError, IntegrityError
+        A file cannot be read, or its bytes are not those that were recorded.
+    """
+    index, families = parts.checkpoint.tensor_index(), parts.checkpoint.families
+    with closing(SourceAccess(source)) as access:
+        for name in parts.cut_by_default():
+            held = parts.tensors[name]
+            state = MODULE if held.group is None else MASTER
+            first, *others = [index[families[m].name, state, name] for m in held.shapes]
+            if all(_are_equal(source, access, first, other) for other in others):
+                raise UnsupportedError(
+                    f"'{name}' is the same on all ranks, and no list says whether each has all of "
+                    f"it or a part. A --like that the job saved with --tensor-parallel 1 tells: "
+                    f"give it to 'streamshard repartition'"
+                )
+
+
+def _are_equal(source: Source, access: SourceAccess, one: int, other: int) -> bool:
+    tensor = source.checkpoint.tensors[one]
+    size = ITEMSIZE[tensor.dtype]
+    pieces = np.empty((2, min(tensor.numel, _PIECE_BYTES // size)), dtype=f"u{size}")
+    for start in range(0, tensor.numel, max(1, pieces.shape[1])):
+        held = pieces[:, : tensor.numel - start]
+        for row, number in zip(held, (one, other), strict=True):
+            access.fill(row, number, start, None)
+        if not np.array_equal(held[0], held[1]):
+            return False
+    return True

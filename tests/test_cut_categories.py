@@ -1,0 +1,275 @@
+"""Lists of patterns tell how parameters are cut: as DeepSpeed's converter puts them together."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.checkpoint.ds_to_universal import merge_tp_slices
+from torch import Tensor
+
+import streamshard
+from streamshard.errors import (
+    CorruptFileError,
+    DisagreementError,
+    StreamshardError,
+    UnsupportedError,
+)
+from streamshard.formats.deepspeed.model_parallel.categories import Categories
+from streamshard.formats.deepspeed.model_parallel.name_patterns import NamePatterns
+from streamshard.layout.model_cut import ModelCut
+from tests.fabricated import write
+from tests.fabricated_parts import TensorJob
+from tests.job import TAG
+from tests.test_degrees import edit_parts, with_degree
+from tests.test_families import compare
+
+Info = dict[str, Any]
+NAME = "language_model.encoder.layers.11.mlp.weight"
+LAYERS = r"language_model.encoder.layers.\d+."
+"""As Megatron-DeepSpeed begins its patterns."""
+
+
+def subs(shape: tuple[Any, ...], dimension: int) -> Info:
+    entry = {"patterns": [f"{LAYERS}mlp"], "shape": shape, "partition_dim": dimension}
+    return {"parameter_with_sub_params": [entry]}
+
+
+def widths(*of_subs: list[int]) -> Info:
+    return {
+        "universal_checkpoint_version": 0.4,
+        "sub_param_shard_widths": {f"{LAYERS}mlp": list(of_subs)},
+    }
+
+
+CUTS: dict[str, tuple[Info, list[tuple[int, ...]]]] = {
+    "replicated": ({"tp_replicated_parameter_patterns": [f"{LAYERS}mlp.weight"]}, [(3, 2)] * 3),
+    "default": ({"tp_replicated_parameter_patterns": ["other"]}, [(3, 2), (1, 2), (4, 2)]),
+    "rows": (
+        {"parameter_with_row_parallelism_patterns": [f"{LAYERS}mlp"]},
+        [(3, 2), (3, 1), (3, 4)],
+    ),
+    "halves": (
+        {"parameter_with_2_sub_params_cat_dim_0": [f"{LAYERS}mlp"]},
+        [(4, 2), (2, 2)],
+    ),
+    "widths": (
+        subs(((5, 3), 2), 0) | widths([3, 2], [1, 2]),
+        [(4, 2), (4, 2)],
+    ),
+    "widths in a view": (
+        subs(((5, 3), -1), 0) | widths([3, 2], [1, 2]),
+        [(4, 2, 3), (4, 2, 3)],
+    ),
+    "widths of columns": (
+        subs((-1, (3, 3)), 1) | widths([1, 1, 1], [2, 0, 1]),
+        [(2, 3), (2, 1), (2, 2)],
+    ),
+    "an early count": (subs((3, -1), 0), [(6, 2), (6, 2)]),
+    "early sizes": (subs(((4, 2), 3), 0), [(3, 3), (3, 3)]),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_parts_are_put_together_as_deepspeed_does(tmp_path: Path, name: str) -> None:
+    info, shapes = CUTS[name]
+    shards = [torch.rand(shape) for shape in shapes]
+    if name == "replicated":
+        shards = shards[:1] * len(shards)
+    for rank, shard in enumerate(shards):
+        place = tmp_path / "slices" / NAME / str(rank)
+        place.mkdir(parents=True)
+        for state in ("fp32", "exp_avg", "exp_avg_sq"):
+            torch.save(shard.flatten(), place / f"{state}.00")
+    (tmp_path / "merged" / NAME).mkdir(parents=True)
+    both = str(tmp_path / "merged"), str(tmp_path / "slices")
+    merge_tp_slices(info, *both, len(shards), (NAME, list(map(torch.Size, shapes))))
+    wanted = torch.load(tmp_path / "merged" / NAME / "fp32.pt", weights_only=False)["param"]
+
+    cut = Categories(info, len(shapes)).cut(NAME, dict(enumerate(shapes)))
+    assert torch.equal(put_together(cut, shards).flatten(), wanted.flatten())
+
+
+def put_together(cut: ModelCut, shards: list[Tensor]) -> Tensor:
+    whole = torch.full(cut.shape, torch.nan)
+    columns = cut.rank.tolist(), cut.whole.tolist(), cut.own.tolist(), cut.sizes.tolist()
+    for rank, at, own, sizes in zip(*columns, strict=True):
+        shape = cut.shards[rank]
+        assert shape is not None
+        whole[box(at, sizes)] = shards[rank].view(shape)[box(own, sizes)]
+    return whole
+
+
+def box(corner: list[int], sizes: list[int]) -> tuple[slice, ...]:
+    return tuple(slice(at, at + size) for at, size in zip(corner, sizes, strict=True))
+
+
+def test_a_vocabulary_keeps_its_padding() -> None:
+    """DeepSpeed cuts it off and adds zeros: its rows are trained with all others."""
+    info = {
+        "vocabulary_parameter_patterns": [NAME],
+        "original_vocab_size": 5,
+        "tp_replicated_parameter_patterns": ["other"],
+    }
+    assert Categories(info, 2).cut(NAME, {0: (4, 2), 1: (4, 2)}).shape == (8, 2)
+
+
+EQUAL = {0: (4, 2), 1: (4, 2)}
+REFUSED: dict[str, tuple[Info, Mapping[int, tuple[int, ...]], type[StreamshardError], str]] = {
+    "averaged": (
+        {"parameter_to_average_patterns": [NAME]},
+        EQUAL,
+        UnsupportedError,
+        "with other values on each rank, of which the universal checkpoint has the mean",
+    ),
+    "unsupported": (
+        {"autotp_unsupported_parameter_patterns": {f"{LAYERS}mlp": "interleaved"}},
+        EQUAL,
+        UnsupportedError,
+        "cannot be cut anew: 'interleaved'",
+    ),
+    "version": (
+        {"universal_checkpoint_version": 0.5},
+        EQUAL,
+        UnsupportedError,
+        "of version 0.5, not 0.4 or earlier; use a newer streamshard",
+    ),
+    "two patterns": (
+        {"tp_replicated_parameter_patterns": [f"{LAYERS}mlp", f"{LAYERS}mlp.weight"]},
+        EQUAL,
+        DisagreementError,
+        "is matched by several patterns",
+    ),
+    "another shape": (
+        {"tp_replicated_parameter_patterns": [NAME]},
+        {0: (4, 2), 1: (2, 2)},
+        DisagreementError,
+        "is [4, 2] and [2, 2] on its ranks, which is not how 'universal_checkpoint_info' has it",
+    ),
+    "rows and columns": ({}, {0: (4, 2), 1: (4, 3)}, DisagreementError, "[4, 2] and [4, 3]"),
+    "rows of a vector": (
+        {"parameter_with_row_parallelism_patterns": [NAME]},
+        {0: (4,), 1: (4,)},
+        DisagreementError,
+        "(cut along dimension 1)",
+    ),
+    "odd halves": (
+        {"parameter_with_2_sub_params_cat_dim_0": [NAME]},
+        {0: (3, 2), 1: (3, 2)},
+        DisagreementError,
+        "(parts of 4 in a dimension of 6)",
+    ),
+    "a rank without it": ({}, {1: (4, 2)}, UnsupportedError, "is on 1 of the 2"),
+    "no widths": (
+        subs((3, -1), 0) | {"universal_checkpoint_version": 0.4},
+        EQUAL,
+        DisagreementError,
+        "has not its widths on 2 ranks",
+    ),
+    "widths of other ranks": (
+        subs(((5, 3), 2), 0) | widths([3, 1, 1], [1, 1, 1]),
+        EQUAL,
+        DisagreementError,
+        "has not its widths on 2 ranks",
+    ),
+    "widths below 0": (
+        subs(((5, 3), 2), 0) | widths([6, -1], [1, 2]),
+        EQUAL,
+        CorruptFileError,
+        "are not sizes",
+    ),
+    "an early uneven one": (
+        subs(((5, 3), 2), 0),
+        EQUAL,
+        DisagreementError,
+        "sub-parameters of [5, 3] on 2 ranks, in unequal parts",
+    ),
+    "another view": (
+        subs(((4, 4), 3), 0),
+        EQUAL,
+        CorruptFileError,
+        "has 16 elements, and not the shape",
+    ),
+    "no shape": (
+        {"parameter_with_sub_params": [{"patterns": [NAME], "partition_dim": 0}]},
+        EQUAL,
+        CorruptFileError,
+        "no shape and dimension of one",
+    ),
+    "no list": (
+        {"tp_replicated_parameter_patterns": "all"},
+        EQUAL,
+        CorruptFileError,
+        "'tp_replicated_parameter_patterns' is 'all', not a list of patterns",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_lists_do_not_tell_is_refused(name: str) -> None:
+    info, shapes, kind, message = REFUSED[name]
+    with pytest.raises(kind, match=re.escape(message)):
+        Categories(info, 2).cut(NAME, shapes)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["(a+)+$", "a{1,9}", "x|y", "^", r"\d+.\d+.\w*.*", "[a-z", "a**", "\\", r"\1", "a" * 600],
+)
+def test_a_pattern_that_may_run_for_ever_is_not_run(pattern: str) -> None:
+    with pytest.raises(UnsupportedError, match="is not a pattern of names that is run here"):
+        NamePatterns({pattern: 1})
+
+
+def test_patterns_match_from_the_beginning_as_those_of_deepspeed() -> None:
+    found = NamePatterns({r"^a\.b$": 1, r"\d+.norm": 2, "[xyz]?q": 3})
+    names = ["a.b", "axb", "a.b.c", "12.norm.weight", "0xnorm", "a.12.norm", "xq", "wq"]
+    assert [found.find(name) for name in names] == [1, None, None, 2, 2, None, 3, None]
+    with pytest.raises(UnsupportedError, match="a name of 600 characters"):
+        found.find("a" * 600)
+
+
+TWO = TensorJob(parts=2, world_size=3, in_lists=True).told()
+
+
+def unlisted(name: str) -> Any:  # noqa: ANN401
+    def change(content: Info) -> None:
+        info = content["universal_checkpoint_info"]
+        info["tp_replicated_parameter_patterns"].remove(f"^{re.escape(name)}$")
+
+    return change
+
+
+def test_a_tensor_that_no_list_has_may_not_be_the_same_on_all_ranks(tmp_path: Path) -> None:
+    run, out = write(TWO, tmp_path / "run"), tmp_path / "out"
+    edit_parts(run, unlisted("block.1.bias"))
+    message = r"'block\.1\.bias' is the same on all ranks, and no list says"
+    with pytest.raises(UnsupportedError, match=message):
+        streamshard.repartition(run, out, world_size=2, tensor_parallel=1)
+    with pytest.raises(UnsupportedError, match=message):
+        streamshard.export(run, out)
+    # What the message advises finds out that it is a copy.
+    like = write(with_degree(TWO, 1, 2), tmp_path / "like")
+    with pytest.raises(DisagreementError, match=r"'block\.1\.bias' is not the same tensor as in"):
+        streamshard.repartition(run, out, world_size=2, tensor_parallel=1, like=like)
+
+
+def test_a_part_may_be_the_same_on_all_ranks_where_a_reference_says_that_it_is_one(
+    tmp_path: Path,
+) -> None:
+    cuts = {**TWO.cuts, "block.1.bias": (0, (4,))}
+    groups = tuple(
+        tuple((name, (4,) if name == "block.1.bias" else shape) for name, shape in group)
+        for group in TWO.groups
+    )
+    job = replace(TWO, cuts=cuts, groups=groups, client_state={}, constant="block.1.bias").told()
+    run, out = write(job, tmp_path / "run"), tmp_path / "out"
+    whole = write(with_degree(job, 1, 2), tmp_path / "whole")
+    with pytest.raises(UnsupportedError, match="is the same on all ranks"):
+        streamshard.export(run, tmp_path / "exported")
+    streamshard.repartition(run, out, world_size=2, tensor_parallel=1, like=whole)
+    compare(out / TAG, whole / TAG)
+    streamshard.export(out, tmp_path / "exported")
