@@ -117,14 +117,15 @@ class TensorJob(Job):
     def _map(self, name: str, shape: Shape) -> dict[str, Any]:
         if name not in self.cuts:
             view = [0, _strides(shape)]
-            piece = {"shape": list(shape), "source": view, "dest": view}
+            ranks = list(range(self.parts))
+            piece = {"shape": list(shape), "source": view, "dest": view, "locations": ranks}
             everywhere = {"shard_shape": list(shape), "pieces": [piece]}
             return {
                 "logical_shape": list(shape),
-                "ranks": dict.fromkeys(range(self.parts), everywhere),
+                "ranks": dict.fromkeys(ranks, everywhere),
             }
         dimension = self.cuts[name][0]
-        ranks = {}
+        of_rank = {}
         for rank in range(self.parts):
             shard, pieces = self._shard(name, rank), []
             steps = _strides(shape), _strides(shard)
@@ -132,9 +133,10 @@ class TensorJob(Job):
                 size = [*shape[:dimension], width, *shape[dimension + 1 :]]
                 places = at * steps[0][dimension], own * steps[1][dimension]
                 views = [[place, step] for place, step in zip(places, steps, strict=True)]
-                pieces.append({"shape": size, "source": views[0], "dest": views[1]})
-            ranks[rank] = {"shard_shape": list(shard), "pieces": pieces}
-        return {"logical_shape": list(shape), "ranks": ranks}
+                held = {"shape": size, "source": views[0], "dest": views[1], "locations": [rank]}
+                pieces.append(held)
+            of_rank[rank] = {"shard_shape": list(shard), "pieces": pieces}
+        return {"logical_shape": list(shape), "ranks": of_rank}
 
 
 def _pattern(name: str) -> str:

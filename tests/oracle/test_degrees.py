@@ -214,6 +214,25 @@ def test_lists_of_patterns_tell_what_maps_tell(name: str, places: Places, tmp_pa
     assert file_differences(out / tag, wanted / tag) == []
 
 
+@pytest.mark.parametrize("name", ["uneven", "fused", "fused-back", "to-stage-3"])
+def test_widths_are_recomputed_as_autotp_does(name: str, places: Places, tmp_path: Path) -> None:
+    """Without a reference come the same files, what they tell of the cut included."""
+    move = next(move for move in MOVES if move.name == name)
+    source, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(places.source(move), source)
+    # Heads of these models would be cut otherwise than the source is.
+    (source / "config.json").write_text('{"num_key_value_heads": 1}')
+    streamshard.repartition(
+        source,
+        out,
+        world_size=move.target_ranks,
+        tensor_parallel=move.options[1],
+        zero_stage=move.target.zero_stage,
+    )
+    tag = (out / "latest").read_text()
+    assert file_differences(out / tag, places.out(move) / tag) == []
+
+
 def without_maps(run: Path, to: Path) -> Path:
     """Copy a checkpoint; of how its parameters are cut, only the lists are left."""
     shutil.copytree(run, to)

@@ -27,18 +27,25 @@ from streamshard.formats.deepspeed.model_parallel.pipeline_layers import (
     as_one_module,
     with_layers,
 )
+from streamshard.formats.deepspeed.model_parallel.recomputed_widths import (
+    WidthRule,
+    at_degree,
+    grain_of,
+)
 from streamshard.formats.deepspeed.model_parallel.recut_checkpoint import (
     CopiesInParts,
     copies_in_parts,
     recut_checkpoint,
 )
 from streamshard.formats.deepspeed.model_parallel.whole_model import whole_model
+from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import ITEMSIZE, MASTER, MODULE
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.compare.comparison import Comparing
 from streamshard.operations.compare.pairing import Pair, SideElements
+from streamshard.operations.native.model_config import kv_heads
 from streamshard.operations.native.shard_values import require_different_shards
 from streamshard.operations.source.blob_checksums import note_checksums
 from streamshard.operations.source.source import Source
@@ -174,7 +181,7 @@ def whole(opened: Source) -> OtherDegrees | None:
     """
     families = opened.checkpoint.families
     is_pipe = is_pipeline(opened.checkpoint)
-    info = families[0].model_state.get(names.UNIVERSAL_INFO)
+    info = _told(opened)
     has_told = has_maps(info) or has_categories(info)
     if not is_pipe and (len(families) == 1 or not has_told):
         return None
@@ -256,6 +263,12 @@ def _target_parts(opened: Source, parts: ModelParts, wanted: Degrees) -> ModelPa
             with of_file(opened.path):
                 require_different_shards(opened, parts)
                 return whole_model(parts)
+        if wanted.pipeline == 1 and has_maps(_told(opened)):
+            rule = WidthRule(wanted.tensor, kv_heads(opened), grain_of(opened.checkpoint.config))
+            with of_file(opened.path):
+                found = at_degree(parts, rule)
+            if found is not None:
+                return found
         message = f"{opened.path}: saved with {parts.degrees}, and nothing tells how a job with"
         raise UsageError(f"{message} {wanted} cuts the model: {_SUPPLY}")
     try:
@@ -266,6 +279,11 @@ def _target_parts(opened: Source, parts: ModelParts, wanted: Degrees) -> ModelPa
         message = f"{LIKE} was saved with {like.degrees}, and {wanted} are asked for"
         raise UsageError(f"{message}: {_SUPPLY}")
     return like
+
+
+def _told(opened: Source) -> Node:
+    """Return what the first model file tells of how parameters are cut."""
+    return opened.checkpoint.families[0].model_state.get(names.UNIVERSAL_INFO)
 
 
 def _recut(opened: Source, parts: ModelParts, like: ModelParts) -> OtherDegrees:

@@ -16,7 +16,7 @@ from streamshard.formats.deepspeed.model_parallel.categories import UNSUPPORTED
 from streamshard.formats.deepspeed.model_parallel.name_patterns import NamePatterns
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAVED
 from streamshard.formats.pickle.inert import Node, show
-from streamshard.layout.boxes import NotTiledError
+from streamshard.layout.boxes import Ints, NotTiledError
 from streamshard.layout.model_cut import ModelCut
 
 _VERSION: Final = 1
@@ -24,12 +24,12 @@ _MOST_PIECES: Final = 1 << 16
 """More pieces of one parameter than any map has."""
 _LIMIT: Final = 1 << 44
 """More elements than any tensor has."""
-_MAPS: Final = "affine_map"
+MAPS: Final = "affine_map"
 
 
 def has_maps(info: Node) -> bool:
     """Tell whether a model file holds affine maps, as those of AutoTP do since 0.19.8."""
-    held = info.get(_MAPS) if isinstance(info, dict) else None
+    held = info.get(MAPS) if isinstance(info, dict) else None
     return isinstance(held, dict) and isinstance(held.get("params"), dict)
 
 
@@ -38,7 +38,7 @@ class AffineMaps:
 
     def __init__(self, info: Mapping[str, Node], ranks: int) -> None:
         self._ranks = ranks
-        held = info[_MAPS]
+        held = info[MAPS]
         if held.get("version") != _VERSION:
             message = f"affine maps of version {show(held.get('version'))}"
             raise UnsupportedError(f"{message}, not {_VERSION}; use a newer streamshard")
@@ -129,3 +129,30 @@ def _corner(view: Node, sizes: tuple[int, ...], of: tuple[int, ...]) -> list[int
     if left or offset < 0:
         raise CorruptFileError(f"offset {offset} in a tensor of {list(of)}")
     return corner
+
+
+def map_of(cut: ModelCut) -> dict[str, Node]:
+    """Return the map of a cut, as DeepSpeed saves it (`ParamAffineMap.to_dict`)."""
+    whole_strides = _strides(cut.shape)
+    holders: dict[bytes, list[int]] = {}
+    keys = [key.tobytes() for key in np.hstack([cut.whole, cut.sizes])]
+    for key, rank in zip(keys, cut.rank.tolist(), strict=True):
+        holders.setdefault(key, []).append(rank)
+    ranks: dict[int, dict[str, Node]] = {}
+    for number, shard in enumerate(cut.shards):
+        shape = shard or ()
+        pieces = [
+            {
+                "shape": cut.sizes[row].tolist(),
+                "source": [int(cut.whole[row] @ whole_strides), whole_strides.tolist()],
+                "dest": [int(cut.own[row] @ _strides(shape)), _strides(shape).tolist()],
+                "locations": holders[keys[row]],
+            }
+            for row in np.flatnonzero(cut.rank == number).tolist()
+        ]
+        ranks[number] = {"shard_shape": list(shape), "pieces": pieces}
+    return {"logical_shape": list(cut.shape), "ranks": ranks}
+
+
+def _strides(shape: tuple[int, ...]) -> Ints:
+    return np.array([math.prod(shape[at + 1 :]) for at in range(len(shape))], np.int64)

@@ -24,7 +24,8 @@ _AVERAGED: Final = "parameter_to_average_patterns"
 _HALVES: Final = "parameter_with_2_sub_params_cat_dim_0"
 _ROWS: Final = "parameter_with_row_parallelism_patterns"
 _SUBS: Final = "parameter_with_sub_params"
-_WIDTHS: Final = "sub_param_shard_widths"
+WIDTHS: Final = "sub_param_shard_widths"
+"""Pattern → for each sub-parameter, the widths of the ranks' parts."""
 _VERSION: Final = "universal_checkpoint_version"
 UNSUPPORTED: Final = "autotp_unsupported_parameter_patterns"
 """Patterns of the parameters that AutoTP cannot describe, each with the reason."""
@@ -65,7 +66,7 @@ class Categories:
             for key in (_REPLICATED, _AVERAGED, _HALVES, _ROWS)
         )
         self._subs = NamePatterns((subs.pattern, subs) for subs in _sub_params(info))
-        self._widths = info.get(_WIDTHS) or {}
+        self._widths = info.get(WIDTHS) or {}
         self._refused = NamePatterns(info.get(UNSUPPORTED) or {})
 
     def cut(self, name: str, shards: Mapping[int, Shape]) -> ModelCut:
@@ -148,7 +149,7 @@ class Categories:
         if self._version >= _WITH_WIDTHS:
             found = [_sizes(widths) for widths in self._widths.get(subs.pattern) or ()]
             if not found or any(len(widths) != ranks for widths in found):
-                raise NotTiledError(f"'{_WIDTHS}' has not its widths on {ranks} ranks")
+                raise NotTiledError(f"'{WIDTHS}' has not its widths on {ranks} ranks")
             return found
         if isinstance(told, int):
             # Early lists have the count of equal sub-parameters there.
@@ -165,7 +166,7 @@ def _sizes(node: Node) -> Sequence[int]:
     if not isinstance(node, list | tuple) or not all(
         isinstance(size, int) and size >= 0 for size in node
     ):
-        raise CorruptFileError(f"{show(node)} in '{_SUBS}' or '{_WIDTHS}' are not sizes")
+        raise CorruptFileError(f"{show(node)} in '{_SUBS}' or '{WIDTHS}' are not sizes")
     return node
 
 

@@ -54,21 +54,20 @@ class ModelParts:
         self.tensors: Mapping[str, HeldTensor] = dict(self._held())
 
     def _told_cuts(self) -> AffineMaps | Categories | None:
-        infos = [f.model_state.get(names.UNIVERSAL_INFO) for f in self.checkpoint.families]
+        told, *others = (f.model_state.get(names.UNIVERSAL_INFO) for f in self.checkpoint.families)
         if self.degrees.tensor == 1 or is_pipeline(self.checkpoint):
             return None
-        if not (has_maps(infos[0]) or has_categories(infos[0])):
+        if told is None or not (has_maps(told) or has_categories(told)):
             message = f"cut among {self.degrees.tensor} tensor-parallel ranks, and no"
             raise UnsupportedError(
                 f"{message} '{names.UNIVERSAL_INFO}' in its model files tells how, as what AutoTP "
                 f"saves does, and what other jobs save for the universal checkpoint. {AS_SAVED}"
             )
-        for info in infos[1:]:
-            if fingerprint(info) != fingerprint(infos[0]):
+        for other in others:
+            if fingerprint(other) != fingerprint(told):
                 message = f"its parts have different '{names.UNIVERSAL_INFO}'"
                 raise DisagreementError(f"{message}: they are not of one run")
-        kind = AffineMaps if has_maps(infos[0]) else Categories
-        return kind(infos[0], self.degrees.tensor)
+        return (AffineMaps if has_maps(told) else Categories)(told, self.degrees.tensor)
 
     def _held(self) -> Iterator[tuple[str, HeldTensor]]:
         found: dict[str, dict[int, Shape]] = {}

@@ -5,11 +5,12 @@ the optimizer is that of any part, as AutoTP cuts tensors and leaves the module'
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from streamshard.errors import UnsupportedError
-from streamshard.formats.checkpoint import Checkpoint, ParamGroup
+from streamshard.formats.checkpoint import Checkpoint, Family, ParamGroup
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
     TENSOR_PARALLEL,
@@ -35,33 +36,66 @@ def whole_model(parts: ModelParts) -> ModelParts:
     """
     checkpoint = parts.checkpoint
     first = checkpoint.families[0]
-    shapes = {name: _whole_shape(parts, name) for name in parts.tensors}
-    held = {entry.name: entry for family in checkpoint.families for entry in family.module}
-    entries = tuple(
-        replace(entry, shape=shapes[entry.alias_of or entry.name]) for entry in held.values()
-    )
-    groups = first.groups
+    shards = {
+        name: [own_shape(name, parts.cut(name).shape, next(iter(held.shapes.values())))]
+        for name, held in parts.tensors.items()
+    }
     if is_pipeline(checkpoint):
-        entries = in_order(entries)
-        groups = tuple(map(partial(_with_all_params, checkpoint), groups))
-    tensors = tuple(
-        LogicalTensor(MASTER, name, group.master_dtype, shapes[name])
-        for group in groups
-        for name in group.params
-    )
-    state = {k: node for k, node in first.model_state.items() if k != names.UNIVERSAL_INFO}
-    degrees = {"pp_degree": 1, "tp_degree": 1}
-    own = {names.MP_WORLD_SIZE: 1, names.PARALLEL_DEGREES: degrees}
-    state |= {key: node for key, node in own.items() if key in state}
-    family = replace(
-        first,
-        name="",
-        groups=groups,
-        module=entries,
-        model_state=state,
-        optimizer_file={**first.optimizer_file, names.DS_CONFIG: _config(checkpoint.config)},
-    )
-    return ModelParts(replace(checkpoint, families=(family,), tensors=tensors))
+        held = {entry.name: entry for family in checkpoint.families for entry in family.module}
+        groups = tuple(map(partial(_with_all_params, checkpoint), first.groups))
+        first = replace(first, groups=groups, module=in_order(tuple(held.values())))
+    return made_parts(checkpoint, first, shards, None)
+
+
+def made_parts(
+    checkpoint: Checkpoint,
+    like: Family,
+    shards: Mapping[str, Sequence[Shape]],
+    info: Mapping[str, Node] | None,
+) -> ModelParts:
+    """Return the parts of a job that has all that one part has, in other shapes.
+
+    Parameters
+    ----------
+    shards
+        Tensor → its shape on each tensor-parallel rank.
+    info
+        What model files tell of how tensors are cut; None if they are whole.
+    """
+    count = len(next(iter(shards.values())))
+    own: dict[str, Node] = {
+        names.MP_WORLD_SIZE: count,
+        names.PARALLEL_DEGREES: {"pp_degree": 1, "tp_degree": count},
+        names.UNIVERSAL_INFO: info,
+    }
+    state = {
+        key: own.get(key, node)
+        for key, node in like.model_state.items()
+        if info is not None or key != names.UNIVERSAL_INFO
+    }
+    config = _config(checkpoint.config, count)
+    families, tensors = [], []
+    for rank in range(count):
+        name = names.family(rank) if count > 1 else ""
+        entries = (
+            replace(entry, shape=shards[entry.alias_of or entry.name][rank])
+            for entry in like.module
+        )
+        families.append(
+            replace(
+                like,
+                name=name,
+                module=tuple(entries),
+                model_state=state,
+                optimizer_file={**like.optimizer_file, names.DS_CONFIG: config},
+            )
+        )
+        tensors += [
+            LogicalTensor(MASTER, param, group.master_dtype, shards[param][rank], name)
+            for group in like.groups
+            for param in group.params
+        ]
+    return ModelParts(replace(checkpoint, families=tuple(families), tensors=tuple(tensors)))
 
 
 def _with_all_params(checkpoint: Checkpoint, group: ParamGroup) -> ParamGroup:
@@ -72,13 +106,22 @@ def _with_all_params(checkpoint: Checkpoint, group: ParamGroup) -> ParamGroup:
     return replace(group, params=tuple(sorted(found, key=order_of)))
 
 
-def _whole_shape(parts: ModelParts, name: str) -> Shape:
-    """Return a tensor's whole shape; its map may be of a view in more dimensions.
+def own_shape(name: str, mapped: Shape, held: Shape) -> Shape:
+    """Return the shape that a tensor has of its own; its map may be of a view in more dimensions.
 
     There the last dimension is the tensor's own, and the others are its first one
     (`_infer_subparam_logical_shapes` of `deepspeed/module_inject/layers.py`, 0.19.8).
+
+    Parameters
+    ----------
+    held
+        The shape of some rank's part of it.
+
+    Raises
+    ------
+    UnsupportedError
+        The shape is not known.
     """
-    mapped, held = parts.cut(name).shape, next(iter(parts.tensors[name].shapes.values()))
     if len(mapped) == len(held):
         return mapped
     if len(held) == 1:
@@ -86,11 +129,11 @@ def _whole_shape(parts: ModelParts, name: str) -> Shape:
     if len(held) == 2:
         return (math.prod(mapped[:-1]), mapped[-1])
     message = f"'{name}' is cut in the shape {list(mapped)}, and has {len(held)} dimensions"
-    raise UnsupportedError(f"{message}: its whole shape is not known")
+    raise UnsupportedError(f"{message}: its own shape is not known")
 
 
-def _config(config: Node) -> Node:
+def _config(config: Node, degree: int) -> Node:
     section = config.get(TENSOR_PARALLEL)
     if not isinstance(section, dict):
         return dict(config)
-    return {**config, TENSOR_PARALLEL: {**section, "autotp_size": 1}}
+    return {**config, TENSOR_PARALLEL: {**section, "autotp_size": degree}}
