@@ -33,6 +33,9 @@ LAYERS = r"language_model.encoder.layers.\d+."
 """As Megatron-DeepSpeed begins its patterns."""
 
 
+EQUAL = {0: (4, 2), 1: (4, 2)}
+
+
 def subs(shape: tuple[Any, ...], dimension: int) -> Info:
     entry = {"patterns": [f"{LAYERS}mlp"], "shape": shape, "partition_dim": dimension}
     return {"parameter_with_sub_params": [entry]}
@@ -89,7 +92,7 @@ def test_parts_are_put_together_as_deepspeed_does(tmp_path: Path, name: str) -> 
     merge_tp_slices(info, *both, len(shards), (NAME, list(map(torch.Size, shapes))))
     wanted = torch.load(tmp_path / "merged" / NAME / "fp32.pt", weights_only=False)["param"]
 
-    cut = Categories(info, len(shapes)).cut(NAME, dict(enumerate(shapes)))
+    cut = Categories(info).cut(NAME, dict(enumerate(shapes)), len(shapes))
     assert torch.equal(put_together(cut, shards).flatten(), wanted.flatten())
 
 
@@ -114,10 +117,9 @@ def test_a_vocabulary_keeps_its_padding() -> None:
         "original_vocab_size": 5,
         "tp_replicated_parameter_patterns": ["other"],
     }
-    assert Categories(info, 2).cut(NAME, {0: (4, 2), 1: (4, 2)}).shape == (8, 2)
+    assert Categories(info).cut(NAME, EQUAL, 2).shape == (8, 2)
 
 
-EQUAL = {0: (4, 2), 1: (4, 2)}
 REFUSED: dict[str, tuple[Info, Mapping[int, tuple[int, ...]], type[StreamshardError], str]] = {
     "averaged": (
         {"parameter_to_average_patterns": [NAME]},
@@ -212,7 +214,7 @@ REFUSED: dict[str, tuple[Info, Mapping[int, tuple[int, ...]], type[StreamshardEr
 def test_what_lists_do_not_tell_is_refused(name: str) -> None:
     info, shapes, kind, message = REFUSED[name]
     with pytest.raises(kind, match=re.escape(message)):
-        Categories(info, 2).cut(NAME, shapes)
+        Categories(info).cut(NAME, shapes, 2)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The options of verbs that write a target: `repartition`, `convert`, `export` and `apply`."""
 
+import argparse
+
 from streamshard.cli.options import (
     add_moving_options,
     add_resource_options,
@@ -51,6 +53,7 @@ def add_repartition(verbs: Verbs) -> None:
         metavar="E",
         help="of these ranks, over how many the experts of each layer are spread [the source's]",
     )
+    _add_cut_rules(verb)
     verb.add_argument(
         "--zero-stage",
         type=int,
@@ -64,6 +67,16 @@ def add_repartition(verbs: Verbs) -> None:
         help="whole DeepSpeed config of the job that will resume [the one kept in the checkpoint]",
     )
     add_moving_options(verb, resumes=True)
+
+
+def _add_cut_rules(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "--cut-rules",
+        dest="cut_rules_file",
+        metavar="FILE",
+        help="how tensor parallelism cut the parameters, where files do not tell: lines such as "
+        "'.*norm: replicated' [what files tell]",
+    )
 
 
 def add_convert(verbs: Verbs) -> None:
@@ -150,6 +163,7 @@ def add_export(verbs: Verbs) -> None:
         metavar="K",
         help="files of a distributed checkpoint, with about as many bytes in each [1]",
     )
+    _add_cut_rules(verb)
     add_moving_options(verb)
 
 

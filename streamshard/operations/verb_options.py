@@ -59,6 +59,7 @@ class RepartitionOptions(TransferOptions):
     tensor_parallel: int | None = None
     pipeline_parallel: int | None = None
     expert_parallel: int | None = None
+    cut_rules_file: Path_ | None = None
     zero_stage: int | None = None
     ds_config_file: Path_ | None = None
 
@@ -91,6 +92,7 @@ class ExportOptions(TransferOptions):
     frozen: bool = True
     layout: str = LAYOUTS[0]
     ranks: int = 1
+    cut_rules_file: Path_ | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

@@ -22,6 +22,8 @@ from streamshard.io.sink import make_directory, remove, rename
 
 PROOF_PREFIX: Final = ".streamshard.proof."
 _NONCE: Final = "run"
+_MOST_UNDER_WAY: Final = 8
+"""As many answers may be under way when a run ends: each disturbs one removal."""
 _OTHER: Final = "mount the target's file system at the same path on all machines"
 
 
@@ -54,11 +56,24 @@ class StagedProof:
     def end(self) -> None:
         """Remove it: from now on no process begins to write.
 
-        It gets another name first, or an answer that comes meanwhile would keep it from going.
+        It gets another name first, so that no other answer comes. One that is under way may still
+        get its name between the listing of the directory and its removal.
+
+        Raises
+        ------
+        OSError
+            It cannot be removed.
         """
         ended = self.directory.with_name(f"{self.directory.name}.ended")
         rename(self.directory, ended)
-        remove(ended)
+        for disturbed in range(_MOST_UNDER_WAY + 1):
+            try:
+                remove(ended)
+            except OSError:
+                if disturbed == _MOST_UNDER_WAY:
+                    raise
+            else:
+                return
 
     def prove(self) -> str:
         """Read what the leader wrote, and leave an answer; returns the answer's name."""

@@ -9,6 +9,7 @@ from typing import Final
 from streamshard.defaults import DTYPES
 from streamshard.errors import DisagreementError, UnsupportedError, UsageError
 from streamshard.formats import pretrained
+from streamshard.formats.deepspeed.model_parallel.cut_rules import read_rules
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pipeline
 from streamshard.io.objects.object_path import as_path
 from streamshard.operations.export.base_model import require_same_model
@@ -75,6 +76,8 @@ def plan_export(source: Path_, target: Path_, options: ExportOptions) -> Transfe
     memory_limit
         Bytes of memory beyond what the program itself takes; by default 1 GiB, but at most half of
         the remaining memory of the machine or the cgroup.
+    cut_rules_file
+        File that tells how tensor parallelism cut the parameters; see `plan_repartition`.
     verify
         Read the written files back from disk, and compare them with the source before they are
         renamed into place.
@@ -108,12 +111,13 @@ def _prepare(options: ExportOptions, opened: Source) -> Output:
     if is_model and options.format in (UNIVERSAL, _DCP):
         message = f"--format {options.format}: names and shapes of a base model are compared with"
         raise UsageError(f"{message} those of files of weights alone; leave --like out")
-    joined = whole(opened)
+    rules_file = options.cut_rules_file
+    joined = whole(opened, read_rules(as_path(rules_file) if rules_file else None))
     if joined is not None:
         if options.format in (UNIVERSAL, _DCP) and is_pipeline(opened.checkpoint):
             message = f"{opened.path}: a pipeline, which --format {options.format} does not write"
             raise UnsupportedError(f"{message}: give --format safetensors or torch")
-        output = _prepare(options, joined.source)
+        output = _prepare(replace(options, cut_rules_file=None), joined.source)
         return replace(output, check=joined.require_equal_copies)
     make = {UNIVERSAL: _universal, _DCP: _dcp}.get(options.format, _weights)
     try:

@@ -146,8 +146,8 @@ def only_family(checkpoint: Checkpoint, *, takes_experts: bool = False) -> Famil
         raise UnsupportedError(f"{message}: export a whole checkpoint of the job")
     if len(checkpoint.families) > 1:
         message = f"the model is in {len(checkpoint.families)} tensor or pipeline parallel parts"
-        message = f"{message}, which export cannot put together. streamshard.open reads them one by"
-        raise UnsupportedError(f"{message} one")
+        message = f"{message}, and its files do not tell how to put them together. Tell it with"
+        raise UnsupportedError(f"{message} --cut-rules; streamshard.open reads them one by one")
     if family.model_state.get(names.EXPERT_COUNTS) and not takes_experts:
         message = "the model has experts in files of their own: exported as safetensors or with"
         raise UnsupportedError(f"{message} --format torch, not yet in this format")

@@ -16,6 +16,7 @@ from streamshard.formats.checkpoint import LIKE, Checkpoint, Reading
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.model_parallel.affine_maps import has_maps
 from streamshard.formats.deepspeed.model_parallel.categories import has_categories
+from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
     AS_SAVED,
     Degrees,
@@ -139,9 +140,17 @@ def _pair_of(layer: LayerCopy) -> Pair:
 
 
 def at_degrees(
-    opened: Source, tensor_parallel: int | None, pipeline_parallel: int | None
+    opened: Source,
+    tensor_parallel: int | None,
+    pipeline_parallel: int | None,
+    rules: CutRules | None = None,
 ) -> OtherDegrees | None:
     """Cut a checkpoint anew, if a job is to resume at other degrees than those that saved it.
+
+    Parameters
+    ----------
+    rules
+        How both jobs cut parameters; None for what their files tell.
 
     Raises
     ------
@@ -151,6 +160,7 @@ def at_degrees(
         The checkpoint, or the reference, cannot be cut anew; the message says why.
     """
     if tensor_parallel is None and pipeline_parallel is None:
+        _require_no_rules(rules)
         return None
     for flag, degree in (("tensor", tensor_parallel), ("pipeline", pipeline_parallel)):
         if degree is not None and degree < 1:
@@ -160,19 +170,32 @@ def at_degrees(
         raise UnsupportedError(f"{message} is neither its files nor a store of them")
     note_checksums(opened)
     with of_file(opened.path):
-        parts = ModelParts(opened.checkpoint)
+        parts = ModelParts(opened.checkpoint, rules)
         own = parts.degrees
         wanted = Degrees(tensor_parallel or own.tensor, pipeline_parallel or own.pipeline)
+        if wanted == own or is_pipeline(opened.checkpoint):
+            _require_no_rules(rules)
         if wanted == own:
             return None
         if opened.is_elastic:
             message = "saved with elastic_checkpoint, whose --like supplies hyper-parameters"
             raise UnsupportedError(f"{message}: its degrees cannot change")
-    return _recut(opened, parts, _target_parts(opened, parts, wanted))
+    return _recut(opened, parts, _target_parts(opened, parts, wanted, rules))
 
 
-def whole(opened: Source) -> OtherDegrees | None:
+def _require_no_rules(rules: CutRules | None) -> None:
+    if rules is not None:
+        message = "--cut-rules: no tensor is cut otherwise, or put together, in what is asked for"
+        raise UsageError(f"{message}; leave it out")
+
+
+def whole(opened: Source, rules: CutRules | None = None) -> OtherDegrees | None:
     """Put the tensors of a pipeline or of AutoTP together; None if the checkpoint is of neither.
+
+    Parameters
+    ----------
+    rules
+        How tensor parallelism cut parameters; None for what files tell.
 
     Raises
     ------
@@ -183,7 +206,9 @@ def whole(opened: Source) -> OtherDegrees | None:
     is_pipe = is_pipeline(opened.checkpoint)
     info = _told(opened)
     has_told = has_maps(info) or has_categories(info)
-    if not is_pipe and (len(families) == 1 or not has_told):
+    if is_pipe or len(families) == 1:
+        _require_no_rules(rules)
+    if not is_pipe and (len(families) == 1 or not (has_told or rules)):
         return None
     if is_pipe and opened.kind != "native":
         what = counted(len(families), "pipeline stage")
@@ -193,7 +218,7 @@ def whole(opened: Source) -> OtherDegrees | None:
             hint = "it holds weights only, of which streamshard.open reads the parts one by one"
         raise UnsupportedError(f"{message}; {hint}")
     try:
-        return _whole_pipeline(opened) if is_pipe else _whole_of_shards(opened)
+        return _whole_pipeline(opened) if is_pipe else _whole_of_shards(opened, rules)
     except UnsupportedError as error:
         hint = "streamshard.open reads its parts one by one"
         if is_pipe and not opened.checkpoint.layout.stage:
@@ -201,10 +226,10 @@ def whole(opened: Source) -> OtherDegrees | None:
         raise UnsupportedError(f"{error}. {hint}") from error
 
 
-def _whole_of_shards(opened: Source) -> OtherDegrees:
+def _whole_of_shards(opened: Source, rules: CutRules | None) -> OtherDegrees:
     note_checksums(opened)
     with of_file(opened.path):
-        parts = ModelParts(opened.checkpoint)
+        parts = ModelParts(opened.checkpoint, rules)
         require_different_shards(opened, parts)
         return _recut(opened, parts, whole_model(parts))
 
@@ -256,14 +281,16 @@ def _have_equal_parts(one: Checkpoint, other: Checkpoint) -> bool:
     return all(are_pipelines) and held[0] == held[1]
 
 
-def _target_parts(opened: Source, parts: ModelParts, wanted: Degrees) -> ModelParts:
+def _target_parts(
+    opened: Source, parts: ModelParts, wanted: Degrees, rules: CutRules | None
+) -> ModelParts:
     """Find out how a job with the wanted degrees cuts the model."""
     if opened.like is None:
         if wanted.parts == 1 and not is_pipeline(opened.checkpoint):
             with of_file(opened.path):
                 require_different_shards(opened, parts)
                 return whole_model(parts)
-        if wanted.pipeline == 1 and has_maps(_told(opened)):
+        if wanted.pipeline == 1 and rules is None and has_maps(_told(opened)):
             rule = WidthRule(wanted.tensor, kv_heads(opened), grain_of(opened.checkpoint.config))
             with of_file(opened.path):
                 found = at_degree(parts, rule)
@@ -272,7 +299,7 @@ def _target_parts(opened: Source, parts: ModelParts, wanted: Degrees) -> ModelPa
         message = f"{opened.path}: saved with {parts.degrees}, and nothing tells how a job with"
         raise UsageError(f"{message} {wanted} cuts the model: {_SUPPLY}")
     try:
-        like = ModelParts(opened.like)
+        like = ModelParts(opened.like, rules)
     except StreamshardError as error:
         raise type(error)(f"{LIKE}: {error}") from error
     if like.degrees != wanted:

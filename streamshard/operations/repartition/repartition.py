@@ -8,6 +8,7 @@ from streamshard.formats.dcp.config_completion import with_config
 from streamshard.formats.deepspeed import ds_config
 from streamshard.formats.deepspeed.dumps import dump_names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
+from streamshard.formats.deepspeed.model_parallel.cut_rules import read_rules
 from streamshard.io.objects.object_path import as_path
 from streamshard.operations.native.other_degrees import at_degrees
 from streamshard.operations.native.resharding import Resharding, resharding_of
@@ -44,6 +45,10 @@ def plan_repartition(source: Path_, target: Path_, options: RepartitionOptions) 
     expert_parallel
         Count of these ranks over which experts are spread, which divides both; by default as many
         as in the source. For ZeRO stages 1 and 2, with DeepSpeed's own `MoE` layers.
+    cut_rules_file
+        File that tells how the tensor parallel ranks of both jobs cut the parameters, where their
+        files do not: in each line a pattern of names, a colon, and ``replicated``, ``split 1`` (its
+        dimension) or ``sub 0 [4096, 1024, 1024]`` (of parameters in a row, each cut by itself).
     zero_stage
         ZeRO stage of the job that resumes; by default the stage in the config.
     ds_config_file
@@ -103,7 +108,9 @@ def _prepare(
     opened.require_states()
     _require_same_kind(opened, template, target)
     world_size = _own_world_size(opened) if options.world_size is None else options.world_size
-    degrees = at_degrees(opened, options.tensor_parallel, options.pipeline_parallel)
+    rules_file = options.cut_rules_file
+    rules = read_rules(as_path(rules_file) if rules_file else None)
+    degrees = at_degrees(opened, options.tensor_parallel, options.pipeline_parallel, rules)
     found = resharding_of(
         opened,
         world_size,
@@ -127,6 +134,7 @@ def _prepare(
             "--world-size": str(world_size),
             **({"--expert-parallel": str(experts)} if found.spreads_experts else {}),
             **({} if degrees is None else degrees.degrees.options),
+            **({} if rules is None else {"--cut-rules": rules.text}),
             "--zero-stage": str(stage),
             "--ds-config": digest_of_settings(shaping),
             **({"OUT": template.name} if template else {}),

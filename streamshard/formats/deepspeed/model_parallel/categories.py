@@ -7,8 +7,9 @@ padding, since the rows that are added to it are trained as all others are.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
@@ -55,8 +56,7 @@ class _Subs:
 class Categories:
     """The cuts of all parameters, as a model file's lists of patterns tell them."""
 
-    def __init__(self, info: Mapping[str, Node], ranks: int) -> None:
-        self._ranks = ranks
+    def __init__(self, info: Mapping[str, Node]) -> None:
         self._version = info.get(_VERSION, 0.0)
         if not isinstance(self._version, int | float) or self._version > _NEWEST:
             message = f"'{names.UNIVERSAL_INFO}' of version {show(self._version)}"
@@ -69,7 +69,7 @@ class Categories:
         self._widths = info.get(WIDTHS) or {}
         self._refused = NamePatterns(info.get(UNSUPPORTED) or {})
 
-    def cut(self, name: str, shards: Mapping[int, Shape]) -> ModelCut:
+    def cut(self, name: str, shards: Mapping[int, Shape], ranks: int) -> ModelCut:
         """Return how a parameter is cut among the tensor-parallel ranks.
 
         Parameters
@@ -89,18 +89,8 @@ class Categories:
         reason = self._refused.find(name)
         if reason is not None:
             raise UnsupportedError(f"'{name}' cannot be cut anew: {show(reason)}")
-        if len(shards) < self._ranks:
-            message = f"'{name}' is on {len(shards)} of the {self._ranks} tensor-parallel ranks"
-            raise UnsupportedError(f"{message}. {AS_SAVED}")
-        held = [shards[rank] for rank in range(self._ranks)]
-        try:
-            return self._cut(name, held)
-        except (IndexError, TypeError, ValueError, NotTiledError) as error:
-            shown = " and ".join(str(list(shape)) for shape in held)
-            raise DisagreementError(
-                f"'{name}' is {shown} on its ranks, which is not how '{names.UNIVERSAL_INFO}' has "
-                f"it ({error})"
-            ) from error
+        told = f"'{names.UNIVERSAL_INFO}'"
+        return cut_as_told(name, shards, ranks, told, partial(self._cut, name))
 
     def is_default(self, name: str) -> bool:
         """Tell whether a parameter is in no list, but perhaps that of rows."""
@@ -111,24 +101,20 @@ class Categories:
 
     def _cut(self, name: str, held: Sequence[Shape]) -> ModelCut:
         if self._replicated.find(name):
-            if any(shape != held[0] for shape in held):
-                raise NotTiledError("replicated, so all are alike")
-            return whole_cut(held[0], [True] * len(held))
+            return replicated(held)
         if self._averaged.find(name):
             raise UnsupportedError(
                 f"'{name}' is held with other values on each rank, of which the universal "
                 f"checkpoint has the mean: not supported. {AS_SAVED}"
             )
         if self._halves.find(name):
-            whole = _joined(held, 0)
+            whole = joined(held, 0)
             widths = [shape[0] // 2 for shape in held]
             return segments_cut(whole, 0, [widths, widths])
         subs = self._subs.find(name)
         if subs is not None:
             return self._cut_subs(name, subs, held)
-        dimension = 1 if self._rows.find(name) else 0
-        whole = _joined(held, dimension)
-        return split_cut(whole, dimension, [shape[dimension] for shape in held])
+        return split(held, 1 if self._rows.find(name) else 0)
 
     def _cut_subs(self, name: str, subs: _Subs, held: Sequence[Shape]) -> ModelCut:
         """Cut a parameter of several in a row, in the shape that its list views it in."""
@@ -153,13 +139,9 @@ class Categories:
             return found
         if isinstance(told, int):
             # Early lists have the count of equal sub-parameters there.
-            full = _joined(held, subs.dimension)[subs.dimension]
+            full = joined(held, subs.dimension)[subs.dimension]
             told = [full // told] * told if 0 < told <= _MOST_SUBS and full % told == 0 else []
-        told = _sizes(told)
-        if not told or any(size % ranks for size in told):
-            message = f"sub-parameters of {show(list(told))} on {ranks} ranks"
-            raise NotTiledError(f"{message}, in unequal parts")
-        return [[size // ranks] * ranks for size in told]
+        return even_widths(_sizes(told), ranks)
 
 
 def _sizes(node: Node) -> Sequence[int]:
@@ -170,8 +152,89 @@ def _sizes(node: Node) -> Sequence[int]:
     return node
 
 
-def _joined(held: Sequence[Shape], dimension: int) -> Shape:
-    """Return the shape of tensors one after the other, which differ in one dimension at most."""
+def cut_as_told(
+    name: str,
+    shards: Mapping[int, Shape],
+    ranks: int,
+    told: str,
+    cut: Callable[[Sequence[Shape]], ModelCut],
+) -> ModelCut:
+    """Cut a tensor of these shards by a rule.
+
+    Parameters
+    ----------
+    shards
+        Rank → shape of its tensor.
+    told
+        What tells the rule.
+    cut
+        Makes the cut of all ranks' shapes.
+
+    Raises
+    ------
+    UnsupportedError
+        A rank has no such tensor.
+    DisagreementError
+        The rule is not that of these shapes.
+    """
+    if len(shards) < ranks:
+        message = f"'{name}' is on {len(shards)} of the {ranks} tensor-parallel ranks"
+        raise UnsupportedError(f"{message}. {AS_SAVED}")
+    held = [shards[rank] for rank in range(ranks)]
+    try:
+        return cut(held)
+    except (IndexError, TypeError, ValueError, NotTiledError) as error:
+        shown = " and ".join(str(list(shape)) for shape in held)
+        message = f"'{name}' is {shown} on its ranks, which is not how {told} has it"
+        raise DisagreementError(f"{message} ({error})") from error
+
+
+def replicated(held: Sequence[Shape]) -> ModelCut:
+    """Return the cut of a tensor that each rank has whole.
+
+    Raises
+    ------
+    NotTiledError
+        Shapes differ.
+    """
+    if any(shape != held[0] for shape in held):
+        raise NotTiledError("replicated, so all are alike")
+    return whole_cut(held[0], [True] * len(held))
+
+
+def split(held: Sequence[Shape], dimension: int) -> ModelCut:
+    """Return the cut of a tensor of which each rank has a block along a dimension.
+
+    Raises
+    ------
+    NotTiledError
+        Shapes differ in another dimension, or there is no such dimension.
+    """
+    return split_cut(joined(held, dimension), dimension, [shape[dimension] for shape in held])
+
+
+def even_widths(sizes: Sequence[int], ranks: int) -> Sequence[Sequence[int]]:
+    """Return, for each sub-tensor of these sizes, the equal widths of the ranks' parts.
+
+    Raises
+    ------
+    NotTiledError
+        A size is not divisible.
+    """
+    if not sizes or any(size % ranks for size in sizes):
+        message = f"sub-parameters of {show(list(sizes))} on {ranks} ranks"
+        raise NotTiledError(f"{message}, in unequal parts")
+    return [[size // ranks] * ranks for size in sizes]
+
+
+def joined(held: Sequence[Shape], dimension: int) -> Shape:
+    """Return the shape of tensors one after the other, along a dimension.
+
+    Raises
+    ------
+    NotTiledError
+        They differ in another one, or there is no such dimension.
+    """
     if len(held[0]) <= dimension:
         raise NotTiledError(f"cut along dimension {dimension}")
     rest = {(*shape[:dimension], *shape[dimension + 1 :]) for shape in held}

@@ -9,6 +9,7 @@ from streamshard.formats.checkpoint import Checkpoint, Family, ModuleEntry
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.affine_maps import AffineMaps, has_maps
 from streamshard.formats.deepspeed.model_parallel.categories import Categories, has_categories
+from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
     AS_SAVED,
     Degrees,
@@ -37,8 +38,13 @@ class HeldTensor:
 class ModelParts:
     """The families of a checkpoint as parts of one model."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, rules: CutRules | None = None) -> None:
         """Check that the families can be taken for that.
+
+        Parameters
+        ----------
+        rules
+            How tensor parallelism cut the parameters; None for what the files tell.
 
         Raises
         ------
@@ -50,24 +56,27 @@ class ModelParts:
         self.checkpoint = checkpoint
         _require_plain(checkpoint)
         self.degrees: Degrees = degrees_of(checkpoint)
-        self._cuts = self._told_cuts()
+        self._cuts = self._told_cuts(rules)
         self.tensors: Mapping[str, HeldTensor] = dict(self._held())
 
-    def _told_cuts(self) -> AffineMaps | Categories | None:
+    def _told_cuts(self, rules: CutRules | None) -> AffineMaps | Categories | CutRules | None:
         told, *others = (f.model_state.get(names.UNIVERSAL_INFO) for f in self.checkpoint.families)
         if self.degrees.tensor == 1 or is_pipeline(self.checkpoint):
             return None
+        if rules is not None:
+            return rules
         if told is None or not (has_maps(told) or has_categories(told)):
             message = f"cut among {self.degrees.tensor} tensor-parallel ranks, and no"
             raise UnsupportedError(
                 f"{message} '{names.UNIVERSAL_INFO}' in its model files tells how, as what AutoTP "
-                f"saves does, and what other jobs save for the universal checkpoint. {AS_SAVED}"
+                f"saves does, and what other jobs save for the universal checkpoint. Tell it with "
+                f"--cut-rules. {AS_SAVED}"
             )
         for other in others:
             if fingerprint(other) != fingerprint(told):
                 message = f"its parts have different '{names.UNIVERSAL_INFO}'"
                 raise DisagreementError(f"{message}: they are not of one run")
-        return (AffineMaps if has_maps(told) else Categories)(told, self.degrees.tensor)
+        return AffineMaps(told, self.degrees.tensor) if has_maps(told) else Categories(told)
 
     def _held(self) -> Iterator[tuple[str, HeldTensor]]:
         found: dict[str, dict[int, Shape]] = {}
@@ -115,10 +124,10 @@ class ModelParts:
                     message = f"'{name}' is {list(first)}, in part {number} {list(shape)}"
                     raise DisagreementError(f"{message}: it is cut, and nothing tells how")
             return whole_cut(first, [number in held.shapes for number in range(count)])
-        if isinstance(self._cuts, Categories):
-            told = self._cuts.cut(name, self.shards(name))
-        else:
+        if isinstance(self._cuts, AffineMaps):
             told = self._cuts.cut(name)
+        else:
+            told = self._cuts.cut(name, self.shards(name), self.degrees.tensor)
         cut = told.spread(
             [m % self.degrees.tensor if m in held.shapes else None for m in range(count)]
         )

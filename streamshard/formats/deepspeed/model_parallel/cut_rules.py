@@ -1,0 +1,127 @@
+"""Rules that a user gives for how tensor parallelism cut the parameters of a job.
+
+A file of rules has one in each line, after a pattern of names and a colon. Patterns start at the
+beginning of a name, as those do that DeepSpeed's files have::
+
+    # Attention: query, key and value in one, each cut by itself.
+    .*\\.qkv\\.weight: sub 0 [4096, 1024, 1024]
+    .*\\.dense\\.weight: split 1
+    .*norm: replicated
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from streamshard.errors import UnsupportedError, UsageError
+from streamshard.formats.deepspeed.model_parallel.categories import (
+    cut_as_told,
+    even_widths,
+    joined,
+    replicated,
+    split,
+)
+from streamshard.formats.deepspeed.model_parallel.name_patterns import NamePatterns
+from streamshard.io.entries import read_all
+from streamshard.layout.model_cut import ModelCut, Shape, segments_cut
+
+_RULE: Final = re.compile(
+    r"(?P<whole>replicated)|split +(?P<split>\d)|sub +(?P<sub>\d) *\[(?P<sizes>[\d, ]+)\]"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _OneRule:
+    dimension: int | None
+    """None if the tensor is replicated."""
+    sizes: Sequence[int] = ()
+    """Of sub-tensors that are cut one by one."""
+
+    def cut(self, held: Sequence[Shape]) -> ModelCut:
+        if self.dimension is None:
+            return replicated(held)
+        if not self.sizes:
+            return split(held, self.dimension)
+        widths = even_widths(self.sizes, len(held))
+        return segments_cut(joined(held, self.dimension), self.dimension, widths)
+
+
+class CutRules:
+    """The cut of each parameter that a rule is for."""
+
+    def __init__(self, text: str, named: str) -> None:
+        """Read the rules of a file.
+
+        Parameters
+        ----------
+        named
+            The file's name, for messages.
+
+        Raises
+        ------
+        UsageError
+            A line is no rule.
+        """
+        self.text = text
+        self._named = named
+        try:
+            self._rules = NamePatterns(_read(text, named))
+        except UnsupportedError as error:
+            raise UsageError(f"{named}: {error}") from error
+
+    def cut(self, name: str, shards: Mapping[int, Shape], ranks: int) -> ModelCut:
+        """Return how a parameter is cut among tensor-parallel ranks.
+
+        Parameters
+        ----------
+        shards
+            Rank → shape of its tensor.
+
+        Raises
+        ------
+        UsageError
+            No rule is for it.
+        UnsupportedError, DisagreementError
+            The ranks' tensors are not of the rule's cut.
+        """
+        rule = self._rules.find(name)
+        if rule is None:
+            raise UsageError(f"{self._named}: no rule is for '{name}'")
+        return cut_as_told(name, shards, ranks, self._named, partial(_OneRule.cut, rule))
+
+
+def _read(text: str, named: str) -> Iterator[tuple[str, _OneRule]]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        pattern, _, told = (part.strip() for part in line.rpartition(":"))
+        found = _RULE.fullmatch(told)
+        if not pattern or found is None:
+            raise UsageError(
+                f"{named}, line {number}: '{line.strip()[:80]}' is no rule. A rule is a pattern of "
+                "names, a colon, and one of: replicated; split 1; sub 0 [4096, 1024, 1024]"
+            )
+        sizes = [int(size) for size in re.findall(r"\d+", found["sizes"] or "")]
+        dimension = found["split"] or found["sub"]
+        yield pattern, _OneRule(None if dimension is None else int(dimension), sizes)
+
+
+def read_rules(path: Path | None) -> CutRules | None:
+    """Read a file of rules, if one is given.
+
+    Raises
+    ------
+    UsageError
+        It cannot be read, or a line of it is no rule.
+    """
+    if path is None:
+        return None
+    try:
+        return CutRules(read_all(path).decode(), str(path))
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not a file of rules ({error})") from error
