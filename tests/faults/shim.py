@@ -75,7 +75,7 @@ NO_KIND: Final = Kind(0)
 DIED: Final = 99
 """Exit code of a process that died at a call without a signal."""
 
-_RECORDS: Final = 8192
+_RECORDS: Final = 1 << 15
 _CONTENT_BYTES: Final = 32 << 20
 _SOURCE: Final = Path(__file__).with_name("shim.c")
 
@@ -264,7 +264,9 @@ class Shim:
     def fired(self) -> Call | None:
         """The call at which it happened, if it did."""
         number = int(self._header.fired)
-        return self._call(number) if 0 <= number < _RECORDS else None
+        if number >= _RECORDS:
+            raise OverflowError(f"call {number}, and room for {_RECORDS}")
+        return self._call(number) if number >= 0 else None
 
     def calls(self) -> Iterator[Call]:
         """Yield all calls of the last child, in the order in which they began."""
