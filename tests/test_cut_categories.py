@@ -275,3 +275,15 @@ def test_a_part_may_be_the_same_on_all_ranks_where_a_reference_says_that_it_is_o
     streamshard.repartition(run, out, world_size=2, tensor_parallel=1, like=whole)
     compare(out / TAG, whole / TAG)
     streamshard.export(out, tmp_path / "exported")
+
+
+def test_parts_are_opened_one_by_one_where_lists_do_not_fit(tmp_path: Path) -> None:
+    run = write(TWO, tmp_path / "run")
+    rows = "parameter_with_row_parallelism_patterns"
+    edit_parts(run, lambda held: held["universal_checkpoint_info"][rows].append(r"block\.0\.bias"))
+    with pytest.raises(
+        DisagreementError, match=r"'block\.0\.bias' is \[4\] and \[3\] on its ranks"
+    ):
+        streamshard.export(run, tmp_path / "out")
+    with streamshard.open(run) as ckpt:
+        assert "mp_rank_01/block.0.bias" in ckpt

@@ -12,6 +12,7 @@ import streamshard
 from streamshard.cli.main import main
 from streamshard.errors import DisagreementError, StreamshardError, UnsupportedError, UsageError
 from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules
+from tests.documents import blocks, page
 from tests.fabricated import write
 from tests.fabricated_parts import TensorJob
 from tests.job import TAG, Job
@@ -100,6 +101,18 @@ def test_copies_must_be_equal(tmp_path: Path, rules: Path) -> None:
     run = untold(write(drifted, tmp_path / "run"))
     with pytest.raises(DisagreementError, match=r"fp32 of block\.1\.bias: 1 of 2 elements differ"):
         streamshard.export(run, tmp_path / "out", cut_rules_file=rules)
+
+
+def test_rules_in_the_page_are_rules() -> None:
+    (shown,) = (block for block in blocks(page("resume"), "text") if "replicated" in block)
+    rules = CutRules(shown, "cut.rules")
+    for name, shape, whole in (
+        ("layers.0.norm.weight", (8,), (8,)),
+        ("embed.weight", (16, 8), (32, 8)),
+        ("layers.0.attn.qkv.weight", (3072, 8), (6144, 8)),
+        ("layers.10.attn.dense.weight", (8, 4), (8, 8)),
+    ):
+        assert rules.cut(name, {0: shape, 1: shape}, 2).shape == whole
 
 
 @pytest.mark.parametrize(

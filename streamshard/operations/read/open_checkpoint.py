@@ -8,7 +8,7 @@ from functools import cached_property
 from types import MappingProxyType, TracebackType
 from typing import Final, Self, TypedDict
 
-from streamshard.errors import UnsupportedError
+from streamshard.errors import DisagreementError, UnsupportedError
 from streamshard.formats.checkpoint import Checkpoint, Family
 from streamshard.model import BLOB, FILE, MASTER, MODULE
 from streamshard.operations.inspect import notebook
@@ -112,7 +112,7 @@ class OpenCheckpoint(Mapping[str, Parameter]):
         self._saved = saved
         try:
             joined = whole(saved)
-        except UnsupportedError:
+        except (UnsupportedError, DisagreementError):
             joined = None  # then its parts are what can be read
         self._source = source = saved if joined is None else joined.source
         self._reading = SourceAccess(source)
