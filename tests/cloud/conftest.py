@@ -1,7 +1,6 @@
 """An S3 server for all tests of this folder, and a proxy in front of it."""
 
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,13 @@ from streamshard.io.objects import clients
 from tests.cloud.proxy import FaultProxy
 from tests.cloud.server import S3Server, credentials
 
-_numbers = count()
-
 
 class Bucket:
     """A bucket behind a proxy, looked at past the proxy."""
 
-    def __init__(self, name: str, server: S3Server, proxy: FaultProxy) -> None:
-        self.name = server.new_bucket(name)
-        self.url = f"s3://{name}"
+    def __init__(self, server: S3Server, proxy: FaultProxy) -> None:
+        self.name = server.new_bucket("bucket")
+        self.url = f"s3://{self.name}"
         self.proxy = proxy
         self._client: Any = boto3.client("s3", endpoint_url=server.url)
 
@@ -85,7 +82,7 @@ def bucket(
     clients.client_of.cache_clear()
     proxy.reset()
     proxy.latency = 0.0
-    made = Bucket(f"bucket-{next(_numbers)}", server, proxy)
+    made = Bucket(server, proxy)
     yield made
     proxy.reset()
     clients.client_of.cache_clear()

@@ -1,6 +1,7 @@
 """An S3 server on this machine, for tests of object stores."""
 
 import logging
+from itertools import count
 from types import TracebackType
 from typing import Any, Self
 
@@ -10,6 +11,8 @@ from moto.server import ThreadedMotoServer  # type: ignore[import-untyped, unuse
 REGION = "us-east-1"
 KEY = "test-key"
 SECRET = "test-secret"
+
+_numbers = count()
 
 
 def credentials(url: str) -> dict[str, str]:
@@ -49,8 +52,13 @@ class S3Server:
         """Stop the server."""
         self.stop()
 
-    def new_bucket(self, name: str) -> str:
-        """Make an empty bucket and return its name."""
+    def new_bucket(self, prefix: str) -> str:
+        """Make an empty bucket and return its name, which no other bucket of this process has.
+
+        Servers share moto's state, and to pytest a `conftest` that is imported by another folder is
+        a module of its own, with a count of its own. So the count is here.
+        """
+        name = f"{prefix}-{next(_numbers)}"
         client: Any = boto3.client(
             "s3",
             endpoint_url=self.url,

@@ -32,7 +32,6 @@ from tests.documents import page
 from tests.forked import run_forked
 from tests.job import Job
 
-NUMBERS = count()
 MARK = f".streamshard.trash/{FIRST}"
 LAST_MARK = f".streamshard.trash/.streamshard.going/{FIRST}"
 MODEL = f"{FIRST}/mp_rank_00_model_states.pt"
@@ -170,7 +169,7 @@ def buckets(s3: Any, server: S3Server, tmp_path: Path) -> Sides:  # noqa: ANN401
 
 
 def make_sides(s3: Any, server: S3Server, tmp_path: Path, run: str, archive: str) -> Sides:  # noqa: ANN401
-    bucket = server.new_bucket(f"nights-{next(NUMBERS)}")
+    bucket = server.new_bucket("nights")
     places = {"local": str(tmp_path), "bucket": f"s3://{bucket}"}
     made = Sides(Side(f"{places[run]}/runs", s3), Side(f"{places[archive]}/archive", s3), tmp_path)
     made.run.fill(make_run(tmp_path / "made", JOB))
@@ -482,6 +481,7 @@ KILLED = 99
 NIGHT = """
 import os, sys, threading
 from datetime import datetime, timedelta
+from itertools import count
 import streamshard
 from streamshard.io.objects import clients
 
