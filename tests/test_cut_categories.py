@@ -201,6 +201,24 @@ REFUSED: dict[str, tuple[Info, Mapping[int, tuple[int, ...]], type[StreamshardEr
         CorruptFileError,
         "no shape and dimension of one",
     ),
+    "no widths by pattern": (
+        {"sub_param_shard_widths": [[1, 2]]},
+        EQUAL,
+        CorruptFileError,
+        "'sub_param_shard_widths' is",
+    ),
+    "no reasons by pattern": (
+        {"autotp_unsupported_parameter_patterns": ["a"]},
+        EQUAL,
+        CorruptFileError,
+        "not a dict by patterns",
+    ),
+    "sizes that are none": (
+        subs(("a", -1), 0),
+        EQUAL,
+        CorruptFileError,
+        "are not sizes",
+    ),
     "no list": (
         {"tp_replicated_parameter_patterns": "all"},
         EQUAL,

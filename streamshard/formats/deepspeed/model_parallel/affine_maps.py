@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
-from streamshard.formats.deepspeed.model_parallel.categories import UNSUPPORTED
+from streamshard.formats.deepspeed.model_parallel.categories import UNSUPPORTED, by_pattern
 from streamshard.formats.deepspeed.model_parallel.name_patterns import NamePatterns
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAVED
 from streamshard.formats.pickle.inert import Node, show
@@ -43,7 +43,7 @@ class AffineMaps:
             message = f"affine maps of version {show(held.get('version'))}"
             raise UnsupportedError(f"{message}, not {_VERSION}; use a newer streamshard")
         self._maps = NamePatterns[Node](held["params"])
-        self._refused = NamePatterns[Node](info.get(UNSUPPORTED) or {})
+        self._refused = NamePatterns(by_pattern(info, UNSUPPORTED))
 
     def cut(self, name: str) -> ModelCut:
         """Return how a parameter is cut among the tensor-parallel ranks.

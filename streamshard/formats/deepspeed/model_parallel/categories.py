@@ -66,8 +66,8 @@ class Categories:
             for key in (_REPLICATED, _AVERAGED, _HALVES, _ROWS)
         )
         self._subs = NamePatterns((subs.pattern, subs) for subs in _sub_params(info))
-        self._widths = info.get(WIDTHS) or {}
-        self._refused = NamePatterns(info.get(UNSUPPORTED) or {})
+        self._widths = by_pattern(info, WIDTHS)
+        self._refused = NamePatterns(by_pattern(info, UNSUPPORTED))
 
     def cut(self, name: str, shards: Mapping[int, Shape], ranks: int) -> ModelCut:
         """Return how a parameter is cut among the tensor-parallel ranks.
@@ -242,6 +242,20 @@ def joined(held: Sequence[Shape], dimension: int) -> Shape:
         raise NotTiledError(f"cut along dimension {dimension}, so the others are alike")
     total = sum(shape[dimension] for shape in held)
     return (*held[0][:dimension], total, *held[0][dimension + 1 :])
+
+
+def by_pattern(info: Mapping[str, Node], key: str) -> Mapping[str, Node]:
+    """Return what model files tell by pattern; nothing if they do not.
+
+    Raises
+    ------
+    CorruptFileError
+        It is no dict.
+    """
+    held = info.get(key) or {}
+    if not isinstance(held, dict):
+        raise CorruptFileError(f"'{key}' is {show(held)}, not a dict by patterns")
+    return held
 
 
 def _listed(info: Mapping[str, Node], key: str) -> Sequence[Node]:

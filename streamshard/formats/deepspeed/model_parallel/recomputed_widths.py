@@ -14,7 +14,7 @@ import numpy as np
 
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.affine_maps import MAPS, map_of
-from streamshard.formats.deepspeed.model_parallel.categories import WIDTHS
+from streamshard.formats.deepspeed.model_parallel.categories import WIDTHS, by_pattern
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import TENSOR_PARALLEL
 from streamshard.formats.deepspeed.model_parallel.parts import ModelParts
 from streamshard.formats.deepspeed.model_parallel.whole_model import made_parts, own_shape
@@ -151,7 +151,7 @@ def _info(
 ) -> Mapping[str, Node] | None:
     """Return what model files tell of the cuts, in the order of the source; None if it has more."""
     patterns = {f"^{re.escape(name)}$": name for name in cuts}
-    maps, of_subs = held[MAPS]["params"], held.get(WIDTHS) or {}
+    maps, of_subs = held[MAPS]["params"], by_pattern(held, WIDTHS)
     if not patterns.keys() >= {*maps, *of_subs} or any(
         patterns[pattern] not in widths for pattern in of_subs
     ):
