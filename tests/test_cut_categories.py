@@ -271,10 +271,26 @@ def test_a_tensor_that_no_list_has_may_not_be_the_same_on_all_ranks(tmp_path: Pa
         streamshard.repartition(run, out, world_size=2, tensor_parallel=1)
     with pytest.raises(UnsupportedError, match=message):
         streamshard.export(run, out)
-    # What the message advises finds out that it is a copy.
-    like = write(with_degree(TWO, 1, 2), tmp_path / "like")
+    # What the message advises.
+    rules = tmp_path / "cut.rules"
+    rules.write_text(RULES)
+    streamshard.repartition(run, out, world_size=2, tensor_parallel=1, cut_rules_file=rules)
+    whole = write(with_degree(TWO, 1, 2), tmp_path / "whole")
+    compare(out / TAG, whole / TAG)
+    # A reference finds out that it is a copy.
     with pytest.raises(DisagreementError, match=r"'block\.1\.bias' is not the same tensor as in"):
-        streamshard.repartition(run, out, world_size=2, tensor_parallel=1, like=like)
+        streamshard.repartition(run, tmp_path / "none", world_size=2, tensor_parallel=1, like=whole)
+
+
+RULES = r"""
+embed\.weight: split 0
+block\.0\.attn.weight: split 1
+block\.0\.mlp: split 2
+block\.0\.bias: split 0
+embed\.bias: replicated
+block\.1\.bias: replicated
+old.*: replicated
+"""
 
 
 def test_a_part_may_be_the_same_on_all_ranks_where_a_reference_says_that_it_is_one(

@@ -35,8 +35,7 @@ def require_different_shards(source: Source, parts: ModelParts) -> None:
             if all(_are_equal(source, access, first, other) for other in others):
                 raise UnsupportedError(
                     f"'{name}' is the same on all ranks, and no list says whether each has all of "
-                    f"it or a part. A --like that the job saved with --tensor-parallel 1 tells: "
-                    f"give it to 'streamshard repartition'"
+                    f"it or a part: tell 'streamshard repartition' or 'export' with --cut-rules"
                 )
 
 
