@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import zarr
 
 import streamshard
 from streamshard.cli.main import main
@@ -68,6 +69,49 @@ def test_the_road_over_a_store_leads_to_the_same_files(
     with streamshard.open(store) as ckpt:
         for name, shape in with_degree(job, 1, 2).shapes.items():
             assert ckpt[name].fp32.shape == shape
+
+
+@pytest.mark.parametrize("settings", [{}, {"stage": 3}], ids=["stage-2", "stage-3"])
+def test_a_store_of_whole_tensors_is_that_of_a_job_that_does_not_cut_them(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """Its arrays have the parameters' shapes, and from it a job at any degree resumes."""
+    job = replace(TWO, **settings)
+    run, store = write(job, tmp_path / "run"), tmp_path / "run.zarr"
+    streamshard.convert(run, store, chunk_size=64, tensor_parallel=1, verify=True)
+    wanted = write(with_degree(job, 1, 3), tmp_path / "wanted")
+    for name, shape in with_degree(job, 1, 3).shapes.items():
+        assert zarr.open_array(store / "state" / "fp32" / name, mode="r").shape == shape
+    assert streamshard.diff(store, wanted).is_equal
+    assert not streamshard.verify(store).problems
+    for source, out, degree in ((run, "one", 1), (store, "one-of-store", None)):
+        streamshard.repartition(source, tmp_path / out, world_size=3, tensor_parallel=degree)
+    compare(tmp_path / "one-of-store" / TAG, tmp_path / "one" / TAG)
+    like = write(with_degree(job, 3, 2), tmp_path / "like")
+    for source, out in ((run, "direct"), (store, "of-store")):
+        streamshard.repartition(
+            source, tmp_path / out, world_size=6, tensor_parallel=3, like=like, verify=True
+        )
+    compare(tmp_path / "of-store" / TAG, tmp_path / "direct" / TAG)
+
+
+def test_a_store_of_other_degrees_takes_a_reference_or_is_refused(tmp_path: Path) -> None:
+    run, store = write(TWO, tmp_path / "run"), tmp_path / "run.zarr"
+    like = write(with_degree(TWO, 3, 1), tmp_path / "like")
+    with pytest.raises(UsageError, match="needs no reference checkpoint"):
+        streamshard.convert(run, store, like=like)
+    with pytest.raises(UsageError, match="nothing tells how a job with"):
+        streamshard.convert(run, store, tensor_parallel=3)
+    drifted = write(replace(TWO, changed=("fp32", "block.1.bias", 1)), tmp_path / "drifted")
+    with pytest.raises(DisagreementError, match=r"fp32 of block\.1\.bias: 1 of 2 elements differ"):
+        streamshard.convert(drifted, store, tensor_parallel=1)
+    assert not store.exists()
+    streamshard.convert(run, store, tensor_parallel=3, like=like)
+    streamshard.repartition(store, tmp_path / "out", world_size=3)
+    compare(tmp_path / "out" / TAG, like / TAG)
+    # A store of what the source has already is the same with and without the option.
+    assert main(["convert", str(run), str(tmp_path / "own.zarr"), "--tensor-parallel", "2"]) == 0
+    assert streamshard.convert(run, tmp_path / "own.zarr", if_needed=True).found == "target"
 
 
 def test_parts_in_a_store_are_compared_as_in_files(tmp_path: Path) -> None:

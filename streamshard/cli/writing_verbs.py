@@ -34,19 +34,7 @@ def add_repartition(verbs: Verbs) -> None:
         metavar="M",
         help="number of ranks that will resume [of a store: as many as saved its content]",
     )
-    verb.add_argument(
-        "--tensor-parallel",
-        type=int,
-        metavar="T",
-        help="of these ranks, how many share each tensor; another number than the source's takes "
-        "--like, a save of the job that will resume [the source's]",
-    )
-    verb.add_argument(
-        "--pipeline-parallel",
-        type=int,
-        metavar="P",
-        help="of these ranks, how many stages share the layers; as above [the source's]",
-    )
+    _add_degrees(verb, "of these ranks")
     verb.add_argument(
         "--expert-parallel",
         type=int,
@@ -67,6 +55,22 @@ def add_repartition(verbs: Verbs) -> None:
         help="whole DeepSpeed config of the job that will resume [the one kept in the checkpoint]",
     )
     add_moving_options(verb, resumes=True)
+
+
+def _add_degrees(verb: argparse.ArgumentParser, of_what: str) -> None:
+    verb.add_argument(
+        "--tensor-parallel",
+        type=int,
+        metavar="T",
+        help=f"{of_what}, how many share each tensor; another number than the source's, but for "
+        "1, takes --like, a save of the job that will resume [the source's]",
+    )
+    verb.add_argument(
+        "--pipeline-parallel",
+        type=int,
+        metavar="P",
+        help=f"{of_what}, how many stages share the layers; as above [the source's]",
+    )
 
 
 def _add_cut_rules(verb: argparse.ArgumentParser) -> None:
@@ -97,6 +101,8 @@ def add_convert(verbs: Verbs) -> None:
         metavar="SIZE",
         help="bytes per chunk at most, before compression [64MiB]",
     )
+    _add_degrees(verb, "of the ranks of a job that would resume from the store")
+    _add_cut_rules(verb)
     add_moving_options(verb)
 
 

@@ -70,6 +70,9 @@ class ConvertOptions(TransferOptions):
 
     codec: str = "none"
     chunk_size: int = DEFAULT_CHUNK_BYTES
+    tensor_parallel: int | None = None
+    pipeline_parallel: int | None = None
+    cut_rules_file: Path_ | None = None
 
     def __post_init__(self) -> None:
         if self.codec not in CODECS:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+import zarr
 from safetensors.torch import load_file
 
 import streamshard
@@ -228,6 +230,35 @@ def test_widths_are_recomputed_as_autotp_does(name: str, places: Places, tmp_pat
         world_size=move.target_ranks,
         tensor_parallel=move.options[1],
         zero_stage=move.target.zero_stage,
+    )
+    tag = (out / "latest").read_text()
+    assert file_differences(out / tag, places.out(move) / tag) == []
+
+
+@pytest.mark.parametrize("name", ["merged", "from-stage-3", "uneven", "fewer-stages"])
+def test_a_store_of_the_other_degree_leads_to_the_same_files(
+    name: str, places: Places, tmp_path: Path
+) -> None:
+    """Of one part, it has whole tensors; the job's own world size need not be told."""
+    move = next(move for move in MOVES if move.name == name)
+    store, out = tmp_path / "run.zarr", tmp_path / "out"
+    flag, degree = move.options
+    streamshard.convert(
+        places.source(move),
+        store,
+        tensor_parallel=degree if flag == "tensor" else None,
+        pipeline_parallel=degree if flag == "pipeline" else None,
+        like=places.like(move) if move.has_like else None,
+        verify=True,
+    )
+    if degree == 1:
+        truth = whole(Truth.load(places.truth(places.source(move))), places.source(move))
+        for state, tensors in truth.states.items():
+            arrays = {name: zarr.open_array(store / "state" / state / name) for name in tensors}
+            found = {name: torch.tensor(held[...]) for name, held in arrays.items()}
+            assert not list(value_differences(found, tensors, state))
+    streamshard.repartition(
+        store, out, world_size=move.target_ranks, zero_stage=move.target.zero_stage
     )
     tag = (out / "latest").read_text()
     assert file_differences(out / tag, places.out(move) / tag) == []

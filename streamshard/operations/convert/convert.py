@@ -1,12 +1,16 @@
 """`convert`: writes a checkpoint as chunked Zarr arrays, which do not depend on the ranks."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
+from streamshard.formats.deepspeed.model_parallel.cut_rules import read_rules
+from streamshard.io.objects.object_path import as_path
 from streamshard.layout.grid import chunk_shape
 from streamshard.layout.memory_plan import MIB
 from streamshard.model import ITEMSIZE
 from streamshard.operations.convert.store_targets import StoreTargets
+from streamshard.operations.native.other_degrees import at_degrees
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.plan import TransferPlan, plan_transfer
 from streamshard.operations.transfer.plan_file import Command
@@ -29,6 +33,9 @@ def plan_convert(source: Path_, target: Path_, options: ConvertOptions) -> Trans
         `none`, `lz4` or `zstd`.
     chunk_size
         Bytes per chunk at most, before compression.
+    tensor_parallel, pipeline_parallel, cut_rules_file
+        Degrees of the job that the store holds a checkpoint of, by default the source's; see
+        `plan_repartition`. At a tensor parallel degree of 1 its arrays are whole tensors.
     source_ds_config_file, like
         For sources that lack information; see `plan_repartition`.
     memory_limit
@@ -46,8 +53,7 @@ def plan_convert(source: Path_, target: Path_, options: ConvertOptions) -> Trans
     StreamshardError
         One of its subclasses, each with its own exit code; see `streamshard.errors`.
     """
-    prepare = partial(store_output, verb="convert", options=options)
-    return plan_transfer(Command("convert", source, target, options), prepare)
+    return plan_transfer(Command("convert", source, target, options), partial(_prepare, options))
 
 
 @runs(plan_convert)
@@ -56,10 +62,27 @@ def convert(plan: TransferPlan, progress: Progress | None) -> Report:
     return plan.run(progress)
 
 
+def _prepare(options: ConvertOptions, opened: Source) -> Output:
+    """Decide what the store holds: the source's parts of the model, or those of other degrees."""
+    rules_file = options.cut_rules_file
+    rules = read_rules(as_path(rules_file) if rules_file else None)
+    cut_anew = at_degrees(opened, options.tensor_parallel, options.pipeline_parallel, rules)
+    opened.require_use_of_like(needed=cut_anew is not None)
+    if cut_anew is None:
+        return store_output(opened, verb="convert", options=options)
+    output = store_output(cut_anew.source, verb="convert", options=options)
+    own = {"--cut-rules": rules.text} if rules else {}
+    return replace(
+        output,
+        options={**output.options, **cut_anew.degrees.options, **own},
+        source_world_size=opened.checkpoint.ranks,
+        check=cut_anew.require_equal_copies,
+    )
+
+
 def store_output(opened: Source, *, verb: str, options: ConvertOptions) -> Output:
     """Describe the store of an opened source; `verb` is the verb that writes it."""
     opened.require_training_state()
-    opened.require_use_of_like()
     checkpoint, codec = opened.checkpoint, options.codec
     tensors = checkpoint.tensors
     shapes = [chunk_shape(t.shape, ITEMSIZE[t.dtype], options.chunk_size) for t in tensors]
