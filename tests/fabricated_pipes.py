@@ -1,7 +1,7 @@
 """Fabricated jobs whose layers are on the stages of a pipeline."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.fabricated import edit, save, write
 from tests.job import TAG, Job, Shapes, values
 
-BLOCK: Shapes = (("up", (5, 3)), ("bias", (3,)), ("old", (2, 2)), ("running", (4,)))
+BLOCK: Shapes = (("up", (5, 3)), ("bias", (3,)), ("old", (4, 2)), ("running", (4,)))
 """Two trained weights, one for each param group, a frozen one and a buffer."""
 SHARED: Shapes = (("weight", (7, 2)), ("bias", (2,)))
 
@@ -36,15 +36,20 @@ class PipeJob(Job):
     """What each layer has, or the key of a shared module; None for one without a file."""
     shared: tuple[tuple[str, Shapes], ...] = (("embed", SHARED),)
     tensor: int = 1
-    """Ranks that each stage is on. Their values differ; shards have the shapes that are given."""
+    """Ranks that each stage is on."""
+    cuts: Mapping[str, int] | None = None
+    """Last part of a name → dimension along which these ranks cut the tensor. They have others
+    whole. None if nothing tells: their values differ, and they have the shapes that are given."""
+    has_axis: bool = False
+    """Whether the files of layers are named after tensor-parallel ranks even if there is one."""
     files_of_shared: bool = True
     """Whether layers use their shared module as it is, so that they have files."""
 
     def __post_init__(self) -> None:
         """Take the param groups of the stage that is spoken of."""
         mine = {
-            name: shape
-            for name, shape in self.of_stage(self.part // self.tensor)
+            name: tuple(self.values("fp32", name).shape)
+            for name, _ in self.of_stage(self.part // self.tensor)
             if is_trained(name)
         }
         ordered = sorted(mine.items(), key=lambda item: not item[0].startswith("tied"))
@@ -53,15 +58,27 @@ class PipeJob(Job):
             for is_matrix in (True, False)
         )
         degrees = {"pp_degree": len(self.starts), "tp_degree": self.tensor}
+        told = {"universal_checkpoint_info": self._lists()} if self._lists() else {}
         held = {
             "groups": tuple(groups),
             "parts": len(self.starts) * self.tensor,
             "frozen": (),
             "tied": {},
-            "client_state": {"checkpoint_parallel_dimensions": degrees},
+            "client_state": {"checkpoint_parallel_dimensions": degrees, **told},
         }
         for name, value in held.items():
             object.__setattr__(self, name, value)
+
+    def _lists(self) -> dict[str, Any]:
+        """Return the lists that a job saves for the universal checkpoint, as Megatron's are."""
+        if self.cuts is None or self.tensor == 1:
+            return {}
+        kept = [name for name in ("bias", "old", "running") if name not in self.cuts]
+        rows = [name for name, dimension in self.cuts.items() if dimension]
+        return {
+            "tp_replicated_parameter_patterns": [rf".*\.{name}$" for name in kept],
+            "parameter_with_row_parallelism_patterns": [rf"\d+.{name}" for name in rows],
+        }
 
     def layer(self, number: int) -> list[tuple[str, tuple[int, ...]]]:
         """Return what a layer has, under its names in the model."""
@@ -80,7 +97,11 @@ class PipeJob(Job):
         """Make a state of a parameter, or what the module has of it."""
         shapes = dict(one for number in range(len(self.layers)) for one in self.layer(number))
         stage, shard = divmod(self.part, self.tensor)
-        made = values(f"{shard}/{state}" if shard else state, name, shapes[name])
+        own = f"{shard}/{state}" if shard and self.cuts is None else state
+        made = values(own, name, shapes[name])
+        dimension = (self.cuts or {}).get(name.split(".")[-1])
+        if dimension is not None:
+            made = made.tensor_split(self.tensor, dimension)[shard].clone()
         if self.changed is not None and self.changed[:2] == (state, name):
             made.view(-1)[self.changed[2]] += 1 if stage or name[0] != "t" else 0
         return made
@@ -103,7 +124,8 @@ def write_pipe(job: PipeJob, run_dir: Path) -> Path:
         prefix = f"tied_modules.{held}." if isinstance(held, str) else f"{number}."
         for rank in range(job.tensor):
             own = replace(job, part=rank)
-            path = layer_file(run_dir, number, rank if job.tensor > 1 else None)
+            named = job.tensor > 1 or job.has_axis
+            path = layer_file(run_dir, number, rank if named else None)
             names = [name for name, _ in own.layer(number)]
             save(OrderedDict((n.removeprefix(prefix), own.weight(n)) for n in names), path)
     return run_dir

@@ -16,6 +16,7 @@ from streamshard.errors import (
     IncompleteError,
     StreamshardError,
     UnsupportedError,
+    UsageError,
 )
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAVED
 from streamshard.operations.compact.archive.weights_only import Remainder
@@ -203,10 +204,10 @@ def test_inspect_counts_stages(tmp_path: Path) -> None:
     )
 
 
-def test_tensor_parallel_stages_are_not_put_together(tmp_path: Path) -> None:
+def test_tensor_parallel_stages_of_which_nothing_tells_the_cut(tmp_path: Path) -> None:
     run = write_pipe(replace(TWO, tensor=2), tmp_path / "run")
-    what = "a pipeline of 2 stages, each on 2 tensor-parallel ranks"
-    with pytest.raises(UnsupportedError, match=f"{what}: .*{AS_SAVED}"):
+    what = "cut among 2 tensor-parallel ranks, and no 'universal_checkpoint_info'"
+    with pytest.raises(UnsupportedError, match=f"{what} .*--cut-rules. {AS_SAVED}"):
         streamshard.repartition(
             run,
             tmp_path / "out",
@@ -214,7 +215,7 @@ def test_tensor_parallel_stages_are_not_put_together(tmp_path: Path) -> None:
             tensor_parallel=1,
             like=write_pipe(TWO, tmp_path / "like"),
         )
-    with pytest.raises(UnsupportedError, match=rf"{what}: .*streamshard\.open reads its parts"):
+    with pytest.raises(UnsupportedError, match=rf"{what} .*streamshard\.open reads its parts"):
         streamshard.export(run, tmp_path / "out")
     # What the messages advise.
     streamshard.repartition(run, tmp_path / "out", world_size=4)
@@ -276,7 +277,9 @@ def test_stages_change_on_the_road_over_a_store(tmp_path: Path) -> None:
 def test_of_a_store_the_engine_s_files_come_first(tmp_path: Path) -> None:
     run, store = write_pipe(TWO, tmp_path / "run"), tmp_path / "run.zarr"
     streamshard.convert(run, store)
-    with pytest.raises(UnsupportedError, match=r"a store of 2 pipeline stages, .*repartition"):
+    with pytest.raises(
+        UnsupportedError, match=r"a store of the files of a pipeline's layers .*repartition"
+    ):
         streamshard.export(store, tmp_path / "out")
     with streamshard.open(store) as ckpt:
         assert "mp_rank_01/4.up" in ckpt
@@ -287,3 +290,84 @@ def test_of_a_store_the_engine_s_files_come_first(tmp_path: Path) -> None:
         assert ckpt["mp_rank_01/4.up"].fp32.torch().tolist() == TWO.values("fp32", "4.up").tolist()
     streamshard.repartition(store, tmp_path / "again", world_size=2)
     assert exported(tmp_path / "again").keys() == of_model(TWO).keys()
+
+
+CUTS = {"up": 1, "weight": 0, "old": 0}
+"""What tensor-parallel ranks cut, and along which dimension."""
+
+
+@pytest.mark.parametrize("stages", [(0, 3), (0, 2, 4), (0,)], ids=["as-many", "more", "one"])
+@pytest.mark.parametrize("tensor", [1, 3])
+def test_both_degrees_change(tmp_path: Path, tensor: int, stages: tuple[int, ...]) -> None:
+    job = replace(TWO, tensor=2, cuts=CUTS)
+    other = replace(TWO, tensor=tensor, cuts=CUTS, starts=stages, world_size=2, has_axis=True)
+    run, wanted = write_pipe(job, tmp_path / "run"), write_pipe(other, tmp_path / "wanted")
+    out, back = tmp_path / "out", tmp_path / "back"
+    streamshard.repartition(
+        run,
+        out,
+        world_size=2 * other.parts,
+        tensor_parallel=tensor,
+        pipeline_parallel=len(stages),
+        like=wanted,
+        verify=True,
+    )
+    compare(out / TAG, wanted / TAG)
+    streamshard.repartition(
+        out, back, world_size=12, tensor_parallel=2, pipeline_parallel=2, like=run, verify=True
+    )
+    compare(back / TAG, run / TAG)
+    assert streamshard.diff(run, out).is_equal
+    assert exported(run).keys() == exported(out).keys() == of_model(TWO).keys()
+    for name, tensor_of in exported(back).items():
+        wanted_of = TWO.values("fp32", name) if is_trained(name) else TWO.weight(name).float()
+        assert tensor_of.tolist() == wanted_of.tolist()
+
+
+def test_rules_tell_the_cut(tmp_path: Path) -> None:
+    job, rules = replace(TWO, tensor=2, cuts=CUTS), tmp_path / "rules.txt"
+    run, wanted = write_pipe(job, tmp_path / "run"), write_pipe(TWO, tmp_path / "wanted")
+    for path in (run / TAG).glob("mp_rank_*"):
+        edit(path, lambda held: held.pop("universal_checkpoint_info"))
+    rules.write_text(".*up: split 1\n.*weight: split 0\n.*old: split 0\n.*bias: replicated\n")
+    options: dict[str, Any] = {"tensor_parallel": 1, "cut_rules_file": rules, "like": wanted}
+    streamshard.repartition(run, tmp_path / "out", world_size=6, verify=True, **options)
+    compare(tmp_path / "out" / TAG, wanted / TAG)
+    streamshard.export(run, tmp_path / "exported", dtype="fp32", cut_rules_file=rules)
+    assert load_file(tmp_path / "exported" / "model.safetensors").keys() == of_model(TWO).keys()
+    options = {"pipeline_parallel": 1, "like": write_pipe(OTHERS["one-stage"], tmp_path / "one")}
+    with pytest.raises(UsageError, match="--cut-rules: no tensor is cut otherwise"):
+        streamshard.repartition(
+            run, tmp_path / "none", world_size=2, cut_rules_file=rules, **options
+        )
+
+
+def drifted_bias(run: Path) -> None:
+    edit(layer_file(run, 3, 1), lambda held: held["bias"].add_(1))
+
+
+def other_buffer(run: Path) -> None:
+    edit(layer_file(run, 3, 1), add_to_one)
+
+
+def lost_part(run: Path) -> None:
+    layer_file(run, 4, 1).unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind", "message"),
+    [
+        (drifted_bias, DisagreementError, r"module of 3\.bias: \d of 3 elements differ"),
+        (other_buffer, DisagreementError, r"module of 3\.running: 1 of 4 elements differ"),
+        (lost_part, IncompleteError, r"layer_04-model_01-model_states\.pt: missing, in which"),
+    ],
+)
+def test_parts_of_layers_that_do_not_fit_are_refused(
+    tmp_path: Path, damage: Callable[[Path], None], kind: type[StreamshardError], message: str
+) -> None:
+    run = write_pipe(replace(TWO, tensor=2, cuts=CUTS), tmp_path / "run")
+    like, out = write_pipe(TWO, tmp_path / "like"), tmp_path / "out"
+    damage(run)
+    with pytest.raises(kind, match=message):
+        streamshard.repartition(run, out, world_size=2, tensor_parallel=1, like=like)
+    assert not out.exists()

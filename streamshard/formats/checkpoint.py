@@ -99,6 +99,17 @@ class OtherFile:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerFile:
+    """A file of a pipeline's layer whose tensors are logical tensors, of the families' modules."""
+
+    name: str
+    """Of the file, in the tag directory."""
+    state: Node
+    """The layer's state dict, whose storages are `Whole` tensors. None if it is not known which
+    logical tensors the file has."""
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """A part of the model that one data-parallel group of ranks trains.
 
@@ -201,6 +212,8 @@ class Checkpoint:
     """What it is, if it is not of DeepSpeed: then it holds no training state of an engine."""
     saved_parts: int | None = None
     """Count of the families that its files have, where the model was cut anew; else None."""
+    layers: tuple[LayerFile, ...] = ()
+    """Files of a pipeline's layers. Empty without a pipeline, and where these are among `files`."""
     unrecorded: tuple[str, ...] = ()
     """What a job needs that neither its files nor the config of a job tell, if it is foreign."""
 

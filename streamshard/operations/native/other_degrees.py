@@ -20,13 +20,13 @@ from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
     AS_SAVED,
     Degrees,
+    degrees_of,
     is_pipeline,
 )
 from streamshard.formats.deepspeed.model_parallel.parts import ModelParts
 from streamshard.formats.deepspeed.model_parallel.pipeline_layers import (
     LayerCopy,
     as_one_module,
-    with_layers,
 )
 from streamshard.formats.deepspeed.model_parallel.recomputed_widths import (
     WidthRule,
@@ -42,16 +42,16 @@ from streamshard.formats.deepspeed.model_parallel.whole_model import whole_model
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.layout.memory_plan import MemoryPlan
-from streamshard.model import ITEMSIZE, MASTER, MODULE
+from streamshard.model import ITEMSIZE, MASTER
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.compare.comparison import Comparing
-from streamshard.operations.compare.pairing import Pair, SideElements
+from streamshard.operations.compare.pairing import Pair, SideElements, pair_of_copy
 from streamshard.operations.native.model_config import kv_heads
 from streamshard.operations.native.shard_values import require_different_shards
 from streamshard.operations.source.blob_checksums import note_checksums
+from streamshard.operations.source.layered import Layered, layered
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.report import Progress
-from streamshard.sizes import counted
 
 _SUPPLY = (
     "give --like RUN, a checkpoint that the job at these degrees saved: start that job, let it "
@@ -105,7 +105,7 @@ class OtherDegrees:
             comparing = Comparing(first, other, list(self._pairs(holder)))
             self._require_equal(comparing, f"{where} {holder + 1}", memory, progress)
         for path, held in groupby(self.layers, key=lambda layer: layer.path):
-            comparing = Comparing(self.original, self.original, list(map(_pair_of, held)))
+            comparing = Comparing(self.original, self.original, list(map(pair_of_copy, held)))
             where = f"between {path.name} and the module that it is taken for a copy of"
             self._require_equal(comparing, where, memory, progress)
 
@@ -130,13 +130,6 @@ class OtherDegrees:
                 side, size = SideElements(number, tensor.dtype), ITEMSIZE[tensor.dtype]
                 name = f"{tensor.state} of {tensor.name}"
                 yield Pair(name, side, side, tensor.numel, tensor.dtype, size, tensor)
-
-
-def _pair_of(layer: LayerCopy) -> Pair:
-    """Pair a tensor of a layer's file with what it must be equal to."""
-    left, right = SideElements(layer.row, layer.dtype), SideElements(layer.like, layer.like_dtype)
-    size = ITEMSIZE[layer.dtype]
-    return Pair(f"{MODULE} of {layer.name}", left, right, layer.numel, layer.dtype, size)
 
 
 def at_degrees(
@@ -170,17 +163,21 @@ def at_degrees(
         raise UnsupportedError(f"{message} is neither its files nor a store of them")
     note_checksums(opened)
     with of_file(opened.path):
-        parts = ModelParts(opened.checkpoint, rules)
-        own = parts.degrees
+        own = degrees_of(opened.checkpoint)
         wanted = Degrees(tensor_parallel or own.tensor, pipeline_parallel or own.pipeline)
-        if wanted == own or is_pipeline(opened.checkpoint):
+        keeps_shards = wanted.tensor == own.tensor
+        if keeps_shards:
             _require_no_rules(rules)
         if wanted == own:
             return None
         if opened.is_elastic:
             message = "saved with elastic_checkpoint, whose --like supplies hyper-parameters"
             raise UnsupportedError(f"{message}: its degrees cannot change")
-    return _recut(opened, parts, _target_parts(opened, parts, wanted, rules))
+        laid = Layered(opened)
+        if is_pipeline(opened.checkpoint) and not (keeps_shards and not opened.checkpoint.layers):
+            laid = layered(opened)
+        parts = ModelParts(laid.source.checkpoint, rules, keeps_shards=keeps_shards)
+    return _recut(laid, parts, _target_parts(laid.source, parts, wanted, rules))
 
 
 def _require_no_rules(rules: CutRules | None) -> None:
@@ -206,19 +203,14 @@ def whole(opened: Source, rules: CutRules | None = None) -> OtherDegrees | None:
     is_pipe = is_pipeline(opened.checkpoint)
     info = _told(opened)
     has_told = has_maps(info) or has_categories(info)
-    if is_pipe or len(families) == 1:
+    if len(families) == 1 or (is_pipe and degrees_of(opened.checkpoint).tensor == 1):
         _require_no_rules(rules)
     if not is_pipe and (len(families) == 1 or not (has_told or rules)):
         return None
-    if is_pipe and opened.kind != "native":
-        what = counted(len(families), "pipeline stage")
-        message = f"{opened.path}: a store of {what}, put together from an engine's files alone"
-        hint = "'streamshard repartition' writes such files from it"
-        if opened.checkpoint.dropped is not None:
-            hint = "it holds weights only, of which streamshard.open reads the parts one by one"
-        raise UnsupportedError(f"{message}; {hint}")
     try:
-        return _whole_pipeline(opened) if is_pipe else _whole_of_shards(opened, rules)
+        with of_file(opened.path):
+            laid = layered(opened) if is_pipe else Layered(opened)
+            return _whole_of_parts(laid, rules)
     except UnsupportedError as error:
         hint = "streamshard.open reads its parts one by one"
         if is_pipe and not opened.checkpoint.layout.stage:
@@ -226,24 +218,16 @@ def whole(opened: Source, rules: CutRules | None = None) -> OtherDegrees | None:
         raise UnsupportedError(f"{error}. {hint}") from error
 
 
-def _whole_of_shards(opened: Source, rules: CutRules | None) -> OtherDegrees:
-    note_checksums(opened)
-    with of_file(opened.path):
-        parts = ModelParts(opened.checkpoint, rules)
-        require_different_shards(opened, parts)
-        return _recut(opened, parts, whole_model(parts))
-
-
-def _whole_pipeline(opened: Source) -> OtherDegrees:
-    with of_file(opened.path):
-        ModelParts(opened.checkpoint).require_whole()
-        added = with_layers(Reading(opened.checkpoint, opened.cutting, opened.files))
-        held = added.reading
-        laid = replace(opened, checkpoint=held.checkpoint, cutting=held.cutting)
-        parts = ModelParts(held.checkpoint)
-        made = _recut(laid, parts, whole_model(parts))
-    source = replace(made.source, checkpoint=as_one_module(made.source.checkpoint))
-    return replace(made, source=source, layers=added.copies)
+def _whole_of_parts(laid: Layered, rules: CutRules | None) -> OtherDegrees:
+    note_checksums(laid.source)
+    parts = ModelParts(laid.source.checkpoint, rules)
+    require_different_shards(laid.source, parts)
+    made = _recut(laid, parts, whole_model(parts))
+    if not is_pipeline(laid.source.checkpoint):
+        return made
+    return replace(
+        made, source=replace(made.source, checkpoint=as_one_module(made.source.checkpoint))
+    )
 
 
 def in_equal_parts(one: Source, other: Source) -> tuple[Source, Source, list[OtherDegrees]]:
@@ -273,6 +257,8 @@ def _have_equal_parts(one: Checkpoint, other: Checkpoint) -> bool:
     if len(one.families) != len(other.families):
         return False
     are_pipelines = [is_pipeline(side) for side in (one, other)]
+    if bool(one.layers) != bool(other.layers):
+        return False
     if one.is_dumps or other.is_dumps or not any(are_pipelines):
         return True
     held = [
@@ -299,7 +285,10 @@ def _target_parts(
         message = f"{opened.path}: saved with {parts.degrees}, and nothing tells how a job with"
         raise UsageError(f"{message} {wanted} cuts the model: {_SUPPLY}")
     try:
-        like = ModelParts(opened.like, rules)
+        checkpoint = opened.like
+        if opened.checkpoint.layers and opened.reference is not None:
+            checkpoint = layered(opened.reference).source.checkpoint
+        like = ModelParts(checkpoint, rules, keeps_shards=parts.keeps_shards)
     except StreamshardError as error:
         raise type(error)(f"{LIKE}: {error}") from error
     if like.degrees != wanted:
@@ -313,10 +302,11 @@ def _told(opened: Source) -> Node:
     return opened.checkpoint.families[0].model_state.get(names.UNIVERSAL_INFO)
 
 
-def _recut(opened: Source, parts: ModelParts, like: ModelParts) -> OtherDegrees:
+def _recut(laid: Layered, parts: ModelParts, like: ModelParts) -> OtherDegrees:
+    opened = laid.source
     reading = Reading(opened.checkpoint, opened.cutting, opened.files)
     with of_file(opened.path):
         made = recut_checkpoint(reading, parts, like)
         copies = copies_in_parts(reading, parts)
     source = replace(opened, checkpoint=made.checkpoint, cutting=made.cutting)
-    return OtherDegrees(source, opened, like.degrees, copies)
+    return OtherDegrees(source, opened, like.degrees, copies, laid.copies)

@@ -14,6 +14,7 @@ from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
 from streamshard.formats.deepspeed.write.zero_writer import (
     DumpImages,
     Images,
+    LayerImages,
     NativeImages,
     StepImages,
     WholeImages,
@@ -67,6 +68,8 @@ class NativeWriter:
             images = [DumpImages(targets[0], template.file_name)]
         elif checkpoint.accelerate_step is not None:
             images.append(StepImages(checkpoint.accelerate_step, resized.new_steps))
+        if checkpoint.layers:
+            images.append(LayerImages(checkpoint))
         counts = count_bytes(source, files, images, resized, has_latest=template is None)
         return cls(source, settings, template, resized, files, images, counts)
 

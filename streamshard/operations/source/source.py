@@ -90,6 +90,8 @@ class Source:
     """Memory that decoding one file takes."""
     like: Checkpoint | None = None
     """Reference checkpoint: another one of the same job, which supplies what this one lacks."""
+    reference: "Source | None" = None
+    """The same with the places of its tensors, where these are known."""
     is_elastic: bool = False
     """Whether its files were saved with `elastic_checkpoint`, without hyper-parameters."""
     rewritten: tuple[str, ...] = ()
@@ -276,7 +278,7 @@ def _open(
             opened = _source(root, "weights", pretrained_reader.read(root))
         else:
             opened = _open_native(*find_tag(root, tag), like)
-    return replace(opened, like=like)
+    return replace(opened, like=like, reference=whole)
 
 
 def _open_distributed(root: Path, like: Source | None) -> Source:

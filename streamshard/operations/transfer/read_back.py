@@ -14,6 +14,8 @@ from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.structure import Request, look_at
 from streamshard.operations.compare.comparison import Comparing
 from streamshard.operations.compare.matching import pair_up
+from streamshard.operations.compare.pairing import pair_of_copy
+from streamshard.operations.source.layered import Layered, layered
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.report import Progress
 
@@ -75,10 +77,17 @@ def differences(
     looked.read(memory, progress.advance)
     if findings.problems:
         return [problem.message for problem in findings.problems]
-    opened = written.open()
+    again = Layered(written.open())
+    if source.checkpoint.layers:
+        again = layered(again.source)
+    opened = again.source
     pairing = pair_up(opened, source, converted=True)
+    # A module that several layers share is in the source once, and in each of their files.
+    copies = Comparing(opened, opened, [pair_of_copy(copy) for copy in again.copies])
     comparing = Comparing(opened, source, pairing.pairs)
-    progress.start(comparing.nbytes, COMPARING)
+    progress.start(comparing.nbytes + copies.nbytes, COMPARING)
     both = BothSides(progress.advance).add
-    differences = [*pairing.differences, *comparing.run(memory, findings, both)]
+    differences = list(pairing.differences)
+    for each in (comparing, copies):
+        differences += each.run(memory, findings, both)
     return [*(p.message for p in findings.problems), *(d.message for d in differences)]

@@ -15,9 +15,9 @@ TENSOR_PARALLEL: Final = "tensor_parallel"
 """Section of the DeepSpeed config that holds the tensor parallel degree."""
 AS_SAVED: Final = "Resume at the tensor and pipeline parallel degrees that saved it"
 """What to do about a checkpoint whose degrees cannot change."""
-_LAYER_PART: Final = re.compile(r"layer_\d+-model_(\d+)-model_states\.pt")
-"""A layer of a pipeline whose grid of ranks has a `model` axis (`PipelineModule.ckpt_layer_path`,
-0.19.8)."""
+LAYER_FILE: Final = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
+"""A layer of a pipeline; its tensor rank, if the grid of ranks has a `model` axis
+(`PipelineModule.ckpt_layer_path`, 0.19.8)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,16 @@ def is_pipeline(checkpoint: Checkpoint) -> bool:
     return names.MODULE_STATE in state and state[names.MODULE_STATE] is None
 
 
-def layer_files(checkpoint: Checkpoint) -> set[str]:
+def _layer_files(checkpoint: Checkpoint) -> set[str]:
     """Return the names of the files of pipeline layers."""
-    found = (PurePosixPath(file.path).name for file in checkpoint.files)
+    found = {PurePosixPath(file.path).name for file in checkpoint.files}
+    found |= {layer.name for layer in checkpoint.layers}
     return {name for name in found if name.startswith("layer_") and names.parse(name)}
+
+
+def layer_numbers(checkpoint: Checkpoint) -> set[int]:
+    """Return the numbers of the layers of a pipeline that have a file."""
+    return {int(match[1]) for match in map(LAYER_FILE.fullmatch, _layer_files(checkpoint)) if match}
 
 
 def known_degrees(checkpoint: Checkpoint) -> Degrees | None:
@@ -83,8 +89,8 @@ def degrees_of(checkpoint: Checkpoint) -> Degrees:
     """
     parts, tensor = len(checkpoint.families), len(checkpoint.families)
     if is_pipeline(checkpoint):
-        matches = filter(None, map(_LAYER_PART.fullmatch, layer_files(checkpoint)))
-        tensor = max((int(match[1]) + 1 for match in matches), default=1)
+        matches = filter(None, map(LAYER_FILE.fullmatch, _layer_files(checkpoint)))
+        tensor = max((int(match[2] or 0) + 1 for match in matches), default=1)
     found = Degrees(tensor, parts // tensor)
     said = checkpoint.families[0].model_state.get(names.PARALLEL_DEGREES)
     if isinstance(said, dict):

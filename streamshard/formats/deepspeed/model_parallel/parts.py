@@ -14,7 +14,6 @@ from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
     AS_SAVED,
     Degrees,
     degrees_of,
-    is_pipeline,
 )
 from streamshard.formats.deepspeed.read.fingerprints import fingerprint
 from streamshard.layout.model_cut import ModelCut, Shape, split_cut, whole_cut
@@ -38,13 +37,22 @@ class HeldTensor:
 class ModelParts:
     """The families of a checkpoint as parts of one model."""
 
-    def __init__(self, checkpoint: Checkpoint, rules: CutRules | None = None) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        rules: CutRules | None = None,
+        *,
+        keeps_shards: bool = False,
+    ) -> None:
         """Check that the families can be taken for that.
 
         Parameters
         ----------
         rules
             How tensor parallelism cut the parameters; None for what the files tell.
+        keeps_shards
+            Whether what a tensor-parallel rank has of a tensor stays as it is, since only the
+            stages of a pipeline change. Then how tensors are cut need not be known.
 
         Raises
         ------
@@ -56,12 +64,13 @@ class ModelParts:
         self.checkpoint = checkpoint
         _require_plain(checkpoint)
         self.degrees: Degrees = degrees_of(checkpoint)
+        self.keeps_shards = keeps_shards and self.degrees.tensor > 1
         self._cuts = self._told_cuts(rules)
         self.tensors: Mapping[str, HeldTensor] = dict(self._held())
 
     def _told_cuts(self, rules: CutRules | None) -> AffineMaps | Categories | CutRules | None:
         told, *others = (f.model_state.get(names.UNIVERSAL_INFO) for f in self.checkpoint.families)
-        if self.degrees.tensor == 1 or is_pipeline(self.checkpoint):
+        if self.degrees.tensor == 1 or self.keeps_shards:
             return None
         if rules is not None:
             return rules
@@ -116,7 +125,7 @@ class ModelParts:
         held = self.tensors[name]
         count = len(self.checkpoint.families)
         first = next(iter(held.shapes.values()))
-        if self.is_of_shards:
+        if self.keeps_shards:
             return self._cut_of_shards(name, held)
         if held.kind == "buffer" or self._cuts is None:
             for number, shape in held.shapes.items():
@@ -153,11 +162,6 @@ class ModelParts:
             and cuts.is_default(name)
         ]
 
-    @property
-    def is_of_shards(self) -> bool:
-        """Whether stages are on several tensor-parallel ranks, and no file tells how they cut."""
-        return self.degrees.tensor > 1 and is_pipeline(self.checkpoint)
-
     def shards(self, name: str) -> Mapping[int, Shape]:
         """Return the shape that a tensor has on each tensor-parallel rank of a stage.
 
@@ -187,21 +191,6 @@ class ModelParts:
         return split_cut((sum(widths),), 0, widths).spread(
             [m % len(ranks) if m in held.shapes else None for m in range(count)]
         )
-
-    def require_whole(self) -> None:
-        """Refuse a pipeline of which no file tells how tensors are cut.
-
-        Raises
-        ------
-        UnsupportedError
-            The message has the degrees.
-        """
-        if self.is_of_shards:
-            message = f"a pipeline of {self.degrees.pipeline} stages, each on {self.degrees.tensor}"
-            raise UnsupportedError(
-                f"{message} tensor-parallel ranks: no file tells how these cut a layer, so that "
-                f"only the stages can change. {AS_SAVED}"
-            )
 
 
 def _place(kind: str, group: int | None) -> str:

@@ -5,11 +5,13 @@ unique in the model, as `PipelineModule.state_dict` has them: these begin with t
 (`12.`), or, for a module that several layers share, with its key (`tied_modules.embed.`). Which
 layers share a module is in no file. But no stage lists tensors under such a layer's number, and
 the layer's file has the names and shapes of the module. Its values are compared with those of the
-module before anything is made of them (`LayerCopy`).
+module before anything is made of them (`LayerCopy`). Where several tensor-parallel ranks share a
+stage, each has a file of each layer; what one rank has is read like a pipeline of its own.
 """
 
+import math
 import re
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -18,18 +20,18 @@ from typing import Final
 import numpy as np
 
 from streamshard.errors import IncompleteError, UnsupportedError
-from streamshard.formats.checkpoint import Checkpoint, ModuleEntry, Reading
+from streamshard.formats.checkpoint import Checkpoint, LayerFile, ModuleEntry, Reading
 from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.model_parallel.parallel_degrees import LAYER_FILE, degrees_of
 from streamshard.formats.deepspeed.read.model_files import ModelFile
 from streamshard.formats.deepspeed.read.module_reader import ModuleReader
 from streamshard.formats.deepspeed.read.rank_files import read_dict
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.node_checks import of_file
-from streamshard.formats.torch.torch_tensor import Tensor, tensor_of
+from streamshard.formats.torch.torch_tensor import Storage, make_tensor, tensor_of
 from streamshard.formats.torch.tree_comparison import show_few
-from streamshard.model import BLOB, FILE, ITEMSIZE, MASTER, LogicalTensor
+from streamshard.model import BLOB, FILE, ITEMSIZE, MASTER, LogicalTensor, Whole
 
-_LAYER_FILE: Final = re.compile(r"layer_(\d+)-model_states\.pt")
 _PREFIX: Final = re.compile(r"(tied_modules\.[^.]+\.|\d+\.)")
 _TIED: Final = "tied_modules."
 
@@ -62,12 +64,8 @@ class WithLayers:
     copies: Sequence[LayerCopy]
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    number: int
-    path: Path
-    file: int
-    """Number of the source file."""
+Row = tuple[int, int, int, str]
+"""(file, offset, numel, dtype) of a tensor that is in one piece."""
 
 
 def with_layers(source: Reading) -> WithLayers:
@@ -82,7 +80,53 @@ def with_layers(source: Reading) -> WithLayers:
     DisagreementError, CorruptFileError
         A tensor is not the one that the stages' files list.
     """
-    return _Adding(source).run()
+    checkpoint = source.checkpoint
+    if checkpoint.layers:
+        return WithLayers(source, ())
+    files = sorted(_files(source), key=lambda file: file.number)
+    degree = degrees_of(checkpoint).tensor
+    ranks = [_OneRank(checkpoint, rank, degree) for rank in range(degree)]
+    # The bytes of the layers' files are no sidecars of what has their tensors.
+    tensors = [
+        replace(t, state=BLOB) if t.state == FILE and _layer_in(t.name) else t
+        for t in checkpoint.tensors
+    ]
+    rows: list[Row] = []
+    layers: list[LayerFile] = []
+    entries: dict[int, list[ModuleEntry]] = defaultdict(list)
+    for rank in ranks:
+        rank.take([file for file in files if file.tensor_rank == rank.number])
+        layers += rank.place(entries, tensors, rows)
+    index, copies = checkpoint.tensor_index(), list[LayerCopy]()
+    for copy, row in (found for rank in ranks for found in rank.copies(index, tensors)):
+        # Copies lie behind the tensors, and are none of the checkpoint's.
+        copies.append(replace(copy, row=len(tensors) + len(copies)))
+        rows.append(row)
+    notes = dict.fromkeys(note for rank in ranks for note in rank.notes())
+    held = replace(
+        checkpoint,
+        tensors=tuple(tensors),
+        families=tuple(
+            replace(family, module=tuple(entries[number]))
+            for number, family in enumerate(checkpoint.families)
+        ),
+        layers=tuple(layers),
+        files=tuple(file for file in checkpoint.files if not _layer_in(file.path)),
+        notes=(*checkpoint.notes, *notes),
+    )
+    file, offset, numel = (np.array([row[column] for row in rows], np.int64) for column in range(3))
+    itemsize = np.array([ITEMSIZE[row[3]] for row in rows], np.int64)
+    cutting = source.cutting.with_places(file, offset, numel, itemsize)
+    return WithLayers(replace(source, checkpoint=held, cutting=cutting), copies)
+
+
+def _files(source: Reading) -> Iterator["_File"]:
+    cutting = source.cutting
+    for row, tensor in enumerate(source.checkpoint.tensors):
+        match = _layer_in(tensor.name) if tensor.state == FILE else None
+        if match is not None:
+            file = int(cutting.file[cutting.first_piece[row]])
+            yield _File(int(match[1]), int(match[2] or 0), source.files[file].path, file)
 
 
 def as_one_module(checkpoint: Checkpoint) -> Checkpoint:
@@ -98,7 +142,7 @@ def as_one_module(checkpoint: Checkpoint) -> Checkpoint:
     return replace(
         checkpoint,
         families=(replace(family, model_state=state),),
-        files=tuple(f for f in checkpoint.files if not _layer_in(f.path)),
+        layers=(),
     )
 
 
@@ -117,21 +161,33 @@ def order_of(name: str) -> tuple[int, int]:
     return (0, 0) if name.startswith(_TIED) else (1, int(first) if first.isdecimal() else -1)
 
 
-class _Adding:
-    """Adds the layers' tensors to one checkpoint."""
+@dataclass(frozen=True, slots=True)
+class _File:
+    """The file of a layer, or of one tensor-parallel rank's part of it."""
 
-    def __init__(self, source: Reading) -> None:
-        self._source = source
-        self._checkpoint: Checkpoint = source.checkpoint
+    number: int
+    """Of the layer."""
+    tensor_rank: int
+    path: Path
+    file: int
+    """Number of the source file."""
+
+
+class _OneRank:
+    """Reads the layers' files of one tensor-parallel rank of each stage."""
+
+    def __init__(self, checkpoint: Checkpoint, rank: int, degree: int) -> None:
+        self.number = rank
+        self._degree = degree
+        self._checkpoint = checkpoint
         self._shapes: dict[str, tuple[int, ...]] = {}
         """Of trained parameters."""
         self._known: dict[str, dict[str, int]] = defaultdict(dict)
-        """Beginning of names → the names that stages list, each with the first stage's number."""
+        """Beginning of names → the names that stages list, each with the first stage's family."""
         self._buffers: dict[str, None] = {}
-        for number, family in enumerate(self._checkpoint.families):
-            trained = {
-                k: v for held in self._checkpoint.group_shapes(family) for k, v in held.items()
-            }
+        for number in range(rank, len(checkpoint.families), degree):
+            family = checkpoint.families[number]
+            trained = {k: v for held in checkpoint.group_shapes(family) for k, v in held.items()}
             self._shapes |= trained
             listed = family.model_state.get(names.BUFFER_NAMES) or []
             self._buffers |= dict.fromkeys(listed)
@@ -140,82 +196,37 @@ class _Adding:
                     self._known[match[1]].setdefault(name, number)
         self._module: dict[str, Node] = {}
         """The state dict of the whole module."""
-        self._again: list[tuple[str, Tensor, Path]] = []
-        """Tensors of shared modules, of each file that holds them."""
-        self._rows: list[tuple[int, int, int, str]] = []
-        """(file, offset, numel, dtype) of each row that is added to the cutting."""
+        self._taken: list[tuple[_File, str | None, Mapping[str, Node]]] = []
+        """Each file, with the beginning of its names in the module, and what it holds."""
+        self._rows: dict[str, int] = {}
+        """Name in the module → number of the tensor."""
 
-    def run(self) -> WithLayers:
-        """Read all files, and place what they hold."""
-        layers = sorted(self._layers(), key=lambda layer: layer.number)
-        self._require_files({layer.number for layer in layers})
-        for layer in layers:
-            with of_file(layer.path):
-                self._take(layer, read_dict(layer.path, layer.file).root)
-        entries, tensors = self._entries(layers[0].path.parent)
-        index = self._checkpoint.tensor_index()
-        owned: dict[int, list[ModuleEntry]] = defaultdict(list)
-        for entry in entries:
-            owned[self._owner(entry.name)].append(entry)
-        families = tuple(
-            replace(family, module=tuple(owned[number]))
-            for number, family in enumerate(self._checkpoint.families)
-        )
-        first = len(self._checkpoint.tensors)
-        at = {tensor.name: first + number for number, tensor in enumerate(tensors)}
-        copies = tuple(self._copies(index, at, first))
-        held = [
-            replace(t, state=BLOB) if t.state == FILE and _layer_in(t.name) else t
-            for t in self._checkpoint.tensors
-        ]
-        names_of = [family.name for family in families]
-        held += [replace(t, family=names_of[self._owner(t.name)]) for t in tensors]
-        checkpoint = replace(
-            self._checkpoint,
-            tensors=tuple(held),
-            families=families,
-            notes=(*self._checkpoint.notes, *self._notes()),
-        )
-        file, offset, numel = (
-            np.array([row[column] for row in self._rows], np.int64) for column in range(3)
-        )
-        itemsize = np.array([ITEMSIZE[row[3]] for row in self._rows], np.int64)
-        cutting = self._source.cutting.with_places(file, offset, numel, itemsize)
-        return WithLayers(replace(self._source, checkpoint=checkpoint, cutting=cutting), copies)
-
-    def _layers(self) -> Iterator[_Layer]:
-        cutting = self._source.cutting
-        for row, tensor in enumerate(self._checkpoint.tensors):
-            match = _layer_in(tensor.name) if tensor.state == FILE else None
-            if match is not None:
-                file = int(cutting.file[cutting.first_piece[row]])
-                yield _Layer(int(match[1]), self._source.files[file].path, file)
+    def take(self, files: Sequence[_File]) -> None:
+        """Read the files, which are in the order of the layers."""
+        self._require_files({file.number for file in files})
+        for file in files:
+            with of_file(file.path):
+                held = read_dict(file.path, file.file).root
+                prefix = self._prefix_of(file, held)
+            self._taken.append((file, prefix, held))
+            for name, node in held.items() if prefix is not None else ():
+                self._module.setdefault(f"{prefix}{name}", node)
 
     def _require_files(self, present: set[int]) -> None:
         for prefix, listed in self._known.items():
             if not prefix.startswith(_TIED) and int(prefix[:-1]) not in present:
-                message = f"layer_{int(prefix[:-1]):02d}-model_states.pt: missing, in which"
+                part = f"-model_{self.number:02d}" if self._degree > 1 else ""
+                message = f"layer_{int(prefix[:-1]):02d}{part}-model_states.pt: missing, in which"
                 message = f"{self._checkpoint.tag}/{message} '{next(iter(listed))}' is"
                 raise IncompleteError(f"{message}: copy it from the node that saved it")
 
-    def _take(self, layer: _Layer, held: Mapping[str, Node]) -> None:
-        """Take the tensors of one file, under their names in the module."""
-        prefix = self._prefix_of(layer, held)
-        if prefix is None:
-            return
-        for name, node in held.items():
-            full, tensor = f"{prefix}{name}", tensor_of(node)
-            self._module.setdefault(full, node)
-            if prefix.startswith(_TIED) and tensor is not None:
-                self._again.append((full, tensor, layer.path))
-
-    def _prefix_of(self, layer: _Layer, held: Mapping[str, Node]) -> str | None:
+    def _prefix_of(self, file: _File, held: Mapping[str, Node]) -> str | None:
         """Return with what the names of a file's tensors begin in the module.
 
         None if the file only has the trained weights of one of several shared modules that are
         alike: it is not known of which, and their master weights are known.
         """
-        own = f"{layer.number}."
+        own = f"{file.number}."
         if own in self._known:
             return own
         found = [
@@ -227,7 +238,7 @@ class _Adding:
             return found[0] if found else own
         beside = [name for name in held if f"{found[0]}{name}" not in self._shapes]
         if beside:
-            message = f"{layer.path}: has '{beside[0]}' of a module that several layers share, of"
+            message = f"{file.path}: has '{beside[0]}' of a module that several layers share, of"
             raise UnsupportedError(f"{message} {show_few(found)}, which are alike: not known which")
         return None
 
@@ -239,8 +250,35 @@ class _Adding:
                 return False
         return True
 
-    def _entries(self, place: Path) -> tuple[Sequence[ModuleEntry], Sequence[LogicalTensor]]:
-        """Classify the module's tensors, and add a row for each."""
+    def place(
+        self,
+        entries: Mapping[int, list[ModuleEntry]],
+        tensors: list[LogicalTensor],
+        rows: list[Row],
+    ) -> Iterator[LayerFile]:
+        """Add the module's tensors to the families' entries and to the tensors.
+
+        Yields
+        ------
+        LayerFile
+            Each file, with the tensors in it.
+        """
+        first, families = len(tensors), self._checkpoint.families
+        reader = self._reader()
+        own = reader.entries(self._shapes)
+        placed = reader.place(own, first=0, family="").whole
+        for number, tensor in enumerate(reader.tensors):
+            self._rows[tensor.name] = first + number
+            rows.append((*placed[number], tensor.numel, tensor.dtype))
+            tensors.append(replace(tensor, family=families[self._owner(tensor.name)].name))
+        for entry in own:
+            entries[self._owner(entry.name)].append(entry)
+        by_name = {entry.name: entry for entry in own}
+        for file, prefix, held in self._taken:
+            state = None if prefix is None else self._state(prefix, held, by_name)
+            yield LayerFile(file.path.name, state)
+
+    def _reader(self) -> ModuleReader:
         states = [family.model_state for family in self._checkpoint.families]
         shared = {k: v for one in states for k, v in (one.get(names.SHARED_PARAMS) or {}).items()}
         root: dict[str, Node] = {
@@ -248,47 +286,63 @@ class _Adding:
             names.BUFFER_NAMES: list(self._buffers),
             names.SHARED_PARAMS: shared,
         }
-        reader = ModuleReader([ModelFile(place, -1, root)], self._checkpoint.layout.stage, {})
-        entries = reader.entries(self._shapes)
-        placed = reader.place(entries, first=0, family="").whole
-        for number, tensor in enumerate(reader.tensors):
-            self._rows.append((*placed[number], tensor.numel, tensor.dtype))
-        return entries, reader.tensors
+        place = self._taken[0][0].path.parent
+        return ModuleReader([ModelFile(place, -1, root)], self._checkpoint.layout.stage, {})
+
+    def _state(
+        self, prefix: str, held: Mapping[str, Node], entries: Mapping[str, ModuleEntry]
+    ) -> Node:
+        """Return a file's state dict with the module's tensors in the place of its own."""
+        state: OrderedDict[str, Node] = OrderedDict()
+        vars(state).update(getattr(held, "__dict__", {}))
+        storages: dict[str, Storage] = {}
+        for name, node in held.items():
+            entry = entries[f"{prefix}{name}"]
+            row = self._rows.get(entry.held_as)
+            if row is None:
+                state[name] = node
+                continue
+            storage = Storage(entry.dtype, math.prod(entry.shape), Whole(row))
+            state[name] = make_tensor(storages.setdefault(entry.held_as, storage), entry.shape)
+        return state
 
     def _owner(self, name: str) -> int:
-        """Return the number of the first stage that lists a tensor of the same layer."""
+        """Return the family of the first stage that lists a tensor of the same layer."""
         match = _PREFIX.match(name)
-        return min(self._known.get(match[1] if match else "", {"": 0}).values())
+        return min(self._known.get(match[1] if match else "", {"": self.number}).values())
 
-    def _copies(
-        self, index: Mapping[tuple[str, str, str], int], at: Mapping[str, int], first: int
-    ) -> Iterator[LayerCopy]:
-        """Add a row for each tensor of each file of a shared module, and say what it is equal to.
+    def copies(
+        self, index: Mapping[tuple[str, str, str], int], tensors: Sequence[LogicalTensor]
+    ) -> Iterator[tuple[LayerCopy, Row]]:
+        """Yield each tensor of each file of a shared module, with its place.
 
         Parameters
         ----------
-        index, at
-            The places of the stages' tensors, and of those of the module.
-        first
-            Count of the stages' tensors.
+        index
+            The stages' tensors by name.
+        tensors
+            These and the module's.
         """
         families = self._checkpoint.families
-        for name, tensor, path in self._again:
-            if name not in at:
+        for file, prefix, held in self._taken:
+            if prefix is None or not prefix.startswith(_TIED):
                 continue
-            master = index.get((families[self._owner(name)].name, MASTER, name))
-            like = at[name] if master is None else master
-            row = first + len(self._rows)
-            found = tensor.require_contiguous(f"{path}: '{name}'")
-            self._rows.append((*found.place, found.numel, found.dtype))
-            dtype = self._checkpoint.tensors[like].dtype if master is not None else found.dtype
-            yield LayerCopy(path, name, found.dtype, found.numel, row, like, dtype)
+            for name, tensor in ((f"{prefix}{name}", tensor_of(held[name])) for name in held):
+                if tensor is None or name not in self._rows:
+                    continue
+                like = index.get((families[self._owner(name)].name, MASTER, name))
+                like = self._rows[name] if like is None else like
+                found = tensor.require_contiguous(f"{file.path}: '{name}'")
+                dtype = tensors[like].dtype
+                copy = LayerCopy(file.path, name, found.dtype, found.numel, -1, like, dtype)
+                yield copy, (*found.place, found.numel, found.dtype)
 
-    def _notes(self) -> Iterator[str]:
+    def notes(self) -> Iterator[str]:
+        """Say what no file holds."""
         lost = [name for name in self._buffers if name not in self._module]
         if lost:
             yield f"Buffers that the stages list, and no layer's file holds: {show_few(lost)}."
 
 
 def _layer_in(path: str) -> re.Match[str] | None:
-    return _LAYER_FILE.fullmatch(PurePosixPath(path).name)
+    return LAYER_FILE.fullmatch(PurePosixPath(path).name)

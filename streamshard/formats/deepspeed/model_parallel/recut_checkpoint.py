@@ -17,6 +17,7 @@ from streamshard.formats.checkpoint import (
     LIKE,
     Family,
     FlatState,
+    LayerFile,
     ModuleEntry,
     ParamGroup,
     Reading,
@@ -26,7 +27,7 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
     TENSOR_PARALLEL,
     is_pipeline,
-    layer_files,
+    layer_numbers,
 )
 from streamshard.formats.deepspeed.model_parallel.parts import ModelParts
 from streamshard.formats.deepspeed.read.family import optimizer_tensors
@@ -115,16 +116,16 @@ class _MergedParts:
             which = "is" if is_pipeline(both[0]) else "is not"
             raise DisagreementError(f"{which} of a pipeline, unlike {LIKE}")
         parts, like = self._parts, self._like
-        if parts.degrees.tensor != like.degrees.tensor:
-            parts.require_whole()
-            like.require_whole()
-        for name in parts.tensors if parts.is_of_shards else ():
+        for name in parts.tensors if parts.keeps_shards else ():
             if parts.shards(name) != like.shards(name):
                 message = f"'{name}' has other shapes than in {LIKE} on tensor-parallel ranks"
                 raise DisagreementError(f"{message}: it is not of the same job")
-        differing = sorted(layer_files(both[0]) ^ layer_files(both[1]))
-        if differing:
-            raise DisagreementError(f"has other layers than {LIKE}: {show_few(differing)}")
+        mine, theirs = map(layer_numbers, both)
+        differing = sorted(mine ^ theirs)
+        # `whole_model` has no files of layers.
+        if theirs and differing:
+            shown = show_few([f"{number}" for number in differing])
+            raise DisagreementError(f"has files of other layers than {LIKE}: {shown}")
 
     def groups(self) -> list[ParamGroup]:
         """Return a group for each number, with what all parts say of it.
@@ -237,6 +238,7 @@ class _Building:
                 self._add(tensor, recuts[tensor.name])
             model, optimizer_file = self._training_state(family, state, optimizer)
             families.append(replace(made, model_state=model, optimizer_file=optimizer_file))
+        layers = self._layers()
         for number, tensor in enumerate(self._checkpoint.tensors):
             if tensor.state == FILE:
                 self._made.append(_Made(tensor, None, [number]))
@@ -245,10 +247,36 @@ class _Building:
             self._checkpoint,
             tensors=tuple(tensors),
             families=tuple(families),
+            layers=layers,
             saved_parts=len(self._checkpoint.families),
             notes=(*self._checkpoint.notes, *self._merging.notes()),
         )
         return replace(self._source, checkpoint=checkpoint, cutting=self._cutting())
+
+    def _layers(self) -> tuple[LayerFile, ...]:
+        """Return the reference's files of layers, with the target's tensors in them."""
+        like = self._like.checkpoint
+        rows = {
+            (one.tensor.family, one.tensor.name): number
+            for number, one in enumerate(self._made)
+            if one.tensor.state == MODULE
+        }
+
+        def storage(held: Storage) -> Storage:
+            if not isinstance(held.content, Whole):
+                return held
+            tensor = like.tensors[held.content.tensor]
+            row = rows[tensor.family, tensor.name]
+            return Storage(self._made[row].tensor.dtype, held.numel, Whole(row))
+
+        for layer in like.layers:
+            if layer.state is None:
+                message = f"{LIKE}, {layer.name}: of a module that several layers share, which are"
+                raise UnsupportedError(f"{message} alike: not known which, so it cannot be cut")
+        states = copied(tuple(layer.state for layer in like.layers), storage)
+        return tuple(
+            replace(layer, state=state) for layer, state in zip(like.layers, states, strict=True)
+        )
 
     def _family(self, family: Family, groups: Sequence[ParamGroup]) -> Family:
         """Return a family of the target, without its training state."""

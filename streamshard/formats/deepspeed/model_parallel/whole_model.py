@@ -95,7 +95,8 @@ def made_parts(
             for group in like.groups
             for param in group.params
         ]
-    return ModelParts(replace(checkpoint, families=tuple(families), tensors=tuple(tensors)))
+    made = replace(checkpoint, families=tuple(families), tensors=tuple(tensors), layers=())
+    return ModelParts(made)
 
 
 def _with_all_params(checkpoint: Checkpoint, group: ParamGroup) -> ParamGroup:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.write.module_writer import ModuleWriter
 from streamshard.formats.deepspeed.write.optimizer_writer import OptimizerWriter
@@ -143,6 +144,22 @@ class StepImages:
         """Yield all files."""
         for path in self.paths:
             yield FileImage(path, serialize({"step": self.step}))
+
+    def sizes(self) -> Iterator[tuple[FileImage, Sequence[str]]]:
+        """Yield one of each set of equally large files, with the paths of the set."""
+        yield from ((image, [image.path]) for image in self.all())
+
+
+@dataclass(frozen=True, slots=True)
+class LayerImages:
+    """Serializes the files of a pipeline's layers."""
+
+    checkpoint: Checkpoint
+
+    def all(self) -> Iterator[FileImage]:
+        """Yield all files."""
+        for layer in self.checkpoint.layers:
+            yield FileImage(f"{self.checkpoint.tag}/{layer.name}", serialize(layer.state))
 
     def sizes(self) -> Iterator[tuple[FileImage, Sequence[str]]]:
         """Yield one of each set of equally large files, with the paths of the set."""
