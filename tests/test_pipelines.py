@@ -277,9 +277,7 @@ def test_stages_change_on_the_road_over_a_store(tmp_path: Path) -> None:
 def test_of_a_store_the_engine_s_files_come_first(tmp_path: Path) -> None:
     run, store = write_pipe(TWO, tmp_path / "run"), tmp_path / "run.zarr"
     streamshard.convert(run, store)
-    with pytest.raises(
-        UnsupportedError, match=r"a store of the files of a pipeline's layers .*repartition"
-    ):
+    with pytest.raises(UnsupportedError, match=r"a store of the files of a .*repartition"):
         streamshard.export(store, tmp_path / "out")
     with streamshard.open(store) as ckpt:
         assert "mp_rank_01/4.up" in ckpt
@@ -340,6 +338,35 @@ def test_rules_tell_the_cut(tmp_path: Path) -> None:
         streamshard.repartition(
             run, tmp_path / "none", world_size=2, cut_rules_file=rules, **options
         )
+
+
+@pytest.mark.parametrize("tensor", [1, 3])
+def test_a_store_of_another_tensor_parallel_degree(tmp_path: Path, tensor: int) -> None:
+    """It has the layers' tensors, so that it can be read, and cut anew, as files can."""
+    job = replace(TWO, tensor=2, cuts=CUTS)
+    other = replace(TWO, tensor=tensor, cuts=CUTS, starts=(0, 2, 4), world_size=2)
+    run, like = write_pipe(job, tmp_path / "run"), write_pipe(other, tmp_path / "like")
+    store, out = tmp_path / "run.zarr", tmp_path / "out"
+    degrees: dict[str, Any] = {"tensor_parallel": tensor, "pipeline_parallel": 3}
+    streamshard.convert(run, store, like=like, verify=True, **degrees)
+    assert not streamshard.verify(store).problems
+    streamshard.repartition(store, out, world_size=2 * other.parts, verify=True)
+    compare(out / TAG, like / TAG)
+    streamshard.repartition(
+        store, tmp_path / "back", world_size=12, tensor_parallel=2, pipeline_parallel=2, like=run
+    )
+    compare(tmp_path / "back" / TAG, run / TAG)
+    one = write_pipe(replace(other, starts=(0,)), tmp_path / "one")
+    streamshard.repartition(
+        store, tmp_path / "of-one", world_size=2 * tensor, pipeline_parallel=1, like=one
+    )
+    compare(tmp_path / "of-one" / TAG, one / TAG)
+    assert streamshard.diff(run, store).is_equal
+    assert exported(store).keys() == of_model(TWO).keys()
+    Remainder.of(store, at="2026-11-24T00:00:00+00:00", why="by hand").write(tmp_path / "w.zarr")
+    streamshard.export(tmp_path / "w.zarr", tmp_path / "weights", dtype="fp32")
+    found = load_file(tmp_path / "weights" / "model.safetensors")
+    assert found["1.up"].tolist() == TWO.values("fp32", "1.up").tolist()
 
 
 def drifted_bias(run: Path) -> None:

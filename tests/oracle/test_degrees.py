@@ -1,8 +1,10 @@
 """Checkpoints taken to other tensor and pipeline parallel degrees load in DeepSpeed bit for bit."""
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from tests.oracle.topology.cases import BF16_OPTIMIZER, ROUND_ROBIN
 from tests.oracle.topology.pipeline import Pipeline
 from tests.oracle.topology.tensor import TensorParallel
 from tests.oracle.truth import Truth
+from tests.oracle.universal import universal_of
 from tests.oracle.values import value_differences
 from tests.oracle.whole_model import whole
 
@@ -39,15 +42,20 @@ class Move:
     ranks: int
     target: Case
     target_ranks: int
-    options: tuple[str, int]
-    """The option that asks for the other degree."""
+    options: Mapping[str, Any]
+    """Those that ask for the other degrees."""
     goes_on: bool = False
     """Whether the model computes the same at both degrees."""
 
     @property
     def has_like(self) -> bool:
         """Whether the target is told by a reference: a whole model needs none, but may have one."""
-        return self.options != ("tensor", 1) or self.name == "merged"
+        return not self.is_autotp or self.options != {"tensor_parallel": 1} or self.name == "merged"
+
+    @property
+    def is_autotp(self) -> bool:
+        """Whether DeepSpeed cuts the model, and not the model itself."""
+        return isinstance(self.source.topology, TensorParallel)
 
 
 def _case(name: str, stage: int, dtype: str, topology: object, **overrides: object) -> Case:
@@ -70,26 +78,47 @@ def _shared_pipe(stages: int) -> Case:
     return _case(f"p{stages}-t2", 1, "bf16", Pipeline(stages=stages, tensor=2, extra=True))
 
 
+def _told_pipe(stages: int, tensor: int, dtype: str = "fp32") -> Case:
+    topology = Pipeline(stages=stages, tensor=tensor, extra=True, told=True)
+    return _case(f"p{stages}-told{tensor}-{dtype}", 1, dtype, topology)
+
+
 def _named(case: Case, suffix: str) -> Case:
     return Case(f"{case.name}-{suffix}", case.zero_stage, case.dtype, case.ds_overrides,
                 topology=case.topology)  # fmt: skip
 
 
+def tensor(degree: int) -> dict[str, Any]:
+    return {"tensor_parallel": degree}
+
+
+def pipeline(degree: int) -> dict[str, Any]:
+    return {"pipeline_parallel": degree}
+
+
 MOVES = [
-    Move("merged", _tensor(2, 2, "fp32"), 2, _tensor(1, 2, "fp32"), 2, ("tensor", 1), goes_on=True),
-    Move("split", _tensor(1), 2, _tensor(2), 4, ("tensor", 2)),
-    Move("uneven", _tensor(2, 1, "fp32"), 4, _tensor(3, 1, "fp32"), 3, ("tensor", 3), goes_on=True),
-    Move("fused", _fused(2), 4, _fused(3), 3, ("tensor", 3)),
-    Move("fused-back", _fused(3), 3, _fused(2), 2, ("tensor", 2)),
+    Move("merged", _tensor(2, 2, "fp32"), 2, _tensor(1, 2, "fp32"), 2, tensor(1), goes_on=True),
+    Move("split", _tensor(1), 2, _tensor(2), 4, tensor(2)),
+    Move("uneven", _tensor(2, 1, "fp32"), 4, _tensor(3, 1, "fp32"), 3, tensor(3), goes_on=True),
+    Move("fused", _fused(2), 4, _fused(3), 3, tensor(3)),
+    Move("fused-back", _fused(3), 3, _fused(2), 2, tensor(2)),
+    Move("stage-3", _tensor(2, 3, "fp32"), 2, _tensor(1, 3, "fp32"), 2, tensor(1), goes_on=True),
+    Move("stage-3-split", _tensor(1, 3), 2, _tensor(2, 3), 4, tensor(2)),
+    Move("to-stage-3", _tensor(2), 4, _tensor(3, 3), 3, tensor(3)),
+    Move("from-stage-3", _tensor(2, 3), 4, _tensor(1, 1), 2, tensor(1)),
+    Move("fewer-stages", _pipe(3), 3, _pipe(2), 4, pipeline(2), goes_on=True),
+    Move("stages-of-two", _shared_pipe(2), 4, _shared_pipe(1), 2, pipeline(1)),
+    Move("told-merged", _told_pipe(2, 2), 4, _told_pipe(2, 1), 4, tensor(1), goes_on=True),
+    Move("told-both", _told_pipe(1, 2), 4, _told_pipe(2, 3), 6, {**tensor(3), **pipeline(2)}),
     Move(
-        "stage-3", _tensor(2, 3, "fp32"), 2, _tensor(1, 3, "fp32"), 2, ("tensor", 1), goes_on=True
+        "told-bf16",
+        _told_pipe(2, 2, "bf16"),
+        4,
+        _told_pipe(1, 3, "bf16"),
+        3,
+        {**tensor(3), **pipeline(1)},
     ),
-    Move("stage-3-split", _tensor(1, 3), 2, _tensor(2, 3), 4, ("tensor", 2)),
-    Move("to-stage-3", _tensor(2), 4, _tensor(3, 3), 3, ("tensor", 3)),
-    Move("from-stage-3", _tensor(2, 3), 4, _tensor(1, 1), 2, ("tensor", 1)),
-    Move("fewer-stages", _pipe(3), 3, _pipe(2), 4, ("pipeline", 2), goes_on=True),
-    Move("stages-of-two", _shared_pipe(2), 4, _shared_pipe(1), 2, ("pipeline", 1)),
-    Move("more-stages", _pipe(2, "bf16"), 4, _pipe(3, "bf16"), 3, ("pipeline", 3)),
+    Move("more-stages", _pipe(2, "bf16"), 4, _pipe(3, "bf16"), 3, pipeline(3)),
 ]
 MOVES += [
     Move(
@@ -98,7 +127,7 @@ MOVES += [
         4,
         _named(_tensor(1, stage, "bf16", **more), name),
         2,
-        ("tensor", 1),
+        tensor(1),
     )
     for name, stage, more in (
         ("round-robin", 2, ROUND_ROBIN),
@@ -149,13 +178,11 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
     for ranks, of_ranks in sorted(jobs.items()):
         require_success(run_jobs(ranks, list(of_ranks.values()), places.root / "ranks"))
     for move in MOVES:
-        flag, degree = move.options
         streamshard.repartition(
             places.source(move),
             places.out(move),
             world_size=move.target_ranks,
-            tensor_parallel=degree if flag == "tensor" else None,
-            pipeline_parallel=degree if flag == "pipeline" else None,
+            **move.options,
             zero_stage=move.target.zero_stage,
             like=places.like(move) if move.has_like else None,
             verify=True,
@@ -197,7 +224,7 @@ def test_the_engine_saves_the_same_again(move: Move, places: Places) -> None:
     assert file_differences(out / tag, resaved / tag) == []
 
 
-@pytest.mark.parametrize("name", [move.name for move in MOVES if move.options[0] == "tensor"])
+@pytest.mark.parametrize("name", [move.name for move in MOVES if move.is_autotp])
 def test_lists_of_patterns_tell_what_maps_tell(name: str, places: Places, tmp_path: Path) -> None:
     """AutoTP saves both since 0.19.8, and lists alone before."""
     move = next(move for move in MOVES if move.name == name)
@@ -208,7 +235,7 @@ def test_lists_of_patterns_tell_what_maps_tell(name: str, places: Places, tmp_pa
         source,
         out,
         world_size=move.target_ranks,
-        tensor_parallel=move.options[1],
+        **move.options,
         zero_stage=move.target.zero_stage,
         like=like,
     )
@@ -228,30 +255,28 @@ def test_widths_are_recomputed_as_autotp_does(name: str, places: Places, tmp_pat
         source,
         out,
         world_size=move.target_ranks,
-        tensor_parallel=move.options[1],
+        **move.options,
         zero_stage=move.target.zero_stage,
     )
     tag = (out / "latest").read_text()
     assert file_differences(out / tag, places.out(move) / tag) == []
 
 
-@pytest.mark.parametrize("name", ["merged", "from-stage-3", "uneven", "fewer-stages"])
+@pytest.mark.parametrize("name", ["merged", "from-stage-3", "uneven", "fewer-stages", "told-both"])
 def test_a_store_of_the_other_degree_leads_to_the_same_files(
     name: str, places: Places, tmp_path: Path
 ) -> None:
     """Of one part, it has whole tensors; the job's own world size need not be told."""
     move = next(move for move in MOVES if move.name == name)
     store, out = tmp_path / "run.zarr", tmp_path / "out"
-    flag, degree = move.options
     streamshard.convert(
         places.source(move),
         store,
-        tensor_parallel=degree if flag == "tensor" else None,
-        pipeline_parallel=degree if flag == "pipeline" else None,
+        **move.options,
         like=places.like(move) if move.has_like else None,
         verify=True,
     )
-    if degree == 1:
+    if move.options == {"tensor_parallel": 1}:
         truth = whole(Truth.load(places.truth(places.source(move))), places.source(move))
         for state, tensors in truth.states.items():
             arrays = {name: zarr.open_array(store / "state" / state / name) for name in tensors}
@@ -264,6 +289,27 @@ def test_a_store_of_the_other_degree_leads_to_the_same_files(
     assert file_differences(out / tag, places.out(move) / tag) == []
 
 
+@pytest.mark.parametrize("name", ["uneven", "fused", "told-merged", "told-both"])
+def test_deepspeed_s_own_conversion_makes_the_same_of_both(
+    name: str, places: Places, tmp_path: Path
+) -> None:
+    """Its universal checkpoints of the source, and of what was made of it."""
+    move = next(move for move in MOVES if move.name == name)
+    saved = universal_of(places.source(move), tmp_path / "saved")
+    ours = universal_of(places.out(move), tmp_path / "ours")
+    paths = sorted(path.relative_to(saved) for path in (saved / "zero").rglob("*.pt"))
+    assert paths == sorted(path.relative_to(ours) for path in (ours / "zero").rglob("*.pt"))
+    for path in paths:
+        if not (saved / path).with_name("exp_avg.pt").exists():
+            # The rest of the optimizer's file, and frozen weights: a copy on each rank becomes as
+            # many in a row there.
+            continue
+        both = (torch.load(root / path, weights_only=False) for root in (saved, ours))
+        # Beside a parameter is how it was cut, which nothing tells of one rank.
+        one, two = (held["param"] if isinstance(held, dict) else held for held in both)
+        assert not list(value_differences(one, two, str(path)))
+
+
 def without_maps(run: Path, to: Path) -> Path:
     """Copy a checkpoint; of how its parameters are cut, only the lists are left."""
     shutil.copytree(run, to)
@@ -272,7 +318,7 @@ def without_maps(run: Path, to: Path) -> Path:
     return to
 
 
-@pytest.mark.parametrize("name", ["fewer-stages", "more-stages"])
+@pytest.mark.parametrize("name", ["fewer-stages", "more-stages", "told-both"])
 def test_a_pipeline_s_layers_are_put_together(name: str, places: Places, tmp_path: Path) -> None:
     """What an engine saved, and what was made of it for other stages, are the same model."""
     move = next(move for move in MOVES if move.name == name)

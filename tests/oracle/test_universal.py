@@ -4,9 +4,6 @@ Its converter knows nothing of ours: what it makes of our files must be what it 
 that the ranks saved. It is not an oracle under round robin, which it gets wrong without a word.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ import streamshard
 from streamshard.errors import UnsupportedError
 from tests.oracle.cases import FIRST_LIGHT
 from tests.oracle.conftest import Places
+from tests.oracle.universal import universal_of
 from tests.oracle.values import value_differences
 
 pytestmark = pytest.mark.engine
@@ -28,8 +26,8 @@ def test_universal_conversion_of_ours_and_of_the_saved_agree(
     name: str, light: Places, tmp_path: Path
 ) -> None:
     one = next(one for one in FIRST_LIGHT if one.name == name)
-    saved = _universal(light.source(one.case, one.source), tmp_path / "saved")
-    ours = _universal(light.out(one), tmp_path / "ours")
+    saved = universal_of(light.source(one.case, one.source), tmp_path / "saved")
+    ours = universal_of(light.out(one), tmp_path / "ours")
     with pytest.raises(UnsupportedError, match="a DeepSpeed universal checkpoint"):
         streamshard.inspect(ours)
     files = sorted(path.relative_to(saved) for path in (saved / "zero").rglob("*.pt"))
@@ -41,17 +39,3 @@ def test_universal_conversion_of_ours_and_of_the_saved_agree(
             continue  # the rest of one rank's optimizer file, compared elsewhere
         before, after = (torch.load(root / file, weights_only=False) for root in (saved, ours))
         assert list(value_differences(before, after, str(file))) == []
-
-
-def _universal(run_dir: Path, out: Path) -> Path:
-    tag = (run_dir / "latest").read_text()
-    command = [
-        *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"),
-        *("--input_folder", str(run_dir / tag), "--output_folder", str(out)),
-        *("--num_extract_workers", "1", "--num_merge_workers", "1"),
-    ]
-    done = subprocess.run(
-        command, env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return out

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -34,11 +35,15 @@ def whole(truth: Truth, run_dir: Path) -> Truth:
     first = min(tag.glob("*mp_rank_00_model_states.pt"))
     saved = torch.load(first, weights_only=False)
     info = saved.get("universal_checkpoint_info")
-    maps = {} if info is None else info["affine_map"]["params"]
-    shards = _shards_of_a_stage(saved)
+    ranks = saved["checkpoint_parallel_dimensions"]["tp_degree"]
+    # Of the stages of a pipeline that tells nothing, shards stay what they are: tensors.
+    shards = ranks if saved["module"] is None and info is None else 1
 
     def joined(tensors: Tensors) -> Tensors:
-        return {name: _join(name, parts, maps) for name, parts in _parts(tensors, shards).items()}
+        parts = _parts(tensors, shards)
+        if info is None:
+            return {name: _same(name, held) for name, held in parts.items()}
+        return {name: _join(name, held, info, ranks) for name, held in parts.items()}
 
     groups: dict[str, dict[str, Any]] = {}
     for group in truth.groups:
@@ -59,16 +64,8 @@ def whole(truth: Truth, run_dir: Path) -> Truth:
     )
 
 
-def _shards_of_a_stage(saved: Mapping[str, Any]) -> int:
-    """Count the tensor-parallel ranks of each stage, whose cut nothing tells: 1 without stages."""
-    return saved["checkpoint_parallel_dimensions"]["tp_degree"] if saved["module"] is None else 1
-
-
 def _parts(named: Mapping[str, Any], shards: int) -> dict[str, dict[int, Any]]:
-    """Return the parts of each name, by the number of the part.
-
-    Shards of a stage stay what they are: tensors of their own.
-    """
+    """Return the parts of each name, by the number of the part."""
     found: dict[str, dict[int, Any]] = defaultdict(dict)
     for name, value in named.items():
         match = _PART.fullmatch(name)
@@ -85,10 +82,22 @@ def _same(name: str, parts: Mapping[int, torch.Tensor]) -> torch.Tensor:
     return first
 
 
-def _join(name: str, parts: Mapping[int, torch.Tensor], maps: Mapping[str, Any]) -> torch.Tensor:
-    found = [held for pattern, held in maps.items() if re.match(pattern, name)]
-    if not found:
-        return _same(name, parts)
-    affine: Any = importlib.import_module("deepspeed.checkpoint.affine")
-    joined: torch.Tensor = affine.ParamAffineMap.from_dict(found[0]).rebuild(dict(parts))
+def _join(
+    name: str, parts: Mapping[int, torch.Tensor], info: Mapping[str, Any], ranks: int
+) -> torch.Tensor:
+    """Join the shards of a stage; where several stages have the tensor, theirs are equal."""
+    shards = [
+        _same(name, {part: held for part, held in parts.items() if part % ranks == rank})
+        for rank in range(ranks)
+    ]
+    universal: Any = importlib.import_module("deepspeed.checkpoint.ds_to_universal")
+    with TemporaryDirectory() as place:
+        for rank, shard in enumerate(shards):
+            of_rank = Path(place) / "slices" / name / str(rank)
+            of_rank.mkdir(parents=True)
+            for state in ("fp32", "exp_avg", "exp_avg_sq"):
+                torch.save(shard.flatten(), of_rank / f"{state}.00")
+        shapes = [shard.shape for shard in shards]
+        universal.merge_tp_slices(info, place, f"{place}/slices", ranks, (name, shapes))
+        joined: torch.Tensor = torch.load(f"{place}/{name}/fp32.pt")["param"]
     return joined

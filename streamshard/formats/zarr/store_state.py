@@ -11,6 +11,7 @@ from streamshard.formats.checkpoint import (
     Dropped,
     Family,
     FlatState,
+    LayerFile,
     ModuleEntry,
     OtherFile,
     ParamGroup,
@@ -30,7 +31,9 @@ VERSION: Final = 1
 _WEIGHTS_ONLY_VERSION: Final = 2
 """Version of a store without optimizer states. As version 1, older readers would take it for a
 checkpoint from before the first step."""
-VERSIONS: Final = (VERSION, _WEIGHTS_ONLY_VERSION)
+_LAYERS_VERSION: Final = 3
+"""Version of a store that has the tensors of a pipeline's layers, not the layers' files."""
+VERSIONS: Final = (VERSION, _WEIGHTS_ONLY_VERSION, _LAYERS_VERSION)
 """Versions that can be read."""
 
 _FLAT: Final = "flat"
@@ -45,6 +48,8 @@ ChunkShapes = Sequence[tuple[int, ...]]
 
 def version_of(checkpoint: Checkpoint) -> int:
     """Return the format version of a checkpoint's store."""
+    if checkpoint.layers:
+        return _LAYERS_VERSION
     return VERSION if checkpoint.dropped is None else _WEIGHTS_ONLY_VERSION
 
 
@@ -69,8 +74,9 @@ def dump(
         tensor = node.content.tensor
         return ("blob", node.dtype, node.numel, tensor if numbers is None else numbers[tensor])
 
-    # Present only if states were dropped, so that the format of all other stores is unchanged.
+    # Present only where they are needed, so that the format of all other stores is unchanged.
     dropped = {} if checkpoint.dropped is None else {"dropped": _values(checkpoint.dropped)}
+    layers = {"layers": list(map(_values, checkpoint.layers))} if checkpoint.layers else {}
     return inert_dump.dump(
         {
             "tag": checkpoint.tag,
@@ -84,6 +90,7 @@ def dump(
             "is_bf16": checkpoint.is_bf16,
             "accelerate_step": checkpoint.accelerate_step,
             **dropped,
+            **layers,
         },
         persistent_id,
     )
@@ -122,6 +129,7 @@ def load(data: bytes) -> tuple[Checkpoint, ChunkShapes]:
             is_bf16=root["is_bf16"] is True,
             accelerate_step=_optional_count(root["accelerate_step"]),
             dropped=_dropped(*root["dropped"]) if "dropped" in root else None,
+            layers=tuple(_layer(*values) for values in root.get("layers", ())),
         )
         require_consistent(checkpoint)
         for dtype, numel, tensor in blobs:
@@ -300,6 +308,12 @@ def _file(path: Node, mode: Node) -> OtherFile:
     if not names.is_inside(_text(path)):
         raise CorruptFileError(f"file {show(path)} leads out of the checkpoint")
     return OtherFile(path, _count(mode) & 0o777)
+
+
+def _layer(name: Node, state: Node) -> LayerFile:
+    if not names.is_name(_text(name)):
+        raise CorruptFileError(f"{show(name)} is not the name of a layer's file")
+    return LayerFile(name, _mapping(state))
 
 
 def _tag(value: Node) -> str:

@@ -30,6 +30,8 @@ class Pipeline:
     stages: int = STAGES
     extra: bool = False
     """Whether there is a third layer of the smallest parameters, so that three stages have some."""
+    told: bool = False
+    """Whether the ranks of a stage share one model's hidden units, and their files tell how."""
 
     def config(self) -> Mapping[str, Any]:
         """Return how many micro-batches a step is."""
@@ -43,7 +45,7 @@ class Pipeline:
         pipe: Pipe = importlib.import_module("deepspeed.pipe")
         topology: Any = importlib.import_module("deepspeed.runtime.pipe.topology")
         replicas = distributed.get_world_size() // (self.stages * self.tensor)
-        if self.tensor == 1:
+        if self.tensor == 1 and not self.told:
             grid = topology.PipeDataParallelTopology(self.stages, replicas)
         else:
             grid = topology.PipeModelDataParallelTopology(self.stages, self.tensor, replicas)
@@ -57,12 +59,14 @@ class Pipeline:
             seed_layers=True,
             base_seed=1000 * seed,
         )
-        if self.tensor > 1:
+        if self.told:
+            _divide(model, self.tensor)
+        elif self.tensor > 1:
             _join(model)
         return initialize(case, model, case.groups(model, scale))
 
     def _layers(self, pipe: Pipe) -> list[object]:
-        block = Block if self.tensor == 1 else SharedBlock
+        block = SharedBlock if self.told or self.tensor > 1 else Block
         return [
             pipe.TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH),
             pipe.LayerSpec(Scale),
@@ -152,6 +156,39 @@ def _join(model: Pipe) -> None:
                 layer.down.weight.div_(3 + grid.get_slice_parallel_rank())
 
 
+def _divide(model: Pipe, ranks: int) -> None:
+    """Give each rank of a stage its part of the hidden units, and tell the engine how."""
+    grid = model.mpu()
+    for layer in model.modules():
+        if isinstance(layer, SharedBlock):
+            layer.group = grid.get_slice_parallel_group() if ranks > 1 else None
+            cuts = ((layer.up, "weight", 0), (layer.up, "bias", 0), (layer.down, "weight", 1))
+            for held, name, dimension in cuts:
+                whole = getattr(held, name).detach()
+                own = whole.tensor_split(ranks, dimension)[grid.get_slice_parallel_rank()]
+                setattr(held, name, nn.Parameter(own.clone()))
+                # So that the norm for clipping counts the gradients of all ranks.
+                getattr(held, name).tensor_model_parallel = True
+    if ranks > 1:
+        # As Megatron does, which gives it to `save_checkpoint` in its client state.
+        model.universal_checkpoint_info = CUT
+
+
+CUT = {
+    "tp_replicated_parameter_patterns": [
+        r"tied_modules\.embed\.weight",
+        r"\d+\.gain",
+        r"\d+\.mix",
+        r"\d+\.norm\.weight",
+        r"\d+\.norm\.bias",
+        r"\d+\.weight",
+        r"\d+\.bias",
+    ],
+    "parameter_with_row_parallelism_patterns": [r"\d+\.down\.weight"],
+}
+"""What is not in the lists is cut along its first dimension."""
+
+
 class _Spread(torch.autograd.Function):
     """The same value for all ranks; the gradients of all come back."""
 
@@ -179,5 +216,6 @@ class _Sum(torch.autograd.Function):
 
 def _summed(value: torch.Tensor, group: Group) -> torch.Tensor:
     total = value.clone()
-    distributed.all_reduce(total, group=group)
+    if group is not None:
+        distributed.all_reduce(total, group=group)
     return total

@@ -220,8 +220,6 @@ def _require_plain(checkpoint: Checkpoint) -> None:
         what = "is no whole checkpoint of DeepSpeed"
     elif not checkpoint.layout.stage:
         what = "was saved without ZeRO (stage 0), whose optimizer does not name its parameters"
-    elif checkpoint.dropped is not None:
-        what = "holds weights only"
     elif any(f.model_state.get(names.EXPERT_COUNTS) for f in families) or any(
         group.expert_parallel > 1 for family in families for group in family.groups
     ):
