@@ -386,29 +386,33 @@ def on_sequences(run: Path) -> None:
     edit_optimizers(run, lambda content: content["ds_config"].update(mesh))
 
 
-def of_megatron(run: Path) -> None:
-    """Add what Megatron-DeepSpeed keeps beside its optimizer."""
-    info = {"universal_checkpoint_info": {"vocabulary_parameter_patterns": ["embed"]}}
-    edit_optimizers(run, lambda content: content["optimizer_state_dict"].update(info))
-
-
 def edit_optimizers(run: Path, change: Edit) -> None:
     for path in (run / TAG).glob("*_optim_states.pt"):
         edit(path, change)
 
 
-@pytest.mark.parametrize(
-    ("change", "world_size", "message"),
-    [
-        (on_sequences, 8, "was trained on sequences cut among ranks"),
-        (of_megatron, 8, "was trained by Megatron-DeepSpeed, whose rules are not known here"),
-    ],
-)
-def test_rules_that_are_not_known_are_refused_by_name(
-    tmp_path: Path, change: Callable[[Path], None], world_size: int, message: str
-) -> None:
-    run = write(TWO, tmp_path / "run")
-    change(run)
+def write_telling(job: TensorJob, run: Path) -> Path:
+    """Save a job whose parameters have in an attribute how they are cut, so that it is in both."""
+    write(job, run)
+    told = job.client_state.get("universal_checkpoint_info")
+    if told is not None:
+        info = {"universal_checkpoint_info": told}
+        edit_optimizers(run, lambda content: content["optimizer_state_dict"].update(info))
+    return run
+
+
+def test_what_the_optimizer_tells_of_the_cut_becomes_the_target_s(tmp_path: Path) -> None:
+    run = write_telling(TWO, tmp_path / "run")
+    for degree in (1, 3):
+        wanted = write_telling(with_degree(TWO, degree, 1), tmp_path / f"wanted-{degree}")
+        like, out = None if degree == 1 else wanted, tmp_path / f"out-{degree}"
+        streamshard.repartition(run, out, world_size=degree, tensor_parallel=degree, like=like)
+        compare(out / TAG, wanted / TAG)
+
+
+def test_sequences_cut_among_ranks_are_refused_by_name(tmp_path: Path) -> None:
+    run, world_size, message = tmp_path / "run", 8, "was trained on sequences cut among ranks"
+    on_sequences(write(TWO, run))
     with pytest.raises(UnsupportedError, match=f"{message}: .*{AS_SAVED}"):
         streamshard.repartition(run, tmp_path / "out", world_size=world_size, tensor_parallel=1)
     with pytest.raises(UnsupportedError, match=rf"{message}: .*streamshard\.open reads its parts"):

@@ -369,6 +369,20 @@ def test_a_store_of_another_tensor_parallel_degree(tmp_path: Path, tensor: int) 
     assert found["1.up"].tolist() == TWO.values("fp32", "1.up").tolist()
 
 
+def test_a_vocabulary_keeps_its_padding(tmp_path: Path) -> None:
+    job = replace(TWO, tensor=2, cuts=CUTS, shared=(("embed", (("weight", (8, 2)), SHARED[1])),))
+    padded = replace(job, tensor=1, shared=(("embed", (("weight", (9, 2)), SHARED[1])),))
+    run, like = write_pipe(job, tmp_path / "run"), write_pipe(padded, tmp_path / "like")
+    words = {"vocabulary_parameter_patterns": [r"tied_modules.embed.weight"]}
+    for path in (run / TAG).glob("mp_rank_*"):
+        edit(path, lambda held: held["universal_checkpoint_info"].update(words))
+    with pytest.raises(DisagreementError, match=r"8 rows, in .* 9\. .*divisible-by 8\), save"):
+        streamshard.repartition(run, tmp_path / "out", world_size=2, tensor_parallel=1, like=like)
+    # What the message advises.
+    like = write_pipe(replace(job, tensor=1), tmp_path / "as-many")
+    streamshard.repartition(run, tmp_path / "out", world_size=2, tensor_parallel=1, like=like)
+
+
 def drifted_bias(run: Path) -> None:
     edit(layer_file(run, 3, 1), lambda held: held["bias"].add_(1))
 

@@ -25,6 +25,7 @@ _AVERAGED: Final = "parameter_to_average_patterns"
 _HALVES: Final = "parameter_with_2_sub_params_cat_dim_0"
 _ROWS: Final = "parameter_with_row_parallelism_patterns"
 _SUBS: Final = "parameter_with_sub_params"
+_VOCABULARY: Final = "vocabulary_parameter_patterns"
 WIDTHS: Final = "sub_param_shard_widths"
 """Pattern → for each sub-parameter, the widths of the ranks' parts."""
 _VERSION: Final = "universal_checkpoint_version"
@@ -61,9 +62,9 @@ class Categories:
         if not isinstance(self._version, int | float) or self._version > _NEWEST:
             message = f"'{names.UNIVERSAL_INFO}' of version {show(self._version)}"
             raise UnsupportedError(f"{message}, not {_NEWEST} or earlier; use a newer streamshard")
-        self._replicated, self._averaged, self._halves, self._rows = (
+        self._replicated, self._averaged, self._halves, self._rows, self._vocabulary = (
             NamePatterns([(pattern, True) for pattern in _listed(info, key)])
-            for key in (_REPLICATED, _AVERAGED, _HALVES, _ROWS)
+            for key in (_REPLICATED, _AVERAGED, _HALVES, _ROWS, _VOCABULARY)
         )
         self._subs = NamePatterns((subs.pattern, subs) for subs in _sub_params(info))
         self._widths = by_pattern(info, WIDTHS)
@@ -98,6 +99,10 @@ class Categories:
             patterns.find(name)
             for patterns in (self._replicated, self._averaged, self._halves, self._subs)
         )
+
+    def is_vocabulary(self, name: str) -> bool:
+        """Tell whether a parameter has a row for each word, and more for padding."""
+        return bool(self._vocabulary.find(name))
 
     def _cut(self, name: str, held: Sequence[Shape]) -> ModelCut:
         if self._replicated.find(name):

@@ -16,6 +16,7 @@ from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
     degrees_of,
 )
 from streamshard.formats.deepspeed.read.fingerprints import fingerprint
+from streamshard.formats.pickle.inert import Node
 from streamshard.layout.model_cut import ModelCut, Shape, split_cut, whole_cut
 
 _TRAINED = "param"
@@ -162,6 +163,10 @@ class ModelParts:
             and cuts.is_default(name)
         ]
 
+    def is_vocabulary(self, name: str) -> bool:
+        """Tell whether lists say that a tensor has a row for each word, and more for padding."""
+        return isinstance(self._cuts, Categories) and self._cuts.is_vocabulary(name)
+
     def shards(self, name: str) -> Mapping[int, Shape]:
         """Return the shape that a tensor has on each tensor-parallel rank of a stage.
 
@@ -191,6 +196,22 @@ class ModelParts:
         return split_cut((sum(widths),), 0, widths).spread(
             [m % len(ranks) if m in held.shapes else None for m in range(count)]
         )
+
+
+def telling(optimizer_file: Mapping[str, Node], info: Node) -> Mapping[str, Node]:
+    """Return an optimizer's file with what it is to hold of how parameters are cut.
+
+    DeepSpeed saves there what a parameter has in an attribute of that name, as model files hold it
+    (`_enable_universal_checkpoint` of `deepspeed/runtime/zero/stage_1_and_2.py`, 0.19.8).
+
+    Parameters
+    ----------
+    info
+        None for nothing.
+    """
+    state = {k: v for k, v in optimizer_file[names.OPTIMIZER].items() if k != names.UNIVERSAL_INFO}
+    told = {} if info is None else {names.UNIVERSAL_INFO: info}
+    return {**optimizer_file, names.OPTIMIZER: {**state, **told}}
 
 
 def _place(kind: str, group: int | None) -> str:
@@ -228,8 +249,6 @@ def _require_plain(checkpoint: Checkpoint) -> None:
         what = "was trained on sequences cut among ranks"
     elif any(family.is_muon(group) for family in families for group in family.groups):
         what = "was trained with Muon, whose momentum is orthogonal for each rank's own matrix"
-    elif any(names.UNIVERSAL_INFO in f.optimizer_file[names.OPTIMIZER] for f in families):
-        what = "was trained by Megatron-DeepSpeed, whose rules are not known here"
     elif any(entry.kind in ("extra", "excluded") for entry in _entries(checkpoint)):
         what = "was saved without frozen weights, or with entries of the module that are no tensors"
     if what is not None:

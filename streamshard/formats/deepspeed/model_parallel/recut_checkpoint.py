@@ -29,7 +29,7 @@ from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
     is_pipeline,
     layer_numbers,
 )
-from streamshard.formats.deepspeed.model_parallel.parts import ModelParts
+from streamshard.formats.deepspeed.model_parallel.parts import ModelParts, telling
 from streamshard.formats.deepspeed.read.family import optimizer_tensors
 from streamshard.formats.deepspeed.read.fingerprints import fingerprint
 from streamshard.formats.deepspeed.read.module_reader import CUT_KEYS
@@ -305,8 +305,20 @@ class _Building:
         try:
             return recut(theirs, number, mine)
         except NotTiledError as error:
-            message = f"'{name}' is not the same tensor as in {LIKE}"
-            raise DisagreementError(f"{message}: {error}") from error
+            message = f"'{name}' is not the same tensor as in {LIKE}: {error}"
+            if self._parts.is_vocabulary(name) or self._like.is_vocabulary(name):
+                message = self._of_vocabulary(name, mine.shape[0], theirs.shape[0])
+            raise DisagreementError(message) from error
+
+    def _of_vocabulary(self, name: str, rows: int, others: int) -> str:
+        """Say how the target job gets as many rows. DeepSpeed's converter fills zeros in."""
+        each, rest = divmod(rows, self._like.degrees.tensor)
+        option = "" if rest else f" (Megatron-DeepSpeed: --make-vocab-size-divisible-by {each})"
+        return (
+            f"'{name}' has {rows:,} rows, in {LIKE} {others:,}. A vocabulary keeps the rows that "
+            f"it is padded with, as they are trained like all others. Let that job pad it to "
+            f"{rows:,} rows{option}, save once more, and give that"
+        )
 
     def _add(self, tensor: LogicalTensor, one: Recut | None) -> None:
         rows = []
@@ -329,7 +341,9 @@ class _Building:
         # In DeepSpeed's own order; what the user saved comes behind.
         order = [*(key for key in like.model_state if key in merged or key in own), *merged]
         model = {key: own.get(key, merged.get(key)) for key in dict.fromkeys(order)}
-        held = [{**root, **self._config(root)} for root in (model, optimizer)]
+        told = like.optimizer_file[names.OPTIMIZER].get(names.UNIVERSAL_INFO)
+        roots = model, telling(optimizer, told)
+        held = [{**root, **self._config(root)} for root in roots]
         made = copied((held[0], held[1]), lambda storage: self._blob(storage, like.name))
         return made[0], made[1]
 

@@ -16,7 +16,7 @@ from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
     TENSOR_PARALLEL,
     is_pipeline,
 )
-from streamshard.formats.deepspeed.model_parallel.parts import ModelParts
+from streamshard.formats.deepspeed.model_parallel.parts import ModelParts, telling
 from streamshard.formats.deepspeed.model_parallel.pipeline_layers import in_order, order_of
 from streamshard.formats.pickle.inert import Node
 from streamshard.layout.model_cut import Shape
@@ -74,6 +74,8 @@ def made_parts(
         if info is not None or key != names.UNIVERSAL_INFO
     }
     config = _config(checkpoint.config, count)
+    has_told = names.UNIVERSAL_INFO in like.optimizer_file[names.OPTIMIZER]
+    optimizer = telling(like.optimizer_file, info if has_told else None)
     families, tensors = [], []
     for rank in range(count):
         name = names.family(rank) if count > 1 else ""
@@ -87,7 +89,7 @@ def made_parts(
                 name=name,
                 module=tuple(entries),
                 model_state=state,
-                optimizer_file={**like.optimizer_file, names.DS_CONFIG: config},
+                optimizer_file={**optimizer, names.DS_CONFIG: config},
             )
         )
         tensors += [
