@@ -175,6 +175,15 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def numbers(text: str) -> tuple[int, ...]:
+    """Read a list of numbers: 0,4,7."""
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError as error:
+        message = f"{text!r} is not a list of numbers, such as 0,4,7"
+        raise argparse.ArgumentTypeError(message) from error
+
+
 def duration(text: str) -> timedelta:
     """Read a time: 90m, 2h, 7d."""
     try:

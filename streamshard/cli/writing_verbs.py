@@ -5,6 +5,7 @@ import argparse
 from streamshard.cli.options import (
     add_moving_options,
     add_resource_options,
+    numbers,
     size,
 )
 from streamshard.cli.verbs import SOURCE_HELP, Verbs, add_verb
@@ -70,6 +71,12 @@ def _add_degrees(verb: argparse.ArgumentParser, of_what: str) -> None:
         type=int,
         metavar="P",
         help=f"{of_what}, how many stages share the layers; as above [the source's]",
+    )
+    verb.add_argument(
+        "--stages",
+        type=numbers,
+        metavar="LIST",
+        help="first layer of each of these stages, in place of --like: 0,4,7 [what --like tells]",
     )
 
 

@@ -58,6 +58,7 @@ class RepartitionOptions(TransferOptions):
     world_size: int | None = None
     tensor_parallel: int | None = None
     pipeline_parallel: int | None = None
+    stages: Sequence[int] | None = None
     expert_parallel: int | None = None
     cut_rules_file: Path_ | None = None
     zero_stage: int | None = None
@@ -72,6 +73,7 @@ class ConvertOptions(TransferOptions):
     chunk_size: int = DEFAULT_CHUNK_BYTES
     tensor_parallel: int | None = None
     pipeline_parallel: int | None = None
+    stages: Sequence[int] | None = None
     cut_rules_file: Path_ | None = None
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ import zarr
 from safetensors.torch import load_file
 
 import streamshard
+from streamshard.errors import UnsupportedError
 from tests.fabricated import edit
 from tests.oracle.compare import close, differences
 from tests.oracle.files import file_differences
@@ -74,6 +75,15 @@ def _pipe(stages: int, dtype: str = "fp32") -> Case:
     return _case(f"p{stages}-{dtype}", 1, dtype, Pipeline(stages=stages, extra=True))
 
 
+def _with_norms(stages: int) -> Case:
+    return _case(f"p{stages}-norms", 1, "bf16", Pipeline(stages=stages, norms=True))
+
+
+def _by_scales(stages: int) -> Case:
+    grid = Pipeline(stages=stages, extra=True, method="type:scale")
+    return _case(f"p{stages}-by-scales", 1, "bf16", grid)
+
+
 def _shared_pipe(stages: int) -> Case:
     return _case(f"p{stages}-t2", 1, "bf16", Pipeline(stages=stages, tensor=2, extra=True))
 
@@ -119,6 +129,9 @@ MOVES = [
         {**tensor(3), **pipeline(1)},
     ),
     Move("more-stages", _pipe(2, "bf16"), 4, _pipe(3, "bf16"), 3, pipeline(3)),
+    Move("stages-by-scales", _pipe(2, "bf16"), 4, _by_scales(3), 3, pipeline(3)),
+    Move("one-stage", _pipe(3), 3, _pipe(1), 2, pipeline(1)),
+    Move("shared-norms", _with_norms(2), 2, _with_norms(1), 2, pipeline(1)),
 ]
 MOVES += [
     Move(
@@ -308,6 +321,38 @@ def test_deepspeed_s_own_conversion_makes_the_same_of_both(
         # Beside a parameter is how it was cut, which nothing tells of one rank.
         one, two = (held["param"] if isinstance(held, dict) else held for held in both)
         assert not list(value_differences(one, two, str(path)))
+
+
+@pytest.mark.parametrize(
+    ("name", "starts"),
+    [
+        ("fewer-stages", [0, 5]),
+        ("one-stage", [0]),
+        ("shared-norms", [0]),
+        ("stages-of-two", [0]),
+        ("stages-by-scales", [0, 4, 6]),
+    ],
+)
+def test_a_list_of_first_layers_does_as_well_as_a_reference(
+    name: str, starts: list[int], places: Places, tmp_path: Path
+) -> None:
+    move = next(move for move in MOVES if move.name == name)
+    out = tmp_path / "out"
+    streamshard.repartition(
+        places.source(move), out, world_size=move.target_ranks, stages=starts, verify=True
+    )
+    tag = (out / "latest").read_text()
+    assert file_differences(out / tag, places.out(move) / tag) == []
+
+
+def test_what_a_layer_without_a_file_uses_is_not_known(places: Places, tmp_path: Path) -> None:
+    """Layer 3 is a function of its own. As far as files tell, it could be one of the embedding."""
+    move = next(move for move in MOVES if move.name == "more-stages")
+    message = r"not known which of layers 0, 3 use 'tied_modules\.embed'"
+    with pytest.raises(UnsupportedError, match=message):
+        streamshard.repartition(
+            places.source(move), tmp_path / "out", world_size=3, stages=[0, 3, 6]
+        )
 
 
 def without_maps(run: Path, to: Path) -> Path:

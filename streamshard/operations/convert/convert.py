@@ -33,7 +33,7 @@ def plan_convert(source: Path_, target: Path_, options: ConvertOptions) -> Trans
         `none`, `lz4` or `zstd`.
     chunk_size
         Bytes per chunk at most, before compression.
-    tensor_parallel, pipeline_parallel, cut_rules_file
+    tensor_parallel, pipeline_parallel, stages, cut_rules_file
         Degrees of the job that the store holds a checkpoint of, by default the source's; see
         `plan_repartition`. At a tensor parallel degree of 1 its arrays are whole tensors.
     source_ds_config_file, like
@@ -66,7 +66,14 @@ def _prepare(options: ConvertOptions, opened: Source) -> Output:
     """Decide what the store holds: the source's parts of the model, or those of other degrees."""
     rules_file = options.cut_rules_file
     rules = read_rules(as_path(rules_file) if rules_file else None)
-    cut_anew = at_degrees(opened, options.tensor_parallel, options.pipeline_parallel, rules)
+    cut_anew = at_degrees(
+        opened,
+        options.tensor_parallel,
+        options.pipeline_parallel,
+        rules,
+        stages=options.stages,
+        if_needed=options.if_needed,
+    )
     opened.require_use_of_like(needed=cut_anew is not None)
     if cut_anew is None:
         return store_output(opened, verb="convert", options=options)
@@ -74,7 +81,7 @@ def _prepare(options: ConvertOptions, opened: Source) -> Output:
     own = {"--cut-rules": rules.text} if rules else {}
     return replace(
         output,
-        options={**output.options, **cut_anew.degrees.options, **own},
+        options={**output.options, **cut_anew.options, **own},
         source_world_size=opened.checkpoint.ranks,
         check=cut_anew.require_equal_copies,
     )

@@ -1,4 +1,4 @@
-"""Takes a checkpoint to other tensor and pipeline parallel degrees, as a reference has them."""
+"""Takes a checkpoint to other tensor and pipeline parallel degrees."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +38,13 @@ from streamshard.formats.deepspeed.model_parallel.recut_checkpoint import (
     copies_in_parts,
     recut_checkpoint,
 )
+from streamshard.formats.deepspeed.model_parallel.stage_starts import (
+    STAGES,
+    count_stages,
+    have_equal_stages,
+    listed,
+    with_stages,
+)
 from streamshard.formats.deepspeed.model_parallel.whole_model import whole_model
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.node_checks import of_file
@@ -71,6 +78,14 @@ class OtherDegrees:
     copies: CopiesInParts
     layers: Sequence[LayerCopy] = ()
     """What the files of a pipeline's layers must have in common with others."""
+    stages: Sequence[int] | None = None
+    """First layers of the target's stages, if they were given."""
+
+    @property
+    def options(self) -> dict[str, str]:
+        """The options that ask for this."""
+        stages = {} if self.stages is None else {STAGES: listed(self.stages)}
+        return {**self.degrees.options, **stages}
 
     def require_config(self, wanted: ds_config.Config | None) -> None:
         """Refuse a config of a job with another tensor parallel degree (AutoTP).
@@ -137,6 +152,10 @@ def at_degrees(
     tensor_parallel: int | None,
     pipeline_parallel: int | None,
     rules: CutRules | None = None,
+    *,
+    stages: Sequence[int] | None = None,
+    expert_parallel: int | None = None,
+    if_needed: bool = False,
 ) -> OtherDegrees | None:
     """Cut a checkpoint anew, if a job is to resume at other degrees than those that saved it.
 
@@ -144,23 +163,27 @@ def at_degrees(
     ----------
     rules
         How both jobs cut parameters; None for what their files tell.
+    stages
+        First layer of each stage of that job; None for what a reference checkpoint tells.
+    expert_parallel
+        Count of ranks over which that job's experts are to be spread, if that is asked for too.
+    if_needed
+        Whether the stages may be those of the source.
 
     Raises
     ------
     UsageError
-        There is no reference checkpoint, or it is of other degrees.
+        There is no reference checkpoint, or it is of other degrees; or the stages are none, or
+        those of the source.
     UnsupportedError, DisagreementError
         The checkpoint, or the reference, cannot be cut anew; the message says why.
     """
+    if stages is not None:
+        pipeline_parallel = count_stages(stages, pipeline_parallel)
     if tensor_parallel is None and pipeline_parallel is None:
         _require_no_rules(rules)
         return None
-    for flag, degree in (("tensor", tensor_parallel), ("pipeline", pipeline_parallel)):
-        if degree is not None and degree < 1:
-            raise UsageError(f"--{flag}-parallel {degree}: at least one rank is needed")
-    if opened.kind not in ("native", "store"):
-        message = f"{opened.path}: only what an engine saved can be cut for other degrees, and this"
-        raise UnsupportedError(f"{message} is neither its files nor a store of them")
+    _require_ranks(opened, tensor_parallel, pipeline_parallel)
     note_checksums(opened)
     with of_file(opened.path):
         own = degrees_of(opened.checkpoint)
@@ -168,16 +191,79 @@ def at_degrees(
         keeps_shards = wanted.tensor == own.tensor
         if keeps_shards:
             _require_no_rules(rules)
-        if wanted == own:
+        if stages is not None:
+            _require_use_of_stages(opened, stages, wanted, keeps_shards=keeps_shards)
+        elif wanted == own and not _has_other_stages(opened):
             return None
-        if opened.is_elastic:
-            message = "saved with elastic_checkpoint, whose --like supplies hyper-parameters"
-            raise UnsupportedError(f"{message}: its degrees cannot change")
+        _require_changeable(opened, wanted, own, expert_parallel)
         laid = Layered(opened)
         if is_pipeline(opened.checkpoint) and not (keeps_shards and not opened.checkpoint.layers):
             laid = layered(opened)
         parts = ModelParts(laid.source.checkpoint, rules, keeps_shards=keeps_shards)
-    return _recut(laid, parts, _target_parts(laid.source, parts, wanted, rules))
+    if stages is None:
+        return _recut(laid, parts, _target_parts(laid.source, parts, wanted, rules))
+    like = _parts_of_stages(opened, parts, stages)
+    if not have_equal_stages(like.checkpoint, opened.checkpoint):
+        return replace(_recut(laid, parts, like), stages=stages)
+    if if_needed:
+        return None
+    message = f"{opened.path}: {STAGES} {listed(stages)}: there its stages begin already"
+    raise UsageError(f"{message}; leave it out")
+
+
+def _require_ranks(opened: Source, *degrees: int | None) -> None:
+    """Refuse impossible degrees, and sources that have none."""
+    for flag, degree in zip(("tensor", "pipeline"), degrees, strict=True):
+        if degree is not None and degree < 1:
+            raise UsageError(f"--{flag}-parallel {degree}: at least one rank is needed")
+    if opened.kind not in ("native", "store"):
+        message = f"{opened.path}: only what an engine saved can be cut for other degrees, and this"
+        raise UnsupportedError(f"{message} is neither its files nor a store of them")
+
+
+def _require_changeable(
+    opened: Source, wanted: Degrees, own: Degrees, expert_parallel: int | None
+) -> None:
+    if expert_parallel is not None:
+        message = f"--expert-parallel {expert_parallel} with {wanted}: experts are spread anew"
+        raise UnsupportedError(f"{message} only at the other degrees of the source, {own}")
+    if opened.is_elastic:
+        message = "saved with elastic_checkpoint, whose --like supplies hyper-parameters"
+        raise UnsupportedError(f"{message}: its degrees cannot change")
+
+
+def _has_other_stages(opened: Source) -> bool:
+    """Tell whether a reference checkpoint is of a pipeline whose stages begin elsewhere."""
+    own, like = opened.checkpoint, opened.like
+    if like is None or not (is_pipeline(own) and is_pipeline(like)):
+        return False
+    return not have_equal_stages(own, like)
+
+
+def _require_use_of_stages(
+    opened: Source, stages: Sequence[int], wanted: Degrees, *, keeps_shards: bool
+) -> None:
+    """Refuse a list of stages where there are none, or where it does not tell all."""
+    asked = f"{opened.path}: {STAGES} {listed(stages)}"
+    if not is_pipeline(opened.checkpoint):
+        raise UsageError(f"{asked}: but it is not of a pipeline (PipelineModule); leave it out")
+    if opened.like is not None:
+        raise UsageError(f"{asked}: {LIKE} tells that too; give one of them")
+    if not keeps_shards:
+        message = f"{asked}: does not tell how tensor-parallel ranks of a job with {wanted} cut"
+        raise UsageError(f"{message} tensors. {_instead(stages)}")
+
+
+def _parts_of_stages(opened: Source, parts: ModelParts, stages: Sequence[int]) -> ModelParts:
+    try:
+        with of_file(opened.path):
+            return with_stages(parts, stages)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{error}. {_instead(stages)}") from error
+
+
+def _instead(stages: Sequence[int]) -> str:
+    return f"In place of {STAGES}, say --pipeline-parallel {len(stages)}, and {_SUPPLY}"
 
 
 def _require_no_rules(rules: CutRules | None) -> None:
@@ -283,7 +369,9 @@ def _target_parts(
             if found is not None:
                 return found
         message = f"{opened.path}: saved with {parts.degrees}, and nothing tells how a job with"
-        raise UsageError(f"{message} {wanted} cuts the model: {_SUPPLY}")
+        is_told_by_list = is_pipeline(opened.checkpoint) and wanted.tensor == parts.degrees.tensor
+        hint = f"; or list with {STAGES} the first layer of each stage" if is_told_by_list else ""
+        raise UsageError(f"{message} {wanted} cuts the model: {_SUPPLY}{hint}")
     try:
         checkpoint = opened.like
         if opened.checkpoint.layers and opened.reference is not None:

@@ -42,6 +42,9 @@ def plan_repartition(source: Path_, target: Path_, options: RepartitionOptions) 
     tensor_parallel, pipeline_parallel
         Degrees of the job that resumes, by default the source's. For others `like` must be a
         checkpoint that this job saved, which tells how it cuts the model.
+    stages
+        First layer of each stage of that job, ascending from 0, such as ``[0, 4, 7]``. With it the
+        stages of a pipeline change without `like`, where files tell what each of them has.
     expert_parallel
         Count of these ranks over which experts are spread, which divides both; by default as many
         as in the source. For ZeRO stages 1 and 2, with DeepSpeed's own `MoE` layers.
@@ -110,7 +113,15 @@ def _prepare(
     world_size = _own_world_size(opened) if options.world_size is None else options.world_size
     rules_file = options.cut_rules_file
     rules = read_rules(as_path(rules_file) if rules_file else None)
-    degrees = at_degrees(opened, options.tensor_parallel, options.pipeline_parallel, rules)
+    degrees = at_degrees(
+        opened,
+        options.tensor_parallel,
+        options.pipeline_parallel,
+        rules,
+        stages=options.stages,
+        if_needed=options.if_needed,
+        expert_parallel=options.expert_parallel,
+    )
     found = resharding_of(
         opened,
         world_size,
@@ -133,7 +144,7 @@ def _prepare(
             "--tag": checkpoint.tag,
             "--world-size": str(world_size),
             **({"--expert-parallel": str(experts)} if found.spreads_experts else {}),
-            **({} if degrees is None else degrees.degrees.options),
+            **({} if degrees is None else degrees.options),
             **({} if rules is None else {"--cut-rules": rules.text}),
             "--zero-stage": str(stage),
             "--ds-config": digest_of_settings(shaping),

@@ -57,6 +57,10 @@ def _texts(value: object) -> bool:
     return isinstance(value, list) and all(map(_text, value))
 
 
+def _counts(value: object) -> bool:
+    return isinstance(value, list) and all(map(_count, value))
+
+
 def _flag(value: object) -> bool:
     return isinstance(value, bool)
 
@@ -71,6 +75,7 @@ _CHECKS: Final[Mapping[Any, Check]] = {
     str: _text,
     Sequence[str]: _texts,
     int | None: _or_none(_count),
+    Sequence[int] | None: _or_none(_counts),
     str | None: _or_none(_text),
     Path_ | None: _or_none(_path),
 }

@@ -32,6 +32,10 @@ class Pipeline:
     """Whether there is a third layer of the smallest parameters, so that three stages have some."""
     told: bool = False
     """Whether the ranks of a stage share one model's hidden units, and their files tell how."""
+    norms: bool = False
+    """Whether layers share two norms too, one of which the second stage alone has."""
+    method: str = "uniform"
+    """How layers are put on stages; by default as many on each."""
 
     def config(self) -> Mapping[str, Any]:
         """Return how many micro-batches a step is."""
@@ -54,9 +58,9 @@ class Pipeline:
             self._layers(pipe),
             topology=grid,
             loss_fn=_loss,
-            # The same number of layers on each stage.
-            partition_method="uniform",
+            partition_method=self.method,
             seed_layers=True,
+            seed_fn=_seed,
             base_seed=1000 * seed,
         )
         if self.told:
@@ -67,8 +71,14 @@ class Pipeline:
 
     def _layers(self, pipe: Pipe) -> list[object]:
         block = SharedBlock if self.told or self.tensor > 1 else Block
+
+        def norm(key: str) -> list[object]:
+            tied = {"tied_weight_attr": ["weight", "bias"]}
+            return [pipe.TiedLayerSpec(key, nn.LayerNorm, WIDTH, **tied)] if self.norms else []
+
         return [
             pipe.TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH),
+            *norm("norm"),
             pipe.LayerSpec(Scale),
             pipe.LayerSpec(block),
             _double,
@@ -76,6 +86,8 @@ class Pipeline:
             # Here the second stage begins.
             pipe.LayerSpec(block),
             pipe.LayerSpec(Scale),
+            *norm("behind"),
+            *norm("norm"),
             pipe.LayerSpec(nn.LayerNorm, WIDTH),
             pipe.TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH, forward_fn=_logits),
         ]
@@ -89,6 +101,11 @@ class Pipeline:
     def finish(self, engine: Engine) -> None:
         """End the engine."""
         finish(engine)
+
+
+def _seed(seed: int) -> None:
+    # DeepSpeed's own function fails where layers were counted with NumPy.
+    torch.manual_seed(int(seed))
 
 
 def _double(hidden: torch.Tensor) -> torch.Tensor:

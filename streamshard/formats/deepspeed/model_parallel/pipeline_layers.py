@@ -146,6 +146,16 @@ def as_one_module(checkpoint: Checkpoint) -> Checkpoint:
     )
 
 
+def beginning_of(name: str) -> str | None:
+    """Return the number or the key with which the name of a layer's tensor begins, if it does.
+
+    >>> beginning_of("12.bias"), beginning_of("tied_modules.embed.weight"), beginning_of("bias")
+    ('12.', 'tied_modules.embed.', None)
+    """
+    match = _PREFIX.match(name)
+    return None if match is None else match[1]
+
+
 def in_order(entries: Sequence[ModuleEntry]) -> tuple[ModuleEntry, ...]:
     """Sort entries as the state dict of a pipeline on one stage has them."""
     return tuple(sorted(entries, key=lambda entry: order_of(entry.name)))
@@ -192,8 +202,8 @@ class _OneRank:
             listed = family.model_state.get(names.BUFFER_NAMES) or []
             self._buffers |= dict.fromkeys(listed)
             for name in (*trained, *listed):
-                if match := _PREFIX.match(name):
-                    self._known[match[1]].setdefault(name, number)
+                if beginning := beginning_of(name):
+                    self._known[beginning].setdefault(name, number)
         self._module: dict[str, Node] = {}
         """The state dict of the whole module."""
         self._taken: list[tuple[_File, str | None, Mapping[str, Node]]] = []
@@ -308,8 +318,7 @@ class _OneRank:
 
     def _owner(self, name: str) -> int:
         """Return the family of the first stage that lists a tensor of the same layer."""
-        match = _PREFIX.match(name)
-        return min(self._known.get(match[1] if match else "", {"": self.number}).values())
+        return min(self._known.get(beginning_of(name) or "", {"": self.number}).values())
 
     def copies(
         self, index: Mapping[tuple[str, str, str], int], tensors: Sequence[LogicalTensor]

@@ -1,0 +1,294 @@
+"""The stages of a pipeline that begin at given layers, as the source's own stages tell them.
+
+What a stage has, and in which order, follows from its layers (`PipelineModule._build` of
+`deepspeed/runtime/pipe/module.py`, 0.19.8): first the modules that several layers share, in the
+order in which layers of the stage use them, then layer by layer. A shared module is on every stage
+with a layer that uses it. Such a layer lists no tensors under its own number, and it may have no
+file. So which layers use the module is known within bounds: on each stage that has it, at least one
+of those that list nothing.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Final, TypeAlias
+
+from streamshard.errors import DisagreementError, UnsupportedError, UsageError
+from streamshard.formats.checkpoint import Checkpoint, Family, ModuleEntry, ParamGroup
+from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.model_parallel.parallel_degrees import layer_numbers
+from streamshard.formats.deepspeed.model_parallel.parts import ModelParts
+from streamshard.formats.deepspeed.model_parallel.pipeline_layers import beginning_of, order_of
+from streamshard.formats.pickle.inert import Node
+from streamshard.formats.torch.tree_comparison import show_few
+from streamshard.model import MASTER, MODULE
+from streamshard.sizes import counted
+
+STAGES: Final = "--stages"
+"""The option that tells with which layers stages begin."""
+_MOST_LAYERS: Final = 1_000_000
+"""More layers than any model has."""
+Place: TypeAlias = int | str
+"""A layer's number, or what the names of a module begin with that layers share."""
+
+
+def listed(starts: Sequence[int]) -> str:
+    """Return the first layers of stages as the option lists them.
+
+    >>> listed([0, 4, 7])
+    '0,4,7'
+    """
+    return ",".join(map(str, starts))
+
+
+def count_stages(starts: Sequence[int], degree: int | None) -> int:
+    """Return how many stages are listed, which is the pipeline degree of their job.
+
+    Parameters
+    ----------
+    degree
+        The pipeline degree, if it was given too.
+
+    Raises
+    ------
+    UsageError
+        The list is not one of stages, or the degree is another one.
+    """
+    asked = f"{STAGES} {listed(starts)}"
+    if not starts or starts[0] != 0 or any(one >= other for one, other in pairwise(starts)):
+        raise UsageError(f"{asked}: give the first layer of each stage, ascending from 0: 0,4,7")
+    if degree not in (None, len(starts)):
+        message = f"{asked}: are {counted(len(starts), 'stage')}, and --pipeline-parallel says"
+        raise UsageError(f"{message} {degree}; make them agree, or leave it out")
+    return len(starts)
+
+
+def have_equal_stages(one: Checkpoint, other: Checkpoint) -> bool:
+    """Tell whether the stages of two checkpoints have the same parameters, in the same order."""
+    return [*map(_params, one.families)] == [*map(_params, other.families)]
+
+
+def with_stages(parts: ModelParts, starts: Sequence[int]) -> ModelParts:
+    """Return the parts of a job whose stages begin at other layers, and that is alike otherwise.
+
+    Parameters
+    ----------
+    parts
+        Those of a pipeline.
+    starts
+        First layer of each stage, ascending from 0.
+
+    Raises
+    ------
+    UsageError
+        A stage would have no known layer, or no parameters to train.
+    UnsupportedError
+        It is not known what a stage has, or in which order; the message says of what.
+    DisagreementError
+        The source's stages do not have one layer after the other.
+    """
+    checkpoint, degree = parts.checkpoint, parts.degrees.tensor
+    ranks = [_Stages(checkpoint, checkpoint.families[rank::degree]) for rank in range(degree)]
+    split = zip(*(rank.split(starts) for rank in ranks), strict=True)
+    families = [family for of_stage in split for family in of_stage]
+    own: dict[str, Node] = {
+        names.MP_WORLD_SIZE: len(families),
+        names.PARALLEL_DEGREES: {"pp_degree": len(starts), "tp_degree": degree},
+    }
+    named = tuple(
+        replace(
+            family,
+            name=names.family(number) if len(families) > 1 else "",
+            model_state={key: own.get(key, node) for key, node in family.model_state.items()},
+        )
+        for number, family in enumerate(families)
+    )
+    made = replace(checkpoint, families=named)
+    return ModelParts(_with_tensors(made, checkpoint, degree), keeps_shards=parts.keeps_shards)
+
+
+def _params(family: Family) -> list[tuple[str, ...]]:
+    return [group.params for group in family.groups]
+
+
+def _with_tensors(made: Checkpoint, of: Checkpoint, degree: int) -> Checkpoint:
+    """Add the tensors of a checkpoint to its new families.
+
+    Parameters
+    ----------
+    degree
+        Count of the tensor-parallel ranks of each stage.
+    """
+    rank_of = {family.name: number % degree for number, family in enumerate(of.families)}
+    masters = {(rank_of[t.family], t.name): t for t in of.tensors if t.state == MASTER}
+    home = {
+        (number % degree, entry.name): family.name
+        for number, family in enumerate(made.families)
+        for entry in family.module
+    }
+    # `layers` refer to tensors by number.
+    tensors = [
+        replace(t, family=home[rank_of[t.family], t.name]) if t.state == MODULE else t
+        for t in of.tensors
+    ]
+    tensors += [
+        replace(masters[number % degree, name], family=family.name)
+        for number, family in enumerate(made.families)
+        for params in _params(family)
+        for name in params
+    ]
+    return replace(made, tensors=tuple(tensors))
+
+
+class _Stages:
+    """The stages of the source, as one tensor-parallel rank has them."""
+
+    def __init__(self, checkpoint: Checkpoint, families: Sequence[Family]) -> None:
+        self._families = families
+        self._places = [_places(family) for family in families]
+        self._layers = [{p for p in places if isinstance(p, int)} for places in self._places]
+        self._last = max(layer_numbers(checkpoint).union(*self._layers), default=0)
+        """Number of the last layer that is known."""
+        if self._last >= _MOST_LAYERS:
+            raise UnsupportedError(f"has a layer {self._last}; {_MOST_LAYERS} are the most")
+        self._require_order()
+
+    def _require_order(self) -> None:
+        """Refuse stages whose optimizers do not have the order in which DeepSpeed lists layers."""
+        held = [layers for layers in self._layers if layers]
+        if any(max(one) >= min(other) for one, other in pairwise(held)):
+            raise DisagreementError("its stages do not have one layer after the other")
+        groups = [group for family in self._families for group in family.groups]
+        if any(list(group.params) != sorted(group.params, key=order_of) for group in groups):
+            message = "its optimizer does not have its parameters layer by layer"
+            raise UnsupportedError(f"{message}, so their order on other stages is not known")
+        if all(len(set(map(_place, group.params))) < 2 for group in groups):
+            message = "no stage trains several layers, so in which order one would have them"
+            raise UnsupportedError(f"{message} is not known")
+
+    def split(self, starts: Sequence[int]) -> Iterator[Family]:
+        """Yield each stage that begins at one of the layers, without name and degrees."""
+        if starts[-1] > self._last:
+            message = f"{STAGES} {listed(starts)}: the last layer that is known is {self._last}"
+            raise UsageError(f"{message}, and a stage needs one; list other layers")
+        found = []
+        for stage, (start, stop) in enumerate(pairwise([*starts, self._behind])):
+            made = self._stage(range(start, stop))
+            if not any(_params(made)):
+                message = f"{STAGES} {listed(starts)}: stage {stage}, from layer {start} on"
+                raise UsageError(f"{message}, would have no parameters to train; list other layers")
+            found.append(made)
+        tells = [_places(family) for family in found]
+        homes: list[list[ModuleEntry]] = [[] for _ in found]
+        for entry in (entry for family in self._families for entry in family.module):
+            place = _place(entry.name)
+            homes[next((s for s, places in enumerate(tells) if place in places), 0)].append(entry)
+        for family, entries in zip(found, homes, strict=True):
+            yield replace(family, module=tuple(entries))
+
+    @property
+    def _behind(self) -> int:
+        """End of the layers. The one before stands for all that may follow the last known one."""
+        return self._last + 2
+
+    def _stage(self, layers: range) -> Family:
+        shared = {place for places in self._places for place in places if isinstance(place, str)}
+        held = {place for place in sorted(shared) if self._has(place, layers)}
+        if len(held) > 1 and layers.start:
+            message = f"the stage from layer {layers.start} on has {show_few(sorted(held))}, which"
+            raise UnsupportedError(f"{message} several layers share: not known which it uses first")
+
+        def is_held(name: str) -> bool:
+            place = _place(name)
+            return place in held if isinstance(place, str) else place in layers
+
+        first = self._families[0]
+        groups = tuple(self._group(group, is_held) for group in first.groups)
+        states = [family.model_state for family in self._families]
+        buffers = _chosen((state.get(names.BUFFER_NAMES) or [] for state in states), is_held)
+        state = {**first.model_state, names.BUFFER_NAMES: list(buffers)}
+        # Only the first stage's file lists tied names. Those of layers that come to it are not
+        # known; nothing that loads a pipeline reads the list.
+        if tied := first.model_state.get(names.SHARED_PARAMS):
+            state[names.SHARED_PARAMS] = _ties(tied, is_held)
+        return replace(first, groups=groups, model_state=state)
+
+    def _group(self, group: ParamGroup, is_held: Callable[[str], bool]) -> ParamGroup:
+        held = (
+            one.params
+            for family in self._families
+            for one in family.groups
+            if one.number == group.number
+        )
+        return replace(group, params=_chosen(held, is_held))
+
+    def _has(self, shared: str, layers: range) -> bool:
+        """Tell whether some of the layers use a module that several layers share."""
+        within = set(layers)
+        users = [
+            self._may_use(stage) for stage, places in enumerate(self._places) if shared in places
+        ]
+        if any(one <= within for one in users):
+            return True
+        perhaps = set[int]().union(*(one for one in users if one & within))
+        if perhaps:
+            shown = show_few([f"{layer}" for layer in sorted(perhaps)])
+            message = f"not known which of layers {shown} use '{shared[:-1]}', which several layers"
+            message = f"{message} share, and so which of the stages have it; with all of these"
+            raise UnsupportedError(f"{message} layers on one stage it would be known")
+        return False
+
+    def _may_use(self, stage: int) -> set[int]:
+        """Return the layers that may be of a stage and use what it shares with other layers.
+
+        Raises
+        ------
+        DisagreementError
+            There are none.
+        """
+        before = set[int]().union(*self._layers[:stage])
+        after = set[int]().union(*self._layers[stage + 1 :])
+        between = range(max(before, default=-1) + 1, min(after, default=self._behind))
+        found = set(between) - self._layers[stage]
+        if not found:
+            message = f"stage {stage} has a module that several layers share, and no layer"
+            raise DisagreementError(f"{message} that may use it")
+        return found
+
+
+def _places(family: Family) -> set[Place]:
+    """Return the layers, and the modules that layers share, of which a stage lists tensors."""
+    lists = [*_params(family), family.model_state.get(names.BUFFER_NAMES) or []]
+    return {_place(name) for one in lists for name in one}
+
+
+def _place(name: str) -> Place:
+    """Return where a name belongs.
+
+    >>> _place("12.up.weight"), _place("tied_modules.embed.weight")
+    (12, 'tied_modules.embed.')
+    """
+    beginning = beginning_of(name) or ""
+    number = beginning.removesuffix(".")
+    if number.isdecimal() and len(number) <= len(str(_MOST_LAYERS)):
+        return int(number)
+    if beginning and not number.isdecimal():
+        return beginning
+    message = f"'{name[:100]}' is of no layer, so which stages have it is not known"
+    raise UnsupportedError(message)
+
+
+def _chosen(lists: Iterable[Iterable[str]], is_held: Callable[[str], bool]) -> tuple[str, ...]:
+    """Return the names that a stage has out of the lists of all stages, in its order."""
+    found = dict.fromkeys(name for one in lists for name in one if is_held(name))
+    return tuple(sorted(found, key=order_of))
+
+
+def _ties(tied: Mapping[str, str], is_held: Callable[[str], bool]) -> OrderedDict[str, Node]:
+    """Return the names of tied parameters of a stage, with those that they are tied to."""
+    for name, other in tied.items():
+        if _place(name) != _place(other):
+            message = f"'{name}' of one layer is tied to '{other}' of another without a"
+            raise UnsupportedError(f"{message} TiedLayerSpec: on other stages it may not be")
+    return OrderedDict(pair for pair in tied.items() if is_held(pair[0]))

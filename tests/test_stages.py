@@ -1,0 +1,312 @@
+"""Stages of a pipeline that begin at listed layers: what they have is certain, or refused."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import streamshard
+from streamshard.cli.main import main
+from streamshard.errors import (
+    DisagreementError,
+    StreamshardError,
+    UnsupportedError,
+    UsageError,
+)
+from tests.fabricated import edit, load, write
+from tests.fabricated_parts import TensorJob
+from tests.fabricated_pipes import BLOCK, SHARED, PipeJob, layer_file, write_pipe
+from tests.job import EXPERTS, TAG, Job
+from tests.test_families import compare
+
+TWO = PipeJob(layers=("embed", None, BLOCK, BLOCK, BLOCK, "embed", None), world_size=3)
+UNSHARED = replace(TWO, layers=(None, BLOCK, BLOCK, BLOCK, None, BLOCK, BLOCK), shared=())
+KEYS = replace(
+    TWO,
+    # Layers use `a` first, and those of the second stage `b`.
+    layers=("a", "b", BLOCK, BLOCK, BLOCK, "b", BLOCK, "a"),
+    shared=(("b", SHARED), ("a", SHARED)),
+)
+
+
+def moved(run: Path, job: PipeJob, starts: tuple[int, ...], **options: Any) -> Path:  # noqa: ANN401
+    out = run.parent / "out"
+    world_size = job.world_size * job.tensor * len(starts)
+    streamshard.repartition(run, out, world_size=world_size, stages=starts, **options)
+    return out / TAG
+
+
+@pytest.mark.parametrize(
+    ("job", "starts"),
+    [
+        (TWO, (0,)),
+        (TWO, (0, 4)),
+        (TWO, (0, 3, 4)),
+        (TWO, (0, 2, 3, 4)),
+        (UNSHARED, (0,)),
+        (UNSHARED, (0, 2)),
+        (UNSHARED, (0, 2, 4, 6)),
+        (replace(UNSHARED, starts=(0, 2, 4, 6)), (0, 5)),
+        (KEYS, (0,)),
+        (replace(KEYS, layers=KEYS.layers[:7]), (0, 4)),
+    ],
+)
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("files_of_shared", [True, False])
+def test_stages_begin_where_the_list_says(
+    tmp_path: Path, job: PipeJob, starts: tuple[int, ...], *, tensor: int, files_of_shared: bool
+) -> None:
+    job = replace(job, tensor=tensor, files_of_shared=files_of_shared)
+    other = replace(job, starts=starts, world_size=2)
+    run, wanted = write_pipe(job, tmp_path / "run"), write_pipe(other, tmp_path / "wanted")
+    compare(moved(run, other, starts, pipeline_parallel=len(starts), verify=True), wanted / TAG)
+
+
+@pytest.mark.parametrize(
+    ("job", "starts", "kind", "message"),
+    [
+        (TWO, (), UsageError, "--stages : give the first layer of each stage, ascending from 0"),
+        (TWO, (1, 3), UsageError, "--stages 1,3: give the first layer of each stage, ascending"),
+        (TWO, (0, 4, 4), UsageError, "--stages 0,4,4: give the first layer of each stage, asc"),
+        (TWO, (0, 3), UsageError, "--stages 0,3: there its stages begin already; leave it out"),
+        (TWO, (0, 6), UsageError, "--stages 0,6: the last layer that is known is 5"),
+        (UNSHARED, (0, 1), UsageError, "--stages 0,1: stage 0, from layer 0 on, would have no pa"),
+        (
+            replace(TWO, layers=("embed", None, BLOCK, BLOCK, None, BLOCK, "embed")),
+            (0, 3, 5),
+            UnsupportedError,
+            r"not known which of layers 4, 6, 7 use 'tied_modules\.embed', which several",
+        ),
+        (
+            KEYS,
+            (0, 4),
+            UnsupportedError,
+            r"from layer 4 on has tied_modules\.a\., tied_modules\.b\., which several layers",
+        ),
+        (
+            replace(UNSHARED, layers=(BLOCK, BLOCK), starts=(0, 1)),
+            (0,),
+            UnsupportedError,
+            "no stage trains several layers, so in which order one would have them is not known",
+        ),
+    ],
+)
+def test_what_is_not_certain_is_refused(
+    tmp_path: Path,
+    job: PipeJob,
+    starts: tuple[int, ...],
+    kind: type[StreamshardError],
+    message: str,
+) -> None:
+    run = write_pipe(job, tmp_path / "run")
+    with pytest.raises(kind, match=message) as caught:
+        moved(run, job, starts)
+    if kind is UnsupportedError:
+        assert str(run) in str(caught.value)
+        advice = f"In place of --stages, say --pipeline-parallel {len(starts)}, and give --like RUN"
+        assert advice in str(caught.value)
+        like = write_pipe(replace(job, starts=starts), tmp_path / "like")
+        streamshard.repartition(
+            run,
+            tmp_path / "out",
+            world_size=job.world_size * len(starts),
+            pipeline_parallel=len(starts),
+            like=like,
+        )
+        compare(tmp_path / "out" / TAG, like / TAG)
+
+
+def in_a_later_layer(held: dict[str, Any]) -> None:
+    """Names a buffer of layer 3 as the first stage's too."""
+    held["buffer_names"].append("3.running")
+
+
+def of_the_loss(held: dict[str, Any]) -> None:
+    held["buffer_names"].append("loss_fn.weight")
+
+
+def in_a_layer_without_end(held: dict[str, Any]) -> None:
+    held["buffer_names"].append(f"{'9' * 5000}.running")
+
+
+def tied_by_hand(held: dict[str, Any]) -> None:
+    held["shared_params"] = {"2.other": "0.up"}
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind", "message"),
+    [
+        (in_a_later_layer, DisagreementError, "its stages do not have one layer after the other"),
+        (of_the_loss, UnsupportedError, r"'loss_fn\.weight' is of no layer, so which stages have"),
+        (in_a_layer_without_end, UnsupportedError, "'99999.*9' is of no layer"),
+        (tied_by_hand, UnsupportedError, r"'2\.other' of one layer is tied to '0\.up' of another"),
+    ],
+)
+def test_stages_that_are_not_as_deepspeed_builds_them_are_refused(
+    tmp_path: Path,
+    damage: Callable[[dict[str, Any]], None],
+    kind: type[StreamshardError],
+    message: str,
+) -> None:
+    run = write_pipe(TWO, tmp_path / "run")
+    edit(run / TAG / "mp_rank_00_model_states.pt", damage)
+    with pytest.raises(kind, match=message):
+        moved(run, TWO, (0,))
+
+
+def test_layers_of_which_it_is_not_known_what_they_share_may_be_on_one_stage(
+    tmp_path: Path,
+) -> None:
+    job = replace(TWO, layers=("embed", None, BLOCK, BLOCK, None, BLOCK, "embed"))
+    run, out = write_pipe(job, tmp_path / "run"), tmp_path / "out"
+    with pytest.raises(UnsupportedError, match=r"with all of these layers on one stage it would"):
+        streamshard.repartition(run, out, world_size=3, stages=[0, 3, 5])
+    other = replace(job, starts=(0, 2, 4))
+    compare(moved(run, other, other.starts), write_pipe(other, tmp_path / "wanted") / TAG)
+
+
+class Unordered(PipeJob):
+    """Its optimizers have the last layer first."""
+
+    def __post_init__(self) -> None:
+        """Turn each group around."""
+        super().__post_init__()
+        object.__setattr__(self, "groups", tuple(group[::-1] for group in self.groups))
+
+
+def test_parameters_that_are_not_in_the_order_of_layers_are_refused(tmp_path: Path) -> None:
+    run = write_pipe(Unordered(layers=TWO.layers, world_size=2), tmp_path / "run")
+    with pytest.raises(UnsupportedError, match="does not have its parameters layer by layer"):
+        moved(run, TWO, (0,))
+
+
+def test_a_shared_module_that_no_layer_can_use_is_refused(tmp_path: Path) -> None:
+    run = write_pipe(TWO, tmp_path / "run")
+    for path in (run / TAG).glob("mp_rank_00*"):
+        edit(path, lambda held: held["buffer_names"].extend(["0.running", "1.running"]))
+    with pytest.raises(
+        DisagreementError, match=r"stage 0 has a module .* and no layer that may use"
+    ):
+        moved(run, TWO, (0,))
+
+
+def test_a_layer_s_file_with_a_number_that_no_layer_has_is_refused(tmp_path: Path) -> None:
+    run = write_pipe(TWO, tmp_path / "run")
+    shutil.copy(layer_file(run, 0), layer_file(run, 10**12))
+    with pytest.raises(UnsupportedError, match="has a layer 1000000000000; 1000000 are the most"):
+        moved(run, TWO, (0,))
+
+
+@pytest.mark.parametrize(("starts", "keeps"), [((0, 4), True), ((0, 2), False)])
+def test_ties_go_with_their_layer(tmp_path: Path, starts: tuple[int, ...], *, keeps: bool) -> None:
+    """DeepSpeed lists those of the first stage."""
+    run, tied = write_pipe(TWO, tmp_path / "run"), {"2.other": "2.up"}
+    path = run / TAG / "mp_rank_00_model_states.pt"
+    edit(path, lambda held: held.update(shared_params=tied))
+    out = moved(run, TWO, starts)
+    found = [load(path)["shared_params"] for path in sorted(out.glob("mp_rank_*"))]
+    assert found == [tied if keeps else {}, {}]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pipeline_parallel": 3}, "--stages 0,4: are 2 stages, and --pipeline-parallel says 3"),
+        ({"tensor_parallel": 2}, "--stages 0,4: does not tell how tensor-parallel ranks of a job"),
+        ({"like": True}, "--stages 0,4: the checkpoint given with --like tells that too"),
+        ({"cut_rules_file": True}, "--cut-rules: no tensor is cut otherwise"),
+    ],
+)
+def test_options_that_do_not_go_with_stages(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    run, like = (write_pipe(TWO, tmp_path / name) for name in ("run", "like"))
+    (like / "rules").write_text(".*: replicated\n")
+    places = {"like": like, "cut_rules_file": like / "rules"}
+    given = {name: places.get(name, value) for name, value in options.items()}
+    with pytest.raises(UsageError, match=message):
+        moved(run, TWO, (0, 4), **given)
+
+
+@pytest.mark.parametrize("job", [Job(world_size=2), TensorJob(parts=2, world_size=2).told()])
+def test_a_job_without_a_pipeline_has_no_stages(tmp_path: Path, job: Job) -> None:
+    run = write(job, tmp_path / "run")
+    with pytest.raises(UsageError, match="--stages 0,4: but it is not of a pipeline"):
+        streamshard.repartition(run, tmp_path / "out", world_size=4, stages=[0, 4])
+
+
+def test_without_a_list_the_message_names_it(tmp_path: Path) -> None:
+    run, out = write_pipe(TWO, tmp_path / "run"), tmp_path / "out"
+    with pytest.raises(UsageError, match=r"give --like .*; or list with --stages the first layer"):
+        streamshard.repartition(run, out, world_size=3, pipeline_parallel=3)
+    with pytest.raises(UsageError) as caught:
+        streamshard.repartition(run, out, world_size=3, tensor_parallel=2)
+    assert "--stages" not in str(caught.value)
+
+
+def test_experts_and_stages_do_not_change_together(tmp_path: Path) -> None:
+    run, out = write_pipe(TWO, tmp_path / "run"), tmp_path / "out"
+    asked = "--expert-parallel 1 with --tensor-parallel 1 --pipeline-parallel 3"
+    with pytest.raises(UnsupportedError, match=f"{asked}: experts are spread anew only at the"):
+        streamshard.repartition(run, out, world_size=3, stages=[0, 3, 4], expert_parallel=1)
+    job = Job(world_size=2, tied={}, experts=EXPERTS, expert_parallel=2)
+    experts = write(job, tmp_path / "experts")
+    asked = "--expert-parallel 1 with --tensor-parallel 2 --pipeline-parallel 1"
+    with pytest.raises(UnsupportedError, match=asked):
+        streamshard.repartition(experts, out, world_size=4, tensor_parallel=2, expert_parallel=1)
+
+
+def test_the_command_line_a_saved_plan_and_what_is_there_already(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_pipe(TWO, tmp_path / "run")
+    wanted = write_pipe(replace(TWO, starts=(0, 3, 4)), tmp_path / "wanted")
+    monkeypatch.chdir(tmp_path)
+    command = ["repartition", "run", "out", "--world-size", "9", "--stages"]
+    assert main([*command, "0,3,4", "-n", "--plan-out", "plan.json"]) == 0
+    assert json.loads(Path("plan.json").read_text())["options"]["stages"] == [0, 3, 4]
+    assert main(["apply", "plan.json"]) == 0
+    compare(tmp_path / "out" / TAG, wanted / TAG)
+    capsys.readouterr()
+    assert main([*command, "0,3,4", "--if-needed"]) == 0
+    assert "already" in capsys.readouterr().out
+    assert main([*command, "0,2,4", "--if-needed"]) == 4
+    own = ["repartition", "run", "own", "--world-size", "6", "--stages", "0,3"]
+    assert main([*own, "--if-needed", "--print-path"]) == 0
+    assert capsys.readouterr().out.strip() == "run"
+    assert main(own) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, "0;3"])
+    assert "'0;3' is not a list of numbers, such as 0,4,7" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_stages_change_on_the_road_over_a_store(tmp_path: Path, tensor: int) -> None:
+    job = replace(TWO, tensor=tensor)
+    other = replace(job, starts=(0, 3, 4))
+    run, wanted = write_pipe(job, tmp_path / "run"), write_pipe(other, tmp_path / "wanted")
+    streamshard.convert(run, tmp_path / "run.zarr")
+    compare(moved(tmp_path / "run.zarr", other, (0, 3, 4), verify=True), wanted / TAG)
+    streamshard.convert(run, tmp_path / "other.zarr", stages=[0, 3, 4], verify=True)
+    streamshard.repartition(tmp_path / "other.zarr", tmp_path / "again", world_size=9 * tensor)
+    compare(tmp_path / "again" / TAG, wanted / TAG)
+
+
+@pytest.mark.parametrize("tensor", [1, 3])
+def test_stages_of_a_store_of_another_tensor_parallel_degree(tmp_path: Path, tensor: int) -> None:
+    """It has the tensors of the layers, and no files of them."""
+    cuts = {"up": 1, "weight": 0, "old": 0}
+    job = replace(TWO, tensor=2, cuts=cuts)
+    like = replace(TWO, tensor=tensor, cuts=cuts, has_axis=True)
+    wanted = write_pipe(replace(like, starts=(0, 3, 4)), tmp_path / "wanted")
+    streamshard.convert(
+        write_pipe(job, tmp_path / "run"),
+        tmp_path / "run.zarr",
+        tensor_parallel=tensor,
+        like=write_pipe(like, tmp_path / "like"),
+    )
+    compare(moved(tmp_path / "run.zarr", like, (0, 3, 4), verify=True), wanted / TAG)
