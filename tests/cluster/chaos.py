@@ -11,6 +11,7 @@ from typing import Any
 from distributed import Client, LocalCluster
 
 from streamshard.operations.transfer.report import Silent
+from tests.cluster.workers import addresses
 
 
 class Chaos(Silent):
@@ -43,7 +44,7 @@ class Chaos(Silent):
         """Kill, stop or retire a worker that is at work; another one always stays."""
         nannies = self._cluster.workers.values()
         pids = {nanny.worker_address: nanny.pid for nanny in nannies if nanny.pid is not None}
-        known = self._client.scheduler_info()["workers"].keys() & pids.keys()
+        known = addresses(self._client) & pids.keys()
         working = sorted(one for one in known if pids[one] not in self._stopped)
         if len(working) < 2:
             return

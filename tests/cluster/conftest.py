@@ -12,6 +12,7 @@ from distributed import Client, LocalCluster
 import streamshard
 from streamshard.operations.export import dcp_files, weight_files
 from streamshard.operations.native import storage_regions
+from tests.cluster.workers import addresses
 
 SPAN_BYTES = 1024
 """Files are cut into many spans."""
@@ -57,7 +58,7 @@ def on(client: Client, verb: str, *arguments: Any, **options: Any) -> Any:  # no
     with streamshard.executor(client) as chosen:
         found = getattr(streamshard, verb)(*arguments, **options)
     assert sum(rate.jobs for rate in chosen.rates.values()) > 0
-    assert chosen.rates.keys() <= client.scheduler_info()["workers"].keys()
+    assert chosen.rates.keys() <= addresses(client)
     return found
 
 

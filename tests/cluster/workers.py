@@ -15,6 +15,15 @@ import streamshard
 ROOT = Path(streamshard.__file__).parent.parent
 
 
+def addresses(client: Client) -> set[str]:
+    """Return the addresses of the workers.
+
+    `scheduler_info` lists none if the client renews what it knows of the scheduler meanwhile: that
+    leaves out the workers (`Client._update_scheduler_info` of distributed 2026.8).
+    """
+    return set(client.nthreads())
+
+
 @contextmanager
 def worker(
     client: Client,
@@ -24,7 +33,7 @@ def worker(
     where: str | None = None,
 ) -> Iterator[str]:
     """Start a worker as a user would; yields its address."""
-    known = set(client.scheduler_info()["workers"])
+    known = addresses(client)
     where = where or client.scheduler_info()["address"]
     program = [sys.executable, "-m", "dask", "worker", where, "--no-dashboard"]
     environment = {**os.environ, "PYTHONPATH": str(root)}
@@ -35,13 +44,13 @@ def worker(
         cwd="/",
     )
     try:
-        while not (new := set(client.scheduler_info()["workers"]) - known):
+        while not (new := addresses(client) - known):
             assert process.poll() is None
         yield new.pop()
     finally:
         process.kill()
         process.wait()
-        while set(client.scheduler_info()["workers"]) - known:
+        while addresses(client) - known:
             pass
 
 
