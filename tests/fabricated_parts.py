@@ -31,6 +31,10 @@ class TensorJob(Job):
     """Whether lists of patterns tell how parameters are cut, and no maps."""
     constant: str = ""
     """Name of a parameter whose elements are all alike."""
+    averaged: tuple[str, ...] = ()
+    """Parameters that the lists say to be averaged."""
+    means_of: int = 0
+    """Ranks whose mean all ranks have of these; 0 if each rank has a copy of its own."""
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -64,6 +68,8 @@ class TensorJob(Job):
 
     def values(self, state: str, name: str, expert_rank: int = 0) -> Tensor:
         """Make a rank's part of a state."""
+        if name in self.averaged:
+            return self._copy(state, name)
         whole = values(state, name, {**self._wholes, **dict(self.frozen)}[name])
         if name == self.constant:
             whole.fill_(1)
@@ -74,6 +80,20 @@ class TensorJob(Job):
         if self.changed is not None and self.changed[:2] == (state, name) and self.part:
             whole.view(-1)[self.changed[2]] += 1
         return whole
+
+    def _copy(self, state: str, name: str) -> Tensor:
+        """Return what a rank has of a parameter to be averaged: half of it is alike on all ranks.
+
+        The mean is that of `merge_tp_slices` (`deepspeed/checkpoint/ds_to_universal.py`, 0.19.8).
+        """
+        copies = []
+        for rank in range(self.means_of or self.parts):
+            copy = values(state, name, self._wholes[name])
+            own = values(state, f"{name} of {rank}", copy.shape).view(-1)[::2]
+            copy.view(-1)[::2] = torch.sqrt(own.abs() + rank)
+            copies.append(copy)
+        mean: Tensor = sum(copies) / len(copies)  # type: ignore[assignment]
+        return mean if self.means_of else copies[self.part]
 
     def told(self) -> "TensorJob":
         """Return the job with what its model files tell of its degrees."""
@@ -96,7 +116,10 @@ class TensorJob(Job):
         names = [*self._wholes, *dict(self.frozen)]
         subs = [name for name, (_, sizes) in self.cuts.items() if len(sizes) > 1]
         return {
-            "tp_replicated_parameter_patterns": [_pattern(n) for n in names if n not in self.cuts],
+            "tp_replicated_parameter_patterns": [
+                _pattern(name) for name in names if name not in (*self.cuts, *self.averaged)
+            ],
+            "parameter_to_average_patterns": [_pattern(name) for name in self.averaged],
             "parameter_with_row_parallelism_patterns": [
                 _pattern(name) for name, (dimension, _) in self.cuts.items() if dimension == 1
             ],

@@ -123,9 +123,9 @@ def test_a_vocabulary_keeps_its_padding() -> None:
 REFUSED: dict[str, tuple[Info, Mapping[int, tuple[int, ...]], type[StreamshardError], str]] = {
     "averaged": (
         {"parameter_to_average_patterns": [NAME]},
-        EQUAL,
-        UnsupportedError,
-        "with other values on each rank, of which the universal checkpoint has the mean",
+        {0: (4, 2), 1: (2, 2)},
+        DisagreementError,
+        "is [4, 2] and [2, 2] on its ranks, which is not how 'universal_checkpoint_info' has it",
     ),
     "unsupported": (
         {"autotp_unsupported_parameter_patterns": {f"{LAYERS}mlp": "interleaved"}},

@@ -88,6 +88,12 @@ def _add_cut_rules(verb: argparse.ArgumentParser) -> None:
         help="how tensor parallelism cut the parameters, where files do not tell: lines such as "
         "'.*norm: replicated' [what files tell]",
     )
+    verb.add_argument(
+        "--average",
+        action="store_true",
+        help="take the mean of parameters that files list as ones to average, of which tensor "
+        "parallel ranks have different copies; not lossless [refuse different copies]",
+    )
 
 
 def add_convert(verbs: Verbs) -> None:

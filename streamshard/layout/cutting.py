@@ -115,6 +115,21 @@ class Cutting:
             of=inner,
         )
 
+    def moved(self, tensors: Ints, files: Ints, offsets: Ints, numels: Ints) -> "Cutting":
+        """Let some tensors lie elsewhere, each in one piece in a file."""
+        added = self.with_places(files, offsets, numels, self.itemsize[tensors])
+        rows = np.arange(len(self.origin))
+        rows[tensors] = len(rows) + np.arange(len(tensors))
+        return replace(
+            added,
+            origin=added.origin[rows],
+            piece_numel=added.piece_numel[rows],
+            itemsize=added.itemsize[rows],
+            lead=added.lead[rows],
+            first_piece=added.first_piece[rows],
+            grid=None if added.grid is None else added.grid[rows],
+        )
+
     def runs(self, numels: Sequence[int]) -> Ints:
         """Count the runs of each tensor that is cut into boxes; `numels` are their elements."""
         if self.grid is None:

@@ -61,6 +61,7 @@ class RepartitionOptions(TransferOptions):
     stages: Sequence[int] | None = None
     expert_parallel: int | None = None
     cut_rules_file: Path_ | None = None
+    average: bool = False
     zero_stage: int | None = None
     ds_config_file: Path_ | None = None
 
@@ -75,6 +76,7 @@ class ConvertOptions(TransferOptions):
     pipeline_parallel: int | None = None
     stages: Sequence[int] | None = None
     cut_rules_file: Path_ | None = None
+    average: bool = False
 
     def __post_init__(self) -> None:
         if self.codec not in CODECS:
@@ -98,6 +100,7 @@ class ExportOptions(TransferOptions):
     layout: str = LAYOUTS[0]
     ranks: int = 1
     cut_rules_file: Path_ | None = None
+    average: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

@@ -4,6 +4,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from streamshard.engine.numeric.checksums import crc32
@@ -37,6 +38,17 @@ class Encoded(Protocol):
 
 
 Decoder = BlockDigests | Encoded
+
+
+@dataclass(frozen=True, slots=True)
+class HeldContent:
+    """Content that was computed when the run was planned, and is in no file."""
+
+    content: bytes
+
+    def decode(self, file: OpenedFile, stored: Memory, content: Memory) -> memoryview:
+        """Return the content, whatever the file holds."""
+        return memoryview(self.content)
 
 
 class SourceReader:

@@ -33,7 +33,7 @@ def plan_convert(source: Path_, target: Path_, options: ConvertOptions) -> Trans
         `none`, `lz4` or `zstd`.
     chunk_size
         Bytes per chunk at most, before compression.
-    tensor_parallel, pipeline_parallel, stages, cut_rules_file
+    tensor_parallel, pipeline_parallel, stages, cut_rules_file, average
         Degrees of the job that the store holds a checkpoint of, by default the source's; see
         `plan_repartition`. At a tensor parallel degree of 1 its arrays are whole tensors.
     source_ds_config_file, like
@@ -71,6 +71,7 @@ def _prepare(options: ConvertOptions, opened: Source) -> Output:
         options.tensor_parallel,
         options.pipeline_parallel,
         rules,
+        average=options.average,
         stages=options.stages,
         if_needed=options.if_needed,
     )

@@ -21,6 +21,7 @@ from streamshard.operations.export.model_sidecars import ModelSidecars, find_mod
 from streamshard.operations.export.universal_files import UniversalFiles
 from streamshard.operations.export.weight_files import WeightFiles
 from streamshard.operations.export.weights import Weights, choose_weights
+from streamshard.operations.native.averaged_parameters import AVERAGE
 from streamshard.operations.native.other_degrees import whole
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.plan import TransferPlan, plan_transfer
@@ -76,8 +77,8 @@ def plan_export(source: Path_, target: Path_, options: ExportOptions) -> Transfe
     memory_limit
         Bytes of memory beyond what the program itself takes; by default 1 GiB, but at most half of
         the remaining memory of the machine or the cgroup.
-    cut_rules_file
-        File that tells how tensor parallelism cut the parameters; see `plan_repartition`.
+    cut_rules_file, average
+        How tensor parallelism cut the parameters; see `plan_repartition`.
     verify
         Read the written files back from disk, and compare them with the source before they are
         renamed into place.
@@ -112,13 +113,15 @@ def _prepare(options: ExportOptions, opened: Source) -> Output:
         message = f"--format {options.format}: names and shapes of a base model are compared with"
         raise UsageError(f"{message} those of files of weights alone; leave --like out")
     rules_file = options.cut_rules_file
-    joined = whole(opened, read_rules(as_path(rules_file) if rules_file else None))
+    rules = read_rules(as_path(rules_file) if rules_file else None)
+    joined = whole(opened, rules, average=options.average)
     if joined is not None:
         if options.format in (UNIVERSAL, _DCP) and is_pipeline(opened.checkpoint):
             message = f"{opened.path}: a pipeline, which --format {options.format} does not write"
             raise UnsupportedError(f"{message}: give --format safetensors or torch")
-        output = _prepare(replace(options, cut_rules_file=None), joined.source)
-        return replace(output, check=joined.require_equal_copies)
+        output = _prepare(replace(options, cut_rules_file=None, average=False), joined.source)
+        own = {AVERAGE: ""} if options.average else {}
+        return replace(output, options={**output.options, **own}, check=joined.require_equal_copies)
     make = {UNIVERSAL: _universal, _DCP: _dcp}.get(options.format, _weights)
     try:
         output = make(opened, options)

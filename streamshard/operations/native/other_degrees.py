@@ -53,6 +53,11 @@ from streamshard.model import ITEMSIZE, MASTER
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.compare.comparison import Comparing
 from streamshard.operations.compare.pairing import Pair, SideElements, pair_of_copy
+from streamshard.operations.native.averaged_parameters import (
+    AVERAGE,
+    require_averaged,
+    with_means,
+)
 from streamshard.operations.native.model_config import kv_heads
 from streamshard.operations.native.shard_values import require_different_shards
 from streamshard.operations.source.blob_checksums import note_checksums
@@ -80,12 +85,16 @@ class OtherDegrees:
     """What the files of a pipeline's layers must have in common with others."""
     stages: Sequence[int] | None = None
     """First layers of the target's stages, if they were given."""
+    averaged: Sequence[str] = ()
+    """Parameters that are to be averaged."""
+    takes_means: bool = False
+    """Whether the mean of their copies is taken; else these must be equal, as all others."""
 
     @property
     def options(self) -> dict[str, str]:
         """The options that ask for this."""
         stages = {} if self.stages is None else {STAGES: listed(self.stages)}
-        return {**self.degrees.options, **stages}
+        return {**self.degrees.options, **stages, **({AVERAGE: ""} if self.takes_means else {})}
 
     def require_config(self, wanted: ds_config.Config | None) -> None:
         """Refuse a config of a job with another tensor parallel degree (AutoTP).
@@ -133,10 +142,14 @@ class OtherDegrees:
         if findings.problems:
             raise SourceError(findings.problems[0].message)
         if found:
-            raise DisagreementError(
-                f"{self.original.path}: {found[0].message}, {where}. Copies must be equal: they "
-                f"have drifted apart in training, and which is right is unknown. {AS_SAVED}"
+            message = f"{self.original.path}: {found[0].message}, {where}. Copies must be equal:"
+            message = (
+                f"{message} they have drifted apart in training, and which is right is unknown"
             )
+            if found[0].name.partition(" of ")[2] in self.averaged:
+                message = f"{message}. Its files list it as one to be averaged: with {AVERAGE},"
+                message = f"{message} 'repartition', 'convert' and 'export' take the mean"
+            raise DisagreementError(f"{message}. {AS_SAVED}")
 
     def _pairs(self, holder: int) -> Iterator[Pair]:
         """List the tensors that have as many copies."""
@@ -153,6 +166,7 @@ def at_degrees(
     pipeline_parallel: int | None,
     rules: CutRules | None = None,
     *,
+    average: bool = False,
     stages: Sequence[int] | None = None,
     expert_parallel: int | None = None,
     if_needed: bool = False,
@@ -163,6 +177,8 @@ def at_degrees(
     ----------
     rules
         How both jobs cut parameters; None for what their files tell.
+    average
+        Whether to take the mean of the copies of parameters that are to be averaged.
     stages
         First layer of each stage of that job; None for what a reference checkpoint tells.
     expert_parallel
@@ -181,7 +197,7 @@ def at_degrees(
     if stages is not None:
         pipeline_parallel = count_stages(stages, pipeline_parallel)
     if tensor_parallel is None and pipeline_parallel is None:
-        _require_no_rules(rules)
+        _require_unused(rules, average=average)
         return None
     _require_ranks(opened, tensor_parallel, pipeline_parallel)
     note_checksums(opened)
@@ -190,18 +206,16 @@ def at_degrees(
         wanted = Degrees(tensor_parallel or own.tensor, pipeline_parallel or own.pipeline)
         keeps_shards = wanted.tensor == own.tensor
         if keeps_shards:
-            _require_no_rules(rules)
+            _require_unused(rules, average=average)
         if stages is not None:
             _require_use_of_stages(opened, stages, wanted, keeps_shards=keeps_shards)
         elif wanted == own and not _has_other_stages(opened):
             return None
         _require_changeable(opened, wanted, own, expert_parallel)
-        laid = Layered(opened)
-        if is_pipeline(opened.checkpoint) and not (keeps_shards and not opened.checkpoint.layers):
-            laid = layered(opened)
-        parts = ModelParts(laid.source.checkpoint, rules, keeps_shards=keeps_shards)
+        laid, parts = _parts_of(opened, rules, keeps_shards=keeps_shards, average=average)
     if stages is None:
-        return _recut(laid, parts, _target_parts(laid.source, parts, wanted, rules))
+        made = _recut(laid, parts, _target_parts(laid.source, parts, wanted, rules))
+        return replace(made, takes_means=average)
     like = _parts_of_stages(opened, parts, stages)
     if not have_equal_stages(like.checkpoint, opened.checkpoint):
         return replace(_recut(laid, parts, like), stages=stages)
@@ -209,6 +223,22 @@ def at_degrees(
         return None
     message = f"{opened.path}: {STAGES} {listed(stages)}: there its stages begin already"
     raise UsageError(f"{message}; leave it out")
+
+
+def _parts_of(
+    opened: Source, rules: CutRules | None, *, keeps_shards: bool, average: bool
+) -> tuple[Layered, ModelParts]:
+    """Return a source with all that is needed of its parts, and these."""
+    laid = Layered(opened)
+    if is_pipeline(opened.checkpoint) and not (keeps_shards and not opened.checkpoint.layers):
+        laid = layered(opened)
+    parts = ModelParts(laid.source.checkpoint, rules, keeps_shards=keeps_shards)
+    if not average:
+        return laid, parts
+    # Files of layers hold the copies that the means are made of.
+    averaged = set(parts.averaged())
+    copies = [copy for copy in laid.copies if copy.name not in averaged]
+    return Layered(with_means(laid.source, parts), copies), parts
 
 
 def _require_ranks(opened: Source, *degrees: int | None) -> None:
@@ -266,19 +296,25 @@ def _instead(stages: Sequence[int]) -> str:
     return f"In place of {STAGES}, say --pipeline-parallel {len(stages)}, and {_SUPPLY}"
 
 
-def _require_no_rules(rules: CutRules | None) -> None:
+def _require_unused(rules: CutRules | None, *, average: bool) -> None:
     if rules is not None:
         message = "--cut-rules: no tensor is cut otherwise, or put together, in what is asked for"
         raise UsageError(f"{message}; leave it out")
+    if average:
+        require_averaged(())
 
 
-def whole(opened: Source, rules: CutRules | None = None) -> OtherDegrees | None:
+def whole(
+    opened: Source, rules: CutRules | None = None, *, average: bool = False
+) -> OtherDegrees | None:
     """Put the tensors of a pipeline or of AutoTP together; None if the checkpoint is of neither.
 
     Parameters
     ----------
     rules
         How tensor parallelism cut parameters; None for what files tell.
+    average
+        Whether to take the mean of the copies of parameters that are to be averaged.
 
     Raises
     ------
@@ -290,13 +326,14 @@ def whole(opened: Source, rules: CutRules | None = None) -> OtherDegrees | None:
     info = _told(opened)
     has_told = has_maps(info) or has_categories(info)
     if len(families) == 1 or (is_pipe and degrees_of(opened.checkpoint).tensor == 1):
-        _require_no_rules(rules)
+        _require_unused(rules, average=average)
     if not is_pipe and (len(families) == 1 or not (has_told or rules)):
+        _require_unused(None, average=average)
         return None
     try:
         with of_file(opened.path):
-            laid = layered(opened) if is_pipe else Layered(opened)
-            return _whole_of_parts(laid, rules)
+            laid, parts = _parts_of(opened, rules, keeps_shards=False, average=average)
+            return _whole_of_parts(laid, parts)
     except UnsupportedError as error:
         hint = "streamshard.open reads its parts one by one"
         if is_pipe and not opened.checkpoint.layout.stage:
@@ -304,9 +341,8 @@ def whole(opened: Source, rules: CutRules | None = None) -> OtherDegrees | None:
         raise UnsupportedError(f"{error}. {hint}") from error
 
 
-def _whole_of_parts(laid: Layered, rules: CutRules | None) -> OtherDegrees:
+def _whole_of_parts(laid: Layered, parts: ModelParts) -> OtherDegrees:
     note_checksums(laid.source)
-    parts = ModelParts(laid.source.checkpoint, rules)
     require_different_shards(laid.source, parts)
     made = _recut(laid, parts, whole_model(parts))
     if not is_pipeline(laid.source.checkpoint):
@@ -397,4 +433,5 @@ def _recut(laid: Layered, parts: ModelParts, like: ModelParts) -> OtherDegrees:
         made = recut_checkpoint(reading, parts, like)
         copies = copies_in_parts(reading, parts)
     source = replace(opened, checkpoint=made.checkpoint, cutting=made.cutting)
-    return OtherDegrees(source, opened, like.degrees, copies, laid.copies)
+    averaged = parts.averaged()
+    return OtherDegrees(source, opened, like.degrees, copies, laid.copies, averaged=averaged)

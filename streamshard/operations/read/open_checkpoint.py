@@ -112,6 +112,8 @@ class OpenCheckpoint(Mapping[str, Parameter]):
         self._saved = saved
         try:
             joined = whole(saved)
+            if joined is not None and joined.averaged:
+                joined = None  # their copies may differ, and none of them is the whole
         except (UnsupportedError, DisagreementError):
             joined = None  # then its parts are what can be read
         self._source = source = saved if joined is None else joined.source

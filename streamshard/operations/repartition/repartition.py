@@ -52,6 +52,9 @@ def plan_repartition(source: Path_, target: Path_, options: RepartitionOptions) 
         File that tells how the tensor parallel ranks of both jobs cut the parameters, where their
         files do not: in each line a pattern of names, a colon, and ``replicated``, ``split 1`` (its
         dimension) or ``sub 0 [4096, 1024, 1024]`` (of parameters in a row, each cut by itself).
+    average
+        Take the mean of the tensor parallel ranks' copies of each parameter that the files list as
+        one to be averaged. Without it, these copies must be equal. Not lossless.
     zero_stage
         ZeRO stage of the job that resumes; by default the stage in the config.
     ds_config_file
@@ -118,6 +121,7 @@ def _prepare(
         options.tensor_parallel,
         options.pipeline_parallel,
         rules,
+        average=options.average,
         stages=options.stages,
         if_needed=options.if_needed,
         expert_parallel=options.expert_parallel,

@@ -320,7 +320,8 @@ def _left_out(source: Source, byte_counts: ByteCounts, report: Report) -> Iterat
         yield Part(what, len(sizes), sum(sizes), why)
     if source.kind != "store":
         held = int(read_bytes(source, np.ones_like(byte_counts.times)).sum())
-        nbytes = max(0, sum(file.nbytes for file in source.files) - held)
+        stored = {file.path: file.nbytes for file in source.files}
+        nbytes = max(0, sum(stored.values()) - held)
         why = "not copied: written anew, or redundant among ranks"
         yield Part("padding, headers, pickles", 0, nbytes, why)
 

@@ -87,7 +87,7 @@ def _told(key: str, options: Mapping[str, str]) -> str:
         return f"no {key}"
     if key == "verb":
         return f"the verb {options[key]}"
-    return f"another {key}" if len(options[key]) > _MOST_SHOWN else f"{key} {options[key]}"
+    return f"another {key}" if len(options[key]) > _MOST_SHOWN else f"{key} {options[key]}".rstrip()
 
 
 def digest_of_settings(value: object) -> str:

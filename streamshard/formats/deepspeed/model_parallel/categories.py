@@ -100,18 +100,17 @@ class Categories:
             for patterns in (self._replicated, self._averaged, self._halves, self._subs)
         )
 
+    def is_averaged(self, name: str) -> bool:
+        """Tell whether each rank has a parameter with values of its own, and the mean counts."""
+        return bool(self._averaged.find(name))
+
     def is_vocabulary(self, name: str) -> bool:
         """Tell whether a parameter has a row for each word, and more for padding."""
         return bool(self._vocabulary.find(name))
 
     def _cut(self, name: str, held: Sequence[Shape]) -> ModelCut:
-        if self._replicated.find(name):
+        if self._replicated.find(name) or self.is_averaged(name):
             return replicated(held)
-        if self._averaged.find(name):
-            raise UnsupportedError(
-                f"'{name}' is held with other values on each rank, of which the universal "
-                f"checkpoint has the mean: not supported. {AS_SAVED}"
-            )
         if self._halves.find(name):
             whole = joined(held, 0)
             widths = [shape[0] // 2 for shape in held]

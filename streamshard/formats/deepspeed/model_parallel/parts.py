@@ -163,6 +163,17 @@ class ModelParts:
             and cuts.is_default(name)
         ]
 
+    def averaged(self) -> Sequence[str]:
+        """Return the trained parameters of which the mean of the ranks' copies counts."""
+        cuts = self._cuts
+        if not isinstance(cuts, Categories):
+            return []
+        return [
+            name
+            for name, held in self.tensors.items()
+            if held.group is not None and cuts.is_averaged(name)
+        ]
+
     def is_vocabulary(self, name: str) -> bool:
         """Tell whether lists say that a tensor has a row for each word, and more for padding."""
         return isinstance(self._cuts, Categories) and self._cuts.is_vocabulary(name)
