@@ -3,7 +3,7 @@
 `--dry-run` shows the estimate, and with `--json` prints it under the key `outlook`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -176,10 +176,7 @@ def estimate_run(
     space = _space(target, written)
     used = [file for file, nbytes in zip(source.files, read, strict=True) if nbytes]
     return Outlook(
-        reads=tuple(
-            FileBytes(str(file.path), int(nbytes))
-            for file, nbytes in zip(source.files, read, strict=True)
-        ),
+        reads=tuple(_by_path(source.files, read.tolist())),
         read_bytes=read_sum,
         writes=tuple(FileBytes(path, nbytes) for path, nbytes in byte_counts.sizes.items()),
         written_bytes=written,
@@ -294,6 +291,15 @@ _OTHERS: Final = {
     BLOB: "tensors in training state",
     FILE: "files beside the tensors",
 }
+
+
+def _by_path(files: Sequence[SourceFile], read: Sequence[int]) -> Iterator[FileBytes]:
+    """Sum up what is read of each file; what is held in memory counts as read of one of them."""
+    found = dict.fromkeys((file.path for file in files), 0)
+    for file, nbytes in zip(files, read, strict=True):
+        found[file.path] += nbytes
+    for path, nbytes in found.items():
+        yield FileBytes(str(path), nbytes)
 
 
 def _left_out(source: Source, byte_counts: ByteCounts, report: Report) -> Iterator[Part]:
