@@ -336,20 +336,22 @@ DIVIDED = replace(EXPERT, max_group=40, rates="base_lrs")
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("parts", [1, 2])
 def test_groups_that_an_engine_divides_for_their_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, degree: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: int, degree: int
 ) -> None:
     """Each rate of the scheduler goes to the parts of its param group."""
     monkeypatch.setattr("streamshard.formats.deepspeed.expert_order.GROUP_NUMEL", 40)
-    run = write(spread(DIVIDED, degree, 4), tmp_path / "run")
+    job, ranks = replace(DIVIDED, parts=parts), 4 * parts
+    run = write(spread(job, degree, 4), tmp_path / "run")
     for target in {1, 2, 4} - {degree}:
         out = tmp_path / f"out-{target}"
         if degree > 1 > target - 1:
             with pytest.raises(UnsupportedError, match="more than 40 elements on a rank of that"):
-                streamshard.repartition(run, out, world_size=4, expert_parallel=target)
-        wanted = write(spread(DIVIDED, target, 4), tmp_path / f"wanted-{target}")
+                streamshard.repartition(run, out, world_size=ranks, expert_parallel=target)
+        wanted = write(spread(job, target, 4), tmp_path / f"wanted-{target}")
         like = wanted if degree > 1 > target - 1 else None
-        streamshard.repartition(run, out, world_size=4, expert_parallel=target, like=like)
+        streamshard.repartition(run, out, world_size=ranks, expert_parallel=target, like=like)
         compare(out / TAG, wanted / TAG)
 
 

@@ -19,7 +19,8 @@ RANKS = 4
 
 
 def _case(degree: int) -> Case:
-    topology = ExpertParallel((degree, degree), counts=(4, 4), tensor=2, whole_experts=True)
+    counts = 2 * degree, 2 * degree
+    topology = ExpertParallel((degree, degree), counts=counts, tensor=2, whole_experts=True)
     return Case(f"whole-experts-{degree}", 2, "bf16", topology=topology)
 
 
@@ -34,14 +35,27 @@ def test_what_is_advised_works_where_tensor_ranks_have_other_experts(tmp_path: P
             streamshard.repartition(run, tmp_path / "out", world_size=2, expert_parallel=1)
 
 
-def test_an_engine_cannot_load_what_it_saved_where_tensor_ranks_share_experts(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("degree", "ranks", "complaint", "refusal"),
+    [
+        (
+            1,
+            RANKS,
+            "checkpoint count 1 is different from saved mp_world_size 2",
+            r"DeepSpeed saves neither .* No job can resume then",
+        ),
+        (3, 6, "layer_0_expert_0_mp_rank_01_model_states.pt", "are on 6 ranks"),
+    ],
+)
+def test_an_engine_cannot_load_what_it_saved_where_parts_lack_files(
+    tmp_path: Path, degree: int, ranks: int, complaint: str, refusal: str
 ) -> None:
-    case, run = _case(1), tmp_path / "run"
+    """The tensor parallel degree, 2, does not divide the expert parallel size."""
+    case, run = _case(degree), tmp_path / "run"
     # Its state cannot be gathered: partitions of experts are spread over the parts of the model.
     jobs = [Train(case, run, None), Resume(case, run, tmp_path / "again.pt")]
-    trained, resumed = run_jobs(RANKS, jobs, tmp_path / "ranks")
+    trained, resumed = run_jobs(ranks, jobs, tmp_path / "ranks")
     require_success([trained])
-    assert "checkpoint count 1 is different from saved mp_world_size 2" in str(resumed.error)
-    with pytest.raises(IncompleteError, match=r"DeepSpeed saves neither .* No job can resume then"):
+    assert complaint in str(resumed.error)
+    with pytest.raises((IncompleteError, UnsupportedError), match=refusal):
         streamshard.inspect(run)

@@ -50,12 +50,15 @@ def objection_to_spreading(checkpoint: Checkpoint) -> str | None:
 
 
 def _strings(node: Node) -> Iterator[str]:
-    """Yield the strings in a tree of dicts and lists."""
-    if isinstance(node, str):
-        yield node
-    elif isinstance(node, dict | list | tuple):
-        for held in (*node, *node.values()) if isinstance(node, dict) else node:
-            yield from _strings(held)
+    """Yield the strings in a tree of dicts and lists, however deep it is."""
+    rest, seen = [node], set()
+    while rest:
+        held = rest.pop()
+        if isinstance(held, str):
+            yield held
+        elif isinstance(held, dict | list | tuple) and id(held) not in seen:
+            seen.add(id(held))
+            rest += [*held, *held.values()] if isinstance(held, dict) else held
 
 
 def _has_stages(checkpoint: Checkpoint) -> bool:

@@ -72,6 +72,9 @@ SPREAD_ANEW = [
     _spread(_fp32("whole", 2, SHARED_REPLICATED), 2, _fp32("shared", 2, SHARED), 4, 2),
     _spread(_fp32("whole", 2, SHARED_REPLICATED), 2, _fp32("first", 2, SHARED_DATA_FIRST), 4, 2),
     _spread(SHARED_ROUND_ROBIN, 4, SHARED_ONE_BY_ONE, 2, 1),
+    _spread(
+        _bf16_optimizer("shared", SHARED), 4, _bf16_optimizer("whole", SHARED_REPLICATED), 2, 1
+    ),
 ]
 """Experts that other counts of ranks share: fewer, more, none; with every option that orders or
 pads them. Frozen and tied weights are beside them. Of shared ones each of two tensor-parallel ranks
