@@ -10,7 +10,12 @@ import torch
 
 import streamshard
 from streamshard.cli.main import main
-from streamshard.errors import DisagreementError, StreamshardError, UnsupportedError, UsageError
+from streamshard.errors import (
+    DisagreementError,
+    StreamshardError,
+    UnsupportedError,
+    UsageError,
+)
 from tests.fabricated import edit, optimizer_file, write
 from tests.job import TAG, Job, Shapes, local_experts
 from tests.test_families import compare
@@ -23,7 +28,12 @@ VARIANTS = {
     "plain": EXPERT,
     "round-robin": replace(EXPERT, round_robin=True, alignment=True),
     "data-first": replace(EXPERT, data_before_experts=True),
+    "tensor": replace(EXPERT, parts=2),
+    "tensor-round-robin": replace(EXPERT, parts=3, round_robin=True),
+    "tensor-data-first": replace(EXPERT, parts=2, data_before_experts=True),
 }
+SHARED = VARIANTS["tensor"]
+PATTERN = r"^moe\.deepspeed_moe\.experts\.deepspeed_experts\.0\.weight$"
 MODEL = "mp_rank_00_model_states.pt"
 
 
@@ -45,8 +55,25 @@ def test_the_files_are_those_of_the_job_with_the_other_degree(
     for source, (target, ranks) in zip((run, store), targets[degree], strict=True):
         wanted = write(spread(job, target, ranks), tmp_path / f"wanted-{target}")
         out = tmp_path / f"out-{target}"
-        streamshard.repartition(source, out, world_size=ranks, expert_parallel=target)
+        streamshard.repartition(source, out, world_size=ranks * job.parts, expert_parallel=target)
         compare(out / TAG, wanted / TAG)
+
+
+@pytest.mark.parametrize("job", VARIANTS.values(), ids=VARIANTS)
+def test_another_degree_and_other_ranks_commute(tmp_path: Path, job: Job) -> None:
+    """There and back, with other ranks on the way, is the identity."""
+    run = write(job, tmp_path / "run")
+    more, ranks = 8 * job.parts, job.world_size * job.parts
+    streamshard.repartition(run, tmp_path / "more", world_size=more)
+    streamshard.repartition(
+        tmp_path / "more", tmp_path / "then", world_size=ranks, expert_parallel=4
+    )
+    streamshard.repartition(run, tmp_path / "spread", world_size=ranks, expert_parallel=4)
+    compare(tmp_path / "then" / TAG, tmp_path / "spread" / TAG)
+    streamshard.repartition(tmp_path / "spread", tmp_path / "other", world_size=more)
+    back = tmp_path / "back"
+    streamshard.repartition(tmp_path / "other", back, world_size=ranks, expert_parallel=2)
+    compare(back / TAG, run / TAG)
 
 
 def test_the_source_s_own_degree_changes_nothing(
@@ -126,7 +153,17 @@ def _other_degree(run: Path) -> None:
             r"has layers with expert parallel sizes \[1, 2\], of which not one alone",
         ),
         (Job(world_size=4), None, "no experts of DeepSpeed's MoE layers"),
-        (replace(EXPERT, parts=2), None, "2 tensor or pipeline parallel parts"),
+        (
+            replace(SHARED, client_state={"checkpoint_parallel_dimensions": {"pp_degree": 2}}),
+            None,
+            "of a pipeline, of which each stage has layers of its own",
+        ),
+        (
+            replace(SHARED, client_state={"universal_checkpoint_info": {"rows": [PATTERN]}}),
+            None,
+            "'universal_checkpoint_info' names experts as one rank numbers them, as what AutoTP",
+        ),
+        (SHARED, _other_step, "mp_rank_00: param group 2 of expert rank 0 and .* differ"),
         (replace(EXPERT, muon=(0,)), None, "trained with Muon"),
         (EXPERT, _older, r"an older DeepSpeed saved it, with a file .*expp_rank_\* for each"),
         (EXPERT, _other_step, "group 2 of expert rank 0 and group 2 of expert rank 1 differ"),
@@ -164,11 +201,12 @@ def test_what_cannot_be_spread_is_refused(
     run = write(job, tmp_path / "run")
     if change is not None:
         change(run)
+    ranks = 8 * job.parts
     with pytest.raises(StreamshardError, match=message):
-        streamshard.repartition(run, tmp_path / "out", world_size=8, expert_parallel=1)
+        streamshard.repartition(run, tmp_path / "out", world_size=ranks, expert_parallel=1)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     # What the message advises: at the degree that saved it, it goes to other ranks.
-    streamshard.repartition(run, tmp_path / "out", world_size=8)
+    streamshard.repartition(run, tmp_path / "out", world_size=ranks)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +214,7 @@ def test_what_cannot_be_spread_is_refused(
     [
         (3, 6, "--expert-parallel 3: .*deepspeed_experts' has 4 experts.* give 1, 2, 4"),
         (0, 4, "--expert-parallel 0: .* give 1, 2, 4"),
-        (4, 6, r"--world-size 6: .*over 4 ranks.*multiple of that \(4, 8, 12"),
+        (4, 6, r"--world-size 6: .*over 4 ranks.*multiple of 4 \(4, 8, 12"),
     ],
 )
 def test_counts_that_do_not_divide_are_refused(
@@ -187,6 +225,52 @@ def test_counts_that_do_not_divide_are_refused(
         streamshard.repartition(
             run, tmp_path / "out", world_size=world_size, expert_parallel=degree
         )
+
+
+def test_ranks_that_the_parts_do_not_divide_are_refused(tmp_path: Path) -> None:
+    run = write(SHARED, tmp_path / "run")
+    message = r"over 4 ranks \(--expert-parallel\) of each of 2 tensor .* multiple of 8 \(8, 16, 24"
+    with pytest.raises(UsageError, match=message):
+        streamshard.repartition(run, tmp_path / "out", world_size=4, expert_parallel=4)
+
+
+def _in_part_1(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    edit(run / TAG / MODEL.replace("00", "01"), change)
+
+
+def _other_counts(run: Path) -> None:
+    _in_part_1(run, lambda content: content.update(num_experts=[2]))
+
+
+def _other_order(run: Path) -> None:
+    """Write one part as a job with its experts' parameters in another order would."""
+    other = replace(SHARED, experts=_by_tensor(SHARED.experts))
+    write(other, run.with_name("other"))
+    for path in (run.with_name("other") / TAG).glob("*mp_rank_01*"):
+        path.rename(run / TAG / path.name)
+
+
+def _other_degree_in_part(run: Path) -> None:
+    write(spread(SHARED, 4, 4), run.with_name("other"))
+    for path in (run.with_name("other") / TAG).glob("*mp_rank_01*"):
+        path.rename(run / TAG / path.name)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (_other_counts, "experts"),
+        (_other_order, "param groups"),
+        (_other_degree_in_part, "param groups"),
+    ],
+)
+def test_parts_that_do_not_have_the_same_experts_are_refused(
+    tmp_path: Path, change: Callable[[Path], None], what: str
+) -> None:
+    run = write(SHARED, tmp_path / "run")
+    change(run)
+    with pytest.raises(DisagreementError, match=f"mp_rank_00 and mp_rank_01 have different {what}"):
+        streamshard.repartition(run, tmp_path / "out", world_size=8, expert_parallel=1)
 
 
 def test_a_config_of_stage_3_is_refused_for_experts_on_every_rank(tmp_path: Path) -> None:
@@ -212,13 +296,14 @@ def test_what_lacks_the_experts_files_or_hyper_parameters_is_refused(tmp_path: P
         )
 
 
-def test_a_reference_tells_an_order_that_is_not_the_module_s(tmp_path: Path) -> None:
-    source = replace(EXPERT, experts=_by_tensor(EXPERT.experts))
-    target = spread(EXPERT, 1, 2)
+@pytest.mark.parametrize("job", [EXPERT, SHARED], ids=["one-part", "two-parts"])
+def test_a_reference_tells_an_order_that_is_not_the_module_s(tmp_path: Path, job: Job) -> None:
+    source = replace(job, experts=_by_tensor(job.experts))
+    target = spread(job, 1, 2)
     target = replace(target, experts=_by_tensor(target.experts))
     run, wanted = write(source, tmp_path / "run"), write(target, tmp_path / "wanted")
-    out = tmp_path / "out"
-    streamshard.repartition(run, out, world_size=2, expert_parallel=1, like=wanted)
+    out, ranks = tmp_path / "out", 2 * job.parts
+    streamshard.repartition(run, out, world_size=ranks, expert_parallel=1, like=wanted)
     compare(out / TAG, wanted / TAG)
 
 
@@ -242,6 +327,8 @@ def test_a_reference_of_another_job_is_refused(tmp_path: Path) -> None:
     assert refusal(other, "other").errisinstance(DisagreementError)
     two = refusal(Job(world_size=4), "dense")
     assert two.match("given with --like: the model has no experts")
+    parts = refusal(spread(SHARED, 4, 4), "parts")
+    assert parts.match("given with --like is of a model in 2 parts, and this one in 1, which stay")
 
 
 DIVIDED = replace(EXPERT, max_group=40, rates="base_lrs")
@@ -249,20 +336,22 @@ DIVIDED = replace(EXPERT, max_group=40, rates="base_lrs")
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("parts", [1, 2])
 def test_groups_that_an_engine_divides_for_their_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, degree: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: int, degree: int
 ) -> None:
     """Each rate of the scheduler goes to the parts of its param group."""
     monkeypatch.setattr("streamshard.formats.deepspeed.expert_order.GROUP_NUMEL", 40)
-    run = write(spread(DIVIDED, degree, 4), tmp_path / "run")
+    job, ranks = replace(DIVIDED, parts=parts), 4 * parts
+    run = write(spread(job, degree, 4), tmp_path / "run")
     for target in {1, 2, 4} - {degree}:
         out = tmp_path / f"out-{target}"
         if degree > 1 > target - 1:
             with pytest.raises(UnsupportedError, match="more than 40 elements on a rank of that"):
-                streamshard.repartition(run, out, world_size=4, expert_parallel=target)
-        wanted = write(spread(DIVIDED, target, 4), tmp_path / f"wanted-{target}")
+                streamshard.repartition(run, out, world_size=ranks, expert_parallel=target)
+        wanted = write(spread(job, target, 4), tmp_path / f"wanted-{target}")
         like = wanted if degree > 1 > target - 1 else None
-        streamshard.repartition(run, out, world_size=4, expert_parallel=target, like=like)
+        streamshard.repartition(run, out, world_size=ranks, expert_parallel=target, like=like)
         compare(out / TAG, wanted / TAG)
 
 

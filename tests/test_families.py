@@ -11,7 +11,13 @@ import zarr
 
 import streamshard
 from streamshard.cli.main import main
-from streamshard.errors import DisagreementError, IncompleteError, SourceError, UsageError
+from streamshard.errors import (
+    DisagreementError,
+    IncompleteError,
+    SourceError,
+    UnsupportedError,
+    UsageError,
+)
 from tests.fabricated import load, save, write
 from tests.job import EXPERTS, TAG, Job
 from tests.test_repartition_fabricated import differences
@@ -141,6 +147,33 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     for path in (run / TAG).glob("layer_*"):
         path.unlink()
     with pytest.raises(IncompleteError, match=r"expert_0_mp_rank_00_model_states\.pt: missing"):
+        streamshard.inspect(run)
+
+
+def test_experts_that_other_tensor_ranks_have_are_refused(tmp_path: Path) -> None:
+    """Saved without `enable_expert_tensor_parallelism`, as far as a message depends on it."""
+    run = write(JOBS["expert-tensor"], tmp_path / "run")
+    for path in (run / TAG).glob("*_optim_states.pt"):
+        state = load(path)
+        base = state["optimizer_state_dict"]["base_optimizer_state"]
+        base["param_groups"][2]["name"] = "ep_size_4"
+        save(state, path)
+    message = r"mp_rank_00_optim_states\.pt: the experts of param group 'ep_size_4' are on 8 ranks"
+    with pytest.raises(UnsupportedError, match=f"{message}, .*without enable_expert_tensor_para"):
+        streamshard.inspect(run)
+
+
+def test_parts_that_deepspeed_does_not_save_are_named(tmp_path: Path) -> None:
+    """Those of tensor-parallel ranks that share whole experts with others."""
+    run = write(JOBS["expert-tensor"], tmp_path / "run")
+    model = run / TAG / "mp_rank_01_model_states.pt"
+    model.unlink()
+    message = r"mp_rank_01_model_states\.pt: the model file is missing"
+    with pytest.raises(IncompleteError, match=f"{message}$"):
+        streamshard.inspect(run)
+    for path in (run / TAG).glob("layer_*_mp_rank_01_*"):
+        path.unlink()
+    with pytest.raises(IncompleteError, match=f"{message}, and so are .* DeepSpeed saves neither"):
         streamshard.inspect(run)
 
 

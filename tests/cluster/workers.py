@@ -21,7 +21,7 @@ def addresses(client: Client) -> set[str]:
     `scheduler_info` lists none if the client renews what it knows of the scheduler meanwhile: that
     leaves out the workers (`Client._update_scheduler_info` of distributed 2026.8).
     """
-    return set(client.nthreads())
+    return {str(address) for address in client.nthreads()}
 
 
 @contextmanager

@@ -3,14 +3,17 @@
 Every expert's tensors have names of their own, whichever rank holds them. So tensors and their
 places stay as they are, and only the param groups are made anew: for each expert rank of the
 target, the parameters of its experts, in the order in which an engine of the job lists them.
+
+Each family is spread by the rules of a job without tensor parallelism (`expert_parts`).
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
 
-from streamshard.errors import UnsupportedError, UsageError
+from streamshard.errors import DisagreementError, UnsupportedError, UsageError
 from streamshard.formats.checkpoint import LIKE, Checkpoint, Family
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.expert_groups import (
@@ -25,6 +28,10 @@ from streamshard.formats.deepspeed.expert_order import (
     GroupContent,
     order_of_module,
     order_of_reference,
+)
+from streamshard.formats.deepspeed.expert_parts import (
+    objection_to_spreading,
+    require_families_alike,
 )
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.sizes import counted
@@ -44,15 +51,18 @@ def expert_degree(checkpoint: Checkpoint) -> int:
     UnsupportedError
         Its layers are spread over different counts of ranks, or it is of a kind whose experts
         cannot be spread anew.
+    DisagreementError
+        Its families have other experts, or have them in another order.
     """
-    objection = _objection(checkpoint)
+    objection = objection_to_spreading(checkpoint)
     if objection:
         message = f"its experts cannot be spread over another count of ranks: {objection}"
         raise UnsupportedError(f"{message}. {AS_SAVED}")
-    (family,) = checkpoint.families
-    degrees = {
-        group.template.expert_parallel for group in undivided_groups(family) if group.has_experts
-    }
+    require_families_alike(checkpoint)
+    first = checkpoint.families[0]
+    with _naming(first):
+        groups = undivided_groups(first)
+    degrees = {group.template.expert_parallel for group in groups if group.has_experts}
     if not degrees:
         message = "the model has no experts of DeepSpeed's MoE layers in its param groups, so that"
         raise UsageError(f"{message} none can be spread over ranks: leave --expert-parallel out")
@@ -60,28 +70,6 @@ def expert_degree(checkpoint: Checkpoint) -> int:
         message = f"has layers with expert parallel sizes {sorted(degrees)}"
         raise UnsupportedError(f"{message}, of which not one alone changes. {AS_SAVED}")
     return degrees.pop()
-
-
-def _objection(checkpoint: Checkpoint) -> str | None:
-    """Say why the experts of a checkpoint cannot be spread anew, as far as its kind tells."""
-    if checkpoint.is_dumps:
-        return "raw dumps lack the experts' files"
-    if len(checkpoint.families) > 1:
-        return f"the model is in {len(checkpoint.families)} tensor or pipeline parallel parts"
-    if checkpoint.layout.stage not in (1, 2):
-        return f"it was saved at ZeRO stage {checkpoint.layout.stage}, and not at 1 or 2"
-    if checkpoint.replicas > 1:
-        return "it was trained on sequences that ranks share"
-    of_ranks = f"{checkpoint.tag}/{names.WHOLE_EXPERT_OPTIMIZER}"
-    if any(file.path.startswith(of_ranks) for file in checkpoint.files):
-        return f"an older DeepSpeed saved it, with a file {of_ranks}* for each expert rank"
-    (family,) = checkpoint.families
-    if any(family.is_muon(group) for group in family.groups):
-        return "it was trained with Muon"
-    listed = [entry.name for entry in family.module if names.expert_of(entry.name)]
-    if listed:
-        return f"the model file has a weight of an expert, '{listed[0]}', as of a frozen one"
-    return None
 
 
 def with_expert_degree(
@@ -102,16 +90,37 @@ def with_expert_degree(
         The experts cannot be spread so; the message says why.
     """
     own = expert_degree(checkpoint)
-    (family,) = checkpoint.families
+    if like is not None:
+        _require_degree(like, degree, len(checkpoint.families))
+    changed = []
+    for number, family in enumerate(checkpoint.families):
+        with _naming(family):
+            changed.append(_spread(checkpoint, number, own, degree, like))
+    return replace(checkpoint, families=tuple(changed))
+
+
+@contextmanager
+def _naming(family: Family) -> Iterator[None]:
+    """Name a family in an error about its files, if it is one of several."""
+    try:
+        yield
+    except (UnsupportedError, DisagreementError) as error:
+        raise type(error)(f"{family.name}: {error}" if family.name else str(error)) from error
+
+
+def _spread(
+    checkpoint: Checkpoint, number: int, own: int, degree: int, like: Checkpoint | None
+) -> Family:
+    """Return a family whose experts are spread over another count of its ranks."""
+    family = checkpoint.families[number]
     groups = undivided_groups(family)
     layers = [layer for group in groups if group.has_experts for layer in group.layers()]
     _require_all_trained(family, layers)
     _require_even(layers, degree)
     if like is None:
-        made = order_of_module(checkpoint, groups, own, degree)
+        made = order_of_module(family, checkpoint.master_numels(family), groups, own, degree)
     else:
-        _require_degree(like, degree)
-        made = order_of_reference(checkpoint, groups, like)
+        made = order_of_reference(checkpoint, number, groups, like)
     regrouped = tuple(
         replace(
             groups[content.source].template,
@@ -123,13 +132,12 @@ def with_expert_degree(
         for number, content in enumerate(made)
         for rank, params in enumerate(content.params)
     )
-    changed = replace(
+    return replace(
         family,
         groups=regrouped,
         optimizer_file=_with_groups(family, groups, made, own, degree),
         model_state=_with_rates(family.model_state, groups, made),
     )
-    return replace(checkpoint, families=(changed,))
 
 
 def _require_all_trained(family: Family, layers: Iterable[ExpertLayer]) -> None:
@@ -155,8 +163,11 @@ def _require_even(layers: Iterable[ExpertLayer], degree: int) -> None:
             raise UsageError(f"{message}, of which each rank must have as many: give {choice}")
 
 
-def _require_degree(like: Checkpoint, degree: int) -> None:
-    """Refuse a reference whose experts are spread over another count of ranks."""
+def _require_degree(like: Checkpoint, degree: int, parts: int) -> None:
+    """Refuse a reference with another count of expert ranks, or of parts of the model."""
+    if len(like.families) != parts:
+        message = f"{LIKE} is of a model in {counted(len(like.families), 'part')}, and this one in"
+        raise UsageError(f"{message} {parts}, which stay as they are: {SUPPLY}")
     try:
         theirs = expert_degree(like)
     except (UnsupportedError, UsageError) as error:

@@ -41,17 +41,25 @@ class GroupContent:
 
 
 def order_of_module(
-    checkpoint: Checkpoint, groups: Sequence[UndividedGroup], own: int, degree: int
+    family: Family,
+    numels: Mapping[str, int],
+    groups: Sequence[UndividedGroup],
+    own: int,
+    degree: int,
 ) -> list[GroupContent]:
     """Recompute the order from that of the module.
+
+    Parameters
+    ----------
+    numels
+        Element count of each trained parameter of the family.
 
     Raises
     ------
     UnsupportedError
         It is not sure; the message says why.
     """
-    (family,) = checkpoint.families
-    rule = _Rule(family, checkpoint.master_numels(family), groups, own, degree)
+    rule = _Rule(family, numels, groups, own, degree)
     doubt = rule.doubt()
     if doubt:
         message = "in which order, and in which param groups, a job with"
@@ -157,9 +165,14 @@ def _is_sorted(params: Sequence[str], key: Key) -> bool:
 
 
 def order_of_reference(
-    checkpoint: Checkpoint, groups: Sequence[UndividedGroup], like: Checkpoint
+    checkpoint: Checkpoint, number: int, groups: Sequence[UndividedGroup], like: Checkpoint
 ) -> list[GroupContent]:
     """Take the order from a reference checkpoint, whose experts are spread as the target's.
+
+    Parameters
+    ----------
+    number
+        Of the family, which both checkpoints have.
 
     Raises
     ------
@@ -172,7 +185,7 @@ def order_of_reference(
         for params in group.params
         for name in params
     }
-    (family,) = like.families
+    family = like.families[number]
     found: list[GroupContent] = []
     for group in family.groups:
         if group.expert_rank == 0:
@@ -187,24 +200,27 @@ def order_of_reference(
                 message = f"param group {group.number} of {LIKE} has not the parameters of one"
                 raise DisagreementError(f"{message} here: it is not of the same job")
             found.append(GroupContent(sources.pop(), ranks))
-    _require_same(checkpoint, groups, like, found)
+    shapes = [
+        {n: shape for each in one.group_shapes(one.families[number]) for n, shape in each.items()}
+        for one in (checkpoint, like)
+    ]
+    _require_same(groups, found, is_same=shapes[0] == shapes[1])
     return found
 
 
 def _require_same(
-    checkpoint: Checkpoint,
-    groups: Sequence[UndividedGroup],
-    like: Checkpoint,
-    found: Sequence[GroupContent],
+    groups: Sequence[UndividedGroup], found: Sequence[GroupContent], *, is_same: bool
 ) -> None:
-    """Refuse a reference of another job."""
-    shapes = [
-        {name: shape for each in one.group_shapes(one.families[0]) for name, shape in each.items()}
-        for one in (checkpoint, like)
-    ]
+    """Refuse a reference of another job.
+
+    Parameters
+    ----------
+    is_same
+        Whether its parameters have the same names and shapes.
+    """
     sources = [content.source for content in found]
     shared = {s: content.params for s, content in zip(sources, found, strict=True)}
-    is_same = shapes[0] == shapes[1] and sources == sorted(sources)
+    is_same = is_same and sources == sorted(sources)
     if not is_same or any(
         not group.has_experts and tuple(shared.get(source, ())) != group.params
         for source, group in enumerate(groups)

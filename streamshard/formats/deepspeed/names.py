@@ -197,6 +197,21 @@ def of_expert_rank(name: str, expert_rank: int, counts: Mapping[str, int]) -> st
     return f"{layer}{counts[layer] * expert_rank + local}{rest}"
 
 
+def expert_ranks(group: Mapping[str, Any]) -> int | None:
+    """Return over how many ranks a param group of experts is spread, as its name tells.
+
+    None if it holds no experts, or has another name. It is the name of a group of processes
+    (`MoE.__init__` of `deepspeed/moe/layer.py`).
+
+    >>> expert_ranks({"moe": True, "name": "ep_size_4"})
+    4
+    """
+    name = group.get("name")
+    is_named = group.get(IS_EXPERTS) is True and isinstance(name, str)
+    match = re.fullmatch(r"ep_size_(\d{1,9})", str(name)) if is_named else None
+    return None if match is None else int(match[1])
+
+
 def is_tag(text: str) -> bool:
     """Tell whether a text can be a tag: the path of a directory below the run directory.
 
@@ -254,6 +269,16 @@ def family(mp_rank: int) -> str:
 def expert_file(layer: int, expert: int, mp_rank: int) -> str:
     """Return the name of the file of one expert's weights. `expert` counts in the whole model."""
     return f"layer_{layer}_expert_{expert}_mp_rank_{mp_rank:02d}_model_states.pt"
+
+
+def part_of_expert_file(name: str) -> int | None:
+    """Return which part of the model a file of an expert's weights is of; None for other files.
+
+    >>> part_of_expert_file("layer_0_expert_3_mp_rank_01_model_states.pt")
+    1
+    """
+    match = re.fullmatch(r"(?:layer_\d+_)?expert_\d+_mp_rank_(\d{1,9})_model_states\.pt", name)
+    return None if match is None else int(match[1])
 
 
 def optimizer_file(dp_rank: int, *, bf16: bool, mp_rank: int = 0) -> str:

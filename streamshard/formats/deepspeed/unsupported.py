@@ -251,6 +251,29 @@ def _unnumbered_experts(saved: Saved) -> str | None:
     return None
 
 
+def _experts_across_parts(saved: Saved) -> str | None:
+    # Without `enable_expert_tensor_parallelism`, `MoE._create_process_groups` has
+    # `_create_expert_and_data_parallel` of `utils/groups.py` divide all ranks, tensor-parallel ones
+    # too. Then these have other experts, or share the partitions of the same ones. Either way
+    # experts are spread over all ranks, so that as many ranks more share each.
+    for state, path in zip(saved.states, saved.optimizer_paths, strict=True):
+        wrapped, counts = state.get(names.BASE_OPTIMIZER), state.get(names.PARTITION_COUNT)
+        if not isinstance(wrapped, dict) or not isinstance(counts, list | tuple):
+            continue
+        for group, sharing in zip(wrapped["param_groups"], counts, strict=False):
+            shared = names.expert_ranks(group)
+            if shared is not None and shared * sharing > saved.ranks:
+                message = f"{path}: the experts of param group {show(group['name'])} are on"
+                return f"{message} {shared * sharing} ranks, {_ACROSS_PARTS}"
+    return None
+
+
+_ACROSS_PARTS: Final = (
+    "more than this part of the model has: MoE layers trained beside tensor parallelism without "
+    "enable_expert_tensor_parallelism, and DeepSpeed spread their experts over the tensor parallel "
+    "ranks too; not supported. Resume on the ranks that saved it: DeepSpeed can if the tensor "
+    "parallel degree divides the expert parallel size"
+)
 _OWN_EXPERTS: Final = (
     "whose experts are cut in a way of their own; not supported. Resume on the ranks that saved "
     "it, or convert with DeepSpeed's ds_to_universal, which knows AutoEP"
@@ -352,6 +375,7 @@ _RULES: Final[tuple[Callable[[Saved], str | None], ...]] = (
     _late_groups,
     _auto_experts,
     _unnumbered_experts,
+    _experts_across_parts,
     _zenflow,
     _swapped_out,
     _states_elsewhere,

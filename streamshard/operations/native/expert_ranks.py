@@ -39,10 +39,13 @@ def at_expert_degree(opened: Source, degree: int | None, world_size: int) -> Sou
         if opened.is_elastic:
             message = "its experts cannot be spread over another count of ranks: it was saved with"
             raise UnsupportedError(f"{message} elastic_checkpoint. {AS_SAVED}")
-        if degree > 0 and world_size % degree:
+        parts = len(opened.checkpoint.families)
+        if degree > 0 and world_size % (degree * parts):
             message = f"--world-size {world_size}: the experts are to be spread over {degree} ranks"
-            few = ", ".join(str(degree * k) for k in (1, 2, 3))
-            raise UsageError(f"{message} (--expert-parallel): give a multiple of that ({few}, …)")
+            beside = f" of each of {parts} tensor parallel parts" if parts > 1 else ""
+            few = ", ".join(str(degree * parts * k) for k in (1, 2, 3))
+            message = f"{message} (--expert-parallel){beside}: give a multiple of"
+            raise UsageError(f"{message} {degree * parts} ({few}, …)")
         checkpoint = with_expert_degree(opened.checkpoint, degree, opened.like)
     note = spread_note(own, degree, opened.like)
     return replace(opened, checkpoint=replace(checkpoint, notes=(*checkpoint.notes, note)))

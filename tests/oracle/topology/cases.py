@@ -17,6 +17,9 @@ EXPERTS = ExpertParallel((2, 2))
 REPLICATED = ExpertParallel((1, 1))
 DATA_FIRST = ExpertParallel((2, 2), data_first=True)
 ON_4 = ExpertParallel((4, 4), counts=(4, 8))
+SHARED = ExpertParallel((2, 2), tensor=2)
+SHARED_REPLICATED = ExpertParallel((1, 1), tensor=2)
+SHARED_DATA_FIRST = ExpertParallel((2, 2), tensor=2, data_first=True)
 ON_2_OF_4 = ExpertParallel((2, 2), counts=(4, 8))
 
 
@@ -51,6 +54,8 @@ STAGE_0 = [
 
 ROUND_ROBIN_EXPERTS = Case("experts-round-robin", 2, "fp32", ROUND_ROBIN, topology=EXPERTS)
 ONE_BY_ONE = Case("replicated-round-robin", 2, "fp32", ROUND_ROBIN, topology=REPLICATED)
+SHARED_ROUND_ROBIN = Case("shared-round-robin", 2, "fp32", ROUND_ROBIN, topology=SHARED)
+SHARED_ONE_BY_ONE = Case("whole-round-robin", 2, "fp32", ROUND_ROBIN, topology=SHARED_REPLICATED)
 SPREAD_ANEW = [
     _spread(_bf16("experts", 2, EXPERTS), 4, _bf16("replicated", 2, REPLICATED), 2, 1),
     _spread(_fp32("replicated-experts", 2, REPLICATED), 2, _fp32("experts", 2, EXPERTS), 4, 2),
@@ -62,9 +67,18 @@ SPREAD_ANEW = [
         _bf16_optimizer("experts", EXPERTS), 4, _bf16_optimizer("replicated", REPLICATED), 2, 1
     ),
     _spread(ROUND_ROBIN_EXPERTS, 4, ONE_BY_ONE, 2, 1),
+    _spread(_fp32("shared", 2, SHARED), 4, _fp32("whole", 2, SHARED_REPLICATED), 2, 1),
+    _spread(_bf16("shared", 1, SHARED), 4, _bf16("whole", 1, SHARED_REPLICATED), 4, 1),
+    _spread(_fp32("whole", 2, SHARED_REPLICATED), 2, _fp32("shared", 2, SHARED), 4, 2),
+    _spread(_fp32("whole", 2, SHARED_REPLICATED), 2, _fp32("first", 2, SHARED_DATA_FIRST), 4, 2),
+    _spread(SHARED_ROUND_ROBIN, 4, SHARED_ONE_BY_ONE, 2, 1),
+    _spread(
+        _bf16_optimizer("shared", SHARED), 4, _bf16_optimizer("whole", SHARED_REPLICATED), 2, 1
+    ),
 ]
 """Experts that other counts of ranks share: fewer, more, none; with every option that orders or
-pads them. Frozen and tied weights are beside them."""
+pads them. Frozen and tied weights are beside them. Of shared ones each of two tensor-parallel ranks
+has a part."""
 
 TOPOLOGIES = [
     *(one for case in STAGE_0 for one in _between(case, (2, 4))),
@@ -85,6 +99,7 @@ TOPOLOGIES = [
     *_between(_fp32("experts-on-4", 2, ON_4), (4, 4)),
     *_between(_fp32("data-first", 2, DATA_FIRST), (4, 2), (4, 6)),
     *_between(_fp32("replicated-experts", 2, REPLICATED), (2, 4)),
+    *_between(_fp32("whole", 2, SHARED_REPLICATED), (2, 4)),
     *_between(_bf16("two-degrees", 1, ExpertParallel((2, 1))), (4, 2)),
     *_between(_fp32("sequence", 1, SEQUENCE), (2, 4)),
     *_between(_bf16("sequence", 2, SEQUENCE), (4, 2)),

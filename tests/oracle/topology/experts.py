@@ -1,9 +1,10 @@
-"""Expert parallelism with DeepSpeed's own mixture-of-experts layer."""
+"""Expert parallelism with DeepSpeed's own mixture-of-experts layer, alone and beside tensor
+parallelism."""
 
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import distributed, nn
@@ -11,7 +12,12 @@ from torch.nn import functional
 
 from tests.oracle.models import SEQUENCE, VOCABULARY, WIDTH, Block, Case
 from tests.oracle.topology.engine import batch_of, finish, initialize
+from tests.oracle.topology.grid import TensorGrid, gather_flat
+from tests.oracle.topology.shared_block import SharedBlock, spread, summed
 from tests.oracle.truth import Engine
+
+# DeepSpeed has no types.
+Group: TypeAlias = Any
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,11 @@ class ExpertParallel:
     """Whether the ranks that share experts are next to each other, not those of one set of all."""
     max_group: int | None = None
     """Elements of a rank's experts above which their param group is divided; None as by default."""
+    tensor: int = 1
+    """Tensor-parallel ranks, each of which has other hidden units of a block, and of experts."""
+    whole_experts: bool = False
+    """Whether experts are whole, and spread over the tensor-parallel ranks too. It is DeepSpeed's
+    default, without `enable_expert_tensor_parallelism`."""
 
     def config(self) -> Mapping[str, Any]:
         """Return nothing but the order of the ranks: the rest is in the model."""
@@ -40,14 +51,21 @@ class ExpertParallel:
         for module in model.modules():
             if isinstance(module, Expert):
                 module.reset()
+        grid = TensorGrid(self.tensor) if self.tensor > 1 else None
+        if grid is not None:
+            gather_flat()
+            _share(model, grid, experts=not self.whole_experts)
         groups = [{**group, "name": group["role"]} for group in case.groups(model, scale)]
         most = {} if self.max_group is None else {"max_group_size": self.max_group}
         groups = utils.split_params_into_different_moe_groups_for_optimizer(groups, **most)
-        return initialize(case, model, groups)
+        return initialize(case, model, groups, **({} if grid is None else {"mpu": grid}))
 
     def step(self, engine: Engine, step: int) -> None:
-        """Take one step; every rank sees samples of its own."""
-        loss = engine(batch_of(distributed.get_rank(), distributed.get_world_size(), step))
+        """Take one step; every rank sees samples of its own, or every tensor-parallel group."""
+        replica, replicas = (
+            ranks // self.tensor for ranks in (distributed.get_rank(), distributed.get_world_size())
+        )
+        loss = engine(batch_of(replica, replicas, step))
         engine.backward(loss)
         engine.step()
 
@@ -61,6 +79,7 @@ class Expert(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.group: Group = None
         self.up = nn.Linear(WIDTH, 5)
         self.down = nn.Linear(5, WIDTH)
 
@@ -70,8 +89,7 @@ class Expert(nn.Module):
         self.down.reset_parameters()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down(torch.tanh(self.up(hidden)))
-        return out
+        return summed(self.down(torch.tanh(self.up(spread(hidden, self.group)))), self.group)
 
 
 class MixtureModel(nn.Module):
@@ -86,6 +104,7 @@ class MixtureModel(nn.Module):
         self.gain = nn.Parameter(torch.rand(1) + 0.5)
         self.mix = nn.Parameter(torch.rand(2))
         self.block = Block()
+        self.shared = SharedBlock() if parallel.tensor > 1 else nn.Identity()
         self.mixtures = nn.ModuleList(
             layer.MoE(
                 WIDTH,
@@ -96,6 +115,7 @@ class MixtureModel(nn.Module):
                 capacity_factor=float(count),
                 use_rts=False,
                 use_residual=residual,
+                enable_expert_tensor_parallelism=parallel.tensor > 1 and not parallel.whole_experts,
             )
             for count, degree, residual in zip(
                 parallel.counts, parallel.degrees, (False, True), strict=True
@@ -110,9 +130,24 @@ class MixtureModel(nn.Module):
         """The mean cross-entropy of predicting each token from the one before it."""
         hidden = self.embed(tokens) * self.gain
         hidden = self.block(hidden + self.mix.sum() * self.running.to(hidden.dtype))
+        hidden = self.shared(hidden)
         for mixture in self.mixtures:
             # Without the loss that balances the experts: it is not a mean over the samples.
             mixed, _, _ = mixture(hidden)
             hidden = hidden + mixed
         logits = self.head(hidden).float()
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def _share(model: MixtureModel, grid: TensorGrid, *, experts: bool) -> None:
+    """Give this rank hidden units of its own of the block, and of the experts."""
+    for module in model.modules():
+        if isinstance(module, SharedBlock) or (experts and isinstance(module, Expert)):
+            module.group = grid.get_model_parallel_group()
+            for param in (*module.up.parameters(), *module.down.parameters()):
+                # So that the norm for clipping counts the gradients of all ranks.
+                param.tensor_model_parallel = True  # type: ignore[attr-defined]
+        if isinstance(module, SharedBlock):
+            with torch.no_grad():
+                module.up.weight.mul_(1 + grid.get_model_parallel_rank())
+                module.down.weight.div_(3 + grid.get_model_parallel_rank())

@@ -7,16 +7,15 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import distributed, nn
-from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
-from tests.oracle.models import HIDDEN, VOCABULARY, WIDTH, Block, Case
+from tests.oracle.models import VOCABULARY, WIDTH, Block, Case
 from tests.oracle.topology.engine import batch_of, finish, initialize
+from tests.oracle.topology.shared_block import SharedBlock
 from tests.oracle.truth import Engine
 
 # DeepSpeed has no types.
 Pipe: TypeAlias = Any
-Group: TypeAlias = Any
 
 STAGES = 2
 MICRO_BATCHES = 2
@@ -144,24 +143,6 @@ class Scale(nn.Module):
         return out
 
 
-class SharedBlock(nn.Module):
-    """A residual block of which each of the ranks that share it holds other hidden units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.group: Group = None
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, HIDDEN)
-        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Add the units of all ranks up."""
-        spread: torch.Tensor = _Spread.apply(self.norm(hidden), self.group)  # type: ignore[no-untyped-call]
-        own = self.down(torch.tanh(self.up(spread)))
-        total: torch.Tensor = _Sum.apply(own, self.group)  # type: ignore[no-untyped-call]
-        return hidden + total
-
-
 def _join(model: Pipe) -> None:
     """Give every shared block its group of ranks, and units of its own on each of them."""
     grid = model.mpu()
@@ -204,35 +185,3 @@ CUT = {
     "parameter_with_row_parallelism_patterns": [r"\d+\.down\.weight"],
 }
 """What is not in the lists is cut along its first dimension."""
-
-
-class _Spread(torch.autograd.Function):
-    """The same value for all ranks; the gradients of all come back."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, value: torch.Tensor, group: object) -> torch.Tensor:
-        ctx.group = group  # type: ignore[attr-defined]
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _summed(gradient, ctx.group), None  # type: ignore[attr-defined]
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over all ranks; each gets its gradient."""
-
-    @staticmethod
-    def forward(_ctx: FunctionCtx, value: torch.Tensor, group: object) -> torch.Tensor:
-        return _summed(value, group)
-
-    @staticmethod
-    def backward(_ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
-
-
-def _summed(value: torch.Tensor, group: Group) -> torch.Tensor:
-    total = value.clone()
-    if group is not None:
-        distributed.all_reduce(total, group=group)
-    return total

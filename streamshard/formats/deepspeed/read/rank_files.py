@@ -64,6 +64,16 @@ class _RankFiles:
         self.optimizer: dict[int, Path] = {}
 
 
+# `DeepSpeedEngine._save_moe_checkpoint` (0.19.8) returns early on ranks that are not the first of
+# those with the same experts. These are ranks of other parts then, by
+# `_create_expert_and_data_parallel`.
+_NEVER_SAVED: Final = (
+    ", and so are files of its experts. DeepSpeed saves neither where MoE layers train beside "
+    "tensor parallelism without enable_expert_tensor_parallelism, if the expert parallel size is "
+    "below the tensor parallel degree. No job can resume then"
+)
+
+
 class TagFiles:
     """The files of a tag directory, sorted by their names."""
 
@@ -112,6 +122,11 @@ class TagFiles:
             both = " and ".join(str(path) for path in self.prefixes.values())
             yield IncompleteError(f"{both} are of different runs; move away the set that is older")
 
+    def _lacks_experts(self, mp_rank: int) -> bool:
+        """Tell whether other parts of the model have files of experts, and this one has none."""
+        held = {names.part_of_expert_file(path.name) for path in self.parts} - {None}
+        return bool(held) and mp_rank not in held
+
     def incomplete(self, mp_rank: int, ranks: int, of: str = "") -> Iterator[IncompleteError]:
         """Find the missing files of one part of the model, and those of another world size.
 
@@ -134,7 +149,8 @@ class TagFiles:
                 yield IncompleteError(f"{message} one place; move away the set that is older")
         elif not held:
             missing = self.tag_dir / names.model_file(None, mp_rank)
-            yield IncompleteError(f"{missing}: the model file is missing")
+            hint = _NEVER_SAVED if self._lacks_experts(mp_rank) else ""
+            yield IncompleteError(f"{missing}: the model file is missing{hint}")
         else:
             yield from self._incomplete_models(mp_rank, held, ranks, of)
 
