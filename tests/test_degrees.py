@@ -204,6 +204,14 @@ def test_one_rank_for_each_replica_needs_no_reference(tmp_path: Path) -> None:
     compare(tmp_path / "out" / TAG, wanted / TAG)
 
 
+def test_a_job_script_may_give_a_reference_before_every_start(tmp_path: Path) -> None:
+    run, like = (write(with_degree(TWO, 2, 3), tmp_path / name) for name in ("run", "like"))
+    report = streamshard.repartition(
+        run, tmp_path / "out", world_size=6, tensor_parallel=2, like=like, if_needed=True
+    )
+    assert report.path == str(run)
+
+
 def test_the_source_s_own_degree_is_no_change(tmp_path: Path) -> None:
     run = write(TWO, tmp_path / "run")
     streamshard.repartition(run, tmp_path / "a", world_size=4, tensor_parallel=2)
@@ -297,6 +305,7 @@ def test_copies_that_drifted_apart_are_refused_before_anything_is_written(
     with pytest.raises(DisagreementError) as caught:
         streamshard.repartition(run, out, world_size=2, tensor_parallel=1, like=like)
     assert f"{state} of block.1.bias: 1 of 2 elements differ" in str(caught.value)
+    assert "between mp_rank_00 and mp_rank_01" in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["like", "run"]
     # Nothing of it is taken for granted where the degrees stay.
     streamshard.repartition(run, out, world_size=2)
@@ -347,11 +356,15 @@ def test_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     out, config = tmp_path / "out", tmp_path / "ds_config.json"
     config.write_text(json.dumps({**ds_config(TWO), "tensor_parallel": {"autotp_size": 2}}))
     for world_size, options, message in (
-        (3, {"tensor_parallel": 3}, "give --like RUN"),
+        (3, {"tensor_parallel": 3}, "and say here --like RUN as well"),
         (3, {"tensor_parallel": 3, "like": like}, "was saved with --tensor-parallel 1"),
         (2, {"tensor_parallel": 0}, "--tensor-parallel 0: at least one rank is needed"),
+        (4, {"tensor_parallel": 10**20}, "more than 4,096 ranks for each replica of the model"),
+        (4, {"pipeline_parallel": 2}, "--pipeline-parallel 2: but it is not of a pipeline"),
+        (6, {"like": like}, "or ask for its degrees with --tensor-parallel or --pipeline-parallel"),
+        (6, {"like": like, "if_needed": True}, "leave --like out, or ask for its degrees"),
         (4, {"like": like}, "needs no reference checkpoint; leave --like out"),
-        (3, {}, "or say with --tensor-parallel"),
+        (3, {}, "or let 'streamshard repartition' change the number of parts with --tensor-"),
         (2, {"tensor_parallel": 1, "like": like, "ds_config_file": config}, "says autotp_size 2;"),
     ):
         with pytest.raises(UsageError) as caught:

@@ -107,7 +107,7 @@ def test_what_is_not_certain_is_refused(
         moved(run, job, starts)
     if kind is UnsupportedError:
         assert str(run) in str(caught.value)
-        advice = f"In place of --stages, say --pipeline-parallel {len(starts)}, and give --like RUN"
+        advice = f"In place of --stages, say --pipeline-parallel {len(starts)}, and start that job"
         assert advice in str(caught.value)
         like = write_pipe(replace(job, starts=starts), tmp_path / "like")
         streamshard.repartition(
@@ -216,7 +216,10 @@ def test_ties_go_with_their_layer(tmp_path: Path, starts: tuple[int, ...], *, ke
     ("options", "message"),
     [
         ({"pipeline_parallel": 3}, "--stages 0,4: are 2 stages, and --pipeline-parallel says 3"),
-        ({"tensor_parallel": 2}, "--stages 0,4: does not tell how tensor-parallel ranks of a job"),
+        (
+            {"tensor_parallel": 2},
+            "--stages 0,4: does not tell how tensor-parallel ranks cut tensors in a job",
+        ),
         ({"like": True}, "--stages 0,4: the checkpoint given with --like tells that too"),
         ({"cut_rules_file": True}, "--cut-rules: no tensor is cut otherwise"),
     ],
@@ -239,9 +242,18 @@ def test_a_job_without_a_pipeline_has_no_stages(tmp_path: Path, job: Job) -> Non
         streamshard.repartition(run, tmp_path / "out", world_size=4, stages=[0, 4])
 
 
+def test_one_stage_needs_no_list(tmp_path: Path) -> None:
+    run, out = write_pipe(TWO, tmp_path / "run"), tmp_path / "out"
+    streamshard.repartition(run, out, world_size=2, pipeline_parallel=1)
+    wanted = write_pipe(replace(TWO, starts=(0,), world_size=2), tmp_path / "wanted")
+    compare(out / TAG, wanted / TAG)
+
+
 def test_without_a_list_the_message_names_it(tmp_path: Path) -> None:
     run, out = write_pipe(TWO, tmp_path / "run"), tmp_path / "out"
-    with pytest.raises(UsageError, match=r"give --like .*; or list with --stages the first layer"):
+    with pytest.raises(
+        UsageError, match=r"say here --like RUN as well; or list with --stages the first layer"
+    ):
         streamshard.repartition(run, out, world_size=3, pipeline_parallel=3)
     with pytest.raises(UsageError) as caught:
         streamshard.repartition(run, out, world_size=3, tensor_parallel=2)

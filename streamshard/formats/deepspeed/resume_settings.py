@@ -114,7 +114,8 @@ def _tensor_parallel(job: Resuming, features: Features) -> str | None:
         return None
     return (
         f"has tensor_parallel.autotp_size {features.tensor_parallel}, the checkpoint was saved "
-        f"with {saved}; the tensor parallel degree stays as it is: set it to {saved}"
+        f"with {saved}: set it to {saved}, or let 'streamshard repartition' change the degree with "
+        f"--tensor-parallel {features.tensor_parallel}"
     )
 
 

@@ -75,7 +75,7 @@ def _prepare(options: ConvertOptions, opened: Source) -> Output:
         stages=options.stages,
         if_needed=options.if_needed,
     )
-    opened.require_use_of_like(needed=cut_anew is not None)
+    opened.require_use_of_like(needed=cut_anew is not None, if_needed=options.if_needed)
     if cut_anew is None:
         return store_output(opened, verb="convert", options=options)
     output = store_output(cut_anew.source, verb="convert", options=options)

@@ -1,8 +1,11 @@
 """Takes a checkpoint to other tensor and pipeline parallel degrees."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
+from pathlib import Path
+from typing import Final
 
 from streamshard.engine.run.phases import COMPARING
 from streamshard.errors import (
@@ -48,8 +51,10 @@ from streamshard.formats.deepspeed.model_parallel.stage_starts import (
 from streamshard.formats.deepspeed.model_parallel.whole_model import whole_model
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.node_checks import of_file
+from streamshard.formats.pretrained import CONFIG
+from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.layout.memory_plan import MemoryPlan
-from streamshard.model import ITEMSIZE, MASTER
+from streamshard.model import ITEMSIZE, MASTER, LogicalTensor
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.compare.comparison import Comparing
 from streamshard.operations.compare.pairing import Pair, SideElements, pair_of_copy
@@ -66,9 +71,11 @@ from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.report import Progress
 
 _SUPPLY = (
-    "give --like RUN, a checkpoint that the job at these degrees saved: start that job, let it "
-    "save before its first step, and give what it saved"
+    'start that job, let it call engine.save_checkpoint("RUN") before its first step, and say here '
+    "--like RUN as well"
 )
+_MOST_RANKS: Final = 1 << 12
+"""More ranks than share a model in any job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,27 +132,29 @@ class OtherDegrees:
         first = replace(self.original, cutting=copies.cutting(0))
         for holder in range(1, max(copies.holders, default=1)):
             other = replace(self.original, cutting=copies.cutting(holder))
-            where = "between the first part of the model that holds a copy and copy"
             comparing = Comparing(first, other, list(self._pairs(holder)))
-            self._require_equal(comparing, f"{where} {holder + 1}", memory, progress)
+            self._require_equal(comparing, partial(self._holders, holder), memory, progress)
         for path, held in groupby(self.layers, key=lambda layer: layer.path):
             comparing = Comparing(self.original, self.original, list(map(pair_of_copy, held)))
-            where = f"between {path.name} and the module that it is taken for a copy of"
-            self._require_equal(comparing, where, memory, progress)
+            self._require_equal(comparing, partial(_file_and_module, path), memory, progress)
 
     def _require_equal(
-        self, comparing: Comparing, where: str, memory: MemoryPlan, progress: Progress
+        self,
+        comparing: Comparing,
+        holders: Callable[[str], str],
+        memory: MemoryPlan,
+        progress: Progress,
     ) -> None:
+        """Compare pairs; `holders` says whose copies those of a name are."""
         findings = Findings()
         progress.start(comparing.nbytes, COMPARING)
         found = comparing.run(memory, findings, lambda nbytes: progress.advance(nbytes // 2))
         if findings.problems:
             raise SourceError(findings.problems[0].message)
         if found:
-            message = f"{self.original.path}: {found[0].message}, {where}. Copies must be equal:"
-            message = (
-                f"{message} they have drifted apart in training, and which is right is unknown"
-            )
+            where = f"{found[0].message}, between {holders(found[0].name)}"
+            message = f"{self.original.path}: {where}. Copies must be equal: they have drifted"
+            message = f"{message} apart in training, and which is right is unknown"
             if found[0].name.partition(" of ")[2] in self.averaged:
                 message = f"{message}. Its files list it as one to be averaged: with {AVERAGE},"
                 message = f"{message} 'repartition', 'convert' and 'export' take the mean"
@@ -156,8 +165,21 @@ class OtherDegrees:
         for number, tensor in enumerate(self.copies.tensors):
             if self.copies.holders[number] > holder:
                 side, size = SideElements(number, tensor.dtype), ITEMSIZE[tensor.dtype]
-                name = f"{tensor.state} of {tensor.name}"
+                name = _named(tensor)
                 yield Pair(name, side, side, tensor.numel, tensor.dtype, size, tensor)
+
+    def _holders(self, holder: int, name: str) -> str:
+        """Name the parts of the model that hold the first copy of a tensor, and another one."""
+        number = next(n for n, tensor in enumerate(self.copies.tensors) if _named(tensor) == name)
+        return " and ".join(show_few(self.copies.parts(number, one)) for one in (0, holder))
+
+
+def _named(tensor: LogicalTensor) -> str:
+    return f"{tensor.state} of {tensor.name}"
+
+
+def _file_and_module(path: Path, name: str) -> str:
+    return f"{path.name} and the module that it is taken for a copy of"
 
 
 def at_degrees(
@@ -205,6 +227,8 @@ def at_degrees(
         own = degrees_of(opened.checkpoint)
         wanted = Degrees(tensor_parallel or own.tensor, pipeline_parallel or own.pipeline)
         keeps_shards = wanted.tensor == own.tensor
+        if opened.like is None and keeps_shards and wanted.pipeline == 1 < own.pipeline:
+            stages = stages or (0,)
         if keeps_shards:
             _require_unused(rules, average=average)
         if stages is not None:
@@ -249,11 +273,20 @@ def _require_ranks(opened: Source, *degrees: int | None) -> None:
     if opened.kind not in ("native", "store"):
         message = f"{opened.path}: only what an engine saved can be cut for other degrees, and this"
         raise UnsupportedError(f"{message} is neither its files nor a store of them")
+    tensor, pipeline = (degree or 1 for degree in degrees)
+    if tensor * pipeline > _MOST_RANKS:
+        message = (
+            f"{Degrees(tensor, pipeline)}: more than {_MOST_RANKS:,} ranks for each replica of"
+        )
+        raise UsageError(f"{message} the model; give the degrees of the job that will resume")
 
 
 def _require_changeable(
     opened: Source, wanted: Degrees, own: Degrees, expert_parallel: int | None
 ) -> None:
+    if wanted.pipeline > 1 and not is_pipeline(opened.checkpoint):
+        message = f"--pipeline-parallel {wanted.pipeline}: but it is not of a pipeline"
+        raise UsageError(f"{message} (PipelineModule); leave it out")
     if expert_parallel is not None:
         message = f"--expert-parallel {expert_parallel} with {wanted}: experts are spread anew"
         raise UnsupportedError(f"{message} only at the other degrees of the source, {own}")
@@ -280,8 +313,13 @@ def _require_use_of_stages(
     if opened.like is not None:
         raise UsageError(f"{asked}: {LIKE} tells that too; give one of them")
     if not keeps_shards:
-        message = f"{asked}: does not tell how tensor-parallel ranks of a job with {wanted} cut"
-        raise UsageError(f"{message} tensors. {_instead(stages)}")
+        what = (
+            "how tensor-parallel ranks cut tensors"
+            if wanted.tensor > 1
+            else "the names of layers' files"
+        )
+        message = f"{asked}: does not tell {what} in a job with {wanted}"
+        raise UsageError(f"{message}. {_instead(stages)}")
 
 
 def _parts_of_stages(opened: Source, parts: ModelParts, stages: Sequence[int]) -> ModelParts:
@@ -405,9 +443,15 @@ def _target_parts(
             if found is not None:
                 return found
         message = f"{opened.path}: saved with {parts.degrees}, and nothing tells how a job with"
-        is_told_by_list = is_pipeline(opened.checkpoint) and wanted.tensor == parts.degrees.tensor
-        hint = f"; or list with {STAGES} the first layer of each stage" if is_told_by_list else ""
-        raise UsageError(f"{message} {wanted} cuts the model: {_SUPPLY}{hint}")
+        message = f"{message} {wanted} cuts the model: {_SUPPLY}"
+        if is_pipeline(opened.checkpoint) and wanted.tensor == parts.degrees.tensor:
+            message = f"{message}; or list with {STAGES} the first layer of each stage"
+        elif has_maps(_told(opened)) and kv_heads(opened) is None:
+            message = (
+                f"{message}. If AutoTP cut by heads, the model's {CONFIG} in {opened.path} may do"
+            )
+            message = f"{message}, with num_key_value_heads in it"
+        raise UsageError(message)
     try:
         checkpoint = opened.like
         if opened.checkpoint.layers and opened.reference is not None:

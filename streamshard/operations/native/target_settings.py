@@ -231,8 +231,8 @@ def require_allowed(checkpoint: Checkpoint, world_size: int) -> int:
         few = ", ".join(str(unit * k) for k in (1, 2, 3))
         message = f"{message}: give a multiple of {unit} ({few}, …)"
         if parts > 1:
-            message = f"{message}, or say with --tensor-parallel or --pipeline-parallel how many"
-            raise UsageError(f"{message} parts the model is to be in")
+            message = f"{message}, or let 'streamshard repartition' change the number of parts with"
+            raise UsageError(f"{message} --tensor-parallel or --pipeline-parallel")
         raise UsageError(message)
     return world_size // (parts * replicas)
 

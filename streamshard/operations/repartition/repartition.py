@@ -135,7 +135,7 @@ def _prepare(
         degrees=degrees,
     )
     opened, settings, resized = found.source, found.settings, found.resized
-    opened.require_use_of_like(needed=found.uses_like)
+    opened.require_use_of_like(needed=found.uses_like, if_needed=options.if_needed)
     checkpoint, stage = opened.checkpoint, settings.layout.stage
     experts = checkpoint.expert_parallel
     resizes = found.explain()

@@ -150,8 +150,15 @@ class Source:
             message = f"{self.path / self.rewritten[0]}: rewritten by another tool: no archive that"
             raise UnsupportedError(f"{message} proves anything. Put back what streamshard wrote")
 
-    def require_use_of_like(self, *, needed: bool = False) -> None:
+    def require_use_of_like(self, *, needed: bool = False, if_needed: bool = False) -> None:
         """Refuse a reference checkpoint that is not needed.
+
+        Parameters
+        ----------
+        if_needed
+            Whether it may be given though it is not needed, as by a job script that runs before
+            every start. Its degrees must be the source's then: else the script does not ask for
+            those of its job.
 
         Raises
         ------
@@ -160,6 +167,12 @@ class Source:
         """
         if self.like is not None and not (self.needs_like or needed):
             message = f"{self.path}: needs no reference checkpoint; leave --like out"
+            if len(self.like.families) == len(self.checkpoint.families):
+                if if_needed:
+                    return
+            else:
+                message = f"{message}, or ask for its degrees with --tensor-parallel or"
+                message = f"{message} --pipeline-parallel"
             raise UsageError(message)
 
 

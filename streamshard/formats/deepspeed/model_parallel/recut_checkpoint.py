@@ -406,6 +406,12 @@ class CopiesInParts:
             [each[min(holder, len(each) - 1)] for each in self.made], self.source.cutting
         )
 
+    def parts(self, number: int, holder: int) -> Sequence[str]:
+        """Name the parts of the model that a holder's copy of a tensor is in."""
+        tensors = self.source.checkpoint.tensors
+        rows = self.made[number][min(holder, self.holders[number] - 1)].rows
+        return sorted({tensors[row].family for row in rows})
+
 
 def copies_in_parts(source: Reading, parts: ModelParts) -> CopiesInParts:
     """Find all tensors that several parts of the model hold, with all their states."""
