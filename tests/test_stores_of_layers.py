@@ -1,8 +1,9 @@
 """Stores of the files of a pipeline's layers: their tensors are read inside of these files."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +129,10 @@ def test_a_store_is_a_reference(tmp_path: Path) -> None:
 
 def test_an_archive_is_a_source(tmp_path: Path) -> None:
     run, archive = write_pipe(JOBS["two-ranks"], tmp_path / "run"), tmp_path / "archive"
-    shutil.copytree(run / TAG, run / "global_step2000")
-    (run / "latest").write_text("global_step2000")
-    streamshard.compact(run, archive, keep_last=1)
+    for newer in ("global_step2000", "global_step3000"):
+        shutil.copytree(run / TAG, run / newer)
+    (run / "latest").write_text("global_step3000")
+    streamshard.compact(run, archive, keep_last=2, min_age=timedelta(0))
     (store,) = archive.glob("*.zarr")
     for source, tag, name in ((run, TAG, "direct"), (store, None, "of-archive")):
         streamshard.export(source, tmp_path / name, tag=tag, dtype="fp32")
@@ -161,19 +163,26 @@ def test_damage_of_a_layer_is_never_taken_over(tmp_path: Path, codec: str, chunk
     streamshard.convert(run, store, codec=codec, chunk_size=chunk_size)
     streamshard.export(store, tmp_path / "sound", format="torch")
     sound, noticed = files_in(tmp_path / "sound"), 0
-    chunks = sorted(path for path in (store / "file").glob("*layer_03*/c/*"))
+    chunks = sorted((store / "file").glob("*layer_03*/c/*"))
     for number, path in enumerate(chunks):
         content = path.read_bytes()
         path.write_bytes(content[:20] + bytes([content[20] ^ 1]) + content[21:])
-        try:
-            streamshard.export(store, tmp_path / str(number), format="torch")
-        except IntegrityError as error:
-            assert str(path) in str(error)
+        found = message_of_damage(store, tmp_path / str(number))
+        if found:
+            assert str(path) in found
             noticed += 1
         else:
             assert files_in(tmp_path / str(number)) == sound
         path.write_bytes(content)
     assert noticed > len(chunks) // 2
+
+
+def message_of_damage(store: Path, out: Path) -> str:
+    try:
+        streamshard.export(store, out, format="torch")
+    except IntegrityError as error:
+        return str(error)
+    return ""
 
 
 def changed_in_layer(run: Path) -> None:
@@ -193,9 +202,9 @@ def lost_layer(run: Path) -> None:
 )
 def test_what_is_refused_of_files_is_refused_of_a_store(
     tmp_path: Path,
-    damage: Any,
+    damage: Callable[[Path], None],
     kind: type[StreamshardError],
-    message: str,  # noqa: ANN401
+    message: str,
 ) -> None:
     run, store = write_pipe(JOB, tmp_path / "run"), tmp_path / "run.zarr"
     damage(run)
@@ -206,11 +215,13 @@ def test_what_is_refused_of_files_is_refused_of_a_store(
 
 def test_an_element_across_chunks_cannot_be_mapped(tmp_path: Path) -> None:
     run = write_pipe(JOB, tmp_path / "run")
-    for chunk_size in (1 << 20, 1):
+    for chunk_size in (1 << 20, 3):
         streamshard.convert(run, tmp_path / f"{chunk_size}.zarr", chunk_size=chunk_size)
     with streamshard.open(tmp_path / f"{1 << 20}.zarr") as ckpt:
         found = ckpt["3.running"].module.memmap(bits=True)
         assert found.tolist() == ckpt["3.running"].module.bits().tolist()
-    with streamshard.open(tmp_path / "1.zarr") as ckpt:
-        with pytest.raises(UsageError, match=r"is cut into 5 pieces, in 4 files"):
-            ckpt["3.running"].module.memmap(bits=True)
+    with (
+        streamshard.open(tmp_path / "3.zarr") as ckpt,
+        pytest.raises(UsageError, match=r"is cut into \d pieces, in \d files"),
+    ):
+        ckpt["3.running"].module.memmap(bits=True)
