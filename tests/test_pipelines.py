@@ -274,22 +274,6 @@ def test_stages_change_on_the_road_over_a_store(tmp_path: Path) -> None:
     compare(tmp_path / "of-store" / TAG, like / TAG)
 
 
-def test_of_a_store_the_engine_s_files_come_first(tmp_path: Path) -> None:
-    run, store = write_pipe(TWO, tmp_path / "run"), tmp_path / "run.zarr"
-    streamshard.convert(run, store)
-    with pytest.raises(UnsupportedError, match=r"a store of the files of a .*repartition"):
-        streamshard.export(store, tmp_path / "out")
-    with streamshard.open(store) as ckpt:
-        assert "mp_rank_01/4.up" in ckpt
-    Remainder.of(store, at="2026-11-23T00:00:00+00:00", why="by hand").write(tmp_path / "w.zarr")
-    with pytest.raises(UnsupportedError, match=r"weights only, of which streamshard\.open reads"):
-        streamshard.export(tmp_path / "w.zarr", tmp_path / "out")
-    with streamshard.open(tmp_path / "w.zarr") as ckpt:
-        assert ckpt["mp_rank_01/4.up"].fp32.torch().tolist() == TWO.values("fp32", "4.up").tolist()
-    streamshard.repartition(store, tmp_path / "again", world_size=2)
-    assert exported(tmp_path / "again").keys() == of_model(TWO).keys()
-
-
 CUTS = {"up": 1, "weight": 0, "old": 0}
 """What tensor-parallel ranks cut, and along which dimension."""
 

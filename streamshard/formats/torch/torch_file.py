@@ -23,7 +23,7 @@ from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
 from streamshard.formats.torch import legacy_file, zip_directory
 from streamshard.formats.torch.torch_tensor import Storage, storage_from_id, storage_id
 from streamshard.formats.torch.zip_directory import CRC32_IN_ENTRY, ZipRecord
-from streamshard.io.entries import examine, open_readable
+from streamshard.io.entries import open_readable
 from streamshard.io.readable import Readable
 from streamshard.model import ITEMSIZE, Literal
 
@@ -77,23 +77,37 @@ def read(path: Path, file: int) -> TorchFile:
     UnsupportedError
         The file was written on a big-endian machine, or by a very old torch.
     """
+    with open_readable(path) as source:
+        found = read_content(source, path, file)
+    for storage in found.storages.values():
+        storage.path = path
+    return found
+
+
+def read_content(source: Readable, path: Path, file: int) -> TorchFile:
+    """Open a torch file whose bytes may be kept elsewhere; see `read`.
+
+    Parameters
+    ----------
+    path
+        What messages call the file.
+    """
     try:
-        with open_readable(path) as source:
-            # As torch does, decide by the first bytes: the end may look like the other format.
-            if legacy_file.is_legacy(source.read_at(0, len(zip_directory.MAGIC))):
-                found = TorchFile(*legacy_file.read(source), is_legacy=True)
-            else:
-                found = read_archive(source)
+        # As torch does, decide by the first bytes: the end may look like the other format.
+        if legacy_file.is_legacy(source.read_at(0, len(zip_directory.MAGIC))):
+            found = TorchFile(*legacy_file.read(source), is_legacy=True)
+        else:
+            found = read_archive(source)
     except EndedTooEarlyError as error:
         message = (
-            f"{path}: not a whole torch file ({error}; {examine(path).nbytes} bytes). "
+            f"{path}: not a whole torch file ({error}; {source.nbytes} bytes). "
             "Was the save interrupted? Copy the file again or take an earlier tag."
         )
         raise CorruptFileError(message) from error
     except (CorruptFileError, UnsupportedError) as error:
         raise type(error)(f"{path}: {error}") from error
     for storage in found.storages.values():
-        storage.file, storage.path = file, path
+        storage.file = file
     return found
 
 
@@ -112,18 +126,22 @@ def checksum(storage: Storage) -> int:
     CorruptFileError
         The file ends before the storage does.
     """
-    if storage.crc32 is not None:
-        return storage.crc32
-    if storage.path is None:
-        raise CorruptFileError("a storage of no file")
+    if storage.crc32 is None:
+        if storage.path is None:
+            raise CorruptFileError("a storage of no file")
+        with open_readable(storage.path) as file:
+            storage.crc32 = checksum_in(file, storage, storage.path)
+    return storage.crc32
+
+
+def checksum_in(source: Readable, storage: Storage, path: Path) -> int:
+    """Compute the CRC-32 of a storage's bytes in its file, which messages call `path`."""
     found, left = 0, storage.nbytes
-    with open_readable(storage.path) as file:
-        while left:
-            piece = file.read_at(storage.offset + storage.nbytes - left, min(left, _PIECE_BYTES))
-            if not piece:
-                raise CorruptFileError(f"{storage.path}: ends {left} bytes before its last storage")
-            found, left = zlib.crc32(piece, found), left - len(piece)
-    storage.crc32 = found
+    while left:
+        piece = source.read_at(storage.offset + storage.nbytes - left, min(left, _PIECE_BYTES))
+        if not piece:
+            raise CorruptFileError(f"{path}: ends {left} bytes before its last storage")
+        found, left = zlib.crc32(piece, found), left - len(piece)
     return found
 
 

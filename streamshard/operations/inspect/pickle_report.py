@@ -2,11 +2,9 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.errors import IntegrityError, SourceError, SourceNotFoundError
@@ -30,9 +28,9 @@ from streamshard.io.entries import (
 )
 from streamshard.io.files import source_errors
 from streamshard.io.objects.object_path import as_path
-from streamshard.layout.cutting import Segments
 from streamshard.model import FILE
-from streamshard.operations.source.source import Source, find_tag, open_source
+from streamshard.operations.source.source import find_tag, open_source
+from streamshard.operations.source.stored_file import StoredFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +182,7 @@ def _in_store(root: Path, tag: str | None) -> Iterator[tuple[str, Finding]]:
     try:
         for index, tensor in enumerate(source.checkpoint.tensors):
             if tensor.state == FILE:
-                stored = _StoredFile(source, reader, index)
+                stored = StoredFile(source, reader, index)
                 try:
                     found = look_into(stored, tensor.name)
                 except (SourceError, IntegrityError) as error:
@@ -212,30 +210,3 @@ def _in_state(path: Path, root: Path) -> Finding:
     except IntegrityError as error:
         return Finding(found.pickles, found.names, str(error))
     return found
-
-
-class _StoredFile:
-    """The bytes of a file that a store keeps."""
-
-    def __init__(self, source: Source, reader: SourceReader, tensor: int) -> None:
-        self._source = source
-        self._reader = reader
-        self._tensor = tensor
-        self.nbytes = source.checkpoint.tensors[tensor].nbytes
-        """Size in bytes."""
-
-    def prepare(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Do nothing: what is read is a part of a larger piece."""
-
-    def read_at(self, offset: int, count: int) -> bytes:
-        """Read bytes from an offset; fewer than `count` only at the end of the file."""
-        stop = min(offset + count, self.nbytes)
-        one = np.array([self._tensor], dtype=np.int64)
-        wanted = Segments(one, np.array([offset]), np.array([stop]), np.zeros_like(one))
-        copies = self._source.cutting.locate(wanted, target_itemsize=1)
-        data = bytearray(max(stop - offset, 0))
-        rows = zip(copies.file, copies.source, copies.target, copies.nbytes, strict=True)
-        for file, start, target, nbytes in rows:
-            view = memoryview(data)[target : target + nbytes]
-            self._reader.read_into(int(file), int(start), view)
-        return bytes(data)

@@ -1,13 +1,18 @@
 """Reads the files of a pipeline's layers, where their tensors are needed one by one."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from streamshard.errors import UnsupportedError
-from streamshard.formats.checkpoint import Reading
-from streamshard.formats.deepspeed.model_parallel.parallel_degrees import degrees_of
+from streamshard.engine.run.source_reader import SourceReader
 from streamshard.formats.deepspeed.model_parallel.pipeline_layers import LayerCopy, with_layers
+from streamshard.io.entries import open_readable
+from streamshard.io.readable import Readable
+from streamshard.model import SourceFile
 from streamshard.operations.source.source import Source
+from streamshard.operations.source.stored_file import StoredFile
+from streamshard.operations.source.tensors_in_files import with_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +30,43 @@ def layered(opened: Source) -> Layered:
     Raises
     ------
     UnsupportedError
-        It is a store, which holds these files as they are.
+        It is not known which tensors a file holds.
     SourceError
         A file is missing, or is not the one that the stages' files list; the message names it.
+    IntegrityError
+        The bytes of a store are not those that were recorded.
     """
-    if opened.kind != "native" and not opened.checkpoint.layers:
-        message = f"{opened.path}: a store of the files of a pipeline's layers"
-        message = f"{message} ({degrees_of(opened.checkpoint)}), whose tensors are not read in it"
-        hint = "'streamshard repartition' writes such files from it, of which this can be made"
-        if opened.checkpoint.dropped is not None:
-            hint = "it holds weights only, of which streamshard.open reads the parts one by one"
-        raise UnsupportedError(f"{message}; {hint}")
-    added = with_layers(Reading(opened.checkpoint, opened.cutting, opened.files))
-    held = added.reading
-    return Layered(replace(opened, checkpoint=held.checkpoint, cutting=held.cutting), added.copies)
+    if opened.checkpoint.layers:
+        return Layered(opened)
+    with closing(_KeptFiles(opened)) as kept:
+        added = with_layers(opened.checkpoint, kept)
+    placed = with_parts(opened, added.parts)
+    return Layered(replace(placed, checkpoint=added.checkpoint), added.copies)
+
+
+class _KeptFiles:
+    """The files beside the shards of a source, whose own files they are unless it is a store."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._reader = SourceReader(source.files, source.decoders)
+
+    def path(self, file: int) -> Path:
+        """Return what messages call the file with this number of its logical tensor."""
+        if self._source.kind == "native":
+            return self._own(file).path
+        return self._source.path / self._source.checkpoint.tensors[file].name
+
+    def open(self, file: int) -> AbstractContextManager[Readable]:
+        """Open the file with this number."""
+        if self._source.kind == "native":
+            return open_readable(self._own(file).path)
+        return nullcontext(StoredFile(self._source, self._reader, file))
+
+    def close(self) -> None:
+        """Close what was opened to read chunks."""
+        self._reader.close()
+
+    def _own(self, file: int) -> SourceFile:
+        cutting = self._source.cutting
+        return self._source.files[int(cutting.file[cutting.first_piece[file]])]

@@ -11,6 +11,7 @@ from streamshard.formats.zarr.rewritten_array import RewrittenPiece
 from streamshard.layout.cutting import coalesce, whole_segment
 from streamshard.model import ITEMSIZE, BlockDigests
 from streamshard.operations.source.source import Source
+from streamshard.operations.source.tensors_in_files import Seam
 
 _FILES_SHOWN: Final = 3
 
@@ -36,9 +37,10 @@ def locate_whole(source: Source, number: int, name: str) -> tuple[int, int, int]
     copies = coalesce(found, target_itemsize=itemsize, itemsize=itemsize)
     files = list(dict.fromkeys(copies.file.tolist()))
     why = []
-    if len(copies) > 1:
-        why.append(f"is cut into {len(copies):,} pieces")
     decoders = [source.decoders.get(file) for file in files]
+    pieces = len(copies) + any(isinstance(decoder, Seam) for decoder in decoders)
+    if pieces > 1:
+        why.append(f"is cut into {pieces:,} pieces")
     if any(isinstance(decoder, RewrittenPiece) for decoder in decoders):
         why.append("was rewritten by another tool")
     elif not all(map(_is_stored_plainly, decoders)):
@@ -54,7 +56,7 @@ def locate_whole(source: Source, number: int, name: str) -> tuple[int, int, int]
 
 
 def _is_stored_plainly(decoder: Decoder | None) -> bool:
-    return decoder is None or isinstance(decoder, BlockDigests)
+    return decoder is None or isinstance(decoder, BlockDigests | Seam)
 
 
 def _listed(source: Source, files: list[int]) -> str:

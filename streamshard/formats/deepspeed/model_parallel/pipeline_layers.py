@@ -13,24 +13,25 @@ import math
 import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Final
-
-import numpy as np
+from typing import Final, Protocol
 
 from streamshard.errors import IncompleteError, UnsupportedError
-from streamshard.formats.checkpoint import Checkpoint, LayerFile, ModuleEntry, Reading
+from streamshard.formats.checkpoint import Checkpoint, LayerFile, ModuleEntry
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import LAYER_FILE, degrees_of
 from streamshard.formats.deepspeed.read.model_files import ModelFile
 from streamshard.formats.deepspeed.read.module_reader import ModuleReader
-from streamshard.formats.deepspeed.read.rank_files import read_dict
+from streamshard.formats.deepspeed.read.rank_files import require_dict
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.node_checks import of_file
+from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import Storage, make_tensor, tensor_of
 from streamshard.formats.torch.tree_comparison import show_few
-from streamshard.model import BLOB, FILE, ITEMSIZE, MASTER, LogicalTensor, Whole
+from streamshard.io.readable import Readable
+from streamshard.model import BLOB, FILE, MASTER, LogicalTensor, Whole
 
 _PREFIX: Final = re.compile(r"(tied_modules\.[^.]+\.|\d+\.)")
 _TIED: Final = "tied_modules."
@@ -54,21 +55,41 @@ class LayerCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorInFile:
+    """A tensor that lies in one piece in a file of a layer."""
+
+    file: int
+    """Number of the logical tensor that has the file's bytes."""
+    offset: int
+    """Byte offset in the file."""
+    numel: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
 class WithLayers:
     """A pipeline's checkpoint with the tensors of its layers, as if the stages' modules had them.
 
     The bytes of the layers' files are blobs of it.
     """
 
-    reading: Reading
+    checkpoint: Checkpoint
+    parts: Sequence[TensorInFile]
+    """Where the tensors are that come behind those of the stages, and then the copies."""
     copies: Sequence[LayerCopy]
 
 
-Row = tuple[int, int, int, str]
-"""(file, offset, numel, dtype) of a tensor that is in one piece."""
+class KeptFiles(Protocol):
+    """The files that a source keeps, wherever their bytes are."""
+
+    def path(self, file: int) -> Path:
+        """Return what messages call the file with this number of its logical tensor."""
+
+    def open(self, file: int) -> AbstractContextManager[Readable]:
+        """Open the file with this number."""
 
 
-def with_layers(source: Reading) -> WithLayers:
+def with_layers(checkpoint: Checkpoint, kept: KeptFiles) -> WithLayers:
     """Add the tensors of the layers' files to a pipeline's checkpoint.
 
     Raises
@@ -80,10 +101,7 @@ def with_layers(source: Reading) -> WithLayers:
     DisagreementError, CorruptFileError
         A tensor is not the one that the stages' files list.
     """
-    checkpoint = source.checkpoint
-    if checkpoint.layers:
-        return WithLayers(source, ())
-    files = sorted(_files(source), key=lambda file: file.number)
+    files = sorted(_files(checkpoint, kept), key=lambda file: file.number)
     degree = degrees_of(checkpoint).tensor
     ranks = [_OneRank(checkpoint, rank, degree) for rank in range(degree)]
     # The bytes of the layers' files are no sidecars of what has their tensors.
@@ -91,17 +109,17 @@ def with_layers(source: Reading) -> WithLayers:
         replace(t, state=BLOB) if t.state == FILE and _layer_in(t.name) else t
         for t in checkpoint.tensors
     ]
-    rows: list[Row] = []
+    parts: list[TensorInFile] = []
     layers: list[LayerFile] = []
     entries: dict[int, list[ModuleEntry]] = defaultdict(list)
     for rank in ranks:
-        rank.take([file for file in files if file.tensor_rank == rank.number])
-        layers += rank.place(entries, tensors, rows)
+        rank.take([file for file in files if file.tensor_rank == rank.number], kept)
+        layers += rank.place(entries, tensors, parts)
     index, copies = checkpoint.tensor_index(), list[LayerCopy]()
-    for copy, row in (found for rank in ranks for found in rank.copies(index, tensors)):
+    for copy, part in (found for rank in ranks for found in rank.copies(index, tensors)):
         # Copies lie behind the tensors, and are none of the checkpoint's.
         copies.append(replace(copy, row=len(tensors) + len(copies)))
-        rows.append(row)
+        parts.append(part)
     notes = dict.fromkeys(note for rank in ranks for note in rank.notes())
     held = replace(
         checkpoint,
@@ -114,19 +132,14 @@ def with_layers(source: Reading) -> WithLayers:
         files=tuple(file for file in checkpoint.files if not _layer_in(file.path)),
         notes=(*checkpoint.notes, *notes),
     )
-    file, offset, numel = (np.array([row[column] for row in rows], np.int64) for column in range(3))
-    itemsize = np.array([ITEMSIZE[row[3]] for row in rows], np.int64)
-    cutting = source.cutting.with_places(file, offset, numel, itemsize)
-    return WithLayers(replace(source, checkpoint=held, cutting=cutting), copies)
+    return WithLayers(held, parts, copies)
 
 
-def _files(source: Reading) -> Iterator["_File"]:
-    cutting = source.cutting
-    for row, tensor in enumerate(source.checkpoint.tensors):
+def _files(checkpoint: Checkpoint, kept: KeptFiles) -> Iterator["_File"]:
+    for number, tensor in enumerate(checkpoint.tensors):
         match = _layer_in(tensor.name) if tensor.state == FILE else None
         if match is not None:
-            file = int(cutting.file[cutting.first_piece[row]])
-            yield _File(int(match[1]), int(match[2] or 0), source.files[file].path, file)
+            yield _File(int(match[1]), int(match[2] or 0), kept.path(number), number)
 
 
 def as_one_module(checkpoint: Checkpoint) -> Checkpoint:
@@ -180,7 +193,17 @@ class _File:
     tensor_rank: int
     path: Path
     file: int
-    """Number of the source file."""
+    """Number of the logical tensor that has its bytes."""
+
+    def read(self, kept: KeptFiles, *, with_checksums: bool) -> Mapping[str, Node]:
+        """Read the layer's state dict; `with_checksums`, where torch recorded none."""
+        with kept.open(self.file) as content:
+            found = require_dict(torch_file.read_content(content, self.path, self.file), self.path)
+            for storage in found.storages.values() if with_checksums else ():
+                if storage.crc32 is None:
+                    storage.crc32 = torch_file.checksum_in(content, storage, self.path)
+        held: Mapping[str, Node] = found.root
+        return held
 
 
 class _OneRank:
@@ -190,6 +213,11 @@ class _OneRank:
         self.number = rank
         self._degree = degree
         self._checkpoint = checkpoint
+        states = [family.model_state for family in checkpoint.families]
+        self._shared: dict[str, str] = {
+            k: v for one in states for k, v in (one.get(names.SHARED_PARAMS) or {}).items()
+        }
+        """Tied names, as the stages list them."""
         self._shapes: dict[str, tuple[int, ...]] = {}
         """Of trained parameters."""
         self._known: dict[str, dict[str, int]] = defaultdict(dict)
@@ -211,12 +239,13 @@ class _OneRank:
         self._rows: dict[str, int] = {}
         """Name in the module → number of the tensor."""
 
-    def take(self, files: Sequence[_File]) -> None:
+    def take(self, files: Sequence[_File], kept: KeptFiles) -> None:
         """Read the files, which are in the order of the layers."""
         self._require_files({file.number for file in files})
         for file in files:
             with of_file(file.path):
-                held = read_dict(file.path, file.file).root
+                # Tied tensors are compared by their checksums.
+                held = file.read(kept, with_checksums=bool(self._shared))
                 prefix = self._prefix_of(file, held)
             self._taken.append((file, prefix, held))
             for name, node in held.items() if prefix is not None else ():
@@ -264,7 +293,7 @@ class _OneRank:
         self,
         entries: Mapping[int, list[ModuleEntry]],
         tensors: list[LogicalTensor],
-        rows: list[Row],
+        parts: list[TensorInFile],
     ) -> Iterator[LayerFile]:
         """Add the module's tensors to the families' entries and to the tensors.
 
@@ -279,7 +308,7 @@ class _OneRank:
         placed = reader.place(own, first=0, family="").whole
         for number, tensor in enumerate(reader.tensors):
             self._rows[tensor.name] = first + number
-            rows.append((*placed[number], tensor.numel, tensor.dtype))
+            parts.append(TensorInFile(*placed[number], tensor.numel, tensor.dtype))
             tensors.append(replace(tensor, family=families[self._owner(tensor.name)].name))
         for entry in own:
             entries[self._owner(entry.name)].append(entry)
@@ -289,12 +318,10 @@ class _OneRank:
             yield LayerFile(file.path.name, state)
 
     def _reader(self) -> ModuleReader:
-        states = [family.model_state for family in self._checkpoint.families]
-        shared = {k: v for one in states for k, v in (one.get(names.SHARED_PARAMS) or {}).items()}
         root: dict[str, Node] = {
             names.MODULE_STATE: self._module,
             names.BUFFER_NAMES: list(self._buffers),
-            names.SHARED_PARAMS: shared,
+            names.SHARED_PARAMS: self._shared,
         }
         place = self._taken[0][0].path.parent
         return ModuleReader([ModelFile(place, -1, root)], self._checkpoint.layout.stage, {})
@@ -322,7 +349,7 @@ class _OneRank:
 
     def copies(
         self, index: Mapping[tuple[str, str, str], int], tensors: Sequence[LogicalTensor]
-    ) -> Iterator[tuple[LayerCopy, Row]]:
+    ) -> Iterator[tuple[LayerCopy, TensorInFile]]:
         """Yield each tensor of each file of a shared module, with its place.
 
         Parameters
@@ -344,7 +371,7 @@ class _OneRank:
                 found = tensor.require_contiguous(f"{file.path}: '{name}'")
                 dtype = tensors[like].dtype
                 copy = LayerCopy(file.path, name, found.dtype, found.numel, -1, like, dtype)
-                yield copy, (*found.place, found.numel, found.dtype)
+                yield copy, TensorInFile(*found.place, found.numel, found.dtype)
 
     def notes(self) -> Iterator[str]:
         """Say what no file holds."""

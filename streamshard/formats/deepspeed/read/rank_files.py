@@ -271,7 +271,11 @@ class SourceFiles:
 
 def read_dict(path: Path, number: int = -1) -> TorchFile:
     """Open a torch file that must hold a dict. Its storages refer to the file by the number."""
-    found = torch_file.read(path, number)
+    return require_dict(torch_file.read(path, number), path)
+
+
+def require_dict(found: TorchFile, path: Path) -> TorchFile:
+    """Require that a torch file holds a dict, in which the usual keys can be looked up."""
     root = found.root
     if not isinstance(root, dict):
         raise CorruptFileError(f"{path}: holds a {type(root).__name__} where a dict belongs")

@@ -1,0 +1,178 @@
+"""Places tensors that lie in files which a source keeps as tensors of bytes.
+
+A store cuts such a file into chunks, without regard to what is in it. So a tensor in the file may
+lie in several chunks, and the border of two chunks may be inside of an element. Such an element is
+a *seam*: a piece of its own, whose bytes are read from both chunks.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from streamshard.engine.run.source_reader import Decoder, SourceReader
+from streamshard.formats.deepspeed.model_parallel.pipeline_layers import TensorInFile
+from streamshard.formats.zarr.store_manifest import BLOCK_BYTES
+from streamshard.io.readable import OpenedFile
+from streamshard.layout.boxes import grid_of
+from streamshard.layout.cutting import Cutting, CuttingBuilder, Segments
+from streamshard.model import ITEMSIZE, Copies, Memory, Slot, SourceFile
+from streamshard.operations.source.source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """An element whose bytes lie in several files, from which it is decoded."""
+
+    files: tuple[SourceFile, ...]
+    decoders: Mapping[int, Decoder]
+    ranges: tuple[tuple[int, int], ...]
+    """Of each file: byte offset and count of the bytes."""
+
+    def decode(self, file: OpenedFile, stored: Memory, content: Memory) -> memoryview:
+        """Return the element. The bytes are checked as all others of these files are."""
+        found = bytearray()
+        with closing(SourceReader(self.files, self.decoders)) as reader:
+            for number, (offset, nbytes) in enumerate(self.ranges):
+                part = bytearray(nbytes)
+                reader.read_into(number, offset, memoryview(part))
+                found += part
+        view = content(len(found))
+        view[:] = found
+        return view
+
+
+@dataclass(frozen=True, slots=True)
+class _RunInFile:
+    """Consecutive elements of a tensor that lie in one file."""
+
+    numel: int
+    file: int
+    offset: int
+
+
+Range = tuple[int, int, int]
+"""(file, byte offset, count of bytes)."""
+
+
+def with_parts(source: Source, parts: Sequence[TensorInFile]) -> Source:
+    """Add tensors that are parts of kept files behind the rows of a source's cutting."""
+    placing = _PlacesInFiles(source)
+    pieces = [placing.pieces(part) for part in parts]
+    itemsizes = [ITEMSIZE[part.dtype] for part in parts]
+    rows = [
+        (piece.file, piece.offset, piece.numel, itemsize)
+        for each, itemsize in zip(pieces, itemsizes, strict=True)
+        for piece in each
+    ]
+    columns = np.array(rows, dtype=np.int64).reshape(-1, 4)
+    cutting = source.cutting.with_places(*columns.T)
+    if any(len(each) > 1 for each in pieces):
+        known = [tensor.numel for tensor in source.checkpoint.tensors]
+        cutting = _joined(cutting, known, pieces, itemsizes)
+    return placing.result(cutting)
+
+
+class _PlacesInFiles:
+    """Finds the pieces of tensors, and numbers seams as files behind those of a source."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._files = list(source.files)
+        self._decoders = dict(source.decoders)
+
+    def pieces(self, part: TensorInFile) -> list[_RunInFile]:
+        """Return the pieces of a tensor, in order; at least one."""
+        itemsize = ITEMSIZE[part.dtype]
+        numbers = part.file, part.offset, part.offset + part.numel * itemsize, 0
+        wanted = Segments(*(np.array([number], dtype=np.int64) for number in numbers))
+        copies = self._source.cutting.locate(wanted, target_itemsize=1)
+        found = [self._piece(ranges, itemsize) for ranges in _whole_elements(copies, itemsize)]
+        return found or [_RunInFile(0, 0, 0)]
+
+    def _piece(self, ranges: Sequence[Range], itemsize: int) -> _RunInFile:
+        if len(ranges) == 1:
+            file, offset, nbytes = ranges[0]
+            return _RunInFile(nbytes // itemsize, file, offset)
+        source, numbers = self._source, [file for file, _, _ in ranges]
+        known = {n: source.decoders.get(file) for n, file in enumerate(numbers)}
+        self._decoders[len(self._files)] = Seam(
+            tuple(source.files[file] for file in numbers),
+            {n: decoder for n, decoder in known.items() if decoder is not None},
+            tuple((offset, nbytes) for _, offset, nbytes in ranges),
+        )
+        self._files.append(source.files[numbers[0]])
+        return _RunInFile(1, len(self._files) - 1, 0)
+
+    def result(self, cutting: Cutting) -> Source:
+        """Return the source with the seams, and with another cutting."""
+        source, codec_bytes = self._source, self._source.codec_bytes
+        if len(self._files) > len(source.files):
+            # A seam has a reader of its own, beside the one that keeps the last chunk.
+            codec_bytes = 2 * codec_bytes + BLOCK_BYTES
+        return replace(
+            source,
+            cutting=cutting,
+            files=tuple(self._files),
+            decoders=self._decoders,
+            codec_bytes=codec_bytes,
+        )
+
+
+def _whole_elements(copies: Copies, itemsize: int) -> Iterator[list[Range]]:
+    """Divide ranges of files that follow each other into whole elements.
+
+    Yields
+    ------
+    list
+        One range of several elements, or the ranges of one.
+    """
+    begun: list[Range] = []
+    held = 0
+    columns = copies.file.tolist(), copies.source.tolist(), copies.nbytes.tolist()
+    for file, offset, nbytes in zip(*columns, strict=True):
+        taken = min(itemsize - held, nbytes) if begun else 0
+        if taken:
+            begun.append((file, offset, taken))
+            held += taken
+        if held == itemsize:
+            yield begun
+            begun, held = [], 0
+        rest = (nbytes - taken) % itemsize
+        if nbytes - taken > rest:
+            yield [(file, offset + taken, nbytes - taken - rest)]
+        if rest:
+            begun, held = [(file, offset + nbytes - rest, rest)], rest
+
+
+def _joined(
+    cutting: Cutting,
+    known: Sequence[int],
+    pieces: Sequence[Sequence[_RunInFile]],
+    itemsizes: Sequence[int],
+) -> Cutting:
+    """Return a cutting of tensors that lie in rows of another: one each, then several each.
+
+    Parameters
+    ----------
+    known
+        Counts of elements of the tensors that lie in one row each.
+    pieces, itemsizes
+        Of the tensors behind them, whose pieces are the further rows.
+    """
+    builder = CuttingBuilder([*cutting.itemsize[: len(known)].tolist(), *itemsizes])
+    rows = np.arange(len(cutting.itemsize), dtype=np.int64)
+    first = builder.slot(Slot(rows, np.zeros_like(rows), np.zeros_like(rows)))
+    for number, numel in enumerate(known):
+        builder.place(number, first + number, piece_numel=numel)
+    at = first + len(known)
+    for number, each in enumerate(pieces, start=len(known)):
+        sizes = np.array([[piece.numel] for piece in each], dtype=np.int64)
+        numel = int(sizes.sum())
+        if len(each) == 1:
+            builder.place(number, at, piece_numel=numel)
+        else:
+            builder.place_boxes(number, at, grid_of((numel,), np.cumsum(sizes, 0) - sizes, sizes))
+        at += len(each)
+    return builder.build(cutting)
