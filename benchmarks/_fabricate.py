@@ -41,12 +41,12 @@ def fabricate(
     for relative, tree in NativeLayout(model, stage, world_size).files(ranks):
         path = run_dir / relative
         if sparse:
-            _save(path, tree)
+            save_with_holes(path, tree)
         else:
             _fill_in(path, _lay_out(path, tree), garbage=stage == 3)
     for rank, first in like.items():
         for path in (run_dir / TAG).glob(f"*zero_pp_rank_{first}_*"):
-            _copy_renamed(path, (f"rank_{first}_", f"rank_{rank}_"))
+            copy_renamed(path, (f"rank_{first}_", f"rank_{rank}_"))
     (run_dir / SCRIPT[0]).write_bytes(SCRIPT[1])
     (run_dir / "latest").write_text(TAG)
     return sum(path.stat().st_size for path in run_dir.rglob("*") if path.is_file())
@@ -68,7 +68,7 @@ def _alike(world_size: int) -> dict[int, int]:
     return {rank: first for rank, first in found.items() if rank != first}
 
 
-def _copy_renamed(path: Path, names: tuple[str, str]) -> None:
+def copy_renamed(path: Path, names: tuple[str, str]) -> None:
     """Copy a file under a name of the same length, which is in the file as well; keep its holes."""
     old, new = (name.encode() for name in names)
     nbytes, at = path.stat().st_size, 0
@@ -84,7 +84,7 @@ def _copy_renamed(path: Path, names: tuple[str, str]) -> None:
         copy.truncate(nbytes)
 
 
-def _save(path: Path, tree: dict[str, Any]) -> None:
+def save_with_holes(path: Path, tree: dict[str, Any]) -> None:
     """Write a file with holes."""
     with torch.serialization.skip_data(), deepspeed_stand_ins():
         torch.save(_with_tensors(tree, {}), path)
@@ -92,7 +92,7 @@ def _save(path: Path, tree: dict[str, Any]) -> None:
 
 def _lay_out(path: Path, tree: dict[str, Any]) -> list[tuple[Stored, int]]:
     """Write a file with holes; returns what belongs into each, and its offset."""
-    _save(path, tree)
+    save_with_holes(path, tree)
     with deepspeed_stand_ins():
         loaded = torch.load(path, map_location="meta", weights_only=False)
     places = {

@@ -20,9 +20,9 @@ from streamshard.errors import (
 )
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAVED
 from streamshard.operations.compact.archive.weights_only import Remainder
-from tests.fabricated import edit, save
+from tests.fabricated import edit, save, write
 from tests.fabricated_pipes import BLOCK, SHARED, PipeJob, is_trained, layer_file, write_pipe
-from tests.job import TAG
+from tests.job import TAG, Job
 from tests.test_families import compare
 
 TWO = PipeJob(world_size=3)
@@ -304,6 +304,15 @@ def test_both_degrees_change(tmp_path: Path, tensor: int, stages: tuple[int, ...
     for name, tensor_of in exported(back).items():
         wanted_of = TWO.values("fp32", name) if is_trained(name) else TWO.weight(name).float()
         assert tensor_of.tolist() == wanted_of.tolist()
+
+
+def test_a_reference_without_layers_is_refused(tmp_path: Path) -> None:
+    run = write_pipe(replace(TWO, tensor=2, cuts=CUTS), tmp_path / "run")
+    like = write(Job(world_size=2), tmp_path / "like")
+    with pytest.raises(DisagreementError):
+        streamshard.repartition(
+            run, tmp_path / "out", world_size=4, tensor_parallel=1, pipeline_parallel=1, like=like
+        )
 
 
 def test_rules_tell_the_cut(tmp_path: Path) -> None:

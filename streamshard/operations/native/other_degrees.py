@@ -454,8 +454,9 @@ def _target_parts(
         raise UsageError(message)
     try:
         checkpoint = opened.like
-        if opened.checkpoint.layers and opened.reference is not None:
-            checkpoint = layered(opened.reference).source.checkpoint
+        known = opened.reference
+        if opened.checkpoint.layers and known is not None and is_pipeline(known.checkpoint):
+            checkpoint = layered(known).source.checkpoint
         like = ModelParts(checkpoint, rules, keeps_shards=parts.keeps_shards)
     except StreamshardError as error:
         raise type(error)(f"{LIKE}: {error}") from error
