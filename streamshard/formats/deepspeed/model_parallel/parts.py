@@ -68,6 +68,7 @@ class ModelParts:
         self.keeps_shards = keeps_shards and self.degrees.tensor > 1
         self._cuts = self._told_cuts(rules)
         self.tensors: Mapping[str, HeldTensor] = dict(self._held())
+        self._known: dict[str, ModelCut] = {}
 
     def _told_cuts(self, rules: CutRules | None) -> AffineMaps | Categories | CutRules | None:
         told, *others = (f.model_state.get(names.UNIVERSAL_INFO) for f in self.checkpoint.families)
@@ -123,6 +124,11 @@ class ModelParts:
         DisagreementError
             The families' tensors are not those of the cut.
         """
+        if name not in self._known:
+            self._known[name] = self._cut_of(name)
+        return self._known[name]
+
+    def _cut_of(self, name: str) -> ModelCut:
         held = self.tensors[name]
         count = len(self.checkpoint.families)
         first = next(iter(held.shapes.values()))
