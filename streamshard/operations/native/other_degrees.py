@@ -318,16 +318,14 @@ def whole(
 
     Raises
     ------
-    UnsupportedError, DisagreementError, IncompleteError
+    UnsupportedError, DisagreementError, IncompleteError, CorruptFileError
         Its parts cannot be put together; the message says why.
     """
     families = opened.checkpoint.families
     is_pipe = is_pipeline(opened.checkpoint)
-    info = _told(opened)
-    has_told = has_maps(info) or has_categories(info)
     if len(families) == 1 or (is_pipe and degrees_of(opened.checkpoint).tensor == 1):
         _require_unused(rules, average=average)
-    if not is_pipe and (len(families) == 1 or not (has_told or rules)):
+    if not is_pipe and (len(families) == 1 or not (rules or _is_told(opened))):
         _require_unused(None, average=average)
         return None
     try:
@@ -398,12 +396,12 @@ def _target_parts(
             with of_file(opened.path):
                 require_different_shards(opened, parts)
                 return whole_model(parts)
-        if wanted.pipeline == 1 and rules is None and has_maps(_told(opened)):
-            rule = WidthRule(wanted.tensor, kv_heads(opened), grain_of(opened.checkpoint.config))
-            with of_file(opened.path):
-                found = at_degree(parts, rule)
-            if found is not None:
-                return found
+        with of_file(opened.path):
+            if wanted.pipeline == 1 and rules is None and has_maps(_told(opened)):
+                grain = grain_of(opened.checkpoint.config)
+                found = at_degree(parts, WidthRule(wanted.tensor, kv_heads(opened), grain))
+                if found is not None:
+                    return found
         message = f"{opened.path}: saved with {parts.degrees}, and nothing tells how a job with"
         is_told_by_list = is_pipeline(opened.checkpoint) and wanted.tensor == parts.degrees.tensor
         hint = f"; or list with {STAGES} the first layer of each stage" if is_told_by_list else ""
@@ -424,6 +422,13 @@ def _target_parts(
 def _told(opened: Source) -> Node:
     """Return what the first model file tells of how parameters are cut."""
     return opened.checkpoint.families[0].model_state.get(names.UNIVERSAL_INFO)
+
+
+def _is_told(opened: Source) -> bool:
+    """Tell whether the model files tell how parameters are cut."""
+    info = _told(opened)
+    with of_file(opened.path):
+        return has_maps(info) or has_categories(info)
 
 
 def _recut(laid: Layered, parts: ModelParts, like: ModelParts) -> OtherDegrees:
