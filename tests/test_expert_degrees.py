@@ -17,6 +17,8 @@ from streamshard.errors import (
     UsageError,
 )
 from tests.fabricated import edit, optimizer_file, write
+from tests.fabricated_parts import TensorJob
+from tests.fabricated_pipes import PipeJob, write_pipe
 from tests.job import TAG, Job, Shapes, local_experts
 from tests.test_families import compare
 
@@ -88,6 +90,59 @@ def test_the_source_s_own_degree_changes_nothing(
     compare(tmp_path / "out" / TAG, write(spread(EXPERT, 4, 4), tmp_path / "wanted") / TAG)
 
 
+DENSE = {
+    "one-part": Job(world_size=4),
+    "tensor": TensorJob(parts=2, world_size=4).told(),
+    "stage-3": Job(world_size=4, stage=3),
+    "muon": Job(world_size=4, muon=(0,)),
+}
+
+
+@pytest.mark.parametrize("job", DENSE.values(), ids=DENSE)
+def test_one_rank_is_the_degree_of_a_model_without_experts(tmp_path: Path, job: Job) -> None:
+    run = write(job, tmp_path / "run")
+    out, wanted, ranks = tmp_path / "out", tmp_path / "wanted", 2 * job.parts
+    for degree in (0, 2):
+        with pytest.raises(UsageError, match="the model has no experts of DeepSpeed's MoE layers"):
+            streamshard.repartition(run, out, world_size=ranks, expert_parallel=degree)
+    streamshard.repartition(run, out, world_size=ranks, expert_parallel=1)
+    streamshard.repartition(run, wanted, world_size=ranks)
+    compare(out / TAG, wanted / TAG)
+
+
+def test_one_rank_is_the_degree_of_a_pipeline_without_experts(tmp_path: Path) -> None:
+    run = write_pipe(PipeJob(world_size=4), tmp_path / "run")
+    out, wanted = tmp_path / "out", tmp_path / "wanted"
+    with pytest.raises(UsageError, match="the model has no experts of DeepSpeed's MoE layers"):
+        streamshard.repartition(run, out, world_size=4, expert_parallel=2)
+    streamshard.repartition(run, out, world_size=4, expert_parallel=1)
+    streamshard.repartition(run, wanted, world_size=4)
+    compare(out / TAG, wanted / TAG)
+
+
+def test_the_own_degree_of_experts_goes_with_another_tensor_parallel_degree(
+    tmp_path: Path,
+) -> None:
+    run = write(DENSE["tensor"], tmp_path / "run")
+    out, wanted = tmp_path / "out", tmp_path / "wanted"
+    with pytest.raises(UsageError, match="the model has no experts of DeepSpeed's MoE layers"):
+        streamshard.repartition(run, out, world_size=4, tensor_parallel=1, expert_parallel=2)
+    streamshard.repartition(run, out, world_size=4, tensor_parallel=1, expert_parallel=1)
+    streamshard.repartition(run, wanted, world_size=4, tensor_parallel=1)
+    compare(out / TAG, wanted / TAG)
+    experts = write(SHARED, tmp_path / "experts")
+    with pytest.raises(UnsupportedError, match="experts are spread anew only at the other degrees"):
+        streamshard.repartition(
+            experts, tmp_path / "no", world_size=4, tensor_parallel=1, expert_parallel=1
+        )
+
+
+def test_frozen_experts_are_not_taken_for_none(tmp_path: Path) -> None:
+    run = write(Job(world_size=4, frozen=EXPERT.experts), tmp_path / "run")
+    with pytest.raises(UnsupportedError, match="the model file has a weight of an expert"):
+        streamshard.repartition(run, tmp_path / "out", world_size=4, expert_parallel=1)
+
+
 def _state(content: dict[str, Any]) -> dict[str, Any]:
     state: dict[str, Any] = content["optimizer_state_dict"]["base_optimizer_state"]
     return state
@@ -152,7 +207,6 @@ def _other_degree(run: Path) -> None:
             _other_degree,
             r"has layers with expert parallel sizes \[1, 2\], of which not one alone",
         ),
-        (Job(world_size=4), None, "no experts of DeepSpeed's MoE layers"),
         (
             replace(SHARED, client_state={"checkpoint_parallel_dimensions": {"pp_degree": 2}}),
             None,

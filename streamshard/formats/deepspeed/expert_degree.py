@@ -37,8 +37,35 @@ from streamshard.formats.pickle.inert import Node, show
 from streamshard.sizes import counted
 
 _SCHEDULER: Final = "lr_scheduler"
+_NO_EXPERTS: Final = (
+    "the model has no experts of DeepSpeed's MoE layers in its param groups, so that none can be "
+    "spread over ranks: leave --expert-parallel out"
+)
 _PER_GROUP: Final = ("base_lrs", "_last_lr", "lr_lambdas")
 """Entries of torch's schedulers with an element for each param group."""
+
+
+def is_own_degree(checkpoint: Checkpoint, degree: int) -> bool:
+    """Tell whether a degree is the one that a checkpoint has; 1 is that of one without experts.
+
+    Raises
+    ------
+    UsageError, UnsupportedError, DisagreementError
+        As `expert_degree` does, except for a checkpoint without experts.
+    """
+    if degree == 1 and not _has_experts(checkpoint):
+        return True
+    return expert_degree(checkpoint) == degree
+
+
+def _has_experts(checkpoint: Checkpoint) -> bool:
+    """Tell whether there are experts, be they trained or frozen."""
+    return any(
+        family.trains_experts
+        or family.model_state.get(names.EXPERT_COUNTS)
+        or any(names.expert_of(entry.name) for entry in family.module)
+        for family in checkpoint.families
+    )
 
 
 def expert_degree(checkpoint: Checkpoint) -> int:
@@ -54,6 +81,8 @@ def expert_degree(checkpoint: Checkpoint) -> int:
     DisagreementError
         Its families have other experts, or have them in another order.
     """
+    if not _has_experts(checkpoint):
+        raise UsageError(_NO_EXPERTS)
     objection = objection_to_spreading(checkpoint)
     if objection:
         message = f"its experts cannot be spread over another count of ranks: {objection}"
@@ -64,8 +93,7 @@ def expert_degree(checkpoint: Checkpoint) -> int:
         groups = undivided_groups(first)
     degrees = {group.template.expert_parallel for group in groups if group.has_experts}
     if not degrees:
-        message = "the model has no experts of DeepSpeed's MoE layers in its param groups, so that"
-        raise UsageError(f"{message} none can be spread over ranks: leave --expert-parallel out")
+        raise UsageError(_NO_EXPERTS)
     if len(degrees) > 1:
         message = f"has layers with expert parallel sizes {sorted(degrees)}"
         raise UnsupportedError(f"{message}, of which not one alone changes. {AS_SAVED}")

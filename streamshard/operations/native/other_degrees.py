@@ -14,6 +14,7 @@ from streamshard.errors import (
 )
 from streamshard.formats.checkpoint import LIKE, Checkpoint, Reading
 from streamshard.formats.deepspeed import ds_config, names
+from streamshard.formats.deepspeed.expert_degree import is_own_degree
 from streamshard.formats.deepspeed.model_parallel.affine_maps import has_maps
 from streamshard.formats.deepspeed.model_parallel.categories import has_categories
 from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules
@@ -254,7 +255,7 @@ def _require_ranks(opened: Source, *degrees: int | None) -> None:
 def _require_changeable(
     opened: Source, wanted: Degrees, own: Degrees, expert_parallel: int | None
 ) -> None:
-    if expert_parallel is not None:
+    if expert_parallel is not None and not is_own_degree(opened.checkpoint, expert_parallel):
         message = f"--expert-parallel {expert_parallel} with {wanted}: experts are spread anew"
         raise UnsupportedError(f"{message} only at the other degrees of the source, {own}")
     if opened.is_elastic:
