@@ -1,6 +1,6 @@
 """Experts are spread over another count of ranks: what is written, and what is refused."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,60 @@ def test_another_degree_and_other_ranks_commute(tmp_path: Path, job: Job) -> Non
     back = tmp_path / "back"
     streamshard.repartition(tmp_path / "other", back, world_size=ranks, expert_parallel=2)
     compare(back / TAG, run / TAG)
+
+
+@pytest.mark.parametrize("job", VARIANTS.values(), ids=VARIANTS)
+def test_another_degree_is_no_difference(
+    tmp_path: Path, job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, ranks = write(job, tmp_path / "run"), str(4 * job.parts)
+    for degree in ("1", "4"):
+        out = str(tmp_path / f"out-{degree}")
+        line = ["repartition", str(run), out, "--world-size", ranks, "--expert-parallel", degree]
+        assert main(line) == 0
+        for one, other in ((str(run), out), (out, str(run))):
+            assert main(["diff", one, other]) == 0
+            assert "Equal to the bit" in capsys.readouterr().out
+        assert main(["verify", out, "--against", str(run)]) == 0
+    assert main(["convert", str(run), str(tmp_path / "run.zarr")]) == 0
+    assert main(["diff", str(tmp_path / "out-1"), str(tmp_path / "run.zarr")]) == 0
+
+
+def _in_group(number: int, **changed: object) -> Callable[[dict[str, Any]], object]:
+    return lambda content: _state(content)["param_groups"][number].update(changed)
+
+
+EXPERT_0 = "optimizer/group of moe.deepspeed_moe.experts.deepspeed_experts.0.weight"
+EXPERT_2 = EXPERT_0.replace(".0.", ".2.")
+DIFFERING: dict[str, tuple[Sequence[int], Callable[[dict[str, Any]], object], *tuple[str, ...]]] = {
+    "step of a rank": ([1, 3], lambda c: _state(c)["state"][2]["step"].add_(1), f"{EXPERT_2}.step"),
+    "step of all": (
+        range(4),
+        lambda c: _state(c)["state"][2]["step"].add_(1),
+        f"{EXPERT_0}.step",
+        f"{EXPERT_2}.step",
+    ),
+    "rate": (range(4), _in_group(2, lr=0.5), f"{EXPERT_0}.lr"),
+    "name": (range(4), _in_group(2, name="mine"), f"{EXPERT_0}.name"),
+    "name of the other count": (range(4), _in_group(2, name="ep_size_1"), f"{EXPERT_0}.name"),
+    "rate of others": (range(4), _in_group(1, lr=0.5), "optimizer/wrapped.param_groups[1].lr"),
+    "step of others": (
+        range(4),
+        lambda c: _state(c)["state"][1]["step"].add_(1),
+        "optimizer/state.group 1.step",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERING)
+def test_what_differs_beside_another_degree_is_found(tmp_path: Path, name: str) -> None:
+    ranks, change, *places = DIFFERING[name]
+    run, out = write(EXPERT, tmp_path / "run"), tmp_path / "out"
+    streamshard.repartition(run, out, world_size=4, expert_parallel=1)
+    for rank in ranks:
+        edit(optimizer_file(run, rank), change)
+    for one, other in ((run, out), (out, run)):
+        assert [found.name for found in streamshard.diff(one, other).differences] == places
 
 
 def test_the_source_s_own_degree_changes_nothing(
@@ -407,6 +461,20 @@ def test_groups_that_an_engine_divides_for_their_size(
         like = wanted if degree > 1 > target - 1 else None
         streamshard.repartition(run, out, world_size=ranks, expert_parallel=target, like=like)
         compare(out / TAG, wanted / TAG)
+        assert streamshard.diff(run, out).is_equal
+
+
+def test_a_rate_of_a_divided_group_is_compared(tmp_path: Path) -> None:
+    run = write(spread(DIVIDED, 1, 2), tmp_path / "run")
+    other = write(spread(DIVIDED, 2, 2), tmp_path / "other")
+    assert streamshard.diff(run, other).is_equal
+
+    def change(content: dict[str, Any]) -> None:
+        content["lr_scheduler"]["base_lrs"][-1] *= 2
+
+    edit(run / TAG / MODEL, change)
+    (found,) = streamshard.diff(run, other).differences
+    assert found.name == f"{EXPERT_2}.lr_scheduler.base_lrs"
 
 
 def test_groups_that_are_divided_otherwise_are_refused(tmp_path: Path) -> None:

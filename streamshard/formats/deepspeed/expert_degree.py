@@ -19,8 +19,11 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.expert_groups import (
     AS_SAVED,
     GROUP_NAME,
+    RATES_PER_GROUP,
+    SCHEDULER,
     ExpertLayer,
     UndividedGroup,
+    ranks_name,
     undivided_groups,
 )
 from streamshard.formats.deepspeed.expert_order import (
@@ -36,13 +39,10 @@ from streamshard.formats.deepspeed.expert_parts import (
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.sizes import counted
 
-_SCHEDULER: Final = "lr_scheduler"
 _NO_EXPERTS: Final = (
     "the model has no experts of DeepSpeed's MoE layers in its param groups, so that none can be "
     "spread over ranks: leave --expert-parallel out"
 )
-_PER_GROUP: Final = ("base_lrs", "_last_lr", "lr_lambdas")
-"""Entries of torch's schedulers with an element for each param group."""
 
 
 def is_own_degree(checkpoint: Checkpoint, degree: int) -> bool:
@@ -222,21 +222,16 @@ def _with_groups(
         group = groups[content.source]
         entry = held[group.numbers[0]]
         if group.has_experts:
-            if entry.get(GROUP_NAME) != _ranks_name(own):
+            if entry.get(GROUP_NAME) != ranks_name(own):
                 message = f"param group {group.numbers[0]} of experts is named"
-                message = f"{message} {show(entry.get(GROUP_NAME))}, and not '{_ranks_name(own)}'"
+                message = f"{message} {show(entry.get(GROUP_NAME))}, and not '{ranks_name(own)}'"
                 raise UnsupportedError(f"{message}. {AS_SAVED}")
-            entry = {**entry, GROUP_NAME: _ranks_name(degree)}
+            entry = {**entry, GROUP_NAME: ranks_name(degree)}
         entries.append(dict(entry))
     state = family.optimizer_file[names.OPTIMIZER]
     wrapped = {**state[names.BASE_OPTIMIZER], "param_groups": entries}
     state = {**state, names.BASE_OPTIMIZER: wrapped}
     return {**family.optimizer_file, names.OPTIMIZER: state}
-
-
-def _ranks_name(degree: int) -> str:
-    """Return the name by which an engine knows the ranks that share experts (`groups.py`)."""
-    return f"ep_size_{degree}"
 
 
 def _with_rates(
@@ -246,12 +241,12 @@ def _with_rates(
     before = sum(len(group.numbers) for group in groups)
     if len(made) == before:
         return model_state
-    scheduler = model_state.get(_SCHEDULER)
+    scheduler = model_state.get(SCHEDULER)
     if scheduler is None:
         return model_state
-    changed = dict(scheduler) if isinstance(scheduler, dict) else {_SCHEDULER: scheduler}
+    changed = dict(scheduler) if isinstance(scheduler, dict) else {SCHEDULER: scheduler}
     for key, value in changed.items():
-        if key in _PER_GROUP and isinstance(value, list) and len(value) == before:
+        if key in RATES_PER_GROUP and isinstance(value, list) and len(value) == before:
             changed[key] = [value[groups[content.source].numbers[0]] for content in made]
         elif not isinstance(value, int | float | str | None):
             message = f"an engine has {len(made)} param groups then, instead of {before}, and"
@@ -259,7 +254,7 @@ def _with_rates(
                 f"{message} '{key}' of the learning rate scheduler may have an element for each. "
                 f"{AS_SAVED}"
             )
-    return {**model_state, _SCHEDULER: changed}
+    return {**model_state, SCHEDULER: changed}
 
 
 def spread_note(own: int, degree: int, like: Checkpoint | None) -> str:
