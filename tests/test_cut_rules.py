@@ -11,7 +11,7 @@ import pytest
 import streamshard
 from streamshard.cli.main import main
 from streamshard.errors import DisagreementError, StreamshardError, UnsupportedError, UsageError
-from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules
+from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules, read_rules
 from tests.documents import blocks, page
 from tests.fabricated import write
 from tests.fabricated_parts import TensorJob
@@ -141,7 +141,24 @@ def test_lines_that_are_no_rules_are_refused(line: str, message: str) -> None:
         ("a: sub 0 [4]", {0: (3,), 1: (3,)}, DisagreementError, "(parts of 4 in a dimension of 6)"),
         ("a: replicated", {0: (3,), 1: (2,)}, DisagreementError, "is [3] and [2] on its ranks"),
         ("a: split 0", {1: (3,)}, UnsupportedError, "is on 1 of the 2 tensor-parallel ranks"),
-        ("a: split 0\na.*: split 0", {0: (2,), 1: (2,)}, DisagreementError, "by several patterns"),
+        (
+            "a: split 0\na.*: split 0\n.: split 0",
+            {0: (2,), 1: (2,)},
+            UsageError,
+            "cut.rules: two rules match 'a': 'a' and 'a.*'; leave one",
+        ),
+        (
+            "^a$: split 0\n\\S: split 0",
+            {0: (2,), 1: (2,)},
+            UsageError,
+            r"cut.rules: two rules match 'a': '^a$' and '\S'; leave one",
+        ),
+        (
+            "^a$: split 0\n^a$: split 1",
+            {0: (2,), 1: (2,)},
+            UsageError,
+            "cut.rules: 'a' is matched by two patterns; leave one",
+        ),
     ],
 )
 def test_rules_that_do_not_fit_are_refused(
@@ -149,6 +166,14 @@ def test_rules_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(kind, match=re.escape(message)):
         CutRules(rule, "cut.rules").cut("a", shards, 2)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_rule(tmp_path: Path) -> None:
+    path = tmp_path / "cut.rules"
+    path.write_text("embed: split 0\n", encoding="utf-8-sig")
+    rules = read_rules(path)
+    assert rules is not None
+    assert rules.cut("embed", {0: (2,), 1: (2,)}, 2).shape == (4,)
 
 
 def test_rules_that_nothing_is_cut_by_are_refused(tmp_path: Path, rules: Path) -> None:

@@ -283,6 +283,24 @@ REFUSED: dict[str, tuple[Edit, type[StreamshardError], str]] = {
 }
 
 
+@pytest.mark.parametrize("maps", ["x", {"version": 1, "params": "x"}, {"params": None}])
+def test_what_is_no_map_is_refused_although_lists_tell_the_cut(
+    tmp_path: Path, maps: object
+) -> None:
+    run = write(replace(TWO, in_lists=True).told(), tmp_path / "run")
+    key = "universal_checkpoint_info"
+    edit_parts(run, lambda held: held[key].update(affine_map=None))
+    streamshard.export(run, tmp_path / "with-none")
+    edit_parts(run, lambda held: held[key].update(affine_map={}))
+    streamshard.export(run, tmp_path / "with-empty")
+    edit_parts(run, lambda held: held[key].update(affine_map=maps))
+    message = f"run: 'affine_map' in '{key}' has ('x'|None) in place of maps"
+    with pytest.raises(streamshard.errors.CorruptFileError, match=message):
+        streamshard.export(run, tmp_path / "out")
+    with pytest.raises(streamshard.errors.CorruptFileError, match=message):
+        streamshard.repartition(run, tmp_path / "out", world_size=2, tensor_parallel=1)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_cut_anew_is_refused_by_name(tmp_path: Path, name: str) -> None:
     change, kind, message = REFUSED[name]

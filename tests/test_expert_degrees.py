@@ -1,6 +1,6 @@
 """Experts are spread over another count of ranks: what is written, and what is refused."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from streamshard.errors import (
     UsageError,
 )
 from tests.fabricated import edit, optimizer_file, write
+from tests.fabricated_parts import TensorJob
+from tests.fabricated_pipes import PipeJob, write_pipe
 from tests.job import TAG, Job, Shapes, local_experts
 from tests.test_families import compare
 
@@ -76,6 +78,60 @@ def test_another_degree_and_other_ranks_commute(tmp_path: Path, job: Job) -> Non
     compare(back / TAG, run / TAG)
 
 
+@pytest.mark.parametrize("job", VARIANTS.values(), ids=VARIANTS)
+def test_another_degree_is_no_difference(
+    tmp_path: Path, job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, ranks = write(job, tmp_path / "run"), str(4 * job.parts)
+    for degree in ("1", "4"):
+        out = str(tmp_path / f"out-{degree}")
+        line = ["repartition", str(run), out, "--world-size", ranks, "--expert-parallel", degree]
+        assert main(line) == 0
+        for one, other in ((str(run), out), (out, str(run))):
+            assert main(["diff", one, other]) == 0
+            assert "Equal to the bit" in capsys.readouterr().out
+        assert main(["verify", out, "--against", str(run)]) == 0
+    assert main(["convert", str(run), str(tmp_path / "run.zarr")]) == 0
+    assert main(["diff", str(tmp_path / "out-1"), str(tmp_path / "run.zarr")]) == 0
+
+
+def _in_group(number: int, **changed: object) -> Callable[[dict[str, Any]], object]:
+    return lambda content: _state(content)["param_groups"][number].update(changed)
+
+
+EXPERT_0 = "optimizer/group of moe.deepspeed_moe.experts.deepspeed_experts.0.weight"
+EXPERT_2 = EXPERT_0.replace(".0.", ".2.")
+DIFFERING: dict[str, tuple[Sequence[int], Callable[[dict[str, Any]], object], *tuple[str, ...]]] = {
+    "step of a rank": ([1, 3], lambda c: _state(c)["state"][2]["step"].add_(1), f"{EXPERT_2}.step"),
+    "step of all": (
+        range(4),
+        lambda c: _state(c)["state"][2]["step"].add_(1),
+        f"{EXPERT_0}.step",
+        f"{EXPERT_2}.step",
+    ),
+    "rate": (range(4), _in_group(2, lr=0.5), f"{EXPERT_0}.lr"),
+    "name": (range(4), _in_group(2, name="mine"), f"{EXPERT_0}.name"),
+    "name of the other count": (range(4), _in_group(2, name="ep_size_1"), f"{EXPERT_0}.name"),
+    "rate of others": (range(4), _in_group(1, lr=0.5), "optimizer/wrapped.param_groups[1].lr"),
+    "step of others": (
+        range(4),
+        lambda c: _state(c)["state"][1]["step"].add_(1),
+        "optimizer/state.group 1.step",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERING)
+def test_what_differs_beside_another_degree_is_found(tmp_path: Path, name: str) -> None:
+    ranks, change, *places = DIFFERING[name]
+    run, out = write(EXPERT, tmp_path / "run"), tmp_path / "out"
+    streamshard.repartition(run, out, world_size=4, expert_parallel=1)
+    for rank in ranks:
+        edit(optimizer_file(run, rank), change)
+    for one, other in ((run, out), (out, run)):
+        assert [found.name for found in streamshard.diff(one, other).differences] == places
+
+
 def test_the_source_s_own_degree_changes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,6 +142,59 @@ def test_the_source_s_own_degree_changes_nothing(
     assert main([*line, "--expert-parallel", "4"]) == 0
     assert "2 ranks shared, are spread over 4" in capsys.readouterr().out
     compare(tmp_path / "out" / TAG, write(spread(EXPERT, 4, 4), tmp_path / "wanted") / TAG)
+
+
+DENSE = {
+    "one-part": Job(world_size=4),
+    "tensor": TensorJob(parts=2, world_size=4).told(),
+    "stage-3": Job(world_size=4, stage=3),
+    "muon": Job(world_size=4, muon=(0,)),
+}
+
+
+@pytest.mark.parametrize("job", DENSE.values(), ids=DENSE)
+def test_one_rank_is_the_degree_of_a_model_without_experts(tmp_path: Path, job: Job) -> None:
+    run = write(job, tmp_path / "run")
+    out, wanted, ranks = tmp_path / "out", tmp_path / "wanted", 2 * job.parts
+    for degree in (0, 2):
+        with pytest.raises(UsageError, match="the model has no experts of DeepSpeed's MoE layers"):
+            streamshard.repartition(run, out, world_size=ranks, expert_parallel=degree)
+    streamshard.repartition(run, out, world_size=ranks, expert_parallel=1)
+    streamshard.repartition(run, wanted, world_size=ranks)
+    compare(out / TAG, wanted / TAG)
+
+
+def test_one_rank_is_the_degree_of_a_pipeline_without_experts(tmp_path: Path) -> None:
+    run = write_pipe(PipeJob(world_size=4), tmp_path / "run")
+    out, wanted = tmp_path / "out", tmp_path / "wanted"
+    with pytest.raises(UsageError, match="the model has no experts of DeepSpeed's MoE layers"):
+        streamshard.repartition(run, out, world_size=4, expert_parallel=2)
+    streamshard.repartition(run, out, world_size=4, expert_parallel=1)
+    streamshard.repartition(run, wanted, world_size=4)
+    compare(out / TAG, wanted / TAG)
+
+
+def test_the_own_degree_of_experts_goes_with_another_tensor_parallel_degree(
+    tmp_path: Path,
+) -> None:
+    run = write(DENSE["tensor"], tmp_path / "run")
+    out, wanted = tmp_path / "out", tmp_path / "wanted"
+    with pytest.raises(UsageError, match="the model has no experts of DeepSpeed's MoE layers"):
+        streamshard.repartition(run, out, world_size=4, tensor_parallel=1, expert_parallel=2)
+    streamshard.repartition(run, out, world_size=4, tensor_parallel=1, expert_parallel=1)
+    streamshard.repartition(run, wanted, world_size=4, tensor_parallel=1)
+    compare(out / TAG, wanted / TAG)
+    experts = write(SHARED, tmp_path / "experts")
+    with pytest.raises(UnsupportedError, match="experts are spread anew only at the other degrees"):
+        streamshard.repartition(
+            experts, tmp_path / "no", world_size=4, tensor_parallel=1, expert_parallel=1
+        )
+
+
+def test_frozen_experts_are_not_taken_for_none(tmp_path: Path) -> None:
+    run = write(Job(world_size=4, frozen=EXPERT.experts), tmp_path / "run")
+    with pytest.raises(UnsupportedError, match="the model file has a weight of an expert"):
+        streamshard.repartition(run, tmp_path / "out", world_size=4, expert_parallel=1)
 
 
 def _state(content: dict[str, Any]) -> dict[str, Any]:
@@ -152,7 +261,6 @@ def _other_degree(run: Path) -> None:
             _other_degree,
             r"has layers with expert parallel sizes \[1, 2\], of which not one alone",
         ),
-        (Job(world_size=4), None, "no experts of DeepSpeed's MoE layers"),
         (
             replace(SHARED, client_state={"checkpoint_parallel_dimensions": {"pp_degree": 2}}),
             None,
@@ -353,6 +461,20 @@ def test_groups_that_an_engine_divides_for_their_size(
         like = wanted if degree > 1 > target - 1 else None
         streamshard.repartition(run, out, world_size=ranks, expert_parallel=target, like=like)
         compare(out / TAG, wanted / TAG)
+        assert streamshard.diff(run, out).is_equal
+
+
+def test_a_rate_of_a_divided_group_is_compared(tmp_path: Path) -> None:
+    run = write(spread(DIVIDED, 1, 2), tmp_path / "run")
+    other = write(spread(DIVIDED, 2, 2), tmp_path / "other")
+    assert streamshard.diff(run, other).is_equal
+
+    def change(content: dict[str, Any]) -> None:
+        content["lr_scheduler"]["base_lrs"][-1] *= 2
+
+    edit(run / TAG / MODEL, change)
+    (found,) = streamshard.diff(run, other).differences
+    assert found.name == f"{EXPERT_2}.lr_scheduler.base_lrs"
 
 
 def test_groups_that_are_divided_otherwise_are_refused(tmp_path: Path) -> None:

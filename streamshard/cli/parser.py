@@ -2,7 +2,8 @@
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from streamshard.cli.completion import SHELLS
@@ -35,6 +36,8 @@ def arguments_of() -> argparse.ArgumentParser:
     add_compact(verbs)
     add_apply(verbs)
     _add_completion(verbs)
+    for verb in verbs.choices.values():
+        verb.verbs = verbs.choices
     return parser
 
 
@@ -51,6 +54,9 @@ def parse_command(argv: Sequence[str]) -> argparse.Namespace:
 class _Parser(argparse.ArgumentParser):
     """Suggests the nearest verb or option after a typing error; reports failed output."""
 
+    verbs: Mapping[str, "_Parser"] = MappingProxyType({})
+    """The parsers of all verbs, for options that are another verb's."""
+
     def parse_known_args(  # type: ignore[override]
         self,
         args: Sequence[str] | None = None,
@@ -60,9 +66,17 @@ class _Parser(argparse.ArgumentParser):
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-            near = [_near(option, self._option_string_actions) for option in options]
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(near)}")
+            owners = {option: self._verbs_with(option) for option in options}
+            mistyped = [option for option in options if not owners[option]]
+            near = [_near(option, self._option_string_actions) for option in mistyped]
+            whose = [f"; {o} is an option of {', '.join(has)}" for o, has in owners.items() if has]
+            message = f"unrecognized arguments: {' '.join(unknown)}"
+            self.error(f"{message}{''.join(whose)}{_hint(near)}")
         return parsed, unknown
+
+    def _verbs_with(self, option: str) -> list[str]:
+        """List the verbs that have an option."""
+        return [name for name, verb in self.verbs.items() if option in verb._option_string_actions]
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:  # noqa: ANN401
         try:

@@ -122,6 +122,27 @@ def test_what_is_mistyped_is_answered_with_what_is_near(
     assert done.err.endswith(f"; did you mean {near}?\n")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "end"),
+    [
+        (
+            ("convert", "a", "b.zarr", "--expert-parallel", "1"),
+            "--expert-parallel 1; --expert-parallel is an option of repartition\n",
+        ),
+        (
+            ("diff", "a", "b", "--codec=zstd", "--workrs", "2"),
+            "; --codec is an option of convert, compact; did you mean --workers?\n",
+        ),
+    ],
+)
+def test_an_option_of_other_verbs_is_not_taken_for_a_mistyped_one(
+    arguments: tuple[str, ...], end: str
+) -> None:
+    done = streamshard(*arguments)
+    assert done.code == 2
+    assert done.err.endswith(end)
+
+
 def test_what_is_near_to_nothing_gets_no_advice() -> None:
     for arguments in (("frobnicate",), ("inspect", "a", "b"), ("inspect", "a", "--qqqqqq")):
         done: Finished = streamshard(*arguments)

@@ -19,8 +19,11 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.expert_groups import (
     AS_SAVED,
     GROUP_NAME,
+    RATES_PER_GROUP,
+    SCHEDULER,
     ExpertLayer,
     UndividedGroup,
+    ranks_name,
     undivided_groups,
 )
 from streamshard.formats.deepspeed.expert_order import (
@@ -36,9 +39,33 @@ from streamshard.formats.deepspeed.expert_parts import (
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.sizes import counted
 
-_SCHEDULER: Final = "lr_scheduler"
-_PER_GROUP: Final = ("base_lrs", "_last_lr", "lr_lambdas")
-"""Entries of torch's schedulers with an element for each param group."""
+_NO_EXPERTS: Final = (
+    "the model has no experts of DeepSpeed's MoE layers in its param groups, so that none can be "
+    "spread over ranks: leave --expert-parallel out"
+)
+
+
+def is_own_degree(checkpoint: Checkpoint, degree: int) -> bool:
+    """Tell whether a degree is the one that a checkpoint has; 1 is that of one without experts.
+
+    Raises
+    ------
+    UsageError, UnsupportedError, DisagreementError
+        As `expert_degree` does, except for a checkpoint without experts.
+    """
+    if degree == 1 and not _has_experts(checkpoint):
+        return True
+    return expert_degree(checkpoint) == degree
+
+
+def _has_experts(checkpoint: Checkpoint) -> bool:
+    """Tell whether there are experts, be they trained or frozen."""
+    return any(
+        family.trains_experts
+        or family.model_state.get(names.EXPERT_COUNTS)
+        or any(names.expert_of(entry.name) for entry in family.module)
+        for family in checkpoint.families
+    )
 
 
 def expert_degree(checkpoint: Checkpoint) -> int:
@@ -54,6 +81,8 @@ def expert_degree(checkpoint: Checkpoint) -> int:
     DisagreementError
         Its families have other experts, or have them in another order.
     """
+    if not _has_experts(checkpoint):
+        raise UsageError(_NO_EXPERTS)
     objection = objection_to_spreading(checkpoint)
     if objection:
         message = f"its experts cannot be spread over another count of ranks: {objection}"
@@ -64,8 +93,7 @@ def expert_degree(checkpoint: Checkpoint) -> int:
         groups = undivided_groups(first)
     degrees = {group.template.expert_parallel for group in groups if group.has_experts}
     if not degrees:
-        message = "the model has no experts of DeepSpeed's MoE layers in its param groups, so that"
-        raise UsageError(f"{message} none can be spread over ranks: leave --expert-parallel out")
+        raise UsageError(_NO_EXPERTS)
     if len(degrees) > 1:
         message = f"has layers with expert parallel sizes {sorted(degrees)}"
         raise UnsupportedError(f"{message}, of which not one alone changes. {AS_SAVED}")
@@ -194,21 +222,16 @@ def _with_groups(
         group = groups[content.source]
         entry = held[group.numbers[0]]
         if group.has_experts:
-            if entry.get(GROUP_NAME) != _ranks_name(own):
+            if entry.get(GROUP_NAME) != ranks_name(own):
                 message = f"param group {group.numbers[0]} of experts is named"
-                message = f"{message} {show(entry.get(GROUP_NAME))}, and not '{_ranks_name(own)}'"
+                message = f"{message} {show(entry.get(GROUP_NAME))}, and not '{ranks_name(own)}'"
                 raise UnsupportedError(f"{message}. {AS_SAVED}")
-            entry = {**entry, GROUP_NAME: _ranks_name(degree)}
+            entry = {**entry, GROUP_NAME: ranks_name(degree)}
         entries.append(dict(entry))
     state = family.optimizer_file[names.OPTIMIZER]
     wrapped = {**state[names.BASE_OPTIMIZER], "param_groups": entries}
     state = {**state, names.BASE_OPTIMIZER: wrapped}
     return {**family.optimizer_file, names.OPTIMIZER: state}
-
-
-def _ranks_name(degree: int) -> str:
-    """Return the name by which an engine knows the ranks that share experts (`groups.py`)."""
-    return f"ep_size_{degree}"
 
 
 def _with_rates(
@@ -218,12 +241,12 @@ def _with_rates(
     before = sum(len(group.numbers) for group in groups)
     if len(made) == before:
         return model_state
-    scheduler = model_state.get(_SCHEDULER)
+    scheduler = model_state.get(SCHEDULER)
     if scheduler is None:
         return model_state
-    changed = dict(scheduler) if isinstance(scheduler, dict) else {_SCHEDULER: scheduler}
+    changed = dict(scheduler) if isinstance(scheduler, dict) else {SCHEDULER: scheduler}
     for key, value in changed.items():
-        if key in _PER_GROUP and isinstance(value, list) and len(value) == before:
+        if key in RATES_PER_GROUP and isinstance(value, list) and len(value) == before:
             changed[key] = [value[groups[content.source].numbers[0]] for content in made]
         elif not isinstance(value, int | float | str | None):
             message = f"an engine has {len(made)} param groups then, instead of {before}, and"
@@ -231,7 +254,7 @@ def _with_rates(
                 f"{message} '{key}' of the learning rate scheduler may have an element for each. "
                 f"{AS_SAVED}"
             )
-    return {**model_state, _SCHEDULER: changed}
+    return {**model_state, SCHEDULER: changed}
 
 
 def spread_note(own: int, degree: int, like: Checkpoint | None) -> str:

@@ -19,6 +19,9 @@ GROUP_NUMEL: Final = 178_956_971
 """Elements of a rank's experts above which DeepSpeed divides their param group, by default."""
 GROUP_NAME: Final = "name"
 """Entry of a param group: of experts, the name of the ranks that share them."""
+SCHEDULER: Final = "lr_scheduler"
+RATES_PER_GROUP: Final = ("base_lrs", "_last_lr", "lr_lambdas")
+"""Entries of torch's schedulers with an element for each param group."""
 AS_SAVED: Final = "Resume with the expert parallel size of the job that saved it"
 
 
@@ -68,6 +71,11 @@ class UndividedGroup:
         return [ExpertLayer(name, tuple(each), len(numbers[name])) for name, each in rests.items()]
 
 
+def ranks_name(degree: int) -> str:
+    """Return the name by which an engine knows the ranks that share experts (`groups.py`)."""
+    return f"ep_size_{degree}"
+
+
 def undivided_groups(family: Family) -> list[UndividedGroup]:
     """List a family's param groups, those of experts that may be parts of one as one.
 
@@ -96,7 +104,7 @@ def _undivided(parts: Sequence[Sequence[ParamGroup]], entry: Mapping[str, Node])
     held = tuple(tuple(part[rank].params for part in parts) for rank in range(len(parts[0])))
     return UndividedGroup(
         numbers=tuple(part[0].number for part in parts),
-        has_experts=_is_of_experts(entry),
+        has_experts=is_of_experts(entry),
         template=first,
         params=tuple(tuple(name for part in each for name in part) for each in held),
         parts=held,
@@ -104,10 +112,11 @@ def _undivided(parts: Sequence[Sequence[ParamGroup]], entry: Mapping[str, Node])
 
 
 def _may_be_parts(one: Mapping[str, Node], other: Mapping[str, Node]) -> bool:
-    return _is_of_experts(one) and _is_of_experts(other) and is_alike(one, other)
+    return is_of_experts(one) and is_of_experts(other) and is_alike(one, other)
 
 
-def _is_of_experts(entry: Mapping[str, Node]) -> bool:
+def is_of_experts(entry: Mapping[str, Node]) -> bool:
+    """Tell whether an entry of `param_groups` is of experts."""
     return entry.get(names.IS_EXPERTS) is True
 
 

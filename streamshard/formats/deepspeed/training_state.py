@@ -11,6 +11,12 @@ import numpy as np
 
 from streamshard.formats.checkpoint import Checkpoint, Family, FlatState, ParamGroup, ScalarState
 from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.expert_comparison import (
+    compare_experts,
+    have_other_degrees,
+    shown_scalars,
+    without_experts,
+)
 from streamshard.formats.deepspeed.read import agreement, module_reader
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.torch.tree_comparison import Disparity, Found, compare_nodes, show_key
@@ -33,8 +39,12 @@ _KEPT_AT_3: Final = _KEPT_AT_12 - {names.CLIP_GRAD}
 def compare(left: Checkpoint, right: Checkpoint) -> Iterator[Found]:
     """Compare the training state of two checkpoints that have the same families."""
     whole = not (left.is_dumps or right.is_dumps)
-    for one, other in zip(left.families, right.families, strict=True):
+    for families in zip(left.families, right.families, strict=True):
+        one, other = families
         prefix = f"{one.name}/" if one.name else ""
+        if have_other_degrees(one, other):
+            yield from compare_experts(one, other, prefix)
+            one, other = map(without_experts, families)
         yield from _compare_optimizers(one, other, left.layout, right.layout, prefix)
         yield from _compare_scalars(one, other, prefix)
         if whole:
@@ -156,11 +166,8 @@ def _compare_scalars(one: Family, other: Family, prefix: str) -> Iterator[Found]
     """Compare the unpartitioned states of each group, such as step counters."""
     held = [
         {
-            f"group {group.number}" + (f", expert rank {group.expert_rank}" if experts else ""): {
-                key: _show_scalar(value) if isinstance(value, ScalarState) else value
-                for key, value in (group.states or {}).items()
-                if not isinstance(value, FlatState)
-            }
+            f"group {group.number}"
+            + (f", expert rank {group.expert_rank}" if experts else ""): shown_scalars(group)
             for group in family.groups
             for experts in (group.expert_parallel > 1,)
         }
@@ -180,12 +187,3 @@ def _compare_dicts(
             yield Disparity(name, "there only")
         else:
             yield from compare_nodes(one[key], other[key], name)
-
-
-def _show_scalar(value: ScalarState) -> str:
-    """Serialize a small tensor as text, so that equal texts mean equal bits."""
-    try:
-        shown = np.frombuffer(value.data, dtype=value.dtype).tolist()
-    except (TypeError, ValueError):  # a dtype that NumPy lacks, or an incomplete element
-        shown = []
-    return f"{shown} {value.dtype}{list(value.shape)} {value.data.hex()}"

@@ -5,6 +5,7 @@ from dataclasses import replace
 from streamshard.errors import UnsupportedError, UsageError
 from streamshard.formats.deepspeed.expert_degree import (
     expert_degree,
+    is_own_degree,
     spread_note,
     with_expert_degree,
 )
@@ -19,22 +20,23 @@ def at_expert_degree(opened: Source, degree: int | None, world_size: int) -> Sou
     Parameters
     ----------
     degree
-        Count of ranks that will share the experts; by default as many as in the source.
+        Count of ranks that will share the experts; by default as many as in the source, which is 1
+        without experts.
     world_size
         Count of all ranks of the job that resumes.
 
     Raises
     ------
     UsageError
-        The source has no experts, or they or the ranks cannot be divided so.
+        More than one rank is to share experts that the source does not have; or the experts or the
+        ranks cannot be divided so.
     UnsupportedError, DisagreementError
         The experts cannot be spread anew; the message says why.
     """
     if degree is None:
         return None
     with of_file(opened.path):
-        own = expert_degree(opened.checkpoint)
-        if degree == own:
+        if is_own_degree(opened.checkpoint, degree):
             return None
         if opened.is_elastic:
             message = "its experts cannot be spread over another count of ranks: it was saved with"
@@ -47,5 +49,5 @@ def at_expert_degree(opened: Source, degree: int | None, world_size: int) -> Sou
             message = f"{message} (--expert-parallel){beside}: give a multiple of"
             raise UsageError(f"{message} {degree * parts} ({few}, …)")
         checkpoint = with_expert_degree(opened.checkpoint, degree, opened.like)
-    note = spread_note(own, degree, opened.like)
+    note = spread_note(expert_degree(opened.checkpoint), degree, opened.like)
     return replace(opened, checkpoint=replace(checkpoint, notes=(*checkpoint.notes, note)))

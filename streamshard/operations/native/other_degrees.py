@@ -17,6 +17,7 @@ from streamshard.errors import (
 )
 from streamshard.formats.checkpoint import LIKE, Checkpoint, Reading
 from streamshard.formats.deepspeed import ds_config, names
+from streamshard.formats.deepspeed.expert_degree import is_own_degree
 from streamshard.formats.deepspeed.model_parallel.affine_maps import has_maps
 from streamshard.formats.deepspeed.model_parallel.categories import has_categories
 from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules
@@ -287,7 +288,7 @@ def _require_changeable(
     if wanted.pipeline > 1 and not is_pipeline(opened.checkpoint):
         message = f"--pipeline-parallel {wanted.pipeline}: but it is not of a pipeline"
         raise UsageError(f"{message} (PipelineModule); leave it out")
-    if expert_parallel is not None:
+    if expert_parallel is not None and not is_own_degree(opened.checkpoint, expert_parallel):
         message = f"--expert-parallel {expert_parallel} with {wanted}: experts are spread anew"
         raise UnsupportedError(f"{message} only at the other degrees of the source, {own}")
     if opened.is_elastic:
@@ -356,16 +357,14 @@ def whole(
 
     Raises
     ------
-    UnsupportedError, DisagreementError, IncompleteError
+    UnsupportedError, DisagreementError, IncompleteError, CorruptFileError
         Its parts cannot be put together; the message says why.
     """
     families = opened.checkpoint.families
     is_pipe = is_pipeline(opened.checkpoint)
-    info = _told(opened)
-    has_told = has_maps(info) or has_categories(info)
     if len(families) == 1 or (is_pipe and degrees_of(opened.checkpoint).tensor == 1):
         _require_unused(rules, average=average)
-    if not is_pipe and (len(families) == 1 or not (has_told or rules)):
+    if not is_pipe and (len(families) == 1 or not (rules or _is_told(opened))):
         _require_unused(None, average=average)
         return None
     try:
@@ -436,12 +435,12 @@ def _target_parts(
             with of_file(opened.path):
                 require_different_shards(opened, parts)
                 return whole_model(parts)
-        if wanted.pipeline == 1 and rules is None and has_maps(_told(opened)):
-            rule = WidthRule(wanted.tensor, kv_heads(opened), grain_of(opened.checkpoint.config))
-            with of_file(opened.path):
-                found = at_degree(parts, rule)
-            if found is not None:
-                return found
+        with of_file(opened.path):
+            if wanted.pipeline == 1 and rules is None and has_maps(_told(opened)):
+                grain = grain_of(opened.checkpoint.config)
+                found = at_degree(parts, WidthRule(wanted.tensor, kv_heads(opened), grain))
+                if found is not None:
+                    return found
         message = f"{opened.path}: saved with {parts.degrees}, and nothing tells how a job with"
         message = f"{message} {wanted} cuts the model: {_SUPPLY}"
         if is_pipeline(opened.checkpoint) and wanted.tensor == parts.degrees.tensor:
@@ -469,6 +468,13 @@ def _target_parts(
 def _told(opened: Source) -> Node:
     """Return what the first model file tells of how parameters are cut."""
     return opened.checkpoint.families[0].model_state.get(names.UNIVERSAL_INFO)
+
+
+def _is_told(opened: Source) -> bool:
+    """Tell whether the model files tell how parameters are cut."""
+    info = _told(opened)
+    with of_file(opened.path):
+        return has_maps(info) or has_categories(info)
 
 
 def _recut(laid: Layered, parts: ModelParts, like: ModelParts) -> OtherDegrees:

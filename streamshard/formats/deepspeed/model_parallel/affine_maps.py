@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
+from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.categories import UNSUPPORTED, by_pattern
 from streamshard.formats.deepspeed.model_parallel.name_patterns import NamePatterns
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAVED
@@ -28,9 +29,21 @@ MAPS: Final = "affine_map"
 
 
 def has_maps(info: Node) -> bool:
-    """Tell whether a model file holds affine maps, as those of AutoTP do since 0.19.8."""
+    """Tell whether a model file holds affine maps, as those of AutoTP do since 0.19.8.
+
+    Raises
+    ------
+    CorruptFileError
+        What it holds in their place is not maps.
+    """
     held = info.get(MAPS) if isinstance(info, dict) else None
-    return isinstance(held, dict) and isinstance(held.get("params"), dict)
+    if held is None or held == {}:
+        return False
+    maps = held.get("params") if isinstance(held, dict) else held
+    if not isinstance(maps, dict):
+        message = f"'{MAPS}' in '{names.UNIVERSAL_INFO}' has {show(maps)} in place of maps"
+        raise CorruptFileError(message)
+    return True
 
 
 class AffineMaps:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from streamshard.errors import UnsupportedError, UsageError
+from streamshard.errors import DisagreementError, UnsupportedError, UsageError
 from streamshard.formats.deepspeed.model_parallel.categories import (
     cut_as_told,
     even_widths,
@@ -63,7 +63,7 @@ class CutRules:
         Raises
         ------
         UsageError
-            A line is no rule.
+            A line is no rule, or two have the same single name.
         """
         self.text = text
         self._named = named
@@ -71,6 +71,8 @@ class CutRules:
             self._rules = NamePatterns(_read(text, named))
         except UnsupportedError as error:
             raise UsageError(f"{named}: {error}") from error
+        except DisagreementError as error:
+            raise UsageError(f"{named}: {error}; leave one") from error
 
     def cut(self, name: str, shards: Mapping[int, Shape], ranks: int) -> ModelCut:
         """Return how a parameter is cut among tensor-parallel ranks.
@@ -83,13 +85,17 @@ class CutRules:
         Raises
         ------
         UsageError
-            No rule is for it.
+            No rule is for it, or several are.
         UnsupportedError, DisagreementError
             The ranks' tensors are not of the rule's cut.
         """
-        rule = self._rules.find(name)
-        if rule is None:
+        found = self._rules.find_all(name)
+        if not found:
             raise UsageError(f"{self._named}: no rule is for '{name}'")
+        if len(found) > 1:
+            patterns = " and ".join(f"'{pattern}'" for pattern, _ in found[:2])
+            raise UsageError(f"{self._named}: two rules match '{name}': {patterns}; leave one")
+        (_, rule), *_ = found
         return cut_as_told(name, shards, ranks, self._named, partial(_OneRule.cut, rule))
 
 
@@ -120,7 +126,7 @@ def read_rules(path: Path | None) -> CutRules | None:
     if path is None:
         return None
     try:
-        return CutRules(read_all(path).decode(), str(path))
+        return CutRules(read_all(path).decode("utf-8-sig"), str(path))
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:

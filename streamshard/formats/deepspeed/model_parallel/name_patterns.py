@@ -55,14 +55,26 @@ class NamePatterns(Generic[_V]):
         ------
         DisagreementError
             Several match.
+        UnsupportedError
+            The name is too long to be tried.
         """
-        found = [self._by_name[name]] if name in self._by_name else []
-        if self._others and len(name) > _LONGEST:
-            raise UnsupportedError(f"a name of {len(name):,} characters: {show(name)}")
-        found += [value for pattern, value in self._others if pattern.match(name)]
+        found = self.find_all(name)
         if len(found) > 1:
             raise DisagreementError(f"'{name}' is matched by several patterns of one kind")
-        return found[0] if found else None
+        return found[0][1] if found else None
+
+    def find_all(self, name: str) -> list[tuple[str, _V]]:
+        """List the patterns that match a name, each with its value.
+
+        Raises
+        ------
+        UnsupportedError
+            The name is too long to be tried.
+        """
+        found = [(f"^{re.escape(name)}$", self._by_name[name])] if name in self._by_name else []
+        if self._others and len(name) > _LONGEST:
+            raise UnsupportedError(f"a name of {len(name):,} characters: {show(name)}")
+        return found + [(each.pattern, value) for each, value in self._others if each.match(name)]
 
 
 def _compiled(text: str) -> re.Pattern[str]:
