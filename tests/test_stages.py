@@ -188,6 +188,7 @@ def test_a_shared_module_that_no_layer_can_use_is_refused(tmp_path: Path) -> Non
     run = write_pipe(TWO, tmp_path / "run")
     for path in (run / TAG).glob("mp_rank_00*"):
         edit(path, lambda held: held["buffer_names"].extend(["0.running", "1.running"]))
+    shutil.copy(layer_file(run, 2), layer_file(run, 1))
     with pytest.raises(
         DisagreementError, match=r"stage 0 has a module .* and no layer that may use"
     ):
