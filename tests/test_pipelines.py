@@ -318,6 +318,19 @@ def test_shards_of_another_job_are_refused(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_pipelines_stay_at_stage_1(tmp_path: Path, stage: int) -> None:
+    run, out, config = write_pipe(TWO, tmp_path / "run"), tmp_path / "out", tmp_path / "ds.json"
+    kept = load(run / TAG / "mp_rank_00_model_states.pt")["ds_config"]
+    config.write_text(json.dumps({**kept, "zero_optimization": {"stage": stage}}))
+    message = f"stage {stage} does not train with pipeline parallelism, as this checkpoint was"
+    with pytest.raises(UsageError, match=message):
+        streamshard.repartition(run, out, world_size=4, zero_stage=stage)
+    with pytest.raises(UsageError, match=message):
+        streamshard.repartition(run, out, world_size=4, ds_config_file=config)
+    streamshard.repartition(run, out, world_size=4, zero_stage=1)
+
+
 @pytest.mark.parametrize("form", ["universal", "dcp"])
 def test_forms_that_take_no_pipeline(tmp_path: Path, form: str) -> None:
     run = write_pipe(TWO, tmp_path / "run")
