@@ -76,6 +76,12 @@ def test_stages_begin_where_the_list_says(
         (TWO, (0, 6), UsageError, "--stages 0,6: the last layer that is known is 5"),
         (UNSHARED, (0, 1), UsageError, "--stages 0,1: stage 0, from layer 0 on, would have no pa"),
         (
+            replace(UNSHARED, layers=(BLOCK, BLOCK, BLOCK, BLOCK, (("bias", (3,)),))),
+            (0, 2, 4),
+            UsageError,
+            "--stages 0,2,4: stage 2, from layer 4 on, would have no parameters of param group 0;",
+        ),
+        (
             replace(TWO, layers=("embed", None, BLOCK, BLOCK, None, BLOCK, "embed")),
             (0, 3, 5),
             UnsupportedError,
