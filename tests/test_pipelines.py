@@ -1,5 +1,7 @@
 """Pipelines: their layers are put together, whatever the stages were."""
 
+import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import streamshard
+from streamshard.cli.main import main
 from streamshard.errors import (
     DisagreementError,
     IncompleteError,
@@ -20,7 +23,7 @@ from streamshard.errors import (
 )
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAVED
 from streamshard.operations.compact.archive.weights_only import Remainder
-from tests.fabricated import edit, save, write
+from tests.fabricated import edit, load, save, write
 from tests.fabricated_pipes import BLOCK, SHARED, PipeJob, is_trained, layer_file, write_pipe
 from tests.job import TAG, Job
 from tests.test_families import compare
@@ -119,6 +122,67 @@ def test_what_cannot_be_put_together_is_refused(
         damage(run)
     with pytest.raises(kind, match=message):
         streamshard.export(run, tmp_path / "out")
+
+
+LOST = {
+    "layer": (TWO, ["layer_04-model_states.pt"]),
+    "layers": (TWO, ["layer_01-model_states.pt", "layer_04-model_states.pt"]),
+    "axis": (replace(TWO, has_axis=True), ["layer_03-model_00-model_states.pt"]),
+    "one-rank": (replace(TWO, tensor=2), ["layer_03-model_01-model_states.pt"]),
+    "second-rank": (
+        replace(TWO, tensor=2, files_of_shared=False),
+        [f"layer_{number:02d}-model_01-model_states.pt" for number in (1, 3, 4)],
+    ),
+    "buffers": (
+        replace(TWO, layers=("embed", BLOCK, (("running", (4,)),), BLOCK, BLOCK, "embed")),
+        ["layer_02-model_states.pt"],
+    ),
+}
+"""Job, and files of layers that its checkpoint lacks."""
+
+
+@pytest.mark.parametrize(("job", "lost"), LOST.values(), ids=LOST)
+def test_a_checkpoint_without_the_file_of_a_layer_is_not_whole(
+    tmp_path: Path, job: PipeJob, lost: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_pipe(job, tmp_path / "run")
+    for name in lost:
+        (run / TAG / name).unlink()
+    first = re.escape(f"{run / TAG / lost[0]}: missing, in which ")
+    with pytest.raises(IncompleteError, match=f"^{first}"):
+        streamshard.repartition(run, tmp_path / "out", world_size=2 * job.parts)
+    with pytest.raises(IncompleteError, match=f"^{first}"):
+        streamshard.convert(run, tmp_path / "store")
+    found = streamshard.verify(run).problems
+    assert sorted((p.kind, Path(p.file).name) for p in found) == [("missing", n) for n in lost]
+    assert main(["inspect", str(run), "--json"]) == 3
+    shown = json.loads(capsys.readouterr().out)
+    assert not shown["is_whole"]
+    for name, problem in zip(lost, shown["problems"], strict=True):
+        assert problem.startswith(f"{run / TAG / name}: missing")
+    assert main(["verify", str(run)]) == 6
+
+
+def test_other_problems_do_not_hide_the_missing_file_of_a_layer(tmp_path: Path) -> None:
+    run = write_pipe(TWO, tmp_path / "run")
+    lost_layer(run)
+    rank = next((run / TAG).glob("*zero_pp_rank_1_mp_rank_01_optim_states.pt"))
+    rank.unlink()
+    found = {Path(problem.file).name for problem in streamshard.verify(run).problems}
+    assert found == {rank.name, "layer_04-model_states.pt"}
+
+
+def test_files_of_layers_on_a_grid_with_other_axes_are_not_missing(tmp_path: Path) -> None:
+    """Their names have these axes too (`PipelineModule.ckpt_layer_path`)."""
+    run = write_pipe(TWO, tmp_path / "run")
+    for path in (run / TAG).glob("layer_*"):
+        save(load(path), path.with_name(path.name.replace("-model_", "-node_00-model_")))
+        path.unlink()
+    streamshard.repartition(run, tmp_path / "out", world_size=4)
+    assert not streamshard.verify(run).problems
+    next((run / TAG).glob("layer_03*")).unlink()
+    with pytest.raises(IncompleteError, match=r"layer_03-.*: missing, in which '3\.up' is"):
+        streamshard.repartition(run, tmp_path / "again", world_size=4)
 
 
 def test_modules_that_are_shared_without_a_file(tmp_path: Path) -> None:
@@ -252,6 +316,19 @@ def test_shards_of_another_job_are_refused(tmp_path: Path) -> None:
             pipeline_parallel=3,
             like=write_pipe(like, tmp_path / "like"),
         )
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_pipelines_stay_at_stage_1(tmp_path: Path, stage: int) -> None:
+    run, out, config = write_pipe(TWO, tmp_path / "run"), tmp_path / "out", tmp_path / "ds.json"
+    kept = load(run / TAG / "mp_rank_00_model_states.pt")["ds_config"]
+    config.write_text(json.dumps({**kept, "zero_optimization": {"stage": stage}}))
+    message = f"stage {stage} does not train with pipeline parallelism, as this checkpoint was"
+    with pytest.raises(UsageError, match=message):
+        streamshard.repartition(run, out, world_size=4, zero_stage=stage)
+    with pytest.raises(UsageError, match=message):
+        streamshard.repartition(run, out, world_size=4, ds_config_file=config)
+    streamshard.repartition(run, out, world_size=4, zero_stage=1)
 
 
 @pytest.mark.parametrize("form", ["universal", "dcp"])

@@ -76,6 +76,12 @@ def test_stages_begin_where_the_list_says(
         (TWO, (0, 6), UsageError, "--stages 0,6: the last layer that is known is 5"),
         (UNSHARED, (0, 1), UsageError, "--stages 0,1: stage 0, from layer 0 on, would have no pa"),
         (
+            replace(UNSHARED, layers=(BLOCK, BLOCK, BLOCK, BLOCK, (("bias", (3,)),))),
+            (0, 2, 4),
+            UsageError,
+            "--stages 0,2,4: stage 2, from layer 4 on, would have no parameters of param group 0;",
+        ),
+        (
             replace(TWO, layers=("embed", None, BLOCK, BLOCK, None, BLOCK, "embed")),
             (0, 3, 5),
             UnsupportedError,
@@ -188,6 +194,7 @@ def test_a_shared_module_that_no_layer_can_use_is_refused(tmp_path: Path) -> Non
     run = write_pipe(TWO, tmp_path / "run")
     for path in (run / TAG).glob("mp_rank_00*"):
         edit(path, lambda held: held["buffer_names"].extend(["0.running", "1.running"]))
+    shutil.copy(layer_file(run, 2), layer_file(run, 1))
     with pytest.raises(
         DisagreementError, match=r"stage 0 has a module .* and no layer that may use"
     ):

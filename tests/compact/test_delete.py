@@ -17,12 +17,16 @@ from tests.compact.runs import (
     NO_GRACE,
     TRASH,
     actions,
+    age,
     bits,
     later,
     receipt_of,
     save,
+    tag_of,
     tags_in,
 )
+from tests.fabricated_pipes import PipeJob, write_pipe
+from tests.job import TAG
 
 
 def test_without_being_asked_nothing_goes(run: Path, archive: Path) -> None:
@@ -31,6 +35,24 @@ def test_without_being_asked_nothing_goes(run: Path, archive: Path) -> None:
     api.compact(run, archive, dry_run=True, delete=True)
     assert bits(run) == before
     assert not (run / TRASH).exists()
+
+
+def test_tags_without_the_file_of_a_layer_are_no_reason_to_remove_another(
+    tmp_path: Path, archive: Path
+) -> None:
+    run = tmp_path / "run"
+    for step in (10, 20, 30):
+        saved = write_pipe(PipeJob(changed=("fp32", "1.up", step % 15)), run) / TAG
+        age(saved.rename(run / tag_of(step)), 30)
+    (run / "latest").write_text(tag_of(30))
+    for step in (20, 30):
+        (run / tag_of(step) / "layer_03-model_states.pt").unlink()
+        age(run / tag_of(step), 30)
+    before = bits(run)
+    found = api.compact(run, archive, keep_last=2, delete=True)
+    assert actions(found) == {tag_of(10): "kept", tag_of(20): "ambiguous", tag_of(30): "ambiguous"}
+    assert "layer_03-model_states.pt: missing" in found.tags[1].reason
+    assert bits(run) == before
 
 
 def test_a_tag_goes_to_the_trash_and_after_its_time_for_good(run: Path, archive: Path) -> None:

@@ -192,15 +192,18 @@ def _is_pipeline(checkpoint: Checkpoint) -> bool:
 def _require_carried_parts(checkpoint: Checkpoint, stage: int, dtype: str) -> None:
     """Refuse a stage or dtype that the files of pipeline layers and experts cannot follow.
 
-    These files are copied as they are; DeepSpeed trains neither pipelines nor experts at stage 3.
+    These files are copied as they are; DeepSpeed trains pipelines at stage 1 alone, and experts not
+    at stage 3.
     """
     pipeline = _is_pipeline(checkpoint)
     experts = any(family.model_state.get(names.EXPERT_COUNTS) for family in checkpoint.families)
     if not pipeline and not experts and checkpoint.expert_parallel == 1:
         return
     kind = "pipeline" if pipeline else "expert"
-    if stage == 3:
-        raise UsageError(f"stage 3 does not train with {kind} parallelism, as this checkpoint was")
+    if stage == 3 or (stage == 2 and pipeline):
+        raise UsageError(
+            f"stage {stage} does not train with {kind} parallelism, as this checkpoint was"
+        )
     if dtype != checkpoint.module_dtype:
         message = f"the checkpoint was trained in {checkpoint.module_dtype} with {kind} parallelism"
         raise UsageError(f"{message}, whose weights cannot be taken to {dtype}; keep the dtype")

@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Final, Protocol
 
-from streamshard.errors import IncompleteError, UnsupportedError
+from streamshard.errors import UnsupportedError, raise_first
 from streamshard.formats.checkpoint import Checkpoint, LayerFile, ModuleEntry
 from streamshard.formats.deepspeed import names
+from streamshard.formats.deepspeed.model_parallel.missing_layers import listed_in, missing_layers
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import LAYER_FILE, degrees_of
 from streamshard.formats.deepspeed.read.model_files import ModelFile
 from streamshard.formats.deepspeed.read.module_reader import ModuleReader
@@ -102,6 +103,14 @@ def with_layers(checkpoint: Checkpoint, kept: KeptFiles) -> WithLayers:
         A tensor is not the one that the stages' files list.
     """
     files = sorted(_files(checkpoint, kept), key=lambda file: file.number)
+    # Those of a tag have been checked on opening, those in a store have not.
+    raise_first(
+        missing_layers(
+            PurePosixPath(checkpoint.tag),
+            [listed_in(family) for family in checkpoint.families],
+            [file.path.name for file in files],
+        )
+    )
     degree = degrees_of(checkpoint).tensor
     ranks = [_OneRank(checkpoint, rank, degree) for rank in range(degree)]
     # The bytes of the layers' files are no sidecars of what has their tensors.
@@ -211,7 +220,6 @@ class _OneRank:
 
     def __init__(self, checkpoint: Checkpoint, rank: int, degree: int) -> None:
         self.number = rank
-        self._degree = degree
         self._checkpoint = checkpoint
         states = [family.model_state for family in checkpoint.families]
         self._shared: dict[str, str] = {
@@ -241,7 +249,6 @@ class _OneRank:
 
     def take(self, files: Sequence[_File], kept: KeptFiles) -> None:
         """Read the files, which are in the order of the layers."""
-        self._require_files({file.number for file in files})
         for file in files:
             with of_file(file.path):
                 # Tied tensors are compared by their checksums.
@@ -250,14 +257,6 @@ class _OneRank:
             self._taken.append((file, prefix, held))
             for name, node in held.items() if prefix is not None else ():
                 self._module.setdefault(f"{prefix}{name}", node)
-
-    def _require_files(self, present: set[int]) -> None:
-        for prefix, listed in self._known.items():
-            if not prefix.startswith(_TIED) and int(prefix[:-1]) not in present:
-                part = f"-model_{self.number:02d}" if self._degree > 1 else ""
-                message = f"layer_{int(prefix[:-1]):02d}{part}-model_states.pt: missing, in which"
-                message = f"{self._checkpoint.tag}/{message} '{next(iter(listed))}' is"
-                raise IncompleteError(f"{message}: copy it from the node that saved it")
 
     def _prefix_of(self, file: _File, held: Mapping[str, Node]) -> str | None:
         """Return with what the names of a file's tensors begin in the module.

@@ -82,7 +82,7 @@ def with_stages(parts: ModelParts, starts: Sequence[int]) -> ModelParts:
     Raises
     ------
     UsageError
-        A stage would have no known layer, or no parameters to train.
+        A stage would have no known layer, or no parameters to train, or none of some group.
     UnsupportedError
         It is not known what a stage has, or in which order; the message says of what.
     DisagreementError
@@ -175,9 +175,9 @@ class _Stages:
         found = []
         for stage, (start, stop) in enumerate(pairwise([*starts, self._behind])):
             made = self._stage(range(start, stop))
-            if not any(_params(made)):
+            if (lacked := self._lacked_by(made)) is not None:
                 message = f"{STAGES} {listed(starts)}: stage {stage}, from layer {start} on"
-                raise UsageError(f"{message}, would have no parameters to train; list other layers")
+                raise UsageError(f"{message}, would have no parameters {lacked}; list other layers")
             found.append(made)
         tells = [_places(family) for family in found]
         homes: list[list[ModuleEntry]] = [[] for _ in found]
@@ -186,6 +186,14 @@ class _Stages:
             homes[next((s for s, places in enumerate(tells) if place in places), 0)].append(entry)
         for family, entries in zip(found, homes, strict=True):
             yield replace(family, module=tuple(entries))
+
+    def _lacked_by(self, made: Family) -> str | None:
+        """Say which parameters a stage must have and lacks: some of each group that is trained."""
+        if not any(_params(made)):
+            return "to train"
+        trained = {g.number for family in self._families for g in family.groups if g.params}
+        lacked = (g.number for g in made.groups if g.number in trained and not g.params)
+        return next((f"of param group {number}" for number in lacked), None)
 
     @property
     def _behind(self) -> int:

@@ -13,6 +13,7 @@ from typing import TypeVar
 from streamshard.errors import DisagreementError, SourceError, release_frames
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
+from streamshard.formats.deepspeed.model_parallel.missing_layers import Listed, missing_layers
 from streamshard.formats.deepspeed.read.agreement import (
     PARAM_GROUPS,
     SAME_IN_ALL,
@@ -33,6 +34,7 @@ from streamshard.formats.deepspeed.read.rank_files import (
 )
 from streamshard.formats.deepspeed.read.zero_reader import malformed
 from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.pickle.node_checks import name_of
 from streamshard.formats.torch.torch_tensor import tensor_of
 from streamshard.formats.torch.tree_comparison import show_key
 from streamshard.io.entries import paths_in
@@ -92,6 +94,7 @@ def validate(tag_dir: Path, aside: Set[Path]) -> SetErrors:
     for mp_rank, family in sorted(files.families.items()):
         known = [rank for rank in (*family.optimizer, *family.model) if rank is not None]
         errors += files.incomplete(mp_rank, max([world_size, *(rank + 1 for rank in known)]))
+    errors += _missing_layers(files, models)
     return found
 
 
@@ -184,6 +187,32 @@ def _of_each(
         except SourceError as error:
             errors.append(error)
     return found
+
+
+def _missing_layers(
+    files: TagFiles, models: Mapping[int, Mapping[Path, Root]]
+) -> list[SourceError]:
+    """Find the missing files of a pipeline's layers, if the stages' files can all be read."""
+    first = [next(iter(own.items()), None) for _, own in sorted(models.items())]
+    stages = dict(filter(None, first))
+    if len(stages) < len(first) or not all(map(_is_stage, stages.values())):
+        return []
+    errors: list[SourceError] = []
+    listed = _of_each(stages, _listed, errors)
+    if not errors:
+        errors += missing_layers(files.tag_dir, [*listed.values()], {p.name for p in files.parts})
+    return errors
+
+
+def _is_stage(root: Root) -> bool:
+    """Tell whether a model file leaves the weights to the files of layers."""
+    return names.MODULE_STATE in root and root[names.MODULE_STATE] is None
+
+
+def _listed(root: Root, _: Path) -> Listed:
+    units = root.get(names.PARAM_SHAPES) or []
+    buffers = root.get(names.BUFFER_NAMES) or []
+    return Listed([name_of(name) for unit in units for name in unit], [*map(name_of, buffers)])
 
 
 def _facts_of_model(root: Root, _: Path) -> Facts:

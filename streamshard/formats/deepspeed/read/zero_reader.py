@@ -17,6 +17,7 @@ from streamshard.formats.checkpoint import Checkpoint, Family, OtherFile, Readin
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.cut.family_cut import undo_round_robin
 from streamshard.formats.deepspeed.cut.zero_cutting import SourceMap, cut_source
+from streamshard.formats.deepspeed.model_parallel.missing_layers import listed_in, missing_layers
 from streamshard.formats.deepspeed.read import stage_0_reader
 from streamshard.formats.deepspeed.read.agreement import SAME_IN_ALL, disagreements, model_facts
 from streamshard.formats.deepspeed.read.family import FamilyReading, read_family
@@ -147,20 +148,23 @@ def _check_families(readings: Sequence[FamilyReading], shards: ShardSet) -> None
     if saved != len(models):
         message = f"{paths[0]}: one of {show(saved)} tensor or pipeline parallel parts of the model"
         raise IncompleteError(f"{message}, but there are files of {len(models)}")
-    _check_parts(shards, readings[0].family)
+    _check_parts(shards, [reading.family for reading in readings])
 
 
-def _check_parts(shards: ShardSet, family: Family) -> None:
-    """Refuse layer and expert files that cannot be opened, and missing experts."""
-    model = family.model_state
+def _check_parts(shards: ShardSet, families: Sequence[Family]) -> None:
+    """Refuse layer and expert files that cannot be opened, and missing layers and experts."""
+    model = families[0].model_state
     for path in shards.model_parts:
         torch_file.read(path, -1)
     present = {path.name for path in shards.model_parts}
     if model[names.MODULE_STATE] is None and not present:
         message = f"{shards.tag_dir}: no layer_*-model_states.pt file, in which a pipeline keeps"
         raise IncompleteError(f"{message} the weights: copy them from the nodes that saved them")
+    if model[names.MODULE_STATE] is None:
+        listed = [listed_in(family) for family in families]
+        raise_first(missing_layers(shards.tag_dir, listed, present))
     # A training script may keep an entry of this name: then there are neither groups nor files.
-    has_experts = bool(present) or family.trains_experts
+    has_experts = bool(present) or families[0].trains_experts
     counts = model.get(names.EXPERT_COUNTS)
     for layer, count in enumerate(counts if isinstance(counts, list) else []):
         for expert in range(count if has_experts and isinstance(count, int) else 0):
