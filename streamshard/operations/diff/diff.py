@@ -31,7 +31,7 @@ from streamshard.operations.diff.diff_report import (
     TensorDiff,
     Totals,
 )
-from streamshard.operations.native.other_degrees import in_equal_parts
+from streamshard.operations.native.whole_source import in_equal_parts
 from streamshard.operations.source.source import Source, read_hints
 from streamshard.operations.source.unfinished import require_finished
 from streamshard.operations.transfer import execution

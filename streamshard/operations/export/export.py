@@ -22,7 +22,7 @@ from streamshard.operations.export.universal_files import UniversalFiles
 from streamshard.operations.export.weight_files import WeightFiles
 from streamshard.operations.export.weights import Weights, choose_weights
 from streamshard.operations.native.averaged_parameters import AVERAGE
-from streamshard.operations.native.other_degrees import whole
+from streamshard.operations.native.whole_source import whole
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.plan import TransferPlan, plan_transfer
 from streamshard.operations.transfer.plan_file import Command

@@ -8,7 +8,7 @@ from streamshard.formats.deepspeed.cut import muon_order
 from streamshard.layout.batch import BatchPlan
 from streamshard.model import ZeroLayout
 from streamshard.operations.native.expert_ranks import at_expert_degree
-from streamshard.operations.native.other_degrees import OtherDegrees
+from streamshard.operations.native.recut_source import OtherDegrees
 from streamshard.operations.native.target_settings import (
     TargetSettings,
     require_allowed,

@@ -16,7 +16,7 @@ from streamshard.operations.inspect.inspect import summarize
 from streamshard.operations.inspect.inspect_report import GroupSummary, Inspection
 from streamshard.operations.inspect.notebook import ranks_text
 from streamshard.operations.inspect.ownership import ranks_of
-from streamshard.operations.native.other_degrees import whole
+from streamshard.operations.native.whole_source import whole
 from streamshard.operations.source.lazy_tensor import LazyTensor
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.source.source_access import SourceAccess

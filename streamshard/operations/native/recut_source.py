@@ -1,0 +1,182 @@
+"""A source whose model was cut anew for other degrees, and the copies that were taken for equal."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+
+from streamshard.engine.run.phases import COMPARING
+from streamshard.errors import DisagreementError, SourceError, UsageError
+from streamshard.formats.checkpoint import Reading
+from streamshard.formats.deepspeed import ds_config, names
+from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules
+from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
+    AS_SAVED,
+    Degrees,
+    is_pipeline,
+)
+from streamshard.formats.deepspeed.model_parallel.parts import ModelParts
+from streamshard.formats.deepspeed.model_parallel.pipeline_layers import LayerCopy
+from streamshard.formats.deepspeed.model_parallel.recut_checkpoint import (
+    CopiesInParts,
+    copies_in_parts,
+    recut_checkpoint,
+)
+from streamshard.formats.deepspeed.model_parallel.stage_starts import STAGES, listed
+from streamshard.formats.pickle.inert import Node
+from streamshard.formats.pickle.node_checks import of_file
+from streamshard.formats.torch.tree_comparison import show_few
+from streamshard.layout.memory_plan import MemoryPlan
+from streamshard.model import ITEMSIZE, LogicalTensor
+from streamshard.operations.checks.problems import Findings
+from streamshard.operations.compare.comparison import Comparing
+from streamshard.operations.compare.pairing import Pair, SideElements, pair_of_copy
+from streamshard.operations.native.averaged_parameters import AVERAGE, require_averaged, with_means
+from streamshard.operations.source.layered import Layered, layered
+from streamshard.operations.source.source import Source
+from streamshard.operations.transfer.report import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class OtherDegrees:
+    """A checkpoint that was cut anew for other degrees."""
+
+    source: Source
+    """With the parts of the model of the target, which lie in the files of the original."""
+    original: Source
+    degrees: Degrees
+    """Of the target."""
+    copies: CopiesInParts
+    layers: Sequence[LayerCopy] = ()
+    """What the files of a pipeline's layers must have in common with others."""
+    stages: Sequence[int] | None = None
+    """First layers of the target's stages, if they were given."""
+    averaged: Sequence[str] = ()
+    """Parameters that are to be averaged."""
+    takes_means: bool = False
+    """Whether the mean of their copies is taken; else these must be equal, as all others."""
+
+    @property
+    def options(self) -> dict[str, str]:
+        """The options that ask for this."""
+        stages = {} if self.stages is None else {STAGES: listed(self.stages)}
+        return {**self.degrees.options, **stages, **({AVERAGE: ""} if self.takes_means else {})}
+
+    def require_config(self, wanted: ds_config.Config | None) -> None:
+        """Refuse a config of a job with another tensor parallel degree (AutoTP).
+
+        Raises
+        ------
+        UsageError
+            The message has both degrees.
+        """
+        if wanted is None or is_pipeline(self.source.checkpoint):
+            return
+        configured = ds_config.features(wanted).tensor_parallel
+        if configured != self.degrees.tensor:
+            message = f"--tensor-parallel {self.degrees.tensor}, but the given config says"
+            raise UsageError(f"{message} autotp_size {configured}; make them agree")
+
+    def require_equal_copies(self, memory: MemoryPlan, progress: Progress) -> None:
+        """Compare what several parts of the original hold copies of, of which one is taken.
+
+        Raises
+        ------
+        DisagreementError
+            Copies differ; the message names the parameter and how many elements differ.
+        SourceError
+            A file cannot be read.
+        """
+        copies = self.copies
+        first = replace(self.original, cutting=copies.cutting(0))
+        for holder in range(1, max(copies.holders, default=1)):
+            other = replace(self.original, cutting=copies.cutting(holder))
+            comparing = Comparing(first, other, list(self._pairs(holder)))
+            self._require_equal(comparing, partial(self._holders, holder), memory, progress)
+        for path, held in groupby(self.layers, key=lambda layer: layer.path):
+            comparing = Comparing(self.original, self.original, list(map(pair_of_copy, held)))
+            self._require_equal(comparing, partial(_file_and_module, path), memory, progress)
+
+    def _require_equal(
+        self,
+        comparing: Comparing,
+        holders: Callable[[str], str],
+        memory: MemoryPlan,
+        progress: Progress,
+    ) -> None:
+        """Compare pairs; `holders` says whose copies those of a name are."""
+        findings = Findings()
+        progress.start(comparing.nbytes, COMPARING)
+        found = comparing.run(memory, findings, lambda nbytes: progress.advance(nbytes // 2))
+        if findings.problems:
+            raise SourceError(findings.problems[0].message)
+        if found:
+            where = f"{found[0].message}, between {holders(found[0].name)}"
+            message = f"{self.original.path}: {where}. Copies must be equal: they have drifted"
+            message = f"{message} apart in training, and which is right is unknown"
+            if found[0].name.partition(" of ")[2] in self.averaged:
+                message = f"{message}. Its files list it as one to be averaged: with {AVERAGE},"
+                message = f"{message} 'repartition', 'convert' and 'export' take the mean"
+            raise DisagreementError(f"{message}. {AS_SAVED}")
+
+    def _pairs(self, holder: int) -> Iterator[Pair]:
+        """List the tensors that have as many copies."""
+        for number, tensor in enumerate(self.copies.tensors):
+            if self.copies.holders[number] > holder:
+                side, size = SideElements(number, tensor.dtype), ITEMSIZE[tensor.dtype]
+                name = _named(tensor)
+                yield Pair(name, side, side, tensor.numel, tensor.dtype, size, tensor)
+
+    def _holders(self, holder: int, name: str) -> str:
+        """Name the parts of the model that hold the first copy of a tensor, and another one."""
+        number = next(n for n, tensor in enumerate(self.copies.tensors) if _named(tensor) == name)
+        return " and ".join(show_few(self.copies.parts(number, one)) for one in (0, holder))
+
+
+def _named(tensor: LogicalTensor) -> str:
+    return f"{tensor.state} of {tensor.name}"
+
+
+def _file_and_module(path: Path, name: str) -> str:
+    return f"{path.name} and the module that it is taken for a copy of"
+
+
+def parts_of(
+    opened: Source, rules: CutRules | None, *, keeps_shards: bool, average: bool
+) -> tuple[Layered, ModelParts]:
+    """Return a source with all that is needed of its parts, and these."""
+    laid = Layered(opened)
+    if is_pipeline(opened.checkpoint) and not (keeps_shards and not opened.checkpoint.layers):
+        laid = layered(opened)
+    parts = ModelParts(laid.source.checkpoint, rules, keeps_shards=keeps_shards)
+    if not average:
+        return laid, parts
+    # Files of layers hold the copies that the means are made of.
+    averaged = set(parts.averaged())
+    copies = [copy for copy in laid.copies if copy.name not in averaged]
+    return Layered(with_means(laid.source, parts), copies), parts
+
+
+def recut_source(laid: Layered, parts: ModelParts, like: ModelParts) -> OtherDegrees:
+    opened = laid.source
+    reading = Reading(opened.checkpoint, opened.cutting, opened.files)
+    with of_file(opened.path):
+        made = recut_checkpoint(reading, parts, like)
+        copies = copies_in_parts(reading, parts)
+    source = replace(opened, checkpoint=made.checkpoint, cutting=made.cutting)
+    averaged = parts.averaged()
+    return OtherDegrees(source, opened, like.degrees, copies, laid.copies, averaged=averaged)
+
+
+def universal_info(opened: Source) -> Node:
+    """Return what the first model file tells of how parameters are cut."""
+    return opened.checkpoint.families[0].model_state.get(names.UNIVERSAL_INFO)
+
+
+def require_unused(rules: CutRules | None, *, average: bool) -> None:
+    if rules is not None:
+        message = "--cut-rules: no tensor is cut otherwise, or put together, in what is asked for"
+        raise UsageError(f"{message}; leave it out")
+    if average:
+        require_averaged(())

@@ -1,0 +1,116 @@
+"""Puts the parts of a model together that tensor and pipeline parallelism made of it."""
+
+from dataclasses import replace
+
+from streamshard.errors import UnsupportedError
+from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.deepspeed.model_parallel.affine_maps import has_maps
+from streamshard.formats.deepspeed.model_parallel.categories import has_categories
+from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules
+from streamshard.formats.deepspeed.model_parallel.parallel_degrees import degrees_of, is_pipeline
+from streamshard.formats.deepspeed.model_parallel.parts import ModelParts
+from streamshard.formats.deepspeed.model_parallel.pipeline_layers import as_one_module
+from streamshard.formats.deepspeed.model_parallel.whole_model import whole_model
+from streamshard.formats.pickle.node_checks import of_file
+from streamshard.model import MASTER
+from streamshard.operations.native.recut_source import (
+    OtherDegrees,
+    parts_of,
+    recut_source,
+    require_unused,
+    universal_info,
+)
+from streamshard.operations.native.shard_values import require_different_shards
+from streamshard.operations.source.blob_checksums import note_checksums
+from streamshard.operations.source.layered import Layered
+from streamshard.operations.source.source import Source
+
+
+def whole(
+    opened: Source, rules: CutRules | None = None, *, average: bool = False
+) -> OtherDegrees | None:
+    """Put the tensors of a pipeline or of AutoTP together; None if the checkpoint is of neither.
+
+    Parameters
+    ----------
+    rules
+        How tensor parallelism cut parameters; None for what files tell.
+    average
+        Whether to take the mean of the copies of parameters that are to be averaged.
+
+    Raises
+    ------
+    UnsupportedError, DisagreementError, IncompleteError, CorruptFileError
+        Its parts cannot be put together; the message says why.
+    """
+    families = opened.checkpoint.families
+    is_pipe = is_pipeline(opened.checkpoint)
+    if len(families) == 1 or (is_pipe and degrees_of(opened.checkpoint).tensor == 1):
+        require_unused(rules, average=average)
+    if not is_pipe and (len(families) == 1 or not (rules or _tells_cut(opened))):
+        require_unused(None, average=average)
+        return None
+    try:
+        with of_file(opened.path):
+            laid, parts = parts_of(opened, rules, keeps_shards=False, average=average)
+            return _whole_of_parts(laid, parts)
+    except UnsupportedError as error:
+        hint = "streamshard.open reads its parts one by one"
+        if is_pipe and not opened.checkpoint.layout.stage:
+            hint = "Its weights are in the layer_*-model_states.pt files, which torch.load reads"
+        raise UnsupportedError(f"{error}. {hint}") from error
+
+
+def _whole_of_parts(laid: Layered, parts: ModelParts) -> OtherDegrees:
+    note_checksums(laid.source)
+    require_different_shards(laid.source, parts)
+    made = recut_source(laid, parts, whole_model(parts))
+    if not is_pipeline(laid.source.checkpoint):
+        return made
+    return replace(
+        made, source=replace(made.source, checkpoint=as_one_module(made.source.checkpoint))
+    )
+
+
+def in_equal_parts(one: Source, other: Source) -> tuple[Source, Source, list[OtherDegrees]]:
+    """Return two sources, both with whole tensors if their models are in unequal parts.
+
+    Returns
+    -------
+    list
+        What was put together, in which copies were taken for equal.
+
+    Raises
+    ------
+    UnsupportedError, DisagreementError, IncompleteError
+        The parts cannot be put together; the message says why.
+    """
+    if _have_equal_parts(one.checkpoint, other.checkpoint):
+        return one, other, []
+    found = [whole(side) for side in (one, other)]
+    left, right = (
+        side if joined is None else joined.source
+        for joined, side in zip(found, (one, other), strict=True)
+    )
+    return left, right, [joined for joined in found if joined is not None]
+
+
+def _have_equal_parts(one: Checkpoint, other: Checkpoint) -> bool:
+    if len(one.families) != len(other.families):
+        return False
+    are_pipelines = [is_pipeline(side) for side in (one, other)]
+    if bool(one.layers) != bool(other.layers):
+        return False
+    if one.is_dumps or other.is_dumps or not any(are_pipelines):
+        return True
+    held = [
+        {(t.family, t.name) for t in side.tensors if t.state == MASTER} for side in (one, other)
+    ]
+    return all(are_pipelines) and held[0] == held[1]
+
+
+def _tells_cut(opened: Source) -> bool:
+    """Tell whether the model files tell how parameters are cut."""
+    info = universal_info(opened)
+    with of_file(opened.path):
+        return has_maps(info) or has_categories(info)
