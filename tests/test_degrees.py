@@ -59,7 +59,8 @@ def test_the_road_over_a_store_leads_to_the_same_files(
     job = replace(TWO, **settings)
     run, store = write(job, tmp_path / "run"), tmp_path / "run.zarr"
     like = write(with_degree(job, degree, 2), tmp_path / "like")
-    streamshard.convert(run, store, codec=codec, chunk_size=64)
+    report = streamshard.convert(run, store, codec=codec, chunk_size=64)
+    assert report.source_world_size == 6
     for source, out in ((run, "direct"), (store, "of-store")):
         streamshard.repartition(
             source, tmp_path / out, world_size=2 * degree, tensor_parallel=degree, like=like

@@ -106,7 +106,7 @@ def store_output(opened: Source, *, verb: str, options: ConvertOptions) -> Outpu
             "--codec": codec,
             "--chunk-size": str(options.chunk_size),
         },
-        source_world_size=checkpoint.layout.world_size,
+        source_world_size=checkpoint.ranks,
         notes=checkpoint.remarks,
         # A chunk that is being compressed takes its content, Blosc's buffer and Blosc's result.
         codec_bytes=0 if codec == "none" else 3 * largest + MIB,
