@@ -29,8 +29,11 @@ from streamshard.operations.native import storage_regions
 from tests import far_worker
 from tests.cli.conftest import tree
 from tests.fabricated import edit, optimizer_file, write
+from tests.fabricated_pipes import BLOCK, PipeJob, write_pipe
 from tests.job import Job
+from tests.test_averaged import TWO as AVERAGED
 from tests.test_momentum import MUON
+from tests.test_stores_of_layers import has_seams
 from tests.verify.conftest import write_dumps
 
 SPAN_BYTES = 1024
@@ -146,6 +149,22 @@ def weights(**options: Any) -> Callable[[Path, Path], streamshard.Report]:  # no
     return make
 
 
+def of_means(place: Path, out: Path) -> streamshard.Report:
+    """Write means, which no file holds."""
+    run = write(AVERAGED, place / "run")
+    return streamshard.repartition(run, out, world_size=2, tensor_parallel=1, average=True)
+
+
+def of_layers(place: Path, out: Path) -> streamshard.Report:
+    """Write tensors inside of stored files, some of whose elements lie in two chunks."""
+    job = PipeJob(world_size=1, layers=(BLOCK, BLOCK), shared=(), starts=(0, 1))
+    streamshard.convert(
+        write_pipe(job, place / "run"), place / "a.zarr", codec="zstd", chunk_size=411
+    )
+    assert has_seams(place / "a.zarr")
+    return streamshard.export(place / "a.zarr", out)
+
+
 CASES: dict[str, Callable[[Path, Path], streamshard.Report]] = {
     **{f"stage {a} to {b}": resize(Job(stage=a), b) for a, b in ((1, 3), (2, 1), (3, 2), (3, 3))},
     "momentum": resize(replace(MUON, stage=2), 2),
@@ -158,6 +177,8 @@ CASES: dict[str, Callable[[Path, Path], streamshard.Report]] = {
     "torch": weights(dtype="fp16", format="torch"),
     "universal": weights(format="universal"),
     "dcp": weights(dtype="fp16", format="dcp", ranks=2),
+    "means": of_means,
+    "layers in a store": of_layers,
 }
 
 
