@@ -10,6 +10,10 @@ from streamshard.engine.run.phases import COMPARING
 from streamshard.errors import DisagreementError, SourceError, UsageError
 from streamshard.formats.checkpoint import Reading
 from streamshard.formats.deepspeed import ds_config, names
+from streamshard.formats.deepspeed.model_parallel.copies_in_parts import (
+    CopiesInParts,
+    copies_in_parts,
+)
 from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
     AS_SAVED,
@@ -18,11 +22,7 @@ from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
 )
 from streamshard.formats.deepspeed.model_parallel.parts import ModelParts
 from streamshard.formats.deepspeed.model_parallel.pipeline_layers import LayerCopy
-from streamshard.formats.deepspeed.model_parallel.recut_checkpoint import (
-    CopiesInParts,
-    copies_in_parts,
-    recut_checkpoint,
-)
+from streamshard.formats.deepspeed.model_parallel.recut_checkpoint import recut_checkpoint
 from streamshard.formats.deepspeed.model_parallel.stage_starts import STAGES, listed
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.node_checks import of_file

@@ -39,8 +39,8 @@ from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.formats.torch.tree_copy import copied
 from streamshard.layout.boxes import NotTiledError
 from streamshard.layout.cutting import Cutting, CuttingBuilder
-from streamshard.layout.model_cut import ModelCut, Recut, recut, whole_cut
-from streamshard.model import BLOB, FILE, ITEMSIZE, MODULE, LogicalTensor, Slot, Whole
+from streamshard.layout.model_cut import ModelCut, Recut, recut
+from streamshard.model import FILE, ITEMSIZE, MODULE, LogicalTensor, Slot, Whole
 
 _OF_DEGREES: Final = (
     names.MODULE_STATE,
@@ -196,7 +196,7 @@ def _facts(group: ParamGroup) -> object:
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class MadeTensor:
     """A tensor of the target, with the tensors of the source that it is made of."""
 
     tensor: LogicalTensor
@@ -218,7 +218,7 @@ class _Building:
         self._like = like
         self._merging = merging
         self._index = source.checkpoint.tensor_index()
-        self._made: list[_Made] = []
+        self._made: list[MadeTensor] = []
         self._dtypes = {
             entry.name: entry.dtype for f in self._checkpoint.families for entry in f.module
         }
@@ -241,7 +241,7 @@ class _Building:
         layers = self._layers()
         for number, tensor in enumerate(self._checkpoint.tensors):
             if tensor.state == FILE:
-                self._made.append(_Made(tensor, None, [number]))
+                self._made.append(MadeTensor(tensor, None, [number]))
         tensors = [made.tensor for made in self._made]
         checkpoint = replace(
             self._checkpoint,
@@ -251,7 +251,11 @@ class _Building:
             saved_parts=len(self._checkpoint.families),
             notes=(*self._checkpoint.notes, *self._merging.notes()),
         )
-        return replace(self._source, checkpoint=checkpoint, cutting=self._cutting())
+        return replace(
+            self._source,
+            checkpoint=checkpoint,
+            cutting=cutting_of(self._made, self._source.cutting),
+        )
 
     def _layers(self) -> tuple[LayerFile, ...]:
         """Return the reference's files of layers, with the target's tensors in them."""
@@ -330,7 +334,7 @@ class _Building:
                 if self._checkpoint.tensors[row].dtype != tensor.dtype:
                     message = f"{tensor.state} of '{tensor.name}' has another dtype in each part"
                     raise DisagreementError(message)
-        self._made.append(_Made(tensor, one, rows))
+        self._made.append(MadeTensor(tensor, one, rows))
 
     def _training_state(
         self, like: Family, state: Mapping[str, Node], optimizer: Mapping[str, Node]
@@ -366,14 +370,18 @@ class _Building:
         number = len(self._made)
         tensor = self._checkpoint.tensors[content.tensor]
         named = replace(tensor, name=str(number), family=family)
-        self._made.append(_Made(named, None, [content.tensor]))
+        self._made.append(MadeTensor(named, None, [content.tensor]))
         return Storage(storage.dtype, storage.numel, Whole(number))
 
-    def _cutting(self) -> Cutting:
-        return _cutting(self._made, self._source.cutting)
 
+def cutting_of(made: Sequence[MadeTensor], of: Cutting) -> Cutting:
+    """Return where the elements of tensors lie that are made of those of another cutting.
 
-def _cutting(made: Sequence[_Made], of: Cutting) -> Cutting:
+    Raises
+    ------
+    CorruptFileError
+        A tensor has elements, and lies nowhere.
+    """
     builder = CuttingBuilder([ITEMSIZE[one.tensor.dtype] for one in made])
     for number, one in enumerate(made):
         rows = np.array(one.rows, dtype=np.int64)
@@ -386,58 +394,3 @@ def _cutting(made: Sequence[_Made], of: Cutting) -> Cutting:
         tensor = made[number].tensor
         raise CorruptFileError(f"{tensor.state} of '{tensor.name}' is nowhere")
     return builder.build(of)
-
-
-@dataclass(frozen=True, slots=True)
-class CopiesInParts:
-    """The tensors that several parts of the model hold copies of, which must be equal."""
-
-    tensors: Sequence[LogicalTensor]
-    """Whole."""
-    holders: Sequence[int]
-    """Count of the parts that hold each."""
-    source: Reading
-    made: Sequence[Sequence[_Made]]
-    """Of each tensor: how it is made of each holder's in turn."""
-
-    def cutting(self, holder: int) -> Cutting:
-        """Return where the elements lie in the files of one holder, or the last where fewer do."""
-        return _cutting(
-            [each[min(holder, len(each) - 1)] for each in self.made], self.source.cutting
-        )
-
-    def parts(self, number: int, holder: int) -> Sequence[str]:
-        """Name the parts of the model that a holder's copy of a tensor is in."""
-        tensors = self.source.checkpoint.tensors
-        rows = self.made[number][min(holder, self.holders[number] - 1)].rows
-        return sorted({tensors[row].family for row in rows})
-
-
-def copies_in_parts(source: Reading, parts: ModelParts) -> CopiesInParts:
-    """Find all tensors that several parts of the model hold, with all their states."""
-    checkpoint, index = source.checkpoint, source.checkpoint.tensor_index()
-    states = sorted({t.state for t in checkpoint.tensors if t.state not in (BLOB, FILE)})
-    tensors, holders, made = [], [], []
-    for name in parts.tensors:
-        cut = parts.cut(name)
-        count = cut.most_holders
-        if count == 1:
-            continue
-        one = whole_cut(cut.shape, [True])
-        recuts = [recut(one, 0, cut, holder=holder) for holder in range(count)]
-        for state in states:
-            keys = [
-                [(checkpoint.families[m].name, state, name) for m in each.ranks.tolist()]
-                for each in recuts
-                if each is not None
-            ]
-            # Of a pipeline's weights in 16 bits one stage's are enough; see `pipeline_layers`.
-            if not keys or not all(key in index for each in keys for key in each):
-                continue
-            rows = [[index[key] for key in each] for each in keys]
-            dtype = checkpoint.tensors[rows[0][0]].dtype
-            tensor = LogicalTensor(state, name, dtype, cut.shape)
-            tensors.append(tensor)
-            holders.append(count)
-            made.append([_Made(tensor, each, row) for each, row in zip(recuts, rows, strict=True)])
-    return CopiesInParts(tensors, holders, source, made)
