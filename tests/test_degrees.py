@@ -61,6 +61,7 @@ def test_the_road_over_a_store_leads_to_the_same_files(
     like = write(with_degree(job, degree, 2), tmp_path / "like")
     report = streamshard.convert(run, store, codec=codec, chunk_size=64)
     assert report.source_world_size == 6
+    assert "With --tensor-parallel 1 it holds whole tensors" in report.notes[-1]
     for source, out in ((run, "direct"), (store, "of-store")):
         streamshard.repartition(
             source, tmp_path / out, world_size=2 * degree, tensor_parallel=degree, like=like

@@ -1,16 +1,21 @@
 """`convert`: writes a checkpoint as chunked Zarr arrays, which do not depend on the ranks."""
 
 import math
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+from streamshard.errors import SourceError
 from streamshard.formats.deepspeed.model_parallel.cut_rules import read_rules
+from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pipeline
 from streamshard.io.objects.object_path import as_path
 from streamshard.layout.grid import chunk_shape
 from streamshard.layout.memory_plan import MIB
 from streamshard.model import ITEMSIZE
 from streamshard.operations.convert.store_targets import StoreTargets
 from streamshard.operations.native.other_degrees import at_degrees
+from streamshard.operations.native.recut_source import tells_cut
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.plan import TransferPlan, plan_transfer
 from streamshard.operations.transfer.plan_file import Command
@@ -77,7 +82,8 @@ def _prepare(options: ConvertOptions, opened: Source) -> Output:
     )
     opened.require_use_of_like(needed=cut_anew is not None, if_needed=options.if_needed)
     if cut_anew is None:
-        return store_output(opened, verb="convert", options=options)
+        output = store_output(opened, verb="convert", options=options)
+        return replace(output, notes=(*output.notes, *_kept_apart(opened)))
     output = store_output(cut_anew.source, verb="convert", options=options)
     own = {"--cut-rules": rules.text} if rules else {}
     return replace(
@@ -86,6 +92,17 @@ def _prepare(options: ConvertOptions, opened: Source) -> Output:
         source_world_size=opened.checkpoint.ranks,
         check=cut_anew.require_equal_copies,
     )
+
+
+def _kept_apart(opened: Source) -> Iterator[str]:
+    """Say that a store keeps parts of tensors, where it might hold whole ones."""
+    parts = len(opened.checkpoint.families)
+    with suppress(SourceError):  # parts are stored whatever files tell of their cut
+        if parts > 1 and not is_pipeline(opened.checkpoint) and tells_cut(opened):
+            yield (
+                f"The store keeps what each of {parts} tensor-parallel ranks has. With "
+                "--tensor-parallel 1 it holds whole tensors, for any Zarr library."
+            )
 
 
 def store_output(opened: Source, *, verb: str, options: ConvertOptions) -> Output:

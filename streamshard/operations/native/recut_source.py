@@ -10,6 +10,8 @@ from streamshard.engine.run.phases import COMPARING
 from streamshard.errors import DisagreementError, SourceError, UsageError
 from streamshard.formats.checkpoint import Reading
 from streamshard.formats.deepspeed import ds_config, names
+from streamshard.formats.deepspeed.model_parallel.affine_maps import has_maps
+from streamshard.formats.deepspeed.model_parallel.categories import has_categories
 from streamshard.formats.deepspeed.model_parallel.copies_in_parts import (
     CopiesInParts,
     copies_in_parts,
@@ -172,6 +174,13 @@ def recut_source(laid: Layered, parts: ModelParts, like: ModelParts) -> OtherDeg
 def universal_info(opened: Source) -> Node:
     """Return what the first model file tells of how parameters are cut."""
     return opened.checkpoint.families[0].model_state.get(names.UNIVERSAL_INFO)
+
+
+def tells_cut(opened: Source) -> bool:
+    """Tell whether the model files tell how parameters are cut."""
+    info = universal_info(opened)
+    with of_file(opened.path):
+        return has_maps(info) or has_categories(info)
 
 
 def require_unused(rules: CutRules | None, *, average: bool) -> None:

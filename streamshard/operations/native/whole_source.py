@@ -4,8 +4,6 @@ from dataclasses import replace
 
 from streamshard.errors import UnsupportedError
 from streamshard.formats.checkpoint import Checkpoint
-from streamshard.formats.deepspeed.model_parallel.affine_maps import has_maps
-from streamshard.formats.deepspeed.model_parallel.categories import has_categories
 from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import degrees_of, is_pipeline
 from streamshard.formats.deepspeed.model_parallel.parts import ModelParts
@@ -18,7 +16,7 @@ from streamshard.operations.native.recut_source import (
     parts_of,
     recut_source,
     require_unused,
-    universal_info,
+    tells_cut,
 )
 from streamshard.operations.native.shard_values import require_different_shards
 from streamshard.operations.source.blob_checksums import note_checksums
@@ -47,7 +45,7 @@ def whole(
     is_pipe = is_pipeline(opened.checkpoint)
     if len(families) == 1 or (is_pipe and degrees_of(opened.checkpoint).tensor == 1):
         require_unused(rules, average=average)
-    if not is_pipe and (len(families) == 1 or not (rules or _tells_cut(opened))):
+    if not is_pipe and (len(families) == 1 or not (rules or tells_cut(opened))):
         require_unused(None, average=average)
         return None
     try:
@@ -107,10 +105,3 @@ def _have_equal_parts(one: Checkpoint, other: Checkpoint) -> bool:
         {(t.family, t.name) for t in side.tensors if t.state == MASTER} for side in (one, other)
     ]
     return all(are_pipelines) and held[0] == held[1]
-
-
-def _tells_cut(opened: Source) -> bool:
-    """Tell whether the model files tell how parameters are cut."""
-    info = universal_info(opened)
-    with of_file(opened.path):
-        return has_maps(info) or has_categories(info)
