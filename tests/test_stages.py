@@ -269,14 +269,17 @@ def test_without_a_list_the_message_names_it(tmp_path: Path) -> None:
 
 def test_experts_and_stages_do_not_change_together(tmp_path: Path) -> None:
     run, out = write_pipe(TWO, tmp_path / "run"), tmp_path / "out"
-    asked = "--expert-parallel 1 with --tensor-parallel 1 --pipeline-parallel 3"
-    with pytest.raises(UnsupportedError, match=f"{asked}: experts are spread anew only at the"):
-        streamshard.repartition(run, out, world_size=3, stages=[0, 3, 4], expert_parallel=1)
+    options: dict[str, Any] = {"world_size": 3, "stages": [0, 3, 4]}
+    with pytest.raises(UsageError, match="the model has no experts"):
+        streamshard.repartition(run, out, expert_parallel=3, **options)
+    streamshard.repartition(run, out, expert_parallel=1, **options)  # its own: it has no experts
     job = Job(world_size=2, tied={}, experts=EXPERTS, expert_parallel=2)
     experts = write(job, tmp_path / "experts")
     asked = "--expert-parallel 1 with --tensor-parallel 2 --pipeline-parallel 1"
-    with pytest.raises(UnsupportedError, match=asked):
-        streamshard.repartition(experts, out, world_size=4, tensor_parallel=2, expert_parallel=1)
+    with pytest.raises(UnsupportedError, match=f"{asked}: experts are spread anew only at the"):
+        streamshard.repartition(
+            experts, tmp_path / "none", world_size=4, tensor_parallel=2, expert_parallel=1
+        )
 
 
 def test_the_command_line_a_saved_plan_and_what_is_there_already(
