@@ -67,7 +67,7 @@ def test_a_job_that_cuts_its_layers_itself_changes_its_degree(
     wanted = untold(write(with_degree(TWO, degree, 2), tmp_path / "wanted"))
     options: dict[str, Any] = {"cut_rules_file": rules, "world_size": 2 * degree}
     if degree > 1:
-        with pytest.raises(UsageError, match="give --like RUN"):
+        with pytest.raises(UsageError, match="say here --like RUN as well"):
             streamshard.repartition(run, tmp_path / "out", tensor_parallel=degree, **options)
         options["like"] = wanted
     streamshard.repartition(run, tmp_path / "out", tensor_parallel=degree, verify=True, **options)
