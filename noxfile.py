@@ -1,5 +1,6 @@
 """The demo and the checks; every session sets up all it needs from Python and pip."""
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -18,6 +19,8 @@ ENV = {
     "DS_ACCELERATOR": "cpu",
     "DS_BUILD_OPS": "0",
     "OLD_DEEPSPEEDS": str(HOME),
+    # Of this run alone: who is killed while DeepSpeed builds leaves a lock that others wait for.
+    "TORCH_EXTENSIONS_DIR": str(HOME / "torch-extensions" / str(os.getpid())),
     # Tests start thousands of interpreters: none is to compile what another one has compiled.
     "PYTHONDONTWRITEBYTECODE": "",
 }
@@ -31,9 +34,35 @@ def demo(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def tests(session: nox.Session) -> None:
-    """Run the test suite; arguments after `--` go to pytest."""
+    """Run the first tier: all that needs no engine, and a smoke of real ones."""
+    run_tests(session, "first")
+
+
+@nox.session(python=False)
+def oracle(session: nox.Session) -> None:
+    """Ask real engines of all versions."""
+    run_tests(session, "oracle", old_engines=True)
+
+
+@nox.session(python=False, name="tests-3.12")
+def tests_of_3_12(session: nox.Session) -> None:
+    """Run the first tier with Python 3.12."""
+    run_tests(session, "first", python="3.12")
+
+
+@nox.session(python=False, name="tests-3.13")
+def tests_of_3_13(session: nox.Session) -> None:
+    """Run the first tier with Python 3.13."""
+    run_tests(session, "first", python="3.13")
+
+
+def run_tests(
+    session: nox.Session, tier: str, *, old_engines: bool = False, python: str | None = None
+) -> None:
+    """Run a tier on all cores; arguments after `--` go to pytest."""
     pytest = ("-m", "pytest", "-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
-    run_shared(session, *pytest, *session.posargs, groups=["tests"], old_engines=True)
+    arguments = (*pytest, "-m", tier, *session.posargs)
+    run_shared(session, *arguments, groups=["tests"], old_engines=old_engines, python=python)
 
 
 @nox.session
@@ -121,24 +150,27 @@ def run_shared(
     *args: str,
     groups: list[str] | None = None,
     old_engines: bool = False,
+    python: str | None = None,
 ) -> None:
     """Run Python in the one environment that holds torch and DeepSpeed.
 
     nox would give every session its own, and each would take half a minute and a gigabyte. pip
     leaves alone what is there already, so that asking again for the same packages is cheap.
     """
-    python = str(SHARED_VENV / "bin" / "python")
-    pip = (python, "-m", "pip", "install", "-qq", "--disable-pip-version-check")
-    if not SHARED_VENV.exists():
+    venv = SHARED_VENV if python is None else HOME / f"engines-{python}"
+    executable = str(venv / "bin" / "python")
+    pip = (executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check")
+    if not venv.exists():
         session.log("Installing torch and DeepSpeed, once; this can take some minutes.")
     with_groups = packages("engines", *(groups or []))
-    session.run_install(sys.executable, "-m", "virtualenv", "--quiet", str(SHARED_VENV))
+    which = () if python is None else ("--python", python)
+    session.run_install(sys.executable, "-m", "virtualenv", "--quiet", *which, str(venv))
     session.run_install(*pip, *packages("torch"))
     # DeepSpeed's build asks the torch that is installed; isolated, it would fetch another one.
     session.run_install(*pip, "--no-build-isolation", "--editable=.", *with_groups, env=ENV)
     for old in packages("deepspeed-0-14", "deepspeed-0-16") if old_engines else ():
         install_beside(session, pip, old)
-    session.run(python, *args, env=ENV)
+    session.run(executable, *args, env=ENV)
 
 
 def install_beside(session: nox.Session, pip: tuple[str, ...], requirement: str) -> None:

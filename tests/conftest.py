@@ -1,6 +1,8 @@
 """Settings that all tests share."""
 
 import os
+import re
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -18,18 +20,45 @@ settings.load_profile("ci" if os.environ.get("CI") else "here")
 keep_priority()
 
 ENGINES: Final = "tests/oracle/"
-"""Where ranks are started."""
+"""Where real engines are asked about everything; `tests/smoke/` asks them a little."""
+WITH_RANKS: Final = (ENGINES, "tests/smoke/")
+SHARING: Final = {
+    "light": ("test_first_light", "test_export", "test_universal"),
+    "topologies": ("test_topologies", "test_topology_edges"),
+}
+"""Files of `ENGINES` that look at what the same engines have done."""
+
+
+def tier(item: pytest.Item) -> str:
+    """Return the marker of an item's tier: `first`, `oracle` or `campaign`.
+
+    A test that tries thousands of cases says so itself; for others the directory decides.
+    """
+    if item.get_closest_marker("campaign"):
+        return "campaign"
+    return "oracle" if item.nodeid.startswith(ENGINES) else "first"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test with its tier and the ZeRO stages in its name, before markers choose."""
+    for item in items:
+        item.add_marker(tier(item))
+        if item.nodeid.startswith(WITH_RANKS):
+            item.add_marker("engine")
+        for stage in sorted(set(re.findall(r"\bz([0-3])\b", item.name))):
+            item.add_marker(f"z{stage}")
 
 
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]
-    """Keeps the tests of a file in one process where several share them, and all with engines.
-
-    Ranks of two world sizes at a time would wait for each other's turns on the cores, and what one
-    file's tests train another's look at.
-    """
+    """Keeps the tests of a file in one process, and files that share what engines have done."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return ENGINES if nodeid.startswith(ENGINES) else nodeid.partition("::")[0]
+        file = nodeid.partition("::")[0]
+        for scope, names in SHARING.items():
+            if file.startswith(ENGINES) and Path(file).stem in names:
+                return ENGINES + scope
+        return file
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:

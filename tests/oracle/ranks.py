@@ -1,8 +1,11 @@
 """Start the ranks of one world size once and let them do many jobs, one after the other."""
 
+import atexit
 import importlib
 import json
 import os
+import pickle
+import subprocess
 import sys
 import tempfile
 import time
@@ -10,19 +13,18 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed
-from torch.multiprocessing import get_context
-from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from tests.oracle import jobs as work
+from tests.oracle.rank_server import Start, marker_path, request_path
 
-START_SECONDS = 120.0
 COLLECTIVE_SECONDS = 60.0
-JOB_SECONDS = 90.0
+JOB_SECONDS = 150.0
 """Hard limits, far above what is measured; a rank that waits for a dead one fails first."""
 LAUNCHED = {
     "PYTHONPATH": str(Path(__file__).parents[2]),
@@ -31,8 +33,19 @@ LAUNCHED = {
     "OMP_NUM_THREADS": "1",
 }
 """Environment of ranks that a launcher starts, beside the test's own."""
-# Two seconds of imports for every rank; those with an older DeepSpeed import it themselves.
-get_context("forkserver").set_forkserver_preload(["torch", "deepspeed", "tests.oracle.jobs"])
+IN_EVERY_RANK = {
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    # Kernels would be compiled for minutes.
+    "TORCHDYNAMO_DISABLE": "1",
+    # DeepSpeed orders some param groups of experts like a set of strings.
+    "PYTHONHASHSEED": "0",
+    "HF_HUB_OFFLINE": "1",
+}
+WITH_OLDER = {
+    # Before 0.16 DeepSpeed does not tell torch that its files hold more than tensors.
+    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
+}
 
 
 @dataclass(frozen=True)
@@ -63,12 +76,46 @@ def run_jobs(
     while len(finished) < len(jobs):
         rest = list(jobs[len(finished) :])
         start_dir = Path(tempfile.mkdtemp(prefix=f"world{world_size}_", dir=workdir))
-        crash = _start_and_wait(world_size, rest, do, start_dir, deepspeed_at)
+        crash = start_ranks(world_size, rest, do, start_dir, deepspeed_at)
         done = _done(rest, start_dir)
         finished += done
         if len(done) < len(rest):
             finished.append(Finished(rest[len(done)], 0.0, _complaint(start_dir, crash)))
     return finished
+
+
+def start_ranks(
+    world_size: int,
+    jobs: list[object],
+    do: Callable[[Any], None],
+    start_dir: Path,
+    deepspeed_at: Path | None = None,
+    *,
+    survives: bool = False,
+) -> str:
+    """Start ranks once and wait for their end; the reason when it is a bad one, else ''."""
+    older = deepspeed_at is not None
+    environment = {**os.environ, **IN_EVERY_RANK, **(WITH_OLDER if older else {})}
+    start = Start(
+        world_size,
+        jobs,
+        do,
+        start_dir,
+        environment,
+        JOB_SECONDS,
+        has_older=older,
+        survives=survives,
+    )
+    request_path(start_dir).write_bytes(pickle.dumps(start))
+    server = _server(deepspeed_at)
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write(f"{json.dumps(str(start_dir))}\n")
+    server.stdin.flush()
+    answer = server.stdout.readline()
+    assert answer, "the server that forks ranks has ended"
+    error: str = json.loads(answer)
+    return error
 
 
 def require_success(finished: Sequence[Finished]) -> None:
@@ -77,45 +124,27 @@ def require_success(finished: Sequence[Finished]) -> None:
     assert not errors, "\n\n".join(errors)
 
 
-def _start_and_wait(
-    world_size: int,
-    jobs: list[object],
-    do: Callable[[Any], None],
-    start_dir: Path,
-    deepspeed_at: Path | None,
-) -> str:
-    """Let the ranks run to their end; the reason when it is a bad one, else ''."""
-    context: Any = start_processes(  # type: ignore[no-untyped-call]
-        _rank_main,
-        args=(world_size, jobs, do, start_dir, deepspeed_at, dict(os.environ)),
-        nprocs=world_size,
-        join=False,
-        start_method="forkserver" if deepspeed_at is None else "spawn",
+@cache
+def _server(deepspeed_at: Path | None) -> subprocess.Popen[str]:
+    """Start the process that forks the ranks; it ends with its standard input."""
+    found_in = [*([] if deepspeed_at is None else [str(deepspeed_at)]), *sys.path]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.oracle.rank_server"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, **IN_EVERY_RANK, "PYTHONPATH": os.pathsep.join(found_in)},
     )
-    deadline = time.monotonic() + START_SECONDS + JOB_SECONDS
-    done = 0
-    try:
-        while not context.join(timeout=1.0):
-            if len(_done(jobs, start_dir)) > done:
-                done = len(_done(jobs, start_dir))
-                deadline = time.monotonic() + JOB_SECONDS
-            elif time.monotonic() > deadline:
-                return "the ranks made no progress and were killed"
-    except ProcessException as error:
-        return str(error)
-    finally:
-        for process in context.processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
-    return ""
+    atexit.register(server.communicate)
+    return server
 
 
 def _done(jobs: list[object], start_dir: Path) -> list[Finished]:
     """The jobs that every rank completed, in order."""
     done = []
     for index, job in enumerate(jobs):
-        marker = start_dir / f"job{index}.json"
+        marker = marker_path(start_dir, index)
         if not marker.exists():
             break
         done.append(Finished(job, json.loads(marker.read_text())["seconds"], None))
@@ -131,29 +160,18 @@ def _complaint(start_dir: Path, crash: str) -> str:
     return "\n".join(parts)
 
 
-def _rank_main(
-    rank: int,
-    world_size: int,
-    jobs: list[object],
-    do: Callable[[Any], None],
-    start_dir: Path,
-    deepspeed_at: Path | None,
-    environment: dict[str, str],
-) -> None:
-    """The life of one rank."""
-    os.environ |= environment  # the server's is older
-    _redirect_output(start_dir / f"rank{rank}.log")
+def be_rank(rank: int, start: Start) -> None:
+    """Live the life of one rank, in a process that was forked for it."""
+    _redirect_output(start.start_dir / f"rank{rank}.log")
     try:
-        if deepspeed_at is not None:
-            _prefer(deepspeed_at)
-        _join_group(rank, world_size, start_dir)
-        if deepspeed_at is not None:
+        _join_group(rank, start.world_size, start.start_dir)
+        if start.has_older:
             _wait_for_every_gather()
-        for index, job in enumerate(jobs):
+        for index, job in enumerate(start.jobs):
             started = time.monotonic()
-            do(job)
+            start.do(job)
             if rank == 0:
-                _mark_done(start_dir / f"job{index}.json", time.monotonic() - started)
+                _mark_done(marker_path(start.start_dir, index), time.monotonic() - started)
         distributed.barrier()
     except BaseException:
         traceback.print_exc()
@@ -173,13 +191,6 @@ def _redirect_output(log: Path) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-
-
-def _prefer(deepspeed_at: Path) -> None:
-    """Make DeepSpeed the older one that is installed in a directory."""
-    sys.path.insert(0, str(deepspeed_at))
-    # Before 0.16 it does not tell torch that its files hold more than tensors.
-    os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
 
 
 def _wait_for_every_gather() -> None:

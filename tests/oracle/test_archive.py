@@ -15,8 +15,6 @@ from tests.oracle.models import Case
 from tests.oracle.ranks import require_success, run_jobs
 from tests.oracle.truth import Truth
 
-pytestmark = pytest.mark.engine
-
 CASES = [BF16[1], BF16[2], FP16[1], ROUND_ROBIN, ALIGNED, SUB_GROUPS, BF16_OPTIMIZER]
 RANKS = 3
 FURTHER_STEPS = 2

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import streamshard
 from tests.cloud.conftest import Bucket, bucket, proxy, server  # noqa: F401
 from tests.oracle.cases import BF16
@@ -12,8 +10,6 @@ from tests.oracle.compare import differences
 from tests.oracle.jobs import Resume, Train
 from tests.oracle.ranks import require_success, run_jobs
 from tests.oracle.truth import Truth
-
-pytestmark = pytest.mark.engine
 
 FROM, TO = 3, 2
 SAVED = BF16[1:]

@@ -7,7 +7,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
 from transformers.trainer_utils import rotate_checkpoints
 
 import streamshard
@@ -15,8 +14,6 @@ from tests.compact.runs import TRASH, actions, age, bits
 from tests.oracle.frameworks.common import Seen, run
 from tests.oracle.frameworks.hf_trainer import HfTrain
 from tests.oracle.ranks import require_success, run_jobs
-
-pytestmark = pytest.mark.engine
 
 STAGE, DAYS, LIMIT, KEPT = 2, 30, 5, 3
 ONLY_ARCHIVING = range(11, 16)

@@ -15,8 +15,6 @@ from tests.oracle.frameworks.hf_trainer import HfTrain
 from tests.oracle.frameworks.lightning_trainer import LightningFit
 from tests.oracle.ranks import require_success, run_jobs
 
-pytestmark = pytest.mark.engine
-
 STAGE, RANKS, LAST = 2, 2, 6
 WAYS = ("original", "restored")
 TRAINER = "checkpoint-{}"

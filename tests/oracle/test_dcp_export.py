@@ -19,8 +19,6 @@ from tests.oracle.ranks import require_success, run_jobs
 from tests.oracle.truth import Truth
 from tests.oracle.values import value_differences
 
-pytestmark = pytest.mark.engine
-
 SAVED_AT, STEPS, FURTHER = 2, 3, 5
 CASES = [FP32[1], FP32[2], BF16[1], BF16[2], SUB_GROUPS]
 LAYOUTS: dict[Loader, str] = {

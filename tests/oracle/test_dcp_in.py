@@ -19,8 +19,6 @@ from tests.oracle.ranks import require_success, run_jobs
 from tests.oracle.truth import Truth
 from tests.oracle.values import value_differences
 
-pytestmark = pytest.mark.engine
-
 TOLERANCE = 1e-4
 FURTHER_STEPS = 5
 PLAIN: Mapping[str, Any] = {"gradient_clipping": 0.0}

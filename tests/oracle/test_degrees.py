@@ -27,8 +27,6 @@ from tests.oracle.universal import universal_of
 from tests.oracle.values import value_differences
 from tests.oracle.whole_model import whole
 
-pytestmark = pytest.mark.engine
-
 FURTHER_STEPS = 2
 TOLERANCE = 1e-4
 """How far from the uninterrupted run in fp32, as a share of the movement since the save."""

@@ -15,8 +15,6 @@ from tests.oracle.test_topologies import of_any_degree
 from tests.oracle.topology.experts import ExpertParallel
 from tests.oracle.truth import Truth
 
-pytestmark = pytest.mark.engine
-
 MOST = 400
 """Between the elements of a rank's experts of both degrees."""
 WIDE = Case("wide", 2, "fp32", topology=ExpertParallel((1, 1), max_group=MOST))

@@ -33,8 +33,6 @@ from tests.oracle.models import Case, TinyLanguageModel
 from tests.oracle.ranks import require_success, run_jobs
 from tests.oracle.truth import Truth
 
-pytestmark = pytest.mark.engine
-
 NAME = "optimizer.{rank:02d}.pt"
 FURTHER_STEPS = 2
 TOLERANCE = {"fp32": 1e-4, "fp16": 0.02, "bf16": 0.5}
@@ -311,7 +309,7 @@ def test_all_ranks_refuse_alike_and_change_nothing(refusal: Refusal, loads: Load
 def test_older_versions_load_them_too(version: str, loads: Loads) -> None:
     home = os.environ.get("OLD_DEEPSPEEDS")
     if home is None:
-        pytest.skip(f"OLD_DEEPSPEEDS names no place of {version}: `nox -s tests` installs it")
+        pytest.skip(f"OLD_DEEPSPEEDS names no place of {version}: `nox -s oracle` installs it")
     jobs: list[Job] = [loads.load(f"{one.name}-{version}", one) for one in OLD]
     _run(loads, 2, jobs, Path(home) / f"deepspeed-{version}")
     for one in OLD:

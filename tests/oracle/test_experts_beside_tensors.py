@@ -13,8 +13,6 @@ from tests.oracle.ranks import require_success, run_jobs
 from tests.oracle.topology.experts import ExpertParallel
 from tests.oracle.truth import Truth
 
-pytestmark = pytest.mark.engine
-
 RANKS = 4
 
 

@@ -19,8 +19,6 @@ from tests.oracle.conftest import Places
 from tests.oracle.models import Case
 from tests.oracle.truth import Tensors, Truth
 
-pytestmark = pytest.mark.engine
-
 SOURCES: dict[str, tuple[Case, int]] = {
     f"{one.case.name}-of-{one.source}": (one.case, one.source)
     for one in FIRST_LIGHT

@@ -22,8 +22,6 @@ from tests.oracle.ranks import require_success, run_jobs
 from tests.oracle.truth import Truth
 from tests.oracle.values import value_differences
 
-pytestmark = pytest.mark.engine
-
 CASES = cases(Path())
 TOLERANCE = 0.5
 """As in the test of plain data parallelism: the noise of reductions in bf16."""
@@ -143,7 +141,7 @@ def mics(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What 4 ranks saved with MiCS, in shards of 2 and of 4, and the weights of the former."""
     home = os.environ.get("OLD_DEEPSPEEDS")
     if home is None:
-        pytest.skip("OLD_DEEPSPEEDS names no place of 0.16.9: `nox -s tests` installs it")
+        pytest.skip("OLD_DEEPSPEEDS names no place of 0.16.9: `nox -s oracle` installs it")
     root = tmp_path_factory.mktemp("mics")
     jobs = [
         Odd(

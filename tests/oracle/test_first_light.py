@@ -14,8 +14,6 @@ from tests.oracle.jobs import after_path
 from tests.oracle.truth import Truth
 from tests.oracle.values import value_differences
 
-pytestmark = pytest.mark.engine
-
 TOLERANCE = {"fp32": 1e-4, "fp16": 0.02, "bf16": 0.5}
 """How far from the uninterrupted run, as a share of the movement since the save.
 

@@ -24,8 +24,6 @@ from tests.oracle.frameworks.direct_loads import (
 )
 from tests.oracle.truth import Truth
 
-pytestmark = pytest.mark.engine
-
 ALL = [*SHRINKING, *GROWING]
 
 

@@ -32,8 +32,6 @@ from tests.oracle.frameworks.lightning_strategy import trainer_state
 from tests.oracle.ranks import require_success, run_jobs
 from tests.oracle.values import value_differences
 
-pytestmark = pytest.mark.engine
-
 
 @pytest.fixture(scope="session")
 def journey(tmp_path_factory: pytest.TempPathFactory) -> Journey:

@@ -12,8 +12,6 @@ import streamshard
 from tests.oracle.pretrained import CASES, RANKS, PretrainedCase, PretrainedTrain, logits, run
 from tests.oracle.ranks import require_success, run_jobs
 
-pytestmark = pytest.mark.engine
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 

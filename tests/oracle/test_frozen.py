@@ -19,8 +19,6 @@ from tests.oracle.models import Case
 from tests.oracle.ranks import require_success, run_jobs
 from tests.oracle.truth import Truth
 
-pytestmark = pytest.mark.engine
-
 STAGES = (1, 2, 3)
 KINDS = [
     Case("excluded", 0, "bf16", exclude_frozen=True),

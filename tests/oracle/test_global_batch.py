@@ -22,8 +22,6 @@ from tests.oracle.elastic_training import GLOBAL_BATCH, train
 from tests.oracle.ranks import require_success, run_jobs
 from tests.oracle.truth import Engine
 
-pytestmark = pytest.mark.engine
-
 TOLERANCE = 1e-4
 SAVED_STEPS, STEPS = 2, 4
 OFFLOAD = {
@@ -178,7 +176,7 @@ def test_offloaded_gradients_accumulate_in_older_versions(
     home = os.environ.get("OLD_DEEPSPEEDS")
     older = Path(home or "", "deepspeed-0.14.5")
     if home is None or not older.is_dir():
-        pytest.skip("OLD_DEEPSPEEDS names no place of 0.14.5: `nox -s tests` installs it")
+        pytest.skip("OLD_DEEPSPEEDS names no place of 0.14.5: `nox -s oracle` installs it")
     saves, saved, kept = (tmp_path / name for name in ("saves", "saved", "kept"))
     jobs = [
         Sized(saved, None, 4, 3, offloads=True, saves=saves),

@@ -16,8 +16,6 @@ from tests.oracle.models import Case
 from tests.oracle.ranks import Finished, require_success, run_jobs
 from tests.oracle.truth import Truth
 
-pytestmark = pytest.mark.engine
-
 CASES = [*BF16, FP16[1], FP32[2], ROUND_ROBIN, ALIGNED, SUB_GROUPS]
 TAG = "global_step3"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -20,8 +20,6 @@ from tests.oracle.frameworks.hf_trainer import HfTrain
 from tests.oracle.frameworks.lightning_trainer import LightningFit
 from tests.oracle.ranks import require_success, run_jobs
 
-pytestmark = pytest.mark.engine
-
 STEPS, BATCH = 3, 8
 EPOCH = SAMPLES // BATCH
 """Steps of an epoch."""

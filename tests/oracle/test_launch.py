@@ -15,8 +15,6 @@ from deepspeed.runtime.engine import (  # type: ignore[import-untyped,unused-ign
 from streamshard.live.launch import launch
 from tests.oracle.ranks import LAUNCHED
 
-pytestmark = pytest.mark.engine
-
 LAUNCH_SECONDS = 120.0
 SCRIPT = """\
 import json

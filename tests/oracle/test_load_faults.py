@@ -1,16 +1,14 @@
 """A load that goes wrong on one rank ends on all, with the same message, and nothing hangs."""
 
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.multiprocessing import get_context
 
 import streamshard
 from tests.compact.runs import STEPS, later, make_run, tag_of
@@ -21,8 +19,6 @@ from tests.oracle.faulty_loads import FaultyLoad, Turned
 from tests.oracle.jobs import Train
 from tests.oracle.models import Case
 from tests.oracle.truth import Truth
-
-pytestmark = pytest.mark.engine
 
 FROM, TO = 3, 2
 SOON_SECONDS = 20.0
@@ -229,28 +225,15 @@ def test_the_engine_then_loads_another_source(name: str, faults: Faults) -> None
 
 
 @pytest.fixture
-def survivors(trained: Faults, tmp_path: Path) -> Iterator[list[dict[str, Any]]]:
+def survivors(trained: Faults, tmp_path: Path) -> list[dict[str, Any]]:
     """What the others say of a load during which the last of 3 ranks was killed."""
     count, start_dir = 3, tmp_path / "start"
     start_dir.mkdir()
     source, good = tmp_path / "source", trained.source(STAGE_2)
     streamshard.repartition(good, source, world_size=2)
     job = FaultyLoad(STAGE_2, source, tmp_path / "results", fault=faulty_loads.killed)
-    processes = [
-        get_context("forkserver").Process(
-            target=ranks._rank_main,
-            args=(rank, count, [job], faulty_loads.run, start_dir, None, dict(os.environ)),
-        )
-        for rank in range(count)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(ranks.START_SECONDS)
-    yield [json.loads((tmp_path / "results" / f"{n}.json").read_text()) for n in range(count - 1)]
-    for process in processes:
-        process.kill()
-        process.join()
+    assert ranks.start_ranks(count, [job], faulty_loads.run, start_dir, survives=True)
+    return [json.loads((tmp_path / "results" / f"{n}.json").read_text()) for n in range(count - 1)]
 
 
 def test_a_killed_rank_ends_the_others(survivors: list[dict[str, Any]]) -> None:

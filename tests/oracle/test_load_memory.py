@@ -16,8 +16,6 @@ from tests.oracle.models import Case
 from tests.oracle.ranks import require_success, run_jobs
 from tests.oracle.truth import Truth
 
-pytestmark = pytest.mark.engine
-
 FROM, TO = 1, 2
 """Growth: the partitions of the new ranks are one piece each of the old ones."""
 MIB = 1 << 20

@@ -22,8 +22,6 @@ from tests.oracle.models import Case
 from tests.oracle.ranks import require_success, run_jobs
 from tests.oracle.truth import Truth
 
-pytestmark = pytest.mark.engine
-
 FROM, TO = 3, 2
 SAVED = BF16[1:]
 OPTIONS: Mapping[str, dict[str, object]] = {

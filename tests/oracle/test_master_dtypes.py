@@ -20,8 +20,6 @@ from tests.oracle.ranks import require_success, run_jobs
 from tests.oracle.truth import Truth
 from tests.oracle.values import value_differences
 
-pytestmark = pytest.mark.engine
-
 SOURCE_RANKS, TARGET_RANKS = 2, 3
 IN_BF16 = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
 

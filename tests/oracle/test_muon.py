@@ -20,8 +20,6 @@ from tests.oracle.muon import muon
 from tests.oracle.ranks import require_success, run_jobs
 from tests.oracle.truth import Truth
 
-pytestmark = pytest.mark.engine
-
 FURTHER_STEPS = 3
 TOLERANCE = 0.5
 """As in bf16 with any other optimizer. Measured at most: 0.15, in a parameter of 2 elements."""
@@ -103,22 +101,19 @@ def _by(
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Places:
     """Every case trained, taken to its target by both roads, resumed and saved again."""
     made = Places(tmp_path_factory.mktemp("muon"))
-    with pytest.MonkeyPatch.context() as patch:
-        # Muon's kernels would be compiled for minutes.
-        patch.setenv("TORCHDYNAMO_DISABLE", "1")
-        for ranks, group in _by(lambda one: one.source, RESHARDINGS):
-            jobs = list(dict.fromkeys(_train(made, one) for one in group))
-            if ranks == 2:
-                likes = {made.like(one): one.resuming for one in RESHARDINGS}
-                jobs += [Train(c, path, None, steps=0) for path, c in likes.items() if path]
-            require_success(run_jobs(ranks, jobs, made.root / "ranks"))
-        for one in RESHARDINGS:
-            try:
-                _convert(made, one)
-            except Exception:
-                made.errors[one.name] = traceback.format_exc()
-        for ranks, group in _by(lambda one: one.target, RESHARDINGS):
-            _resume(made, ranks, [one for one in group if one.name not in made.errors])
+    for ranks, group in _by(lambda one: one.source, RESHARDINGS):
+        jobs = list(dict.fromkeys(_train(made, one) for one in group))
+        if ranks == 2:
+            likes = {made.like(one): one.resuming for one in RESHARDINGS}
+            jobs += [Train(c, path, None, steps=0) for path, c in likes.items() if path]
+        require_success(run_jobs(ranks, jobs, made.root / "ranks"))
+    for one in RESHARDINGS:
+        try:
+            _convert(made, one)
+        except Exception:
+            made.errors[one.name] = traceback.format_exc()
+    for ranks, group in _by(lambda one: one.target, RESHARDINGS):
+        _resume(made, ranks, [one for one in group if one.name not in made.errors])
     return made
 
 

@@ -25,8 +25,6 @@ from tests.oracle.models import Case
 from tests.oracle.ranks import require_success, run_jobs
 from tests.oracle.truth import Truth
 
-pytestmark = pytest.mark.engine
-
 VERSIONS = ("0.14.5", "0.16.9")
 TRAINED, RESUMED_BY_NEW, RESUMED_BY_OLD = 3, 4, 2
 """World sizes: each version has its ranks started once or twice."""
@@ -123,7 +121,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
     home = os.environ.get("OLD_DEEPSPEEDS")
     if home is None:
         wanted = " and ".join(VERSIONS)
-        pytest.skip(f"OLD_DEEPSPEEDS names no place of {wanted}: `nox -s tests` installs them")
+        pytest.skip(f"OLD_DEEPSPEEDS names no place of {wanted}: `nox -s oracle` installs them")
     installed = {version: Path(home) / f"deepspeed-{version}" for version in VERSIONS}
     made = Places(tmp_path_factory.mktemp("old-versions"))
     for version, deepspeed_at in installed.items():

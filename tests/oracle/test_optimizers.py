@@ -18,8 +18,6 @@ from tests.oracle.optimizers import TRIALS, Trial
 from tests.oracle.ranks import require_success, run_jobs
 from tests.oracle.truth import Truth
 
-pytestmark = pytest.mark.engine
-
 FURTHER_STEPS = 3
 TOLERANCE = {"fp32": 1e-4, "fp16": 0.02, "bf16": 0.5}
 

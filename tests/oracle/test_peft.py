@@ -17,8 +17,6 @@ from tests.oracle.frameworks.hf_trainer import HfTrain
 from tests.oracle.ranks import require_success, run_jobs
 from tests.oracle.truth import Truth
 
-pytestmark = pytest.mark.engine
-
 STAGES = (1, 2, 3)
 STEPS = 3
 WAYS = [(one, other) for one in STAGES for other in STAGES]

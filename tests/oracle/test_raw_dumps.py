@@ -27,8 +27,6 @@ from tests.oracle.ranks import require_success, run_jobs
 from tests.oracle.truth import Truth
 from tests.oracle.values import value_differences
 
-pytestmark = pytest.mark.engine
-
 NAME = "optimizer.{rank:02d}.pt"
 FURTHER_STEPS = 2
 TOLERANCE = {"fp32": 1e-4, "fp16": 0.02, "bf16": 0.5}

@@ -24,8 +24,6 @@ from tests.oracle.optimizers import Trial, deepspeed_cpu_adam
 from tests.oracle.ranks import require_success, run_jobs
 from tests.oracle.values import value_differences
 
-pytestmark = pytest.mark.engine
-
 RANKS, OTHER_RANKS = 2, 3
 OFFLOAD = {"device": "cpu", "pin_memory": False}
 ZENFLOW = {"topk_ratio": 0.2, "select_strategy": "step", "select_interval": 2, "update_interval": 2}

@@ -19,8 +19,6 @@ from tests.oracle.ranks import require_success, run_jobs
 from tests.oracle.test_old_versions import VERSIONS
 from tests.oracle.values import value_differences
 
-pytestmark = pytest.mark.engine
-
 RANKS, OTHER_RANKS = 2, 3
 FACTORED = Case("z0-factored", 0, "fp32", optimizer=torch.optim.Adafactor)
 CASES = [*STAGE_0, FACTORED]
@@ -84,7 +82,9 @@ def test_other_ranks_load_it_and_train_on(case: Case, saved: Path) -> None:
 def test_older_versions_do_so_too(tmp_path: Path) -> None:
     home = os.environ.get("OLD_DEEPSPEEDS")
     if home is None:
-        pytest.skip("OLD_DEEPSPEEDS names no place of older versions: `nox -s tests` installs them")
+        pytest.skip(
+            "OLD_DEEPSPEEDS names no place of older versions: `nox -s oracle` installs them"
+        )
     for version in VERSIONS:
         cases = [case for of, case in OLD if of == version]
         root = tmp_path / version

@@ -11,8 +11,6 @@ from tests.oracle.jobs import Job, Resume, Train
 from tests.oracle.ranks import require_success, run_jobs
 from tests.oracle.truth import Truth
 
-pytestmark = pytest.mark.engine
-
 TAG = "epoch/3"
 STAGES = (2, 3)
 

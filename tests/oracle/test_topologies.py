@@ -18,8 +18,6 @@ from tests.oracle.topology.cases import TOPOLOGIES
 from tests.oracle.truth import Truth
 from tests.oracle.values import value_differences
 
-pytestmark = pytest.mark.engine
-
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.2}
 """How far from the uninterrupted run, as a share of the movement since the save.
 

@@ -23,8 +23,6 @@ from tests.oracle.ranks import run_jobs
 from tests.oracle.topology.cases import TOPOLOGIES
 from tests.oracle.truth import Truth
 
-pytestmark = pytest.mark.engine
-
 FROM_4 = {one.case.name: one for one in TOPOLOGIES if one.source == 4}
 
 

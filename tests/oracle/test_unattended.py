@@ -20,8 +20,6 @@ import streamshard
 from tests.oracle import elastic_training
 from tests.oracle.ranks import LAUNCHED
 
-pytestmark = pytest.mark.engine
-
 STEPS, SAVE_EVERY = 24, 3
 PHASE_SECONDS = 150.0
 """A hard limit, far above what is measured."""

@@ -16,8 +16,6 @@ from tests.oracle.conftest import Places
 from tests.oracle.universal import universal_of
 from tests.oracle.values import value_differences
 
-pytestmark = pytest.mark.engine
-
 NAMES = ("z1-bf16-4to2", "z2-bf16-3to5", "z2-fp32-2to3", "z3-bf16-4to2", "z3-sub-groups-2to3")
 
 

@@ -21,8 +21,6 @@ from tests.oracle.ranks import require_success, run_jobs
 from tests.oracle.truth import Truth
 from tests.oracle.values import value_differences
 
-pytestmark = pytest.mark.engine
-
 SAVED_AT, LOADED_AT = 3, 2
 AMSGRAD = Case(
     "z2-amsgrad", 2, "bf16",

@@ -19,6 +19,8 @@ from tests.oracle.truth import Engine, gather_truth
 Seen: TypeAlias = dict[str, Any]
 """What one rank reports; plain values."""
 
+IMPORTS = ("accelerate", "lightning", "peft", "transformers.trainer")
+"""Imported once for all ranks, before they are forked."""
 VOCABULARY = 37
 SAMPLES = 48
 SEQUENCE = 7

@@ -65,6 +65,7 @@ class Journey:
     """Where each thing lies, and what went wrong on the way."""
 
     root: Path
+    moves: Sequence[Move] = tuple(MOVES)
     errors: dict[str, str] = field(default_factory=dict)
     """Name of a move to the traceback of its conversion or resume."""
     notes: dict[str, str] = field(default_factory=dict)
@@ -72,13 +73,15 @@ class Journey:
 
     def run(self) -> None:
         """Do everything."""
-        first = [move for move in MOVES if move.source == FIRST_SIZE]
-        jobs = [self._first_save(*kind) for kind in sorted({(m.framework, m.stage) for m in MOVES})]
+        first = [move for move in self.moves if move.source == FIRST_SIZE]
+        jobs = [
+            self._first_save(*kind) for kind in sorted({(m.framework, m.stage) for m in self.moves})
+        ]
         require_success(run_jobs(FIRST_SIZE, jobs, self.root / "ranks", run))
         self._convert(first)
         for size in (3, 1):
             self._resume(size, first)
-        second = [move for move in MOVES if move.source != FIRST_SIZE]
+        second = [move for move in self.moves if move.source != FIRST_SIZE]
         self._convert(second)
         self._resume(FIRST_SIZE, second)
 
