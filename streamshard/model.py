@@ -9,6 +9,7 @@ and keys are in ``formats``.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
@@ -48,6 +49,27 @@ ITEMSIZE: Final[Mapping[str, int]] = {
 }
 """Bytes per element of every supported dtype, by torch's name for it. Quantised dtypes are
 supported only in training state, as raw bytes."""
+
+
+class NoteKind(StrEnum):
+    """What a note is about. Decisions go by it, never by the note's words."""
+
+    FACT = "fact"
+    """The user should know it; nothing is decided by it."""
+    LEFT_OUT = "left out"
+    """Some files have content that is not kept: removing them would lose it."""
+    ASSUMED = "assumed"
+    """A setting was assumed that the files do not tell."""
+    LOADING = "loading"
+    """How to load what a conversion writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A fact about a checkpoint that the user should know."""
+
+    text: str
+    kind: NoteKind = NoteKind.FACT
 
 
 @dataclass(frozen=True, slots=True)

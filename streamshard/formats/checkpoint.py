@@ -9,7 +9,7 @@ from streamshard.errors import CorruptFileError
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.pickle.inert import Node
 from streamshard.layout.cutting import Cutting
-from streamshard.model import MASTER, LogicalTensor, SourceFile, ZeroLayout
+from streamshard.model import MASTER, LogicalTensor, Note, SourceFile, ZeroLayout
 
 LIKE: Final = "the checkpoint given with --like"
 """What messages call a reference checkpoint: another one, which supplies what the source lacks."""
@@ -200,7 +200,7 @@ class Checkpoint:
     families: tuple[Family, ...]
     module_dtype: str
     files: tuple[OtherFile, ...]
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     """Facts that the user should know about how the checkpoint was read."""
     is_bf16: bool = False
     """Whether bf16 was on in the engine. The file names show it."""
@@ -219,10 +219,11 @@ class Checkpoint:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Return the notes. If states were dropped, the first remark says so."""
+        """Return the texts of the notes. If states were dropped, the first remark says so."""
+        texts = tuple(note.text for note in self.notes)
         if self.dropped is None:
-            return self.notes
-        return (f"Weights only: {self.dropped}. No job can resume from it.", *self.notes)
+            return texts
+        return (f"Weights only: {self.dropped}. No job can resume from it.", *texts)
 
     @property
     def is_dumps(self) -> bool:

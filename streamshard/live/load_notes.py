@@ -1,8 +1,8 @@
 """Tells the user of a job what a load on another number of ranks means for it."""
 
-from streamshard.formats.deepspeed.read.redundant_copies import UNLIKE
 from streamshard.layout.batch import BatchPlan
 from streamshard.live.live_engine import Engine
+from streamshard.model import NoteKind
 from streamshard.operations.native.resharding import Resharding
 from streamshard.operations.native.target_settings import left_out
 
@@ -20,7 +20,7 @@ def notes_of(engine: Engine, resharding: Resharding, *, goes_on: bool) -> tuple[
     if resharding.has_these_files():
         return ()
     checkpoint = resharding.source.checkpoint
-    of_content = [note for note in checkpoint.notes if note.startswith(UNLIKE)]
+    of_content = [note.text for note in checkpoint.notes if note.kind is NoteKind.LEFT_OUT]
     if not goes_on:
         return tuple(of_content)
     job = BatchPlan(

@@ -17,7 +17,7 @@ from streamshard.errors import (
     UsageError,
 )
 from streamshard.formats.checkpoint import LIKE
-from streamshard.formats.deepspeed.dumps.dump_reader import ASSUMED, LOADING
+from streamshard.formats.deepspeed.dumps.dump_reader import ASSUMED
 from streamshard.io.objects.object_path import as_path
 from streamshard.live.consensus import Agreement, say
 from streamshard.live.live_engine import in_words_of_a_call, require_same_optimizer
@@ -32,6 +32,7 @@ from streamshard.live.live_optimizer import (
 )
 from streamshard.live.loading import LoadReport
 from streamshard.live.served_files import ServedFiles
+from streamshard.model import NoteKind
 from streamshard.operations.native.files_on_demand import FilesOnDemand
 from streamshard.operations.native.resharding import Resharding, resharding_of
 from streamshard.operations.source.source import Source, open_with, read_hints
@@ -197,7 +198,7 @@ def _notes(source: Source) -> Iterator[str]:
     if source.is_elastic:
         yield _ELASTIC
     for note in source.checkpoint.notes:
-        if note.startswith(ASSUMED):
+        if note.kind is NoteKind.ASSUMED:
             yield f"{ASSUMED} {_ROUND_ROBIN}"
-        elif not note.startswith(LOADING):
-            yield note
+        elif note.kind is not NoteKind.LOADING:
+            yield note.text

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import streamshard as api
+from streamshard.model import Note, NoteKind
 from streamshard.operations.compact.archive.proof import Means, intact
 from streamshard.operations.compact.archive.receipts import Place
 from streamshard.operations.compact.run_directory import look_at
@@ -207,6 +208,19 @@ def test_what_is_not_clear_any_more_is_told_and_keeps_the_trash(
     assert (run / TRASH / FIRST).is_dir()
 
 
+@pytest.fixture(params=["as written", "reworded"])
+def _notes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Notes as they are, or with all their words replaced."""
+    make = Note.__init__
+
+    def reword(note: Note, text: str, kind: NoteKind = NoteKind.FACT) -> None:
+        make(note, f"Ranks differ in {len(text)} words.", kind)
+
+    if request.param == "reworded":
+        monkeypatch.setattr(Note, "__init__", reword)
+
+
+@pytest.mark.usefixtures("_notes")
 def test_what_ranks_keep_of_their_own_is_not_given_up(tmp_path: Path, archive: Path) -> None:
     run = make_run(tmp_path / "run", Job(stage=3))
     path = run / FIRST / "zero_pp_rank_1_mp_rank_00_model_states.pt"

@@ -109,7 +109,7 @@ def test_ranks_that_differ_in_a_buffer_are_noted(tmp_path: Path) -> None:
     change_ranks(run, move_frequencies(4))
     assert parsed(read_twins(run, 12)) == [0, 10]
     (note,) = zero_reader.read(run / TAG, []).checkpoint.notes
-    assert "differ in rotary.inv_freq;" in note
+    assert "differ in rotary.inv_freq;" in note.text
 
 
 def test_ranks_that_differ_in_what_they_carry_are_noted(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_ranks_that_differ_in_what_they_carry_are_noted(tmp_path: Path) -> None:
     )
     assert parsed(read_twins(run, 12)) == [0, 10]
     (note,) = zero_reader.read(run / TAG, []).checkpoint.notes
-    assert "differ in rng, table;" in note
+    assert "differ in rng, table;" in note.text
     require_same_readings(run)
 
 
@@ -146,7 +146,7 @@ def test_checkpoint_without_checksums(tmp_path: Path) -> None:
     change_ranks(run, move_frequencies(5))
     assert parsed(read_twins(run, 12)) == [0, 10]
     (note,) = zero_reader.read(run / TAG, []).checkpoint.notes
-    assert "differ in rotary.inv_freq;" in note
+    assert "differ in rotary.inv_freq;" in note.text
     require_same_readings(run)
 
 

@@ -14,7 +14,7 @@ from streamshard.errors import CorruptFileError, IntegrityError, SourceError
 from streamshard.formats.checkpoint import Checkpoint, ModuleEntry, OtherFile, ScalarState
 from streamshard.formats.zarr import store_state
 from streamshard.formats.zarr.chunks import BloscChunk, serialize_checksum
-from streamshard.model import FILE, LogicalTensor
+from streamshard.model import FILE, LogicalTensor, Note
 
 CHUNK = "state/exp_avg/embed.weight/c/1/0"
 
@@ -94,7 +94,8 @@ LIES: dict[str, Callable[[Checkpoint], Checkpoint]] = {
     "a weight that is not there": other_entries(ModuleEntry("x", "param", "float32", (1,))),
     "a state that is not there": other_entries(ModuleEntry("x", "extra", "", ())),
     "tied to nothing": other_entries(ModuleEntry("x", "alias", "float32", (1,), "y")),
-    "notes that are no text": lambda c: replace(c, notes=([],)),  # type: ignore[arg-type]
+    "notes that are no text": lambda c: replace(c, notes=(Note([]),)),  # type: ignore[arg-type]
+    "notes of no known kind": lambda c: replace(c, notes=(Note("", "x"),)),  # type: ignore[arg-type]
     "a weight that is larger than its tensor": lambda c: other_family(
         module=tuple(replace(e, shape=(*e.shape, 2)) for e in c.families[0].module)
     )(c),

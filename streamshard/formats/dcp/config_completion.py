@@ -17,6 +17,7 @@ from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.write.optimizer_writer import unscaled
 from streamshard.formats.pickle.inert import Call, Node
 from streamshard.formats.torch.tree_comparison import show_few
+from streamshard.model import Note
 
 _VERSION: Final = "0.19.8"
 """The DeepSpeed whose files these are like."""
@@ -82,7 +83,7 @@ def with_config(
         families=(family,),
         module_dtype=dtype,
         is_bf16=dtype == "bfloat16",
-        notes=(*checkpoint.notes, *_notes()),
+        notes=(*checkpoint.notes, *map(Note, _notes())),
         foreign="",
     )
 

@@ -34,7 +34,7 @@ from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.io.entries import is_directory, paths_in
 from streamshard.layout.boxes import NotTiledError, grid_of
 from streamshard.layout.cutting import CuttingBuilder
-from streamshard.model import BLOB, ITEMSIZE, MASTER, MODULE, LogicalTensor, Slot, ZeroLayout
+from streamshard.model import BLOB, ITEMSIZE, MASTER, MODULE, LogicalTensor, Note, Slot, ZeroLayout
 
 _WHAT: Final = "a distributed checkpoint of PyTorch"
 _ACCELERATE: Final = (dcp_names.ACCELERATE_MODEL, dcp_names.ACCELERATE_OPTIMIZER)
@@ -176,7 +176,7 @@ def read(root: Path) -> Reading:
         families=(family,),
         module_dtype=next((entry.dtype for entry in entries), "float32"),
         files=(),
-        notes=found.left_out,
+        notes=tuple(map(Note, found.left_out)),
         foreign=_WHAT,
         unrecorded=tuple(_unrecorded(found, groups, entries)),
     )

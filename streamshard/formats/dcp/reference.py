@@ -34,7 +34,7 @@ from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.torch_tensor import Storage
 from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.formats.torch.tree_copy import copied
-from streamshard.model import MODULE, LogicalTensor, Slot, SourceFile, Whole
+from streamshard.model import MODULE, LogicalTensor, Note, Slot, SourceFile, Whole
 
 _STEP: Final = "step"
 _OF_DEEPSPEED: Final = "bias_correction"
@@ -89,7 +89,7 @@ def read_like(root: Path, like: Reading) -> Completed:
         tensors=(*tensors, *blobs.tensors),
         families=(completed,),
         files=(),
-        notes=(*found.left_out, *merging.notes()),
+        notes=tuple(map(Note, (*found.left_out, *merging.notes()))),
         accelerate_step=None,
         dropped=None,
     )

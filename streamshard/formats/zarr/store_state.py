@@ -24,7 +24,7 @@ from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import name_of, require_unrolled
 from streamshard.formats.torch.torch_tensor import Storage, shape_of
 from streamshard.formats.zarr.state_checks import require_consistent
-from streamshard.model import FILE, ITEMSIZE, LogicalTensor, Whole, ZeroLayout
+from streamshard.model import FILE, ITEMSIZE, LogicalTensor, Note, NoteKind, Whole, ZeroLayout
 
 VERSION: Final = 1
 """Version of a store's format."""
@@ -86,7 +86,7 @@ def dump(
             "families": [_serialize_family(family) for family in checkpoint.families],
             "module_dtype": checkpoint.module_dtype,
             "files": [_values(file) for file in checkpoint.files],
-            "notes": checkpoint.notes,
+            "notes": [(note.text, str(note.kind)) for note in checkpoint.notes],
             "is_bf16": checkpoint.is_bf16,
             "accelerate_step": checkpoint.accelerate_step,
             **dropped,
@@ -125,7 +125,7 @@ def load(data: bytes) -> tuple[Checkpoint, ChunkShapes]:
             families=tuple(_read_family(family) for family in root["families"]),
             module_dtype=_dtype(root["module_dtype"]),
             files=tuple(_file(*values) for values in root["files"]),
-            notes=tuple(map(_text, root["notes"])),
+            notes=tuple(_note(*values) for values in root["notes"]),
             is_bf16=root["is_bf16"] is True,
             accelerate_step=_optional_count(root["accelerate_step"]),
             dropped=_dropped(*root["dropped"]) if "dropped" in root else None,
@@ -336,6 +336,10 @@ def _count(value: Node, *, least: int = 0) -> int:
 
 def _optional_count(value: Node) -> int | None:
     return None if value is None else _count(value)
+
+
+def _note(text: Node, kind: Node) -> Note:
+    return Note(_text(text), NoteKind(_text(kind)))
 
 
 def _text(value: Node) -> str:

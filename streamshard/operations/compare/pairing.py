@@ -96,4 +96,5 @@ def pair_of_copy(copy: LayerCopy) -> Pair:
     """Pair a tensor of a layer's file with what it must be equal to."""
     left, right = SideElements(copy.row, copy.dtype), SideElements(copy.like, copy.like_dtype)
     size = ITEMSIZE[copy.dtype]
-    return Pair(f"{MODULE} of {copy.name}", left, right, copy.numel, copy.dtype, size)
+    tensor = LogicalTensor(MODULE, copy.name, copy.dtype, (copy.numel,))
+    return Pair(f"{MODULE} of {copy.name}", left, right, copy.numel, copy.dtype, size, tensor)

@@ -21,7 +21,7 @@ from streamshard.engine.run.source_reader import HeldContent
 from streamshard.errors import DisagreementError, UnsupportedError, UsageError
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAVED
 from streamshard.formats.deepspeed.model_parallel.parts import ModelParts
-from streamshard.model import BLOB, FILE, ITEMSIZE, MASTER, MODULE
+from streamshard.model import BLOB, FILE, ITEMSIZE, MASTER, MODULE, Note
 from streamshard.operations.source.source import Source
 from streamshard.operations.source.source_access import SourceAccess
 from streamshard.sizes import counted
@@ -116,7 +116,7 @@ class _Means:
             f"{len(self._ranks)} tensor-parallel ranks, which differed in {self._differing:,} of "
             "the master weights. The job does not go on exactly as it would have without that."
         )
-        checkpoint = replace(source.checkpoint, notes=(*source.checkpoint.notes, note))
+        checkpoint = replace(source.checkpoint, notes=(*source.checkpoint.notes, Note(note)))
         return replace(
             source,
             checkpoint=checkpoint,

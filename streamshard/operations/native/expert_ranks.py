@@ -11,6 +11,7 @@ from streamshard.formats.deepspeed.expert_degree import (
 )
 from streamshard.formats.deepspeed.expert_groups import AS_SAVED
 from streamshard.formats.pickle.node_checks import of_file
+from streamshard.model import Note
 from streamshard.operations.source.source import Source
 
 
@@ -50,4 +51,4 @@ def at_expert_degree(opened: Source, degree: int | None, world_size: int) -> Sou
             raise UsageError(f"{message} {degree * parts} ({few}, …)")
         checkpoint = with_expert_degree(opened.checkpoint, degree, opened.like)
     note = spread_note(expert_degree(opened.checkpoint), degree, opened.like)
-    return replace(opened, checkpoint=replace(checkpoint, notes=(*checkpoint.notes, note)))
+    return replace(opened, checkpoint=replace(checkpoint, notes=(*checkpoint.notes, Note(note))))

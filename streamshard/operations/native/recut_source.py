@@ -30,7 +30,7 @@ from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.layout.memory_plan import MemoryPlan
-from streamshard.model import ITEMSIZE, LogicalTensor
+from streamshard.model import ITEMSIZE
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.compare.comparison import Comparing
 from streamshard.operations.compare.pairing import Pair, SideElements, pair_of_copy
@@ -94,30 +94,33 @@ class OtherDegrees:
         first = replace(self.original, cutting=copies.cutting(0))
         for holder in range(1, max(copies.holders, default=1)):
             other = replace(self.original, cutting=copies.cutting(holder))
-            comparing = Comparing(first, other, list(self._pairs(holder)))
-            self._require_equal(comparing, partial(self._holders, holder), memory, progress)
+            holders = partial(self._holders, holder)
+            self._require_equal(first, other, list(self._pairs(holder)), holders, memory, progress)
         for path, held in groupby(self.layers, key=lambda layer: layer.path):
-            comparing = Comparing(self.original, self.original, list(map(pair_of_copy, held)))
-            self._require_equal(comparing, partial(_file_and_module, path), memory, progress)
+            pairs, holders = list(map(pair_of_copy, held)), partial(_file_and_module, path)
+            self._require_equal(self.original, self.original, pairs, holders, memory, progress)
 
     def _require_equal(
         self,
-        comparing: Comparing,
-        holders: Callable[[str], str],
+        left: Source,
+        right: Source,
+        pairs: Sequence[Pair],
+        holders: Callable[[Pair], str],
         memory: MemoryPlan,
         progress: Progress,
     ) -> None:
-        """Compare pairs; `holders` says whose copies those of a name are."""
-        findings = Findings()
+        """Compare pairs; `holders` says whose copies a pair is made of."""
+        findings, comparing = Findings(), Comparing(left, right, pairs)
         progress.start(comparing.nbytes, COMPARING)
         found = comparing.run(memory, findings, lambda nbytes: progress.advance(nbytes // 2))
         if findings.problems:
             raise SourceError(findings.problems[0].message)
         if found:
-            where = f"{found[0].message}, between {holders(found[0].name)}"
+            pair = next(pair for pair in pairs if pair.name == found[0].name)
+            where = f"{found[0].message}, between {holders(pair)}"
             message = f"{self.original.path}: {where}. Copies must be equal: they have drifted"
             message = f"{message} apart in training, and which is right is unknown"
-            if found[0].name.partition(" of ")[2] in self.averaged:
+            if pair.tensor is not None and pair.tensor.name in self.averaged:
                 message = f"{message}. Its files list it as one to be averaged: with {AVERAGE},"
                 message = f"{message} 'repartition', 'convert' and 'export' take the mean"
             raise DisagreementError(f"{message}. {AS_SAVED}")
@@ -127,20 +130,16 @@ class OtherDegrees:
         for number, tensor in enumerate(self.copies.tensors):
             if self.copies.holders[number] > holder:
                 side, size = SideElements(number, tensor.dtype), ITEMSIZE[tensor.dtype]
-                name = _named(tensor)
+                name = f"{tensor.state} of {tensor.name}"
                 yield Pair(name, side, side, tensor.numel, tensor.dtype, size, tensor)
 
-    def _holders(self, holder: int, name: str) -> str:
+    def _holders(self, holder: int, pair: Pair) -> str:
         """Name the parts of the model that hold the first copy of a tensor, and another one."""
-        number = next(n for n, tensor in enumerate(self.copies.tensors) if _named(tensor) == name)
+        number = pair.left.tensor
         return " and ".join(show_few(self.copies.parts(number, one)) for one in (0, holder))
 
 
-def _named(tensor: LogicalTensor) -> str:
-    return f"{tensor.state} of {tensor.name}"
-
-
-def _file_and_module(path: Path, name: str) -> str:
+def _file_and_module(path: Path, pair: Pair) -> str:
     return f"{path.name} and the module that it is taken for a copy of"
 
 

@@ -37,7 +37,7 @@ from streamshard.io.files import source_errors
 from streamshard.io.objects.object_path import as_path
 from streamshard.io.retry import try_again
 from streamshard.layout.cutting import Cutting
-from streamshard.model import SourceFile
+from streamshard.model import Note, SourceFile
 from streamshard.operations.source.candidates import (
     distributed_at,
     find_candidates,
@@ -213,7 +213,9 @@ def open_source(
         # Absolute, so that a store's bytes do not depend on the working directory.
         note = _ELASTIC.format(like=as_path(str(like)).absolute(), tag=known.checkpoint.tag)
         checkpoint = opened.checkpoint
-        opened = replace(opened, checkpoint=replace(checkpoint, notes=(note, *checkpoint.notes)))
+        opened = replace(
+            opened, checkpoint=replace(checkpoint, notes=(Note(note), *checkpoint.notes))
+        )
     return opened
 
 
@@ -388,7 +390,7 @@ def _open_native(run_dir: Path, tag_dir: Path, like: Checkpoint | None) -> Sourc
     tag = tag_dir.relative_to(run_dir).as_posix()
     files, notes = find_beside(run_dir, tag)
     found = _source(run_dir, "native", zero_reader.read(tag_dir, files, like, tag=tag))
-    noted = (*found.checkpoint.notes, *notes)
+    noted = (*found.checkpoint.notes, *map(Note, notes))
     return replace(found, checkpoint=replace(found.checkpoint, notes=noted))
 
 

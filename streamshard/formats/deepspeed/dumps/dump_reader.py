@@ -5,7 +5,7 @@ and sizes in `param_slice_mappings`. Stage 3 records neither, so it needs a refe
 the same model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -32,22 +32,21 @@ from streamshard.formats.deepspeed.read.zero_reader import malformed
 from streamshard.formats.deepspeed.unsupported import Saved, refuse
 from streamshard.formats.links import require_inside
 from streamshard.formats.pickle.inert import Node, show
-from streamshard.model import ZeroLayout
+from streamshard.model import Note, NoteKind, ZeroLayout
 
 ASSUMED: Final = (
     "The dumps do not say whether round_robin_gradients was on. They were read as if it was off, "
     "which is DeepSpeed's default."
 )
-"""Begins the note of dumps that were read without a config."""
+"""What was assumed of dumps that were read without a config."""
 _REPEAT: Final = (
     "If it was on, what was written is wrong: repeat this with the config of the job that saved "
     "them, --source-ds-config FILE."
 )
-LOADING: Final = (
+_LOADING: Final = (
     "To resume, call optimizer.load_state_dict(dumps) on every rank, with the list of all ranks' "
     "dumps in the order of the ranks."
 )
-"""Begins the note of how to load dumps that are written."""
 _MASTER: Final = (
     "Pass load_from_fp32_weights=True to it: without that, DeepSpeed makes the master weights anew "
     "from the 16-bit weights of the model."
@@ -152,12 +151,12 @@ def _require_known_momentum(
         raise UnsupportedError(message)
 
 
-def _notes(layout: ZeroLayout, config: ds_config.Config | None) -> tuple[str, ...]:
-    if layout.stage == 3:
-        return (LOADING,)
-    loading = f"{LOADING} {_MASTER}"
+def _notes(layout: ZeroLayout, config: ds_config.Config | None) -> Iterator[Note]:
+    loading = _LOADING if layout.stage == 3 else f"{_LOADING} {_MASTER}"
+    yield Note(loading, NoteKind.LOADING)
     is_known = config is not None or layout.bf16_optimizer or layout.world_size == 1
-    return (loading,) if is_known else (loading, f"{ASSUMED} {_REPEAT}")
+    if layout.stage < 3 and not is_known:
+        yield Note(f"{ASSUMED} {_REPEAT}", NoteKind.ASSUMED)
 
 
 def _check_world_size(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> None:

@@ -32,7 +32,7 @@ from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import Storage, make_tensor, tensor_of
 from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.io.readable import Readable
-from streamshard.model import BLOB, FILE, MASTER, LogicalTensor, Whole
+from streamshard.model import BLOB, FILE, MASTER, LogicalTensor, Note, Whole
 
 _PREFIX: Final = re.compile(r"(tied_modules\.[^.]+\.|\d+\.)")
 _TIED: Final = "tied_modules."
@@ -139,7 +139,7 @@ def with_layers(checkpoint: Checkpoint, kept: KeptFiles) -> WithLayers:
         ),
         layers=tuple(layers),
         files=tuple(file for file in checkpoint.files if not _layer_in(file.path)),
-        notes=(*checkpoint.notes, *notes),
+        notes=(*checkpoint.notes, *map(Note, notes)),
     )
     return WithLayers(held, parts, copies)
 

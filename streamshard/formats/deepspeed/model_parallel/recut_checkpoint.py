@@ -40,7 +40,7 @@ from streamshard.formats.torch.tree_copy import copied
 from streamshard.layout.boxes import NotTiledError
 from streamshard.layout.cutting import Cutting, CuttingBuilder
 from streamshard.layout.model_cut import ModelCut, Recut, recut
-from streamshard.model import FILE, ITEMSIZE, MODULE, LogicalTensor, Slot, Whole
+from streamshard.model import FILE, ITEMSIZE, MODULE, LogicalTensor, Note, Slot, Whole
 
 _OF_DEGREES: Final = (
     names.MODULE_STATE,
@@ -249,7 +249,7 @@ class _Building:
             families=tuple(families),
             layers=layers,
             saved_parts=len(self._checkpoint.families),
-            notes=(*self._checkpoint.notes, *self._merging.notes()),
+            notes=(*self._checkpoint.notes, *map(Note, self._merging.notes())),
         )
         return replace(
             self._source,

@@ -32,7 +32,7 @@ from streamshard.formats.deepspeed.unsupported import Saved, refuse
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.node_checks import name_of, of_file
 from streamshard.formats.torch.torch_tensor import shape_of, storages_in, tensor_of
-from streamshard.model import BLOB, MASTER, LogicalTensor, Slot, Whole, ZeroLayout
+from streamshard.model import BLOB, MASTER, LogicalTensor, Note, Slot, Whole, ZeroLayout
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -51,7 +51,7 @@ class FamilyReading:
     module_dtype: str
     tied: Mapping[str, str]
     """Parameter → the other name under which its values are saved, as the files list it."""
-    notes: Sequence[str]
+    notes: Sequence[Note]
 
 
 def read_family(

@@ -16,7 +16,7 @@ from streamshard.formats.deepspeed.read.redundant_copies import alike, ranks_dif
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.node_checks import name_of, of_file
 from streamshard.formats.torch.torch_tensor import Tensor, shape_of, tensor_of
-from streamshard.model import MODULE, LogicalTensor, Slot
+from streamshard.model import MODULE, LogicalTensor, Note, Slot
 
 CUT_KEYS: Final = frozenset(
     {
@@ -52,7 +52,7 @@ class ModuleReader:
         tied: Mapping[str, str],
     ) -> None:
         self.tensors: list[LogicalTensor] = []
-        self.notes: list[str] = []
+        self.notes: list[Note] = []
         self._files = files
         self._first = files[0].root
         self._path = files[0].path

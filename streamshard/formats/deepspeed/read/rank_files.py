@@ -17,13 +17,12 @@ from streamshard.formats.torch.torch_file import TorchFile
 from streamshard.formats.torch.torch_tensor import Storage
 from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.io.entries import identify, is_file, open_readable, paths_below
-from streamshard.model import SourceFile
+from streamshard.model import Note, NoteKind, SourceFile
 
 SAVE_AGAIN: Final = "Load it with a later version at its own world size, and save it again"
 """What to do about a checkpoint that a very old DeepSpeed saved."""
 _MOST_MISSING: Final = 1000
 """Most missing ranks that are listed one by one; more than that are listed as ranges."""
-UNREAD: Final = "Not read, as torch.save writes no such records:"
 """Beginning of the note about other records in a file."""
 _LEGACY = (
     'Saved in torch\'s legacy format ("checkpoint_serialization": false), which keeps no '
@@ -227,10 +226,10 @@ class SourceFiles:
 
     def __init__(self) -> None:
         self.files: list[SourceFile] = []
-        self._notes: dict[str, None] = {}
+        self._notes: dict[Note, None] = {}
 
     @property
-    def notes(self) -> tuple[str, ...]:
+    def notes(self) -> tuple[Note, ...]:
         """Facts that the user should know about the files' containers."""
         return tuple(self._notes)
 
@@ -248,9 +247,10 @@ class SourceFiles:
     def note(self, path: Path, *, is_legacy: bool, unknown: Sequence[str]) -> None:
         """Note what the user should know about a file's container."""
         if is_legacy:
-            self._notes[_LEGACY] = None
+            self._notes[Note(_LEGACY)] = None
         if unknown:
-            self._notes[f"{UNREAD} {show_few(unknown)} in {path.name}."] = None
+            text = f"Not read, as torch.save writes no such records: {show_few(unknown)}"
+            self._notes[Note(f"{text} in {path.name}.", NoteKind.LEFT_OUT)] = None
 
     def path_of(self, storage: Storage) -> Path:
         """Return the file that a storage was read from."""

@@ -9,30 +9,26 @@ from streamshard.formats.checkpoint import ModuleEntry
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read.agreement import differing, disagreement, facts_of_each
 from streamshard.formats.deepspeed.read.model_files import ModelFile
-from streamshard.formats.deepspeed.read.rank_files import UNREAD
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import Tensor, shape_of, tensor_of
 from streamshard.formats.torch.tree_comparison import show_few, show_key
+from streamshard.model import Note, NoteKind
 
-_RANKS_DIFFER: Final = "The ranks' files differ in"
-_COPIES_DIFFERED: Final = "Kept in two places, and not alike:"
-"""Beginning of a note in old stores, written before such checkpoints were refused."""
-UNLIKE: Final = (_RANKS_DIFFER, _COPIES_DIFFERED, UNREAD)
-"""Beginnings of the notes about content of some files that is not kept."""
 _OTHER_COPY: Final = "take another copy of the checkpoint, or an earlier tag"
 
 
-def ranks_differ(keys: set[Node]) -> str:
+def ranks_differ(keys: set[Node]) -> Note:
     """Return the note about entries besides the shards about which ranks disagree."""
     serialized = show_few(sorted(keys, key=show_key))
-    return f"{_RANKS_DIFFER} {serialized}; rank 0's are taken for all."
+    text = f"The ranks' files differ in {serialized}; rank 0's are taken for all."
+    return Note(text, NoteKind.LEFT_OUT)
 
 
 def unlike_optimizers(
     optimizers: Sequence[Mapping[str, Node]], paths: Sequence[Path]
-) -> Iterator[str]:
+) -> Iterator[Note]:
     """Yield a note if optimizer files disagree about entries other than the optimizer's state."""
     first, *rest = facts_of_each(optimizers, paths, (names.OPTIMIZER,))
     unlike = {key for own in rest for key in differing(first, own)}

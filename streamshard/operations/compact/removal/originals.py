@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 
 from streamshard.errors import CorruptFileError, IncompleteError, UnsupportedError
-from streamshard.formats.deepspeed.read.redundant_copies import UNLIKE
 from streamshard.io.entries import examine, listed_below
 from streamshard.io.files import source_errors
+from streamshard.model import NoteKind
 from streamshard.operations.compact.archive.proof import Means
 from streamshard.operations.compact.archive.receipts import Receipt, SourceRecord
 from streamshard.operations.source.source import Source
@@ -43,8 +43,8 @@ def ranks_agree(source: Source) -> str:
         something.
     """
     for note in source.checkpoint.notes:
-        if note.startswith(UNLIKE):
-            raise UnsupportedError(f"{source.path / source.checkpoint.tag}: {note}")
+        if note.kind is NoteKind.LEFT_OUT:
+            raise UnsupportedError(f"{source.path / source.checkpoint.tag}: {note.text}")
     return ""
 
 
