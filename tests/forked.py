@@ -44,8 +44,14 @@ class Finished:
     """Highest resident memory, without what the server had loaded."""
 
 
-def run_forked(*arguments: str) -> Finished:
-    """Run `streamshard` with these arguments, this process's environment and no input."""
+def run_forked(*arguments: str, script: str = "") -> Finished:
+    """Run `streamshard` with these arguments, this process's environment and no input.
+
+    Parameters
+    ----------
+    script
+        Python to run instead, as `python -c` does.
+    """
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None
@@ -53,6 +59,7 @@ def run_forked(*arguments: str) -> Finished:
         streams = [Path(directory, name) for name in ("out", "err")]
         given = {
             "arguments": arguments,
+            "script": script,
             "directory": str(Path.cwd()),
             "environment": dict(os.environ),
             "streams": [os.devnull, *map(str, streams)],
@@ -117,7 +124,10 @@ def _be_program(given: dict[str, Any]) -> NoReturn:
     sys.argv[1:] = given["arguments"]
     code = 1
     try:
-        program()
+        if given["script"]:
+            exec(given["script"], {"__name__": "__main__"})
+        else:
+            program()
     except SystemExit as exit:
         code = exit.code if isinstance(exit.code, int) else 1
     except BaseException:
