@@ -41,7 +41,14 @@ class Finished:
     out: str
     err: str
     peak_bytes: int = 0
-    """Highest resident memory, without what the server had loaded."""
+    """Highest resident memory, with what the server had loaded."""
+    loaded_bytes: int = 0
+    """Resident memory of the server."""
+
+    @property
+    def own_bytes(self) -> int:
+        """Highest resident memory, without what the server had loaded."""
+        return self.peak_bytes - self.loaded_bytes
 
 
 def run_forked(*arguments: str, script: str = "") -> Finished:
@@ -66,8 +73,8 @@ def run_forked(*arguments: str, script: str = "") -> Finished:
         }
         server.stdin.write(f"{json.dumps(given)}\n")
         server.stdin.flush()
-        code, peak_bytes = json.loads(server.stdout.readline())
-        return Finished(code, *(stream.read_text() for stream in streams), peak_bytes)
+        code, *measured = json.loads(server.stdout.readline())
+        return Finished(code, *(stream.read_text() for stream in streams), *measured)
 
 
 @cache
@@ -88,15 +95,15 @@ def _serve() -> None:
     # What is loaded stays as it is: a child that looked at it for garbage would copy all its pages.
     gc.collect()
     gc.freeze()
-    loaded = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    loaded_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
             _be_program(json.loads(line))
         _, status, usage = os.wait4(child, 0)
         code = os.waitstatus_to_exitcode(status)
-        peak_bytes = max(0, usage.ru_maxrss - loaded) * 1024
-        sys.stdout.write(f"{json.dumps([code, peak_bytes])}\n")
+        ended = [code, usage.ru_maxrss * 1024, loaded_bytes]
+        sys.stdout.write(f"{json.dumps(ended)}\n")
         sys.stdout.flush()
 
 

@@ -167,7 +167,7 @@ def require_refused(run: Path, says: str) -> None:
     assert str(run) in done.err
     assert len(done.err) < 700
     assert "Traceback" not in done.err
-    assert done.peak_bytes < 150 * MIB
+    assert done.own_bytes < 150 * MIB
 
 
 @pytest.mark.parametrize("bomb", BOMBS, ids=lambda bomb: bomb.name)
@@ -253,7 +253,7 @@ def test_pickles_that_no_checkpoint_holds(name: str, run: Path) -> None:
     assert not done.out or ", NOT WHOLE\n" in done.out
     assert OPTIMIZER in done.err
     assert "Traceback" not in done.err
-    assert done.peak_bytes < 10 * MIB + 100 * len(PICKLES[name])
+    assert done.own_bytes < 10 * MIB + 100 * len(PICKLES[name])
 
 
 def test_deep_nesting_that_is_only_carried_is_refused_when_it_is_compared(run: Path) -> None:

@@ -260,7 +260,7 @@ def test_a_hostile_file_is_named_and_the_others_are_listed(name: str, run: Path)
     assert known(report) == LIBRARIES
     assert "1 of 3 files" in done.err
     assert OPTIMIZER in done.err
-    assert done.peak_bytes < 150 * MIB
+    assert done.own_bytes < 150 * MIB
     text = streamshard("inspect", run, "--pickles")
     assert (text.code, f"{OPTIMIZER}: " in text.out) == (3, True)
 

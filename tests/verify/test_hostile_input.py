@@ -49,7 +49,7 @@ def require_told(done: Finished, *says: str, code: int = 6, most_bytes: int = 15
         assert text in done.out + done.err, done.out + done.err
     assert "Traceback" not in done.err
     assert max(map(len, (done.out + done.err).splitlines())) < 1500
-    assert done.peak_bytes < most_bytes
+    assert done.own_bytes < most_bytes
 
 
 def problems(done: Finished) -> list[tuple[str, str]]:
