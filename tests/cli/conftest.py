@@ -39,9 +39,9 @@ def without_progress(shown: str) -> str:
     return _PROGRESS.sub("", shown)
 
 
-def streamshard(*arguments: object) -> Finished:
-    """Run the command line in a process of its own; leave progress out of its standard error."""
-    done = run_forked(*map(str, arguments))
+def streamshard(*arguments: object, script: str = "") -> Finished:
+    """Run the command line, or a script, in a process of its own; leave its progress out."""
+    done = run_forked(*map(str, arguments), script=script)
     return replace(done, err=without_progress(done.err))
 
 
@@ -66,7 +66,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     root = tmp_path_factory.mktemp("saved")
     for stage in (2, 3):
         fabricate(
-            root / str(stage), transformer(1 << 20, stage=stage), stage=stage, world_size=RANKS
+            root / str(stage),
+            transformer(1 << 20, stage=stage, layers=4),
+            stage=stage,
+            world_size=RANKS,
         )
     return lambda stage: root / str(stage)
 

@@ -1,11 +1,10 @@
-"""Ways to make a checkpoint a stranger's: what tests put into its files, and what they measure."""
+"""Ways to make a checkpoint a stranger's: what tests put into its files."""
 
 import os
 import zipfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks._measure import STREAMSHARD, Measured, measure
 from tests.job import TAG
 
 MIB = 1 << 20
@@ -13,14 +12,6 @@ MODEL = f"{TAG}/mp_rank_00_model_states.pt"
 OPTIMIZER = f"{TAG}/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 Content = dict[str, Any]
-
-
-def streamshard(verb: str, *arguments: object) -> Measured:
-    """Run a verb that must end within a minute of CPU time, which is long for what it has to do."""
-    done = measure("timeout", "600", *STREAMSHARD, verb, *map(str, arguments))
-    assert done.exit_code != 124, "it would not end"
-    assert done.cpu_seconds < 60
-    return done
 
 
 def optimizer_files(run: Path) -> list[Path]:

@@ -6,7 +6,6 @@ import shutil
 import signal
 import stat
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -195,11 +194,9 @@ def test_a_place_that_cannot_be_taken_is_refused_at_once(
     out.mkdir(parents=True)
     os.chown(out, *((4321, 4321) if case == "parent" else (1234, 1234)))
     place.chmod(0o755 if case == "parent" else 0o777)
-    arguments = ["repartition", str(source), str(out), "--world-size", "3"]
-    script = "import os, sys\nfrom streamshard.cli.main import main\nos.setuid(4321)\n"
-    command = [sys.executable, "-c", f"{script}sys.exit(main({arguments!r}))"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 4, done.stderr
-    assert ("may not be written" if case == "parent" else "belongs to user 1234") in done.stderr
-    assert f"Give a new name in it: {out}/NAME" in done.stderr
+    script = "import os\nfrom streamshard.__main__ import program\nos.setuid(4321)\nprogram()\n"
+    done = streamshard("repartition", source, out, "--world-size", 3, script=script)
+    assert done.code == 4, done.err
+    assert ("may not be written" if case == "parent" else "belongs to user 1234") in done.err
+    assert f"Give a new name in it: {out}/NAME" in done.err
     assert tree(place) == {}

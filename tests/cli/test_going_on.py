@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from streamshard.cli.main import main
-from tests.cli.conftest import optimizer_file, streamshard, tree, without_progress
+from tests.cli.conftest import optimizer_file, streamshard, tree
 from tests.forked import Finished
 
 CUT_OFF = """
@@ -52,10 +52,7 @@ def cut_off(
     """Run a command that gets signals at a call of a method, before or after what it does."""
     numbers = " ".join(str(int(number)) for number in signals)
     arguments = [where, what, str(count), numbers, *map(str, command)]
-    done = subprocess.run(
-        [sys.executable, "-c", CUT_OFF, *arguments], capture_output=True, text=True
-    )
-    return Finished(done.returncode, done.stdout, without_progress(done.stderr))
+    return streamshard(*arguments, script=CUT_OFF)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +132,7 @@ def test_a_run_that_does_not_come_to_an_end_is_ended(
         "from streamshard.cli import signals\n"
         "from streamshard.cli.main import main\n"
         "from streamshard.operations.transfer.staging import PartialTarget\n"
-        "signals.PATIENCE_SECONDS = 1\n"
+        "signals._GRACE_SECONDS = 1\n"
         "def stuck(self, *rest):\n"
         "    threading.Event().wait()\n"
         "def asked(self, **options):\n"
@@ -145,8 +142,7 @@ def test_a_run_that_does_not_come_to_an_end_is_ended(
         "sys.exit(main(sys.argv[1:]))\n"
     )
     command = ("repartition", saved(3), tmp_path / "out", "--world-size", 3)
-    done = subprocess.run([sys.executable, "-c", script, *map(str, command)], timeout=300)
-    assert done.returncode == 143
+    assert streamshard(*command, script=script).code == 143
     report = json.loads(streamshard(*command, "--json").out)
     assert 0 < report["kept_bytes"] < report["bytes_written"]
 

@@ -175,9 +175,9 @@ def test_a_disk_that_fills_up_on_the_way(saved: Callable[[int], Path], small_dis
         "sys.exit(main(sys.argv[1:]))\n"
     )
     command = ["repartition", str(saved(2)), str(small_disk / "out"), "--world-size", "8"]
-    done = subprocess.run([sys.executable, "-c", script, *command], capture_output=True, text=True)
-    assert (done.returncode, "no space left" in done.stderr) == (4, True), done.stderr
-    assert "Traceback" not in done.stderr
+    done = streamshard(*command, script=script)
+    assert (done.code, "no space left" in done.err) == (4, True), done.err
+    assert "Traceback" not in done.err
     assert [path.name for path in small_disk.iterdir()] == ["out.partial"]
     subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
     report = json.loads(streamshard(*command, "--json").out)
@@ -202,9 +202,9 @@ def test_a_file_size_limit(saved: Callable[[int], Path], tmp_path: Path) -> None
         "sys.exit(main(sys.argv[1:]))\n"
     )
     command = ["repartition", str(saved(2)), str(tmp_path / "out"), "--world-size", "1"]
-    done = subprocess.run([sys.executable, "-c", script, *command], capture_output=True, text=True)
-    assert done.returncode == 4, done.stderr
-    assert "out.partial" in done.stderr
+    done = streamshard(*command, script=script)
+    assert done.code == 4, done.err
+    assert "out.partial" in done.err
     assert not (tmp_path / "out").exists()
     assert streamshard(*command).code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

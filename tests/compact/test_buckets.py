@@ -4,8 +4,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -162,6 +160,12 @@ def sides(request: pytest.FixtureRequest, s3: Any, server: S3Server, tmp_path: P
     return make_sides(s3, server, tmp_path, run, archive)
 
 
+ONE_IN_A_BUCKET = pytest.mark.parametrize(
+    "sides", ["local to bucket", "bucket to local"], indirect=True
+)
+"""What happens on either side has nothing to do with where the other one is."""
+
+
 @pytest.fixture
 def buckets(s3: Any, server: S3Server, tmp_path: Path) -> Sides:  # noqa: ANN401
     """Both in a bucket."""
@@ -220,6 +224,7 @@ def test_a_dry_run_tells_requests_and_bytes(sides: Sides) -> None:
     assert f"up, {show_bytes(nbytes * (not sides.archive.is_local))}" in told
 
 
+@ONE_IN_A_BUCKET
 def test_one_night_archives_and_removes(sides: Sides) -> None:
     found = sides.compact(delete=True)
     assert (actions(found)[FIRST], found.exit_code) == ("deleted", 0)
@@ -240,6 +245,7 @@ def test_a_receipt_records_what_identifies_objects(buckets: Sides) -> None:
     ]
 
 
+@ONE_IN_A_BUCKET
 def test_what_is_damaged_keeps_its_original(sides: Sides) -> None:
     """In every night: it has its length, and on the disk its time too."""
     sides.compact()
@@ -258,7 +264,7 @@ def test_what_is_damaged_keeps_its_original(sides: Sides) -> None:
         assert sides.original() == bits(sides.tmp / "made" / FIRST)
 
 
-@pytest.mark.parametrize("sides", ["local to bucket", "bucket to bucket"], indirect=True)
+@pytest.mark.parametrize("sides", ["local to bucket"], indirect=True)
 def test_an_object_that_was_replaced_proves_nothing_of_an_earlier_night(sides: Sides) -> None:
     sides.compact()
     sides.archive.write_in_parts(VICTIM)
@@ -517,9 +523,8 @@ streamshard.compact(run, archive, delete=True, now=datetime.fromisoformat(now))
 def killed(sides: Sides, at: int, *, days: float) -> int:
     """Run a night that ends at its so-manieth change in a bucket; returns its exit code."""
     now: datetime = later(days)
-    given = [str(at), now.isoformat()]
-    command = [sys.executable, "-c", NIGHT, sides.run.where, sides.archive.where, *given]
-    return subprocess.run(command, check=False).returncode
+    given = (str(at), now.isoformat())
+    return run_forked(sides.run.where, sides.archive.where, *given, script=NIGHT).code
 
 
 def test_the_line_for_cron_does_what_it_says(
@@ -537,6 +542,7 @@ def test_the_line_for_cron_does_what_it_says(
     assert sides.receipt()["state"] == "trashed"
 
 
+@ONE_IN_A_BUCKET
 def test_a_second_night_ends_at_once(sides: Sides) -> None:
     for side, options in ((sides.archive, {}), (sides.run, {"delete": True})):
         place = as_path(side.where)
@@ -552,6 +558,7 @@ def test_a_second_night_ends_at_once(sides: Sides) -> None:
     assert actions(sides.compact(delete=True))[FIRST] == "deleted"
 
 
+@ONE_IN_A_BUCKET
 def test_states_are_dropped(sides: Sides) -> None:
     api.export(sides.tmp / "made" / FIRST, sides.tmp / "wanted")
     sides.compact(delete=True)
