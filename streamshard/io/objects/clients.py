@@ -59,8 +59,10 @@ _LASTING: Final = (
     (
         re.compile(r"non-partial response|Range request not supported|Content-Range header"),
         errno.ENOTSUP,
-        "the service answers a request for a range of bytes with other bytes; without ranges "
-        "nothing can be read from it",
+        (
+            "the service answers a request for a range of bytes with other bytes; without ranges "
+            "nothing can be read from it"
+        ),
     ),
     (
         re.compile("redirect without LOCATION"),
