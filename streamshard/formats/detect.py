@@ -55,27 +55,27 @@ _PARTS_OF_RANKS: Final = (
     (
         re.compile(r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt"),
         (
-            "files of FSDP's ranks as verl saves them, which hold a part of each tensor and are not "
-            "read here; they load on as many ranks as saved them. Whole weights: python -m "
+            "files of FSDP's ranks as verl saves them, which hold a part of each tensor and are "
+            "not read here; they load on as many ranks as saved them. Whole weights: python -m "
             "verl.model_merger merge --backend fsdp --local_dir {directory} --target_dir OUT"
         ),
     ),
     (
         re.compile(r"pytorch_model_fsdp(_\d+)?_rank\d+\.bin|optimizer_\d+_rank\d+\.bin"),
         (
-            "files of FSDP's ranks as Accelerate saves them (LOCAL_STATE_DICT), which hold a part of "
-            "each tensor and are not read here; they load on as many ranks as saved them. What "
+            "files of FSDP's ranks as Accelerate saves them (LOCAL_STATE_DICT), which hold a part "
+            "of each tensor and are not read here; they load on as many ranks as saved them. What "
             "fsdp_state_dict_type: SHARDED_STATE_DICT saves is read"
         ),
     ),
     (
         re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors"),
         (
-            "files of ranks as PyTorch's HuggingFaceStorageWriter(save_distributed=True) saves them, "
-            "which hold a part of each tensor and are not read here. torch.distributed.checkpoint."
-            "load() reads them on any count of ranks with storage_reader="
-            "HuggingFaceStorageReader(DIR); with enable_consolidation=True the writer makes whole "
-            "files also"
+            "files of ranks as PyTorch's HuggingFaceStorageWriter(save_distributed=True) saves "
+            "them, which hold a part of each tensor and are not read here. "
+            "torch.distributed.checkpoint.load() reads them on any count of ranks with "
+            "storage_reader=HuggingFaceStorageReader(DIR); with enable_consolidation=True the "
+            "writer makes whole files also"
         ),
     ),
 )
