@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import distributed
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import streamshard
 from streamshard.errors import IncompleteError, SourceError, SourceNotFoundError, UnsupportedError
@@ -175,6 +180,46 @@ def dumps(place: Path) -> Path:
     return place
 
 
+def save_fsdp2(place: Path, name: str = "{}_world_size_2_rank_0.pt") -> Path:
+    """Save the first of two ranks' files as verl does, from an FSDP2 model."""
+    place.mkdir(parents=True)
+    distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        model: Any = fully_shard(torch.nn.Linear(4, 6), mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        torch.save(model.state_dict(), place / name.format("model"))
+        torch.save(optimizer.state_dict(), place / name.format("optim"))
+    finally:
+        distributed.destroy_process_group()
+    return place
+
+
+def verl(place: Path) -> Path:
+    """Make a run directory of verl."""
+    save_fsdp2(place / "global_step_5" / "actor")
+    (place / "latest_checkpointed_iteration.txt").write_text("5")
+    return place
+
+
+def local_of_accelerate(place: Path) -> Path:
+    """Save as Accelerate does with LOCAL_STATE_DICT."""
+    place.mkdir()
+    torch.save(WEIGHTS, place / "pytorch_model_fsdp_rank0.bin")
+    return place
+
+
+def distributed_safetensors(place: Path) -> Path:
+    """Save as torch does with safetensors files of each rank."""
+    writer = HuggingFaceStorageWriter(str(place), save_distributed=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is .*uninitialized")
+        save_distributed(WEIGHTS, storage_writer=writer, no_dist=True)
+    return place
+
+
 UNIVERSAL = r"a DeepSpeed universal checkpoint.*load_universal.*that it was made from"
 DISTRIBUTED = r"one file of a distributed checkpoint of PyTorch"
 NOTHING_CUT = r"nothing in it depends on the count of ranks"
@@ -186,6 +231,9 @@ DIRECTORIES: list[tuple[Callable[[Path], Path], str]] = [
     (megatron_distributed, r"a checkpoint in Megatron's own format"),
     (adapter, rf"a model's weights without an optimizer's state; {NOTHING_CUT}"),
     (trainer_without_deepspeed, rf"saved without ZeRO; {NOTHING_CUT}"),
+    (verl, r"files of FSDP's ranks as verl saves them.*--local_dir \S*/global_step_5/actor --"),
+    (local_of_accelerate, r"files of FSDP's ranks as Accelerate saves.*SHARDED_STATE_DICT"),
+    (distributed_safetensors, r"a part of each tensor.*HuggingFaceStorageReader"),
     (dumps, r"raw dumps of the optimizer; .*'\S*/optimizer\.\{rank:02d\}\.pt'"),
 ]
 
@@ -280,6 +328,11 @@ FILES: list[tuple[Callable[[Path], Path], str]] = [
     (lambda place: safetensors(place) / "model-00001-of-00001.safetensors", r"a model's weights"),
     (lambda place: adapter(place) / "adapter_model.bin", r"a model's weights"),
     (lambda place: next(fsdp(place).glob("*.distcp")), DISTRIBUTED),
+    (
+        lambda place: save_fsdp2(place) / "optim_world_size_2_rank_0.pt",
+        r"one of the files of FSDP's ranks",
+    ),
+    (lambda place: next(distributed_safetensors(place).iterdir()), r"one of the files of ranks"),
     (lightning, r"a Lightning checkpoint in one file"),
 ]
 
@@ -307,3 +360,16 @@ def test_a_directory_that_is_nothing_known(tmp_path: Path) -> None:
     (tmp_path / "broken.pt").write_bytes(b"nothing")
     with pytest.raises(SourceNotFoundError, match="no 'latest' file and no shards in it"):
         streamshard.inspect(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model", "optim"])
+def test_a_template_of_fsdp_s_files(name: str, tmp_path: Path) -> None:
+    place = save_fsdp2(tmp_path / "given")
+    with pytest.raises(UnsupportedError, match="files of FSDP's ranks as verl"):
+        streamshard.inspect(place / f"{name}_world_size_2_rank_{{rank}}.pt")
+
+
+def test_a_template_of_files_that_are_no_dumps(tmp_path: Path) -> None:
+    torch.save({"cpu": torch.get_rng_state()}, tmp_path / "rng_state_0.pth")
+    with pytest.raises(UnsupportedError, match="not a dump of an optimizer's state that ZeRO"):
+        streamshard.inspect(tmp_path / "rng_state_{rank}.pth")

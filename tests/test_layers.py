@@ -14,6 +14,7 @@ import streamshard
 ROOT = Path(streamshard.__file__).parent
 FLOORS: dict[str, int] = {
     "model": 0, "errors": 0, "sizes": 0, "defaults": 0, "batches": 0,
+    "commands": 0,
     "layout": 1, "drawing": 1, "io": 1,
     "engine": 2, "formats": 2,
     "operations": 3, "cluster": 3,

@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import shlex
 import shutil
 import signal
 import sys
@@ -32,6 +31,7 @@ from streamshard.cli.text.tables import (
     verification_text,
     worker_text,
 )
+from streamshard.commands import command
 from streamshard.errors import (
     IntegrityError,
     SourceError,
@@ -387,7 +387,7 @@ def _show(report: Report, outlook: Outlook | None, arguments: argparse.Namespace
     elif outlook is not None:
         _print(printable(plan_text(report, outlook, verbose=arguments.verbose)))
         if arguments.plan_out is not None:
-            _print(printable(f"\nTo do this: streamshard apply {shlex.quote(arguments.plan_out)}"))
+            _print(printable(f"\nTo do this: {command('apply', arguments.plan_out)}"))
     else:
         _print(printable(report_text(report, verbose=arguments.verbose)))
 

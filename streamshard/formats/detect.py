@@ -5,7 +5,9 @@ any other.
 """
 
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +29,7 @@ from streamshard.io.entries import (
 _WEIGHTS: Final = re.compile(
     r".*\.(safetensors|gguf)|.*\.(safetensors|bin)\.index\.json"
     r"|(pytorch_model|adapter_model|model|diffusion_pytorch_model)(-\d+-of-\d+)?\.bin"
+    r"|pytorch_model_fsdp(_\d+)?\.bin"
     r"|consolidated(\.\d+)?\.pth"
 )
 """Names of weight files of Hugging Face and of Llama's first release."""
@@ -48,6 +51,41 @@ _WHOLE_MASTERS: Final = frozenset({"fp32_groups_flat", "fp32_groups"})
 _CUT: Final = frozenset({names.FLAT_GROUPS, names.FLAT_GROUPS_3, names.PARTITION_COUNT})
 """Keys that ZeRO's optimizers save."""
 
+_PARTS_OF_RANKS: Final = (
+    (
+        re.compile(r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt"),
+        (
+            "files of FSDP's ranks as verl saves them, which hold a part of each tensor and are "
+            "not read here; they load on as many ranks as saved them. Whole weights: python -m "
+            "verl.model_merger merge --backend fsdp --local_dir {directory} --target_dir OUT"
+        ),
+    ),
+    (
+        re.compile(r"pytorch_model_fsdp(_\d+)?_rank\d+\.bin|optimizer_\d+_rank\d+\.bin"),
+        (
+            "files of FSDP's ranks as Accelerate saves them (LOCAL_STATE_DICT), which hold a part "
+            "of each tensor and are not read here; they load on as many ranks as saved them. What "
+            "fsdp_state_dict_type: SHARDED_STATE_DICT saves is read"
+        ),
+    ),
+    (
+        re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors"),
+        (
+            "files of ranks as PyTorch's HuggingFaceStorageWriter(save_distributed=True) saves "
+            "them, which hold a part of each tensor and are not read here. "
+            "torch.distributed.checkpoint.load() reads them on any count of ranks with "
+            "storage_reader=HuggingFaceStorageReader(DIR); with enable_consolidation=True the "
+            "writer makes whole files also"
+        ),
+    ),
+)
+"""Names of files that hold one rank's part of each tensor, and what can be done with them.
+
+Checked with verl 0.8, accelerate 1.15 and torch 2.13.
+"""
+_MOST_LEVELS: Final = 2
+"""How far below a run directory verl saves such files: `global_step_5/actor`."""
+
 _NOTHING_CUT: Final = "nothing in it depends on the count of ranks, so it needs no resharding"
 
 
@@ -66,6 +104,8 @@ def file(path: Path) -> str | None:
     """
     if names.parse(path.name) is not None or path.name == names.LATEST:
         return f"one file of a DeepSpeed checkpoint; give its directory, {path.parent}"
+    if (part := part_of_rank(path)) is not None:
+        return f"one of the {part}"
     if _WEIGHTS.fullmatch(path.name):
         return f"a model's weights; {_NOTHING_CUT}"
     if _TORCH_DCP.fullmatch(path.name):
@@ -94,13 +134,25 @@ def _torch_file(path: Path) -> str | None:
     return None
 
 
+def part_of_rank(path: Path) -> str | None:
+    """Describe files that hold one rank's part of each tensor by the name of one; else None."""
+    found = (text for pattern, text in _PARTS_OF_RANKS if pattern.fullmatch(path.name))
+    text = next(found, None)
+    return None if text is None else text.format(directory=shlex.quote(str(path.parent)))
+
+
+def is_cut(root: Mapping[str, Node]) -> bool:
+    """Tell whether a state dict is that of an optimizer which ZeRO partitioned."""
+    return bool(_CUT & root.keys())
+
+
 def kind_of_whole_dump(root: Mapping[str, Node]) -> str | None:
     """Describe the optimizer of a dump without ZeRO; None for any other file.
 
     Checked with DeepSpeed 0.19.8: without ZeRO (stage 0), `engine.optimizer` is torch's own in
     fp32, an `FP16_Optimizer` or `FP16_UnfusedOptimizer` (`deepspeed/runtime/fp16`) in 16 bits.
     """
-    if root.keys() >= _TORCH_OPTIMIZER and not _CUT & root.keys():
+    if root.keys() >= _TORCH_OPTIMIZER and not is_cut(root):
         return "a plain torch optimizer's state dict"
     if names.OPTIMIZER in root and _WHOLE_MASTERS & root.keys():
         return "the state dict of DeepSpeed's optimizer without ZeRO (stage 0)"
@@ -123,6 +175,17 @@ def _listed(path: Path) -> set[str]:
 
 def _with_children(path: Path) -> list[Path]:
     return [path, *sorted(entry for entry in paths_in(path) if is_directory(entry))]
+
+
+def _parts_of_ranks(path: Path, levels: int = _MOST_LEVELS) -> str | None:
+    listed = sorted(paths_in(path))
+    found = next((text for entry in listed if (text := part_of_rank(entry)) is not None), None)
+    for entry in listed if found is None and levels else ():
+        with suppress(PermissionError):
+            found = _parts_of_ranks(entry, levels - 1) if is_directory(entry) else None
+        if found is not None:
+            break
+    return found
 
 
 def _universal(path: Path) -> str | None:
@@ -177,6 +240,7 @@ def _weights(path: Path) -> str | None:
 
 _DIRECTORIES: Final[tuple[Callable[[Path], str | None], ...]] = (
     _universal,
+    _parts_of_ranks,
     _megatron,
     _weights,
     _dumps,

@@ -81,7 +81,7 @@ def _fitting(config: Any) -> BatchPlan | None:
     if plan is None:
         nearest = " or ".join(f"{n:,}" for n in _world_sizes_near(ranks, total))
         message = f"{where}: it is not a multiple of {ranks:,}"
-        raise UsageError(f"{message}. {nearest} would keep it.")
+        raise UsageError(f"{message}. {nearest} would keep it")
     framework = _framework()
     if framework is not None:
         message = f"{where} from outside of {framework}, which counts the accumulation itself: set"
@@ -123,8 +123,8 @@ def plan_batch(engine: Engine, resharding: Resharding) -> BatchPlan | None:
     advice = job_settings.text(found, resharding.resized.framework)
     framework = _framework()
     if framework is not None:
-        message = f"{head} {framework} counts the accumulation itself, so it is not changed here."
-        raise UsageError(f"{message} {advice}")
+        message = f"{head} {framework} counts the accumulation itself, so it is not changed here"
+        raise UsageError(f"{message}. {advice}")
     accumulation, rest = divmod(found.total, micro * ranks)
     if rest or ranks != found.ranks:
         message = f"{head} Accumulation alone cannot keep it with a micro batch of {micro:,} on"

@@ -1,6 +1,7 @@
 """Small checkpoints to try the command line on, and a way to run it."""
 
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from benchmarks._fabricate import fabricate
 from benchmarks._layout import TAG
 from benchmarks._model import transformer
 from streamshard.cli.main import main
+from streamshard.cli.parser import parse_command
 from streamshard.engine.run import phases
 from tests.fabricated import write
 from tests.forked import Finished, run_forked
@@ -42,7 +44,17 @@ def without_progress(shown: str) -> str:
 def streamshard(*arguments: object, script: str = "") -> Finished:
     """Run the command line, or a script, in a process of its own; leave its progress out."""
     done = run_forked(*map(str, arguments), script=script)
-    return replace(done, err=without_progress(done.err))
+    return checked(replace(done, err=without_progress(done.err)))
+
+
+def checked(done: Finished) -> Finished:
+    """Require that the commands that a run shows are valid ones, each at the end of a line."""
+    text = done.err if done.out.startswith("{") else f"{done.out}\n{done.err}"
+    for shown in re.findall(
+        r"(?<!usage)(?<!Example): (streamshard [a-z]+ .*)$", text, re.MULTILINE
+    ):
+        parse_command(shlex.split(shown)[1:])
+    return done
 
 
 @pytest.fixture
@@ -55,7 +67,7 @@ def in_process(capsys: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
         except SystemExit as exit:
             code = int(exit.code or 0)
         done = capsys.readouterr()
-        return Finished(code, done.out, without_progress(done.err))
+        return checked(Finished(code, done.out, without_progress(done.err)))
 
     return run
 

@@ -114,7 +114,7 @@ def test_other_verbs_name_the_newest_and_where_to_see_all(trainer_output: Path) 
     done = command("repartition", trainer_output, trainer_output.parent / "made", "-n")
     assert (done.code, done.out) == (3, "")
     assert "Give one of the 4 checkpoints in it, such as" in done.err
-    (advised,) = re.findall(r"'(streamshard inspect \S+)'", done.err)
+    (advised,) = re.findall(r": (streamshard inspect \S+)$", done.err, re.MULTILINE)
     assert command(*advised.split()[1:]).code == 0
 
 

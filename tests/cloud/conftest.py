@@ -33,6 +33,11 @@ class Bucket:
         """Upload an object."""
         self._client.put_object(Bucket=self.name, Key=key, Body=data)
 
+    def publish(self) -> None:
+        """Let everyone read the objects that are there, without credentials."""
+        for key in self.keys():
+            self._client.put_object_acl(Bucket=self.name, Key=key, ACL="public-read")
+
     def remove(self, key: str) -> None:
         """Remove an object."""
         self._client.delete_object(Bucket=self.name, Key=key)

@@ -41,6 +41,8 @@ class Fault(Enum):
     """Half of the answer's body arrives."""
     WRONG_RANGE = "wrong range"
     """The bytes before or after the requested ones arrive, and the answer says so."""
+    NO_RANGE = "no range"
+    """The whole object arrives, whatever range of it was requested."""
     STALE_LISTING = "stale listing"
     """The last object of a listing is not in it."""
     HELD = "held"
@@ -192,6 +194,9 @@ class _Handler(BaseHTTPRequestHandler):
         headers = dict(self.headers.items())
         if fault is Fault.WRONG_RANGE and request.range:
             headers["Range"] = _moved(request.range)
+        if fault is Fault.NO_RANGE:
+            headers.pop("Range", None)
+            headers.pop("range", None)
         connection = HTTPConnection(self.proxy.upstream)
         try:
             connection.putrequest(

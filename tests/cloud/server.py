@@ -58,7 +58,7 @@ class S3Server:
         Servers share moto's state, and to pytest a `conftest` that is imported by another folder is
         a module of its own, with a count of its own. So the count is here.
         """
-        name = f"{prefix}-{next(_numbers)}"
+        name = f"{prefix}{next(_numbers)}"  # a hyphen is written %2D by the client of gs://
         client: Any = boto3.client(
             "s3",
             endpoint_url=self.url,

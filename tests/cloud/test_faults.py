@@ -132,6 +132,31 @@ def test_an_address_where_nobody_answers_is_named_soon(
         api.inspect("s3://nobody-has-asked-for-this/run")
 
 
+def test_a_service_without_ranges_is_named_at_once(bucket: Bucket, run: Path) -> None:
+    source = bucket.put(run, "runs/7b")
+    bucket.proxy.reset()
+    bucket.proxy.plan = lambda request: Fault.NO_RANGE if request.range else None
+    with pytest.raises(SourceError, match="without ranges nothing can be read from it"):
+        api.inspect(source)
+    asked = [(one.path, one.range) for one in bucket.proxy.requests if one.range]
+    assert len(asked) == len(set(asked))  # none was repeated
+
+
+def test_a_bucket_that_is_not_there_is_named(bucket: Bucket, run: Path) -> None:
+    missing = f"{bucket.url}-that-nobody-made"
+    named = rf"{missing}: cannot be (read|written) \(no such bucket\)"
+    with pytest.raises(SourceError, match=named):
+        api.inspect(f"{missing}/runs/7b")
+    with pytest.raises(SourceError, match=named):
+        api.verify(f"{missing}/7b.zarr")
+    with pytest.raises(TargetError, match=named):
+        api.convert(run, f"{missing}/7b.zarr")
+    with pytest.raises(TargetError, match=named):
+        api.repartition(run, f"{missing}/runs/7b", world_size=3)
+    with pytest.raises(SourceError, match=named):
+        api.compact(f"{missing}/runs/7b", f"{bucket.url}/archive")
+
+
 @pytest.mark.parametrize("change", ["replaced", "removed"])
 def test_a_source_that_changes_ends_the_run(bucket: Bucket, run: Path, change: str) -> None:
     """It changes after its headers are read, before its tensors are."""

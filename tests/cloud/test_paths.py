@@ -1,7 +1,14 @@
 """Paths and listings of objects behave like those of files, and odd keys are errors."""
 
+import json
 import os
 import pickle
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -9,9 +16,11 @@ import pytest
 import streamshard as api
 from streamshard.errors import SourceError
 from streamshard.io import entries
+from streamshard.io.objects import clients
 from streamshard.io.objects.listings import listings_kept
 from streamshard.io.objects.object_path import ObjectPath, as_path, is_object
 from tests.cloud.conftest import Bucket
+from tests.cloud.server import S3Server
 from tests.fabricated import write
 from tests.job import Job
 
@@ -98,3 +107,57 @@ def test_headers_take_few_requests(bucket: Bucket, tmp_path: Path) -> None:
     bucket.proxy.reset()
     assert api.inspect(source).world_size == ranks
     assert len(bucket.proxy.requests) <= ranks + 6
+
+
+@pytest.mark.parametrize("way", ["GOOGLE_BASE_URL", "STORAGE_EMULATOR_HOST", "host", "account"])
+def test_an_emulator_of_google_s_service_is_reached_without_tls(
+    bucket: Bucket, server: S3Server, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that read are those of S3, so that a server of S3 can answer them."""
+    bucket.put(write(Job(), tmp_path / "run"), "runs/7b")
+    bucket.publish()
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    if way == "account":
+        content = {"gcs_base_url": server.url, "disable_oauth": True}
+        content |= {"client_email": "", "private_key": "", "private_key_id": ""}
+        (tmp_path / "account.json").write_text(json.dumps(content))
+        monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "account.json"))
+    elif way == "host":
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url.removeprefix("http://"))
+    else:
+        monkeypatch.setenv(way, server.url)
+        monkeypatch.setenv("GOOGLE_SKIP_SIGNATURE", "true")
+    assert api.inspect(f"gs://{bucket.name}/runs/7b").world_size == Job().world_size
+
+
+class _PlainServer(SimpleHTTPRequestHandler):
+    """Python's own web server, which neither lists nor knows ranges."""
+
+    asked: Counter[str]
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Count requests, and print nothing."""
+        self.asked[self.requestline] += 1
+
+
+@contextmanager
+def plain_server(directory: Path) -> Iterator[tuple[str, Counter[str]]]:
+    """Serve a directory; yields the address, and counts of the requests."""
+    asked: Counter[str] = Counter()
+    handler = type("Handler", (_PlainServer,), {"asked": asked})
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(directory))) as made:
+        threading.Thread(target=made.serve_forever, args=(0.05,), daemon=True).start()
+        yield f"http://127.0.0.1:{made.server_address[1]}", asked
+        made.shutdown()
+
+
+def test_a_web_server_is_asked_to_list_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its refusal is one of those that obstore repeats; but then it is known."""
+    monkeypatch.setitem(clients.RETRIES, "max_retries", 1)
+    api.convert(write(Job(), tmp_path / "run"), tmp_path / "7b.zarr")
+    with plain_server(tmp_path) as (url, asked):
+        assert api.inspect(f"{url}/7b.zarr").world_size == Job().world_size
+        directories = {line for line in asked if line.startswith("PROPFIND")}
+    assert len(directories) == 1

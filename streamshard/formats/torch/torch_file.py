@@ -101,7 +101,7 @@ def read_content(source: Readable, path: Path, file: int) -> TorchFile:
     except EndedTooEarlyError as error:
         message = (
             f"{path}: not a whole torch file ({error}; {source.nbytes} bytes). "
-            "Was the save interrupted? Copy the file again or take an earlier tag."
+            "Was the save interrupted? Copy the file again or take an earlier tag"
         )
         raise CorruptFileError(message) from error
     except (CorruptFileError, UnsupportedError) as error:

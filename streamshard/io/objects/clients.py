@@ -1,6 +1,7 @@
 """Clients of object stores: obstore's, one for each bucket, configured by the environment alone."""
 
 import errno
+import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -32,10 +33,20 @@ _TIMEOUTS: Final = {"timeout": "120s", "connect_timeout": "15s"}
 
 _VARIABLES: Final = {
     "s3": "AWS_REGION, AWS_ENDPOINT_URL and AWS_PROFILE",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
-    "az": "AZURE_STORAGE_ACCOUNT_NAME",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, GOOGLE_BASE_URL and STORAGE_EMULATOR_HOST",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ENDPOINT",
 }
 """What configures a client, by scheme, for messages."""
+_ADDRESSES: Final = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL", "STORAGE_EMULATOR_HOST"),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+"""Variables that hold the address of a service, by scheme."""
+_GOOGLE_EMULATOR: Final = "STORAGE_EMULATOR_HOST"
+"""Variable of Google's own libraries, which obstore does not read."""
+_GOOGLE_ACCOUNTS: Final = ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH")
+"""Variables that name a file, which may hold an address (`gcs_base_url`)."""
 _STATUS: Final = re.compile(r"status code: (\d+)")
 _CODE: Final = re.compile(r"<Code>(\w{1,64})</Code>")
 _MEANINGS: Final = {
@@ -44,8 +55,27 @@ _MEANINGS: Final = {
     "InvalidPathError": (errno.EINVAL, "a key has an empty segment, '.' or '..', and is no path"),
 }
 """Error of obstore → error number and text."""
+_LASTING: Final = (
+    (
+        re.compile(r"non-partial response|Range request not supported|Content-Range header"),
+        errno.ENOTSUP,
+        (
+            "the service answers a request for a range of bytes with other bytes; without ranges "
+            "nothing can be read from it"
+        ),
+    ),
+    (
+        re.compile("redirect without LOCATION"),
+        errno.ENXIO,
+        "the service redirects to an unknown place, as it does for a bucket of another region",
+    ),
+)
+"""What obstore says of errors without a status that no further try mends → their meaning."""
 _DENIED: Final = (401, 403)
 _MISSING: Final = 404
+_NOT_OFFERED: Final = (405, 501)
+_NO_BUCKET: Final = frozenset({"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted"})
+"""Error codes of S3, Google and Azure."""
 
 
 @cache
@@ -73,6 +103,8 @@ def _make_client(bucket: str, retries: dict[str, Any]) -> "ObjectStore":
     }
     if bucket.startswith("s3:"):
         options |= {"checksum_algorithm": "SHA256", **_profile()}
+    if bucket.startswith("gs:") and "GOOGLE_BASE_URL" not in os.environ:
+        options |= _google_emulator()
     try:
         return from_url(bucket, **options)
     except (BaseError, ValueError, TypeError) as error:
@@ -86,8 +118,30 @@ def _variables_of(bucket: str) -> str:
 
 def _plain_http(bucket: str) -> dict[str, bool]:
     """Allow HTTP without TLS where the address, which the user gave, says so."""
-    addresses = [bucket, *(os.environ.get(f"AWS_ENDPOINT_URL{end}", "") for end in ("", "_S3"))]
+    scheme = bucket.partition(":")[0]
+    addresses = [bucket, *(os.environ.get(name, "") for name in _ADDRESSES.get(scheme, ()))]
+    if scheme == "gs":
+        addresses += [_google_emulator().get("base_url", ""), _address_in_account()]
     return {"allow_http": True} if any(one.startswith("http:") for one in addresses) else {}
+
+
+def _google_emulator() -> dict[str, Any]:
+    """Return the options for an emulator that a variable of Google's own libraries names."""
+    address = os.environ.get(_GOOGLE_EMULATOR, "")
+    if not address:
+        return {}
+    if "://" not in address:
+        address = f"http://{address}"
+    return {"base_url": address.rstrip("/"), "skip_signature": True}
+
+
+def _address_in_account() -> str:
+    """Return the address in the file of a service account; empty if there is none."""
+    path = next((os.environ[name] for name in _GOOGLE_ACCOUNTS if name in os.environ), None)
+    try:
+        return str(json.loads(Path(path or os.devnull).read_bytes())["gcs_base_url"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""  # obstore says what is wrong with it
 
 
 def _profile() -> dict[str, Any]:
@@ -114,28 +168,53 @@ def _object_errors(path: ObjectPath) -> Iterator[None]:
 
     try:
         yield
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        if _code(str(error)) in _NO_BUCKET:
+            raise _no_bucket(path) from None
         text = os.strerror(errno.ENOENT)
         raise FileNotFoundError(errno.ENOENT, text, str(path)) from None
     except BaseError as error:
+        if _is_of_no_bucket(str(error)):
+            raise _no_bucket(path) from None
         number, text = _meaning(error)
         raise OSError(number, text, str(path)) from None
+
+
+def _no_bucket(path: ObjectPath) -> OSError:
+    return OSError(errno.ENXIO, "no such bucket", path.bucket)
+
+
+def _is_of_no_bucket(text: str) -> bool:
+    """Tell whether an error is that of a bucket; a listing of nothing is empty, not an error."""
+    is_missing = _status(text) == _MISSING and "list request" in text
+    return is_missing or _code(text) in _NO_BUCKET
+
+
+def _status(text: str) -> int:
+    found = _STATUS.search(text)
+    return int(found[1]) if found else 0
+
+
+def _code(text: str) -> str:
+    found = _CODE.search(text)
+    return found[1] if found else ""
 
 
 def _meaning(error: Exception) -> tuple[int, str]:
     """Return an error number and a text for an error of obstore."""
     text, kind = str(error), type(error).__name__
-    found = _STATUS.search(text)
-    status = int(found[1]) if found else 0
-    code = _CODE.search(text)
-    shown = ", ".join(filter(None, [f"status {status}" if status else "", code[1] if code else ""]))
+    status, code = _status(text), _code(text)
+    shown = ", ".join(filter(None, [f"status {status}" if status else "", code]))
     if kind in _MEANINGS:
         return _MEANINGS[kind]
+    for pattern, number, meaning in () if status else _LASTING:
+        if pattern.search(text):
+            return number, meaning
     # Of an object among several that are removed together only the code tells.
     is_denied = status in _DENIED or "AccessDenied" in text
     if kind in ("PermissionDeniedError", "UnauthenticatedError") or is_denied:
         return errno.EACCES, f"access denied{f' ({shown})' if shown else ''}"
-    if kind == "NotSupportedError" or (code and code[1] == "NotImplemented"):
+    if kind == "NotSupportedError" or code == "NotImplemented" or status in _NOT_OFFERED:
         return errno.ENOTSUP, f"the service cannot do this ({shown or kind})"
     if status == _MISSING:
         return errno.ENOENT, f"{os.strerror(errno.ENOENT)} ({shown})"

@@ -6,6 +6,7 @@ it are answered from that. What was listed may change; but whoever reads an obje
 for the very version that was listed.
 """
 
+import errno
 import re
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 DIRECTORY: Final = Status(S_IFDIR | 0o755, 0, 0, "", 0, 0, 1)
 """Status of a key's part that other objects lie below."""
+
+_unlisted: Final[set[str]] = set()
+"""Web servers that have said that they do not list."""
 
 
 def is_listed(path: ObjectPath) -> bool:
@@ -51,12 +55,16 @@ def _list_directory(directory: ObjectPath) -> list[Entry]:
     OSError
         The service does not list it, or a key is no path.
     """
+    if directory.bucket in _unlisted:
+        return []
     try:
         found = call(directory, lambda client: client.list_with_delimiter(directory.key or None))
-    except OSError:
-        if not is_listed(directory):
-            return []
-        raise
+    except OSError as error:
+        if is_listed(directory):
+            raise
+        if error.errno == errno.ENOTSUP:
+            _unlisted.add(directory.bucket)
+        return []
     entries = [
         Entry(directory.of_key(prefix.rstrip("/")), True, False, DIRECTORY)
         for prefix in found["common_prefixes"]

@@ -1,12 +1,12 @@
 """Records ambiguous tags that the user accepts as they are, so that no run reports them again."""
 
 import json
-import shlex
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
+from streamshard.commands import command
 from streamshard.errors import CorruptFileError, SourceError, UsageError
 from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import names
@@ -86,8 +86,8 @@ class Acknowledging:
         if known is not None and known == _Acknowledgement.of(tag, known.at):
             reason = f"{choice.reason}; acknowledged {known.at[:10]}"
             return CompactedTag(tag.name, choice.step, compact_report.KEPT, reason)
-        command = shlex.join([str(self.run_dir), str(self.directory), "--acknowledge", tag.name])
-        advice = f"To leave it as it is: 'streamshard compact {command}'"
+        way = command("compact", self.run_dir, self.directory, "--acknowledge", tag.name)
+        advice = f"To leave it as it is: {way}"
         if known is not None:
             advice = f"It is not as it was when it was acknowledged on {known.at[:10]}. {advice}"
         return CompactedTag(

@@ -203,7 +203,8 @@ class Compacting:
     def _acknowledge(self) -> Iterator[CompactedTag]:
         """Acknowledge the given tags."""
         run, is_dry_run = self._look_at(), self._settings.dry_run
-        choices = {c.tag.name: c for c in choose(run, self._settings.rules, self._now_ns)}
+        rules = replace(self._settings.rules, min_age_ns=0)  # it is there, and has been looked at
+        choices = {c.tag.name: c for c in choose(run, rules, self._now_ns)}
         for tag in self._settings.acknowledge:
             try:
                 if tag not in choices:

@@ -62,7 +62,9 @@ class Identity:
         try:
             stat = examine(path)
         except OSError as error:
-            message = f"{path}: cannot be read ({error.strerror}); is it mounted?"
+            place = error.filename or path
+            message = f"{place}: cannot be read ({error.strerror})"
+            message = message if is_object(path) else f"{message}; is it mounted?"
             raise SourceNotFoundError(message) from error
         if not stat.is_directory:
             raise SourceNotFoundError(f"{path}: no directory; give the one that holds 'latest'")

@@ -1,10 +1,10 @@
 """Finds what a directory holds: a checkpoint, weights, or checkpoints to choose from."""
 
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from streamshard.commands import command
 from streamshard.formats import detect, pretrained_reader
 from streamshard.formats.dcp import dcp_reader
 from streamshard.formats.deepspeed import names
@@ -93,6 +93,5 @@ def hint_of_candidates(root: Path) -> str:
         return f". Give the one in it: {root / found[0]}"
     named = ", ".join(found[:_MOST_NAMED])
     more = f" and {len(found) - _MOST_NAMED:,} more" if len(found) > _MOST_NAMED else ""
-    command = f"streamshard inspect {shlex.quote(str(root))}"
     message = f". Give one of the {len(found):,} checkpoints in it, such as {root / found[0]}:"
-    return f"{message} {named}{more}. '{command}' says of each whether it is complete"
+    return f"{message} {named}{more}. Which are complete says: {command('inspect', root)}"

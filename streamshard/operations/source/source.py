@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from streamshard.commands import command
 from streamshard.engine.run.source_reader import Decoder
 from streamshard.errors import (
     IncompleteError,
@@ -136,7 +137,8 @@ class Source:
         dropped = self.checkpoint.dropped
         if dropped is not None:
             message = f"{self.path}: holds weights only: {dropped}, so no job can resume from it"
-            raise UnsupportedError(f"{message}. 'streamshard export' writes its weights")
+            way = command("export", self.path, "OUT")
+            raise UnsupportedError(f"{message}. Its weights are written by: {way}")
 
     def require_as_written(self) -> None:
         """Refuse a store in which another tool rewrote an array.

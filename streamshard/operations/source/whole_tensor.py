@@ -5,6 +5,7 @@ from typing import Final
 
 import numpy as np
 
+from streamshard.commands import command
 from streamshard.engine.run.source_reader import Decoder
 from streamshard.errors import UsageError
 from streamshard.formats.zarr.rewritten_array import RewrittenPiece
@@ -47,7 +48,8 @@ def locate_whole(source: Source, number: int, name: str) -> tuple[int, int, int]
         why.append("is compressed")
     if why:
         message = f"{name} {' and '.join(why)}, in {_listed(source, files)}, so it cannot be mapped"
-        way = f"streamshard convert SRC NEW.zarr --codec none --chunk-size {tensor.nbytes}"
+        plain = ("--codec", "none", "--chunk-size", tensor.nbytes)
+        way = command("convert", source.path, "NEW.zarr", "--tag", source.checkpoint.tag, *plain)
         raise UsageError(
             f"{message}. Read it with [...], .bits() or .torch(), or make a store that holds it in "
             f"one piece and open that: {way}"

@@ -14,7 +14,7 @@ from streamshard.formats.checkpoint import LIKE, Checkpoint, Family, Reading
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.cut.zero_cutting import SourceMap, cut_source
 from streamshard.formats.deepspeed.dumps.dump_names import Template
-from streamshard.formats.deepspeed.dumps.whole_dumps import refuse_whole
+from streamshard.formats.deepspeed.dumps.other_dumps import refuse_other_kinds
 from streamshard.formats.deepspeed.read import elastic_reader
 from streamshard.formats.deepspeed.read.agreement import check_agreement, rank_counts, stage_of
 from streamshard.formats.deepspeed.read.family import (
@@ -81,7 +81,7 @@ def _read_ranks(
 ) -> Reading:
     sources = SourceFiles()
     states = read_optimizers(sources, paths)
-    refuse_whole(states, paths)
+    refuse_other_kinds(states, paths)
     for state, path in zip(states, paths, strict=True):
         if names.OPTIMIZER in state and names.FLAT_GROUPS_3 not in state:
             message = f"{path}: a DeepSpeed checkpoint file, not a dump; give its directory instead"

@@ -1,26 +1,43 @@
-"""Refuses dumps of optimizers that ZeRO did not partition: each rank's file is complete."""
+"""Refuses files per rank that are no dumps of an optimizer which ZeRO partitioned."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from streamshard.errors import UnsupportedError
+from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read.fingerprints import fingerprints
-from streamshard.formats.detect import kind_of_whole_dump
+from streamshard.formats.detect import is_cut, kind_of_whole_dump, part_of_rank
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch.tree_comparison import show_few
 
 
-def refuse_whole(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> None:
-    """Refuse dumps in which nothing is partitioned. Any rank's file alone can be loaded.
+def refuse_other_kinds(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> None:
+    """Refuse files that are not ZeRO's.
 
     Raises
     ------
     UnsupportedError
-        The dumps are not partitioned. If they differ, the message says so.
+        The message says what they are, if that is known, and what can be done with them.
     """
+    part = part_of_rank(paths[0])
+    if part is not None:
+        raise UnsupportedError(f"{paths[0]}: one of the {part}")
     kind = kind_of_whole_dump(states[0])
-    if kind is None:
-        return
+    if kind is not None:
+        _refuse_whole(states, paths, kind)
+    if not is_cut(states[0]) and names.OPTIMIZER not in states[0]:
+        message = f"{paths[0]}: not a dump of an optimizer's state that ZeRO partitioned"
+        raise UnsupportedError(f"{message}; give a template of files that hold one each")
+
+
+def _refuse_whole(
+    states: Sequence[Mapping[str, Node]], paths: Sequence[Path], kind: str
+) -> NoReturn:
+    """Refuse dumps in which nothing is partitioned: any rank's file alone can be loaded.
+
+    If they differ, the message says so.
+    """
     first = fingerprints({**states[0]}, paths[0])
     for state, path in zip(states[1:], paths[1:], strict=True):
         other = fingerprints({**state}, path)
