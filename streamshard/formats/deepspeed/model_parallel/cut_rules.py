@@ -29,7 +29,7 @@ from streamshard.io.entries import read_all
 from streamshard.layout.model_cut import ModelCut, Shape, segments_cut
 
 _RULE: Final = re.compile(
-    r"(?P<whole>replicated)|split +(?P<split>\d)|sub +(?P<sub>\d) *\[(?P<sizes>[\d, ]+)\]"
+    r"(?P<whole>replicated)|split +(?P<split>[0-9])|sub +(?P<sub>[0-9]) *\[(?P<sizes>[0-9, ]+)\]"
 )
 
 
