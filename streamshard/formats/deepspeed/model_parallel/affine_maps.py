@@ -22,7 +22,7 @@ from streamshard.layout.boxes import Ints, NotTiledError
 from streamshard.layout.model_cut import ModelCut
 
 _VERSION: Final = 1
-_MOST_PIECES: Final = 1 << 16
+_MOST_PIECES: Final = 1 << 13
 """More pieces of one parameter than any map has."""
 MAPS: Final = "affine_map"
 
