@@ -14,13 +14,14 @@
     │   ├── TargetExistsError
     │   ├── TargetLockedError
     │   └── NoSpaceError
-    ├── MemoryLimitError        5   the plan needs more memory than the limit
+    ├── MemoryLimitError        5   more memory is needed than the limit, or than there is
     ├── IntegrityError          6   bytes differ from what was recorded
     │   └── NotAsWrittenError         what was written reads back as something else
     └── ClusterError            7   the workers of a cluster are gone, or cannot be reached
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 
@@ -81,7 +82,7 @@ class NoSpaceError(TargetError):
 
 
 class MemoryLimitError(StreamshardError):
-    """The plan needs more memory than the limit allows. Nothing was read or written."""
+    """The plan needs more memory than the limit, or the run more than the system has."""
 
     exit_code = 5
 
@@ -111,6 +112,20 @@ def release_frames(error: BaseException) -> None:
     while one is not None:
         one.__traceback__ = None
         one = one.__cause__ or one.__context__
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Turn the system's refusal of memory into an error that says what to do."""
+    try:
+        yield
+    except MemoryError as error:
+        release_frames(error)
+        message = "the system has no more memory for this run, whose process may be limited"
+        raise MemoryLimitError(
+            f"{message} (ulimit -v, a cgroup): run it where more is free, or with a lower "
+            "--memory-limit or fewer --workers. What was written is kept, and a rerun goes on"
+        ) from None
 
 
 def raise_first(errors: Iterable[SourceError]) -> None:

@@ -38,6 +38,7 @@ from streamshard.errors import (
     StreamshardError,
     TargetLockedError,
     UsageError,
+    memory_errors,
 )
 from streamshard.io.throttle import yield_to_others
 from streamshard.operations import apply
@@ -84,7 +85,7 @@ def _run(arguments: argparse.Namespace) -> int:
     """Run one verb to its end; returns the exit code."""
     try:
         require_sense(arguments)
-        with _cluster(arguments):
+        with _cluster(arguments), memory_errors():
             _VERBS[arguments.verb](arguments)
         sys.stdout.flush()
     except StreamshardError as error:
@@ -284,7 +285,7 @@ def _compact_run(arguments: argparse.Namespace, nights: list[Night], indent: int
     options = _keywords(compact.compact, arguments)
     night = Night(arguments.source, arguments.target)
     try:
-        with _progress(arguments) as progress:
+        with _progress(arguments) as progress, memory_errors():
             found = compact.compact(
                 arguments.source, arguments.target, progress=progress, **options
             )

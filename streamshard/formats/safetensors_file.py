@@ -16,6 +16,7 @@ from typing import Any, Final
 from streamshard.errors import CorruptFileError, UnsupportedError
 from streamshard.formats import strict_json
 from streamshard.formats.pickle.inert import show
+from streamshard.formats.shapes import is_size, require_shape
 from streamshard.io.entries import open_readable
 from streamshard.model import ITEMSIZE
 
@@ -153,7 +154,7 @@ def read(path: Path) -> Sequence[Stored]:
         header = strict_json.parse(serialized)
         start = _LENGTH.size + length
         found = [_stored(name, held, start) for name, held in header.items() if name != _METADATA]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, CorruptFileError, KeyError, TypeError, ValueError) as error:
         message = f"{path}: its header is not a safetensors header ({error})"
         raise CorruptFileError(message) from error
     found.sort(key=lambda one: (one.offset, one.tensor.nbytes))
@@ -171,10 +172,9 @@ def read(path: Path) -> Sequence[Stored]:
 def _stored(name: str, held: Any, start: int) -> Stored:  # noqa: ANN401
     """Read one entry of the header."""
     first, stop = held["data_offsets"]
-    numbers = (first, *held["shape"])
-    if not all(type(number) is int and number >= 0 for number in numbers):
-        raise ValueError(f"{show(name)} has no sizes")
-    tensor = Described(name, _NAMES[held["dtype"]], tuple(held["shape"]))
+    if not is_size(first) or not is_size(stop):
+        raise ValueError(f"{show(name)} has no place")
+    tensor = Described(name, _NAMES[held["dtype"]], require_shape(held["shape"]))
     if stop != first + tensor.nbytes:
         raise ValueError(f"{show(name)} has {stop - first} bytes for {tensor.nbytes}")
     return Stored(tensor, start + first)

@@ -13,12 +13,16 @@ Every cut of DeepSpeed's is of this kind: blocks of rows or columns, several sub
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Final
 
 import numpy as np
 
 from streamshard.layout.boxes import BoxGrid, Ints, NotTiledError, grid_of
 
 Shape = tuple[int, ...]
+
+_PIECES: Final = 64
+"""Pieces that are compared at a time with all of another cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,14 +217,13 @@ def recut(target: ModelCut, rank: int, source: ModelCut, *, holder: int = 0) -> 
         return None
     mine = np.flatnonzero(target.rank == rank)
     theirs = source._first_holders(holder)
-    # All pairs of a piece of the target and one of the source; most of them do not meet.
-    one, other = (index.reshape(-1) for index in np.meshgrid(mine, theirs, indexing="ij"))
+    pairs = [
+        _meeting(target, mine[at : at + _PIECES], source, theirs)
+        for at in range(0, max(1, len(mine)), _PIECES)
+    ]
+    one, other = (np.concatenate(column) for column in zip(*pairs, strict=True))
     low = np.maximum(target.whole[one], source.whole[other])
-    high = np.minimum(
-        target.whole[one] + target.sizes[one], source.whole[other] + source.sizes[other]
-    )
-    meets = (low < high).all(axis=1)
-    one, other, low, high = one[meets], other[meets], low[meets], high[meets]
+    high = _ends(target, source, one, other)
     offsets = low - target.whole[one] + target.own[one]
     in_holder = low - source.whole[other] + source.own[other]
     ranks = source.rank[other]
@@ -228,3 +231,19 @@ def recut(target: ModelCut, rank: int, source: ModelCut, *, holder: int = 0) -> 
     lengths = np.array(shapes, dtype=np.int64).reshape(offsets.shape)
     grid = grid_of(shard, offsets, high - low, holders=(offsets - in_holder, lengths))
     return Recut(grid, ranks)
+
+
+def _meeting(target: ModelCut, mine: Ints, source: ModelCut, theirs: Ints) -> tuple[Ints, Ints]:
+    """Return the pairs of a piece of the target and one of the source that have elements alike."""
+    one, other = (index.reshape(-1) for index in np.meshgrid(mine, theirs, indexing="ij"))
+    low = np.maximum(target.whole[one], source.whole[other])
+    meets = (low < _ends(target, source, one, other)).all(axis=1)
+    return one[meets], other[meets]
+
+
+def _ends(target: ModelCut, source: ModelCut, one: Ints, other: Ints) -> Ints:
+    """Return where the common elements of each pair of pieces end."""
+    ends: Ints = np.minimum(
+        target.whole[one] + target.sizes[one], source.whole[other] + source.sizes[other]
+    )
+    return ends

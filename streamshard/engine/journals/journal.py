@@ -67,7 +67,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.header: Mapping[str, Any] | None = None
-        """Identity of the run; None before it has begun."""
+        """Identity of the run; None before it has begun, empty if another version wrote this."""
         self.is_whole = False
         """Whether the earlier run wrote everything."""
         self.is_empty = True
@@ -77,14 +77,16 @@ class Journal:
 
     def _read(self) -> None:
         rows = array("Q")
-        for line in _lines_of(self.path):
-            if isinstance(line, dict) and self.header is None:
-                self.header = line
-            elif line == _WHOLE:
-                self.is_whole = True
-            elif isinstance(line, list):
-                path, offset, nbytes, crc32 = line
-                rows.extend((_key(f"{offset} {path}"), _key(path), nbytes, crc32))
+        try:
+            for line in _lines_of(self.path):
+                if isinstance(line, dict):
+                    self.header = line if self.header is None else self.header
+                elif line == _WHOLE:
+                    self.is_whole = True
+                else:
+                    rows.extend(_row(*line))
+        except (OverflowError, RecursionError, TypeError, ValueError):
+            self.header, self.is_whole, rows = {}, False, array("Q")
         self._spans = _Spans.of(np.frombuffer(rows, dtype=np.uint64).reshape(-1, 4))
         self.is_empty = not len(self._spans.keys)
 
@@ -141,6 +143,12 @@ def _lines_of(path: Path) -> Iterator[Any]:
         return
     with stream:
         yield from intact_lines(stream)
+
+
+def _row(path: str, offset: int, nbytes: int, crc32: int) -> tuple[int, int, int, int]:
+    if type(path) is not str or {type(offset), type(nbytes), type(crc32)} != {int}:
+        raise TypeError("not a span")
+    return _key(f"{offset} {path}"), _key(path), nbytes, crc32
 
 
 def intact_lines(stream: Iterable[bytes]) -> Iterator[Any]:

@@ -26,6 +26,8 @@ _WHOLE: Final = "whole"
 _BATCH: Final = 256
 """Uploaded objects that are recorded together, unless a batch takes too long or gets too large."""
 _BATCH_BYTES: Final = 1 << 20
+_LIMIT: Final = 1 << 62
+"""Larger than any object, offset or checksum."""
 _SECONDS: Final = 5.0
 """How long uploads may last that a killed run has to repeat, besides those that it was at."""
 
@@ -47,7 +49,7 @@ class UploadJournal:
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = path
         self.header: Mapping[str, Any] | None = None
-        """Identity of the run; None before it has begun."""
+        """Identity of the run; None before it has begun, empty if another version wrote this."""
         self.is_whole = False
         """Whether the earlier run uploaded everything."""
         self._is_noted_whole = False
@@ -58,6 +60,8 @@ class UploadJournal:
         """Held while a batch is uploaded."""
         self._known: dict[str, list[Any]] = {}
         """Path of an uploaded object → its etag and the results of its spans."""
+        self._names: list[str] = []
+        """Names of the objects that an earlier run left."""
         self._batch: list[bytes] = []
         self._flushed = clock()
         self._next = 1
@@ -67,15 +71,29 @@ class UploadJournal:
 
     def _read(self) -> None:
         found = sorted((entry.name.zfill(12), entry.path) for entry in entries_below(self.path))
-        for _, path in found:
-            lines = list(intact_lines(read_all(path).splitlines()))
-            if path.name == _HEADER:
-                self.header = lines[0] if lines and isinstance(lines[0], dict) else None
-            elif path.name == _WHOLE:
-                self.is_whole = self._is_noted_whole = True
-            else:
-                self._known |= {line[0]: line[1:] for line in lines}
-                self._next = max(self._next, int(path.name) + 1)
+        self._names = [path.relative_to(self.path).as_posix() for _, path in found]
+        try:
+            for _, path in found:
+                self._read_object(path)
+        except (OverflowError, RecursionError, TypeError, ValueError):
+            self.header, self.is_whole = {}, False
+            self._known.clear()
+
+    def _read_object(self, path: Path) -> None:
+        lines = intact_lines(read_all(path).splitlines())
+        if path.name == _HEADER:
+            first = next(lines, None)
+            self.header = first if isinstance(first, dict) else None
+        elif path.name == _WHOLE:
+            self.is_whole = self._is_noted_whole = True
+        else:
+            self._next = max(self._next, int(path.name) + 1)
+            for name, version, spans in lines:
+                if type(name) is not str or type(version) is not str:
+                    raise TypeError("not an object")
+                self._known[name] = [version, spans]
+                for span in spans:
+                    _parsed(span)
 
     @property
     def is_empty(self) -> bool:
@@ -111,6 +129,7 @@ class UploadJournal:
             remove(self.path)
         write_new(self.path / _HEADER, serialize_line(dict(header)))
         self.header, self.is_whole, self._next, self._exists = header, False, 1, True
+        self._names = []
         self._known.clear()
 
     def note(self, path: str, version: str, results: Sequence[SpanResult]) -> None:
@@ -165,11 +184,12 @@ class UploadJournal:
 
     def remove(self) -> None:
         """Remove the journal; its header last, so that what is left of it is still a journal."""
-        others = [str(number) for number in range(1, self._next)] + [_WHOLE] * self._is_noted_whole
+        own = [str(number) for number in range(1, self._next)] + [_WHOLE] * self._is_noted_whole
+        others = sorted({*own, *self._names} - {_HEADER})
         for_each([self.path / name for name in others], remove_file)
         remove_file(self.path / _HEADER, missing_ok=True)
         self.header, self.is_whole, self._exists, self._is_noted_whole = None, False, False, False
-        self._batch, self._next = [], 1
+        self._batch, self._next, self._names = [], 1, []
         self._known.clear()
 
 
@@ -188,8 +208,16 @@ def _serialized(result: SpanResult) -> list[Any]:
 
 def _parsed(span: Sequence[Any]) -> SpanResult:
     offset, nbytes, crc32, regions = span
-    found = (
+    found = tuple(
         RegionResult(at, Digest(*content), tuple(blocks), overflowed)
         for at, content, blocks, overflowed in regions
     )
-    return SpanResult(offset, Written(nbytes, crc32), tuple(found))
+    numbers = [offset, nbytes, crc32]
+    for one in found:
+        content = one.content
+        numbers += [one.offset, content.nbytes, content.crc32, content.crc32c, *one.blocks]
+    if {type(number) for number in numbers} != {int} or not 0 <= min(numbers) <= max(
+        numbers
+    ) < _LIMIT:
+        raise TypeError("not the result of a span")
+    return SpanResult(offset, Written(nbytes, crc32), found)

@@ -23,7 +23,7 @@ from streamshard.engine.run.span_writer import (
     WritingTools,
 )
 from streamshard.engine.run.uploads import Uploaded, Uploads
-from streamshard.engine.run.work import Span, SpanResult, TargetFile, ignore
+from streamshard.engine.run.work import Span, SpanResult, TargetFile, are_of, ignore
 from streamshard.io.direct_io import LEAST_BYTES
 from streamshard.io.durability import sync_tree
 from streamshard.io.entries import examine, exists
@@ -171,7 +171,7 @@ class _UploadJobs:
         number = count()
         for file in files:
             kept = self._uploads.journal.results_of(file.path)
-            if kept is not None:
+            if kept is not None and are_of(kept, file):
                 self._keep(file, kept)
                 continue
             if file.is_last:

@@ -4,7 +4,7 @@ A span is the task of one worker: plain data without functions, so that it can b
 process. What comes back, a span's result, is plain data too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -157,3 +157,20 @@ class TargetFile:
     no rename, it comes after all files before it."""
     take: Callable[[SpanResult], None] = ignore
     """Called with each span's result, in any order, but never twice at the same time."""
+
+
+def are_of(results: Iterable[SpanResult], file: TargetFile) -> bool:
+    """Tell whether results that a journal recorded are those of a file's spans."""
+    wanted = {}
+    for span in file.spans:
+        at, regions = span.offset, []
+        for part in span.parts:
+            if isinstance(part, Region):
+                blocks = -(-part.content_bytes // part.block_bytes) if part.block_bytes else 0
+                regions.append((at, part.content_bytes, blocks))
+            at += part.nbytes
+        wanted[span.offset] = regions
+    return wanted == {
+        result.offset: [(r.offset, r.content.nbytes, len(r.blocks)) for r in result.regions]
+        for result in results
+    }

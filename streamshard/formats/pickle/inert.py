@@ -84,6 +84,7 @@ FROZENSET: Final = Global("__builtin__", "frozenset")
 """Below protocol 4 a set is a call with the list of its members; here it is one always."""
 
 _SHOWN_LETTERS: Final = 80
+_SHOWN_BITS: Final = 128
 _SHOWN_PARTS: Final = 8
 
 
@@ -93,6 +94,8 @@ def show(node: Node) -> str:
     >>> show([4, 4]), show({"a": []}), show("x" * 1000)[:6]
     ('[4, 4]', 'a dict of 1', "'xxxxx")
     """
+    if isinstance(node, int) and node.bit_length() > _SHOWN_BITS:
+        return f"a number of {node.bit_length():,} bits"
     if node is None or isinstance(node, bool | int | float):
         return repr(node)
     if isinstance(node, str | bytes):

@@ -1,6 +1,5 @@
 """Tensors and storages in a torch pickle: interprets their nodes, and makes such nodes."""
 
-import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,12 +8,8 @@ from typing import Final
 
 from streamshard.errors import CorruptFileError, UnsupportedError
 from streamshard.formats.pickle.inert import Call, Global, Node, show
+from streamshard.formats.shapes import LIMIT_DIMENSIONS, LIMIT_NUMEL, is_size, require_shape
 from streamshard.model import ITEMSIZE, Content
-
-_LIMIT_DIMENSIONS: Final = 64
-"""Most dimensions that torch can iterate over."""
-_LIMIT_NUMEL: Final = 1 << 44
-"""More elements than any real tensor has. The sum of many such numbers still fits an int64."""
 
 _STORAGE_DTYPES: Final[Mapping[str, str]] = {
     "DoubleStorage": "float64",
@@ -91,8 +86,8 @@ def storage_from_id(identifier: Node) -> tuple[Storage, str]:
         dtype = "uint8"
     if dtype is None or not isinstance(key, str) or not isinstance(numel, int) or numel < 0:
         raise UnsupportedError(f"storage of type {show(kind)} is not known")
-    if numel * ITEMSIZE[dtype] > _LIMIT_NUMEL:
-        raise CorruptFileError(f"storage {show(key)} is said to have {numel:,} elements")
+    if numel * ITEMSIZE[dtype] > LIMIT_NUMEL:
+        raise CorruptFileError(f"storage {show(key)} is said to have {show(numel)} elements")
     return Storage(dtype, numel), key
 
 
@@ -211,11 +206,10 @@ def _numbers(
     """Check that the start, shape and stride of a tensor are possible, and return them."""
     shape = shape.args[0] if isinstance(shape, Call) and shape.function == SIZE else shape
     sound = (
-        isinstance(start, int)
-        and isinstance(shape, tuple | list)
+        isinstance(shape, tuple | list)
         and isinstance(stride, tuple | list)
-        and len(shape) == len(stride) <= _LIMIT_DIMENSIONS
-        and all(isinstance(n, int) and 0 <= n <= _LIMIT_NUMEL for n in (start, *shape, *stride))
+        and len(shape) == len(stride) <= LIMIT_DIMENSIONS
+        and all(map(is_size, (start, *shape, *stride)))
     )
     if not sound:
         message = f"tensor with shape {show(shape)}, stride {show(stride)}, start {show(start)}"
@@ -250,14 +244,7 @@ def shape_of(node: Node) -> tuple[int, ...]:
     """Read a torch.Size, or the tuple or list that some programs write in its place."""
     if isinstance(node, Call) and node.function == SIZE and len(node.args) == 1:
         node = node.args[0]
-    if (
-        isinstance(node, list | tuple)
-        and len(node) <= _LIMIT_DIMENSIONS
-        and all(isinstance(n, int) and n >= 0 for n in node)
-        and math.prod(node) <= _LIMIT_NUMEL
-    ):
-        return tuple(node)
-    raise CorruptFileError(f"{show(node)} is not a shape")
+    return require_shape(node)
 
 
 def make_size(shape: tuple[int, ...]) -> Call:

@@ -90,6 +90,11 @@ class RewrittenArray:
         return -(-math.prod(self.shape) // max(1, self.numel))
 
     @property
+    def chunks(self) -> int:
+        """Count of chunks, whether stored or not."""
+        return math.prod(-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True))
+
+    @property
     def codec_bytes(self) -> int:
         """Memory that decoding a piece takes."""
         nbytes = math.prod(self.chunk) * ITEMSIZE[self.dtype]

@@ -23,6 +23,7 @@ from streamshard.errors import (
 from streamshard.formats import strict_json
 from streamshard.formats.links import require_regular
 from streamshard.formats.pickle.inert import show
+from streamshard.formats.shapes import is_size, require_shape
 from streamshard.formats.zarr.chunks import serialize_checksum
 from streamshard.formats.zarr.documents import (
     ROOT_DOCUMENT,
@@ -32,13 +33,19 @@ from streamshard.formats.zarr.documents import (
 )
 from streamshard.formats.zarr.rewritten_array import RewrittenArray
 from streamshard.formats.zarr.store_manifest import Manifest
-from streamshard.formats.zarr.store_paths import LIMIT_BYTES, read_checked, read_small
+from streamshard.formats.zarr.store_paths import read_checked, read_small
 from streamshard.formats.zarr.zarr_writer import small_array_document
 from streamshard.io.entries import entries_below, examine, identify
 from streamshard.model import ITEMSIZE, LogicalTensor, SourceFile
 
 _DOCUMENT_BYTES: Final = 1 << 20
 """More bytes than the document of any array has."""
+_SMALL_BYTES: Final = 1 << 24
+"""So many bytes are fine for a small array, however few are stored of it."""
+_MOST_PER_STORED_BYTE: Final = 24
+"""Manifests and training states are not compressed further than that."""
+_MOST_MISSING: Final = 1 << 18
+"""More chunks than zarr-python leaves out of any tensor because all their elements are zero."""
 _CODECS: Final = ("bytes", "transpose", "sharding_indexed", "blosc", "gzip", "zstd", "crc32c")
 """Codecs of Zarr's own. Others would have zarr-python load plug-ins."""
 _GROUP_KEYS: Final = ("zarr_format", "node_type", "attributes")
@@ -132,11 +139,16 @@ def _find_small(root: Path, path: str) -> RewrittenArray | None:
     shape = document.get("shape") if document else None
     if not isinstance(shape, list) or len(shape) != 1 or not _is_length(shape[0]):
         return None
-    if shape[0] > LIMIT_BYTES:
-        message = f"{root / path}: {shape[0]:,} bytes, where {LIMIT_BYTES:,} is most"
-        raise CorruptFileError(message)
     expect = partial(small_array_document, shape[0])
-    return _find(root, path, len(expect()), expect)
+    found = _find(root, path, len(expect()), expect)
+    if found is not None:
+        stored = sum(file.nbytes for file in found.files.values())
+        most = max(_SMALL_BYTES, _MOST_PER_STORED_BYTE * stored)
+        if max(*found.shape, *found.chunk) > most:
+            claimed = f"{found.shape[0]:,} bytes in chunks of {found.chunk[0]:,}"
+            message = f"{found.directory}: claims {claimed}, and its files have {stored:,}"
+            raise CorruptFileError(f"{message}: {most:,} is most. Store it without compression")
+    return found
 
 
 def _find(root: Path, path: str, nbytes: int, expect: Callable[[], bytes]) -> RewrittenArray | None:
@@ -168,6 +180,10 @@ def _find(root: Path, path: str, nbytes: int, expect: Callable[[], bytes]) -> Re
         _chunk_shape(document, place),
         sum(name not in ("bytes", "sharding_indexed") for name in _names(document["codecs"])),
     )
+    missing = found.chunks - len(found.files)
+    if missing > _MOST_MISSING:
+        message = f"{place}: {found.chunks:,} chunks, and {len(found.files):,} files of them"
+        raise IncompleteError(f"{message}. Is the copy whole? Else rewrite it in larger chunks")
     found.open()
     return found
 
@@ -201,11 +217,11 @@ def _chunk_shape(document: Mapping[str, Any], place: Path) -> tuple[int, ...]:
         raise UnsupportedError(message)
     if len(shape) != len(document["shape"]):
         raise CorruptFileError(f"{place}: chunks of {show(shape)} in {show(document['shape'])}")
-    return tuple(shape)
+    return require_shape(shape)
 
 
 def _is_length(value: object) -> bool:
-    return type(value) is int and value > 0
+    return is_size(value) and value != 0
 
 
 def _is_stored_alike(document: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:

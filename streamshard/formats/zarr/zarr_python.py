@@ -1,5 +1,6 @@
 """Reads an array through zarr-python; imported only for arrays that another tool rewrote."""
 
+import json
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any, NoReturn
 
@@ -16,6 +17,7 @@ from zarr.abc.store import (
 from zarr.core.buffer import Buffer, BufferPrototype
 
 from streamshard.errors import CorruptFileError
+from streamshard.formats.zarr.bounded_codecs import bounded
 from streamshard.formats.zarr.documents import ROOT_DOCUMENT
 from streamshard.io.entries import open_readable
 from streamshard.io.files import require_same
@@ -39,7 +41,9 @@ class OpenArray:
     """
 
     def __init__(self, document: bytes, files: Mapping[str, SourceFile]) -> None:
-        self._files = _ArrayFiles(document, files)
+        parsed = json.loads(document)
+        parsed["codecs"] = bounded(parsed["codecs"])
+        self._files = _ArrayFiles(json.dumps(parsed).encode(), files)
         self._array = zarr.open_array(self._files, mode="r", zarr_format=3)
 
     def read(self, where: tuple[slice, ...]) -> NDArray[Any]:

@@ -4,8 +4,6 @@ A plan file is JSON: the options of the command, with absolute paths; the run id
 serializes it; and the files to write. It is not trusted: everything is checked before it is used.
 """
 
-import base64
-import binascii
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +19,7 @@ from streamshard.io.entries import is_directory, lexists, read_all, resolve
 from streamshard.io.files import target_errors
 from streamshard.io.objects.object_path import as_path, is_object
 from streamshard.io.sink import remove_file
-from streamshard.operations.transfer.run_identity import RunIdentity
+from streamshard.operations.transfer.run_identity import RunIdentity, is_header
 from streamshard.operations.transfer.target import partial_of, place_to_make
 from streamshard.operations.verb_options import (
     ConvertOptions,
@@ -86,8 +84,6 @@ OPTIONS: Final[Mapping[str, type[TransferOptions]]] = {
     "export": ExportOptions,
 }
 """Verbs with plans that can be saved, with their options."""
-_ITEM_BYTES: Final = 8
-"""Bytes of a source file's digest in a journal's header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +244,7 @@ def _saved(document: Mapping[str, Any]) -> SavedPlan:
         "source": _path,
         "target": _path,
         "options": lambda value: isinstance(value, dict),
-        "purpose": _is_header,
+        "purpose": is_header,
         "files": _count,
         "bytes_written": _count,
         "sizes": _text,
@@ -278,16 +274,3 @@ def _require(values: Mapping[str, Any], checks: Mapping[str, Check]) -> None:
             raise _MalformedError(f"{key!r} is missing")
         if not check(values[key]):
             raise _MalformedError(f"{key!r} cannot be what it is")
-
-
-def _is_header(value: object) -> bool:
-    """Tell whether a value may be a journal's header."""
-    if not isinstance(value, dict) or not isinstance(value.get("options"), dict):
-        return False
-    texts = [*value["options"].values(), value.get("headers"), value.get("files")]
-    if not all(map(_text, texts)) or not _count(value.get("format")):
-        return False
-    try:
-        return len(base64.b64decode(value["files"], validate=True)) % _ITEM_BYTES == 0
-    except binascii.Error:
-        return False

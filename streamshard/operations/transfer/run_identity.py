@@ -14,6 +14,7 @@ _FORMAT: Final = 2
 """Rises whenever the same run makes other bytes: 2 came with Blosc's present settings."""
 _DIGEST_BYTES: Final = 8
 _MOST_SHOWN: Final = 40
+_LIMIT_FORMAT: Final = 1 << 53
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class RunIdentity:
     def difference(self, other: Mapping[str, Any]) -> str | None:
         """Describe the difference to an earlier run with the header `other`; None if none."""
         own = self.header
-        if own["format"] != other.get("format"):
+        if not is_header(other) or own["format"] != other["format"]:
             return "is of another version of streamshard"
         options, others = own["options"], other["options"]
         for key in (*others, *options):
@@ -73,6 +74,21 @@ class RunIdentity:
         ]
         more = f" and {len(changed) - 1:,} more have" if len(changed) > 1 else " has"
         return f"{changed[0]}{more} changed since"
+
+
+def is_header(value: object) -> bool:
+    """Tell whether a value may be the header of a journal."""
+    if not isinstance(value, dict) or not isinstance(value.get("options"), dict):
+        return False
+    texts = [*value["options"].values(), value.get("headers"), value.get("files")]
+    is_known = all(isinstance(text, str) and "\0" not in text for text in texts)
+    number = value.get("format")
+    if not is_known or type(number) is not int or not 0 <= number < _LIMIT_FORMAT:
+        return False
+    try:
+        return len(base64.b64decode(value["files"], validate=True)) % _DIGEST_BYTES == 0
+    except ValueError:
+        return False
 
 
 def _digest(file: SourceFile) -> bytes:

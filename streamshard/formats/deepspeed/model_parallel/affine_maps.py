@@ -17,14 +17,13 @@ from streamshard.formats.deepspeed.model_parallel.categories import UNSUPPORTED,
 from streamshard.formats.deepspeed.model_parallel.name_patterns import NamePatterns
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAVED
 from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.shapes import is_size, require_shape, sizes_of
 from streamshard.layout.boxes import Ints, NotTiledError
 from streamshard.layout.model_cut import ModelCut
 
 _VERSION: Final = 1
-_MOST_PIECES: Final = 1 << 16
+_MOST_PIECES: Final = 1 << 13
 """More pieces of one parameter than any map has."""
-_LIMIT: Final = 1 << 44
-"""More elements than any tensor has."""
 MAPS: Final = "affine_map"
 
 
@@ -82,11 +81,11 @@ class AffineMaps:
 
 
 def _cut(name: str, held: Mapping[str, Node], ranks: int) -> ModelCut:
-    shape = _sizes(held["logical_shape"])
+    shape = require_shape(held["logical_shape"])
     of_rank = {int(rank): value for rank, value in held["ranks"].items()}
     if sorted(of_rank) != list(range(ranks)):
         raise DisagreementError(f"the map of '{name}' is of other ranks than 0 to {ranks - 1}")
-    shards = tuple(_sizes(of_rank[rank]["shard_shape"]) for rank in range(ranks))
+    shards = tuple(require_shape(of_rank[rank]["shard_shape"]) for rank in range(ranks))
     rows: list[tuple[int, list[int], list[int], tuple[int, ...]]] = []
     for rank, shard in enumerate(shards):
         pieces = of_rank[rank]["pieces"]
@@ -99,7 +98,7 @@ def _cut(name: str, held: Mapping[str, Node], ranks: int) -> ModelCut:
                     f"{message}: with another factor the optimizer would need another learning "
                     f"rate for it. {AS_SAVED}"
                 )
-            sizes = _sizes(piece["shape"])
+            sizes = require_shape(piece["shape"])
             if math.prod(sizes):
                 whole = _corner(piece["source"], sizes, shape)
                 rows.append((rank, whole, _corner(piece["dest"], sizes, shard), sizes))
@@ -112,14 +111,6 @@ def _cut(name: str, held: Mapping[str, Node], ranks: int) -> ModelCut:
     return ModelCut(shape, shards, numbers, column(1), column(2), column(3))
 
 
-def _sizes(node: Node) -> tuple[int, ...]:
-    if not isinstance(node, list | tuple) or not all(
-        isinstance(size, int) and 0 <= size < _LIMIT for size in node
-    ):
-        raise CorruptFileError(f"{show(node)} is not a shape")
-    return tuple(node)
-
-
 def _corner(view: Node, sizes: tuple[int, ...], of: tuple[int, ...]) -> list[int]:
     """Return where a view, an offset and strides, begins in a tensor that it is a box of.
 
@@ -128,7 +119,9 @@ def _corner(view: Node, sizes: tuple[int, ...], of: tuple[int, ...]) -> list[int
     UnsupportedError
         The view is not a box: its strides are not those of the tensor.
     """
-    offset, strides = view[0], _sizes(view[1])
+    offset, strides = view[0], sizes_of(view[1])
+    if not is_size(offset):
+        raise CorruptFileError(f"{show(offset)} is no offset")
     if len(sizes) != len(of) or len(strides) != len(of):
         raise UnsupportedError(f"a view of {list(sizes)} in a tensor of {list(of)}: not supported")
     corner, step, left = [0] * len(of), 1, offset
@@ -139,7 +132,7 @@ def _corner(view: Node, sizes: tuple[int, ...], of: tuple[int, ...]) -> list[int
         step *= of[dimension]
         corner[dimension] = left % of[dimension] if of[dimension] else 0
         left //= max(1, of[dimension])
-    if left or offset < 0:
+    if left:
         raise CorruptFileError(f"offset {offset} in a tensor of {list(of)}")
     return corner
 

@@ -17,6 +17,7 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.name_patterns import NamePatterns
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAVED
 from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.shapes import LIMIT_DIMENSIONS, is_size, sizes_of
 from streamshard.layout.boxes import NotTiledError
 from streamshard.layout.model_cut import ModelCut, Shape, segments_cut, split_cut, whole_cut
 
@@ -36,7 +37,7 @@ _TOLD: Final = (_REPLICATED, _AVERAGED, _HALVES, _ROWS, _SUBS)
 _NEWEST: Final = 0.4
 _WITH_WIDTHS: Final = 0.4
 """The first version with the widths of each sub-parameter."""
-_MOST_SUBS: Final = 1 << 16
+_MOST_SUBS: Final = 1 << 12
 """More sub-parameters than any parameter has."""
 
 
@@ -126,6 +127,7 @@ class Categories:
         sizes = [sum(_sizes(size)) if isinstance(size, tuple | list) else size
                  for size in subs.shape]  # fmt: skip
         sizes[subs.dimension] = sum(map(sum, widths))
+        sizes_of([size for size in sizes if size != -1])
         numel, known = sum(map(math.prod, held)), math.prod(size for size in sizes if size != -1)
         if sizes.count(-1) > 1 or known < 1 or numel % known:
             message = f"'{name}' has {numel:,} elements, and not the shape {show(list(subs.shape))}"
@@ -149,11 +151,10 @@ class Categories:
 
 
 def _sizes(node: Node) -> Sequence[int]:
-    if not isinstance(node, list | tuple) or not all(
-        isinstance(size, int) and size >= 0 for size in node
-    ):
+    is_list = isinstance(node, list | tuple) and len(node) <= _MOST_SUBS
+    if not is_list or not all(map(is_size, node)):
         raise CorruptFileError(f"{show(node)} in '{_SUBS}' or '{WIDTHS}' are not sizes")
-    return node
+    return node  # type: ignore[no-any-return]
 
 
 def cut_as_told(
@@ -275,6 +276,7 @@ def _sub_params(info: Mapping[str, Node]) -> Iterator[_Subs]:
         shape, dimension = held.get("shape"), held.get("partition_dim")
         if (
             not isinstance(shape, list | tuple)
+            or len(shape) > LIMIT_DIMENSIONS
             or not isinstance(dimension, int)
             or not 0 <= dimension < len(shape)
         ):

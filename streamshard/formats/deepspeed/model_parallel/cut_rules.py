@@ -29,8 +29,10 @@ from streamshard.io.entries import read_all
 from streamshard.layout.model_cut import ModelCut, Shape, segments_cut
 
 _RULE: Final = re.compile(
-    r"(?P<whole>replicated)|split +(?P<split>\d)|sub +(?P<sub>\d) *\[(?P<sizes>[\d, ]+)\]"
+    r"(?P<whole>replicated)|split +(?P<split>[0-9])|sub +(?P<sub>[0-9]) *\[(?P<sizes>[0-9, ]+)\]"
 )
+_MOST_SIZES: Final = 1 << 12
+_MOST_DIGITS: Final = 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,12 @@ def _read(text: str, named: str) -> Iterator[tuple[str, _OneRule]]:
                 f"{named}, line {number}: '{line.strip()[:80]}' is no rule. A rule is a pattern of "
                 "names, a colon, and one of: replicated; split 1; sub 0 [4096, 1024, 1024]"
             )
-        sizes = [int(size) for size in re.findall(r"\d+", found["sizes"] or "")]
+        digits = re.findall(r"\d+", found["sizes"] or "")
+        if len(digits) > _MOST_SIZES or any(len(size) > _MOST_DIGITS for size in digits):
+            raise UsageError(
+                f"{named}, line {number}: at most {_MOST_SIZES:,} sizes, of {_MOST_DIGITS} digits"
+            )
+        sizes = [int(size) for size in digits]
         dimension = found["split"] or found["sub"]
         yield pattern, _OneRule(None if dimension is None else int(dimension), sizes)
 

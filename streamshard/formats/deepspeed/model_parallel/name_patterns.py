@@ -1,12 +1,13 @@
 """Patterns of parameter names out of files: expressions that DeepSpeed runs with `re.match`.
 
 Some expressions take forever. Those that are run here cannot: they are single characters and
-classes of them, a few of which may be repeated. AutoTP's match one name each; Megatron-DeepSpeed's
-have the number of a layer in them (`\\d+`).
+classes of them, a few of which may be repeated, and where several are, all ways of repeating them
+are followed at once. AutoTP's match one name each; Megatron-DeepSpeed's have the number of a layer
+in them (`\\d+`).
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Generic, TypeVar
 
 from streamshard.errors import DisagreementError, UnsupportedError
@@ -19,8 +20,7 @@ _ONE: Final = r"(?:\\[^A-Za-z0-9]|\\[dDwWsS]|\[[^]\\[^]+\]|[^][\\^$.*+?{}()|]|\.
 _STEP: Final = re.compile(rf"{_ONE}([*+?]?)")
 _MOST_REPEATED: Final = 3
 _LONGEST: Final = 512
-"""Characters of a pattern, and of a name that one with repetitions is tried on: so tens of millions
-of steps are the most that one takes."""
+"""Characters of a pattern, and of a name that it is tried on."""
 
 
 class NamePatterns(Generic[_V]):
@@ -37,7 +37,7 @@ class NamePatterns(Generic[_V]):
             Two match the same single name.
         """
         self._by_name: dict[str, _V] = {}
-        self._others: list[tuple[re.Pattern[str], _V]] = []
+        self._others: list[tuple[re.Pattern[str] | _Repetitions, _V]] = []
         for pattern, value in patterns.items() if isinstance(patterns, Mapping) else patterns:
             text = str(pattern)
             name = re.sub(r"\\(.)", r"\1", text[1:-1])
@@ -77,7 +77,55 @@ class NamePatterns(Generic[_V]):
         return found + [(each.pattern, value) for each, value in self._others if each.match(name)]
 
 
-def _compiled(text: str) -> re.Pattern[str]:
+class _Repetitions:
+    """An expression with several repetitions, matched in one pass over a name.
+
+    The steps that could be next are the bits of a number. `re` would go back to try each count of
+    one repetition with each count of the others.
+    """
+
+    def __init__(self, text: str, steps: Sequence[re.Match[str]]) -> None:
+        self.pattern = text
+        self._ends = text.endswith("$")
+        self._steps: list[re.Pattern[str]] = []
+        self._repeated = self._optional = 0
+        self._known: dict[str, int] = {}
+        for step in steps:
+            one, many = re.compile(step[0].removesuffix(step[1])), step[1]
+            if many == "+":
+                self._steps.append(one)
+            bit = 1 << len(self._steps)
+            self._repeated |= bit if many in ("*", "+") else 0
+            self._optional |= bit if many else 0
+            self._steps.append(one)
+
+    def match(self, name: str) -> bool:
+        """Tell whether `re.match` finds the expression at the beginning of a name."""
+        done = 1 << len(self._steps)
+        possible = self._skipped(1)
+        # `$` is the end of a name, and the place before a line break there.
+        ends = (len(name), len(name) - name.endswith("\n"))
+        for at, letter in enumerate((*name, "")):
+            if possible & done and (at in ends or not self._ends):
+                return True
+            here = possible & self._fitting(letter)
+            possible = self._skipped(here & self._repeated | (here & ~self._repeated) << 1)
+        return False
+
+    def _skipped(self, possible: int) -> int:
+        for _ in range(_MOST_REPEATED):
+            possible |= (possible & self._optional) << 1
+        return possible
+
+    def _fitting(self, letter: str) -> int:
+        """Return the steps that a letter fits."""
+        if letter not in self._known:
+            fits = (bool(step.fullmatch(letter)) << n for n, step in enumerate(self._steps))
+            self._known[letter] = sum(fits) if letter else 0
+        return self._known[letter]
+
+
+def _compiled(text: str) -> re.Pattern[str] | _Repetitions:
     body = text.removeprefix("^").removesuffix("$") if len(text) <= _LONGEST else ""
     steps = list(_STEP.finditer(body))
     repeated = sum(1 for step in steps if step[1])
@@ -86,4 +134,4 @@ def _compiled(text: str) -> re.Pattern[str]:
             f"{show(text)} is not a pattern of names that is run here: single characters and "
             f"classes of them, at most {_MOST_REPEATED} of them repeated"
         )
-    return re.compile(text)
+    return _Repetitions(text, steps) if repeated > 1 else re.compile(text)
