@@ -1,4 +1,4 @@
-"""Reads a live engine: its config, its files' names, and what its optimizer holds."""
+"""Reads a live engine: its config, and its place among the ranks."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -7,18 +7,10 @@ from typing import Any, Final
 
 from deepspeed import comm
 
-from streamshard.errors import DisagreementError, StreamshardError, UnsupportedError, UsageError
+from streamshard.errors import StreamshardError, UnsupportedError
 from streamshard.formats.deepspeed import ds_config
-from streamshard.operations.native.files_on_demand import FilesOnDemand, names_of_groups
 from streamshard.operations.native.resharding import Resharding, resharding_of
 from streamshard.operations.source.source import Source
-
-_GROUPS: Final = (
-    ("fp16_groups", "fp32_partitioned_groups_flat"),  # DeepSpeedZeroOptimizer_Stage3
-    ("bit16_groups", "single_partition_of_fp32_groups"),  # DeepSpeedZeroOptimizer
-    ("bf16_groups", "fp32_groups_flat_partition"),  # BF16_Optimizer
-)
-"""Attributes of DeepSpeed's optimizers: the parameters of each group, and its masters on a rank."""
 
 _OWN_WORDS: Final = {
     "--world-size": "world size",
@@ -56,9 +48,16 @@ def require_servable(engine: Engine) -> None:
 
 
 def _config_of(engine: Engine) -> ds_config.Config:
-    """Return the engine's config, with a value for each "auto", as plain data."""
-    config: ds_config.Config = json.loads(json.dumps(engine._config._param_dict, default=str))
-    return config
+    """Return the engine's config as plain data."""
+    return without_auto(json.loads(json.dumps(engine._config._param_dict, default=str)))
+
+
+def without_auto(config: ds_config.Config) -> ds_config.Config:
+    """Leave out each "auto" that a framework would have replaced before the engine was made.
+
+    No later load may replace it: the engine has taken its default.
+    """
+    return ds_config.resolved(config, {})
 
 
 @contextmanager
@@ -111,62 +110,3 @@ def place_of(engine: Engine) -> tuple[int, int]:
     mp_rank = 0 if mpu is None else mpu.get_model_parallel_rank()
     mp_rank = getattr(engine, "checkpoint_mp_rank", mp_rank)
     return mp_rank, comm.get_rank(group=engine.optimizer.dp_process_group)
-
-
-def require_same_optimizer(
-    names: Mapping[Any, str],
-    optimizer: Any,
-    resharding: Resharding,
-    files: FilesOnDemand,
-    place: tuple[int, int],
-) -> None:
-    """Compare the parameters' order and the partitions' lengths with those of a live optimizer.
-
-    Parameters
-    ----------
-    names
-        Parameter → its name.
-    place
-        The rank's number among the model-parallel parts, and among the data-parallel ranks.
-
-    Raises
-    ------
-    DisagreementError
-        They differ; the message names what each holds.
-    """
-    where = resharding.source.path
-    expected = list(names_of_groups(resharding, files.cuts, *place))
-    live = list(_held(names, optimizer))
-    if len(expected) != len(live):
-        message = f"{where}: has {len(expected)} groups of parameters for this rank, the engine's"
-        raise DisagreementError(f"{message} optimizer has {len(live)}")
-    for number, (saved, own) in enumerate(zip(expected, live, strict=True)):
-        _require_same_group(f"{where}: group {number}", saved, own)
-
-
-def _require_same_group(
-    where: str, saved: tuple[tuple[str, ...], int], own: tuple[tuple[str, ...], int]
-) -> None:
-    if len(saved[0]) != len(own[0]):
-        message = f"{where} of the optimizer has {len(saved[0])} parameters, the engine's has"
-        missing = sorted({*saved[0]} ^ {*own[0]})
-        raise DisagreementError(f"{message} {len(own[0])}; only one has '{missing[0]}'")
-    for at, (theirs, ours) in enumerate(zip(saved[0], own[0], strict=True)):
-        if theirs != ours:
-            message = f"{where}: parameter {at} of the optimizer is '{theirs}', of the engine's it"
-            raise DisagreementError(f"{message} is '{ours}': give the parameters in the same order")
-    if saved[1] != own[1]:
-        message = f"{where}: a partition for this job has {saved[1]:,} elements, the engine's has"
-        raise DisagreementError(f"{message} {own[1]:,}")
-
-
-def _held(names: Mapping[Any, str], optimizer: Any) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Yield the parameters of each group of an optimizer, and the numel of a rank's partition."""
-    for params, masters in _GROUPS:
-        if hasattr(optimizer, params) and hasattr(optimizer, masters):
-            groups, flat = getattr(optimizer, params), getattr(optimizer, masters)
-            for group, master in zip(groups, flat, strict=True):
-                yield tuple(names[param] for param in group), master.numel()
-            return
-    message = f"the engine's optimizer is a {type(optimizer).__name__}, which is not known"
-    raise UsageError(f"{message}: give an engine of ZeRO stage 1, 2 or 3")

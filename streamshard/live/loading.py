@@ -20,6 +20,7 @@ from streamshard.live.consensus import Agreement, say
 from streamshard.live.global_batch import plan_batch, set_batch
 from streamshard.live.live_engine import Engine
 from streamshard.live.load_notes import notes_of
+from streamshard.live.same_optimizer import require_same_optimizer
 from streamshard.live.served_files import ServedFiles
 from streamshard.operations.native.files_on_demand import FilesOnDemand
 from streamshard.operations.native.resharding import Resharding
@@ -210,6 +211,7 @@ class Loading:
             raise UsageError(f"{message} loads, from a local disk alone: copy them to one")
         where, arguments = str(source.path), self._options.as_arguments()
         with self._agreement.step():
+            self._require_fit(resharding, FilesOnDemand(resharding))
             return self._plain(self._engine, where, source.checkpoint.tag, **arguments)
 
     def _serve(self, resharding: Resharding) -> tuple[tuple[str | None, Any], tuple[int, int]]:
@@ -257,9 +259,7 @@ class Loading:
         engine, loads_states = self._engine, self._options.loads_states
         if loads_states and engine.zero_optimization() and resharding.settings.layout.stage:
             place = live_engine.place_of(engine)
-            live_engine.require_same_optimizer(
-                engine.param_names, engine.optimizer, resharding, files, place
-            )
+            require_same_optimizer(engine.param_names, engine.optimizer, resharding, files, place)
 
 
 _MERGE = "get_fp32_state_dict_from_zero_checkpoint"

@@ -20,7 +20,7 @@ from streamshard.formats.checkpoint import LIKE
 from streamshard.formats.deepspeed.dumps.dump_reader import ASSUMED
 from streamshard.io.objects.object_path import as_path
 from streamshard.live.consensus import Agreement, say
-from streamshard.live.live_engine import in_words_of_a_call, require_same_optimizer
+from streamshard.live.live_engine import in_words_of_a_call
 from streamshard.live.live_optimizer import (
     LiveOptimizer,
     Optimizer,
@@ -31,6 +31,7 @@ from streamshard.live.live_optimizer import (
     require_served,
 )
 from streamshard.live.loading import LoadReport
+from streamshard.live.same_optimizer import require_same_optimizer
 from streamshard.live.served_files import ServedFiles
 from streamshard.model import NoteKind
 from streamshard.operations.native.files_on_demand import FilesOnDemand

@@ -224,7 +224,8 @@ def _unrecorded(
         yield "the order of the parameters: its optimizer is flattened, and lists none"
     elif any(order != sorted(order) for order in orders):
         # FSDP1 may list them as its flat parameters hold them, which no DeepSpeed job does.
-        yield "the order of the parameters: its param groups have another one than its model"
+        model = "its model" if found.index.paths else "its index, which does not record the model's"
+        yield f"the order of the parameters: its param groups have another one than {model}"
     others = [entry.name for entry in entries if entry.kind != "param"]
     if others:
         yield f"whether {show_few(others)} are frozen weights, buffers, or tied to other weights"

@@ -5,10 +5,10 @@ of each tensor with the boxes that it was cut into, and the file, offset and len
 An item is one box of a tensor, or another value.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from streamshard.io.entries import examine, read_all
 from streamshard.model import ITEMSIZE
 
 Ints = NDArray[np.int64]
+T = TypeVar("T")
 
 _STRIDED: Final = "torch.strided"
 _LIMIT: Final = 1 << 62
@@ -78,7 +79,10 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What `.metadata` lists, by the key of the flattened state dict."""
+    """What `.metadata` lists, by the key of the flattened state dict.
+
+    The keys are in the order of the state dict, if torch's planner recorded where they stood.
+    """
 
     tensors: Mapping[str, SavedTensor]
     values: Mapping[str, SavedItems]
@@ -194,7 +198,7 @@ class _IndexReader:
             raise CorruptFileError(f"an item of {show(name)}{at} belongs to nothing that is listed")
         paths = _paths(top.get("planner_data"), {*tensors, *values})
         files = tuple(self._path.parent / name for name in self._files)
-        return Index(tensors, values, paths, files)
+        return Index(_in_order(tensors, paths), _in_order(values, paths), paths, files)
 
     def _add_item(self, key: Node, info: Node) -> None:
         index = _state_of(key, dcp_names.INDEX)
@@ -285,6 +289,15 @@ def _require_name(file: Node, name: str) -> None:
     sound = isinstance(file, str) and 0 < len(file) <= _LIMIT_PATH and file.isprintable()
     if not sound or "/" in file or "\\" in file or file.startswith("."):
         raise CorruptFileError(f"the item of {show(name)} is said to lie in {show(file)}")
+
+
+def _in_order(found: Mapping[str, T], order: Iterable[str]) -> dict[str, T]:
+    """Bring what was listed into the order of the state dict; keys that it lacks come last.
+
+    `.metadata` lists what the first rank saved first. Of copies on several ranks (HSDP, tensor
+    parallelism) torch saves one, on the rank that has least to save.
+    """
+    return {key: found[key] for key in dict.fromkeys((*order, *found)) if key in found}
 
 
 def _paths(planner_data: Node, keys: set[str]) -> dict[str, tuple[str, ...]]:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from streamshard.errors import UsageError
 from streamshard.formats import strict_json
+from streamshard.formats.deepspeed.config_section import AUTO, Section
 from streamshard.formats.deepspeed.ds_config_keys import mistyped
 from streamshard.formats.pickle.inert import show
 from streamshard.io.entries import read_all
@@ -20,10 +21,23 @@ Config = Mapping[str, Any]
 _DEFAULT_SUB_GROUP_SIZE: Final = 1_000_000_000
 
 _ZERO: Final = "zero_optimization"
-_ON: Final = ("1", "true", "t", "yes", "y", "on")
-_OFF: Final = ("0", "false", "f", "no", "n", "off")
-_PRECISIONS: Final = {"float16": ("fp16",), "bfloat16": ("bf16", "bfloat16")}
-"""Sections that switch a 16-bit type on, by the dtype they stand for."""
+_STAGES: Final = range(4)
+_NO_DEVICE: Final = "none"
+_UNFILLED: Final = frozenset(
+    {
+        *(
+            f"{_ZERO}.{key}"
+            for key in (
+                "sub_group_size", "round_robin_gradients", "parameter_alignment", "cpu_offload",
+                "offload_optimizer", "offload_optimizer.ratio", "offload_optimizer.super_offload",
+                "zenflow", "zero_quantized_nontrainable_weights", "mics_shard_size",
+            )
+        ),
+        "data_types.grad_accum_dtype", "tensor_parallel.autotp_size", "expert_parallel.enabled",
+        "checkpoint.load_universal", "use_data_before_expert_parallelism",
+    }
+)  # fmt: skip
+"""Keys read here that neither transformers 5.23 nor accelerate 1.15 replaces if they are "auto"."""
 
 
 def read_file(path: Path) -> Config:
@@ -49,51 +63,19 @@ def read_file(path: Path) -> Config:
     return config
 
 
-def _zero(config: Config) -> Mapping[str, Any]:
-    section = config.get(_ZERO, {})
-    if isinstance(section, bool):  # before 0.3 a bare `true` meant stage 1
-        return {"stage": int(section)}
-    return section if isinstance(section, Mapping) else {}
-
-
-def _number(section: Config, key: str) -> int | None:
-    """Read a count; None if the config does not give it.
-
-    Raises
-    ------
-    UsageError
-        The value is not a count.
-    """
-    value = section.get(key)
-    if value is None or value == "auto":
-        return None
-    try:
-        return int(float("nan" if isinstance(value, bool) else value))
-    except (TypeError, ValueError, OverflowError) as error:
-        message = f"DeepSpeed config: {key} is {show(value)}, which is not a count"
-        raise UsageError(message) from error
-
-
-def _flag(section: Config, key: str) -> bool:
-    """Read a switch as DeepSpeed's config models do, which accept 1 and "true". Default: off.
-
-    Raises
-    ------
-    UsageError
-        The value is not a switch.
-    """
-    value = section.get(key)
-    if value is None or value == "auto":
-        return False
-    text = str(value).lower() if isinstance(value, bool | int | str) else ""
-    if text not in (*_ON, *_OFF):
-        raise UsageError(f"DeepSpeed config: {key} is {show(value)}, which is not a switch")
-    return text in _ON
+def _zero(config: Config) -> Section:
+    if isinstance(config.get(_ZERO), bool):  # before 0.3 a bare `true` meant stage 1
+        return Section({"stage": int(config[_ZERO])}, f"{_ZERO}.")
+    return Section(config).section(_ZERO)
 
 
 def zero_stage(config: Config) -> int | None:
     """Return the ZeRO stage that a config sets, None if it sets none."""
-    return _number(_zero(config), "stage")
+    zero = _zero(config)
+    stage = zero.count("stage")
+    if stage is not None and stage not in _STAGES:
+        zero.refuse("stage", "no ZeRO stage")
+    return stage
 
 
 def zero_layout(
@@ -107,34 +89,44 @@ def zero_layout(
         Whether the engine has a `BF16_Optimizer`; by default, derived from the config.
     """
     zero = _zero(config)
-    size = _number(zero, "sub_group_size")
+    size = zero.count("sub_group_size")
+    # All are read, whatever the stage: a value that makes no sense is not left to DeepSpeed.
+    needs_bf16_optimizer = _needs_bf16_optimizer(config)
+    round_robin, alignment = zero.flag("round_robin_gradients"), zero.flag("parameter_alignment")
     if bf16_optimizer is None:
-        bf16_optimizer = stage == 1 and _uses_bf16_optimizer(config)
+        bf16_optimizer = stage == 1 and needs_bf16_optimizer
     flat = 0 < stage < 3 and not bf16_optimizer
     return ZeroLayout(
         stage=stage,
         world_size=world_size,
-        round_robin=flat and _flag(zero, "round_robin_gradients"),
-        parameter_alignment=flat and _flag(zero, "parameter_alignment"),
+        round_robin=flat and round_robin,
+        parameter_alignment=flat and alignment,
         sub_group_size=_DEFAULT_SUB_GROUP_SIZE if size is None else size,
         bf16_optimizer=bf16_optimizer,
-        data_before_experts=_flag(config, "use_data_before_expert_parallelism"),
-        offload=_offloads(config),
+        data_before_experts=Section(config).plain_flag("use_data_before_expert_parallelism"),
+        offload=_offload_device(config) != _NO_DEVICE,
     )
 
 
-def _offloads(config: Config) -> bool:
-    """Tell whether the optimizer's states are offloaded from the accelerator."""
+def _offload(config: Config) -> Section:
+    """Return the section of the optimizer's offload; also the one that an older key stands for."""
     zero = _zero(config)
-    section = zero.get("offload_optimizer")
-    if isinstance(section, Mapping):
-        return section.get("device", "none") not in ("none", None)
-    return _flag(zero, "cpu_offload")  # the older key, which DeepSpeed still accepts
+    if "cpu_offload" in zero.values and zero.has("cpu_offload"):
+        if zero.has("offload_optimizer"):
+            zero.refuse("cpu_offload", "the older name of offload_optimizer, given as well")
+        is_on = zero.values["cpu_offload"] is not None and zero.flag("cpu_offload")
+        return Section({"device": "cpu"} if is_on else {}, zero.path)
+    is_given = zero.has("offload_optimizer") and zero.values["offload_optimizer"] is not None
+    return zero.section("offload_optimizer") if is_given else Section({}, zero.path)
+
+
+def _offload_device(config: Config) -> str:
+    return _offload(config).choice("device", (_NO_DEVICE, "cpu", "nvme"))
 
 
 def sequence_parallel_size(config: Config) -> int | None:
     """Return how many ranks share each sequence, None if the config does not say."""
-    return _number(config, "sequence_parallel_size")
+    return Section(config).plain_count("sequence_parallel_size")
 
 
 def sequence_mesh(config: Config) -> tuple[int, int] | None:
@@ -143,7 +135,8 @@ def sequence_mesh(config: Config) -> tuple[int, int] | None:
     Then only the data-parallel ranks partition the state (`deepspeed.initialize`, 0.19.8). With
     a model-parallel unit, all ranks do.
     """
-    data, sequence = _number(config, "data_parallel_size"), sequence_parallel_size(config)
+    data = Section(config).plain_count("data_parallel_size")
+    sequence = sequence_parallel_size(config)
     return (data, sequence) if data and sequence and sequence > 1 else None
 
 
@@ -153,38 +146,46 @@ def sequence_replicas(config: Config, dp_world_size: int) -> int:
     return mesh[1] if mesh and mesh[0] == dp_world_size else 1
 
 
-def _uses_bf16_optimizer(config: Config) -> bool:
+def _needs_bf16_optimizer(config: Config) -> bool:
     """Tell whether an engine at stage 1 would choose `BF16_Optimizer`.
 
-    It does with bf16 weights, fp32 gradients, and no optimizer offload to the CPU
-    (`DeepSpeedEngine._do_optimizer_sanity_check`, 0.19.8).
+    It does with bf16 weights, fp32 gradients, and no optimizer offload to the CPU; offload to NVMe
+    does not count (`DeepSpeedEngine._do_optimizer_sanity_check`, 0.19.8).
     """
-    types = config.get("data_types")
-    gradients = types.get("grad_accum_dtype") if isinstance(types, Mapping) else None
-    return module_dtype(config) == "bfloat16" and gradients == "fp32" and not _offloads(config)
+    gradients = Section(config).section("data_types").dtype("grad_accum_dtype")
+    types = module_dtype(config), gradients
+    return types == ("bfloat16", "float32") and _offload_device(config) != "cpu"
 
 
 def module_dtype(config: Config) -> str:
     """Return the dtype in which an engine with this config trains the module."""
-    for dtype, names in _PRECISIONS.items():
-        for name in names:
-            section = config.get(name)
-            if isinstance(section, Mapping) and _flag(section, "enabled"):
-                return dtype
-    return "float32"
+    top = Section(config)
+    # `get_bfloat16_config` reads the older name only where the newer one is missing.
+    bf16 = "bfloat16" if config.get("bf16") is None else "bf16"
+    is_bf16, is_fp16 = (top.section(key).flag("enabled") for key in (bf16, "fp16"))
+    if is_bf16 and is_fp16:
+        raise UsageError(f"DeepSpeed config: {bf16} and fp16 are both enabled; it can be one")
+    return "bfloat16" if is_bf16 else "float16" if is_fp16 else "float32"
 
 
-def resolved(given: Config, kept: Config) -> dict[str, Any]:
-    """Return a job's config with every "auto" replaced by the value of the last run.
+def resolved(given: Config, kept: Config, path: str = "") -> dict[str, Any]:
+    """Return a job's config with "auto" replaced by the value of the last run.
 
     Frameworks replace "auto" when the job starts. A key that the last run did not have is removed.
+    What no framework replaces stays "auto", for which DeepSpeed takes its own default.
+
+    Parameters
+    ----------
+    path
+        Keys that lead to this section, each with a dot after it.
     """
     result: dict[str, Any] = {}
     for key, value in given.items():
         before = kept.get(key)
         if isinstance(value, Mapping):
-            result[key] = resolved(value, before if isinstance(before, Mapping) else {})
-        elif value != "auto":
+            section = before if isinstance(before, Mapping) else {}
+            result[key] = resolved(value, section, f"{path}{key}.")
+        elif value != AUTO or f"{path}{key}" in _UNFILLED:
             result[key] = value
         elif before is not None:
             result[key] = before
@@ -193,7 +194,7 @@ def resolved(given: Config, kept: Config) -> dict[str, Any]:
 
 def with_stage(config: Config, stage: int) -> dict[str, Any]:
     """Return the config with another ZeRO stage."""
-    return {**config, _ZERO: {**_zero(config), "stage": stage}}
+    return {**config, _ZERO: {**_zero(config).values, "stage": stage}}
 
 
 def with_data_parallel_size(config: Config, data_parallel_size: int) -> dict[str, Any]:
@@ -213,10 +214,11 @@ def gradient_clipping(config: Config) -> float | None:
 
 def batch_sizes(config: Config) -> tuple[int | None, int | None, int | None]:
     """Read (train_batch_size, micro batch per GPU, gradient accumulation steps) as given."""
+    top = Section(config)
     return (
-        _number(config, "train_batch_size"),
-        _number(config, "train_micro_batch_size_per_gpu"),
-        _number(config, "gradient_accumulation_steps"),
+        top.plain_count("train_batch_size"),
+        top.plain_count("train_micro_batch_size_per_gpu"),
+        top.plain_count("gradient_accumulation_steps"),
     )
 
 
@@ -254,36 +256,21 @@ def features(config: Config) -> Features:
     UsageError
         The value of a switch is not a switch, or that of a count is not a count.
     """
-    zero = _zero(config)
-    offload = _section(zero, "offload_optimizer")
-    shard_size = _number(zero, "mics_shard_size")
+    top, zero, offload = Section(config), _zero(config), _offload(config)
+    shard_size = zero.count("mics_shard_size", least=-1)  # -1, its default, stands for none
     return Features(
-        swaps_optimizer=offload.get("device") == "nvme",
-        offload_ratio=_fraction(offload, "ratio"),
-        super_offload=_flag(offload, "super_offload"),
-        zenflow=isinstance(zero.get("zenflow"), Mapping),
-        quantized_frozen=_flag(zero, "zero_quantized_nontrainable_weights"),
-        mics_shard_size=shard_size if shard_size is not None and shard_size > 0 else None,
-        tensor_parallel=_number(_section(config, "tensor_parallel"), "autotp_size") or 1,
-        auto_experts=_flag(_section(config, "expert_parallel"), "enabled"),
-        loads_universal=_flag(_section(config, "checkpoint"), "load_universal"),
+        swaps_optimizer=_offload_device(config) == "nvme",
+        offload_ratio=offload.fraction("ratio"),
+        super_offload=offload.flag("super_offload"),
+        zenflow=zero.has("zenflow") and zero.values["zenflow"] is not None,
+        quantized_frozen=zero.flag("zero_quantized_nontrainable_weights"),
+        mics_shard_size=shard_size if shard_size and shard_size > 0 else None,
+        tensor_parallel=top.section("tensor_parallel").count("autotp_size") or 1,
+        auto_experts=_expert_parallel(top).plain_flag("enabled"),
+        loads_universal=top.section("checkpoint").plain_flag("load_universal"),
     )
 
 
-def _section(config: Config, key: str) -> Config:
-    found = config.get(key)
-    return found if isinstance(found, Mapping) else {}
-
-
-def _fraction(section: Config, key: str) -> float:
-    """Read a number from 0 to 1; 1 if the config does not give it."""
-    value = section.get(key)
-    if value is None or value == "auto":
-        return 1.0
-    try:
-        fraction = float("nan" if isinstance(value, bool) else value)
-    except (TypeError, ValueError, OverflowError):
-        fraction = float("nan")
-    if not 0 <= fraction <= 1:
-        raise UsageError(f"DeepSpeed config: {key} is {show(value)}, which is not a part of 1")
-    return fraction
+def _expert_parallel(top: Section) -> Section:
+    """Return AutoEP's section, which may be left empty in any way."""
+    return top.section("expert_parallel") if top.values.get("expert_parallel") else Section({})

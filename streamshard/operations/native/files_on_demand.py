@@ -156,10 +156,24 @@ def _images_of(
     return NativeImages(target) if target.layout.stage else WholeImages(target)
 
 
-def names_of_groups(
+@dataclass(frozen=True, slots=True)
+class HeldGroup:
+    """What a rank holds of a flat group (stages 1 and 2), or of a sub-group (stage 3)."""
+
+    params: tuple[str, ...]
+    """In the order in which they are stored."""
+    alignments: tuple[int, ...]
+    """Alignment padding after each parameter; empty in stage 3."""
+    numel: int
+    """Elements of the rank's partition."""
+    sharer: int
+    """The rank's index among those that share the group."""
+
+
+def held_groups(
     resharding: Resharding, cuts: Sequence[FamilyCut], mp_rank: int, dp_rank: int
-) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Yield the parameters and the partition's numel of each flat group or sub-group of a rank.
+) -> Iterator[HeldGroup]:
+    """Yield what a rank of the target holds of each flat group or sub-group.
 
     Parameters
     ----------
@@ -171,7 +185,9 @@ def names_of_groups(
     if layout.stage == 3:
         for unit in cut.sub_groups:
             params = family.groups[unit.group].params
-            yield params[unit.first : unit.stop], unit.numel
+            yield HeldGroup(params[unit.first : unit.stop], (), unit.numel, dp_rank)
         return
     for group, sharer in family.held_by(dp_rank, layout):
-        yield family.serialized(family.groups[group]), cut.flat_groups[group].cut(sharer).numel
+        flat, names = cut.flat_groups[group], family.serialized(family.groups[group])
+        params = tuple(names[index] for index in flat.order)
+        yield HeldGroup(params, flat.alignments, flat.partition_numel, sharer)

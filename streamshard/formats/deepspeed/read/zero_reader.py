@@ -54,12 +54,12 @@ def read(
     """
     tag = tag or tag_dir.name
     with malformed(tag_dir):
-        shards = find(tag_dir)
-        inside = [
-            (path, f"{tag}/{path.relative_to(tag_dir).as_posix()}")
-            for path in (*shards.model_parts, *shards.others)
-        ]
         try:
+            shards = find(tag_dir)
+            inside = [
+                (path, f"{tag}/{path.relative_to(tag_dir).as_posix()}")
+                for path in (*shards.model_parts, *shards.others)
+            ]
             return _read_shards(tag, shards, [*run_files, *inside], like)
         except UsageError as error:  # in the config that the checkpoint keeps
             raise CorruptFileError(f"{tag_dir}: {error}") from error

@@ -1,0 +1,122 @@
+"""Compares the plan of a load with what the live optimizer holds.
+
+A config may mean something else to this version of DeepSpeed, and it does not decide the order of
+the parameters. The optimizer is there: nothing is loaded that it does not hold in the same way.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from deepspeed import comm
+
+from streamshard.errors import DisagreementError, UsageError
+from streamshard.model import ZeroLayout
+from streamshard.operations.native.files_on_demand import FilesOnDemand, HeldGroup, held_groups
+from streamshard.operations.native.resharding import Resharding
+
+_STAGE_3: Final = "DeepSpeedZeroOptimizer_Stage3"
+_FLAT: Final = "DeepSpeedZeroOptimizer"
+_BF16: Final = "BF16_Optimizer"
+_HELD_AS: Final = {
+    _STAGE_3: ("fp16_groups", "fp32_partitioned_groups_flat"),
+    _FLAT: ("round_robin_bit16_groups", "single_partition_of_fp32_groups"),
+    _BF16: ("bf16_groups", "fp32_groups_flat_partition"),
+}
+"""Class → its attributes: the parameters of each group as they are stored, a rank's masters."""
+_ALIGNMENTS: Final = "round_robin_bit16_padding"
+"""Attribute of `DeepSpeedZeroOptimizer` since 0.19.7."""
+_SHARING: Final = "real_dp_process_group"
+"""Attribute of the flat optimizers: for each group the ranks that share it."""
+
+
+def require_same_optimizer(
+    names: Mapping[Any, str],
+    optimizer: Any,
+    resharding: Resharding,
+    files: FilesOnDemand,
+    place: tuple[int, int],
+) -> None:
+    """Compare the kind of an optimizer, and what it stores in which order, with the plan.
+
+    Parameters
+    ----------
+    names
+        Parameter → its name.
+    place
+        The rank's number among the model-parallel parts, and among the data-parallel ranks.
+
+    Raises
+    ------
+    DisagreementError
+        They differ; the message names what each holds.
+    """
+    where, layout = resharding.source.path, resharding.settings.layout
+    own, planned = _kind_of(optimizer), _planned_kind(layout)
+    if own != planned:
+        message = f"{where}: with its config, the engine should have a {planned} at stage"
+        message = f"{message} {layout.stage}; it has a {own}, which cuts its states otherwise"
+        raise DisagreementError(f"{message}: nothing was loaded")
+    if own == _FLAT and optimizer.cpu_offload != layout.offload:
+        states = "offloads" if optimizer.cpu_offload else "does not offload"
+        message = f"{where}: the engine {states} its optimizer, other than its config says"
+        raise DisagreementError(f"{message}: nothing was loaded")
+    expected = list(held_groups(resharding, files.cuts, *place))
+    live = list(_held(names, optimizer, own, place[1]))
+    if len(expected) != len(live):
+        message = f"{where}: has {len(expected)} groups of parameters for this rank, the engine's"
+        raise DisagreementError(f"{message} optimizer has {len(live)}")
+    for number, (saved, held) in enumerate(zip(expected, live, strict=True)):
+        _require_same_group(f"{where}: group {number}", saved, held)
+
+
+def _planned_kind(layout: ZeroLayout) -> str:
+    if layout.stage == 3:
+        return _STAGE_3
+    return _BF16 if layout.bf16_optimizer else _FLAT
+
+
+def _kind_of(optimizer: Any) -> str:
+    """Return the known class that an optimizer is of, itself or by inheritance."""
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in _HELD_AS:
+            return kind.__name__
+    message = f"the engine's optimizer is a {type(optimizer).__name__}, which is not known"
+    raise UsageError(f"{message}: give an engine of ZeRO stage 1, 2 or 3")
+
+
+def _held(names: Mapping[Any, str], optimizer: Any, kind: str, dp_rank: int) -> Iterator[HeldGroup]:
+    """Yield what a rank holds of each group of a live optimizer."""
+    params, masters = (getattr(optimizer, attribute) for attribute in _HELD_AS[kind])
+    alignments, sharing = getattr(optimizer, _ALIGNMENTS, None), getattr(optimizer, _SHARING, None)
+    for number, (group, master) in enumerate(zip(params, masters, strict=True)):
+        flat = kind != _STAGE_3
+        gaps = alignments[number] if alignments else [0] * len(group) * flat
+        sharer = comm.get_rank(group=sharing[number]) if sharing and flat else dp_rank
+        stored = tuple(names[param] for param in group)
+        yield HeldGroup(stored, tuple(gaps), master.numel(), sharer)
+
+
+def _require_same_group(where: str, saved: HeldGroup, own: HeldGroup) -> None:
+    if len(saved.params) != len(own.params):
+        message = f"{where} of the optimizer has {len(saved.params)} parameters, the engine's has"
+        missing = sorted({*saved.params} ^ {*own.params})
+        raise DisagreementError(f"{message} {len(own.params)}; only one has '{missing[0]}'")
+    for at, (theirs, ours) in enumerate(zip(saved.params, own.params, strict=True)):
+        if theirs != ours:
+            message = f"{where}: parameter {at} of the optimizer is '{theirs}', of the engine's it"
+            raise DisagreementError(f"{message} is '{ours}': give the parameters in the same order")
+    for what, planned, held in (
+        ("a partition for this job has {} elements", saved.numel, own.numel),
+        ("this rank is to hold part {}", saved.sharer, own.sharer),
+        ("the padding between parameters is to add up to {}", *_gaps(saved, own)),
+    ):
+        if planned != held:
+            message = f"{where}: {what.format(f'{planned:,}')}, in the engine it is {held:,}"
+            raise DisagreementError(message)
+
+
+def _gaps(saved: HeldGroup, own: HeldGroup) -> tuple[int, int]:
+    """Return the padding up to the first parameter after which it differs, or all of it."""
+    both = list(zip(saved.alignments, own.alignments, strict=True))
+    differing = next((at for at, (one, other) in enumerate(both) if one != other), len(both))
+    return sum(saved.alignments[: differing + 1]), sum(own.alignments[: differing + 1])

@@ -1,0 +1,251 @@
+"""What a config means: what the installed DeepSpeed makes of it, or a refusal by name.
+
+DeepSpeed's own parser and the engine's own rules are asked, for every key that shapes files, in
+every spelling and type.
+"""
+
+import copy
+import json
+from collections.abc import Mapping
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from deepspeed.runtime.config import DeepSpeedConfig, DtypeEnum
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+
+from streamshard.errors import UsageError
+from streamshard.formats.deepspeed import ds_config
+from streamshard.live import live_engine
+
+Meaning = Mapping[str, object]
+
+BF16 = {"bf16": {"enabled": True}}
+FP32_GRADIENTS = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
+DTYPES = [name for member in DtypeEnum for name in member._all_values if isinstance(name, str)]
+DEVICES = [device.value for device in OffloadDeviceEnum]
+SPELLINGS: list[Any] = [
+    None, True, False, 0, 1, 2, 3, 4, -1, 0.0, 1.0, 2.0, 0.5, 2.5, 1e9, 1e30, 2**70,
+    "0", "1", "2", " 2 ", "2.0", "2.", "0.5", "1e9", "1_000", "+2", "-1", "02", "0x2", "٣", "nan",
+    "true", "True", "TRUE", "false", "False", "yes", "no", "on", "off", "t", "f", "y", "n", "T",
+    " true", "auto", "Auto", "", "none", "None", "null", "CPU", "gpu", [], [1], {},
+    *DTYPES, *(name.upper() for name in DTYPES), *DEVICES,
+]  # fmt: skip
+TAKEN_AS_THEY_ARE = (
+    "expert_parallel.enabled",
+    "checkpoint.load_universal",
+    "use_data_before_expert_parallelism",
+)
+"""Switches that DeepSpeed does not convert: the text "false" is true to it."""
+SHAPING = (
+    *TAKEN_AS_THEY_ARE,
+    "zero_optimization",
+    "zero_optimization.stage",
+    "zero_optimization.sub_group_size",
+    "zero_optimization.round_robin_gradients",
+    "zero_optimization.parameter_alignment",
+    "zero_optimization.cpu_offload",
+    "zero_optimization.cpu_offload_param",
+    "zero_optimization.offload_optimizer",
+    "zero_optimization.offload_optimizer.device",
+    "zero_optimization.offload_optimizer.ratio",
+    "zero_optimization.offload_optimizer.super_offload",
+    "zero_optimization.offload_param.device",
+    "zero_optimization.zenflow",
+    "zero_optimization.zero_quantized_nontrainable_weights",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "bf16",
+    "bf16.enabled",
+    "bfloat16",
+    "bfloat16.enabled",
+    "fp16.enabled",
+    "data_types",
+    "data_types.grad_accum_dtype",
+    "tensor_parallel.autotp_size",
+    "expert_parallel",
+)
+BASES: dict[str, dict[str, Any]] = {
+    "empty": {},
+    "stage 1": {"zero_optimization": {"stage": 1}, **FP32_GRADIENTS},
+    "stage 2": {"zero_optimization": {"stage": 2}, **BF16},
+    "stage 3": {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        "fp16": {"enabled": True},
+    },
+}
+STRICTER = {"1_000", "2.", -1, "-1"}
+"""Counts that DeepSpeed understands in some places, and that are refused here."""
+
+
+def with_value(base: Mapping[str, Any], place: str, value: object) -> dict[str, Any]:
+    """Set a key of a config."""
+    config = copy.deepcopy(dict(base))
+    section, (*outer, key) = config, place.split(".")
+    for name in outer:
+        section = section.setdefault(name, {})
+    section[key] = value
+    return config
+
+
+def meaning_to_deepspeed(config: Mapping[str, Any]) -> Meaning:
+    """Ask DeepSpeed's parser, and the rule by which its engine chooses an optimizer."""
+    engine = object.__new__(DeepSpeedEngine)
+    parsed = DeepSpeedConfig({**copy.deepcopy(dict(config)), "train_micro_batch_size_per_gpu": 1})
+    engine._config = parsed
+    engine.pipeline_parallelism = False
+    zero, offload = parsed.zero_config, parsed.zero_config.offload_optimizer
+    model_dtype, _ = engine.get_data_types()
+    kind, stage = None, int(engine.zero_optimization_stage())
+    if stage:  # without ZeRO nothing is cut
+        with patch("deepspeed.runtime.engine.is_zero_supported_optimizer"):  # it wants ranks
+            kind = DeepSpeedEngine._do_optimizer_sanity_check(engine, None)
+    is_flat = stage in (1, 2) and kind == "zero_optimization"
+    return {
+        "stage": stage,
+        "round_robin": is_flat and zero.round_robin_gradients,
+        "parameter_alignment": is_flat and zero.parameter_alignment,
+        "sub_group_size": int(zero.sub_group_size),
+        "bf16_optimizer": kind == "bf16",
+        "module_dtype": str(model_dtype).removeprefix("torch."),
+        "offload": offload is not None and offload.device != "none",
+        "swaps_optimizer": offload is not None and offload.device == "nvme",
+        "offload_ratio": 1.0 if offload is None else offload.ratio,
+        "super_offload": offload is not None and offload.super_offload,
+        "zenflow": zero.zenflow is not None,
+        "quantized_frozen": zero.zero_quantized_nontrainable_weights,
+        "tensor_parallel": max(1, parsed.tensor_parallel_config.autotp_size),
+        "auto_experts": bool(parsed.expert_parallel_config.enabled),
+        "loads_universal": bool(parsed.load_universal_checkpoint),
+        "data_before_experts": bool(parsed.use_data_before_expert_parallel_),
+    }
+
+
+def meaning_here(config: Mapping[str, Any]) -> Meaning:
+    """Ask the reader of configs."""
+    stage = ds_config.zero_stage(config) or 0
+    layout = ds_config.zero_layout(config, stage=stage, world_size=2)
+    features = ds_config.features(config)
+    return {
+        "stage": layout.stage,
+        "round_robin": layout.round_robin,
+        "parameter_alignment": layout.parameter_alignment,
+        "sub_group_size": layout.sub_group_size,
+        "bf16_optimizer": layout.bf16_optimizer,
+        "module_dtype": ds_config.module_dtype(config),
+        "offload": layout.offload,
+        "swaps_optimizer": features.swaps_optimizer,
+        "offload_ratio": features.offload_ratio,
+        "super_offload": features.super_offload,
+        "zenflow": features.zenflow,
+        "quantized_frozen": features.quantized_frozen,
+        "tensor_parallel": features.tensor_parallel,
+        "auto_experts": features.auto_experts,
+        "loads_universal": features.loads_universal,
+        "data_before_experts": layout.data_before_experts,
+    }
+
+
+def meaning_or_refusal(config: Mapping[str, Any]) -> tuple[Meaning | None, str]:
+    """Ask the reader of configs, which may refuse one with a message."""
+    try:
+        return meaning_here(config), ""
+    except UsageError as error:
+        return None, str(error)
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("place", SHAPING)
+def test_every_spelling_means_what_it_means_to_deepspeed_or_is_refused_by_name(
+    place: str, base: str
+) -> None:
+    understood = 0
+    for value in SPELLINGS:
+        config = with_value(BASES[base], place, value)
+        try:
+            asked = meaning_to_deepspeed(config)
+        except Exception:
+            continue  # no job runs with it
+        found, message = meaning_or_refusal(config)
+        if found is None:
+            assert place.split(".")[-1] in message
+            assert is_refused_for_good(place, value), (value, message)
+            continue
+        assert found == asked, value
+        understood += 1
+    assert understood or place == "zero_optimization", "DeepSpeed understands no spelling at all"
+
+
+def is_refused_for_good(place: str, value: object) -> bool:
+    """Tell whether a value may be refused that DeepSpeed takes: what it means there surprises."""
+    if place in TAKEN_AS_THEY_ARE:
+        return not isinstance(value, bool | int | None)
+    return value in STRICTER
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_name_of_a_dtype_decides_the_kind_of_optimizer(name: str) -> None:
+    config = {
+        "zero_optimization": {"stage": 1, "round_robin_gradients": True},
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": name},
+    }
+    layout = ds_config.zero_layout(config, stage=1, world_size=2)
+    is_fp32 = DtypeEnum(name).value == torch.float32
+    assert (layout.bf16_optimizer, layout.round_robin) == (is_fp32, not is_fp32)
+
+
+@pytest.mark.parametrize("first", ["bf16", "bfloat16"])
+@pytest.mark.parametrize("values", [(True, False), (False, True), (None, True), (True, True)])
+def test_the_older_name_of_bf16_counts_where_the_newer_one_is_missing(
+    first: str, values: tuple[bool | None, bool]
+) -> None:
+    second = "bfloat16" if first == "bf16" else "bf16"
+    config: dict[str, Any] = {
+        key: None if value is None else {"enabled": value}
+        for key, value in zip((first, second), values, strict=True)
+    }
+    try:
+        asked = meaning_to_deepspeed(config)
+    except Exception:
+        return
+    assert meaning_here(config) == asked
+
+
+@pytest.mark.parametrize("place", SHAPING)
+def test_an_engine_takes_its_own_default_for_auto_whatever_the_last_run_had(place: str) -> None:
+    config = with_value(BASES["stage 2"], place, "auto")
+    try:
+        asked = meaning_to_deepspeed(config)
+    except Exception:
+        return
+    plain = live_engine.without_auto(config)
+    found, _ = meaning_or_refusal(ds_config.resolved(plain, BASES["stage 1"]))
+    assert found == (None if place in TAKEN_AS_THEY_ARE else asked)
+
+
+def test_auto_that_no_framework_replaces_is_deepspeed_s_default() -> None:
+    kept = {
+        "zero_optimization": {"stage": 2, "round_robin_gradients": True, "sub_group_size": 7},
+        "bf16": {"enabled": True},
+    }
+    given = {
+        "zero_optimization": {
+            "stage": "auto", "round_robin_gradients": "auto", "sub_group_size": "auto"
+        },
+        "bf16": {"enabled": "auto"},
+    }  # fmt: skip
+    asked = meaning_to_deepspeed(
+        {**given, "zero_optimization": {**given["zero_optimization"], "stage": 2}, **BF16}
+    )
+    assert meaning_here(ds_config.resolved(given, kept)) == asked
+
+
+def test_objects_of_a_live_config_are_read_as_their_names() -> None:
+    config = {**BF16, "data_types": {"grad_accum_dtype": torch.float32}}
+    plain = json.loads(json.dumps(config, default=str))
+    asked = meaning_to_deepspeed({**config, "zero_optimization": {"stage": 1}})
+    assert meaning_here({**plain, "zero_optimization": {"stage": 1}}) == asked
+    assert asked["bf16_optimizer"] is True
