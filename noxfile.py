@@ -118,18 +118,17 @@ def fuzz(session: nox.Session) -> None:
 def faults(session: nox.Session) -> None:
     """Try every fault at every call of a run, `-- --help` for less; see `tests/faults`.
 
-    Without arguments, then try every state after a power failure and thousands of histories, break
-    every request of runs from and to a bucket (`tests/cloud`), and break workers of a cluster at
-    hundreds of instants (`tests/cluster`).
+    Without arguments, then try every state after a power failure, run the tests of that tier, and
+    those of the first tier that try more on request: thousands of histories, and a failure of every
+    request of runs from and to a bucket.
     """
     run_shared(session, "-m", "tests.faults", *session.posargs, groups=["tests"])
     if not session.posargs:
         run_shared(session, "-m", "tests.faults", "--crashes", groups=["tests"])
-        session.env["EVERY_HISTORY"] = "3000"
-        run_shared(session, "-m", "pytest", "tests/faults/test_histories.py", groups=["tests"])
-        session.env["EVERY_REQUEST"] = "1"
-        run_shared(session, "-m", "pytest", "tests/cloud", groups=["tests"])
-        run_shared(session, "-m", "pytest", "tests/cluster/test_chaos.py", groups=["tests"])
+        session.env |= {"EVERY_HISTORY": "3000", "EVERY_REQUEST": "1"}
+        run_tests(session, "campaign")
+        on_request = ("tests/faults/test_histories.py", "tests/cloud")
+        run_shared(session, "-m", "pytest", *on_request, groups=["tests"])
 
 
 @nox.session(python=False)
