@@ -125,7 +125,7 @@ def faults(session: nox.Session) -> None:
     run_shared(session, "-m", "tests.faults", *session.posargs, groups=["tests"])
     if not session.posargs:
         run_shared(session, "-m", "tests.faults", "--crashes", groups=["tests"])
-        session.env |= {"EVERY_HISTORY": "3000", "EVERY_REQUEST": "1"}
+        session.env.update(EVERY_HISTORY="3000", EVERY_REQUEST="1")
         run_tests(session, "campaign")
         on_request = ("tests/faults/test_histories.py", "tests/cloud")
         run_shared(session, "-m", "pytest", *on_request, groups=["tests"])
