@@ -19,7 +19,7 @@ from tests.fabricated import write
 from tests.forked import run_forked
 from tests.job import Job
 
-STEP = 1 if "EVERY_REQUEST" in os.environ else 8
+STEP = 1 if "EVERY_REQUEST" in os.environ else 12
 """A run is killed at every so manieth request."""
 WAIT = 60
 LARGE = Job(stage=2, world_size=1, groups=((("embed.weight", (6_000_000,)),),))
