@@ -20,7 +20,7 @@ from tests.samples import sampled
 KILLED = next(fault for fault in FAULTS if fault.action == Action.KILL_BEFORE)
 FAILS = next(fault for fault in FAULTS if fault.name == "target eio once")
 STEP = 499
-FEW = 40
+FEW = 15
 """Cases that are all tried."""
 MOST_TOLD = 10
 PLACES = {RUN, ARCHIVE, TRASH, ".streamshard.going"}
