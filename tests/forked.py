@@ -73,8 +73,9 @@ def run_forked(*arguments: str, script: str = "") -> Finished:
         }
         server.stdin.write(f"{json.dumps(given)}\n")
         server.stdin.flush()
-        code, *measured = json.loads(server.stdout.readline())
-        return Finished(code, *(stream.read_text() for stream in streams), *measured)
+        code, peak_bytes, loaded_bytes = json.loads(server.stdout.readline())
+        out, err = (stream.read_text() for stream in streams)
+        return Finished(code, out, err, peak_bytes, loaded_bytes)
 
 
 @cache
