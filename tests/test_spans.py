@@ -17,6 +17,7 @@ from streamshard.operations.native import storage_regions
 from tests.cli.conftest import tree
 from tests.fabricated import write
 from tests.job import Job
+from tests.samples import sampled
 
 SPAN_BYTES = 1024
 
@@ -71,19 +72,21 @@ def export_dcp(run: Path, out: Path) -> api.Report:
     return api.export(run, out, format="dcp", dtype="fp16", ranks=2)
 
 
+@sampled(3)
 @pytest.mark.parametrize("make", [repartition, convert, export, export_torch, export_dcp])
 def test_a_run_goes_on_after_any_span(
     run: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     make: Callable[[Path, Path], api.Report],
+    one_in: int,
 ) -> None:
     monkeypatch.setattr(storage_regions, "_SPAN_BYTES", SPAN_BYTES)
     monkeypatch.setattr(weight_files, "SPAN_BYTES", SPAN_BYTES)
     monkeypatch.setattr(dcp_files, "SPAN_BYTES", SPAN_BYTES)
     undisturbed = make(run, tmp_path / "whole")
     whole, note = tree(tmp_path / "whole"), Journal.note
-    for most in itertools.count():
+    for most in itertools.count(0, one_in):
         left = most
 
         def cut_off(self: Journal, path: str, offset: int, written: Written) -> None:

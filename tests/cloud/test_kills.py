@@ -16,9 +16,10 @@ from tests.cloud.conftest import Bucket, files_of
 from tests.cloud.proxy import Fault, Request
 from tests.cloud.test_faults import RECORD, content
 from tests.fabricated import write
+from tests.forked import run_forked
 from tests.job import Job
 
-STEP = 1 if "EVERY_REQUEST" in os.environ else 8
+STEP = 1 if "EVERY_REQUEST" in os.environ else 12
 """A run is killed at every so manieth request."""
 WAIT = 60
 LARGE = Job(stage=2, world_size=1, groups=((("embed.weight", (6_000_000,)),),))
@@ -68,8 +69,7 @@ def test_the_same_command_goes_on(bucket: Bucket, run: Path, verb: str) -> None:
     source = bucket.put(run, "runs/7b")
     own = ("--world-size", "3") if verb == "repartition" else ("--codec", "zstd")
     step = 6 * STEP if verb == "convert" and STEP > 1 else STEP
-    with started(verb, source, f"{bucket.url}/whole", *own) as process:
-        assert process.wait(WAIT) == 0
+    assert run_forked(verb, source, f"{bucket.url}/whole", *own).code == 0
     wanted, number = content(bucket, "whole"), 2
     while True:
         target = f"out-{number}"
@@ -82,9 +82,8 @@ def test_the_same_command_goes_on(bucket: Bucket, run: Path, verb: str) -> None:
                 api.inspect(f"{bucket.url}/{target}")
             if verb == "repartition":
                 assert "latest" not in bucket.get(target) or number > len(wanted)
-        with started(*words) as process:
-            _, errors = process.communicate(timeout=WAIT)
-            assert process.returncode == 0 or (is_there and "exists" in errors), (number, errors)
+        done = run_forked(*words)
+        assert done.code == 0 or (is_there and "exists" in done.err), (number, done.err)
         assert content(bucket, target) == wanted, number
         assert bucket.uploads() == []
         assert not bucket.keys(f".streamshard.lock.{target}")
@@ -202,7 +201,7 @@ def test_overwriting_keeps_one_of_both_whole(bucket: Bucket, run: Path) -> None:
     api.repartition(run, f"{bucket.url}/new", world_size=2)
     api.repartition(run, f"{bucket.url}/old", world_size=3)
     old, new = content(bucket, "old"), content(bucket, "new")
-    for number in range(4, 90, 12 if STEP > 1 else 1):
+    for number in range(4, 90, 17 if STEP > 1 else 1):
         api.repartition(run, target, world_size=3, overwrite=True)
         if not killed_at(bucket, number, *words, target, "--world-size", "2", "--overwrite"):
             break
@@ -214,8 +213,7 @@ def test_overwriting_keeps_one_of_both_whole(bucket: Bucket, run: Path) -> None:
         else:
             assert {path: beside.get(path) for path in new} == new, number
         options = [] if beside else ["--overwrite"]
-        with started(*words, target, "--world-size", "2", *options) as process:
-            _, errors = process.communicate(timeout=WAIT)
-        assert process.returncode == 0, errors
+        done = run_forked(*words, target, "--world-size", "2", *options)
+        assert done.code == 0, done.err
         assert content(bucket, "out") == new, number
         assert not bucket.keys("out.partial")

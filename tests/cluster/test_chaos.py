@@ -18,7 +18,7 @@ from tests.cluster.conftest import names
 from tests.fabricated import write
 from tests.job import Job
 
-RUNS = 300 if "EVERY_REQUEST" in os.environ else 6
+RUNS = 300 if "EVERY_REQUEST" in os.environ else 12
 RATE = 100_000
 """Bytes a second of each worker, so that what happens to it happens within a job."""
 
@@ -54,7 +54,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return run, wanted
 
 
-@pytest.mark.parametrize("seed", range(RUNS))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(1, RUNS))]
+)
 def test_workers_that_die_leave_and_hang_do_no_harm(
     seed: int,
     weak: tuple[Client, LocalCluster],

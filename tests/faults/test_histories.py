@@ -1,6 +1,6 @@
 """Nothing that a job saved is ever lost, whatever happens; see `histories.py`.
 
-Here some dozens of histories; with `EVERY_HISTORY` in the environment thousands.
+Here a few histories, in a campaign some dozens; with `EVERY_HISTORY` in the environment thousands.
 """
 
 import os
@@ -11,6 +11,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.faults.histories import MOST_STEPS, Histories, Saved
 from tests.faults.server import Server
+from tests.samples import sampled
 
 COUNT = int(os.environ.get("EVERY_HISTORY", "24"))
 """Histories that are tried."""
@@ -18,12 +19,13 @@ STEPS = 10
 """Most steps of each."""
 
 
-def test_no_save_is_lost(shim: Path, place: Path) -> None:
-    root = place / "histories"
+@sampled(6)
+def test_no_save_is_lost(shim: Path, place: Path, one_in: int) -> None:
+    root = place / f"histories-{one_in}"
     root.mkdir()
     saves = [Saved.make(root / f"saved{step}", step) for step in range(1, MOST_STEPS + 1)]
     chosen = settings(
-        max_examples=COUNT,
+        max_examples=COUNT // one_in,
         stateful_step_count=STEPS,
         deadline=None,
         suppress_health_check=[*HealthCheck],

@@ -460,7 +460,6 @@ print("zarr" in sys.modules)
 """
 
 
-@BOTH
 def test_zarr_python_is_imported_for_rewritten_arrays_only(store: Path, tmp_path: Path) -> None:
     for out, expected in (("a", "False"), ("b", "True")):
         command = [sys.executable, "-c", ORDINARY, str(store), str(tmp_path / out)]
