@@ -273,7 +273,10 @@ def test_no_error_ends_with_a_full_stop() -> None:
 
     for path in ROOT.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            named = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "message"
-            made = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Error")
-            texts = [node.value] if named else node.args[:1] if made else []
-            assert not [text for text in texts if end(text).endswith(".")], (path, node.lineno)
+            texts: list[ast.expr] = []
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "message":
+                texts = [node.value]
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Error"):
+                texts = node.args[:1]
+            ending = [text.lineno for text in texts if end(text).endswith(".")]
+            assert not ending, (path, ending)
