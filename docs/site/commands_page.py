@@ -15,7 +15,7 @@ _HEAD: Final = """\
 # Commands
 
 This page is made from the command line's own parser, so it says what `--help` says.
-`python -m docs.site.commands_page` writes it anew.
+`python -m docs.site.commands_page` writes it.
 
 SRC is a run directory that holds `latest`, a tag directory, a checkpoint directory of HF Trainer,
 Accelerate or Lightning, a store, or a template of raw per-rank dumps. In square brackets stands

@@ -341,7 +341,7 @@ def _compact_status(
     elif arguments.prometheus:
         _print(prometheus_text(found))
     elif not arguments.quiet and found:
-        _print(printable("\n\n".join(map(status_text, found))))
+        _print(printable("\n\n".join(status_text(one, verbose=arguments.verbose) for one in found)))
     for other in errors[1:]:
         _tell(f"streamshard: {other}", other)
     if errors:

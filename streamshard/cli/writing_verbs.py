@@ -63,7 +63,7 @@ def _add_degrees(verb: argparse.ArgumentParser, of_what: str) -> None:
         "--tensor-parallel",
         type=int,
         metavar="T",
-        help=f"{of_what}, how many share each tensor; another number than the source's, but for "
+        help=f"{of_what}, how many share each tensor; another number than the source's, except "
         "1, takes --like, a save of the job that will resume [the source's]",
     )
     verb.add_argument(
@@ -144,7 +144,7 @@ def add_export(verbs: Verbs) -> None:
         type=size,
         default=DEFAULT_SHARD_BYTES,
         metavar="SIZE",
-        help="bytes per file at most, but for a tensor that is larger [5GB]",
+        help="bytes per file at most, except for a tensor that is larger [5GB]",
     )
     for option, what in (
         (

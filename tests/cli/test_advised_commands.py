@@ -278,4 +278,5 @@ def test_no_error_ends_with_a_full_stop() -> None:
                 texts = [node.value]
             elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Error"):
                 texts = node.args[:1]
-            assert not [text for text in texts if end(text).endswith(".")], path
+            ending = [text.lineno for text in texts if end(text).endswith(".")]
+            assert not ending, (path, ending)

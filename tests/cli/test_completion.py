@@ -1,13 +1,14 @@
 """What a shell offers once it has read the script."""
 
+import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from streamshard.cli.completion import SHELLS
+from streamshard.cli.parser import arguments_of
 from tests.cli.conftest import streamshard
 
 ASK = """
@@ -42,6 +43,9 @@ def test_bash_offers_verbs_options_and_values(script: Path) -> None:
     assert offered(script, "re") == {"repartition"}
     assert {"--world-size", "--zero-stage"} <= offered(script, "repartition", "--")
     assert offered(script, "export", "--dtype", "") == {"fp32", "bf16", "fp16"}
+    assert offered(script, "export", "--dtype", "=", "b") == {"bf16"}
+    assert offered(script, "completion", "") == set(SHELLS)
+    assert offered(script, "repartition", "--world-size", "") == set()
 
 
 def test_bash_offers_files_wherever_a_path_is_meant(
@@ -52,6 +56,9 @@ def test_bash_offers_files_wherever_a_path_is_meant(
     (tmp_path / "run").mkdir()
     for words in (["apply"], ["diff"], ["diff", "run"], ["inspect"], ["compact", "run"]):
         assert {"plan.json", "run"} <= offered(script, *words, ""), words
+    (tmp_path / "my run").mkdir()
+    assert offered(script, "inspect", "my") == {"my", "run"}  # one offer, of two words
+    assert offered(script, "repartition", "--like", "pl") == {"plan.json"}
 
 
 @pytest.mark.parametrize("shell", SHELLS)
@@ -63,9 +70,15 @@ def test_there_is_a_script_for_every_shell_that_is_named(shell: str) -> None:
         subprocess.run([shell, "-n"], input=done.out, text=True, check=True)
 
 
-def test_without_the_package_it_is_said_what_to_install() -> None:
-    hide = "import sys; sys.modules['shtab'] = None"
-    run = "from streamshard.cli.main import main; sys.exit(main(['completion', 'bash']))"
-    done = subprocess.run([sys.executable, "-c", f"{hide}; {run}"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "pip install shtab" in done.stderr
+def test_every_option_of_every_verb_is_in_every_script() -> None:
+    verbs = next(one.choices for one in arguments_of()._actions if isinstance(one.choices, dict))
+    for shell in SHELLS:
+        lines = streamshard("completion", shell).out.splitlines()
+        for name, verb in verbs.items():
+            (begin,) = [n for n, line in enumerate(lines) if line == f"        {name})"] or [0]
+            own = [line for line in lines if re.search(rf"\b{name}\b", line)]
+            text = "\n".join(own if shell != "zsh" else lines[begin:])
+            for option in verb._option_string_actions:
+                short = f"-{option[1]}" if option[1] != "-" else option
+                told = f"-l {option[2:]} " if option.startswith("--") else f"-s {option[1:]} "
+                assert (told if shell == "fish" else short) in f"{text} ", (shell, name, option)

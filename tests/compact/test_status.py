@@ -1,6 +1,7 @@
 """`--status` says what nights have done; `--notify` tells somebody when one went wrong."""
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -14,7 +15,7 @@ import streamshard as api
 from streamshard.cli.main import main
 from streamshard.errors import CorruptFileError, SourceNotFoundError, TargetError
 from streamshard.operations.compact import night_record
-from tests.compact.runs import FIRST, RECORD, STEPS, make_run, receipt_of
+from tests.compact.runs import FIRST, NO_GRACE, RECORD, STEPS, make_run, receipt_of
 
 NOTE = """
 import pathlib, sys
@@ -44,8 +45,9 @@ def states(found: api.CompactStatus) -> dict[str, str]:
 
 def test_a_tag_from_its_archive_to_its_end(run: Path, tmp_path: Path) -> None:
     archive = tmp_path / "archive"
-    with pytest.raises(SourceNotFoundError, match="archive"):
-        api.compact_status(run, archive)
+    found = api.compact_status(run, archive)  # it is not there yet
+    assert (found.tags, found.last_night) == ((), None)
+    assert not archive.exists()
     api.compact(run, archive, now=after(0))
     found = api.compact_status(run, archive)
     assert states(found)[FIRST] == "archived"
@@ -133,11 +135,21 @@ def test_a_damaged_receipt_hides_no_other(
 ) -> None:
     run, archive = make_run(tmp_path / "run", steps=[*STEPS, STEPS[-1] + 10]), tmp_path / "archive"
     api.compact(run, archive)
-    (archive / f"{FIRST}.receipt.json").write_text("{")
-    assert main(["compact", str(run), str(archive), "--status", "--json"]) == 3
-    said = capsys.readouterr()
-    found = json.loads(said.out)
-    assert {tag["state"] for tag in found["tags"]} == {"unreadable", "archived"}
+    path = archive / f"{FIRST}.receipt.json"
+    known = json.loads(path.read_text())
+    bad: list[Any] = ["{", {**known, "archived": "yesterday"}, {**known, "archive_bytes": 10**400}]
+    bad += [{**known, "purged": "2026-11-25T01:00:00"}, {**known, "archive_bytes": -1}, None]
+    for content in bad:
+        path.unlink()
+        if content is None:
+            os.mkfifo(path)  # nobody will write to it
+        else:
+            path.write_text(content if isinstance(content, str) else json.dumps(content))
+        for form in ([], ["--prometheus"], ["--json"]):
+            assert main(["compact", str(run), str(archive), "--status", *form]) == 3, content
+            said = capsys.readouterr()
+        found = json.loads(said.out)
+        assert {tag["state"] for tag in found["tags"]} == {"unreadable", "archived"}
     assert f"{FIRST}.receipt.json" in said.err
 
 
@@ -167,7 +179,7 @@ def test_prometheus_reads_it(run: Path, tmp_path: Path, capsys: pytest.CaptureFi
         )
     )
     assert values["streamshard_compact_archive_bytes", own] == status.archive_bytes
-    assert values["streamshard_compact_tags", f'{own},state="in the trash"'] == sum(
+    assert values["streamshard_compact_tags", f'{own},state="in_the_trash"'] == sum(
         tag.state == "in the trash" for tag in status.tags
     )
     end = values["streamshard_compact_trash_until_timestamp_seconds", own]
@@ -272,3 +284,36 @@ def test_a_command_that_fails_changes_nothing(
 def test_what_makes_no_sense_is_refused(run: Path, tmp_path: Path, options: list[str]) -> None:
     assert main(["compact", str(run), str(tmp_path / "archive"), *options]) == 2
     assert not (tmp_path / "archive").exists()
+
+
+def test_an_archive_that_is_lost_is_none_that_is_not_there_yet(run: Path, tmp_path: Path) -> None:
+    api.compact(run, tmp_path / "archive", now=after(1), delete=True)
+    (tmp_path / "archive").rename(tmp_path / "elsewhere")
+    with pytest.raises(SourceNotFoundError, match="archive"):
+        api.compact_status(run, tmp_path / "archive")
+
+
+def test_tags_that_are_gone_are_counted(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = tmp_path / "archive"
+    api.compact(run, archive, delete=True)
+    api.compact(run, archive, grace=NO_GRACE, purge=[FIRST])
+    capsys.readouterr()
+    monkeypatch.chdir(tmp_path)
+    status = ["compact", "run", "archive", "--status"]
+    assert main(status) == 0
+    shown = capsys.readouterr().out
+    assert "1 tag more, whose originals are gone; -v lists them" in shown
+    assert FIRST not in shown
+    assert main([*status, "-v"]) == 0
+    assert FIRST in capsys.readouterr().out
+    assert main([*status, "--prometheus"]) == 0
+    assert f'run_dir="{run}",archive_dir="{archive}"' in capsys.readouterr().out
+
+
+def test_a_dry_run_shows_the_size_of_what_stays(run: Path, tmp_path: Path) -> None:
+    found = api.compact(run, tmp_path / "archive", dry_run=True)
+    sizes = {tag.tag: tag.source_bytes for tag in found.tags}
+    for tag, nbytes in sizes.items():
+        assert nbytes == sum(p.stat().st_size for p in (run / tag).rglob("*") if p.is_file())

@@ -386,3 +386,22 @@ def test_a_sample_compares_a_part(tmp_path: Path) -> None:
     assert sum(part.tensors for part in parts) == whole.tensors
     assert sum(part.bytes_read for part in parts) == whole.bytes_read
     assert all(part.bytes_read < whole.bytes_read for part in parts)
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("keys", [{NAN: 1, (1, NAN): 2}, {NAN: 1, float("nan"): 2}, {0.0: 1}])
+def test_keys_that_are_not_equal_to_themselves(keys: dict[Any, Any], tmp_path: Path) -> None:
+    run = write(Job(client_state={"metrics": keys}), tmp_path / "run")
+    streamshard.convert(run, tmp_path / "7b.zarr")
+    assert streamshard.verify(tmp_path / "7b.zarr", against=run).is_good
+
+
+@pytest.mark.parametrize(("one", "other"), [({1: 5}, {True: 5}), ({0.0: 5}, {-0.0: 5})], ids=str)
+def test_keys_that_are_equal_and_not_the_same(
+    one: dict[Any, Any], other: dict[Any, Any], tmp_path: Path
+) -> None:
+    for name, keys in (("a", one), ("b", other)):
+        write(Job(client_state={"metrics": keys}), tmp_path / name)
+    assert not streamshard.verify(tmp_path / "a", against=tmp_path / "b").is_good

@@ -6,9 +6,9 @@ from datetime import UTC, datetime
 from typing import Final
 
 from streamshard.cli.text.tables import facts_text, table
-from streamshard.operations.compact.compact_status import STATES, CompactStatus
+from streamshard.operations.compact.compact_status import GONE, STATES, CompactStatus
 from streamshard.operations.compact.night_record import Night
-from streamshard.sizes import show_bytes
+from streamshard.sizes import counted, show_bytes
 
 _PREFIX: Final = "streamshard_compact"
 _GAUGES: Final = {
@@ -25,8 +25,11 @@ _GAUGES: Final = {
 """Name of a metric, without the prefix → what it is."""
 
 
-def status_text(found: CompactStatus) -> str:
-    """Show what is archived, in the trash and gone, and how the last night ended."""
+def status_text(found: CompactStatus, *, verbose: bool) -> str:
+    """Show what is archived, in the trash and gone, and how the last night ended.
+
+    Tags whose originals are gone only add up with time: if not verbose, they are counted.
+    """
     counts = Counter(tag.state for tag in found.tags)
     states = ", ".join(f"{counts[state]:,} {state}" for state in STATES if counts[state])
     facts = [
@@ -38,7 +41,8 @@ def status_text(found: CompactStatus) -> str:
         ("last night", _night_text(found.last_night)),
     ]
     blocks = [facts_text(facts)]
-    if found.tags:
+    shown = [tag for tag in found.tags if verbose or tag.state not in GONE]
+    if shown:
         head = ("tag", "state", "archived", "trash until", "original", "archive")
         rows = [
             (
@@ -49,9 +53,12 @@ def status_text(found: CompactStatus) -> str:
                 show_bytes(tag.source_bytes),
                 show_bytes(tag.archive_bytes),
             )
-            for tag in found.tags
+            for tag in shown
         ]
         blocks.append(table([head, *rows]))
+    if len(shown) < len(found.tags):
+        gone = counted(len(found.tags) - len(shown), "tag")
+        blocks.append(f"{gone} more, whose originals are gone; -v lists them")
     if found.last_night is not None:
         problems = found.last_night.problems
         blocks += [f"{one.tag}: {one.action}: {one.reason}" for one in problems]
@@ -91,7 +98,7 @@ def _samples(status: CompactStatus) -> Iterator[tuple[str, Mapping[str, str], fl
     """Yield the name, the labels besides those of the run, and the value of each sample."""
     counts = Counter(tag.state for tag in status.tags)
     for state in STATES:
-        yield "tags", {"state": state}, counts[state]
+        yield "tags", {"state": _label(state)}, counts[state]
     yield "archive_bytes", {}, status.archive_bytes
     yield "trash_bytes", {}, status.trash_bytes
     yield "saved_bytes", {}, status.saved_bytes
@@ -106,7 +113,7 @@ def _samples(status: CompactStatus) -> Iterator[tuple[str, Mapping[str, str], fl
         yield "last_ended_timestamp_seconds", {}, _seconds(night.ended)
         yield "last_exit_code", {}, night.exit_code
         for action, count in night.actions.items():
-            yield "last_tags", {"action": action}, count
+            yield "last_tags", {"action": _label(action)}, count
 
 
 def _gauge(name: str, samples: Iterable[tuple[Mapping[str, str], float]]) -> Iterator[str]:
@@ -122,6 +129,15 @@ def _gauge(name: str, samples: Iterable[tuple[Mapping[str, str], float]]) -> Ite
     for labels, value in samples:
         inner = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
         yield f"{_PREFIX}_{name}{{{inner}}} {value}"
+
+
+def _label(words: str) -> str:
+    """Write a state or an action as queries do, in one word.
+
+    >>> _label("in the trash")
+    'in_the_trash'
+    """
+    return words.replace(" ", "_")
 
 
 def _escaped(text: str) -> str:

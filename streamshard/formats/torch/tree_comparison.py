@@ -252,15 +252,26 @@ def _below_dicts(
     extra = [vars(d) if isinstance(d, OrderedDict) else {} for d in (one, other)]
     found: list[Pair] = [(extra[0], extra[1], at)] if any(extra) else []
     effort.spend(sum(len(key) for key in (*one, *other) if isinstance(key, tuple)))
-    if any(map(_is_by_identity, (*one, *other))):
-        # Keys that are compared by identity are paired by position.
+    sides = [{_key_value(key): (key, value) for key, value in d.items()} for d in (one, other)]
+    is_clear = len(sides[0]) == len(one) and len(sides[1]) == len(other)
+    if not is_clear or any(map(_is_by_identity, (*one, *other))):
+        # Keys that are compared by identity, and several NaN, are paired by position.
         items = at.below(", items")
         found.append((list(map(list, one.items())), list(map(list, other.items())), items))
         return found
-    keys = dict.fromkeys([*one, *other])
-    return found + [
-        (one.get(k, _ABSENT), other.get(k, _ABSENT), at.below(f".{show_key(k)}")) for k in keys
-    ]
+    for known in dict.fromkeys([*sides[0], *sides[1]]):
+        mine, theirs = (side.get(known) for side in sides)
+        key, _ = mine or theirs or (None, None)
+        values = [_ABSENT if held is None else held[1] for held in (mine, theirs)]
+        found.append((values[0], values[1], at.below(f".{show_key(key)}")))
+    return found
+
+
+def _key_value(key: Node) -> Node:
+    """Return what tells whether two keys are the same: True is not 1, and NaN is itself."""
+    if isinstance(key, tuple):
+        return tuple, tuple(map(_key_value, key))
+    return type(key), struct.pack("<d", key) if isinstance(key, float) else key
 
 
 def _is_by_identity(key: Node) -> bool:

@@ -10,6 +10,7 @@ from streamshard.commands import command
 from streamshard.errors import CorruptFileError, SourceError, UsageError
 from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import names
+from streamshard.formats.links import require_regular
 from streamshard.io.durability import write_durably
 from streamshard.io.entries import exists, paths_like, read_all
 from streamshard.io.files import source_errors, target_errors
@@ -113,6 +114,7 @@ class Acknowledging:
             with source_errors(path):
                 if not exists(path):
                     return None
+                require_regular(path, self.directory)
                 document: Any = strict_json.parse(read_all(path))
             known = _parse(document)
         except (AttributeError, KeyError, TypeError, ValueError) as error:

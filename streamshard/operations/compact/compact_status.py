@@ -10,7 +10,7 @@ from typing import Final
 from streamshard.defaults import DEFAULT_GRACE
 from streamshard.errors import SourceError
 from streamshard.formats.deepspeed.names import step_of
-from streamshard.io.entries import lexists
+from streamshard.io.entries import exists, lexists
 from streamshard.io.files import source_errors
 from streamshard.io.objects.object_path import as_path
 from streamshard.operations.compact.archive.receipts import (
@@ -33,7 +33,8 @@ _UNREADABLE: Final = "unreadable"
 STATES: Final = (
     _ARCHIVING, _ARCHIVED, _IN_TRASH, _GOING, _REMOVED, WEIGHTS_ONLY, _UNREADABLE
 )  # fmt: skip
-_GONE: Final = (_REMOVED, WEIGHTS_ONLY)
+GONE: Final = (_REMOVED, WEIGHTS_ONLY)
+"""States in which the original is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class CompactStatus:
 
     run_dir: str
     archive_dir: str
+    """Absolute paths, or URLs."""
     tags: tuple[TagStatus, ...]
     """All tags that have a receipt, by step."""
     archive_bytes: int
@@ -93,18 +95,23 @@ def compact_status(
     Raises
     ------
     SourceError
-        One of both directories, or the record of the last night, cannot be read.
+        One of both directories, or the record of the last night, cannot be read. Before the first
+        night there is no directory of archives, and the status is that of no tags.
     """
     run, archive = as_path(run_dir).absolute(), as_path(archive_dir).absolute()
-    for directory in (run, archive):
-        Identity.of(directory)
+    Identity.of(run)
+    trash = trash_of(run)
+    with source_errors(archive):
+        is_new = not exists(archive) and not [*trash.tags(), *trash.going()]
+    if not is_new:
+        Identity.of(archive)
     night = NightRecord(archive).read()
     grace = timedelta(seconds=night.grace_seconds) if night else DEFAULT_GRACE
     found = sorted(_tags(run, archive, grace), key=lambda tag: (tag.step or -1, tag.tag))
-    gone = [tag for tag in found if tag.state in _GONE]
+    gone = [tag for tag in found if tag.state in GONE]
     return CompactStatus(
-        run_dir=str(run_dir),
-        archive_dir=str(archive_dir),
+        run_dir=str(run),
+        archive_dir=str(archive),
         tags=tuple(found),
         archive_bytes=sum(tag.archive_bytes for tag in found),
         trash_bytes=sum(tag.source_bytes for tag in found if tag.state in (_IN_TRASH, _GOING)),

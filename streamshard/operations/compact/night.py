@@ -237,12 +237,16 @@ class Compacting:
         again = Again(self._settings.run_dir, self._settings.rules, self._now_ns, run)
         for choice in choose(run, self._settings.rules, self._now_ns):
             if choice.verdict == tag_choice.KEPT:
-                yield CompactedTag(choice.tag.name, choice.step, compact_report.KEPT, choice.reason)
+                found = CompactedTag(
+                    choice.tag.name, choice.step, compact_report.KEPT, choice.reason
+                )
+                yield replace(found, source_bytes=choice.tag.nbytes)
             elif choice.verdict == tag_choice.AMBIGUOUS:
                 try:
-                    yield self._acknowledging.judge(choice)
+                    found = self._acknowledging.judge(choice)
                 except SourceError as error:
-                    yield _failed(choice.tag.name, error)
+                    found = _failed(choice.tag.name, error)
+                yield replace(found, source_bytes=choice.tag.nbytes)
             else:
                 yield self._compact(choice, again)
         yield from self._empty_trash(again)

@@ -13,12 +13,13 @@ from typing import Any, Final
 from streamshard.errors import CorruptFileError, StreamshardError, TargetError
 from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import names
+from streamshard.formats.links import require_regular
 from streamshard.io.durability import write_durably
 from streamshard.io.entries import exists, read_all
 from streamshard.io.files import source_errors, target_errors
 from streamshard.io.objects.object_path import as_path
 from streamshard.operations.compact import compact_report
-from streamshard.operations.compact.archive.receipts import show_moment
+from streamshard.operations.compact.archive.receipts import require_moments, show_moment
 from streamshard.operations.compact.compact_report import CompactedTag
 
 _FORMAT: Final = 1
@@ -99,6 +100,7 @@ class NightRecord:
             with source_errors(self.path):
                 if not exists(self.path):
                     return None
+                require_regular(self.path, self.directory)
                 return _parse(strict_json.parse(read_all(self.path)))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             message = f"{self.path}: not as streamshard writes it ({error}); remove it"
@@ -164,4 +166,6 @@ def _parse(document: Any) -> Night:  # noqa: ANN401
         raise ValueError("of another version")
     actions = {str(action): int(count) for action, count in document.pop("actions").items()}
     problems = tuple(strict_json.make(TagProblem, one) for one in document.pop("problems"))
-    return replace(strict_json.make(Night, document), actions=actions, problems=problems)
+    night = replace(strict_json.make(Night, document), actions=actions, problems=problems)
+    require_moments(night.began, night.ended)
+    return night

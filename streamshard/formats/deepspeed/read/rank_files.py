@@ -126,21 +126,25 @@ class TagFiles:
         held = {names.part_of_expert_file(path.name) for path in self.parts} - {None}
         return bool(held) and mp_rank not in held
 
-    def incomplete(self, mp_rank: int, ranks: int, of: str = "") -> Iterator[IncompleteError]:
+    def incomplete(
+        self, mp_rank: int, ranks: int, of: str = "", *, is_bf16: bool = False
+    ) -> Iterator[IncompleteError]:
         """Find the missing files of one part of the model, and those of another world size.
 
         Parameters
         ----------
         of
             What a message says of the count of ranks.
+        is_bf16
+            Whether the job trained in bf16, which counts where there is no optimizer file at all.
         """
-        found, bf16 = self.family(mp_rank), "bf16_" in self.prefixes
-        yield from missing_ranks(
-            found.optimizer.keys(),
-            ranks,
-            lambda rank: self.tag_dir / names.optimizer_file(rank, bf16=bf16, mp_rank=mp_rank),
-            of,
-        )
+        found = self.family(mp_rank)
+        bf16 = "bf16_" in self.prefixes if self.prefixes else is_bf16
+
+        def optimizer_of(rank: int) -> Path:
+            return self.tag_dir / names.optimizer_file(rank, bf16=bf16, mp_rank=mp_rank)
+
+        yield from missing_ranks(found.optimizer.keys(), ranks, optimizer_of, of)
         held = {rank: path for rank, path in found.model.items() if rank is not None}
         if None in found.model:
             for path in list(held.values())[:1]:
@@ -151,10 +155,15 @@ class TagFiles:
             hint = _NEVER_SAVED if self._lacks_experts(mp_rank) else ""
             yield IncompleteError(f"{missing}: the model file is missing{hint}")
         else:
-            yield from self._incomplete_models(mp_rank, held, ranks, of)
+            yield from self._incomplete_models(mp_rank, held, ranks, of, optimizer_of)
 
     def _incomplete_models(
-        self, mp_rank: int, held: Mapping[int, Path], ranks: int, of: str
+        self,
+        mp_rank: int,
+        held: Mapping[int, Path],
+        ranks: int,
+        of: str,
+        optimizer_of: Callable[[int], Path],
     ) -> Iterator[IncompleteError]:
         """Check that there is one model file for every rank."""
 
@@ -166,7 +175,7 @@ class TagFiles:
         for rank, path in held.items():
             if rank not in fit:
                 message = f"{path}: no optimizer file of this rank; left over from another world"
-                message = f"{message} size? Move it away, or restore the rank's optimizer file"
+                message = f"{message} size? Move it away, or restore {optimizer_of(rank).name}"
                 yield IncompleteError(message)
 
 

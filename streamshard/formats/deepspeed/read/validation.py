@@ -91,11 +91,18 @@ def validate(tag_dir: Path, aside: Set[Path]) -> SetErrors:
         _is_whole(root) for own in models.values() for root in own.values()
     ):
         world_size = 0  # stage 0 has no optimizer files
+    is_bf16 = any(_trains_in_bf16(root) for own in models.values() for root in own.values())
     for mp_rank, family in sorted(files.families.items()):
         known = [rank for rank in (*family.optimizer, *family.model) if rank is not None]
-        errors += files.incomplete(mp_rank, max([world_size, *(rank + 1 for rank in known)]))
+        expected = max([world_size, *(rank + 1 for rank in known)])
+        errors += files.incomplete(mp_rank, expected, is_bf16=is_bf16)
     errors += _missing_layers(files, models)
     return found
+
+
+def _trains_in_bf16(root: Root) -> bool:
+    config = root.get(names.DS_CONFIG)
+    return isinstance(config, dict) and ds_config.module_dtype(config) == "bfloat16"
 
 
 def validate_dumps(template: Template, aside: Set[Path]) -> SetErrors:

@@ -11,6 +11,7 @@ from typing import Any, Final
 from streamshard.errors import CorruptFileError
 from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import names
+from streamshard.formats.links import require_regular
 from streamshard.io.durability import write_durably
 from streamshard.io.entries import exists, listed_below, paths_in, paths_like, read_all
 from streamshard.io.files import source_errors, target_errors
@@ -20,6 +21,7 @@ from streamshard.io.sink import remove_file
 
 _FORMAT: Final = 1
 _SUM_LETTERS: Final = 64
+_MOST_BYTES: Final = 1 << 63
 
 _TIME: Final = "time of change"
 _LOOKS: Final = {
@@ -195,7 +197,10 @@ class Place:
         """
         try:
             with source_errors(self.receipt):
-                return _read(read_all(self.receipt)) if exists(self.receipt) else None
+                if not exists(self.receipt):
+                    return None
+                require_regular(self.receipt, self.directory)
+                return _read(read_all(self.receipt))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             message = f"{self.receipt}: not as streamshard writes it ({error}); look into it"
             raise CorruptFileError(message) from error
@@ -278,8 +283,25 @@ def _read(data: bytes) -> Receipt:
     derived, left_out, dropped = (tuple(map(str, document.pop(key, ()))) for key in named)
     receipt = replace(strict_json.make(Receipt, document), derived=derived, left_out=left_out)
     receipt = replace(receipt, dropped_states=dropped)
+    require_moments(receipt.archived, receipt.trashed, receipt.purged, receipt.dropped)
+    sizes = receipt.source_bytes, receipt.archive_bytes, receipt.shared_bytes, receipt.full_bytes
+    if not all(0 <= nbytes < _MOST_BYTES for nbytes in sizes):
+        raise ValueError("holds a size that nothing has")
     etags = {str(path): str(etag) for path, etag in receipt.etags.items()}
     return replace(receipt, source=tuple(source), checks=tuple(checks), etags=etags)
+
+
+def require_moments(*moments: str) -> None:
+    """Refuse texts that are neither empty nor times with a time zone.
+
+    Raises
+    ------
+    ValueError
+        One of them is not.
+    """
+    for moment in filter(None, moments):
+        if datetime.fromisoformat(moment).tzinfo is None:
+            raise ValueError(f"{moment!r} is without a time zone")
 
 
 def etag_of(status: Status) -> str:
