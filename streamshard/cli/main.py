@@ -225,6 +225,14 @@ def _inspect_pickles(arguments: argparse.Namespace) -> None:
         _print(json.dumps(asdict(found), indent=2))
     elif not arguments.quiet:
         _print(printable(pickles_text(found, verbose=arguments.verbose)))
+    if found.dangers:
+        worst = found.dangers[0]
+        message = (
+            f"{found.path}: a pickle calls {worst.name}, which runs what the file says as soon"
+        )
+        raise IntegrityError(
+            f"{message} as a job loads it; in {worst.files[0]}. Nothing was run here"
+        )
     if found.problems:
         count, first = len(found.problems), found.problems[0]
         message = f"{found.path}: {count} of {len(found.files)} files not read to the end"

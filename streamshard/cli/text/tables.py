@@ -82,17 +82,18 @@ def facts_text(facts: Sequence[tuple[str, object]]) -> str:
 
 def pickles_text(found: PickleListing, *, verbose: bool) -> str:
     """Format the result of `inspect --pickles`."""
-    known = sum(name.is_known for name in found.names)
+    in_set = sum(name.is_known for name in found.names)
     facts: list[tuple[str, object]] = [
         ("looked into", found.path),
         ("pickles", f"{sum(file.pickles for file in found.files):,} in {len(found.files):,} files"),
-        ("names", f"{len(found.names) - known:,} outside the known set, {known:,} in it"),
+        ("names", f"{len(found.names) - in_set:,} outside the known set, {in_set:,} in it"),
     ]
     rows: list[Sequence[object]] = [("name", "known", "times", "files")]
     for name in found.names:
         more = len(name.files) - 1
+        known = "DANGER" if name.is_dangerous else "yes" if name.is_known else "NO"
         where = name.files[0] + (f" and {more:,} more" if more else "")
-        rows.append((name.name, "yes" if name.is_known else "NO", f"{name.count:,}", where))
+        rows.append((name.name, known, f"{name.count:,}", where))
     blocks = [facts_text(facts), *([table(rows)] if found.names else [])]
     if verbose:
         blocks.append(table([("file", "pickles"), *((f.path, f.pickles) for f in found.files)]))

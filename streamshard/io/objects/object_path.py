@@ -101,10 +101,10 @@ def as_path(given: str | os.PathLike[str]) -> Path:
         if "@" in bare.split("/")[2]:
             raise UsageError("A URL with a user name; credentials come from the environment")
         return ObjectPath(bare)
-    scheme, separator, _ = text.partition("://")
+    scheme, separator, rest = text.partition("://")
     if separator and scheme.isalnum():
         known = ", ".join(f"{one}://" for one in ("file", *_SCHEMES))
-        raise UsageError(f"{text}: {scheme}:// is not known; there are {known}")
+        raise UsageError(f"{_without_secrets(text)}: {scheme}:// is not known; there are {known}")
     return Path(given)
 
 

@@ -179,7 +179,7 @@ def _look_at_native(request: Request, root: Path, findings: Findings, sample: Sa
     try:
         opened = request.open()
         paths: Iterable[Path] = [file.path for file in opened.files]
-        findings.notes += opened.checkpoint.notes
+        findings.notes += opened.checkpoint.remarks
     except SourceNotFoundError:
         raise
     # The user's options were checked before, so a UsageError is about a config in the files.
@@ -217,7 +217,7 @@ def _look_at_distributed(
     opened: Source | None = None
     try:
         opened = request.open()
-        findings.notes += opened.checkpoint.notes
+        findings.notes += opened.checkpoint.remarks
     except (SourceError, IntegrityError) as error:
         release_frames(error)
         places = dcp_reader.parts_of(root)

@@ -11,7 +11,7 @@ from streamshard.errors import CorruptFileError, SourceError, UsageError
 from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import names
 from streamshard.io.durability import write_durably
-from streamshard.io.entries import exists, paths_like, read_all
+from streamshard.io.entries import exists, paths_like, read_document
 from streamshard.io.files import source_errors, target_errors
 from streamshard.io.sink import remove_file
 from streamshard.operations.compact import compact_report, tag_choice
@@ -113,7 +113,7 @@ class Acknowledging:
             with source_errors(path):
                 if not exists(path):
                     return None
-                document: Any = strict_json.parse(read_all(path))
+                document: Any = strict_json.parse(read_document(path))
             known = _parse(document)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             message = f"{path}: not as streamshard writes it ({error}); remove it"

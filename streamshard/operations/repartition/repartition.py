@@ -158,7 +158,7 @@ def _prepare(
         source_world_size=checkpoint.ranks,
         world_size=world_size,
         zero_stage=stage,
-        notes=(*settings.notes, *checkpoint.notes, *resizes.notes),
+        notes=(*settings.notes, *checkpoint.remarks, *resizes.notes),
         latest=checkpoint.tag if template is None else None,
         template=template,
         is_reusable=options.if_needed and _is_resumed_from(found),

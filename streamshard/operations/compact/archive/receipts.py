@@ -12,7 +12,7 @@ from streamshard.errors import CorruptFileError
 from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import names
 from streamshard.io.durability import write_durably
-from streamshard.io.entries import exists, listed_below, paths_in, paths_like, read_all
+from streamshard.io.entries import exists, listed_below, paths_in, paths_like, read_document
 from streamshard.io.files import source_errors, target_errors
 from streamshard.io.objects.object_path import is_object
 from streamshard.io.readable import Status
@@ -20,6 +20,8 @@ from streamshard.io.sink import remove_file
 
 _FORMAT: Final = 1
 _SUM_LETTERS: Final = 64
+_MOST_BYTES: Final = 256 << 20
+"""More bytes than a receipt or a list of sums has, with a line for each file."""
 
 _TIME: Final = "time of change"
 _LOOKS: Final = {
@@ -195,7 +197,11 @@ class Place:
         """
         try:
             with source_errors(self.receipt):
-                return _read(read_all(self.receipt)) if exists(self.receipt) else None
+                return (
+                    _read(read_document(self.receipt, _MOST_BYTES))
+                    if exists(self.receipt)
+                    else None
+                )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             message = f"{self.receipt}: not as streamshard writes it ({error}); look into it"
             raise CorruptFileError(message) from error
@@ -214,7 +220,7 @@ class Place:
             The list is missing, or is malformed.
         """
         with source_errors(self.sums):
-            text = read_all(self.sums).decode("utf-8", "surrogateescape")
+            text = read_document(self.sums, _MOST_BYTES).decode("utf-8", "surrogateescape")
         prefix = f"{self.store.name}/"
         found = dict(map(_parse, text.splitlines()))
         if not found or not all(path.startswith(prefix) for path in found):
@@ -230,7 +236,7 @@ class Place:
             The list cannot be read.
         """
         with source_errors(self.sums):
-            return sha256(read_all(self.sums)).hexdigest()
+            return sha256(read_document(self.sums, _MOST_BYTES)).hexdigest()
 
     def statuses(self) -> dict[str, Status]:
         """Return the present status of each file of the archive by its path in the store.
