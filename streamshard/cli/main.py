@@ -21,12 +21,12 @@ from streamshard.cli.progress import display
 from streamshard.cli.signals import SIGNALS, Signals, StoppedBySignal
 from streamshard.cli.streams import give_up, open_what_was_closed, write_out
 from streamshard.cli.text.diff_text import diff_text, difference_text
+from streamshard.cli.text.escaping import one_line, printable
 from streamshard.cli.text.estimate_text import plan_text
 from streamshard.cli.text.tables import (
     compaction_text,
-    findings_text,
+    findings_lines,
     pickles_text,
-    printable,
     report_text,
     verification_text,
     worker_text,
@@ -119,7 +119,7 @@ def _print(text: str) -> None:
 def _tell(message: str, error: BaseException) -> None:
     """Print an error message, and the error's notes, to standard error."""
     for line in (message, *getattr(error, "__notes__", ())):
-        print(printable(line), file=sys.stderr)
+        print(one_line(line), file=sys.stderr)
 
 
 def _keywords(function: Callable[..., object], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -153,7 +153,11 @@ def _verify(arguments: argparse.Namespace) -> None:
         text = verification_text(found, verbose=arguments.verbose, with_digests=with_digests)
         _print(printable(text))
     if not found.is_good:
-        raise IntegrityError(findings_text(found, verbose=arguments.quiet))
+        first, *others = findings_lines(found, verbose=arguments.quiet)
+        error = IntegrityError(first)
+        for line in others:
+            error.add_note(line)
+        raise error
 
 
 def _diff(arguments: argparse.Namespace) -> None:
@@ -225,6 +229,14 @@ def _inspect_pickles(arguments: argparse.Namespace) -> None:
         _print(json.dumps(asdict(found), indent=2))
     elif not arguments.quiet:
         _print(printable(pickles_text(found, verbose=arguments.verbose)))
+    if found.dangers:
+        worst = found.dangers[0]
+        message = (
+            f"{found.path}: a pickle calls {worst.name}, which runs what the file says as soon"
+        )
+        raise IntegrityError(
+            f"{message} as a job loads it; in {worst.files[0]}. Nothing was run here"
+        )
     if found.problems:
         count, first = len(found.problems), found.problems[0]
         message = f"{found.path}: {count} of {len(found.files)} files not read to the end"
@@ -275,8 +287,8 @@ def _compact_one_of_many(
             document = {"run_dir": one.source, "archive_dir": one.target, "error": str(error)}
             _print(json.dumps(document))
         elif not arguments.quiet:
-            _print(printable(f"{run}: nothing was done"))
-        print(printable(f"streamshard: {error}"), file=sys.stderr)
+            _print(one_line(f"{run}: nothing was done"))
+        print(one_line(f"streamshard: {error}"), file=sys.stderr)
         return error.exit_code
 
 
@@ -304,7 +316,7 @@ def _compact_run(arguments: argparse.Namespace, nights: list[Night], indent: int
     for tag in found.problems:
         where = "" if indent else f"{found.run_dir}: "
         print(
-            printable(f"streamshard: {where}{tag.tag}: {tag.action}: {tag.reason}"), file=sys.stderr
+            one_line(f"streamshard: {where}{tag.tag}: {tag.action}: {tag.reason}"), file=sys.stderr
         )
     return found.exit_code
 
@@ -317,7 +329,7 @@ def _notify(nights: Sequence[Night], arguments: argparse.Namespace) -> None:
         return
     problem = notify(arguments.notify, wanting)
     if problem:
-        print(printable(f"streamshard: {problem}"), file=sys.stderr)
+        print(one_line(f"streamshard: {problem}"), file=sys.stderr)
 
 
 def _compact_status(

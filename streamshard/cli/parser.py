@@ -1,18 +1,23 @@
 """The parser of the command line: verbs, their options and their help."""
 
 import argparse
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from streamshard.cli.completion import SHELLS
 from streamshard.cli.options import with_templates
 from streamshard.cli.reading_verbs import add_compact, add_diff, add_inspect, add_verify
 from streamshard.cli.streams import give_up, write_out
+from streamshard.cli.text.escaping import one_line
 from streamshard.cli.verbs import Verbs, add_verb
 from streamshard.cli.writing_verbs import add_apply, add_convert, add_export, add_repartition
 from streamshard.errors import StreamshardError, TargetError
+
+_URL: Final = re.compile(r"(?<=:/)\S*[@?#]\S*")
+"""What may hold a password, or another secret, in a word that nothing has looked into yet."""
 
 
 def arguments_of() -> argparse.ArgumentParser:
@@ -47,7 +52,7 @@ def parse_command(argv: Sequence[str]) -> argparse.Namespace:
     try:
         words = with_templates(argv)
     except StreamshardError as error:
-        parser.exit(error.exit_code, f"streamshard: {error}\n")
+        parser.exit(error.exit_code, one_line(f"streamshard: {error}") + "\n")
     return parser.parse_args(words)
 
 
@@ -84,6 +89,10 @@ class _Parser(argparse.ArgumentParser):
         except argparse.ArgumentError as error:
             near = _near(str(value), map(str, action.choices or ()))
             raise argparse.ArgumentError(action, f"{error.message}{_hint([near])}") from error
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and a message; ends the process."""
+        super().error(one_line(_URL.sub("...", message)))
 
     def _print_message(self, message: str, file: Any = None) -> None:  # noqa: ANN401
         if file is not sys.stdout:

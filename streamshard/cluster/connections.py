@@ -105,6 +105,7 @@ def _local_cluster(address: str, threads: int) -> Iterator[str]:
     with start(
         n_workers=int(number),
         threads_per_worker=threads,
+        host="127.0.0.1",  # whoever reaches a scheduler can run what they like
         dashboard_address="127.0.0.1:0",
         memory_limit=0,  # each run has a limit of its own
         silence_logs="CRITICAL",  # workers that lose their scheduler at the end say so

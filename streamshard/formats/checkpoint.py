@@ -7,12 +7,20 @@ from typing import Any, Final
 
 from streamshard.errors import CorruptFileError
 from streamshard.formats.deepspeed import ds_config, names
+from streamshard.formats.pickle.dangerous import dangerous_in
 from streamshard.formats.pickle.inert import Node
 from streamshard.layout.cutting import Cutting
 from streamshard.model import MASTER, LogicalTensor, Note, SourceFile, ZeroLayout
 
 LIKE: Final = "the checkpoint given with --like"
 """What messages call a reference checkpoint: another one, which supplies what the source lacks."""
+
+
+_DANGER: Final = (
+    ", which runs what the file says as soon as a job loads it. Nothing of it was run here, and it "
+    "is carried as it is. 'streamshard inspect --pickles' lists the files: load none of them "
+    "unless you know why it is there."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,10 +228,23 @@ class Checkpoint:
     @property
     def remarks(self) -> tuple[str, ...]:
         """Return the texts of the notes. If states were dropped, the first remark says so."""
-        texts = tuple(note.text for note in self.notes)
+        noted = (*(note.text for note in self.notes), *self.warnings)
         if self.dropped is None:
-            return texts
-        return (f"Weights only: {self.dropped}. No job can resume from it.", *texts)
+            return noted
+        return (f"Weights only: {self.dropped}. No job can resume from it.", *noted)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Return a warning if the training state has names that run something when loaded."""
+        kept = [
+            (family.model_state, family.optimizer_file, [group.states for group in family.groups])
+            for family in self.families
+        ]
+        found = sorted(map(str, dangerous_in([kept, [layer.state for layer in self.layers]])))
+        if not found:
+            return ()
+        more = f" and {len(found) - 1:,} more" if len(found) > 1 else ""
+        return (f"DANGER: the training state calls {found[0]}{more}{_DANGER}",)
 
     @property
     def is_dumps(self) -> bool:

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+from streamshard.errors import CorruptFileError
 from streamshard.io.objects import listings
 from streamshard.io.objects.listings import keep_tree, tree_of
 from streamshard.io.objects.listings import listings_kept as listings_kept
@@ -34,6 +35,8 @@ class ReadAheadBytes:
     """Smaller ranges are not requested."""
 
 
+_DOCUMENT_BYTES: Final = 16 << 20
+"""More bytes than a config, a file of rules, or a note of a run's has."""
 _ABSENT: Final = {errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP}
 """Errors which say that a path leads to nothing."""
 
@@ -275,3 +278,19 @@ def read_all(path: Path, limit: int = -1) -> bytes:
     """Read a small file, or only its first bytes."""
     with stream_of(path) as stream:
         return stream.read(limit)
+
+
+def read_document(path: Path, most: int = _DOCUMENT_BYTES) -> bytes:
+    """Read a file that is small, whoever wrote it.
+
+    Raises
+    ------
+    CorruptFileError
+        It has more than `most` bytes, which no such file has.
+    OSError
+        The file cannot be read.
+    """
+    data = read_all(path, most + 1)
+    if len(data) > most:
+        raise CorruptFileError(f"{path}: more than {most:,} bytes, which no such file has")
+    return data

@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, Self
@@ -23,6 +23,7 @@ from streamshard.io.file_system import LOCAL, boot_id, file_system_of
 
 _NO_LINKS: Final = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL}
 """Errors of os.link on file systems without hard links."""
+_LIMIT_PROCESS: Final = 1 << 31
 _READ_BYTES: Final = 4096
 _START_TIME: Final = 19
 """Index of the start time among the fields after the name in /proc/PID/stat."""
@@ -216,9 +217,11 @@ def _holder(descriptor: int) -> Holder | None:
 def holder_in(content: bytes) -> Holder | None:
     """Read the holder in a lock's content; None if it does not name one."""
     try:
-        return Holder(**json.loads(content))
+        holder = Holder(**json.loads(content))
     except (ValueError, TypeError, RecursionError):
         return None
+    of_types = all(type(getattr(holder, one.name)) is one.type for one in fields(holder))
+    return holder if of_types and 0 <= holder.process < _LIMIT_PROCESS else None
 
 
 def _is_gone(holder: Holder | None, descriptor: int, *, has_flock: bool) -> bool:

@@ -53,8 +53,10 @@ def listed(source: object, *options: object, code: int = 0) -> dict[str, Any]:
     """Run the verb, and return what it prints."""
     with redirect_stdout(StringIO()) as stdout, redirect_stderr(StringIO()) as stderr:
         found = main.main(["inspect", str(source), "--pickles", "--json", *map(str, options)])
-    assert found == code, stderr.getvalue()
     document: dict[str, Any] = json.loads(stdout.getvalue())
+    dangers = [one["name"] for one in document["names"] if one["is_dangerous"]]
+    assert found == (6 if dangers else code), stderr.getvalue()
+    assert bool(dangers) == ("runs what the file says" in stderr.getvalue())
     return document
 
 

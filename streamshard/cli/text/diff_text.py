@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from streamshard.cli.text.escaping import one_line
 from streamshard.cli.text.tables import paragraph, table
 from streamshard.operations.diff.diff_report import DiffReport, Distance, TensorDiff
 from streamshard.operations.inspect.inspect_report import KINDS
@@ -67,7 +68,7 @@ def _summary(found: DiffReport, *, verbose: bool) -> str:
     read, rate = show_bytes(found.bytes_read), found.bytes_read / max(found.seconds, 1e-9)
     changed = len(found.changed)
     sides = [
-        f"{path} ({KINDS[kind]}), {tag}"
+        one_line(f"{path} ({KINDS[kind]}), {tag}")
         for path, kind, tag in zip((found.left, found.right), found.kinds, found.tags, strict=True)
     ]
     lines = [

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Final
 
-from streamshard.cli.text.tables import facts_text, printable
+from streamshard.cli.text.escaping import printable
+from streamshard.cli.text.tables import facts_text
 from streamshard.operations.inspect.inspect_report import KINDS, IncompleteCheckpoint, Inspection
 from streamshard.sizes import show_bytes
 

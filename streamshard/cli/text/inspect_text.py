@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from streamshard.cli.text.escaping import printable
 from streamshard.cli.text.inspect_facts import FOREIGN, incomplete_summary, summary
-from streamshard.cli.text.tables import paragraph, printable
+from streamshard.cli.text.tables import paragraph
 from streamshard.operations.inspect.inspect_report import (
     CheckpointList,
     CheckpointSummary,

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from streamshard.cli.text.escaping import one_line
 from streamshard.cluster.worker_rate import WorkerRate
 from streamshard.operations.checks.problems import Difference, Problem, Verification
 from streamshard.operations.compact.compact_report import (
@@ -31,20 +32,9 @@ def paragraph(text: str) -> str:
     )
 
 
-def printable(text: str) -> str:
-    r"""Escape unprintable characters: a name from a file could send commands to the terminal.
-
-    >>> printable("layer\x1b[2J")
-    'layer\\x1b[2J'
-    """
-    return "".join(
-        letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text
-    )
-
-
 def table(rows: Sequence[Sequence[object]]) -> str:
     """Align columns; the first row is the head."""
-    texts = [[str(cell) for cell in row] for row in rows]
+    texts = [[one_line(str(cell)) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     right = [all(_is_number(row[i]) for row in texts[1:]) for i in range(len(widths))]
     lines = []
@@ -77,22 +67,23 @@ def _is_number(text: str) -> bool:
 
 def facts_text(facts: Sequence[tuple[str, object]]) -> str:
     width = max(len(name) for name, _ in facts)
-    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in facts)
+    return "\n".join(f"{name.ljust(width)}  {one_line(str(value))}" for name, value in facts)
 
 
 def pickles_text(found: PickleListing, *, verbose: bool) -> str:
     """Format the result of `inspect --pickles`."""
-    known = sum(name.is_known for name in found.names)
+    in_set = sum(name.is_known for name in found.names)
     facts: list[tuple[str, object]] = [
         ("looked into", found.path),
         ("pickles", f"{sum(file.pickles for file in found.files):,} in {len(found.files):,} files"),
-        ("names", f"{len(found.names) - known:,} outside the known set, {known:,} in it"),
+        ("names", f"{len(found.names) - in_set:,} outside the known set, {in_set:,} in it"),
     ]
     rows: list[Sequence[object]] = [("name", "known", "times", "files")]
     for name in found.names:
         more = len(name.files) - 1
+        known = "DANGER" if name.is_dangerous else "yes" if name.is_known else "NO"
         where = name.files[0] + (f" and {more:,} more" if more else "")
-        rows.append((name.name, "yes" if name.is_known else "NO", f"{name.count:,}", where))
+        rows.append((name.name, known, f"{name.count:,}", where))
     blocks = [facts_text(facts), *([table(rows)] if found.names else [])]
     if verbose:
         blocks.append(table([("file", "pickles"), *((f.path, f.pickles) for f in found.files)]))
@@ -200,7 +191,7 @@ def verification_text(found: Verification, *, verbose: bool, with_digests: bool)
     wrong: list[Problem | Difference] = [*found.problems, *found.differences]
     shown = wrong if verbose else wrong[:_MOST_SHOWN]
     if wrong:
-        blocks.append("\n".join(map(_finding, shown)))
+        blocks.append("\n".join(map(one_line, map(_finding, shown))))
     else:
         same = "No difference. Checksums were not looked at: verify does that without --against."
         blocks.append(same if found.against else "No problem found.")
@@ -209,7 +200,7 @@ def verification_text(found: Verification, *, verbose: bool, with_digests: bool)
     return "\n\n".join(blocks)
 
 
-def findings_text(found: Verification, *, verbose: bool) -> str:
+def findings_lines(found: Verification, *, verbose: bool) -> list[str]:
     """Summarize the problems in one line; if verbose, with all problems below."""
     wrong: list[Problem | Difference] = [*found.problems, *found.differences]
     count = f"{len(found.problems):,} problem{'s' * (len(found.problems) != 1)}"
@@ -217,8 +208,7 @@ def findings_text(found: Verification, *, verbose: bool) -> str:
         many = len(found.differences)
         differences = f"{many:,} difference{'s' * (many != 1)} from {found.against}"
         count = f"{count}, {differences}" if found.problems else differences
-    lines = [f"{found.path}: {count}", *(map(_finding, wrong) if verbose else ())]
-    return "\n".join(lines)
+    return [f"{found.path}: {count}", *(map(_finding, wrong) if verbose else ())]
 
 
 def _finding(found: Problem | Difference) -> str:

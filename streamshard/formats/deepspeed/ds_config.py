@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from streamshard.errors import UsageError
+from streamshard.errors import CorruptFileError, UsageError
 from streamshard.formats import strict_json
 from streamshard.formats.deepspeed.config_section import AUTO, Section
 from streamshard.formats.deepspeed.ds_config_keys import mistyped
 from streamshard.formats.pickle.inert import show
-from streamshard.io.entries import read_all
+from streamshard.io.entries import read_document
 from streamshard.model import ZeroLayout
 
 Config = Mapping[str, Any]
@@ -49,9 +49,11 @@ def read_file(path: Path) -> Config:
         The file cannot be read, is not a JSON object, or has a key that looks mistyped.
     """
     try:
-        config = strict_json.parse(read_all(path))
+        config = strict_json.parse(read_document(path))
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
+    except CorruptFileError as error:
+        raise UsageError(str(error)) from error
     except ValueError as error:
         raise UsageError(f"{path}: not a DeepSpeed config in JSON ({error})") from error
     if not isinstance(config, dict):

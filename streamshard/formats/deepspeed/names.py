@@ -7,6 +7,8 @@ from typing import Any, Final
 from streamshard.formats.pickle.inert import Global
 
 LATEST: Final = "latest"
+LATEST_BYTES: Final = 4096
+"""More bytes than a tag has."""
 LATEST_UNIVERSAL: Final = "latest_universal"
 _NO_DIRECTORY: Final = (LATEST, LATEST_UNIVERSAL)
 OWN_PREFIX: Final = ".streamshard"

@@ -17,6 +17,8 @@ _SCHEMES: Final = ("s3", "gs", "az", "http", "https")
 """What a path of an object begins with, before `://`."""
 _URL: Final = re.compile(rf"({'|'.join(_SCHEMES)}):/+([^/]+)(/|$)")
 _FILE_URL: Final = re.compile(r"file:/{2}")
+_HOST: Final = re.compile(r"[^@:?#]+(:[0-9]+)?([?#].*)?")
+"""A bucket, or a server and its port."""
 _ODD: Final = frozenset({"", ".", ".."})
 """Segments of a key that a path cannot have."""
 
@@ -91,20 +93,21 @@ def as_path(given: str | os.PathLike[str]) -> Path:
     if _FILE_URL.match(text):
         url = urlsplit(text)
         if url.netloc not in ("", "localhost"):
-            raise UsageError(f"{text}: a file of {url.netloc}; write file:///…")
+            host = url.netloc.rpartition("@")[2]
+            raise UsageError(f"file://{host}{url.path}: a file of {host}; write file:///…")
         return Path(unquote(url.path))
-    if _URL.match(text):
+    if found := _URL.match(text):
+        if not _HOST.fullmatch(found[2]):
+            raise UsageError("A URL with a user name; credentials come from the environment")
         bare = re.split(r"[?#]", text)[0]
         if bare != text:
             message = f"{bare}: followed by a query or a fragment; credentials and other settings"
             raise UsageError(f"{message} come from the environment")
-        if "@" in bare.split("/")[2]:
-            raise UsageError("A URL with a user name; credentials come from the environment")
         return ObjectPath(bare)
-    scheme, separator, _ = text.partition("://")
+    scheme, separator, rest = text.partition("://")
     if separator and scheme.isalnum():
         known = ", ".join(f"{one}://" for one in ("file", *_SCHEMES))
-        raise UsageError(f"{text}: {scheme}:// is not known; there are {known}")
+        raise UsageError(f"{scheme}://{rest.rpartition('@')[2]}: not known; there are {known}")
     return Path(given)
 
 

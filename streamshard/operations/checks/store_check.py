@@ -179,6 +179,7 @@ class StoreCheck:
         self.tag = checkpoint.tag
         if checkpoint.dropped is not None:
             self._findings.notes.append(checkpoint.remarks[0])
+        self._findings.notes += checkpoint.warnings
         self._arrays = list(store_files.places(checkpoint, shapes))
         itemsizes = {array_path(t): ITEMSIZE[t.dtype] for t in checkpoint.tensors}
         for array, chunks in self._arrays:

@@ -12,7 +12,7 @@ from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import names
 from streamshard.formats.links import require_regular
 from streamshard.io.durability import write_durably
-from streamshard.io.entries import exists, paths_like, read_all
+from streamshard.io.entries import exists, paths_like, read_document
 from streamshard.io.files import source_errors, target_errors
 from streamshard.io.sink import remove_file
 from streamshard.operations.compact import compact_report, tag_choice
@@ -115,7 +115,7 @@ class Acknowledging:
                 if not exists(path):
                     return None
                 require_regular(path, self.directory)
-                document: Any = strict_json.parse(read_all(path))
+                document: Any = strict_json.parse(read_document(path))
             known = _parse(document)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             message = f"{path}: not as streamshard writes it ({error}); remove it"

@@ -23,12 +23,14 @@ from streamshard.io.entries import (
     is_real_directory,
     lexists,
     paths_in,
-    read_all,
+    read_document,
 )
 from streamshard.io.files import source_errors
 from streamshard.operations.compact.tag_choice import is_like
 from streamshard.operations.source.source import Source, open_source
 
+_MOST_BYTES: Final = 256 << 20
+"""More bytes than the state of HF Trainer has, with an entry for each step that it logs."""
 _NAME: Final = re.compile(r"(checkpoint-|checkpoint_|step_|epoch_)\d+|.+(\.ckpt)")
 """HF Trainer's names of its checkpoints; those of Accelerate and its examples; Lightning's."""
 
@@ -91,7 +93,11 @@ def open_unit(run_dir: Path, name: str) -> Source:
     if not is_unit(directory):
         return open_source(run_dir, name)
     with source_errors(directory):
-        named = read_all(directory / names.LATEST).decode(errors="replace").strip()
+        named = (
+            read_document(directory / names.LATEST, names.LATEST_BYTES)
+            .decode(errors="replace")
+            .strip()
+        )
         latest = identify(directory / names.LATEST)
     opened = open_source(directory)
     if opened.path != directory or opened.checkpoint.tag != named:
@@ -134,7 +140,7 @@ def _best(path: Path) -> Iterator[str]:
     with source_errors(path):
         if not lexists(path):
             return
-        data = read_all(path)
+        data = read_document(path, _MOST_BYTES)
     try:
         # Not the strict parser: losses may be NaN, which Trainer writes as such.
         document: Any = json.loads(data)

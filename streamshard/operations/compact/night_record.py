@@ -15,7 +15,7 @@ from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import names
 from streamshard.formats.links import require_regular
 from streamshard.io.durability import write_durably
-from streamshard.io.entries import exists, read_all
+from streamshard.io.entries import exists, read_document
 from streamshard.io.files import source_errors, target_errors
 from streamshard.io.objects.object_path import as_path
 from streamshard.operations.compact import compact_report
@@ -101,7 +101,7 @@ class NightRecord:
                 if not exists(self.path):
                     return None
                 require_regular(self.path, self.directory)
-                return _parse(strict_json.parse(read_all(self.path)))
+                return _parse(strict_json.parse(read_document(self.path)))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             message = f"{self.path}: not as streamshard writes it ({error}); remove it"
             raise CorruptFileError(message) from error

@@ -6,7 +6,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Final
 
 from streamshard.errors import SourceNotFoundError, StreamshardError, TargetError
 from streamshard.formats.deepspeed import names
@@ -33,9 +32,6 @@ from streamshard.operations.compact.checkpoint_family import open_unit
 from streamshard.operations.compact.removal.trash import trash_of
 from streamshard.operations.compact.tag_choice import Run, Tag, is_like
 from streamshard.operations.source.sidecars import has_shards
-
-_NAME_BYTES: Final = 4096
-"""More bytes than any tag has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +184,7 @@ def _named(path: Path) -> str | None:
         return None
     if not stat.is_file:
         raise ValueError("not a regular file")
-    name = read_all(path, _NAME_BYTES).decode(errors="replace").strip()
+    name = read_all(path, names.LATEST_BYTES).decode(errors="replace").strip()
     if not names.is_tag(name):
         raise ValueError("empty, or names what is not a directory here")
     return name

@@ -46,7 +46,7 @@ def _without_tensors(source: Source) -> Iterator[Path]:
     elif source.kind == "native":
         latest = source.path / names.LATEST
         with suppress(FileNotFoundError):
-            if read_all(latest).strip() == os.fsencode(source.checkpoint.tag):
+            if read_all(latest, names.LATEST_BYTES).strip() == os.fsencode(source.checkpoint.tag):
                 yield latest
 
 

@@ -12,6 +12,7 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.dumps import dump_names
 from streamshard.formats.global_names import KNOWN
 from streamshard.formats.links import is_inside
+from streamshard.formats.pickle.dangerous import is_dangerous
 from streamshard.formats.pickle.inert import Global
 from streamshard.formats.pickle_files import Finding, look_into, look_into_state
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, require_checksum
@@ -56,6 +57,8 @@ class NamedGlobal:
     """Whether it is one of the names that DeepSpeed, torch, NumPy and collections write."""
     count: int
     files: tuple[str, ...]
+    is_dangerous: bool = False
+    """Whether it runs what its arguments say, such as `os.system`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ class PickleListing:
 
     path: str
     names: tuple[NamedGlobal, ...]
-    """Unknown names come first."""
+    """Dangerous names come first, then unknown ones."""
     files: tuple[PickledFile, ...]
     notes: tuple[str, ...]
 
@@ -72,6 +75,11 @@ class PickleListing:
     def problems(self) -> tuple[PickledFile, ...]:
         """Files that were not searched to their end."""
         return tuple(file for file in self.files if file.problem is not None)
+
+    @property
+    def dangers(self) -> tuple[NamedGlobal, ...]:
+        """Names that run what their arguments say."""
+        return tuple(name for name in self.names if name.is_dangerous)
 
 
 def list_pickles(source: str | os.PathLike[str], *, tag: str | None = None) -> PickleListing:
@@ -108,9 +116,10 @@ def _list(root: Path, tag: str | None) -> PickleListing:
         message = f"{root}: nothing in it holds a pickle. Give a run directory, a tag directory"
         raise SourceNotFoundError(f"{message}, a .zarr store, a template or a single file")
     listed = [
-        NamedGlobal(str(name), name in KNOWN, counts[name], tuple(where[name])) for name in counts
+        NamedGlobal(str(name), name in KNOWN, counts[name], tuple(where[name]), is_dangerous(name))
+        for name in counts
     ]
-    listed.sort(key=lambda one: (one.is_known, one.name))
+    listed.sort(key=lambda one: (not one.is_dangerous, one.is_known, one.name))
     return PickleListing(str(root), tuple(listed), tuple(files), tuple(notes))
 
 

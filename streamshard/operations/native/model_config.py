@@ -1,11 +1,11 @@
 """Reads the model's own config, which HF Trainer and others save beside a checkpoint."""
 
-import json
 from contextlib import closing
 from typing import Final
 
 import numpy as np
 
+from streamshard.formats import strict_json
 from streamshard.formats.pretrained import CONFIG
 from streamshard.model import FILE
 from streamshard.operations.source.source import Source
@@ -38,7 +38,7 @@ def kv_heads(source: Source) -> int | None:
 
 def _kv_heads(content: bytes) -> int | None:
     try:
-        config = json.loads(content)
+        config = strict_json.parse(content)
     except ValueError:
         return None
     inner = config.get("text_config") if isinstance(config, dict) else None

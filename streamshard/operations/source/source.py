@@ -70,8 +70,6 @@ _CONFIG: Final = (
 
 _MOST_DEEP: Final = 4
 """How many directories around a tag directory are searched for its run directory."""
-_LATEST_BYTES: Final = 4096
-"""More bytes than any tag has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,7 +369,7 @@ def _latest(root: Path) -> str:
         message = f"{root}: no 'latest' file and no shards in it{hint_of_candidates(root)}"
         raise SourceNotFoundError(message)
     require_inside(latest, root)
-    tag = read_all(latest, _LATEST_BYTES).decode(errors="replace").strip()
+    tag = read_all(latest, names.LATEST_BYTES).decode(errors="replace").strip()
     if not tag:
         message = f"{latest}: empty, as a save that was killed leaves it{hint_of_candidates(root)}"
         raise IncompleteError(message)

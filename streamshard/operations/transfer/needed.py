@@ -8,7 +8,6 @@ costs reading both sides once.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
 
 from streamshard.engine.journals.journal import Journal
 from streamshard.engine.run.phases import COMPARING
@@ -30,9 +29,6 @@ from streamshard.operations.source.unfinished import COMMITTED, JOURNAL, is_unfi
 from streamshard.operations.transfer.report import Progress, Report, Silent
 from streamshard.operations.transfer.target import is_vacant, require_free, require_space
 from streamshard.operations.transfer.target_writer import Pass
-
-_LATEST_BYTES: Final = 4096
-"""More bytes than any tag has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,4 +129,4 @@ def latest_of(run_dir: Path) -> str | None:
     path = run_dir / names.LATEST
     if not is_file(path):
         return None
-    return read_all(path, _LATEST_BYTES).decode(errors="replace").strip()
+    return read_all(path, names.LATEST_BYTES).decode(errors="replace").strip()

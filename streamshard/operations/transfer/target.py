@@ -232,7 +232,9 @@ def _is_alone(target: Path, tag: str) -> bool:
 
 def _named(file: Path) -> str:
     """Return the tag that a file names; empty if there is no such file."""
-    return read_all(file).decode(errors="replace").strip() if is_file(file) else ""
+    return (
+        read_all(file, names.LATEST_BYTES).decode(errors="replace").strip() if is_file(file) else ""
+    )
 
 
 def require_space(target: Path, nbytes: int) -> None:

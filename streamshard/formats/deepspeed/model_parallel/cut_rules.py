@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from streamshard.errors import DisagreementError, UnsupportedError, UsageError
+from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError, UsageError
 from streamshard.formats.deepspeed.model_parallel.categories import (
     cut_as_told,
     even_widths,
@@ -25,7 +25,7 @@ from streamshard.formats.deepspeed.model_parallel.categories import (
     split,
 )
 from streamshard.formats.deepspeed.model_parallel.name_patterns import NamePatterns
-from streamshard.io.entries import read_all
+from streamshard.io.entries import read_document
 from streamshard.layout.model_cut import ModelCut, Shape, segments_cut
 
 _RULE: Final = re.compile(
@@ -133,8 +133,10 @@ def read_rules(path: Path | None) -> CutRules | None:
     if path is None:
         return None
     try:
-        return CutRules(read_all(path).decode("utf-8-sig"), str(path))
+        return CutRules(read_document(path).decode("utf-8-sig"), str(path))
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
+    except CorruptFileError as error:
+        raise UsageError(str(error)) from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not a file of rules ({error})") from error

@@ -13,7 +13,7 @@ from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import names
 from streamshard.formats.links import require_regular
 from streamshard.io.durability import write_durably
-from streamshard.io.entries import exists, listed_below, paths_in, paths_like, read_all
+from streamshard.io.entries import exists, listed_below, paths_in, paths_like, read_document
 from streamshard.io.files import source_errors, target_errors
 from streamshard.io.objects.object_path import is_object
 from streamshard.io.readable import Status
@@ -22,6 +22,8 @@ from streamshard.io.sink import remove_file
 _FORMAT: Final = 1
 _SUM_LETTERS: Final = 64
 _MOST_BYTES: Final = 1 << 63
+_LONGEST_BYTES: Final = 256 << 20
+"""More bytes than a receipt or a list of sums has, with a line for each file."""
 
 _TIME: Final = "time of change"
 _LOOKS: Final = {
@@ -200,7 +202,7 @@ class Place:
                 if not exists(self.receipt):
                     return None
                 require_regular(self.receipt, self.directory)
-                return _read(read_all(self.receipt))
+                return _read(read_document(self.receipt, _LONGEST_BYTES))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             message = f"{self.receipt}: not as streamshard writes it ({error}); look into it"
             raise CorruptFileError(message) from error
@@ -219,7 +221,7 @@ class Place:
             The list is missing, or is malformed.
         """
         with source_errors(self.sums):
-            text = read_all(self.sums).decode("utf-8", "surrogateescape")
+            text = read_document(self.sums, _LONGEST_BYTES).decode("utf-8", "surrogateescape")
         prefix = f"{self.store.name}/"
         found = dict(map(_parse, text.splitlines()))
         if not found or not all(path.startswith(prefix) for path in found):
@@ -235,7 +237,7 @@ class Place:
             The list cannot be read.
         """
         with source_errors(self.sums):
-            return sha256(read_all(self.sums)).hexdigest()
+            return sha256(read_document(self.sums, _LONGEST_BYTES)).hexdigest()
 
     def statuses(self) -> dict[str, Status]:
         """Return the present status of each file of the archive by its path in the store.
