@@ -11,7 +11,7 @@ At any moment the disk is in one of these states, and the same command finishes 
 - OUT has that journal still in it: OUT.replaced is removed, then the journal.
 """
 
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -33,6 +33,7 @@ from streamshard.io.file_system import allocated_bytes
 from streamshard.io.files import target_errors
 from streamshard.io.lock import Lock
 from streamshard.io.preallocation import Reservation
+from streamshard.io.retry import FROM_OUTSIDE, ignored
 from streamshard.io.sink import (
     discard,
     make_directory,
@@ -162,7 +163,7 @@ class PartialTarget:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        with suppress(OSError):
+        with ignored(FROM_OUTSIDE):
             self._finish_reservation()
         if isinstance(error, NotAsWrittenError):
             discard(self.path)

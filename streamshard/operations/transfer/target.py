@@ -107,7 +107,8 @@ def _require_free(target: Path, *, overwrite: bool, template: Template | None) -
     if lexists(replaced) and not (is_vacant(target) and replaces(begun)):
         message = f"{replaced}: is in the way, and was not left by an --overwrite that was cut off"
         raise TargetExistsError(f"{message}; move it, or choose another target")
-    if lexists(partial) and begun.header is None and not _may_be_cleared(partial):
+    is_of_a_run = is_real_directory(partial) and (begun.header or _may_be_cleared(partial))
+    if lexists(partial) and not is_of_a_run:
         message = f"{partial}: is in the way, and was not left by a run that was cut off"
         raise TargetExistsError(f"{message}; move it, or choose another target")
     if lexists(target):
@@ -188,8 +189,6 @@ def is_there(path: Path) -> bool:
 
 def _may_be_cleared(partial: Path) -> bool:
     """Tell whether a partial target holds no more than a journal, and so may be removed."""
-    if not is_real_directory(partial):
-        return False
     return all(entry.name.startswith(JOURNAL) for entry in paths_in(partial))
 
 

@@ -13,7 +13,7 @@ command finishes each of them:
 
 import json
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -32,6 +32,7 @@ from streamshard.io.objects.object_path import ObjectPath, object_of
 from streamshard.io.objects.object_upload import create, is_there
 from streamshard.io.objects.stray_uploads import abort_strays
 from streamshard.io.readable import Entry
+from streamshard.io.retry import FROM_OUTSIDE, ignored
 from streamshard.io.sink import remove_file, write_new
 from streamshard.operations.source.unfinished import COMMITTED, JOURNAL
 from streamshard.operations.transfer.run_identity import RunIdentity
@@ -169,7 +170,7 @@ class UploadedTarget:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        with suppress(OSError):
+        with ignored(FROM_OUTSIDE):
             if isinstance(error, NotAsWrittenError):
                 self._clear()
             elif self._is_own and error is not None:
