@@ -22,12 +22,18 @@ from streamshard.io.sink import remove, remove_file, write_new
 from streamshard.model import Digest
 
 _HEADER: Final = "0"
+"""Name of the object without which the others are no journal."""
 _WHOLE: Final = "whole"
 _BATCH: Final = 256
 """Uploaded objects that are recorded together, unless a batch takes too long or gets too large."""
 _BATCH_BYTES: Final = 1 << 20
 _SECONDS: Final = 5.0
 """How long uploads may last that a killed run has to repeat, besides those that it was at."""
+
+
+def header_of(path: Path) -> Path:
+    """Return the path of the object that a journal below a path begins with."""
+    return path / _HEADER
 
 
 class UploadJournal:
@@ -61,7 +67,7 @@ class UploadJournal:
         self._batch: list[bytes] = []
         self._flushed = clock()
         self._next = 1
-        self._exists = is_there(object_of(path / _HEADER))
+        self._exists = is_there(object_of(header_of(path)))
         if self._exists:
             self._read()
 
@@ -73,7 +79,7 @@ class UploadJournal:
                 self.header = lines[0] if lines and isinstance(lines[0], dict) else None
             elif path.name == _WHOLE:
                 self.is_whole = self._is_noted_whole = True
-            else:
+            elif path.name.isdecimal():
                 self._known |= {line[0]: line[1:] for line in lines}
                 self._next = max(self._next, int(path.name) + 1)
 
@@ -85,7 +91,7 @@ class UploadJournal:
     @property
     def header_path(self) -> Path:
         """Path of the object that identifies the run."""
-        return self.path / _HEADER
+        return header_of(self.path)
 
     def paths(self) -> Collection[str]:
         """Return the paths of all recorded objects."""
@@ -109,7 +115,7 @@ class UploadJournal:
         """Start a new journal, which from now on identifies the target as this run's."""
         if self._exists:
             remove(self.path)
-        write_new(self.path / _HEADER, serialize_line(dict(header)))
+        write_new(self.header_path, serialize_line(dict(header)))
         self.header, self.is_whole, self._next, self._exists = header, False, 1, True
         self._known.clear()
 
@@ -167,7 +173,7 @@ class UploadJournal:
         """Remove the journal; its header last, so that what is left of it is still a journal."""
         others = [str(number) for number in range(1, self._next)] + [_WHOLE] * self._is_noted_whole
         for_each([self.path / name for name in others], remove_file)
-        remove_file(self.path / _HEADER, missing_ok=True)
+        remove_file(self.header_path, missing_ok=True)
         self.header, self.is_whole, self._exists, self._is_noted_whole = None, False, False, False
         self._batch, self._next = [], 1
         self._known.clear()

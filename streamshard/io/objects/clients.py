@@ -36,7 +36,16 @@ _VARIABLES: Final = {
     "az": "AZURE_STORAGE_ACCOUNT_NAME",
 }
 """What configures a client, by scheme, for messages."""
+_ADDRESSES: Final = {
+    "s3": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"),
+    "gs": ("GOOGLE_BASE_URL", "GOOGLE_SERVICE_ACCOUNT_KEY"),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+"""What may give the address of another service than the provider's, by scheme."""
 _STATUS: Final = re.compile(r"status code: (\d+)")
+_CONNECTION: Final = re.compile(r"HTTP|body|connect|timed? ?out|request", re.IGNORECASE)
+"""What obstore's texts have in them if a connection failed, and not a call of ours."""
+_REASON: Final = re.compile(r"error: ([\w ]{1,60})$", re.MULTILINE)
 _CODE: Final = re.compile(r"<Code>(\w{1,64})</Code>")
 _MEANINGS: Final = {
     "AlreadyExistsError": (errno.EEXIST, "exists already"),
@@ -86,8 +95,11 @@ def _variables_of(bucket: str) -> str:
 
 def _plain_http(bucket: str) -> dict[str, bool]:
     """Allow HTTP without TLS where the address, which the user gave, says so."""
-    addresses = [bucket, *(os.environ.get(f"AWS_ENDPOINT_URL{end}", "") for end in ("", "_S3"))]
-    return {"allow_http": True} if any(one.startswith("http:") for one in addresses) else {}
+    names = _ADDRESSES.get(bucket.partition(":")[0], ())
+    addresses = [bucket, *(os.environ.get(name, "") for name in names)]
+    # A key of Google's service account may have the address in it.
+    is_plain = any(one.startswith("http:") or '"http:' in one for one in addresses)
+    return {"allow_http": True} if is_plain else {}
 
 
 def _profile() -> dict[str, Any]:
@@ -143,7 +155,10 @@ def _meaning(error: Exception) -> tuple[int, str]:
         return errno.EIO, f"the service answers with {shown}"
     if "redentials" in text or "metadata" in text:
         return errno.EACCES, "no credentials are found in the environment"
-    return errno.ECONNRESET, "the connection failed, or ended too early"
+    if _CONNECTION.search(text):
+        return errno.ECONNRESET, "the connection failed, or ended too early"
+    reason = _REASON.search(text)
+    return errno.EPROTO, f"obstore does not do this ({reason[1] if reason else kind})"
 
 
 def quoted(etag: str | None) -> str:
