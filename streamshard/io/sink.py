@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from streamshard.io.entries import is_real_directory
+from streamshard.io.entries import is_real_directory, stream_of
 from streamshard.io.objects.object_changes import copy_object, move_below, remove_below
 from streamshard.io.objects.object_path import ObjectPath
 from streamshard.io.objects.object_upload import (
@@ -322,8 +322,11 @@ def link_or_copy(known: Path, path: Path) -> None:
     make_directory(path.parent, parents=True, exist_ok=True)
     try:
         make_link(known, path)
+    except FileExistsError:
+        raise
     except OSError:
-        shutil.copyfile(known, path)
+        with stream_of(known) as given, os.fdopen(open_target(path, is_new=True), "wb") as copy:
+            shutil.copyfileobj(given, copy)
 
 
 def remove_file(path: Path, *, missing_ok: bool = False) -> None:

@@ -1,6 +1,8 @@
 """What targets, locks and going on need of a service, on a real server of each kind."""
 
+import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from tests.cloud.conftest import files_of
 from tests.cloud.proxy import Fault, FaultProxy, Request
 from tests.cloud.services import Azurite, FakeGCS, Moto, SeaweedFS, Service
 from tests.cloud.test_kills import WAIT, started
+from tests.compact.runs import NO_GRACE, STEPS, make_run, tag_of
+from tests.engine.test_lock import dead_process
 from tests.fabricated import write
 from tests.job import Job
 
@@ -32,9 +36,9 @@ class Place:
         self.proxy = proxy
         self._store: Any = from_url(url, client_options={"allow_http": True})
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes, **attributes: str) -> None:
         """Upload an object."""
-        self._store.put(key, data)
+        self._store.put(key, data, attributes=attributes or None)
 
     def get(self, prefix: str = "") -> dict[str, bytes]:
         """Return the content of all objects below a prefix, by their relative paths."""
@@ -178,3 +182,50 @@ def test_no_lock_where_conditions_are_ignored(place: Place, run: Path) -> None:
     assert place.get() == {}
     api.repartition(run, target, world_size=3, lock=False)
     assert content(place) == local(run, 3)
+
+
+@pytest.mark.parametrize("service", [Moto, FakeGCS], ids=lambda s: s.name, indirect=True)
+def test_no_lock_is_taken_over_where_the_version_is_ignored(place: Place, run: Path) -> None:
+    """Two runs could take it over at once."""
+    lock, requests = json.dumps(asdict(dead_process())).encode(), count()
+    place.put(".streamshard.lock.out", lock)
+
+    def ignore_all_but_the_first(request: Request) -> Fault | None:
+        return Fault.UNCONDITIONAL if request.method == "PUT" and next(requests) else None
+
+    place.proxy.plan = ignore_all_but_the_first
+    with pytest.raises(TargetError, match=r"ignores conditions of uploads.*--no-lock"):
+        api.repartition(run, f"{place.url}/out", world_size=3)
+    assert place.get() == {".streamshard.lock.out": lock}
+    place.proxy.reset()
+    api.repartition(run, f"{place.url}/out", world_size=3)
+    assert content(place) == local(run, 3)
+
+
+@pytest.mark.parametrize("service", [Azurite], ids=lambda s: s.name, indirect=True)
+def test_directories_of_azure(place: Place, run: Path) -> None:
+    """Where there are some, an empty object with this attribute stands for each, for ever."""
+    for key in ("out", "out/global_step7", "out.partial"):
+        place.put(key, b"", hdi_isfolder="true")
+    api.repartition(run, f"{place.url}/out", world_size=3)
+    api.repartition(run, f"{place.url}/out", world_size=2, overwrite=True)
+    found = place.get("out")
+    assert {path: found[path] for path in local(run, 2)} == local(run, 2)
+    assert api.inspect(f"{place.url}/out").world_size == 2
+
+
+def test_nights(place: Place, tmp_path: Path) -> None:
+    """Tags are archived, and their originals removed, with both sides in the bucket."""
+    run = make_run(tmp_path / "run")
+    for path in run.rglob("*"):
+        if path.is_file():
+            place.put(f"runs/7b/{path.relative_to(run).as_posix()}", path.read_bytes())
+    sides = f"{place.url}/runs/7b", f"{place.url}/archive"
+    options = {"min_age": NO_GRACE, "grace": NO_GRACE, "delete": True}
+    for _ in range(3):
+        found = api.compact(*sides, **options)
+        assert found.exit_code == 0, found
+    assert {path.partition("/")[0] for path in place.get("runs/7b")} == {
+        "latest", "zero_to_fp32.py", *map(tag_of, STEPS[1:])
+    }  # fmt: skip
+    assert api.verify(f"{sides[1]}/{tag_of(STEPS[0])}.zarr").problems == ()

@@ -62,8 +62,11 @@ def _list_directory(directory: ObjectPath) -> list[Entry]:
         Entry(directory.of_key(prefix.rstrip("/")), True, False, DIRECTORY)
         for prefix in found["common_prefixes"]
     ]
-    # An empty object with the directory's own name and a slash is what consoles make.
-    metas = [meta for meta in found["objects"] if meta["path"].rstrip("/") != directory.key]
+    # An empty object with a directory's own name, and perhaps a slash, is what consoles make.
+    markers = {directory.key, *(prefix.rstrip("/") for prefix in found["common_prefixes"])}
+    metas = [
+        meta for meta in found["objects"] if meta["size"] or meta["path"].rstrip("/") not in markers
+    ]
     return entries + [_entry(directory, meta) for meta in metas]
 
 
