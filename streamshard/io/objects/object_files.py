@@ -27,6 +27,8 @@ class ObjectFiles:
             return known
         if known is None:
             raise _absent(path)
+        found: Status | None
+        listed: list[Entry]
         if listings.is_keeping():  # then the listing will be of use, if it is a directory
             found, listed = together(lambda: listings.head(path), lambda: listings.entries_of(path))
             may_be_directory = bool(listed)
