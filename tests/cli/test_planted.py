@@ -56,6 +56,15 @@ def test_a_lock_that_leads_elsewhere(verb: str, kind: str, tmp_path: Path, preci
     assert not (tmp_path / "gone").exists()
 
 
+def test_a_journal_that_is_a_pipe(tmp_path: Path) -> None:
+    run, journal = write(Job(), tmp_path / "run"), tmp_path / "out.partial/.streamshard.journal"
+    journal.parent.mkdir()
+    os.mkfifo(journal)
+    done = streamshard("repartition", run, tmp_path / "out", "--world-size", "3")
+    assert done.code == 4
+    assert f"{journal}: cannot be written (it is a pipe" in done.err
+
+
 def test_a_partial_target_that_is_a_link(tmp_path: Path) -> None:
     run, out, partial = write(Job(), tmp_path / "run"), tmp_path / "out", tmp_path / "out.partial"
     (tmp_path / "elsewhere").mkdir()

@@ -26,6 +26,17 @@ from tests.job import Job
 RECORD = ".streamshard.committed"
 JOURNAL = ".streamshard.journal"
 numbers = count()
+KINDS = (Moto, SeaweedFS, FakeGCS, Azurite)
+
+
+def on(*kinds: type[Service]) -> pytest.MarkDecorator:
+    """Run a test on these services alone."""
+    names = [kind.name for kind in kinds]
+    return pytest.mark.parametrize("service", kinds, ids=names, indirect=True)
+
+
+others_than_moto = on(*KINDS[1:])
+"""For what other tests try on moto already."""
 
 
 class Place:
@@ -51,7 +62,7 @@ class Place:
         self._store.delete(list(self.get()))
 
 
-@pytest.fixture(scope="module", params=[Moto, SeaweedFS, FakeGCS, Azurite], ids=lambda s: s.name)
+@pytest.fixture(scope="module", params=KINDS, ids=[kind.name for kind in KINDS])
 def service(request: pytest.FixtureRequest) -> Iterator[Service]:
     kind: type[Service] = request.param
     if kind is Azurite and Azurite.PROGRAM is None:
@@ -115,12 +126,12 @@ def test_a_target_is_replaced_when_asked(place: Place, run: Path) -> None:
     assert len(place.get()) == len(local(run, 2)) + 1
 
 
-@pytest.mark.parametrize("name", ["7", "whole", "x"])
-def test_a_record_counts(place: Place, run: Path, name: str) -> None:
-    """Whatever else lies beside it, such as an object of a journal."""
+def test_a_record_counts(place: Place, run: Path) -> None:
+    """Whatever else lies beside it, such as objects of a journal."""
     target = f"{place.url}/out"
     api.repartition(run, target, world_size=3)
-    place.put(f"out/{JOURNAL}/{name}", b"left")
+    for name in ("7", "whole", "x"):
+        place.put(f"out/{JOURNAL}/{name}", b"left")
     before = place.get()
     assert api.inspect(target).world_size == 3
     with pytest.raises(TargetExistsError, match="--overwrite"):
@@ -149,6 +160,7 @@ def held(request: Request) -> Fault | None:
     return Fault.HELD if is_upload else None
 
 
+@others_than_moto
 def test_a_killed_run_goes_on(place: Place, run: Path) -> None:
     target = f"{place.url}/out"
     words = ("repartition", str(run), target, "--world-size", "3")
@@ -172,7 +184,7 @@ def test_a_killed_run_goes_on(place: Place, run: Path) -> None:
     assert len(place.get()) == len(local(run, 3)) + 1
 
 
-@pytest.mark.parametrize("service", [Moto, FakeGCS], ids=lambda s: s.name, indirect=True)
+@on(Moto, FakeGCS)
 def test_no_lock_where_conditions_are_ignored(place: Place, run: Path) -> None:
     """Of other services the client signs the condition, so that no proxy can leave it out."""
     target = f"{place.url}/out"
@@ -184,7 +196,7 @@ def test_no_lock_where_conditions_are_ignored(place: Place, run: Path) -> None:
     assert content(place) == local(run, 3)
 
 
-@pytest.mark.parametrize("service", [Moto, FakeGCS], ids=lambda s: s.name, indirect=True)
+@on(Moto, FakeGCS)
 def test_no_lock_is_taken_over_where_the_version_is_ignored(place: Place, run: Path) -> None:
     """Two runs could take it over at once."""
     lock, requests = json.dumps(asdict(dead_process())).encode(), count()
@@ -202,7 +214,7 @@ def test_no_lock_is_taken_over_where_the_version_is_ignored(place: Place, run: P
     assert content(place) == local(run, 3)
 
 
-@pytest.mark.parametrize("service", [Azurite], ids=lambda s: s.name, indirect=True)
+@on(Azurite)
 def test_directories_of_azure(place: Place, run: Path) -> None:
     """Where there are some, an empty object with this attribute stands for each, for ever."""
     for key in ("out", "out/global_step7", "out.partial"):
@@ -214,6 +226,7 @@ def test_directories_of_azure(place: Place, run: Path) -> None:
     assert api.inspect(f"{place.url}/out").world_size == 2
 
 
+@others_than_moto
 def test_nights(place: Place, tmp_path: Path) -> None:
     """Tags are archived, and their originals removed, with both sides in the bucket."""
     run = make_run(tmp_path / "run")
