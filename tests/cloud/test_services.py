@@ -234,9 +234,8 @@ def test_nights(place: Place, tmp_path: Path) -> None:
         if path.is_file():
             place.put(f"runs/7b/{path.relative_to(run).as_posix()}", path.read_bytes())
     sides = f"{place.url}/runs/7b", f"{place.url}/archive"
-    options = {"min_age": NO_GRACE, "grace": NO_GRACE, "delete": True}
     for _ in range(3):
-        found = api.compact(*sides, **options)
+        found = api.compact(*sides, min_age=NO_GRACE, grace=NO_GRACE, delete=True)
         assert found.exit_code == 0, found
     assert {path.partition("/")[0] for path in place.get("runs/7b")} == {
         "latest", "zero_to_fp32.py", *map(tag_of, STEPS[1:])
