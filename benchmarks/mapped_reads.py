@@ -34,7 +34,7 @@ from streamshard.io import page_cache
 from streamshard.io.file_system import last_error, libc
 from streamshard.io.memory_map import map_range
 from streamshard.io.readable import open_to_read, read_into
-from streamshard.io.sink import write_all
+from streamshard.io.writable import write_all
 
 WINDOW: Final = 1 << 20
 AHEAD: Final = 4 << 20

@@ -192,6 +192,50 @@ def test_the_rules_themselves(module: str, imported: str, rule: str | None) -> N
     assert broken(module, imported) == rule
 
 
+OPENS_TO_WRITE = {
+    "streamshard.io.writable": "refuses links and what is no file of its own",
+    "streamshard.io.disk_speed": "makes a file without a name",
+    "streamshard.cli.streams": "opens the null device",
+    "streamshard.engine.run.resident_memory": "writes to a file of /proc",
+    "streamshard.demo.rank": "writes into a directory that the demo has just made",
+    "streamshard.demo.__main__": "writes into a directory that the demo has just made",
+}
+"""Modules that open what they write to themselves, each with the reason that it may."""
+
+
+def opens_to_write(node: ast.AST) -> bool:
+    """Tell whether an expression opens a file to write it, other than by `io.writable`."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return False
+    name, text = node.func.attr, ast.unparse(node)
+    if name == "open" and text.startswith("os."):
+        return bool({"O_WRONLY", "O_RDWR", "O_CREAT"} & set(re.findall(r"\w+", text)))
+    if name == "open":
+        return bool(re.search(r"""open\(.*['"][wax+]""", text))
+    return name in {"write_bytes", "write_text", "copyfile"}
+
+
+def test_files_are_opened_to_write_in_one_place() -> None:
+    found = {
+        module
+        for module, path in MODULES.items()
+        if any(map(opens_to_write, ast.walk(ast.parse(path.read_text()))))
+    }
+    assert found == OPENS_TO_WRITE.keys()
+
+
+def test_no_error_of_the_system_is_ignored_whatever_it_is() -> None:
+    """One that a wrong call of ours causes has to show; see `io.retry.ignored`."""
+    calls = (
+        (module, ast.unparse(node))
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress")
+    )
+    wide = {"OSError", "Exception", "BaseException"}
+    assert [call for call in calls if wide & set(re.findall(r"\w+", call[1]))] == []
+
+
 def test_no_folder_is_a_list_to_search() -> None:
     folders = Counter(path.parent for path in MODULES.values() if path.name != "__init__.py")
     assert {folder: count for folder, count in folders.items() if count > MOST_MODULES} == {}

@@ -113,6 +113,7 @@ def add_moving_options(verb: argparse.ArgumentParser, *, resumes: bool = False) 
         help="write nothing, and exit with 0, if OUT already holds what this would write, byte for "
         "byte" + (", or if a job can resume from SRC as it is" if resumes else ""),
     )
+    add_lock_option(verb, "OUT")
     verb.add_argument(
         "--print-path",
         action="store_true",
@@ -128,6 +129,17 @@ def add_moving_options(verb: argparse.ArgumentParser, *, resumes: bool = False) 
         "--verify",
         action="store_true",
         help="read back what was written, and compare it with SRC before it takes its place",
+    )
+
+
+def add_lock_option(verb: argparse.ArgumentParser, place: str) -> None:
+    """Add the option of verbs that write to a place which they lock."""
+    verb.add_argument(
+        "--no-lock",
+        dest="lock",
+        action="store_false",
+        help=f"take no lock on {place}; for a bucket whose service cannot keep one, and only where "
+        "nothing else writes there",
     )
 
 

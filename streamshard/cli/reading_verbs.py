@@ -2,6 +2,7 @@
 
 from streamshard.cli.options import (
     add_keeping_options,
+    add_lock_option,
     add_reading_options,
     add_resource_options,
     add_source_options,
@@ -207,6 +208,7 @@ def add_compact(verbs: Verbs) -> None:
         action="store_true",
         help="print --status in the text format of Prometheus",
     )
+    add_lock_option(verb, "RUN_DIR and ARCHIVE_DIR")
     verb.add_argument(
         "-n", "--dry-run", action="store_true", help="say what would be done, and do nothing"
     )

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from contextlib import suppress
 from types import FrameType
 from typing import Any, Final
 
@@ -58,9 +57,10 @@ class Signals:
             os._exit(self._code)  # the files on disk may be left as they are at any moment
         self._code = SIGNALS[signal.Signals(number)]
         if self._is_loading:
-            with suppress(OSError):
+            try:
                 os.write(2, f"streamshard: interrupted by {signal.Signals(number).name}\n".encode())
-            os._exit(self._code)
+            finally:
+                os._exit(self._code)
         self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._stop)
         signal.alarm(_GRACE_SECONDS)
         raise StoppedBySignal(signal.Signals(number))

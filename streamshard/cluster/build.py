@@ -9,8 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Self
 
-from streamshard.io.direct_io import BLOCK_BYTES
 from streamshard.io.entries import files_below, read_all
+from streamshard.io.writable import BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True)

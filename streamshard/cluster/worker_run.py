@@ -9,7 +9,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Final
@@ -20,6 +19,7 @@ from streamshard.cluster.build import Build
 from streamshard.engine.jobs.executor import Host, Toolkit, Tools
 from streamshard.engine.run import resident_memory
 from streamshard.errors import MemoryLimitError, UsageError
+from streamshard.io.retry import FROM_OUTSIDE, ignored
 from streamshard.io.throttle import Throttle
 
 _IDLE_SECONDS: Final = 60.0
@@ -257,7 +257,7 @@ def _close_idle(is_over: Callable[[_ProcessRun], bool]) -> None:
     for token, run in list(_RUNS.items()):
         if not run.active and is_over(run):
             del _RUNS[token]
-            with suppress(OSError):
+            with ignored(FROM_OUTSIDE):
                 run.close()
 
 

@@ -8,16 +8,17 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from streamshard.io.direct_io import aligned, open_direct
 from streamshard.io.entries import open_readable
 from streamshard.io.page_cache import drop_file
+from streamshard.io.retry import UNSUPPORTED, ignored
 from streamshard.io.sink import write_blocks
+from streamshard.io.writable import aligned, open_direct
 from streamshard.model import SourceFile
 
 PIECE_BYTES: Final = 1 << 20
@@ -163,7 +164,7 @@ def measure_writing(directory: Path, *, most_bytes: int, clock: Clock = time.mon
 def _nameless(directory: Path) -> int:
     """Open a file without a name, which the system removes when it is closed, even by a crash."""
     if hasattr(os, "O_TMPFILE"):
-        with suppress(OSError):  # not every file system has it; mkstemp reports any other error
+        with ignored(UNSUPPORTED):  # not every file system has it; mkstemp reports any other error
             return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     descriptor, name = tempfile.mkstemp(prefix=".streamshard.", dir=directory)
     Path(name).unlink()

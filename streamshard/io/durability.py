@@ -25,6 +25,7 @@ from streamshard.io.file_system import (
 )
 from streamshard.io.objects.object_path import ObjectPath, is_object
 from streamshard.io.objects.object_upload import put
+from streamshard.io.writable import write_file
 
 _SYNC_FILE_RANGE_WRITE: Final = 2
 _SYNC_FILE_RANGE_WAIT: Final = 1 | 2 | 4
@@ -111,7 +112,7 @@ def write_durably(path: Path, data: bytes, temporary: Path) -> None:
     if isinstance(path, ObjectPath):
         put(path, data)
         return
-    temporary.write_bytes(data)
+    write_file(temporary, data)
     sync_path(temporary)
     temporary.replace(path)
     sync_path(path.parent)

@@ -5,12 +5,12 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 from streamshard.io.entries import entries_below, lexists
 from streamshard.io.objects.object_path import ObjectPath
+from streamshard.io.retry import FROM_OUTSIDE, ignored
 
 EXT4, XFS, BTRFS, F2FS, TMPFS = 0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994
 """Types of file systems on this machine's own disks or in its memory, by statfs(2)."""
@@ -66,7 +66,7 @@ def is_mount_point(directory: Path) -> bool:
     """
     if directory.is_mount():
         return True
-    with suppress(OSError):
+    with ignored(FROM_OUTSIDE):
         place = os.fsencode(directory.resolve())
         return any(_place(line) == place for line in _MOUNTS.read_bytes().splitlines())
     return False

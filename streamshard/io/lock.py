@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 import socket
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,11 +19,16 @@ from typing import Final, Self
 
 from streamshard.errors import TargetLockedError
 from streamshard.io.file_system import LOCAL, boot_id, file_system_of
+from streamshard.io.retry import FROM_OUTSIDE, ignored
+from streamshard.io.writable import not_ours, open_regular, require_one_name
 
 _NO_LINKS: Final = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL}
 """Errors of os.link on file systems without hard links."""
 _LIMIT_PROCESS: Final = 1 << 31
 _READ_BYTES: Final = 4096
+"""Longer than the content of any lock."""
+_BEGINNING: Final = b'{"host": "'
+"""How the content of every lock begins; after a power failure it may end early."""
 _START_TIME: Final = 19
 """Index of the start time among the fields after the name in /proc/PID/stat."""
 
@@ -81,17 +85,13 @@ class Lock:
         """
         while not self._make() and not self._try():
             pass
-        # Remove temporary files of runs that failed before this point. A run that is still
-        # starting creates a new one.
-        with suppress(OSError):
-            for left in self._path.parent.glob(f"{glob.escape(self._path.name)}.new.*"):
-                left.unlink(missing_ok=True)
+        self._remove_temporary()
 
     def _make(self) -> bool:
         """Create the lock file, which names its holder at any moment; False if one exists."""
         new = self._path.with_name(f"{self._path.name}.new.{os.getpid()}.{secrets.token_hex(4)}")
         try:
-            descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            descriptor = open_regular(new, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         except OSError as error:
             # Name the target: a user does not know the temporary file.
             raise OSError(error.errno, error.strerror, str(self._what)) from error
@@ -115,7 +115,7 @@ class Lock:
     def _make_without_links(self) -> bool:
         """Create the lock file, which for a moment is empty."""
         try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
+            descriptor = open_regular(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         except FileExistsError:
             return False
         try:
@@ -131,7 +131,7 @@ class Lock:
     def _try(self) -> bool:
         """Try to take over an existing lock file; False if the path no longer leads to it."""
         try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = open_regular(self._path, os.O_RDWR)
         except FileNotFoundError:
             return False
         try:
@@ -139,6 +139,7 @@ class Lock:
             if not self._is_in_place(descriptor):
                 return False  # its holder removed it meanwhile
             self._require_gone(descriptor, is_locked)
+            self._require_one_name(descriptor)
             if is_locked is None:
                 return self._take_over(descriptor)
             _serialize(descriptor)
@@ -150,12 +151,14 @@ class Lock:
 
     def _is_in_place(self, descriptor: int) -> bool:
         try:
-            return os.path.samestat(os.fstat(descriptor), self._path.stat())
+            return os.path.samestat(os.fstat(descriptor), self._path.lstat())
         except FileNotFoundError:
             return False
 
     def _require_gone(self, descriptor: int, is_locked: bool | None) -> None:
         """Raise an error if a process holds the lock, or may hold it."""
+        if is_locked is not False and not _is_of_a_run(descriptor):
+            raise not_ours(self._path, "a file with other content than a lock's")
         holder = _holder(descriptor)
         if is_locked is not False and _is_gone(holder, descriptor, has_flock=is_locked is True):
             return
@@ -163,6 +166,18 @@ class Lock:
         if is_locked is False:
             raise TargetLockedError(f"{message}; wait for it, or stop it")
         raise TargetLockedError(f"{message}; wait for it, or if it is gone remove {self._path}")
+
+    def _require_one_name(self, descriptor: int) -> None:
+        """Refuse a file of another name; a run that was killed may have left a temporary one."""
+        if os.fstat(descriptor).st_nlink > 1:
+            self._remove_temporary()
+        require_one_name(descriptor, self._path)
+
+    def _remove_temporary(self) -> None:
+        """Remove temporary files of killed runs; a run that is just starting makes another one."""
+        for left in self._path.parent.glob(f"{glob.escape(self._path.name)}.new.*"):
+            with ignored(FROM_OUTSIDE | {errno.EISDIR}):
+                left.unlink()
 
     def _take_over(self, descriptor: int) -> bool:
         """Take over a dead holder's lock without flock; creating a directory decides a race."""
@@ -183,8 +198,8 @@ class Lock:
     def release(self) -> None:
         """Release the lock, if this process holds it."""
         if self._descriptor >= 0:
-            with suppress(OSError):
-                self._path.unlink(missing_ok=True)
+            with ignored(FROM_OUTSIDE):
+                self._path.unlink()
             os.close(self._descriptor)
             self._descriptor = -1
 
@@ -208,6 +223,13 @@ def _serialize(descriptor: int) -> None:
     os.pwrite(descriptor, data.ljust(len(os.pread(descriptor, _READ_BYTES, 0))), 0)
     os.ftruncate(descriptor, len(data))
     os.fsync(descriptor)  # so that it is readable after a power failure
+
+
+def _is_of_a_run(descriptor: int) -> bool:
+    """Tell whether a file is empty, or has what a run writes into its lock, perhaps cut off."""
+    content = os.pread(descriptor, _READ_BYTES, 0)
+    start = content.rstrip(b"\0")[: len(_BEGINNING)]
+    return len(content) < _READ_BYTES and _BEGINNING.startswith(start)
 
 
 def _holder(descriptor: int) -> Holder | None:

@@ -4,12 +4,12 @@ A descriptor of -1 stands for a file that is not local, and has no pages in the 
 """
 
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from streamshard.io.entries import is_directory, open_readable, paths_below
 from streamshard.io.objects.object_path import is_object
+from streamshard.io.retry import UNSUPPORTED, ignored
 
 LEAST_BYTES: Final = 1 << 16
 """For smaller ranges, dropping costs more than it saves."""
@@ -51,5 +51,5 @@ def drop_cached(root: Path) -> None:
 
 def _drop(descriptor: int, start: int, end: int) -> None:
     if descriptor >= 0 and hasattr(os, "posix_fadvise"):
-        with suppress(OSError):  # not every file system supports it
+        with ignored(UNSUPPORTED):  # not every file system supports it
             os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_DONTNEED)

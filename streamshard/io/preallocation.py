@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.io.file_system import TMPFS, file_system_of, last_error, libc
+from streamshard.io.writable import open_to_write
 
 _STEP_BYTES: Final = 64 << 20
 _fallocate = libc("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
@@ -29,7 +30,7 @@ class Reservation:
         self._needed_bytes = nbytes
         """Bytes that are still to be written."""
         self._lock = threading.Lock()
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._descriptor = open_to_write(path, os.O_RDWR | os.O_CREAT, 0o600)
         self._held_bytes = 0
         try:
             self._held_bytes = self._hold(nbytes // _STEP_BYTES * _STEP_BYTES)

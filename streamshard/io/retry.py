@@ -1,8 +1,9 @@
-"""Retries calls that failed because of a transient error of a network file system."""
+"""Tells errors of the world from those of a wrong call: retries after some, ignores some."""
 
 import errno
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
 from typing import Final, TypeVar
 
 T = TypeVar("T")
@@ -22,6 +23,26 @@ _TRANSIENT: Final = frozenset(
     }
 )
 """Errors of a server or of the network; a local disk does not cause them."""
+FROM_OUTSIDE: Final = _TRANSIENT | {
+    errno.ENOENT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EBUSY,
+    errno.EIO,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.ECONNREFUSED,
+    errno.EPIPE,
+}
+"""Errors of a disk, a network or a service, and refusals."""
+UNSUPPORTED: Final = frozenset(
+    {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EISDIR, errno.ENOENT}
+)
+"""How systems answer a call that they do not know, or not for this file."""
 _PAUSES: Final = (0.1, 0.4, 1.6, 6.4)
 """Seconds before each retry."""
 
@@ -62,3 +83,13 @@ def try_again(call: Callable[[], T], stop: threading.Event | None = None) -> T:
         if stop.wait(pause):
             raise StoppedError
     return call()
+
+
+@contextmanager
+def ignored(numbers: Set[int]) -> Iterator[None]:
+    """End a block at a system error of these numbers, and go on after it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in numbers:
+            raise

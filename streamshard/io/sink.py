@@ -11,12 +11,11 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from streamshard.io.direct_io import BLOCK_BYTES, LEAST_BYTES, open_direct
-from streamshard.io.entries import is_real_directory
+from streamshard.io.entries import is_real_directory, stream_of
 from streamshard.io.objects.object_changes import copy_object, move_below, remove_below
 from streamshard.io.objects.object_path import ObjectPath
 from streamshard.io.objects.object_upload import (
@@ -27,6 +26,15 @@ from streamshard.io.objects.object_upload import (
     upload_bytes,
 )
 from streamshard.io.readable import open_to_read, read_into
+from streamshard.io.retry import FROM_OUTSIDE, ignored
+from streamshard.io.writable import (
+    BLOCK_BYTES,
+    LEAST_BYTES,
+    open_direct,
+    open_to_write,
+    write_all,
+    write_file,
+)
 
 
 class Sink(Protocol):
@@ -205,18 +213,10 @@ def open_written(path: Path) -> Sink:
 
 def open_target(path: Path, *, is_new: bool) -> int:
     """Open a file for writing at any offset; a new file must not exist yet."""
-    flags = os.O_RDWR | os.O_CLOEXEC
-    if is_new:
-        make_directory(path.parent, parents=True, exist_ok=True)
-        flags |= os.O_CREAT | os.O_EXCL
-    return os.open(path, flags, 0o666)
-
-
-def write_all(descriptor: int, view: memoryview, offset: int) -> None:
-    """Write all of a view at a byte offset."""
-    while len(view):
-        count = os.pwrite(descriptor, view, offset)
-        view, offset = view[count:], offset + count
+    if not is_new:
+        return open_to_write(path, os.O_RDWR)
+    make_directory(path.parent, parents=True, exist_ok=True)
+    return open_to_write(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
 
 def write_blocks(descriptor: int, direct: int, view: memoryview, offset: int) -> None:
@@ -255,7 +255,7 @@ class AppendedFile:
 
     def open(self) -> None:
         """Open the file; before that, nothing can be appended."""
-        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self._descriptor = open_to_write(self._path, os.O_WRONLY | os.O_APPEND)
 
     def append(self, data: bytes) -> None:
         """Add bytes; may be called from several threads."""
@@ -286,7 +286,7 @@ def write_new(path: Path, data: bytes) -> None:
         put(path, data)
         return
     make_directory(path.parent, parents=True, exist_ok=True)
-    path.write_bytes(data)
+    write_file(path, data)
 
 
 def rename(path: Path, target: Path) -> None:
@@ -322,8 +322,11 @@ def link_or_copy(known: Path, path: Path) -> None:
     make_directory(path.parent, parents=True, exist_ok=True)
     try:
         make_link(known, path)
+    except FileExistsError:
+        raise
     except OSError:
-        shutil.copyfile(known, path)
+        with stream_of(known) as given, os.fdopen(open_target(path, is_new=True), "wb") as copy:
+            shutil.copyfileobj(given, copy)
 
 
 def remove_file(path: Path, *, missing_ok: bool = False) -> None:
@@ -358,7 +361,7 @@ def remove(path: Path) -> None:
 def discard(directory: Path) -> None:
     """Remove what can be removed of a directory; errors are ignored."""
     if isinstance(directory, ObjectPath):
-        with suppress(OSError):
+        with ignored(FROM_OUTSIDE):
             remove_below(directory)
         return
     shutil.rmtree(directory, ignore_errors=True)

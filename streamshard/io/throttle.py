@@ -5,11 +5,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Final
 
 from streamshard.io.file_system import libc
+from streamshard.io.retry import FROM_OUTSIDE, ignored
 
 _NICENESS: Final = 19
 _IDLE_CLASS: Final = 3 << 13
@@ -60,7 +61,7 @@ class Throttle:
 
 def yield_to_others() -> None:
     """Set the lowest CPU and disk priority; where the system refuses, nothing happens."""
-    with suppress(OSError):
+    with ignored(FROM_OUTSIDE):
         os.nice(_NICENESS)
     number = _SET_IO_PRIORITY.get(os.uname().machine)
     call = libc("syscall", ctypes.c_long, ctypes.c_int, ctypes.c_int, ctypes.c_int)

@@ -49,6 +49,7 @@ class TransferOptions(ReadingOptions):
     overwrite: bool = False
     verify: bool = False
     if_needed: bool = False
+    lock: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

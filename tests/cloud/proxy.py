@@ -47,8 +47,11 @@ class Fault(Enum):
     """The last object of a listing is not in it."""
     HELD = "held"
     """The request waits until the proxy is told to go on."""
+    UNCONDITIONAL = "unconditional"
+    """The server does not learn on what condition the object is to be put."""
 
 
+_CONDITIONS: Final = {"if-none-match", "if-match", "x-goog-if-generation-match"}
 _SETTLE_SECONDS: Final = 60
 _CODES: Final = {503: "SlowDown", 429: "TooManyRequests", 500: "InternalError", 403: "AccessDenied"}
 
@@ -71,6 +74,10 @@ class Request:
         return "list-type=2" in self.path
 
 
+Asked = tuple[str, str, dict[str, str], bytes]
+"""Method, path, headers and body."""
+Answer = tuple[int, dict[str, str], bytes]
+"""Status, headers and body."""
 Plan = Callable[[Request], Fault | None]
 
 
@@ -140,6 +147,14 @@ class FaultProxy:
         self.reset()
         self.plan = lambda request: fault if request.number == number else None
 
+    def to_server(self, asked: Asked) -> Asked:
+        """Return the request that the server gets for a client's."""
+        return asked
+
+    def to_client(self, method: str, answer: Answer) -> Answer:
+        """Return the answer that a client gets for the server's."""
+        return answer
+
     def note(self, method: str, path: str, given_range: str | None, body_bytes: int) -> Request:
         """Record a request."""
         with self._lock:
@@ -197,16 +212,21 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is Fault.NO_RANGE:
             headers.pop("Range", None)
             headers.pop("range", None)
+        if fault is Fault.UNCONDITIONAL and self.command == "PUT":
+            headers = {k: v for k, v in headers.items() if k.lower() not in _CONDITIONS}
+        asked = self.command, self.path, headers, body
+        method, path, headers, body = self.proxy.to_server(asked)
         connection = HTTPConnection(self.proxy.upstream)
         try:
-            connection.putrequest(
-                self.command, self.path, skip_host=True, skip_accept_encoding=True
-            )
+            connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
             for name, value in headers.items():
                 connection.putheader(name, value)
             connection.endheaders(body or None)
             answer = connection.getresponse()
-            data, status, found = answer.read(), answer.status, dict(answer.getheaders())
+            found = dict(answer.getheaders())
+            status, found, data = self.proxy.to_client(
+                self.command, (answer.status, found, answer.read())
+            )
         finally:
             connection.close()
         if fault is Fault.LOST:

@@ -55,7 +55,14 @@ def test_other_paths_are_local(path: str) -> None:
 
 
 def test_listings(bucket: Bucket) -> None:
-    for key in ("runs/7b/latest", "runs/7b/tag/a", "runs/7b/tag/b", "runs/other", "runs/7b/"):
+    for key in (
+        "runs/7b/latest",
+        "runs/7b/tag/a",
+        "runs/7b/tag/b",
+        "runs/other",
+        "runs/7b/",
+        "runs/7b/tag/",
+    ):
         bucket.put_bytes(key, b"" if key.endswith("/") else b"x")
     root = as_path(f"{bucket.url}/runs/7b")
 

@@ -95,6 +95,21 @@ def test_overwrite_replaces_all(run: Path, bucket: Bucket, tmp_path: Path) -> No
     assert without_record(bucket.get("out")) == wanted
 
 
+def test_directory_markers_are_passed_over(run: Path, bucket: Bucket, tmp_path: Path) -> None:
+    """Consoles make such empty objects, and leave them."""
+    target, tag = f"{bucket.url}/out", "out/global_step7/"
+    for key in ("out/", tag, "out/empty/", "out.partial/"):
+        bucket.put_bytes(key, b"")
+    api.repartition(run, target, world_size=3)
+    api.repartition(f"{bucket.url}/out", tmp_path / "down", world_size=2)
+    api.repartition(run, tmp_path / "local", world_size=2)
+    assert files_of(tmp_path / "down") == files_of(tmp_path / "local")
+    api.repartition(run, target, world_size=2, overwrite=True)
+    found = bucket.get("out")
+    wanted = files_of(tmp_path / "local")
+    assert {path: found[path] for path in wanted} == wanted
+
+
 def test_if_needed_and_plans(run: Path, bucket: Bucket, tmp_path: Path) -> None:
     source, target = bucket.put(run, "runs/7b"), f"{bucket.url}/out"
     plan = api.plan_repartition(source, target, world_size=3)

@@ -548,7 +548,7 @@ def test_a_second_night_ends_at_once(sides: Sides) -> None:
         place = as_path(side.where)
         if side.is_local:
             place.mkdir(exist_ok=True)
-        held = lock_at(place / ".streamshard.lock", place)
+        held = lock_at(place / ".streamshard.lock", place, is_wanted=True)
         held.take()
         with pytest.raises(TargetLockedError) as caught:
             sides.compact(**options)

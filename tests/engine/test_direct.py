@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from streamshard.engine.run.runner import Engine
 from streamshard.engine.run.span_writer import Resources
 from streamshard.engine.run.work import Ending, Fixed, Region, Span, TargetFile
-from streamshard.io import direct_io, sink
-from streamshard.io.direct_io import BLOCK_BYTES, LEAST_BYTES, aligned, open_direct
+from streamshard.io import sink, writable
 from streamshard.io.file_system import EXT4, TMPFS, XFS, file_system_of
 from streamshard.io.sink import write_blocks
+from streamshard.io.writable import BLOCK_BYTES, LEAST_BYTES, aligned, open_direct
 from tests.engine.fakes import (
     Told,
     copies_of,
@@ -139,7 +139,7 @@ def test_not_on_a_file_system_in_memory() -> None:
 
 
 def test_not_where_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_io, "file_system_of", lambda descriptor: EXT4)
+    monkeypatch.setattr(writable, "file_system_of", lambda descriptor: EXT4)
     with (tmp_path / "file").open("wb") as stream:
         assert open_direct(tmp_path / "another", stream.fileno()) == -1
 

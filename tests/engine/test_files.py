@@ -20,7 +20,8 @@ from streamshard.errors import (
 )
 from streamshard.io.files import target_errors
 from streamshard.io.readable import OpenedFile
-from streamshard.io.sink import open_target, write_all
+from streamshard.io.sink import open_target
+from streamshard.io.writable import write_all
 from streamshard.model import BlockDigests, Memory, SourceFile
 from tests.engine.fakes import on_disk
 from tests.held import open_files

@@ -4,6 +4,7 @@ import errno
 import json
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +15,10 @@ import pytest
 
 from streamshard.errors import TargetLockedError
 from streamshard.io import lock as module
+from streamshard.io.durability import write_durably
 from streamshard.io.lock import Holder, Lock
+from streamshard.io.preallocation import Reservation
+from streamshard.io.sink import AppendedFile, open_target, write_new
 from tests.held import open_files
 
 NO_FLOCK = OSError(errno.ENOSYS, "Function not implemented")
@@ -134,7 +138,8 @@ def test_one_that_cannot_be_taken_is_not_there(
 
 
 def test_a_lock_that_says_nothing(tmp_path: Path, has_flock: bool) -> None:
-    for content in (b"", b"4711\n", b"[1]", b'{"host": 1}', b"[" * 5000, b"\xff"):
+    """It was cut off, by a power failure perhaps."""
+    for content in (b"", bytes(200), b'{"ho', b'{"host": "a', b'{"host": "a"}', b'{"host": "\xff'):
         (tmp_path / "lock").write_bytes(content)
         lock = Lock(tmp_path / "lock", Path("out"))
         if has_flock:
@@ -143,6 +148,82 @@ def test_a_lock_that_says_nothing(tmp_path: Path, has_flock: bool) -> None:
         else:
             with pytest.raises(TargetLockedError, match=r"does not say who.*remove"):
                 lock.take()
+
+
+@pytest.mark.parametrize("content", [b"4711\n", b"[1]", b'{"lr": 1}', b" " * 5000, b"\xff"])
+def test_a_file_of_others_is_no_lock(tmp_path: Path, has_flock: bool, content: bytes) -> None:
+    path = tmp_path / "lock"
+    path.write_bytes(content)
+    with pytest.raises(OSError, match=r"other content than a lock's.*move it away") as caught:
+        Lock(path, Path("out")).take()
+    assert caught.value.filename == str(path)
+    assert path.read_bytes() == content
+
+
+PLANTED: dict[str, tuple[Callable[[Path, Path], None], str]] = {
+    "link": (lambda path, other: path.symlink_to(other), "a symbolic link"),
+    "dangling": (lambda path, other: path.symlink_to("gone"), "a symbolic link"),
+    "ring": (lambda path, other: path.symlink_to(path.name), "a symbolic link"),
+    "hard link": (lambda path, other: path.hardlink_to(other), "a hard link"),
+    "pipe": (lambda path, other: os.mkfifo(path), r"a pipe \(FIFO\)"),
+    "directory": (lambda path, other: path.mkdir(), "a directory"),
+    "socket": (lambda path, other: bind(path), "a socket"),
+}
+"""Kind → what puts it at a path, with another file for links; its name in messages."""
+
+
+def bind(path: Path) -> None:
+    """Make a socket that nobody listens to."""
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(os.path.relpath(path))
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+@pytest.mark.parametrize("kind", PLANTED)
+def test_no_lock_is_taken_through_what_lies_there(
+    tmp_path: Path, kind: str, is_empty: bool
+) -> None:
+    """Not even if the content would allow it."""
+    plant, name = PLANTED[kind]
+    path, other, before = tmp_path / "lock", tmp_path / "precious", open_files()
+    content = b"" if is_empty else json.dumps(asdict(dead_process())).encode()
+    other.write_bytes(content)
+    plant(path, other)
+    with pytest.raises(OSError, match=f"it is {name}, .* move it away") as caught:
+        Lock(path, Path("out")).take()
+    assert caught.value.filename == str(path)
+    assert other.read_bytes() == content
+    assert {one.name for one in tmp_path.iterdir()} == {"lock", "precious"}
+    assert open_files() == before
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_no_file_is_written_through_what_lies_there(tmp_path: Path, kind: str) -> None:
+    plant, name = PLANTED[kind]
+    path, other = tmp_path / "file", tmp_path / "precious"
+    other.write_bytes(b"precious")
+    plant(path, other)
+    for write in (
+        lambda: write_new(path, b"x"),
+        lambda: write_durably(tmp_path / "new", b"x", path),
+        lambda: open_target(path, is_new=False),
+        lambda: AppendedFile(path).open(),
+        lambda: Reservation(path, 0),
+    ):
+        with pytest.raises(OSError, match=f"it is {name}, .* move it away"):
+            write()
+        assert other.read_bytes() == b"precious"
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_run_that_was_killed_between_two_names(tmp_path: Path) -> None:
+    """It had given the lock its name, and the temporary one was there too."""
+    left_by(tmp_path / "lock", dead_process())
+    (tmp_path / "lock.new.1.ab").hardlink_to(tmp_path / "lock")
+    lock = Lock(tmp_path / "lock", Path("out"))
+    lock.take()
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    lock.release()
 
 
 def test_a_take_over_that_was_cut_off_is_told(

@@ -6,6 +6,7 @@ that it is on disk: a run that continues reads the span back and compares. So a 
 lose or tear lines and data; the only effect is that some spans are written again.
 """
 
+import errno
 import json
 import zlib
 from array import array
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamshard.io.durability import write_durably
-from streamshard.io.entries import stream_of
+from streamshard.io.entries import examine, stream_of
 from streamshard.io.sink import AppendedFile
 
 Numbers = NDArray[np.uint64]
@@ -138,6 +139,9 @@ def serialize_line(line: object) -> bytes:
 
 def _lines_of(path: Path) -> Iterator[Any]:
     try:
+        status = examine(path)
+        if not (status.is_file or status.is_directory):  # a pipe would wait for a writer
+            raise OSError(errno.EINVAL, "it is a pipe or a device; move it away", str(path))
         stream = stream_of(path)
     except (FileNotFoundError, NotADirectoryError):
         return

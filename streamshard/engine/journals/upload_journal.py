@@ -22,6 +22,7 @@ from streamshard.io.sink import remove, remove_file, write_new
 from streamshard.model import Digest
 
 _HEADER: Final = "0"
+"""Name of the object without which the others are no journal."""
 _WHOLE: Final = "whole"
 _BATCH: Final = 256
 """Uploaded objects that are recorded together, unless a batch takes too long or gets too large."""
@@ -30,6 +31,11 @@ _LIMIT: Final = 1 << 62
 """Larger than any object, offset or checksum."""
 _SECONDS: Final = 5.0
 """How long uploads may last that a killed run has to repeat, besides those that it was at."""
+
+
+def header_of(path: Path) -> Path:
+    """Return the path of the object that a journal below a path begins with."""
+    return path / _HEADER
 
 
 class UploadJournal:
@@ -65,7 +71,7 @@ class UploadJournal:
         self._batch: list[bytes] = []
         self._flushed = clock()
         self._next = 1
-        self._exists = is_there(object_of(path / _HEADER))
+        self._exists = is_there(object_of(header_of(path)))
         if self._exists:
             self._read()
 
@@ -86,7 +92,7 @@ class UploadJournal:
             self.header = first if isinstance(first, dict) else None
         elif path.name == _WHOLE:
             self.is_whole = self._is_noted_whole = True
-        else:
+        elif path.name.isdecimal():
             self._next = max(self._next, int(path.name) + 1)
             for name, version, spans in lines:
                 if type(name) is not str or type(version) is not str:
@@ -103,7 +109,7 @@ class UploadJournal:
     @property
     def header_path(self) -> Path:
         """Path of the object that identifies the run."""
-        return self.path / _HEADER
+        return header_of(self.path)
 
     def paths(self) -> Collection[str]:
         """Return the paths of all recorded objects."""
@@ -127,7 +133,7 @@ class UploadJournal:
         """Start a new journal, which from now on identifies the target as this run's."""
         if self._exists:
             remove(self.path)
-        write_new(self.path / _HEADER, serialize_line(dict(header)))
+        write_new(self.header_path, serialize_line(dict(header)))
         self.header, self.is_whole, self._next, self._exists = header, False, 1, True
         self._names = []
         self._known.clear()
@@ -187,7 +193,7 @@ class UploadJournal:
         own = [str(number) for number in range(1, self._next)] + [_WHOLE] * self._is_noted_whole
         others = sorted({*own, *self._names} - {_HEADER})
         for_each([self.path / name for name in others], remove_file)
-        remove_file(self.path / _HEADER, missing_ok=True)
+        remove_file(self.header_path, missing_ok=True)
         self.header, self.is_whole, self._exists, self._is_noted_whole = None, False, False, False
         self._batch, self._next, self._names = [], 1, []
         self._known.clear()

@@ -3,7 +3,6 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -15,7 +14,7 @@ from streamshard.io.entries import ahead_of, open_readable
 from streamshard.io.files import require_same
 from streamshard.io.memory_map import map_range
 from streamshard.io.readable import OpenedFile
-from streamshard.io.retry import try_again
+from streamshard.io.retry import FROM_OUTSIDE, ignored, try_again
 from streamshard.model import BlockDigests, Memory, SourceFile
 
 _OPEN_FILES: Final = 64
@@ -162,7 +161,7 @@ class SourceReader:
         CorruptFileError
             The file has changed since the plan was made.
         """
-        with suppress(OSError):  # the actual read retries, and reports the error
+        with ignored(FROM_OUTSIDE):  # the actual read retries, and reports the error
             self._opened(file).will_need(offset, nbytes)
 
     def _map(self, file: int, offset: int, nbytes: int, is_private: bool) -> memoryview:

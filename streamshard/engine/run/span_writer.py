@@ -15,10 +15,10 @@ from streamshard.engine.run.source_reader import Decoder, SourceReader
 from streamshard.engine.run.uploads import Uploaded, upload_file
 from streamshard.engine.run.window import Window, unwritten_bytes
 from streamshard.engine.run.work import Span, SpanResult, TargetFile
-from streamshard.io.direct_io import BLOCK_BYTES, aligned
 from streamshard.io.files import target_errors
 from streamshard.io.retry import try_again
 from streamshard.io.sink import InnerPages, Sink, open_to_fill
+from streamshard.io.writable import BLOCK_BYTES, aligned
 from streamshard.model import SourceFile
 
 _PAGE_BYTES: Final = BLOCK_BYTES

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -45,9 +45,14 @@ _ADDRESSES: Final = {
 """Variables that hold the address of a service, by scheme."""
 _GOOGLE_EMULATOR: Final = "STORAGE_EMULATOR_HOST"
 """Variable of Google's own libraries, which obstore does not read."""
+_GOOGLE_KEY: Final = "GOOGLE_SERVICE_ACCOUNT_KEY"
+"""Variable that holds the content of such a file."""
 _GOOGLE_ACCOUNTS: Final = ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH")
 """Variables that name a file, which may hold an address (`gcs_base_url`)."""
 _STATUS: Final = re.compile(r"status code: (\d+)")
+_CONNECTION: Final = re.compile(r"HTTP|body|connect|timed? ?out|request", re.IGNORECASE)
+"""What obstore's texts have in them if a connection failed, and not a call of ours."""
+_REASON: Final = re.compile(r"error: ([\w ]{1,60})$", re.MULTILINE)
 _CODE: Final = re.compile(r"<Code>(\w{1,64})</Code>")
 _MEANINGS: Final = {
     "AlreadyExistsError": (errno.EEXIST, "exists already"),
@@ -121,7 +126,7 @@ def _plain_http(bucket: str) -> dict[str, bool]:
     scheme = bucket.partition(":")[0]
     addresses = [bucket, *(os.environ.get(name, "") for name in _ADDRESSES.get(scheme, ()))]
     if scheme == "gs":
-        addresses += [_google_emulator().get("base_url", ""), _address_in_account()]
+        addresses += [_google_emulator().get("base_url", ""), *_addresses_in_accounts()]
     return {"allow_http": True} if any(one.startswith("http:") for one in addresses) else {}
 
 
@@ -135,13 +140,14 @@ def _google_emulator() -> dict[str, Any]:
     return {"base_url": address.rstrip("/"), "skip_signature": True}
 
 
-def _address_in_account() -> str:
-    """Return the address in the file of a service account; empty if there is none."""
+def _addresses_in_accounts() -> Iterator[str]:
+    """Yield the addresses in a service account's file, and in one that is given as a variable."""
     path = next((os.environ[name] for name in _GOOGLE_ACCOUNTS if name in os.environ), None)
-    try:
-        return str(json.loads(Path(path or os.devnull).read_bytes())["gcs_base_url"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return ""  # obstore says what is wrong with it
+    for read in (Path(path or os.devnull).read_text, partial(os.environ.get, _GOOGLE_KEY, "")):
+        try:
+            yield str(json.loads(read())["gcs_base_url"])
+        except (OSError, ValueError, LookupError, TypeError):
+            continue  # obstore says what is wrong with it
 
 
 def _profile() -> dict[str, Any]:
@@ -222,7 +228,10 @@ def _meaning(error: Exception) -> tuple[int, str]:
         return errno.EIO, f"the service answers with {shown}"
     if "redentials" in text or "metadata" in text:
         return errno.EACCES, "no credentials are found in the environment"
-    return errno.ECONNRESET, "the connection failed, or ended too early"
+    if _CONNECTION.search(text):
+        return errno.ECONNRESET, "the connection failed, or ended too early"
+    reason = _REASON.search(text)
+    return errno.EPROTO, f"obstore does not do this ({reason[1] if reason else kind})"
 
 
 def quoted(etag: str | None) -> str:

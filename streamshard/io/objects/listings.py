@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from stat import S_IFDIR, S_IFREG
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -69,8 +70,11 @@ def _list_directory(directory: ObjectPath) -> list[Entry]:
         Entry(directory.of_key(prefix.rstrip("/")), True, False, DIRECTORY)
         for prefix in found["common_prefixes"]
     ]
-    # An empty object with the directory's own name and a slash is what consoles make.
-    metas = [meta for meta in found["objects"] if meta["path"].rstrip("/") != directory.key]
+    # An empty object with a directory's own name, and perhaps a slash, is what consoles make.
+    markers = {directory.key, *(prefix.rstrip("/") for prefix in found["common_prefixes"])}
+    metas = [
+        meta for meta in found["objects"] if meta["size"] or meta["path"].rstrip("/") not in markers
+    ]
     return entries + [_entry(directory, meta) for meta in metas]
 
 
@@ -83,15 +87,64 @@ def list_below(root: ObjectPath) -> Iterator[Entry]:
         See `_list_directory`.
     """
     metas = call(root, lambda client: [m for page in client.list(root.key or None) for m in page])
-    for meta in metas:
-        if meta["size"] or not meta["path"].endswith("/"):
+    # obstore leaves the slash of a directory marker out; what lies below it follows it at once.
+    for meta, following in zip_longest(metas, metas[1:]):
+        path = meta["path"].rstrip("/")
+        is_marker = following is not None and following["path"].startswith(f"{path}/")
+        if meta["size"] or not (is_marker or path == root.key):
             yield _entry(root, meta)
+
+
+def holds_objects(root: ObjectPath) -> bool:
+    """Tell whether any object lies below a path.
+
+    A directory marker is none, and neither is what services with directories list of empty ones.
+
+    Raises
+    ------
+    OSError
+        See `_list_directory`.
+    """
+    some = call(root, lambda client: next(iter(client.list(root.key or None)), []))
+    if not some or any(meta["size"] for meta in some):
+        return bool(some)
+    return any(map(is_no_marker, list_below(root)))
+
+
+def is_no_marker(entry: Entry) -> bool:
+    """Tell whether an entry of `list_below` is an object, and no directory marker."""
+    return entry.status().nbytes > 0 or head(object_of(entry.path)) is not None
+
+
+def has_content(path: ObjectPath) -> bool:
+    """Tell whether there is an object of that very name that is not empty, as markers are."""
+    found = head(path)
+    return found is not None and found.nbytes > 0
+
+
+def head(path: ObjectPath) -> Status | None:
+    """Return the status of the object of that very name; None if there is none.
+
+    Azure's service, where it has directories, answers for one as for an empty object.
+    """
+    if not path.key:
+        return None
+    try:
+        found = status_of(call(path, lambda client: client.head(path.key)))
+        if path.bucket.startswith("az:") and not found.nbytes:
+            attributes = call(path, lambda client: client.get(path.key).attributes)
+            return None if _FOLDER in attributes else found
+    except FileNotFoundError:
+        return None
+    return found
 
 
 def _entry(root: ObjectPath, meta: "ObjectMeta") -> Entry:
     return Entry(root.of_key(meta["path"]), False, False, status_of(meta))
 
 
+_FOLDER: Final = "hdi_isfolder"
+"""Metadata of a directory in Azure's hierarchical namespace."""
 Directories: TypeAlias = dict[ObjectPath, dict[str, Entry]]
 """Path of a directory → its entries by name."""
 Headers: TypeAlias = dict[tuple[int, int], memoryview]
@@ -191,7 +244,8 @@ def _tree(root: ObjectPath) -> Directories:
         while path != root:
             parent = _parent(path)
             siblings = listed.setdefault(parent, {})
-            if path.name in siblings:
+            known = siblings.get(path.name)
+            if known is not None and known.is_directory >= entry.is_directory:
                 break
             siblings[path.name] = entry
             path, entry = parent, Entry(parent, True, False, DIRECTORY)

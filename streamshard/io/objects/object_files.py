@@ -27,14 +27,23 @@ class ObjectFiles:
             return known
         if known is None:
             raise _absent(path)
+        found: Status | None
+        listed: list[Entry]
         if listings.is_keeping():  # then the listing will be of use, if it is a directory
-            found, listed = together(lambda: _head(path), lambda: listings.entries_of(path))
+            found, listed = together(lambda: listings.head(path), lambda: listings.entries_of(path))
+            may_be_directory = bool(listed)
         else:
-            found = _head(path)
-            listed = listings.entries_of(path) if found is None else []
-        if found is None and not listed:
+            found, listed, may_be_directory = listings.head(path), [], True
+        if found is not None and found.nbytes:
+            return found
+        # A service may list directories in it that are empty.
+        if not all(entry.is_directory for entry in listed):
+            return listings.DIRECTORY
+        if may_be_directory and _is_directory(path):
+            return listings.DIRECTORY
+        if found is None:
             raise _absent(path)
-        return found or listings.DIRECTORY
+        return found
 
     def entries(self, directory: Path) -> Iterator[Entry]:
         """List a directory."""
@@ -75,13 +84,10 @@ def _absent(path: Path) -> FileNotFoundError:
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
-def _head(path: ObjectPath) -> Status | None:
-    if not path.key:
-        return None
-    try:
-        return listings.status_of(call(path, lambda client: client.head(path.key)))
-    except FileNotFoundError:
-        return None
+def _is_directory(path: ObjectPath) -> bool:
+    if listings.is_listed(path):
+        return listings.holds_objects(path)
+    return bool(listings.entries_of(path))
 
 
 def _content(path: ObjectPath) -> bytes:

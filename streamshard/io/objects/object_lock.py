@@ -1,5 +1,6 @@
 """A lock on a target in a bucket: an object that names its holder, created on a condition."""
 
+import errno
 import json
 import secrets
 from collections.abc import Iterable
@@ -8,12 +9,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from streamshard.errors import TargetLockedError
+from streamshard.errors import TargetError, TargetLockedError
 from streamshard.io.lock import Holder, Lock, holder_in, is_gone
 from streamshard.io.objects.object_path import ObjectPath, object_of
-from streamshard.io.objects.object_upload import get_small, put, remove_object
+from streamshard.io.objects.object_upload import Version, get_small, put, remove_object
+from streamshard.io.retry import FROM_OUTSIDE, ignored
 
 _TRIES: Final = 5
+_NO_VERSION: Final = {"e_tag": '"0x0"', "version": "1"}
+"""What no object has."""
+_heeded: Final[set[tuple[str, str]]] = set()
+"""Bucket and kind of condition, of those that its service is known to heed."""
 
 
 class ObjectLock:
@@ -35,6 +41,8 @@ class ObjectLock:
         ------
         TargetLockedError
             Another run holds the lock; the message names it, and says what to do if it is gone.
+        TargetError
+            The service ignores on what condition an object is put, so that no lock would hold.
         OSError
             The object cannot be written.
         """
@@ -42,23 +50,66 @@ class ObjectLock:
         mine = {**asdict(Holder.this_process()), "token": secrets.token_hex(8)}
         content = json.dumps(mine).encode()
         for _ in range(_TRIES):
-            with suppress(FileExistsError):
-                put(self._path, content, mode="create")
+            if self._make(content) or self._take_over(content):
                 self._content = content
-                return
-            try:
-                version, found = get_small(self._path)
-            except FileNotFoundError:
-                continue  # its holder has released it
-            if found != content:
-                self._require_gone(found)
-                with suppress(OSError):
-                    put(self._path, content, mode={"e_tag": version})
-                    found = content
-            if found == content:
-                self._content = content
+                try:
+                    self._require_heeded("create", content)
+                except BaseException:
+                    self.release()
+                    raise
                 return
         raise TargetLockedError(f"{self._what}: other runs take its lock, {self._path}")
+
+    def _make(self, content: bytes) -> bool:
+        """Create the lock; False if there is one."""
+        try:
+            put(self._path, content, mode="create")
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno == errno.ENOTSUP:
+                raise self._unsafe("does not take") from error
+            raise
+        return True
+
+    def _take_over(self, content: bytes) -> bool:
+        """Replace a lock whose holder is surely gone; False if the lock is another one meanwhile.
+
+        The lock may also be this run's, if the answer to the request that made it was lost.
+        """
+        try:
+            version, found = get_small(self._path)
+        except FileNotFoundError:
+            return False  # its holder has released it
+        if found == content:
+            return True
+        self._require_gone(found)
+        self._require_heeded(_NO_VERSION, found)
+        with ignored({errno.EBUSY, errno.ENOENT}):
+            put(self._path, content, mode=version)
+            return True
+        return False
+
+    def _require_heeded(self, mode: str | Version, content: bytes) -> None:
+        """Refuse a service that puts an object though its condition does not hold.
+
+        Parameters
+        ----------
+        content
+            What the lock holds already.
+        """
+        known = self._path.bucket, "create" if mode == "create" else "replace"
+        if known in _heeded:
+            return
+        with ignored({errno.EEXIST, errno.EBUSY, errno.ENOENT}):
+            put(self._path, content, mode=mode)
+            raise self._unsafe("ignores")
+        _heeded.add(known)
+
+    def _unsafe(self, does: str) -> TargetError:
+        message = f"{self._what}: its service {does} conditions of uploads (such as If-None-Match)"
+        message = f"{message}, so no lock can keep two runs from writing there at once. If no other"
+        return TargetError(f"{message} run does, give --no-lock")
 
     def _require_gone(self, content: bytes) -> None:
         holder = holder_in(_without_token(content))
@@ -71,23 +122,37 @@ class ObjectLock:
     def release(self) -> None:
         """Release the lock, if this process holds it."""
         if self._content:
-            with suppress(OSError):
+            with ignored(FROM_OUTSIDE):
                 if get_small(self._path)[1] == self._content:
                     remove_object(self._path)
             self._content = b""
 
 
-AnyLock: TypeAlias = Lock | ObjectLock
+class NoLock:
+    """Takes no lock, because the user wants none."""
+
+    def take(self) -> None:
+        """Do nothing."""
+
+    def release(self) -> None:
+        """Do nothing."""
 
 
-def lock_at(path: Path, what: Path) -> AnyLock:
+AnyLock: TypeAlias = Lock | ObjectLock | NoLock
+
+
+def lock_at(path: Path, what: Path, *, is_wanted: bool) -> AnyLock:
     """Return a lock, not taken yet, that is the file or the object at a path.
 
     Parameters
     ----------
     what
         What is locked, for messages.
+    is_wanted
+        Whether the user wants a lock.
     """
+    if not is_wanted:
+        return NoLock()
     if isinstance(path, ObjectPath):
         return ObjectLock(path, object_of(what))
     return Lock(path, what)

@@ -15,6 +15,7 @@ from streamshard.io.objects import listings
 from streamshard.io.objects.clients import call
 from streamshard.io.objects.object_path import ObjectPath
 from streamshard.io.readable import Status
+from streamshard.io.retry import FROM_OUTSIDE, ignored
 
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult
@@ -163,7 +164,10 @@ class ObjectFile:
         ends = [(file, file._ends()) for file in files if file is self or not file._headers]
         pending = [(file, one, file._submit(*one)) for file, wanted in ends for one in wanted]
         for file, one, future in pending:
-            with suppress(*(() if file is self else (OSError, CorruptFileError))):
+            if file is self:
+                file._headers[one] = future.result()
+                continue
+            with ignored(FROM_OUTSIDE), suppress(CorruptFileError):  # who needs it reads it again
                 file._headers[one] = future.result()
 
     def _ends(self) -> list[tuple[int, int]]:

@@ -3,7 +3,7 @@
 import queue
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from streamshard.io.objects.clients import call, quoted
 from streamshard.io.objects.listings import forget
@@ -23,6 +23,9 @@ _CONCURRENT: Final = 4
 """Parts of one object that are being sent at a time; other workers upload other objects."""
 _PARTS_HELD: Final = 8
 """Parts in memory: one that is filled, one that waits, those being sent, and obstore's own."""
+Version: TypeAlias = dict[str, str]
+"""What tells a version of an object from others, in obstore's words: its `e_tag`, and where the
+service counts them (Google's) the number, `version`."""
 _GROWTH_BYTES: Final = 1 << 12
 _MIB: Final = 1 << 20
 
@@ -258,7 +261,7 @@ def put(
     part
         Size of the parts; 0 for one request.
     mode
-        `create`, or the etag that must be replaced: `{"e_tag": …}`.
+        `create`, or the version that must be replaced, from `get_small`.
 
     Raises
     ------
@@ -294,11 +297,11 @@ def create(path: ObjectPath, content: bytes) -> str:
         version, found = get_small(path)
         if found != content:
             raise
-        return version
+        return version.get("e_tag", "")
 
 
-def get_small(path: ObjectPath) -> tuple[str, bytes]:
-    """Return the etag and the content of a small object.
+def get_small(path: ObjectPath) -> tuple[Version, bytes]:
+    """Return the version and the content of a small object.
 
     Raises
     ------
@@ -306,11 +309,12 @@ def get_small(path: ObjectPath) -> tuple[str, bytes]:
         There is no such object, or it cannot be read.
     """
 
-    def get(client: "ObjectStore") -> tuple[str, bytes]:
+    def get(client: "ObjectStore") -> tuple[Version, bytes]:
         result = client.get(path.key)
-        return quoted(result.meta["e_tag"]), bytes(result.bytes())
+        found = {"e_tag": quoted(result.meta["e_tag"]), "version": result.meta["version"] or ""}
+        return {name: value for name, value in found.items() if value}, bytes(result.bytes())
 
-    version: str
+    version: Version
     version, content = call(path, get)
     return version, content
 

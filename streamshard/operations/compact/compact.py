@@ -55,6 +55,7 @@ def compact(
     purge: Sequence[str] = (),
     acknowledge: Sequence[str] = (),
     dry_run: bool = False,
+    lock: bool = True,
     bytes_per_second: int | None = None,
     memory_limit: int | None = None,
     workers: int | None = None,
@@ -103,6 +104,9 @@ def compact(
         else is done.
     dry_run
         Report what would be done, and do nothing.
+    lock
+        Whether to keep other runs from the directories meanwhile. Only for buckets whose service
+        cannot keep a lock, and where nothing else writes to them, it may be left out.
     bytes_per_second
         Limit of reading and writing.
     now
@@ -138,7 +142,7 @@ def compact(
         run_dir=as_path(run_dir).absolute(),
         archive_dir=as_path(archive_dir).absolute(),
         rules=Rules(keep_last, min_age_ns, keep_every, tuple(keep_tags), tags),
-        storing=ConvertOptions(codec=codec, chunk_size=chunk_size),
+        storing=ConvertOptions(codec=codec, chunk_size=chunk_size, lock=lock),
         limits=Limits(floor_bytes, memory_limit, workers),
         delete=delete,
         grace=grace,

@@ -112,11 +112,12 @@ class Compacting:
                 for place in self._locked():
                     with target_errors(place):
                         make_directory(place, parents=True, exist_ok=True)
-                        lock = lock_at(place / _LOCK, place)
+                        lock = lock_at(place / _LOCK, place, is_wanted=settings.storing.lock)
                         lock.take()
                     stack.callback(lock.release)
-                with target_errors(settings.archive_dir):
-                    remove_dead_locks(paths_like(settings.archive_dir, f"{_LOCK}.*"))
+                if settings.storing.lock:
+                    with target_errors(settings.archive_dir):
+                        remove_dead_locks(paths_like(settings.archive_dir, f"{_LOCK}.*"))
                 remove_unfinished(settings.archive_dir)
                 remove_rebuilt(settings.archive_dir)
                 self._acknowledging.remove_unfinished()

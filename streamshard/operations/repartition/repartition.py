@@ -82,6 +82,9 @@ def plan_repartition(source: Path_, target: Path_, options: RepartitionOptions) 
         Write nothing if the job can resume from the source's own files, or if the target already
         holds exactly the bytes that would be written. The report says so, and says which directory
         to resume from.
+    lock
+        Whether to keep other runs from writing the target meanwhile. Only for a bucket whose
+        service cannot keep a lock, and where nothing else writes, it may be left out.
 
     Raises
     ------

@@ -1,16 +1,21 @@
 """Targets in a bucket: what says that one is finished, and what that one is not.
 
 Nothing can be renamed there, so a run uploads to the target's own paths. Its journal lies among
-them until a last object, the commit record, says that all of them are there.
+them until a last object, the commit record, says that all of them are there. Whatever lies beside
+that record, the target exists.
 """
 
+import errno
 from pathlib import Path
 from typing import Final
 
+from streamshard.engine.journals.upload_journal import header_of
 from streamshard.errors import IncompleteError
 from streamshard.formats.deepspeed import names
-from streamshard.io.entries import paths_in
+from streamshard.io.entries import is_file, paths_in
+from streamshard.io.files import source_errors
 from streamshard.io.objects.object_path import is_object
+from streamshard.io.retry import ignored
 
 JOURNAL: Final = f"{names.OWN_PREFIX}.journal"
 """File in a partial target, or path in a bucket, that records which parts are written."""
@@ -19,14 +24,31 @@ COMMITTED: Final = f"{names.OWN_PREFIX}.committed"
 
 
 def is_unfinished(target: Path) -> bool:
-    """Tell whether a run is uploading to a path, or was cut off there."""
+    """Tell whether a run is uploading to a path, or was cut off there.
+
+    Raises
+    ------
+    OSError
+        The service does not tell.
+    """
     if not is_object(target):
         return False
-    try:
+    found = set[str]()
+    with ignored({errno.ENOENT, errno.ENOTSUP}):  # nothing is there, or a web server lists nothing
         found = {path.name for path in paths_in(target)}
-    except OSError:  # nothing is there, or the service lists nothing
-        return False
-    return JOURNAL in found and COMMITTED not in found
+    return JOURNAL in found and COMMITTED not in found and has_journal(target)
+
+
+def has_journal(target: Path) -> bool:
+    """Tell whether the journal of a run lies in a target, which may exist nevertheless.
+
+    Raises
+    ------
+    OSError
+        The place does not tell.
+    """
+    journal = target / JOURNAL
+    return is_file(header_of(journal) if is_object(target) else journal)
 
 
 def require_finished(path: Path) -> None:
@@ -36,7 +58,11 @@ def require_finished(path: Path) -> None:
     ------
     IncompleteError
         The message says what to do.
+    SourceError
+        The service does not tell.
     """
-    if is_unfinished(path):
+    with source_errors(path):
+        unfinished = is_unfinished(path)
+    if unfinished:
         message = f"{path}: unfinished: a run is writing it, or was cut off. The command that it"
         raise IncompleteError(f"{message} was made with goes on with it")

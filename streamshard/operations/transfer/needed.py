@@ -87,7 +87,8 @@ class Wanted:
         with target_errors(self.target):
             there = {path.relative_to(self.target).as_posix() for path in files_below(self.target)}
             if is_object(self.target):
-                there.discard(COMMITTED)
+                own = (COMMITTED, JOURNAL)
+                there = {path for path in there if path.partition("/")[0] not in own}
             named = latest_of(self.target) if self.latest is not None else None
         if named != self.latest:
             shown = "there is no 'latest'" if named is None else f"its 'latest' names {named!r}"

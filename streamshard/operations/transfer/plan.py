@@ -93,6 +93,7 @@ class TransferPlan:
             nbytes=self.report.bytes_written,
             paths=self.sizes,
             overwrite=options.overwrite,
+            lock=options.lock,
             template=self.output.template,
         ) as partial_target:
             done = execution.measured(

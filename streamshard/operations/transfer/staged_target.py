@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import TypeAlias
 
 from streamshard.formats.deepspeed.dumps.dump_names import Template
+from streamshard.io.objects.object_lock import lock_at
 from streamshard.io.objects.object_path import ObjectPath
 from streamshard.operations.transfer.run_identity import RunIdentity
 from streamshard.operations.transfer.staging import PartialTarget
+from streamshard.operations.transfer.target import LOCK
 from streamshard.operations.transfer.uploaded_target import UploadedTarget
 
 StagedTarget: TypeAlias = PartialTarget | UploadedTarget
@@ -20,6 +22,7 @@ def staged(
     nbytes: int,
     paths: Callable[[], Collection[str]],
     overwrite: bool,
+    lock: bool,
     template: Template | None = None,
 ) -> StagedTarget:
     """Return a target to be written, as a context manager.
@@ -30,11 +33,23 @@ def staged(
         Size of all its files.
     paths
         Lists the files, relative to the target.
+    lock
+        Whether to keep other runs from writing it.
     template
         Names of the dumps, if the target is a directory of dumps.
     """
+    place = target.absolute().with_name(f"{LOCK}.{target.name}")
+    own = lock_at(place, target.absolute(), is_wanted=lock)
     if isinstance(target, ObjectPath):
         return UploadedTarget(
-            target, identity, nbytes=nbytes, paths=paths, overwrite=overwrite, template=template
+            target,
+            own,
+            identity,
+            nbytes=nbytes,
+            paths=paths,
+            overwrite=overwrite,
+            template=template,
         )
-    return PartialTarget(target, identity, nbytes=nbytes, overwrite=overwrite, template=template)
+    return PartialTarget(
+        target, own, identity, nbytes=nbytes, overwrite=overwrite, template=template
+    )

@@ -11,7 +11,7 @@ At any moment the disk is in one of these states, and the same command finishes 
 - OUT has that journal still in it: OUT.replaced is removed, then the journal.
 """
 
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -31,8 +31,9 @@ from streamshard.io.entries import (
 )
 from streamshard.io.file_system import allocated_bytes
 from streamshard.io.files import target_errors
-from streamshard.io.lock import Lock
+from streamshard.io.objects.object_lock import AnyLock
 from streamshard.io.preallocation import Reservation
+from streamshard.io.retry import FROM_OUTSIDE, ignored
 from streamshard.io.sink import (
     discard,
     make_directory,
@@ -44,7 +45,6 @@ from streamshard.io.sink import (
 from streamshard.operations.source.unfinished import JOURNAL
 from streamshard.operations.transfer.run_identity import RunIdentity
 from streamshard.operations.transfer.target import (
-    LOCK,
     is_vacant,
     partial_of,
     replaced_of,
@@ -61,6 +61,7 @@ class PartialTarget:
     def __init__(
         self,
         target: Path,
+        lock: AnyLock,
         identity: RunIdentity,
         *,
         nbytes: int,
@@ -72,7 +73,7 @@ class PartialTarget:
         self._nbytes = nbytes
         self._overwrite = overwrite
         self._template = template
-        self._lock = Lock(self._target.with_name(f"{LOCK}.{target.name}"), self._target)
+        self._lock = lock
         self._made: list[Path] = []
         """Parent directories that were made for the target, innermost first."""
         self._replaced = replaced_of(self._target)
@@ -162,7 +163,7 @@ class PartialTarget:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        with suppress(OSError):
+        with ignored(FROM_OUTSIDE):
             self._finish_reservation()
         if isinstance(error, NotAsWrittenError):
             discard(self.path)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +23,7 @@ from streamshard.io.entries import (
     is_link,
     is_real_directory,
     lexists,
+    list_ahead,
     listings_kept,
     paths_in,
     read_all,
@@ -29,10 +31,13 @@ from streamshard.io.entries import (
 )
 from streamshard.io.file_system import allocated_bytes, free_bytes, is_mount_point
 from streamshard.io.files import target_errors
-from streamshard.io.objects.object_path import ObjectPath, as_path
+from streamshard.io.objects.clients import together
+from streamshard.io.objects.listings import has_content, holds_objects
+from streamshard.io.objects.object_path import ObjectPath, as_path, object_of
+from streamshard.io.objects.object_upload import is_there as object_there
 from streamshard.io.sink import foreign_owner, may_change
 from streamshard.model import SourceFile
-from streamshard.operations.source.unfinished import COMMITTED, JOURNAL, is_unfinished
+from streamshard.operations.source.unfinished import COMMITTED, JOURNAL
 
 LOCK: Final = f"{names.OWN_PREFIX}.lock"
 
@@ -107,7 +112,8 @@ def _require_free(target: Path, *, overwrite: bool, template: Template | None) -
     if lexists(replaced) and not (is_vacant(target) and replaces(begun)):
         message = f"{replaced}: is in the way, and was not left by an --overwrite that was cut off"
         raise TargetExistsError(f"{message}; move it, or choose another target")
-    if lexists(partial) and begun.header is None and not _may_be_cleared(partial):
+    is_of_a_run = is_real_directory(partial) and (begun.header or _may_be_cleared(partial))
+    if lexists(partial) and not is_of_a_run:
         message = f"{partial}: is in the way, and was not left by a run that was cut off"
         raise TargetExistsError(f"{message}; move it, or choose another target")
     if lexists(target):
@@ -126,24 +132,67 @@ def _require_free_objects(
 ) -> None:
     """Refuse objects below a path that are not to be replaced; see `require_free`."""
     with listings_kept(anew=True):
-        _require_none_of_others(target, overwrite=overwrite, template=template)
+        upload = UploadState.of(target)
+        if upload.is_unfinished or not upload.is_occupied:
+            return
+        # All objects, as a service may list directories that are empty.
+        list_ahead(target)
+        _require_replaceable(upload, overwrite=overwrite, template=template)
 
 
-def _require_none_of_others(
-    target: ObjectPath, *, overwrite: bool, template: Template | None
+def _require_replaceable(
+    upload: "UploadState", *, overwrite: bool, template: Template | None
 ) -> None:
-    if not exists(target) or is_unfinished(target):
-        return
-    partial = partial_of(target)
-    begun = UploadJournal(partial / JOURNAL)
-    if begun.header is None and exists(partial):
+    target, begun = upload.target, upload.begun
+    partial = object_of(partial_of(target))
+    if begun.header is None and holds_objects(partial):
         message = f"{partial}: is in the way, and was not left by a run that was cut off"
         raise TargetExistsError(f"{message}; move it, or choose another target")
-    if not overwrite and not replaces(begun) and not exists(target / JOURNAL):
+    # A run that was killed right after it had completed the target left its journal there.
+    is_just_done = upload.is_committed and upload.journal.header is not None
+    if not overwrite and not replaces(begun) and not is_just_done:
         raise TargetExistsError(f"{target}: exists; use --overwrite to replace it")
     if not _is_ours(target, template) and not begun.is_whole:
         message = f"{target}: holds more than one checkpoint or store of ours, so --overwrite will"
         raise TargetExistsError(f"{message} not replace it; remove it yourself")
+
+
+@dataclass(frozen=True, slots=True)
+class UploadState:
+    """How far a target in a bucket is."""
+
+    target: ObjectPath
+    is_committed: bool
+    """Whether it exists: its commit record is there, and whatever else."""
+    journal: UploadJournal
+    """The journal among its objects."""
+    begun: UploadJournal
+    """The journal beside it, of a run that is to replace it."""
+    is_occupied: bool
+    """Whether there is any object at its path or below it."""
+
+    @classmethod
+    def of(cls, target: ObjectPath) -> "UploadState":
+        """Ask the service.
+
+        Raises
+        ------
+        OSError
+            It does not tell.
+        """
+        is_committed, journal, begun, has_object, is_occupied = together(
+            lambda: object_there(target / COMMITTED),
+            lambda: UploadJournal(target / JOURNAL),
+            lambda: UploadJournal(partial_of(target) / JOURNAL),
+            lambda: has_content(target),
+            lambda: holds_objects(target),
+        )
+        return cls(target, is_committed, journal, begun, has_object or is_occupied)
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether a run is uploading the target, or was cut off."""
+        return not self.is_committed and self.journal.header is not None
 
 
 def _require_place(target: Path) -> None:
@@ -188,8 +237,6 @@ def is_there(path: Path) -> bool:
 
 def _may_be_cleared(partial: Path) -> bool:
     """Tell whether a partial target holds no more than a journal, and so may be removed."""
-    if not is_real_directory(partial):
-        return False
     return all(entry.name.startswith(JOURNAL) for entry in paths_in(partial))
 
 
@@ -202,8 +249,8 @@ def _is_ours(target: Path, template: Template | None) -> bool:
         return all(template.rank_of(entry.name) is not None for entry in entries)
     if is_file(target / "zarr.json"):
         return is_store(target)
-    files = [path for path in files_below(target) if path.name != COMMITTED]
-    paths = [path.relative_to(target).as_posix() for path in files]
+    files = [path.relative_to(target) for path in files_below(target)]
+    paths = [path.as_posix() for path in files if path.parts[0] not in (COMMITTED, JOURNAL)]
     if pretrained.is_export(paths) or dcp_names.is_dcp(paths):
         return True
     found = {entry.name for entry in entries if is_directory(entry)}

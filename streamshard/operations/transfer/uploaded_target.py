@@ -13,29 +13,29 @@ command finishes each of them:
 
 import json
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from streamshard.engine.journals.upload_journal import UploadJournal
 from streamshard.engine.run.uploads import Uploads
 from streamshard.errors import NotAsWrittenError, TargetExistsError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
-from streamshard.io.entries import entries_below, exists
+from streamshard.io.entries import entries_below
 from streamshard.io.files import target_errors
-from streamshard.io.objects.clients import together
+from streamshard.io.objects.listings import is_no_marker
 from streamshard.io.objects.object_changes import copy_object, for_each, moved, objects_below
-from streamshard.io.objects.object_lock import ObjectLock
+from streamshard.io.objects.object_lock import AnyLock
 from streamshard.io.objects.object_path import ObjectPath, object_of
-from streamshard.io.objects.object_upload import create, is_there
+from streamshard.io.objects.object_upload import create
 from streamshard.io.objects.stray_uploads import abort_strays
 from streamshard.io.readable import Entry
+from streamshard.io.retry import FROM_OUTSIDE, ignored
 from streamshard.io.sink import remove_file, write_new
 from streamshard.operations.source.unfinished import COMMITTED, JOURNAL
 from streamshard.operations.transfer.run_identity import RunIdentity
-from streamshard.operations.transfer.target import LOCK, partial_of, require_free
+from streamshard.operations.transfer.target import UploadState, partial_of, require_free
 
 _FORMAT: Final = 1
 _LAST: Final = (names.LATEST, "zarr.json")
@@ -48,6 +48,7 @@ class UploadedTarget:
     def __init__(
         self,
         target: ObjectPath,
+        lock: AnyLock,
         identity: RunIdentity,
         *,
         nbytes: int,
@@ -61,12 +62,11 @@ class UploadedTarget:
         self._nbytes = nbytes
         self._overwrite = overwrite
         self._template = template
-        lock = target.with_name(f"{LOCK}.{target.name}")
-        self._lock = ObjectLock(lock, target)
+        self._lock = lock
         self._is_own = False
         """Whether the journal belongs to this run, or to the earlier run it continues."""
         self._is_occupied = False
-        """Whether there was anything at the target's path."""
+        """Whether there was any object at the target's path or below it."""
         self.is_done = False
         """Whether the target exists, and is what this run would make."""
 
@@ -81,23 +81,17 @@ class UploadedTarget:
 
     def _settle(self) -> None:
         """Find where the target is uploaded, and finish a commit that was cut off."""
-        target = self._target
-        self.path: Path = target
-        beside = partial_of(target)
-        is_committed, self.journal, begun, self._is_occupied = together(
-            lambda: is_there(target / COMMITTED),
-            lambda: UploadJournal(target / JOURNAL),
-            lambda: UploadJournal(beside / JOURNAL),
-            lambda: exists(target),
-        )
-        if is_committed and self.journal.header is not None:
+        upload = UploadState.of(self._target)
+        self.path: Path = self._target
+        self.journal, self._is_occupied = upload.journal, upload.is_occupied
+        if upload.is_committed and self.journal.header is not None:
             is_same = self._identity.difference(self.journal.header) is None
             self.is_done = is_same and not self._overwrite
             self.journal.remove()
         if self.is_done or self.journal.header is not None:
             return
-        if begun.header is not None or (self._overwrite and self._is_occupied):
-            self.path, self.journal = beside, begun
+        if upload.begun.header is not None or (self._overwrite and self._is_occupied):
+            self.path, self.journal = partial_of(self._target), upload.begun
 
     def _prepare(self) -> None:
         """Start from the beginning, or continue an earlier run."""
@@ -148,7 +142,8 @@ class UploadedTarget:
             They stay as they are; the message names one.
         """
         own = self._own()
-        strange = next((entry.path for name, entry in self._objects() if name not in own), None)
+        others = (entry for name, entry in self._objects() if name not in own)
+        strange = next((entry.path for entry in others if is_no_marker(entry)), None)
         if strange is not None:
             message = f"{strange}: came to {self.path} while that was written, from elsewhere; move"
             raise TargetExistsError(f"{message} it away, and run the same command again")
@@ -169,7 +164,7 @@ class UploadedTarget:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        with suppress(OSError):
+        with ignored(FROM_OUTSIDE):
             if isinstance(error, NotAsWrittenError):
                 self._clear()
             elif self._is_own and error is not None:

@@ -21,6 +21,7 @@ from streamshard.formats.torch.parse_cache import CachedParse, ParseCache
 from streamshard.formats.torch.torch_file import TorchFile
 from streamshard.formats.torch.torch_tensor import Storage, storages_in
 from streamshard.io.entries import examine, open_readable
+from streamshard.io.retry import FROM_OUTSIDE, ignored
 
 Entries = Mapping[Node, Node]
 
@@ -72,7 +73,8 @@ def match_models(
     found: list[NDArray[np.uint32] | None] = []
     for path in paths:
         cached = None
-        with suppress(SourceError, OSError, ValueError):  # whoever parses it says what is wrong
+        # Whoever parses the file says what is wrong with it.
+        with ignored(FROM_OUTSIDE), suppress(SourceError, ValueError):
             like = parsed.get(examine(path).nbytes)
             cache = _cache_of(like) if like is not None else None
             cached = cache.find(path) if cache is not None else None

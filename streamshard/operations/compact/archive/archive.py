@@ -16,7 +16,7 @@ from streamshard.errors import (
 from streamshard.formats.deepspeed import names
 from streamshard.formats.zarr.documents import array_path
 from streamshard.io.durability import sync_tree
-from streamshard.io.entries import examine, is_same_file, paths_below
+from streamshard.io.entries import examine, is_same_file, lexists, paths_below
 from streamshard.io.files import source_errors, target_errors
 from streamshard.io.objects.object_path import is_object
 from streamshard.io.sink import make_link, remove_file, replace_file
@@ -36,7 +36,7 @@ from streamshard.operations.compact.removal.rebuild import rebuilt_equal
 from streamshard.operations.compact.run_directory import Identity, looks_of
 from streamshard.operations.convert.convert import store_output
 from streamshard.operations.source.source import Source
-from streamshard.operations.source.unfinished import JOURNAL, is_unfinished
+from streamshard.operations.source.unfinished import has_journal, is_unfinished
 from streamshard.operations.transfer.plan import plan_output
 from streamshard.operations.transfer.plan_file import Command
 from streamshard.operations.transfer.target import is_there, require_separate
@@ -100,7 +100,9 @@ class Archiver:
             left_out=left_out,
             derived=tuple(array_path(tensors[number]) for number in sorted(derived)),
         )
-        if is_there(place.store) and not is_there(place.store / JOURNAL):
+        with target_errors(place.store):
+            is_complete = lexists(place.store) and not has_journal(place.store)
+        if is_complete:
             # An earlier run completed the store; if it is not of this source, it is made anew.
             with suppress(StreamshardError):
                 return self._seal(receipt, small, place, checks, whole)
@@ -109,8 +111,9 @@ class Archiver:
             try:
                 self._write(small, place)
             except TargetExistsError:
-                if is_there(place.store) and not is_unfinished(place.store):
-                    raise
+                with target_errors(place.store):
+                    if lexists(place.store) and not is_unfinished(place.store):
+                        raise
                 self._write(small, place, overwrite=True)  # it was begun with another source
         return self._seal(receipt, small, place, checks, whole)
 
