@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -143,7 +144,8 @@ def _google_emulator() -> dict[str, Any]:
 def _addresses_in_accounts() -> Iterator[str]:
     """Yield the addresses in a service account's file, and in one that is given as a variable."""
     path = next((os.environ[name] for name in _GOOGLE_ACCOUNTS if name in os.environ), None)
-    for read in (Path(path or os.devnull).read_text, partial(os.environ.get, _GOOGLE_KEY, "")):
+    in_variable = StringIO(os.environ.get(_GOOGLE_KEY, ""))
+    for read in (Path(path or os.devnull).read_text, in_variable.read):
         try:
             yield str(json.loads(read())["gcs_base_url"])
         except (OSError, ValueError, LookupError, TypeError):
