@@ -10,8 +10,8 @@ from streamshard.errors import UsageError
 from streamshard.formats.deepspeed import ds_config
 from streamshard.formats.deepspeed.ds_versions import Version
 from tests.cli.conftest import streamshard as run_cli
-from tests.fabricated import TAG, edit, load, write
-from tests.job import EXPERTS, Job
+from tests.fabricated import edit, load, write
+from tests.job import EXPERTS, TAG, Job
 
 ROUND_ROBIN = {"zero_optimization": {"stage": 1, "round_robin_gradients": True}}
 OFFLOADED = {

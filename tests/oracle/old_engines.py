@@ -124,7 +124,7 @@ def _make_it_run() -> None:
             return gather(output_tensor.data, input_tensor.data, *args, **kwargs)
 
     engine.DeepSpeedEngine.save_checkpoint = save_plainly
-    distributed.all_gather_into_tensor = gather_into_views  # type: ignore[assignment]
+    distributed.all_gather_into_tensor = gather_into_views
 
 
 class _Idle:

@@ -60,12 +60,11 @@ def do(job: TrainMesh) -> None:
         trained = parallel.parallelize_module(trained, mesh["second"], plan)
     fsdp.fully_shard(trained, mesh=mesh if job.is_hybrid else mesh["first"])
     params = list(trained.parameters())
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [param for param in params if param.ndim > 1]},
-            {"params": [param for param in params if param.ndim < 2], "weight_decay": 0.0},
-        ]
-    )
+    groups: list[dict[str, Any]] = [
+        {"params": [param for param in params if param.ndim > 1]},
+        {"params": [param for param in params if param.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups)
     torch.manual_seed(distributed.get_rank() // (1 if job.is_hybrid else 2))
     trained(torch.randn(2, 8)).sum().backward()
     optimizer.step()

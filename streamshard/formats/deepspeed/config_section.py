@@ -52,7 +52,7 @@ class Section:
 
     def has(self, key: str) -> bool:
         """Tell whether a model sees a key."""
-        return self.values.get(key, AUTO) != AUTO
+        return bool(self.values.get(key, AUTO) != AUTO)
 
     def flag(self, key: str) -> bool:
         """Read a switch of a model. Default: off."""
