@@ -55,6 +55,11 @@ def add_repartition(verbs: Verbs) -> None:
         metavar="FILE",
         help="whole DeepSpeed config of the job that will resume [the one kept in the checkpoint]",
     )
+    verb.add_argument(
+        "--ds-version",
+        metavar="VERSION",
+        help="DeepSpeed's version in the job that will resume: 0.16.9 [the one that saved]",
+    )
     add_moving_options(verb, resumes=True)
 
 

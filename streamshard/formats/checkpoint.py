@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from streamshard.errors import CorruptFileError
 from streamshard.formats.deepspeed import ds_config, names
+from streamshard.formats.deepspeed.ds_versions import Version, recorded_version
 from streamshard.formats.pickle.dangerous import dangerous_in
 from streamshard.formats.pickle.inert import Node
 from streamshard.layout.cutting import Cutting
@@ -273,6 +274,22 @@ class Checkpoint:
         first = self.families[0]
         config = (first.optimizer_file or first.model_state).get(names.DS_CONFIG)
         return config if isinstance(config, dict) else {}
+
+    @property
+    def ds_version(self) -> Version | None:
+        """The version of DeepSpeed that saved it; None if the files do not say."""
+        first = self.families[0]
+        state = first.optimizer_file.get(names.OPTIMIZER)
+        holders = (first.optimizer_file, first.model_state, state)
+        return next(
+            (
+                found
+                for holder in holders
+                if isinstance(holder, dict)
+                and (found := recorded_version(holder.get(names.DS_VERSION))) is not None
+            ),
+            None,
+        )
 
     def tensor_index(self) -> dict[tuple[str, str, str], int]:
         """Return (family, state, name) → index in `tensors`."""

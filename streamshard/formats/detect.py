@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.errors import IncompleteError, SourceError, UnsupportedError
-from streamshard.formats.deepspeed import ds_config, names
+from streamshard.formats.deepspeed import ds_config, ds_versions, names
 from streamshard.formats.deepspeed.dumps.dump_names import template_of
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch import torch_file
@@ -43,7 +43,6 @@ _MEGATRON: Final = frozenset(
 """Files that Megatron-LM's `checkpointing.py` and `dist_checkpointing` write."""
 _UNIVERSAL_PARAM: Final = "fp32.pt"
 """File in each parameter's directory (`deepspeed/checkpoint/ds_to_universal.py`, 0.19.8)."""
-_FIRST_WITHOUT_BF16_OPTIMIZER: Final = (0, 17, 6)
 
 _TORCH_OPTIMIZER: Final = frozenset({"state", "param_groups"})
 _WHOLE_MASTERS: Final = frozenset({"fp32_groups_flat", "fp32_groups"})
@@ -309,7 +308,6 @@ def _had_bf16_optimizer(model: dict[str, Node], config: ds_config.Config) -> boo
 
     See `DeepSpeedEngine._do_optimizer_sanity_check` before 0.17.6.
     """
-    text = model.get(names.DS_VERSION)
-    numbers = re.findall(r"[0-9]{1,9}", text) if isinstance(text, str) else []
-    version = tuple(int(number) for number in numbers[:3])
-    return ds_config.module_dtype(config) == "bfloat16" and version < _FIRST_WITHOUT_BF16_OPTIMIZER
+    version = ds_versions.recorded_version(model.get(names.DS_VERSION))
+    had = version is None or version < ds_versions.STAGE_0_WITHOUT_BF16_OPTIMIZER
+    return had and ds_config.module_dtype(config) == "bfloat16"

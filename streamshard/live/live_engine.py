@@ -5,10 +5,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
+import deepspeed
 from deepspeed import comm
 
 from streamshard.errors import StreamshardError, UnsupportedError
 from streamshard.formats.deepspeed import ds_config
+from streamshard.formats.deepspeed.ds_versions import recorded_version
 from streamshard.operations.native.resharding import Resharding, resharding_of
 from streamshard.operations.source.source import Source
 
@@ -90,7 +92,13 @@ def resharding_for(engine: Engine, opened: Source, world_size: int) -> Reshardin
     if experts == opened.checkpoint.expert_parallel:
         experts = None
     with in_words_of_a_call(_OWN_WORDS):
-        return resharding_of(opened, world_size, wanted=wanted, expert_parallel=experts)
+        return resharding_of(
+            opened,
+            world_size,
+            wanted=wanted,
+            ds_version=recorded_version(deepspeed.__version__),
+            expert_parallel=experts,
+        )
 
 
 def _expert_parallel_of(engine: Engine) -> int | None:

@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
+import deepspeed
 import torch
 from deepspeed import comm
 from torch import distributed
@@ -17,6 +18,7 @@ from streamshard.errors import (
     UsageError,
 )
 from streamshard.formats.checkpoint import LIKE
+from streamshard.formats.deepspeed.ds_versions import recorded_version
 from streamshard.formats.deepspeed.dumps.dump_reader import ASSUMED
 from streamshard.io.objects.object_path import as_path
 from streamshard.live.consensus import Agreement, say
@@ -145,7 +147,8 @@ class _OptimizerLoad:
         if opened.is_elastic and any(isinstance(value, torch.Tensor) for value in values):
             message = f"{path}: saved with elastic_checkpoint, and the hyper-parameters of this"
             raise UnsupportedError(f"{message} job's optimizer are tensors; not supported")
-        return resharding_of(opened, distributed.get_world_size(), wanted=held.config)
+        ranks, version = distributed.get_world_size(), recorded_version(deepspeed.__version__)
+        return resharding_of(opened, ranks, wanted=held.config, ds_version=version)
 
     def _load(self, resharding: Resharding, held: LiveOptimizer) -> int:
         """Let DeepSpeed load this rank's dump; returns how many bytes were read."""

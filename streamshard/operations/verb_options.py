@@ -65,6 +65,7 @@ class RepartitionOptions(TransferOptions):
     average: bool = False
     zero_stage: int | None = None
     ds_config_file: Path_ | None = None
+    ds_version: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,10 @@ from typing import Any, Final
 
 from streamshard.errors import CorruptFileError, UsageError
 from streamshard.formats import strict_json
+from streamshard.formats.deepspeed import ds_versions
 from streamshard.formats.deepspeed.config_section import AUTO, Section
 from streamshard.formats.deepspeed.ds_config_keys import mistyped
+from streamshard.formats.deepspeed.ds_versions import Version
 from streamshard.formats.pickle.inert import show
 from streamshard.io.entries import read_document
 from streamshard.model import ZeroLayout
@@ -81,7 +83,12 @@ def zero_stage(config: Config) -> int | None:
 
 
 def zero_layout(
-    config: Config, *, stage: int, world_size: int, bf16_optimizer: bool | None = None
+    config: Config,
+    *,
+    stage: int,
+    world_size: int,
+    bf16_optimizer: bool | None = None,
+    version: Version | None = None,
 ) -> ZeroLayout:
     """Return how an engine with this config would partition its optimizer state.
 
@@ -89,12 +96,17 @@ def zero_layout(
     ----------
     bf16_optimizer
         Whether the engine has a `BF16_Optimizer`; by default, derived from the config.
+    version
+        DeepSpeed's; by default the newest.
     """
     zero = _zero(config)
     size = zero.count("sub_group_size")
     # All are read, whatever the stage: a value that makes no sense is not left to DeepSpeed.
-    needs_bf16_optimizer = _needs_bf16_optimizer(config)
+    needs_bf16_optimizer = _needs_bf16_optimizer(config, version)
     round_robin, alignment = zero.flag("round_robin_gradients"), zero.flag("parameter_alignment")
+    data_before_experts = Section(config).plain_flag("use_data_before_expert_parallelism")
+    if stage == 1:
+        round_robin &= ds_versions.has(ds_versions.ROUND_ROBIN_AT_STAGE_1, version)
     if bf16_optimizer is None:
         bf16_optimizer = stage == 1 and needs_bf16_optimizer
     flat = 0 < stage < 3 and not bf16_optimizer
@@ -102,10 +114,13 @@ def zero_layout(
         stage=stage,
         world_size=world_size,
         round_robin=flat and round_robin,
-        parameter_alignment=flat and alignment,
+        parameter_alignment=flat
+        and alignment
+        and ds_versions.has(ds_versions.PARAMETER_ALIGNMENT, version),
         sub_group_size=_DEFAULT_SUB_GROUP_SIZE if size is None else size,
         bf16_optimizer=bf16_optimizer,
-        data_before_experts=Section(config).plain_flag("use_data_before_expert_parallelism"),
+        data_before_experts=data_before_experts
+        and ds_versions.has(ds_versions.DATA_BEFORE_EXPERTS, version),
         offload=_offload_device(config) != _NO_DEVICE,
     )
 
@@ -131,7 +146,7 @@ def sequence_parallel_size(config: Config) -> int | None:
     return Section(config).plain_count("sequence_parallel_size")
 
 
-def sequence_mesh(config: Config) -> tuple[int, int] | None:
+def sequence_mesh(config: Config, version: Version | None = None) -> tuple[int, int] | None:
     """Read (data-parallel ranks, ranks that share each sequence) if a config gives both.
 
     Then only the data-parallel ranks partition the state (`deepspeed.initialize`, 0.19.8). With
@@ -139,6 +154,8 @@ def sequence_mesh(config: Config) -> tuple[int, int] | None:
     """
     data = Section(config).plain_count("data_parallel_size")
     sequence = sequence_parallel_size(config)
+    if not ds_versions.has(ds_versions.SEQUENCE_MESH, version):
+        return None
     return (data, sequence) if data and sequence and sequence > 1 else None
 
 
@@ -148,15 +165,22 @@ def sequence_replicas(config: Config, dp_world_size: int) -> int:
     return mesh[1] if mesh and mesh[0] == dp_world_size else 1
 
 
-def _needs_bf16_optimizer(config: Config) -> bool:
+def wants_round_robin(config: Config) -> bool:
+    """Tell whether a config asks for `round_robin_gradients`, which not every engine heeds."""
+    return _zero(config).flag("round_robin_gradients")
+
+
+def _needs_bf16_optimizer(config: Config, version: Version | None) -> bool:
     """Tell whether an engine at stage 1 would choose `BF16_Optimizer`.
 
     It does with bf16 weights, fp32 gradients, and no optimizer offload to the CPU; offload to NVMe
     does not count (`DeepSpeedEngine._do_optimizer_sanity_check`, 0.19.8).
     """
     gradients = Section(config).section("data_types").dtype("grad_accum_dtype")
-    types = module_dtype(config), gradients
-    return types == ("bfloat16", "float32") and _offload_device(config) != "cpu"
+    device = _offload_device(config)
+    if not ds_versions.has(ds_versions.OFFLOAD_WITHOUT_BF16_OPTIMIZER, version):
+        device = _NO_DEVICE
+    return (module_dtype(config), gradients) == ("bfloat16", "float32") and device != "cpu"
 
 
 def module_dtype(config: Config) -> str:

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from streamshard.formats.deepspeed import ds_config
+from streamshard.formats.deepspeed import ds_config, ds_versions
 from streamshard.formats.deepspeed.ds_config import Features
+from streamshard.formats.deepspeed.ds_versions import Version
+from streamshard.model import ZeroLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +21,18 @@ class Resuming:
     """DeepSpeed config of the resuming job."""
     kept: ds_config.Config
     """Config of the job that saved; empty if the checkpoint has none."""
-    stage: int
-    world_size: int
-    """Count of the resuming job's data-parallel ranks."""
+    layout: ZeroLayout
+    """Of the target."""
+    version: Version | None
+    """DeepSpeed's in the resuming job; None if it is unknown."""
+    saved_by: Version | None
+    """DeepSpeed's that saved; None if it is unknown."""
+    has_empty: bool
+    """Whether the checkpoint holds parameters without elements."""
     has_frozen: bool
     """Whether the checkpoint holds frozen weights."""
+    has_experts: bool
+    """Whether ranks hold different experts."""
 
 
 def objection(job: Resuming) -> str | None:
@@ -50,7 +59,7 @@ _Rule = Callable[[Resuming, Features], str | None]
 
 def _nvme(job: Resuming, features: Features) -> str | None:
     # `DeepSpeedEngine.load_checkpoint` copies swap files and does not read the optimizer files.
-    if job.stage < 3 or not features.swaps_optimizer:
+    if job.layout.stage < 3 or not features.swaps_optimizer:
         return None
     return (
         "has offload_optimizer.device nvme, with which DeepSpeed reads swap files of each rank and "
@@ -61,7 +70,7 @@ def _nvme(job: Resuming, features: Features) -> str | None:
 def _partial_offload(job: Resuming, features: Features) -> str | None:
     # `DeepSpeedZeroOptimizer_Stage3._optimizer_step` has a second optimizer, whose state is not
     # loaded.
-    if job.stage < 3 or features.offload_ratio == 1:
+    if job.layout.stage < 3 or features.offload_ratio == 1:
         return None
     return (
         f"has offload_optimizer.ratio {features.offload_ratio:g}: DeepSpeed would load the states "
@@ -72,7 +81,7 @@ def _partial_offload(job: Resuming, features: Features) -> str | None:
 def _super_offload(job: Resuming, features: Features) -> str | None:
     # `SuperOffloadCPUOptimizer` of `runtime/superoffload/superoffload_utils.py` starts without
     # states.
-    if job.stage < 3 or not features.super_offload:
+    if job.layout.stage < 3 or not features.super_offload:
         return None
     return (
         "has offload_optimizer.super_offload on, which begins with new optimizer states whatever "
@@ -90,17 +99,17 @@ def _zenflow(job: Resuming, features: Features) -> str | None:
 def _mics(job: Resuming, features: Features) -> str | None:
     # `runtime/zero/mics.py` through 0.19.6.
     shard_size = features.mics_shard_size
-    if job.stage < 3 or shard_size in (None, job.world_size):
+    if job.layout.stage < 3 or shard_size in (None, job.layout.world_size):
         return None
     return (
         f"has mics_shard_size {shard_size}, with which the states are cut among that many of the "
-        f"{job.world_size} ranks; that is not supported: leave it out"
+        f"{job.layout.world_size} ranks; that is not supported: leave it out"
     )
 
 
 def _quantized_frozen(job: Resuming, features: Features) -> str | None:
     # `DeepSpeedEngine.load_module_state_dict` copies the weights over integers without a scale.
-    if job.stage < 3 or not features.quantized_frozen or not job.has_frozen:
+    if job.layout.stage < 3 or not features.quantized_frozen or not job.has_frozen:
         return None
     return (
         "has zero_quantized_nontrainable_weights on, with which DeepSpeed cannot load the frozen "
@@ -125,7 +134,50 @@ def _auto_experts(job: Resuming, features: Features) -> str | None:
     return "has AutoEP on (expert_parallel.enabled), whose layout is not supported: leave it out"
 
 
+def _between_releases(job: Resuming, features: Features) -> str | None:
+    is_open = ds_versions.is_between_releases(job.version) and job.layout.stage == 1
+    if not is_open or job.layout.bf16_optimizer or not ds_config.wants_round_robin(job.config):
+        return None
+    return (
+        "has round_robin_gradients on at stage 1, which DeepSpeed ignores up to 0.12.6 and heeds "
+        "from 0.13.0 on; the job's version lies between these releases: set it to false"
+    )
+
+
+def _empty_parameters(job: Resuming, features: Features) -> str | None:
+    rule = ds_versions.EMPTY_PARAMETERS_FROZEN
+    both = ds_versions.has(rule, job.version), ds_versions.has(rule, job.saved_by)
+    if not job.layout.round_robin or not job.has_empty or both[0] == both[1]:
+        return None
+    return (
+        "has round_robin_gradients on, and the model has parameters without elements, which count "
+        "in that order before DeepSpeed 0.19.6 and not since: set it to false"
+    )
+
+
+def _bf16_optimizer(job: Resuming, features: Features) -> str | None:
+    if not job.layout.bf16_optimizer or job.version is None:
+        return None
+    kind = "trains bf16 with fp32 gradients (BF16_Optimizer), which in this version cuts"
+    unlike = "later ones do: leave data_types.grad_accum_dtype out"
+    experts, frozen = (
+        ds_versions.has(rule, job.version)
+        for rule in (
+            ds_versions.EXPERTS_IN_BF16_OPTIMIZER,
+            ds_versions.FROZEN_OUT_OF_BF16_OPTIMIZER,
+        )
+    )
+    if job.has_experts and not experts:
+        return f"{kind} experts among all ranks, as no {unlike}"
+    if job.has_frozen and not frozen:
+        return f"{kind} frozen weights as well, as no {unlike}"
+    return None
+
+
 _RULES: Final[tuple[_Rule, ...]] = (
+    _between_releases,
+    _empty_parameters,
+    _bf16_optimizer,
     _nvme,
     _partial_offload,
     _super_offload,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from streamshard.formats import frameworks
 from streamshard.formats.deepspeed import ds_config
 from streamshard.formats.deepspeed.cut import muon_order
+from streamshard.formats.deepspeed.ds_versions import Version
 from streamshard.layout.batch import BatchPlan
 from streamshard.model import ZeroLayout
 from streamshard.operations.native.expert_ranks import at_expert_degree
@@ -77,6 +78,7 @@ def resharding_of(
     *,
     zero_stage: int | None = None,
     wanted: ds_config.Config | None = None,
+    ds_version: Version | None = None,
     expert_parallel: int | None = None,
     degrees: OtherDegrees | None = None,
 ) -> Resharding:
@@ -88,6 +90,8 @@ def resharding_of(
         Count of all ranks of the job that resumes.
     zero_stage, wanted
         ZeRO stage and DeepSpeed config of that job; by default those kept in the checkpoint.
+    ds_version
+        DeepSpeed's version in that job; by default the one that saved.
     expert_parallel
         Count of ranks over which that job's experts are spread; by default as many as now.
     degrees
@@ -104,7 +108,7 @@ def resharding_of(
     spread = at_expert_degree(opened, expert_parallel, world_size)
     opened = spread or opened
     dp_world_size = require_allowed(opened.checkpoint, world_size)
-    settings = target_settings(opened.checkpoint, dp_world_size, zero_stage, wanted)
+    settings = target_settings(opened.checkpoint, dp_world_size, zero_stage, wanted, ds_version)
     stage = settings.layout.stage
     uses_like = muon_order.needs_order(opened.checkpoint, stage)
     checkpoint = muon_order.in_order_of(opened.checkpoint, stage, opened.like)

@@ -7,6 +7,7 @@ from typing import Any, Final
 from streamshard.errors import UnsupportedError, UsageError
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed import ds_config, names, resume_settings
+from streamshard.formats.deepspeed.ds_versions import Version
 from streamshard.model import MODULE, ZeroLayout
 
 _MOST_RANKS: Final = 1 << 17
@@ -44,8 +45,14 @@ def target_settings(
     dp_world_size: int,
     zero_stage: int | None,
     wanted: ds_config.Config | None,
+    ds_version: Version | None = None,
 ) -> TargetSettings:
     """Decide the target's settings: from the flags, else the given config, else the kept one.
+
+    Parameters
+    ----------
+    ds_version
+        DeepSpeed's version in the job that resumes; by default the one that saved.
 
     Raises
     ------
@@ -57,17 +64,18 @@ def target_settings(
     kept = checkpoint.config
     stage, dtype = zero_stage or checkpoint.layout.stage, checkpoint.module_dtype
     saved_stage = _saved_stage(checkpoint)
+    version = ds_version or checkpoint.ds_version
     as_saved = wanted is None and zero_stage in (None, saved_stage)
     config, is_bf16 = dict(kept), checkpoint.is_bf16
     if not checkpoint.layout.stage:
-        return _uncut_settings(checkpoint, dp_world_size, zero_stage, wanted)
+        return _uncut_settings(checkpoint, dp_world_size, zero_stage, wanted, version)
     if checkpoint.replicas > 1:
         config = ds_config.with_data_parallel_size(config, dp_world_size)
     if wanted is not None:
         config = ds_config.resolved(wanted, kept)
         stage = _agreed_stage(ds_config.zero_stage(config), zero_stage)
         dtype = ds_config.module_dtype(config)
-        _require_known_order(checkpoint, config, stage)
+        _require_known_order(checkpoint, config, stage, version)
         is_bf16 = dtype == "bfloat16"
         _require_same_scaling(checkpoint, dtype)
     if config and not as_saved:
@@ -76,15 +84,17 @@ def target_settings(
         message = f"raw dumps of ZeRO stage {checkpoint.layout.stage} lack what stage {stage} needs"
         raise UsageError(f"{message}; reshard a whole checkpoint instead")
     _require_carried_parts(checkpoint, stage, dtype)
-    same = checkpoint.layout.bf16_optimizer if as_saved else None
+    # Without a stage, only older versions have a BF16_Optimizer; then the config says nothing.
+    keeps_kind = as_saved and (version == checkpoint.ds_version or not saved_stage)
+    same = checkpoint.layout.bf16_optimizer if keeps_kind else None
     layout = ds_config.zero_layout(
-        config, stage=stage, world_size=dp_world_size, bf16_optimizer=same
+        config, stage=stage, world_size=dp_world_size, bf16_optimizer=same, version=version
     )
     if wanted is None and not kept:
         layout = replace(
             checkpoint.layout, stage=stage, world_size=dp_world_size, bf16_optimizer=bool(same)
         )
-    _require_resumable(checkpoint, config, layout, given=wanted is not None)
+    _require_resumable(checkpoint, config, layout, version, given=wanted is not None)
     note = _settings_note(checkpoint, layout, dtype, wanted)
     if as_saved and saved_stage == 0 and not _is_pipeline(checkpoint):
         note = f"{note} {_STAGE_0}"
@@ -112,6 +122,7 @@ def _uncut_settings(
     dp_world_size: int,
     zero_stage: int | None,
     wanted: ds_config.Config | None,
+    version: Version | None,
 ) -> TargetSettings:
     """Decide the target's settings for a checkpoint that was saved without ZeRO, and stays so."""
     kept, dtype = checkpoint.config, checkpoint.module_dtype
@@ -125,26 +136,34 @@ def _uncut_settings(
         message = f"{message} {ds_config.module_dtype(config)}: its optimizer's state is of another"
         raise UsageError(f"{message} kind; keep the dtype")
     layout = ds_config.zero_layout(config, stage=0, world_size=dp_world_size)
-    _require_resumable(checkpoint, config, layout, given=wanted is not None)
+    _require_resumable(checkpoint, config, layout, version, given=wanted is not None)
     return TargetSettings(
         layout, config, dtype, checkpoint.is_bf16, (_NOT_CUT, *resume_settings.notes(config))
     )
 
 
 def _require_resumable(
-    checkpoint: Checkpoint, config: ds_config.Config, layout: ZeroLayout, *, given: bool
+    checkpoint: Checkpoint,
+    config: ds_config.Config,
+    layout: ZeroLayout,
+    version: Version | None,
+    *,
+    given: bool,
 ) -> None:
     """Refuse a config with which DeepSpeed would not load the target's files."""
     entries = [entry for family in checkpoint.families for entry in family.module]
     job = resume_settings.Resuming(
         config=config,
         kept=checkpoint.config,
-        stage=layout.stage,
-        world_size=layout.world_size,
+        layout=layout,
+        version=version,
+        saved_by=checkpoint.ds_version,
+        has_empty=any(0 in entry.shape for entry in entries),
+        has_experts=checkpoint.expert_parallel > 1,
         has_frozen=any(entry.kind == "frozen" for entry in entries),
     )
     objection = resume_settings.objection(job) or _other_sequences(
-        checkpoint, config, layout.world_size
+        checkpoint, config, layout.world_size, version
     )
     if objection is None:
         return
@@ -155,11 +174,11 @@ def _require_resumable(
 
 
 def _other_sequences(
-    checkpoint: Checkpoint, config: ds_config.Config, world_size: int
+    checkpoint: Checkpoint, config: ds_config.Config, world_size: int, version: Version | None
 ) -> str | None:
     """Return an objection if the config changes how many ranks hold copies of each partition."""
     saved = checkpoint.replicas
-    requested = ds_config.sequence_mesh(config)
+    requested = ds_config.sequence_mesh(config, version)
     if requested == ((world_size, saved) if saved > 1 else None):
         return None
     if saved > 1:
@@ -252,10 +271,12 @@ def _agreed_stage(in_config: int | None, requested: int | None) -> int:
     return stage
 
 
-def _require_known_order(checkpoint: Checkpoint, config: ds_config.Config, stage: int) -> None:
+def _require_known_order(
+    checkpoint: Checkpoint, config: ds_config.Config, stage: int, version: Version | None
+) -> None:
     """Refuse to guess the layout of dumps if the given config leaves it open."""
     unknown = checkpoint.is_dumps and not checkpoint.config
-    layout = ds_config.zero_layout(config, stage=stage, world_size=1)
+    layout = ds_config.zero_layout(config, stage=stage, world_size=1, version=version)
     if unknown and (layout.round_robin or layout.parameter_alignment):
         message = (
             "the given config has round_robin_gradients or parameter_alignment on, and the dumps "

@@ -6,6 +6,7 @@ from functools import partial
 from streamshard.errors import UnsupportedError, UsageError
 from streamshard.formats.dcp.config_completion import with_config
 from streamshard.formats.deepspeed import ds_config
+from streamshard.formats.deepspeed.ds_versions import given_version
 from streamshard.formats.deepspeed.dumps import dump_names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.deepspeed.model_parallel.cut_rules import read_rules
@@ -62,6 +63,9 @@ def plan_repartition(source: Path_, target: Path_, options: RepartitionOptions) 
         checkpoint. A key that it leaves out has DeepSpeed's default; an "auto" in it has the last
         run's value. It can stand in place of `like` for a distributed checkpoint of PyTorch whose
         tensors are all trained.
+    ds_version
+        Version of DeepSpeed in the job that resumes, such as ``0.12.6``; by default the one that
+        saved. Some rules of the layout depend on it.
     source_ds_config_file
         The DeepSpeed config of the job that saved, for raw dumps, which hold none.
     like
@@ -134,6 +138,7 @@ def _prepare(
         world_size,
         zero_stage=options.zero_stage,
         wanted=wanted,
+        ds_version=given_version(options.ds_version),
         expert_parallel=options.expert_parallel,
         degrees=degrees,
     )

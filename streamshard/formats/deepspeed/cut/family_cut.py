@@ -60,9 +60,14 @@ def undo_round_robin(family: Family, world_size: int) -> Family:
     """Bring the parameters of every group from the stored order into the group's own order."""
     groups = []
     for group in family.groups:
-        order = round_robin_order(len(group.params), world_size // group.expert_parallel)
-        params = [""] * len(order)
-        for stored, index in zip(group.params, order, strict=True):
-            params[index] = stored
+        params = in_own_order(group.params, world_size // group.expert_parallel)
         groups.append(replace(group, params=tuple(params)))
     return replace(family, groups=tuple(groups))
+
+
+def in_own_order(stored: Sequence[str], world_size: int) -> list[str]:
+    """Bring parameters from the round-robin order into the group's own order."""
+    params = [""] * len(stored)
+    for name, index in zip(stored, round_robin_order(len(stored), world_size), strict=True):
+        params[index] = name
+    return params

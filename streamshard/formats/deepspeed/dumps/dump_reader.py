@@ -13,6 +13,7 @@ from streamshard.errors import DisagreementError, UnsupportedError
 from streamshard.formats.checkpoint import LIKE, Checkpoint, Family, Reading
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.cut.zero_cutting import SourceMap, cut_source
+from streamshard.formats.deepspeed.ds_versions import recorded_version
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.deepspeed.dumps.other_dumps import refuse_other_kinds
 from streamshard.formats.deepspeed.read import elastic_reader
@@ -98,6 +99,7 @@ def _read_ranks(
         stage=stage,
         world_size=len(states),
         bf16_optimizer=names.ZERO_STAGE not in states[0],
+        version=recorded_version(states[0].get(names.DS_VERSION)),
     )
     optimizer = OptimizerReader(sources, paths, states, layout, strips_states=elastic)
     if stage == 3:

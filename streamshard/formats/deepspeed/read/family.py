@@ -2,13 +2,15 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from streamshard.errors import CorruptFileError, UnsupportedError
 from streamshard.formats.checkpoint import Family, ParamGroup
 from streamshard.formats.deepspeed import ds_config, names
+from streamshard.formats.deepspeed.cut.family_cut import in_own_order
 from streamshard.formats.deepspeed.cut.zero_cutting import FamilyMap
+from streamshard.formats.deepspeed.ds_versions import Version, recorded_version
 from streamshard.formats.deepspeed.read import elastic_reader
 from streamshard.formats.deepspeed.read.agreement import (
     CUT_KEYS,
@@ -102,6 +104,7 @@ def read_family(
         stage=stage,
         world_size=len(states),
         bf16_optimizer=names.ZERO_STAGE not in states[0],
+        version=_version(optimizers[0], states[0], models[0]),
     )
     optimizer = OptimizerReader(
         sources, files.optimizer_files, states, layout, strips_states=elastic
@@ -112,6 +115,7 @@ def read_family(
             [list(s) for s in shapes], known, files.optimizer_files[0]
         )
     groups = optimizer.groups([list(unit) for unit in shapes])
+    layout = replace(layout, round_robin=_is_round_robin(optimizer, layout, shapes))
     shape_by_name = {param: shape for unit in shapes for param, shape in unit.items()}
     module = ModuleReader(model_files, stage, tied)
     entries = module.entries(shape_by_name)
@@ -209,6 +213,32 @@ def _with_shapes(units: Sequence[Shapes], module: Node) -> list[Shapes]:
         }
         for unit in units
     ]
+
+
+def _is_round_robin(
+    optimizer: OptimizerReader, layout: ZeroLayout, stored: Sequence[Shapes]
+) -> bool:
+    """Tell whether a family is stored in round-robin order: from its files, if they prove it.
+
+    The shapes are in the stored order, the recorded slices in the group's own order. Only if both
+    orders fit, or neither, what the config and the version say counts.
+    """
+    own = optimizer.own_order()
+    if own is None or not 0 < layout.stage < 3 or layout.bf16_optimizer:
+        return layout.round_robin
+    fits = {False: True, True: True}
+    for number, (shapes, named) in enumerate(zip(stored, own, strict=True)):
+        params, known = list(shapes), set(named)
+        sharers = layout.world_size // optimizer.expert_parallel(number)
+        for is_shuffled in fits:
+            order = in_own_order(params, sharers) if is_shuffled else params
+            fits[is_shuffled] &= [name for name in order if name in known] == named
+    return layout.round_robin if fits[True] == fits[False] else fits[True]
+
+
+def _version(*holders: Mapping[str, Node]) -> Version | None:
+    found = (recorded_version(holder.get(names.DS_VERSION)) for holder in holders)
+    return next((version for version in found if version is not None), None)
 
 
 def _config(optimizer: Mapping[str, Node], model: Mapping[str, Node]) -> ds_config.Config:

@@ -54,6 +54,7 @@ class OptimizerReader:
         self._states = states
         self._layout = layout
         self._stage = layout.stage
+        self._recorded: tuple[RecordedCut, ...] | None = None
         self._require_paddings()
         inner = names.OPTIMIZER if layout.stage == 3 else names.BASE_OPTIMIZER
         masters = names.FLAT_GROUPS_3 if layout.stage == 3 else names.FLAT_GROUPS
@@ -299,8 +300,27 @@ class OptimizerReader:
             ),
         )
 
+    def own_order(self) -> list[list[str]] | None:
+        """List the parameters of each flat group in the group's own order; None if none says it.
+
+        A rank records its slices in that order, unless there is padding between parameters.
+        """
+        orders: list[dict[str, None]] = []
+        for recorded in self.recorded():
+            if recorded.slices is None or any(any(gaps) for gaps in recorded.alignments or ()):
+                return None
+            orders = orders or [{} for _ in recorded.slices]
+            for order, slices in zip(orders, recorded.slices, strict=True):
+                order.update((name, None) for name, _, _ in slices)
+        return [list(order) for order in orders]
+
     def recorded(self) -> tuple[RecordedCut, ...]:
         """Read what each rank's file records about its own partition."""
+        if self._recorded is None:
+            self._recorded = self._read_recorded()
+        return self._recorded
+
+    def _read_recorded(self) -> tuple[RecordedCut, ...]:
         found: list[RecordedCut] = []
         for rank, (state, path) in enumerate(zip(self._states, self._paths, strict=True)):
             own = recorded_cut(state, path, has_paddings=self._strips_masters(rank))

@@ -1,0 +1,69 @@
+"""Names the versions of DeepSpeed in which a rule changed that decides how files are cut.
+
+Found by comparing the releases 0.9.0 to 0.19.8, function by function; the comments name the code.
+"""
+
+import re
+from typing import Final
+
+from streamshard.errors import UsageError
+from streamshard.formats.pickle.inert import Node, show
+
+Version = tuple[int, int, int]
+
+# `DeepSpeedEngine._configure_zero_optimizer` sets it to False before (0.12.6, engine.py:1488).
+ROUND_ROBIN_AT_STAGE_1: Final = (0, 13, 0)
+_BEFORE_IT: Final = (0, 12, 6)
+"""Last release before. What calls itself newer and is older was built between the two."""
+# `_do_optimizer_sanity_check` did not ask for the offload before (0.10.0, engine.py:1142).
+OFFLOAD_WITHOUT_BF16_OPTIMIZER: Final = (0, 10, 1)
+# `_get_expert_parallel_ranks` of `utils/groups.py` did not know the key before.
+DATA_BEFORE_EXPERTS: Final = (0, 12, 4)
+# `BF16_Optimizer._setup_for_real_optimizer` cut experts among all data-parallel ranks before.
+EXPERTS_IN_BF16_OPTIMIZER: Final = (0, 14, 1)
+# `BF16_Optimizer._setup_for_real_optimizer` flattened frozen parameters too before.
+FROZEN_OUT_OF_BF16_OPTIMIZER: Final = (0, 9, 1)
+# `deepspeed.initialize` made no mesh of the two sizes before.
+SEQUENCE_MESH: Final = (0, 15, 0)
+# `get_data_types` took fp32 gradients for bf16 without ZeRO before.
+STAGE_0_WITHOUT_BF16_OPTIMIZER: Final = (0, 17, 6)
+# The optimizers' groups held parameters without elements before.
+EMPTY_PARAMETERS_FROZEN: Final = (0, 19, 6)
+# `DeepSpeedZeroConfig` had no such key before, and refuses keys that it does not have.
+PARAMETER_ALIGNMENT: Final = (0, 19, 7)
+
+
+def has(rule: Version, version: Version | None) -> bool:
+    """Tell whether a version has a rule; an unknown one is taken for the newest."""
+    return version is None or version >= rule
+
+
+def is_between_releases(version: Version | None) -> bool:
+    """Tell whether a version may have either rule of `round_robin_gradients` at stage 1."""
+    return version is not None and _BEFORE_IT < version < ROUND_ROBIN_AT_STAGE_1
+
+
+def recorded_version(text: Node) -> Version | None:
+    """Read what files record as the version that saved them; None if it is none.
+
+    >>> recorded_version("0.12.6+unknown"), recorded_version("0.19"), recorded_version(None)
+    ((0, 12, 6), None, None)
+    """
+    found = re.match(
+        r"([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9})", text if isinstance(text, str) else ""
+    )
+    return None if found is None else (int(found[1]), int(found[2]), int(found[3]))
+
+
+def given_version(text: str | None) -> Version | None:
+    """Read a version that a user gives.
+
+    Raises
+    ------
+    UsageError
+        It is none.
+    """
+    found = recorded_version(text)
+    if text is not None and found is None:
+        raise UsageError(f"--ds-version {show(text)}: give a release of DeepSpeed, such as 0.16.9")
+    return found
