@@ -16,8 +16,8 @@ import pytest
 from numcodecs import Blosc, Zstd
 
 import streamshard
-from benchmarks._measure import Measured, measure
-from tests.cli.hostile import MIB, STREAMSHARD
+from benchmarks._measure import STREAMSHARD, Measured, measure
+from tests.cli.hostile import MIB
 from tests.fabricated import write
 from tests.job import Job
 
