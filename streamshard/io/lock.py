@@ -239,7 +239,7 @@ def _holder(descriptor: int) -> Holder | None:
 def holder_in(content: bytes) -> Holder | None:
     """Read the holder in a lock's content; None if it does not name one."""
     try:
-        holder = Holder(**json.loads(content))
+        holder = Holder(**json.loads(content.decode()))
     except (ValueError, TypeError, RecursionError):
         return None
     of_types = all(type(getattr(holder, one.name)) is one.type for one in fields(holder))

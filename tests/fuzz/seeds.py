@@ -1,17 +1,23 @@
 """Where fuzzing begins: small files as torch and streamshard write them."""
 
 import io
+import json
 import pickle
 from collections import OrderedDict
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import streamshard
+from streamshard.cli.main import main
+from streamshard.io.lock import Holder
+from streamshard.operations.compact.archive.receipts import Check, Place, Receipt, SourceRecord
 from tests.fabricated import client_state, write
+from tests.fabricated_dcp import adamw
 from tests.fuzz.targets import TARGETS
-from tests.job import TAG, Job, stand_ins
+from tests.job import TAG, Job, ds_config, stand_ins
 
 SMALL = Job(
     world_size=2,
@@ -34,13 +40,61 @@ def seeds(directory: Path) -> dict[str, list[bytes]]:
     with stand_ins():
         zips, legacy = ([_saved(one, new) for one in objects] for new in (True, False))
         pickles = [pickle.dumps(one, protocol) for one in objects for protocol in range(6)]
+    adamw({"w": (4, 3)}).write(directory / "dcp")
+    streamshard.export(run, directory / "exported")
+    plan = directory / "plan.json"
+    arguments = ["repartition", str(run), str(directory / "out"), "--world-size", "3"]
+    assert main([*arguments, "--dry-run", "--quiet", "--plan-out", str(plan)]) == 0
+    half = {"shard_shape": [4, 6], "pieces": [_piece(0)]}
+    other = {"shard_shape": [4, 6], "pieces": [_piece(24)]}
+    maps = {
+        "version": 1,
+        "params": {"^w$": {"logical_shape": [8, 6], "ranks": {0: half, 1: other}}},
+    }
+    subs = [{"patterns": ["^w$"], "shape": [[4, 4], 6], "partition_dim": 0}]
+    listed = {"tp_replicated_parameter_patterns": ["a.*b+c", "^w$"]}
+    header = json.loads(plan.read_bytes())["purpose"]
+    lines = [json.dumps(line).encode() for line in (header, ["a", 0, 1, 2], "whole")]
+    record = SourceRecord("t/a.pt", 1, 2, 3, 4, "0" * 64)
+    receipt = Receipt(
+        "t", "/run", 1, 2, "archived", source=(record,), checks=(Check("a", True, "2020"),)
+    )
+    place = Place(directory, "x")
+    place.write_receipt(receipt)
     found = {
+        "configs": [
+            json.dumps(one).encode()
+            for one in (ds_config(SMALL), {}, {"bf16": {"enabled": "auto"}})
+        ],
+        "cuts": [
+            pickle.dumps(one, 2)
+            for one in ({"affine_map": maps}, listed, {"parameter_with_sub_params": subs})
+        ],
+        "dcp-metadata": [(directory / "dcp/.metadata").read_bytes()],
+        "journals": [b"\n".join(lines), *lines],
+        "latest": [b"global_step7", b"epoch/1\n", b"../x"],
+        "locks": [json.dumps(asdict(Holder.this_process())).encode()],
+        "receipts": [place.receipt.read_bytes()],
+        "plans": [plan.read_bytes()],
+        "rules": [
+            b"# ours\n.*w: split 1\n",
+            b".*w: replicated",
+            b"layers.\\d+.w: sub 0 [4, 4]",
+        ],
+        "safetensors": [path.read_bytes() for path in (directory / "exported").glob("*.safet*")],
+        "zarr-documents": [
+            path.read_bytes() for path in (directory / "run.zarr").rglob("zarr.json")
+        ],
         "manifests": held,
         "torch-files": [*saved, *zips, *legacy],
         "unpickler": [*pickles, held[1], *_pickles_in(saved)],
     }
     assert found.keys() == TARGETS.keys()
     return found
+
+
+def _piece(at: int) -> dict[str, Any]:
+    return {"shape": [4, 6], "source": [at, [6, 1]], "dest": [0, [6, 1]]}
 
 
 def _objects() -> list[Any]:

@@ -1,23 +1,47 @@
 """What is fuzzed: a reader is given bytes, and may return or raise one of its own errors.
 
-Anything else is a finding: another exception, a side effect, an extent that leaves the file, or
-something read that is not the same when it is written and read again.
+Anything else is a finding: another exception, a side effect, an extent that leaves the file,
+something read that is not the same when it is written and read again, or time and memory out of
+proportion to the input's length.
 """
 
 import codecs
 import sys
+import time
+import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from streamshard.errors import StreamshardError
-from streamshard.formats import pickle_files
+from streamshard.engine.journals.journal import Journal
+from streamshard.engine.run.resident_memory import peak_bytes, resident_bytes, restart_peak
+from streamshard.errors import SourceError, StreamshardError
+from streamshard.formats import pickle_files, safetensors_file, strict_json
+from streamshard.formats.dcp import metadata_reader
+from streamshard.formats.deepspeed import ds_config, names, resume_settings
+from streamshard.formats.deepspeed.model_parallel import cut_rules
+from streamshard.formats.deepspeed.model_parallel.affine_maps import AffineMaps, has_maps
+from streamshard.formats.deepspeed.model_parallel.categories import Categories
 from streamshard.formats.pickle import inert_dump, inert_load
+from streamshard.formats.shapes import require_shape
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import Storage, tensor_of
 from streamshard.formats.torch.tree_comparison import compare_nodes
-from streamshard.formats.zarr import store_manifest, store_state
+from streamshard.formats.zarr import (
+    documents,
+    rewritten_documents,
+    store_manifest,
+    store_state,
+    zarr_writer,
+)
+from streamshard.io.lock import holder_in
 from streamshard.io.readable import ReadableFile
+from streamshard.layout.boxes import NotTiledError, grid_of
+from streamshard.operations.compact.archive.receipts import Place
+from streamshard.operations.transfer import plan_file
+from streamshard.operations.transfer.needed import latest_of
+from streamshard.operations.transfer.run_identity import is_header
 
 FORBIDDEN: Final = ("exec", "import", "compile", "os.", "subprocess.", "socket.", "shutil.")
 """Audit events that no input may cause; with `open`, but for the one file that is read."""
@@ -75,11 +99,132 @@ def manifests(data: bytes, _: Path) -> None:
         assert store_manifest.read(serialized).records.keys() == manifest.records.keys()
 
 
+def safetensors(_: bytes, path: Path) -> None:
+    """Read the header of a safetensors file; its tensors fill the file."""
+    for one in safetensors_file.read(path):
+        assert 0 <= one.offset <= one.offset + one.tensor.nbytes <= path.stat().st_size
+
+
+def dcp_metadata(_: bytes, path: Path) -> None:
+    """Read the index of a distributed checkpoint, and the grids of its tensors."""
+    for tensor in metadata_reader.read_index(path.parent).tensors.values():
+        if 0 not in tensor.shape:
+            with suppress(NotTiledError):
+                grid_of(tensor.shape, tensor.offsets, tensor.sizes)
+
+
+def zarr_documents(data: bytes, _: Path) -> None:
+    """Compare a document with ours, and open it as an array that another tool rewrote."""
+    for ours in (documents.group_document({"a": 1}), zarr_writer.small_array_document(40)):
+        rewritten_documents.is_serialized_anew(data, ours)
+    try:
+        document = strict_json.parse(data)
+        shape = require_shape(document["shape"])
+    except (KeyError, TypeError, ValueError):
+        return
+    with suppress(AttributeError, KeyError, TypeError):
+        rewritten_documents._require_known(document, Path("x"))
+        rewritten_documents._chunk_shape(document, Path("x"))
+    assert require_shape(list(shape)) == shape
+
+
+def journals(data: bytes, path: Path) -> None:
+    """Read a journal whose lines all have a correct checksum."""
+    lines = (b"\n%08x %s\n" % (zlib.crc32(line), line) for line in data.split(b"\n"))
+    path.write_bytes(b"".join(lines))
+    journal = Journal(path)
+    assert journal.is_empty or journal.header != {}
+    journal.holds("a")
+    journal.find("a", 0)
+    if not is_header(journal.header):
+        raise SourceError("of another version")
+
+
+def receipts(_: bytes, path: Path) -> None:
+    """Read a receipt of `compact`."""
+    Place(path.parent, "x").read_receipt()
+
+
+def plans(_: bytes, path: Path) -> None:
+    """Read a plan file."""
+    plan_file.read(path)
+
+
+def locks(data: bytes, _: Path) -> None:
+    """Read who holds a lock."""
+    holder = holder_in(data)
+    if holder is None:
+        raise SourceError("it names no holder")
+    str(holder)
+
+
+def cuts(data: bytes, _: Path) -> None:
+    """Read affine maps, or lists of patterns, and cut a parameter by them."""
+    info = inert_load.load(data, lambda identifier: identifier)
+    if not isinstance(info, dict):
+        return
+    if has_maps(info):
+        AffineMaps(info, 2).cut("w")
+    else:
+        Categories(info).cut("w", {0: (4, 6), 1: (4, 6)}, 2)
+
+
+def rules(_: bytes, path: Path) -> None:
+    """Read cut rules, and cut a parameter by them."""
+    found = cut_rules.read_rules(path)
+    assert found is not None
+    found.cut("layers.1.w", {0: (4, 6), 1: (4, 6)}, 2)
+
+
+def latest(_: bytes, path: Path) -> None:
+    """Read which tag is the newest."""
+    tag = latest_of(path.parent)
+    assert tag is not None
+    if not names.is_tag(tag):
+        raise SourceError(tag)
+    assert (path.parent / tag).resolve().is_relative_to(path.parent.resolve())
+
+
+def configs(_: bytes, path: Path) -> None:
+    """Read a DeepSpeed config, and all that shapes a checkpoint in it."""
+    config = ds_config.read_file(path)
+    for read in (
+        ds_config.sequence_mesh,
+        ds_config.module_dtype,
+        ds_config.gradient_clipping,
+        ds_config.batch_sizes,
+        ds_config.features,
+        ds_config.zero_stage,
+        resume_settings.notes,
+    ):
+        with suppress(StreamshardError):
+            read(config)
+
+
 TARGETS: Final[Mapping[str, Callable[[bytes, Path], None]]] = {
+    "configs": configs,
+    "cuts": cuts,
+    "dcp-metadata": dcp_metadata,
+    "journals": journals,
+    "latest": latest,
+    "locks": locks,
     "manifests": manifests,
+    "plans": plans,
+    "receipts": receipts,
+    "rules": rules,
+    "safetensors": safetensors,
+    "zarr-documents": zarr_documents,
     "torch-files": torch_files,
     "unpickler": unpickler,
 }
+
+
+FILES: Final = {"dcp-metadata": ".metadata", "latest": "latest", "receipts": "x.receipt.json"}
+"""Name of the file that an input is, where a reader looks for a certain one."""
+FREE_SECONDS: Final = 1.0
+FREE_BYTES: Final = 50 << 20
+SECONDS_PER_BYTE: Final = 1e-6
+BYTES_PER_BYTE: Final = 80
 
 
 class Harness:
@@ -87,10 +232,12 @@ class Harness:
 
     def __init__(self, name: str, directory: Path) -> None:
         self._target = TARGETS[name]
-        self._path = directory / "input.pt"
+        self._path = directory / "own" / FILES.get(name, "input.pt")
         """The one file that may be opened."""
         self._is_watching = False
-        codecs.lookup("raw_unicode_escape")  # imported on first use
+        self._path.parent.mkdir()
+        for encoding in ("raw_unicode_escape", "utf-8-sig"):
+            codecs.lookup(encoding)  # imported on first use
         # Such a hook can never be taken away again.
         sys.addaudithook(self._watch)
 
@@ -112,11 +259,16 @@ class Harness:
             Whatever is a finding.
         """
         self._path.write_bytes(data)
-        self._is_watching = True
+        restart_peak()
+        before, start = resident_bytes(), time.process_time()
+        self._is_watching = is_taken = True
         try:
             self._target(data, self._path)
         except StreamshardError:
-            return False
+            is_taken = False
         finally:
             self._is_watching = False
-        return True
+        seconds, taken = time.process_time() - start, peak_bytes() - before
+        assert seconds <= FREE_SECONDS + SECONDS_PER_BYTE * len(data), f"{seconds:.1f} s"
+        assert taken <= FREE_BYTES + BYTES_PER_BYTE * len(data), f"{taken:,} bytes"
+        return is_taken

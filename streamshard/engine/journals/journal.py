@@ -160,7 +160,7 @@ def intact_lines(stream: Iterable[bytes]) -> Iterator[Any]:
     for line in stream:
         text = line[_CRC_BYTES:].rstrip(b"\n")
         if line[:_CRC_BYTES] == b"%08x " % zlib.crc32(text):
-            yield json.loads(text)
+            yield json.loads(text.decode())
 
 
 def _key(text: str) -> int:

@@ -74,7 +74,7 @@ class AffineMaps:
             raise UnsupportedError(f"no map tells how '{name}' is cut among the ranks")
         try:
             return _cut(name, held, self._ranks)
-        except (AttributeError, KeyError, TypeError, ValueError, NotTiledError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError, NotTiledError) as error:
             why = show(error.args[0]) if isinstance(error, KeyError) else str(error)
             message = f"the map of '{name}' is not one of its elements"
             raise CorruptFileError(f"{message} ({type(error).__name__}: {why})") from error
