@@ -190,5 +190,3 @@ _SCRIPTS: Final[Mapping[str, Callable[[str, list[_Verb]], Iterator[str]]]] = {
     "zsh": _zsh,
     "fish": _fish,
 }
-SHELLS: Final = tuple(_SCRIPTS)
-"""Shells with a completion script."""

@@ -7,12 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
-from streamshard.cli.completion import SHELLS
 from streamshard.cli.options import with_templates
 from streamshard.cli.reading_verbs import add_compact, add_diff, add_inspect, add_verify
 from streamshard.cli.streams import give_up, write_out
 from streamshard.cli.text.escaping import one_line
-from streamshard.cli.verbs import Verbs, add_verb
+from streamshard.cli.verbs import SHELLS, Verbs, add_verb
 from streamshard.cli.writing_verbs import add_apply, add_convert, add_export, add_repartition
 from streamshard.errors import StreamshardError, TargetError
 

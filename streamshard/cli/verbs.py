@@ -5,6 +5,8 @@ from typing import Any, Final, TypeAlias
 
 Verbs: TypeAlias = "argparse._SubParsersAction[Any]"
 
+SHELLS: Final = ("bash", "zsh", "fish")
+"""Shells with a completion script."""
 _EXAMPLE: Final = "Example: "
 SOURCE_HELP: Final = (
     "run directory with 'latest', tag directory, .zarr store, directory of FSDP's .distcp files or "

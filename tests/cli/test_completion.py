@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from streamshard.cli.completion import SHELLS
 from streamshard.cli.parser import arguments_of
+from streamshard.cli.verbs import SHELLS
 from tests.cli.conftest import streamshard
 
 ASK = """
