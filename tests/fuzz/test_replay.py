@@ -1,4 +1,4 @@
-"""Replays what fuzzing starts from, what it has found, and the same thousand mutations each time.
+"""Replays what fuzzing starts from, what it has found, and the same mutations each time.
 
 An audit hook stays for the life of a process, so this happens in one of its own.
 """
@@ -18,6 +18,7 @@ from tests.fuzz.targets import TARGETS, Harness
 
 FINDINGS = Path(__file__).parent / "findings"
 MUTATIONS = 1_000
+A_FEW = 150
 
 
 def mutations(data: list[bytes], count: int) -> Iterator[bytes]:
@@ -43,28 +44,34 @@ def mutations(data: list[bytes], count: int) -> Iterator[bytes]:
         yield bytes(changed)
 
 
-def replay(name: str, directory: Path) -> dict[str, int]:
-    """Give all of it to one target; returns how many were tried, and how many of them taken."""
-    known = [path.read_bytes() for path in sorted((FINDINGS / name).glob("*"))]
-    begin = seeds(directory)[name]
-    harness = Harness(name, directory)
-    taken = [harness.try_one(data) for data in begin]
-    for data in (*known, *mutations(begin, MUTATIONS)):
-        taken.append(harness.try_one(data))  # noqa: PERF401 - an error tells which one
-    return {"seeds": sum(taken[: len(begin)]), "tried": len(taken), "taken": sum(taken)}
+def replay(directory: Path, count: int) -> dict[str, dict[str, int]]:
+    """Give all of it to every target; returns how many were tried, and how many of them taken."""
+    counts = {}
+    for name, begin in seeds(directory).items():
+        place = directory / f"of-{name}"
+        place.mkdir()
+        harness = Harness(name, place)
+        known = [path.read_bytes() for path in sorted((FINDINGS / name).glob("*"))]
+        taken = [harness.try_one(data) for data in begin]
+        taken += [harness.try_one(data) for data in (*known, *mutations(begin, count))]
+        counts[name] = {"seeds": sum(taken[: len(begin)]), "tried": len(taken), "taken": sum(taken)}
+    return counts
 
 
-@pytest.mark.parametrize("name", TARGETS)
-def test_nothing_but_errors_of_our_own(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", "-m", "tests.fuzz.test_replay", name, str(tmp_path)]
+@pytest.mark.parametrize("count", [A_FEW, pytest.param(MUTATIONS, marks=pytest.mark.campaign)])
+def test_nothing_but_errors_of_our_own(count: int, tmp_path: Path) -> None:
+    module = "tests.fuzz.test_replay"
+    command = [sys.executable, "-W", "error", "-m", module, str(tmp_path), str(count)]
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    counts = json.loads(done.stdout)
-    assert counts["seeds"] > 0
-    assert counts["tried"] >= MUTATIONS
-    assert counts["taken"] < counts["tried"]
+    found = json.loads(done.stdout)
+    assert found.keys() == TARGETS.keys()
+    for counts in found.values():
+        assert counts["seeds"] > 0
+        assert counts["tried"] >= count
+        assert counts["taken"] < counts["tried"]
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(replay(sys.argv[1], Path(sys.argv[2]))))
+    sys.stdout.write(json.dumps(replay(Path(sys.argv[1]), int(sys.argv[2]))))

@@ -92,7 +92,7 @@ class UploadJournal:
             self.header = first if isinstance(first, dict) else None
         elif path.name == _WHOLE:
             self.is_whole = self._is_noted_whole = True
-        elif path.name.isdecimal():
+        else:
             self._next = max(self._next, int(path.name) + 1)
             for name, version, spans in lines:
                 if type(name) is not str or type(version) is not str:
