@@ -32,11 +32,6 @@ def parse(text: str, *, whole: int | None = None) -> int:
     whole
         What a percentage is taken of; without it, percentages are refused.
 
-    Raises
-    ------
-    ValueError
-        The text is not a size.
-
     >>> parse("64MiB"), parse("5GB"), parse("1.5 KiB"), parse("50%", whole=1000)
     (67108864, 5000000000, 1536, 500)
     """
@@ -55,11 +50,6 @@ def parse_part(text: str) -> tuple[int | None, int]:
 
     If 100% is not a multiple of the percentage, the part is rounded up: 30% gives one of three.
 
-    Raises
-    ------
-    ValueError
-        The text is not a part.
-
     >>> parse_part("3/20"), parse_part("5%"), parse_part("30%")
     ((3, 20), (None, 20), (None, 3))
     """
@@ -74,11 +64,6 @@ def parse_part(text: str) -> tuple[int | None, int]:
 
 def parse_time(text: str) -> timedelta:
     """Read a duration.
-
-    Raises
-    ------
-    ValueError
-        The text is not a duration.
 
     >>> str(parse_time("7d")), str(parse_time("90 m"))
     ('7 days, 0:00:00', '1:30:00')

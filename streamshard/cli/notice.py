@@ -16,13 +16,7 @@ _SECONDS: Final = 60
 
 
 def require_command(command: str) -> list[str]:
-    """Split a command into words, as a shell does.
-
-    Raises
-    ------
-    UsageError
-        It is empty, or a quotation mark is not closed.
-    """
+    """Split a command into words, as a shell does."""
     try:
         words = shlex.split(command)
     except ValueError as error:

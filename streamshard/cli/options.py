@@ -144,15 +144,7 @@ def add_lock_option(verb: argparse.ArgumentParser, place: str) -> None:
 
 
 def with_templates(argv: Sequence[str]) -> list[str]:
-    """Replace the files of all ranks, to which a shell expands `raw/*.pt`, by their template.
-
-    Raises
-    ------
-    UsageError
-        There are more consecutive files than any verb takes, and no template describes them.
-    IncompleteError
-        The file of a rank between others is missing.
-    """
+    """Replace the files of all ranks, to which a shell expands `raw/*.pt`, by their template."""
     if len(argv) <= _MOST_SOURCES:  # a verb and one file, or `--help`, which is to be fast
         return [*argv]
     found: list[str] = []
@@ -215,13 +207,7 @@ def _memory_size(text: str) -> int:
 
 
 def require_sense(arguments: argparse.Namespace) -> None:
-    """Refuse options that ask for something impossible, or contradict each other.
-
-    Raises
-    ------
-    UsageError
-        The message names the options.
-    """
+    """Refuse options that ask for something impossible, or contradict each other."""
     given = {"workers": None, "plan_out": None, "print_path": False, **vars(arguments)}
     workers, plan_out = given["workers"], given["plan_out"]
     if workers is not None and workers < 1:

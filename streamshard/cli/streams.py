@@ -49,15 +49,7 @@ class _Log(io.FileIO):
 
 
 def write_out(text: str) -> None:
-    """Write to standard output, and flush it.
-
-    Raises
-    ------
-    BrokenPipeError
-        The reader is gone.
-    TargetError
-        Standard output cannot be written.
-    """
+    """Write to standard output, and flush it."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()

@@ -73,13 +73,7 @@ class Calls:
         return future
 
     def next(self) -> Event:
-        """Wait for the next event.
-
-        Raises
-        ------
-        ClusterError
-            The scheduler does not answer.
-        """
+        """Wait for the next event."""
         event = self._events.get()
         if event.subject is None and isinstance(event.found, BaseException):
             raise lost(f"the cluster's scheduler does not answer ({event.found})")

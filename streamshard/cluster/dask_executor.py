@@ -92,13 +92,7 @@ class DaskExecutor:
 
     @property
     def workers(self) -> int:
-        """Threads of the largest worker; waits until there is one.
-
-        Raises
-        ------
-        ClusterError
-            There is none.
-        """
+        """Threads of the largest worker; waits until there is one."""
         return most_threads(self._client)
 
     def run(

@@ -182,13 +182,7 @@ class Membership:
 
 
 def most_threads(client: DaskClient) -> int:
-    """Return the threads of the largest worker; waits until there is one.
-
-    Raises
-    ------
-    ClusterError
-        There is none.
-    """
+    """Return the threads of the largest worker; waits until there is one."""
     end = time.monotonic() + _NO_WORKERS_SECONDS
     while not (found := client.nthreads()):
         if time.monotonic() > end:

@@ -69,15 +69,6 @@ def prove(build: tuple[str, str, str, int], spec_blob: bytes, toolkit: bytes) ->
     ----------
     build
         The fields of the `Build` of who leads the run. All else is read once that is the same.
-
-    Raises
-    ------
-    UsageError
-        It has another version of streamshard or Python.
-    MemoryLimitError
-        It has too little memory.
-    SourceError, TargetError
-        It sees other files.
     """
     worker = get_worker()
     differences = list(Build.here().differences(Build(*build)))
@@ -102,11 +93,6 @@ def perform(token: str, job: bytes, bytes_per_second: float | None) -> Outcome:
     ----------
     bytes_per_second
         The share of this process in the run's limit.
-
-    Raises
-    ------
-    UnknownRunError
-        The process has not shown that it may.
     """
     worker = get_worker()
     with _LOCK:

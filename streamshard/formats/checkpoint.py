@@ -83,13 +83,7 @@ class ModuleEntry:
 
 
 def require_tied_to_weights(entries: Sequence[ModuleEntry]) -> None:
-    """Refuse aliases of a name that is not a tensor of the module.
-
-    Raises
-    ------
-    CorruptFileError
-        An entry is such an alias.
-    """
+    """Refuse aliases of a name that is not a tensor of the module."""
     own = {entry.name for entry in entries if entry.kind not in ("alias", "extra")}
     for entry in entries:
         if entry.kind == "alias" and entry.alias_of not in own:

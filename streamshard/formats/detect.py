@@ -94,13 +94,7 @@ def directory(path: Path) -> str | None:
 
 
 def file(path: Path) -> str | None:
-    """Describe a file; None if neither its name nor its content is recognized.
-
-    Raises
-    ------
-    SourceError
-        The file is a torch file by its name, but cannot be read.
-    """
+    """Describe a file; None if neither its name nor its content is recognized."""
     if names.parse(path.name) is not None or path.name == names.LATEST:
         return f"one file of a DeepSpeed checkpoint; give its directory, {path.parent}"
     if (part := part_of_rank(path)) is not None:

@@ -7,13 +7,7 @@ from streamshard.io.entries import examine, resolve
 
 
 def require_inside(path: Path, *roots: Path) -> None:
-    """Refuse a symbolic link that leads out of the directories that the user gave.
-
-    Raises
-    ------
-    SourceError
-        The link leads out; the message says where to.
-    """
+    """Refuse a symbolic link that leads out of the directories that the user gave."""
     if not is_inside(path, *roots):
         message = (
             f"{path}: a symbolic link that leads out of {roots[0]}, to {place_of(path)}: what is "
@@ -24,17 +18,7 @@ def require_inside(path: Path, *roots: Path) -> None:
 
 
 def require_regular(path: Path, *roots: Path) -> None:
-    """Refuse a path that is not a regular file, or leads out of the directories.
-
-    Raises
-    ------
-    SourceError
-        See `require_inside`.
-    CorruptFileError
-        The path is not a regular file, but for example a pipe or a device.
-    OSError
-        The path cannot be examined, such as a link to nothing.
-    """
+    """Refuse a path that is not a regular file, or leads out of the directories."""
     require_inside(path, *roots)
     if not examine(path).is_file:
         raise CorruptFileError(f"{path}: not a regular file; move it away, or put a copy there")

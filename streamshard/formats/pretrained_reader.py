@@ -44,13 +44,7 @@ def _main(listed: Collection[str]) -> str | None:
 
 
 def read(directory: Path) -> Reading:
-    """Open a directory of weights.
-
-    Raises
-    ------
-    SourceError
-        A file is missing or damaged, or the index and the files disagree; the message names it.
-    """
+    """Open a directory of weights."""
     main = _main([entry.name for entry in paths_in(directory)]) or ""
     where: Mapping[str, str] | None = None
     files = [main]

@@ -89,14 +89,7 @@ class SafetensorsLayout:
 
 
 def lay_out(tensors: Iterable[Described]) -> SafetensorsLayout:
-    """Lay out a file of PyTorch tensors.
-
-    Raises
-    ------
-    UnsupportedError
-        The format has no name for a dtype, cannot represent a tensor's name, or the header would
-        be longer than the library reads.
-    """
+    """Lay out a file of PyTorch tensors."""
     described = list(tensors)
     for tensor in described:
         if tensor.dtype not in _DTYPES:
@@ -134,15 +127,7 @@ def _is_text(name: str) -> bool:
 
 
 def read(path: Path) -> Sequence[Stored]:
-    """Read the places of the tensors in a file.
-
-    Raises
-    ------
-    CorruptFileError
-        The file is not a safetensors file, or its tensors do not fill it from header to end.
-    OSError
-        The file cannot be read.
-    """
+    """Read the places of the tensors in a file."""
     with open_readable(path) as file:
         nbytes = file.nbytes
         head = file.read_at(0, _LENGTH.size)

@@ -22,26 +22,14 @@ def is_size(node: Node) -> bool:
 
 
 def sizes_of(node: Node) -> tuple[int, ...]:
-    """Read a list of lengths, one for each dimension; their product may be any.
-
-    Raises
-    ------
-    CorruptFileError
-        It is no list of lengths, or there are more than a tensor has dimensions.
-    """
+    """Read a list of lengths, one for each dimension; their product may be any."""
     if isinstance(node, list | tuple) and len(node) <= LIMIT_DIMENSIONS and all(map(is_size, node)):
         return tuple(node)
     raise CorruptFileError(f"{show(node)} is not a shape")
 
 
 def require_shape(node: Node) -> tuple[int, ...]:
-    """Read the shape of a tensor.
-
-    Raises
-    ------
-    CorruptFileError
-        No tensor has this shape.
-    """
+    """Read the shape of a tensor."""
     shape = sizes_of(node)
     if math.prod(shape) > LIMIT_NUMEL:
         raise CorruptFileError(f"{show(node)} is not a shape: no tensor has as many elements")

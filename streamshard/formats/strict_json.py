@@ -9,13 +9,7 @@ T = TypeVar("T")
 
 
 def parse(data: bytes) -> Any:  # noqa: ANN401
-    """Read a JSON document.
-
-    Raises
-    ------
-    ValueError
-        The data is not JSON, or readers may interpret it in several ways.
-    """
+    """Read a JSON document."""
     try:
         return json.loads(data.decode(), object_pairs_hook=_each_once, parse_constant=_refuse)
     except RecursionError as error:
@@ -23,13 +17,7 @@ def parse(data: bytes) -> Any:  # noqa: ANN401
 
 
 def make(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Make a dataclass of plain values, and check those that are a number, a text or a flag.
-
-    Raises
-    ------
-    TypeError, ValueError
-        There is another key, one is missing, or a value has another type.
-    """
+    """Make a dataclass of plain values, and check those that are a number, a text or a flag."""
     made: Any = kind(**values)
     for one in fields(made):
         value = getattr(made, one.name)

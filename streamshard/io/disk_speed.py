@@ -58,11 +58,6 @@ def measure_reading(
 
     A file of which no piece was in the page cache is dropped from the cache again. A file that was
     partly in the cache stays, as its earlier state cannot be restored.
-
-    Raises
-    ------
-    OSError
-        A file cannot be read.
     """
 
     def read(piece: tuple[Path, int, int]) -> int:
@@ -116,13 +111,7 @@ def measure_encoding(
     workers: int,
     clock: Clock = time.monotonic,
 ) -> Speed:
-    """Compress pieces from the middle of the largest files, one piece per worker, in parallel.
-
-    Raises
-    ------
-    OSError
-        A file cannot be read.
-    """
+    """Compress pieces from the middle of the largest files, one piece per worker, in parallel."""
     largest = sorted(files, key=lambda file: -file.nbytes)[:workers]
     pieces = []
     for file in largest:
@@ -136,13 +125,7 @@ def measure_encoding(
 
 
 def measure_writing(directory: Path, *, most_bytes: int, clock: Clock = time.monotonic) -> Speed:
-    """Write and sync a nameless file in a directory as a run would; no trace of it remains.
-
-    Raises
-    ------
-    OSError
-        The directory cannot be written.
-    """
+    """Write and sync a nameless file in a directory as a run would; no trace of it remains."""
     # Random bytes, as some file systems compress data.
     piece = aligned(PIECE_BYTES)
     piece[:] = os.urandom(PIECE_BYTES)

@@ -64,13 +64,7 @@ def finish_writeback(descriptor: int, offset: int, nbytes: int) -> None:
 
 
 def sync_tree(root: Path) -> None:
-    """Make all files in a directory tree durable, with their names; objects are at once.
-
-    Raises
-    ------
-    OSError
-        Something could not be written.
-    """
+    """Make all files in a directory tree durable, with their names; objects are at once."""
     if is_object(root):
         return
     descriptor = os.open(root, os.O_RDONLY | os.O_CLOEXEC)

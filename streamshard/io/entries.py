@@ -81,11 +81,6 @@ def examine(path: Path, *, follows: bool = True) -> Status:
     ----------
     follows
         Whether a symbolic link stands for what it leads to.
-
-    Raises
-    ------
-    OSError
-        There is nothing, or it cannot be examined.
     """
     return source_of(path).examine(path, follows=follows)
 
@@ -141,13 +136,7 @@ def is_real_directory(path: Path) -> bool:
 
 
 def is_same_file(path: Path, other: Path) -> bool:
-    """Tell whether two paths lead to the same file.
-
-    Raises
-    ------
-    OSError
-        One of them leads to nothing.
-    """
+    """Tell whether two paths lead to the same file."""
     if is_object(path) or is_object(other):
         return path == other
     one, two = examine(path), examine(other)
@@ -167,13 +156,7 @@ def link_target(path: Path) -> str:
 
 
 def entries(directory: Path) -> Iterator[Entry]:
-    """List a directory, in any order.
-
-    Raises
-    ------
-    OSError
-        The directory cannot be read.
-    """
+    """List a directory, in any order."""
     return source_of(directory).entries(directory)
 
 
@@ -196,11 +179,6 @@ def entries_below(
         Tells whether a directory's content is listed too.
     skips
         Tells whether a directory that cannot be read is passed over.
-
-    Raises
-    ------
-    OSError
-        A directory cannot be read. pathlib and os.walk by default skip it without an error.
     """
     listed: dict[Any, dict[str, Entry]] = tree_of(root) if isinstance(root, ObjectPath) else {}
     pending = [root]
@@ -222,13 +200,7 @@ def is_listed(directory: Path) -> bool:
 
 
 def listed_below(root: Path) -> list[Entry]:
-    """List all entries below a directory as they are now; of objects the listing tells the status.
-
-    Raises
-    ------
-    OSError
-        The directory cannot be read.
-    """
+    """List all entries below a directory as they are now, objects with their status."""
     with listings_kept(anew=True):
         list_ahead(root)
         return list(entries_below(root))
@@ -259,13 +231,7 @@ def paths_like(directory: Path, pattern: str) -> list[Path]:
 
 
 def open_readable(path: Path, known: SourceFile | None = None) -> OpenedFile:
-    """Open a file to read ranges of it, as a context manager too; see `ByteSource.open`.
-
-    Raises
-    ------
-    OSError
-        The file cannot be opened.
-    """
+    """Open a file to read ranges of it, as a context manager too; see `ByteSource.open`."""
     return source_of(path).open(path, known)
 
 
@@ -281,15 +247,7 @@ def read_all(path: Path, limit: int = -1) -> bytes:
 
 
 def read_document(path: Path, most: int = _DOCUMENT_BYTES) -> bytes:
-    """Read a file that is small, whoever wrote it.
-
-    Raises
-    ------
-    CorruptFileError
-        It has more than `most` bytes, which no such file has.
-    OSError
-        The file cannot be read.
-    """
+    """Read a file that is small, whoever wrote it."""
     data = read_all(path, most + 1)
     if len(data) > most:
         raise CorruptFileError(f"{path}: more than {most:,} bytes, which no such file has")

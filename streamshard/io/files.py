@@ -12,13 +12,7 @@ from streamshard.model import SourceFile
 
 
 def require_unchanged(source: SourceFile) -> None:
-    """Refuse a source file that has changed since the plan was made.
-
-    Raises
-    ------
-    SourceError
-        The file is gone, or has another size or version.
-    """
+    """Refuse a source file that has changed since the plan was made."""
     try:
         status = examine(source.path)
     except OSError as error:

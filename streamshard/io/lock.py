@@ -74,15 +74,7 @@ class Lock:
         self._descriptor = -1
 
     def take(self) -> None:
-        """Take the lock; a lock whose holder is gone is taken over.
-
-        Raises
-        ------
-        TargetLockedError
-            Another run holds the lock; the message names it, and says what to do if it is gone.
-        OSError
-            The lock file cannot be created.
-        """
+        """Take the lock; a lock whose holder is gone is taken over."""
         while not self._make() and not self._try():
             pass
         self._remove_temporary()

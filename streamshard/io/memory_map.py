@@ -37,11 +37,6 @@ def map_range(descriptor: int, offset: int, nbytes: int, *, is_private: bool) ->
     is_private
         Whether the view can be written to: what is written stays in this process's memory and
         never gets into the file. Else the view is read-only, for NumPy too.
-
-    Raises
-    ------
-    OSError
-        The file system has no maps, or there are too many.
     """
     if descriptor < 0:
         raise OSError(errno.ENOTSUP, "it is an object, not a local file")
@@ -70,11 +65,6 @@ def detach_map(held: "ctypes.Array[ctypes.c_ubyte]") -> None:
     ----------
     held
         The object behind the view that `map_range` returned (`memoryview.obj`).
-
-    Raises
-    ------
-    OSError
-        There is no memory left.
     """
     if _map is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))

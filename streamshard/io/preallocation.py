@@ -18,11 +18,6 @@ class Reservation:
     """Space that a placeholder file occupies, and returns just before other files need it.
 
     If the file system cannot preallocate, no space is held.
-
-    Raises
-    ------
-    OSError
-        There is not enough space, or the quota does not allow it.
     """
 
     def __init__(self, path: Path, nbytes: int) -> None:

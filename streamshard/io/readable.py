@@ -192,13 +192,7 @@ class Entry:
         return self.path.name
 
     def status(self) -> Status:
-        """Return the status of the entry itself.
-
-        Raises
-        ------
-        OSError
-            The entry is gone.
-        """
+        """Return the status of the entry itself."""
         return self.known or Status.of(os.stat(self.path, follow_symlinks=False))  # noqa: PTH116
 
 

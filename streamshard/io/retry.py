@@ -67,11 +67,6 @@ def try_again(call: Callable[[], T], stop: threading.Event | None = None) -> T:
     ----------
     stop
         Ends the waiting when it is set.
-
-    Raises
-    ------
-    StoppedError
-        `stop` was set during the wait before a retry.
     """
     stop = stop or threading.Event()
     for pause in _PAUSES:

@@ -338,13 +338,7 @@ def remove_file(path: Path, *, missing_ok: bool = False) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a directory with all that is in it, or a file; nothing may be there.
-
-    Raises
-    ------
-    OSError
-        Something cannot be removed; it names the path that was given.
-    """
+    """Remove a directory with all that is in it, or a file; nothing may be there."""
     if isinstance(path, ObjectPath):
         remove_below(path)
         return

@@ -48,11 +48,6 @@ def open_to_write(path: Path, flags: int, mode: int = 0o666) -> int:
     ----------
     flags
         Those of open(2), but not O_TRUNC, which would come before any check.
-
-    Raises
-    ------
-    OSError
-        It cannot be opened, or is something else; the error says what.
     """
     descriptor = open_regular(path, flags, mode)
     try:
@@ -86,13 +81,7 @@ def _require_regular(path: Path, mode: int) -> None:
 
 
 def require_one_name(descriptor: int, path: Path) -> None:
-    """Refuse a file of which a change would show under another name.
-
-    Raises
-    ------
-    OSError
-        It has hard links.
-    """
+    """Refuse a file of which a change would show under another name."""
     if os.fstat(descriptor).st_nlink > 1:
         raise not_ours(path, "a hard link, and the same file has another name")
 

@@ -87,11 +87,6 @@ def grid_of(
     holders
         Where each box's holder begins, and its lengths; by default each box is its own.
 
-    Raises
-    ------
-    NotTiledError
-        An element is in no box, or in two.
-
     Examples
     --------
     >>> grid = grid_of((2, 3), np.array([[0, 0], [0, 2]]), np.array([[2, 2], [2, 1]]))
@@ -250,11 +245,6 @@ def gather(grids: Sequence[BoxGrid], first_pieces: Sequence[int]) -> Boxes:
     ----------
     first_pieces
         Of each grid: row of its first box among all pieces. The others follow.
-
-    Raises
-    ------
-    NotTiledError
-        The tensors are larger than any model is.
     """
     most = max(len(grid.shape) for grid in grids)
     edges, shifts, at = [], [], 0

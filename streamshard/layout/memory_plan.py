@@ -55,13 +55,7 @@ def plan_memory(
     limit_bytes: int,
     requests_bytes: int = 0,
 ) -> MemoryPlan:
-    """Choose the window size that fits the limit.
-
-    Raises
-    ------
-    MemoryLimitError
-        Even the smallest windows do not fit; the message names the smallest sufficient limit.
-    """
+    """Choose the window size that fits the limit."""
     per_worker = SCRATCH_BYTES + codec_bytes + requests_bytes
     fixed = metadata_bytes + SLACK_BYTES + workers * per_worker
     window = min(WINDOW_BYTES, (limit_bytes - fixed) // workers)

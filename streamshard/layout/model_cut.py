@@ -44,13 +44,7 @@ class ModelCut:
     """Its lengths."""
 
     def __post_init__(self) -> None:
-        """Check that the pieces fill each rank's tensor, and together the whole one.
-
-        Raises
-        ------
-        NotTiledError
-            A piece is missing, overlaps another, or reaches out of a tensor.
-        """
+        """Check that the pieces fill each rank's tensor, and together the whole one."""
         for number, shard in enumerate(self.shards):
             mine = self.rank == number
             if shard is not None and 0 not in shard:
@@ -72,13 +66,7 @@ class ModelCut:
         return int(self._ordinals().max(initial=0)) + 1
 
     def reshaped(self, shape: Shape) -> "ModelCut":
-        """Return the same cut of a tensor with the same elements in another shape.
-
-        Raises
-        ------
-        NotTiledError
-            The cut is not the trivial one, or the tensors have different counts of elements.
-        """
+        """Return the same cut of a tensor with the same elements in another shape."""
         if shape == self.shape:
             return self
         if not self.is_whole or np.prod(shape, dtype=object) != np.prod(self.shape, dtype=object):
@@ -201,11 +189,6 @@ def recut(target: ModelCut, rank: int, source: ModelCut, *, holder: int = 0) -> 
     holder
         Of pieces that several of the source's ranks have: which of these to take, by its number.
         The last one, where there are fewer.
-
-    Raises
-    ------
-    NotTiledError
-        The tensors differ in shape.
     """
     if target.shape != source.shape:
         if target.is_whole:

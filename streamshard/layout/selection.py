@@ -28,15 +28,7 @@ class Axis:
 
 
 def select(key: Key, shape: tuple[int, ...]) -> tuple[Axis, ...]:
-    """Return the selection that an index makes in each dimension of a shape.
-
-    Raises
-    ------
-    IndexError
-        The index is out of range, or has more dimensions than the shape.
-    TypeError
-        The index has masks, lists of indices or new dimensions; only integers and slices work.
-    """
+    """Return the selection that an index makes in each dimension of a shape."""
     keys: tuple[Any, ...] = key if isinstance(key, tuple) else (key,)
     dots = [place for place, part in enumerate(keys) if part is ...]
     if len(dots) > 1:

@@ -25,13 +25,7 @@ class Agreement:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Do a step on every rank, and raise on every rank if it failed on any.
-
-        Raises
-        ------
-        StreamshardError
-            The error of the first rank that failed, with the number of that rank.
-        """
+        """Do a step on every rank, and raise on every rank if it failed on any."""
         error: Exception | None = None
         try:
             yield
@@ -66,13 +60,7 @@ class Agreement:
                 setattr(owner, method, own)
 
     def share(self, value: T | None) -> T:
-        """Send a value from rank 0 to all ranks.
-
-        Raises
-        ------
-        StreamshardError
-            On all ranks, if it cannot be sent, or one of them cannot make sense of it.
-        """
+        """Send a value from rank 0 to all ranks."""
         box: list[bytes | None] = [None]
         with self.step():
             if distributed.get_rank() == 0:
@@ -93,13 +81,7 @@ class Agreement:
         return [value for value in found if value is not None]
 
     def require_alike(self, values: Mapping[str, object]) -> None:
-        """Refuse values that differ among the ranks.
-
-        Raises
-        ------
-        DisagreementError
-            On all ranks; the message names the first value that differs, and the rank.
-        """
+        """Refuse values that differ among the ranks."""
         first, *others = self.gather(dict(values))
         for rank, other in enumerate(others, start=1):
             for name, value in other.items():

@@ -58,13 +58,7 @@ def fitted_configs() -> Iterator[None]:
 
 
 def _fitting(config: Any) -> BatchPlan | None:
-    """Find sizes with the config's global batch; None if its sizes fit or are DeepSpeed's to judge.
-
-    Raises
-    ------
-    UsageError
-        There are no such sizes, or a framework counts the accumulation.
-    """
+    """Find sizes with the config's global batch; None if its own fit, or DeepSpeed judges them."""
     total = config.train_batch_size
     micro, accumulation = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
     given = [size for size in (total, micro, accumulation) if size is not None]
@@ -103,13 +97,6 @@ def plan_batch(engine: Engine, resharding: Resharding) -> BatchPlan | None:
 
     Data loaders exist by now, so the micro batch must stay as it is. Returns None if nothing has
     to change.
-
-    Raises
-    ------
-    UsageError
-        The engine's micro batch does not divide it, or a framework counts the accumulation.
-    UnsupportedError
-        The checkpoint does not say what it was.
     """
     source, settings = resharding.source, resharding.settings
     found = global_batch(source.checkpoint, settings.config, settings.layout.world_size)

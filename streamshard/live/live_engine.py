@@ -28,13 +28,7 @@ Engine = Any
 
 
 def require_servable(engine: Engine) -> None:
-    """Refuse an engine that loads in a way that this cannot serve.
-
-    Raises
-    ------
-    UnsupportedError
-        The message names the setting.
-    """
+    """Refuse an engine that loads in a way that this cannot serve."""
     if engine.load_universal_checkpoint():
         message = "the engine's config has checkpoint.load_universal on, with which it loads other"
         raise UnsupportedError(f"{message} files: set it to false")
@@ -75,13 +69,7 @@ def in_words_of_a_call(words: Mapping[str, str]) -> Iterator[None]:
 
 
 def resharding_for(engine: Engine, opened: Source, world_size: int) -> Resharding:
-    """Decide how a checkpoint is cut for an engine.
-
-    Raises
-    ------
-    StreamshardError
-        It cannot be cut so; the message says why.
-    """
+    """Decide how a checkpoint is cut for an engine."""
     config = _config_of(engine)
     layout = opened.checkpoint.layout
     # Before 0.17.6 a BF16_Optimizer trained bf16 without a stage in the config.

@@ -65,13 +65,7 @@ class LiveOptimizer:
         return {name: math.prod(shape) for group in self.groups for name, shape in group}
 
     def require_same_as(self, first: Self) -> None:
-        """Require that rank 0 holds the same.
-
-        Raises
-        ------
-        DisagreementError
-            It does not; the message names what each holds.
-        """
+        """Require that rank 0 holds the same."""
         if self.config != first.config:
             message = f"the optimizer has the settings {self.config}, that of rank 0 has"
             raise DisagreementError(f"{message} {first.config}")

@@ -120,12 +120,6 @@ class Loading:
         may_be_missing
             Whether DeepSpeed is to say what it says where there is no checkpoint at all. Then
             there is no report.
-
-        Raises
-        ------
-        StreamshardError
-            On all ranks, if one rank cannot load its part. The engine is as it was if the message
-            is about the source, the layout or the optimizer.
         """
         started = time.perf_counter()
         self._agreement.require_alike({"tag": tag, **self._options.as_plain_values()})

@@ -44,11 +44,6 @@ def require_same_optimizer(
         Parameter → its name.
     place
         The rank's number among the model-parallel parts, and among the data-parallel ranks.
-
-    Raises
-    ------
-    DisagreementError
-        They differ; the message names what each holds.
     """
     where, layout = resharding.source.path, resharding.settings.layout
     own, planned = _kind_of(optimizer), _planned_kind(layout)

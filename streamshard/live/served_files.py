@@ -68,13 +68,7 @@ class ServedFiles:
         return self._source.path / self._sidecars[path]
 
     def prepare(self, path: str) -> None:
-        """Find what fills a file, and open the source's files that hold it.
-
-        Raises
-        ------
-        SourceError
-            One of them cannot be read, or has changed.
-        """
+        """Find what fills a file, and open the source's files that hold it."""
         content = self._files.content(path)
         if self._source.kind != "store":  # a store has a file for each chunk, which it lists
             for file in sorted(content.source_files()):
@@ -82,15 +76,7 @@ class ServedFiles:
         self._prepared[path] = content
 
     def load(self, path: str) -> Any:
-        """Return the object in a file.
-
-        Raises
-        ------
-        StreamshardError
-            The source cannot be read, or is damaged.
-        KeyError
-            There is no such file.
-        """
+        """Return the object in a file."""
         if path in self._sidecars:
             storage = self._files.sidecar(self._sidecars[path]).storages[0]
             data = memoryview(_bytes_of(self._read(storage))).tobytes()
@@ -103,24 +89,13 @@ class ServedFiles:
         return self._load(self._files.weights())
 
     def require_unchanged(self) -> None:
-        """Refuse what was loaded if its files have changed since they were opened.
-
-        Raises
-        ------
-        SourceError
-            One has changed, or is gone.
-        """
+        """Refuse what was loaded if its files have changed since they were opened."""
         require_all_unchanged([self._source.files[file] for file in sorted(self._used)])
 
     def settle(self) -> None:
         """Move what is still there of all maps into memory of this process; ends the load.
 
         A map shows the file: whoever cuts the file off, or writes to it, would reach into the job.
-
-        Raises
-        ------
-        SourceError
-            A file has changed since it was opened.
         """
         self.require_unchanged()
         for held in self._held:

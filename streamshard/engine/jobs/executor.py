@@ -44,23 +44,10 @@ class Toolkit(Protocol[T_co]):
         """Show, in another process, that it sees the files that the plan was made for.
 
         Called once in each process, before it gets tools. Returns a text that `accept` checks.
-
-        Raises
-        ------
-        SourceError
-            The sources are not there, or are others.
-        TargetError
-            The target is not there, or is another.
         """
 
     def accept(self, evidence: str) -> None:
-        """Check what `prove` returned, in the process that leads the run.
-
-        Raises
-        ------
-        TargetError
-            What that process did to the target is not seen here.
-        """
+        """Check what `prove` returned, in the process that leads the run."""
 
     def make(self, host: Host) -> T_co:
         """Make the tools."""

@@ -28,13 +28,7 @@ class SourceProof:
         return cls(tuple(chosen.values()))
 
     def prove(self) -> str:
-        """Examine the files.
-
-        Raises
-        ------
-        SourceError
-            One is not there, or is another; a copy of it with the same dates is another, too.
-        """
+        """Examine the files."""
         for file in self.files:
             try:
                 found = examine(file.path)

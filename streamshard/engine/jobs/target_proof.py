@@ -40,13 +40,7 @@ class StagedProof:
 
     @classmethod
     def begin(cls, staged: Path) -> Self:
-        """Make the directory and what is read in it.
-
-        Raises
-        ------
-        OSError
-            It cannot be made.
-        """
+        """Make the directory and what is read in it."""
         token = secrets.token_hex(16)
         directory = staged / f"{PROOF_PREFIX}{token[:16]}"
         make_directory(directory)
@@ -58,11 +52,6 @@ class StagedProof:
 
         It gets another name first, so that no other answer comes. One that is under way may still
         get its name between the listing of the directory and its removal.
-
-        Raises
-        ------
-        OSError
-            It cannot be removed.
         """
         ended = self.directory.with_name(f"{self.directory.name}.ended")
         rename(self.directory, ended)
@@ -88,13 +77,7 @@ class StagedProof:
         return answer
 
     def accept(self, evidence: str) -> None:
-        """Read the answer that a process left.
-
-        Raises
-        ------
-        TargetError
-            It is not there.
-        """
+        """Read the answer that a process left."""
         place = self.directory / evidence
         try:
             found = read_all(place, len(evidence))
@@ -109,11 +92,6 @@ class StagedProof:
 
         Call it after a file is opened: then that file is of this run. An open file is renamed or
         removed together with its run, so nothing that is written to it goes astray.
-
-        Raises
-        ------
-        TargetError
-            It is another directory, or the run has ended.
         """
         try:
             found = read_all(self.directory / _NONCE, len(self.token))

@@ -57,13 +57,7 @@ class _Spans:
 
 
 class Journal:
-    """The journal in a directory of target files; reads the lines of an earlier run.
-
-    Raises
-    ------
-    OSError
-        A journal exists, but cannot be read.
-    """
+    """The journal in a directory of target files; reads the lines of an earlier run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -45,11 +45,6 @@ class UploadJournal:
     ----------
     path
         Path below which the journal's objects lie.
-
-    Raises
-    ------
-    OSError
-        A journal exists, but cannot be read.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:

@@ -116,13 +116,7 @@ class Cast:
 
 
 def cast_between(source: str, target: str) -> Cast | None:
-    """Find the conversion between two dtypes; None if they are equal.
-
-    Raises
-    ------
-    UnsupportedError
-        The conversion is not supported.
-    """
+    """Find the conversion between two dtypes; None if they are equal."""
     if source == target:
         return None
     if (source, target) not in _CASTS:

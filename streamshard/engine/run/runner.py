@@ -233,13 +233,6 @@ class Engine:
         """Write all files of a staged target, a bounded number at a time, and sync them.
 
         After the first error or an interrupt, each worker stops within one window.
-
-        Raises
-        ------
-        TargetError
-            A file cannot be written; the message names it.
-        SourceError, IntegrityError
-            A source cannot be read, or has changed.
         """
         self._watcher.enter(WRITING)
         jobs: _SpanJobs | _UploadJobs

@@ -95,15 +95,7 @@ class SourceReader:
             self._open.popitem()[1].close()
 
     def read_into(self, file: int, offset: int, view: memoryview) -> None:
-        """Fill a view from a byte offset of a file's content.
-
-        Raises
-        ------
-        CorruptFileError
-            The file ends too early, or has changed since the plan was made.
-        IntegrityError
-            The bytes do not match their recorded checksum.
-        """
+        """Fill a view from a byte offset of a file's content."""
         try:
             try_again(lambda: self._fill(file, offset, view), self._stop)
         except OSError as error:
@@ -120,13 +112,6 @@ class SourceReader:
         is_checked
             Whether the range is read first and compared with what was recorded of it, if anything
             was. No change after that is noticed.
-
-        Raises
-        ------
-        CorruptFileError
-            The file is not the one that the plan was made for.
-        IntegrityError
-            The bytes are not those that were recorded.
         """
         digests = self._decoders.get(file)
         if is_checked and isinstance(digests, BlockDigests):
@@ -140,13 +125,7 @@ class SourceReader:
             raise SourceError(message) from error
 
     def require_unchanged(self, file: int) -> None:
-        """Open a file, without reading from it.
-
-        Raises
-        ------
-        SourceError
-            It cannot be opened, or is not the one that the plan was made for.
-        """
+        """Open a file, without reading from it."""
         try:
             try_again(lambda: self._opened(file), self._stop)
         except OSError as error:
@@ -154,13 +133,7 @@ class SourceReader:
             raise SourceError(message) from error
 
     def will_need(self, file: int, offset: int, nbytes: int) -> None:
-        """Tell the system to start reading a range that is needed soon; system errors are ignored.
-
-        Raises
-        ------
-        CorruptFileError
-            The file has changed since the plan was made.
-        """
+        """Have the system read a range that is needed soon; its errors are ignored."""
         with ignored(FROM_OUTSIDE):  # the actual read retries, and reports the error
             self._opened(file).will_need(offset, nbytes)
 

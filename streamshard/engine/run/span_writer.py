@@ -114,15 +114,7 @@ class SpanWriter:
         self._reader.close()
 
     def write(self, task: SpanTask, sink: Sink) -> FilledSpan:
-        """Keep a span that an earlier run wrote correctly, else write it, into an open file.
-
-        Raises
-        ------
-        TargetError
-            The file cannot be written.
-        SourceError, IntegrityError
-            A source cannot be read, or has changed.
-        """
+        """Keep a span that an earlier run wrote correctly, else write it, into an open file."""
         with target_errors(task.path):
             if task.known is not None:
                 kept = self._window.recall(task.span, sink, task.known)
@@ -160,15 +152,7 @@ class SpanWriter:
         return FilledSpan(found.result, found.is_kept, tuple(inner.ends))
 
     def upload(self, file: TargetFile, path: Path) -> Uploaded:
-        """Upload a whole file.
-
-        Raises
-        ------
-        TargetError
-            The file cannot be uploaded.
-        SourceError, IntegrityError
-            A source cannot be read, or has changed.
-        """
+        """Upload a whole file."""
         with target_errors(path):
             return try_again(
                 lambda: upload_file(file, path, self._window, self._require_current), self._stop

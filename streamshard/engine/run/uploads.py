@@ -50,11 +50,6 @@ def upload_file(
     ----------
     before_last
         Called before the request that makes the object exist.
-
-    Raises
-    ------
-    OSError
-        The upload failed. There is no such object then, or the one that was there before.
     """
     spans = sorted(file.spans, key=lambda span: span.offset)
     nbytes = sum(span.nbytes for span in spans) + sum(len(e.data) for e in file.endings)

@@ -82,15 +82,7 @@ def first_difference(
     scratch_bytes: int,
     progress: Callable[[int], None],
 ) -> str | None:
-    """Return the path of the first file that differs from what a run would write, if any.
-
-    Raises
-    ------
-    TargetError
-        A file cannot be read.
-    SourceError, IntegrityError
-        A source cannot be read, or has changed.
-    """
+    """Return the path of the first file that differs from what a run would write, if any."""
     waiting: deque[tuple[TargetFile, FileEndings, bool]] = deque()
 
     def jobs() -> Iterator[Callable[[Matcher], SpanResult | None]]:

@@ -51,11 +51,6 @@ def with_config(
         ZeRO stage of the job that is to resume; by default the config's.
     world_size
         Count of the ranks of that job.
-
-    Raises
-    ------
-    UnsupportedError
-        The config does not suffice; the message lists all that is missing.
     """
     stage = zero_stage or ds_config.zero_stage(config) or 0
     missing = [*checkpoint.unrecorded, *_missing(checkpoint.families[0], config)]

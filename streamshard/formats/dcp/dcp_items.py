@@ -85,13 +85,7 @@ def tensor_frame(dtype: str, shape: tuple[int, ...]) -> ItemFrame:
 
 
 def value_item(value: Node) -> bytes:
-    """Serialize the item of a value that holds no tensor.
-
-    Raises
-    ------
-    TypeError
-        The value holds a tensor.
-    """
+    """Serialize the item of a value that holds no tensor."""
     if next(storages_in(value), None) is not None:
         raise TypeError("a value with a tensor in it")
     layout = torch_file.lay_out(torch_file.serialize(value), ARCHIVE)

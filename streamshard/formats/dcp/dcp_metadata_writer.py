@@ -53,13 +53,7 @@ def key_of(path: StatePath) -> str:
 
 
 def serialize_metadata(entries: Sequence[PlacedEntry]) -> bytes:
-    """Serialize the metadata of a checkpoint.
-
-    Raises
-    ------
-    UnsupportedError
-        Two entries have the same key.
-    """
+    """Serialize the metadata of a checkpoint."""
     return _MetadataWriter(entries).serialize()
 
 

@@ -120,11 +120,6 @@ def open_distributed(root: Path, known: Set[str] = frozenset()) -> Distributed:
     ----------
     known
         Names of the model's parameters, if they are known.
-
-    Raises
-    ------
-    SourceError
-        Something is missing, damaged, contradictory or not supported; the message names the file.
     """
     index = index_of(root)
     with of_file(root):
@@ -143,13 +138,7 @@ def open_distributed(root: Path, known: Set[str] = frozenset()) -> Distributed:
 
 
 def read(root: Path) -> Reading:
-    """Open a distributed checkpoint as it is: without what a DeepSpeed job needs besides.
-
-    Raises
-    ------
-    SourceError
-        Something is missing, damaged, contradictory or not supported; the message names the file.
-    """
+    """Open a distributed checkpoint as it is: without what a DeepSpeed job needs besides."""
     found = open_distributed(root)
     with of_file(root):
         groups = [_group(found, number, g) for number, g in enumerate(found.optimizer.groups())]
@@ -265,11 +254,6 @@ def cut(
     ----------
     borrowed
         Places of the tensors of training state, in their order.
-
-    Raises
-    ------
-    CorruptFileError
-        Boxes of a tensor overlap, or leave a gap.
     """
     builder = CuttingBuilder([ITEMSIZE[tensor.dtype] for tensor in checkpoint.tensors])
     others = iter(borrowed)

@@ -191,13 +191,7 @@ class ItemFiles:
             yield CorruptFileError(f"{message} {one} and of {other}, which overlap")
 
     def locate(self, tensors: Mapping[str, SavedTensor]) -> dict[str, TensorPlaces]:
-        """Find the elements of tensors by the headers of their items, file by file.
-
-        Raises
-        ------
-        SourceError
-            An item is damaged, or is not the box that is listed; the message names the file.
-        """
+        """Find the elements of tensors by the headers of their items, file by file."""
         names = list(tensors)
         counts = np.array([len(tensors[name].items) for name in names], dtype=np.int64)
         places = {
@@ -260,13 +254,7 @@ class ItemFiles:
         return frame
 
     def values(self, names: Iterable[str]) -> dict[str, Node]:
-        """Read values that are no tensors, as inert nodes.
-
-        Raises
-        ------
-        SourceError
-            An item is damaged, or far too large.
-        """
+        """Read values that are no tensors, as inert nodes."""
         wanted = list(names)
         held = [self._index.values[name] for name in wanted]
         rows: list[_Row] = sorted(

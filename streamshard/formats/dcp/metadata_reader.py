@@ -116,13 +116,7 @@ def is_distributed(names: Collection[str]) -> bool:
 
 
 def join(one: Index, other: Index) -> Index:
-    """Return what both list: the model, and its optimizer in a directory of its own.
-
-    Raises
-    ------
-    DisagreementError
-        Both have a value of one name.
-    """
+    """Return what both list: the model, and its optimizer in a directory of its own."""
     tensors, values = dict(one.tensors), dict(one.values)
     count = len(one.files)
     for key in other.tensors.keys() | other.values.keys():
@@ -136,17 +130,7 @@ def join(one: Index, other: Index) -> Index:
 
 
 def read_index(directory: Path) -> Index:
-    """Read the index of a distributed checkpoint.
-
-    Raises
-    ------
-    IncompleteError
-        There is no index, as a save that was killed leaves it.
-    CorruptFileError
-        The index is damaged, or contradicts itself.
-    UnsupportedError
-        Items were transformed while they were saved, or a tensor is of an unknown kind.
-    """
+    """Read the index of a distributed checkpoint."""
     path = directory / dcp_names.METADATA
     try:
         nbytes = examine(path).nbytes

@@ -52,11 +52,6 @@ class SavedOptimizer:
 
         A flattened optimizer has options by parameter, and does not tell which parameters shared a
         group: those with equal options and states are one group here.
-
-        Raises
-        ------
-        SourceError
-            Parameters of a group have different steps or states, or something is damaged.
         """
         if self._keys.by_parameter:
             return self._by_options()
@@ -114,13 +109,7 @@ class SavedOptimizer:
         return {name: self._value(key) for name, key in self._keys.groups[owner].items()}
 
     def states_of(self, params: Sequence[str]) -> Mapping[str, Node] | None:
-        """Read the states that parameters share; None if none of them has any.
-
-        Raises
-        ------
-        DisagreementError
-            They do not have the same states, or count different steps.
-        """
+        """Read the states that parameters share; None if none of them has any."""
         first: Mapping[str, Node] | None = None
         shown: dict[str, str] = {}
         for number, name in enumerate(params):
@@ -171,13 +160,7 @@ class SavedOptimizer:
 
 
 def number_in(key: str, scalar: ScalarState) -> int | float:
-    """Return the number that a tensor of one element holds.
-
-    Raises
-    ------
-    UnsupportedError
-        Its dtype is not one in which torch keeps steps and hyper-parameters.
-    """
+    """Return the number that a tensor of one element holds."""
     form = _NUMBERS.get(scalar.dtype)
     if form is None:
         raise UnsupportedError(f"its {key} is {scalar.dtype}, which is no number of an optimizer")

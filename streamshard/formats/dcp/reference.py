@@ -53,15 +53,7 @@ class Completed:
 
 
 def read_like(root: Path, like: Reading) -> Completed:
-    """Open a distributed checkpoint, and complete it by a reference checkpoint.
-
-    Raises
-    ------
-    DisagreementError
-        The two are not of the same model or of the same kind of optimizer.
-    SourceError
-        Something is missing, damaged or not supported; the message names the file.
-    """
+    """Open a distributed checkpoint, and complete it by a reference checkpoint."""
     reference = like.checkpoint
     family = _only_family(root, reference)
     known = {name for group in family.groups for name in group.params}

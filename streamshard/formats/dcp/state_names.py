@@ -59,13 +59,6 @@ def sort_keys(index: Index, known: Set[str] = frozenset()) -> StateKeys:
     known
         Names of the model's parameters, if they are known. Without them, a prefix that all names
         have and that wrappers give is taken for a wrapper's.
-
-    Raises
-    ------
-    UnsupportedError
-        There are several models or optimizers in it, or none.
-    CorruptFileError
-        Two keys have one meaning.
     """
     found, rest = StateKeys(), {}
     optimizers: set[tuple[str, ...]] = set()

@@ -43,11 +43,6 @@ def missing_keys(group: Mapping[str, Node]) -> dict[str, Node]:
 
     >>> sorted(missing_keys({"lr": 0.1, "momentum": 0.9, "nesterov": False, "foreach": None}))
     ['differentiable', 'fused', 'maximize']
-
-    Raises
-    ------
-    UnsupportedError
-        torch's optimizer computes in another way than the param group says.
     """
     if group.get(_BIAS_CORRECTION, True) is not True and group.get(_BIAS_CORRECTION) != 1:
         message = "the optimizer runs without bias correction, which torch's Adam always makes"
@@ -60,13 +55,7 @@ def missing_keys(group: Mapping[str, Node]) -> dict[str, Node]:
 
 
 def step_of(value: Node) -> bytes:
-    """Return a step counter as torch keeps it, the bytes of one float32.
-
-    Raises
-    ------
-    UnsupportedError
-        The value is no count, or float32 cannot hold it.
-    """
+    """Return a step counter as torch keeps it, the bytes of one float32."""
     count = _number(value) if isinstance(value, ScalarState) else value
     if isinstance(count, bool) or not isinstance(count, int | float):
         raise UnsupportedError(f"the optimizer's step {show(value)} is not a count of steps")

@@ -43,13 +43,7 @@ _UNFILLED: Final = frozenset(
 
 
 def read_file(path: Path) -> Config:
-    """Read a DeepSpeed config file.
-
-    Raises
-    ------
-    UsageError
-        The file cannot be read, is not a JSON object, or has a key that looks mistyped.
-    """
+    """Read a DeepSpeed config file."""
     try:
         config = strict_json.parse(read_document(path))
     except OSError as error:
@@ -275,13 +269,7 @@ class Features:
 
 
 def features(config: Config) -> Features:
-    """Read the features that a config switches on.
-
-    Raises
-    ------
-    UsageError
-        The value of a switch is not a switch, or that of a count is not a count.
-    """
+    """Read the features that a config switches on."""
     top, zero, offload = Section(config), _zero(config), _offload(config)
     shard_size = zero.count("mics_shard_size", least=-1)  # -1, its default, stands for none
     return Features(

@@ -56,13 +56,7 @@ def recorded_version(text: Node) -> Version | None:
 
 
 def given_version(text: str | None) -> Version | None:
-    """Read a version that a user gives.
-
-    Raises
-    ------
-    UsageError
-        It is none.
-    """
+    """Read a version that a user gives."""
     found = recorded_version(text)
     if text is not None and found is None:
         raise UsageError(f"--ds-version {show(text)}: give a release of DeepSpeed, such as 0.16.9")

@@ -46,13 +46,7 @@ _NO_EXPERTS: Final = (
 
 
 def is_own_degree(checkpoint: Checkpoint, degree: int) -> bool:
-    """Tell whether a degree is the one that a checkpoint has; 1 is that of one without experts.
-
-    Raises
-    ------
-    UsageError, UnsupportedError, DisagreementError
-        As `expert_degree` does, except for a checkpoint without experts.
-    """
+    """Tell whether a degree is the one that a checkpoint has; 1 is that of one without experts."""
     if degree == 1 and not _has_experts(checkpoint):
         return True
     return expert_degree(checkpoint) == degree
@@ -69,18 +63,7 @@ def _has_experts(checkpoint: Checkpoint) -> bool:
 
 
 def expert_degree(checkpoint: Checkpoint) -> int:
-    """Return over how many ranks the experts of a checkpoint are spread.
-
-    Raises
-    ------
-    UsageError
-        It has no experts.
-    UnsupportedError
-        Its layers are spread over different counts of ranks, or it is of a kind whose experts
-        cannot be spread anew.
-    DisagreementError
-        Its families have other experts, or have them in another order.
-    """
+    """Return over how many ranks the experts of a checkpoint are spread."""
     if not _has_experts(checkpoint):
         raise UsageError(_NO_EXPERTS)
     objection = objection_to_spreading(checkpoint)
@@ -109,13 +92,6 @@ def with_expert_degree(
     ----------
     like
         Reference checkpoint of the job that will resume, for the order of its parameters.
-
-    Raises
-    ------
-    UsageError
-        There are no experts, not as many as divide so, or the reference is of another degree.
-    UnsupportedError, DisagreementError
-        The experts cannot be spread so; the message says why.
     """
     own = expert_degree(checkpoint)
     if like is not None:

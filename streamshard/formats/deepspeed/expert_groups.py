@@ -51,13 +51,7 @@ class UndividedGroup:
     """Of each expert rank: the parameters of each part."""
 
     def layers(self) -> list[ExpertLayer]:
-        """List the layers of experts, in the order of the parameters.
-
-        Raises
-        ------
-        UnsupportedError
-            A parameter is not of an expert.
-        """
+        """List the layers of experts, in the order of the parameters."""
         rests: dict[str, dict[str, None]] = {}
         numbers: dict[str, set[int]] = {}
         for name in (name for params in self.params for name in params):
@@ -77,13 +71,7 @@ def ranks_name(degree: int) -> str:
 
 
 def undivided_groups(family: Family) -> list[UndividedGroup]:
-    """List a family's param groups, those of experts that may be parts of one as one.
-
-    Raises
-    ------
-    DisagreementError
-        Parts of a group, or expert ranks, differ in a dtype or in what a group has one of.
-    """
+    """List a family's param groups, those of experts that may be parts of one as one."""
     entries = family.wrapped_optimizer["param_groups"] if family.groups else []
     by_number: dict[int, list[ParamGroup]] = {}
     for group in family.groups:

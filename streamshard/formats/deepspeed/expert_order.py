@@ -53,11 +53,6 @@ def order_of_module(
     ----------
     numels
         Element count of each trained parameter of the family.
-
-    Raises
-    ------
-    UnsupportedError
-        It is not sure; the message says why.
     """
     rule = _Rule(family, numels, groups, own, degree)
     doubt = rule.doubt()
@@ -173,11 +168,6 @@ def order_of_reference(
     ----------
     number
         Of the family, which both checkpoints have.
-
-    Raises
-    ------
-    DisagreementError
-        It has other parameters, or has them in other param groups.
     """
     owner = {
         name: source

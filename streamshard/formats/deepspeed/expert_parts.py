@@ -72,13 +72,7 @@ def _has_stages(checkpoint: Checkpoint) -> bool:
 
 
 def require_families_alike(checkpoint: Checkpoint) -> None:
-    """Refuse families that do not have parts of the same experts in the same order.
-
-    Raises
-    ------
-    DisagreementError
-        The message names two of them.
-    """
+    """Refuse families that do not have parts of the same experts in the same order."""
     first, *others = checkpoint.families
     for other in others:
         for what, one, another in (

@@ -40,13 +40,7 @@ class Saved:
 
 
 def refuse(saved: Saved) -> None:
-    """Refuse files of a job with a feature that cannot be resharded.
-
-    Raises
-    ------
-    UnsupportedError
-        The message names the file, what it holds, and what the user can do.
-    """
+    """Refuse files of a job with a feature that cannot be resharded."""
     for rule in _RULES:
         message = rule(saved)
         if message is not None:
@@ -54,26 +48,14 @@ def refuse(saved: Saved) -> None:
 
 
 def refuse_uncut(saved: Saved) -> None:
-    """Refuse a model file of stage 0 of a job with a feature that cannot be resharded.
-
-    Raises
-    ------
-    UnsupportedError
-        The message names the file, what it holds, and what the user can do.
-    """
+    """Refuse a model file of stage 0 of a job with a feature that cannot be resharded."""
     message = _sharded_base_weights(saved)
     if message is not None:
         raise UnsupportedError(message)
 
 
 def refuse_files(tag_dir: Path, others: Iterable[Path]) -> None:
-    """Refuse a tag directory because of files that are not ZeRO's own.
-
-    Raises
-    ------
-    UnsupportedError
-        The directory has swap files with optimizer state, or files named as parts of a file.
-    """
+    """Refuse a tag directory because of files that are not ZeRO's own."""
     for path in others:
         if count := names.writer_parts(path.name):
             raise UnsupportedError(f"{path}: {_ONE_PART if count == 1 else _PARTS}")

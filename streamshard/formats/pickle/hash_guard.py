@@ -29,13 +29,7 @@ class HashGuard:
         """Id of a large dict with keys other than text → the dict, and its keys' collisions."""
 
     def weigh(self, made: tuple[Any, ...]) -> None:
-        """Check and record a tuple that contains tuples.
-
-        Raises
-        ------
-        UnsupportedError
-            Hashing the tuple would take forever, or overflow the stack.
-        """
+        """Check and record a tuple that contains tuples."""
         depth, parts = 0, len(made)
         for part in made:
             if type(part) is tuple:
@@ -50,13 +44,7 @@ class HashGuard:
         self._nested[id(made)] = made, depth + 1, parts
 
     def check(self, target: Mapping[Any, Any], keys: Sequence[Any]) -> None:
-        """Check keys before they are set in a dict.
-
-        Raises
-        ------
-        UnsupportedError
-            The keys take long to hash, or were chosen to collide.
-        """
+        """Check keys before they are set in a dict."""
         if not self._probes and {*map(type, keys)} == {str}:
             return
         for key in keys:
@@ -84,13 +72,7 @@ class HashProbes:
         self.add(keys)
 
     def add(self, keys: Iterable[Hashable]) -> None:
-        """Add the keys that are set next.
-
-        Raises
-        ------
-        UnsupportedError
-            The keys collide so much that they must have been chosen to do so.
-        """
+        """Add the keys that are set next."""
         for key in keys:
             if len(self._hashes) >= 2 * len(self._slots) // 3:
                 self._grow()

@@ -30,11 +30,6 @@ def dump(node: Node, persistent_id: Callable[[Node], Node | None]) -> bytes:
 
     Equal strings and equal globals are written once, even if they are different objects, so that
     the bytes depend only on the value, and not on its origin.
-
-    Raises
-    ------
-    UnsupportedError
-        The nodes are nested too deeply for a pickler, or take more bytes than `inert_load` reads.
     """
     buffer = io.BytesIO()
     with _room_to_recurse():

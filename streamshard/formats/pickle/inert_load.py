@@ -25,28 +25,12 @@ class TooManyOpcodesError(UnsupportedError):
 
 
 def load(data: bytes, persistent_load: PersistentLoad) -> Node:
-    """Read one pickle into inert nodes. Bytes after it are ignored.
-
-    Raises
-    ------
-    CorruptFileError, UnsupportedError
-        See `load_at`.
-    """
+    """Read one pickle into inert nodes. Bytes after it are ignored."""
     return load_at(data, 0, persistent_load)[0]
 
 
 def load_at(data: bytes, start: int, persistent_load: PersistentLoad) -> tuple[Node, int]:
-    """Read the pickle at a byte offset; return its node and the offset just behind its end.
-
-    Raises
-    ------
-    EndedTooEarlyError
-        The pickle may continue after the given bytes.
-    CorruptFileError
-        The bytes are no pickle, or a pickle with features that no checkpoint needs.
-    UnsupportedError
-        The pickle is larger than any known one, or was built to take forever.
-    """
+    """Read the pickle at a byte offset; return its node and the offset just behind its end."""
     machine = PickleMachine(data, start, persistent_load)
     return run(machine), machine.at
 

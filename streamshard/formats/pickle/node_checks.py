@@ -23,11 +23,6 @@ def require_unrolled(nodes: Iterable[Node]) -> None:
     A few bytes of pickle make nested lists that share their parts along any number of paths, or a
     list that contains itself. In a user's own objects, which are only copied, that is allowed.
     Containers that pass this check can be compared, counted and iterated like any other data.
-
-    Raises
-    ------
-    UnsupportedError
-        The containers are nested without end, or share so much that iterating takes forever.
     """
     parts = again = 0
     seen: set[int] = set()
@@ -51,13 +46,7 @@ def require_unrolled(nodes: Iterable[Node]) -> None:
 
 
 def name_of(node: Node) -> str:
-    """Return a node as a tensor's name.
-
-    Raises
-    ------
-    CorruptFileError
-        The node cannot be a tensor's name.
-    """
+    """Return a node as a tensor's name."""
     if not isinstance(node, str) or len(node) > _LIMIT_NAME or not _is_text(node):
         raise CorruptFileError(f"{show(node)} is not a name of a tensor")
     return node

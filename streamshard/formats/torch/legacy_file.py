@@ -30,15 +30,7 @@ def is_legacy(start: bytes) -> bool:
 
 
 def read(source: Readable) -> tuple[Node, dict[str, Storage]]:
-    """Read the inert object and its storages by key, without any tensor data.
-
-    Raises
-    ------
-    CorruptFileError
-        The file is truncated, or no torch file.
-    UnsupportedError
-        torch has not written such a file for years, or a big-endian machine wrote it.
-    """
+    """Read the inert object and its storages by key, without any tensor data."""
     pickles = _Pickles(source)
     if pickles.read() != MAGIC_NUMBER:
         raise CorruptFileError("a pickle, but not one that torch.save wrote")

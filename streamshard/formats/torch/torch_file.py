@@ -69,13 +69,6 @@ def read(path: Path, file: int) -> TorchFile:
     ----------
     file
         Index by which the storages refer to this file.
-
-    Raises
-    ------
-    CorruptFileError
-        The file is truncated, or no torch file.
-    UnsupportedError
-        The file was written on a big-endian machine, or by a very old torch.
     """
     with open_readable(path) as source:
         found = read_content(source, path, file)
@@ -119,13 +112,7 @@ def pickled(path: Path, found: TorchFile) -> bytes:
 
 
 def checksum(storage: Storage) -> int:
-    """Return the CRC-32 of a source storage: as the file records it, else of the bytes.
-
-    Raises
-    ------
-    CorruptFileError
-        The file ends before the storage does.
-    """
+    """Return the CRC-32 of a source storage: as the file records it, else of the bytes."""
     if storage.crc32 is None:
         if storage.path is None:
             raise CorruptFileError("a storage of no file")

@@ -152,15 +152,7 @@ class Tensor:
 
 
 def tensor_of(node: Node) -> Tensor | None:
-    """Interpret a node as a tensor; None if it is not one.
-
-    Raises
-    ------
-    CorruptFileError
-        The tensor's shape and stride lead out of its storage.
-    UnsupportedError
-        The tensor's dtype is not known.
-    """
+    """Interpret a node as a tensor; None if it is not one."""
     function, args, attributes = _rebuilding(node)
     if function not in (_REBUILD_V2, _REBUILD_V3) or len(args) < 6:
         return None

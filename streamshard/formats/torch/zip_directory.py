@@ -102,15 +102,7 @@ _HEADER_BYTES: Final = 256
 
 
 def read(source: Readable) -> dict[str, ZipRecord]:
-    """List the records of a zip by name, in file order.
-
-    Raises
-    ------
-    CorruptFileError
-        The bytes are no zip, or an incomplete one, or two copies of a value do not agree.
-    UnsupportedError
-        The zip uses a feature that torch does not use.
-    """
+    """List the records of a zip by name, in file order."""
     directory = ZipDirectory(source)
     found: dict[str, ZipRecord] = {}
     for entry, end in directory.bounded():
@@ -148,11 +140,6 @@ class ZipDirectory:
     ----------
     report
         Called with errors after which parsing can go on; by default, raises them.
-
-    Raises
-    ------
-    CorruptFileError, UnsupportedError
-        See `read`.
     """
 
     def __init__(self, source: Readable, report: Callable[[SourceError], None] = _refuse) -> None:

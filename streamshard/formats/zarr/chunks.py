@@ -63,13 +63,7 @@ class BloscChunk:
         return bytes(self._blosc.encode(np.frombuffer(content, dtype=f"V{self.itemsize}")))
 
     def decode(self, encoded: memoryview, content: memoryview) -> None:
-        """Decompress a chunk's content into a view of its size.
-
-        Raises
-        ------
-        IntegrityError
-            The stored bytes are not those that were written.
-        """
+        """Decompress a chunk's content into a view of its size."""
         said = int.from_bytes(encoded[_BLOSC_SIZE], "little")
         if len(encoded) < _BLOSC_HEADER_BYTES or said != len(content):
             raise IntegrityError(f"says it decodes to {said} bytes where {len(content)} belong")

@@ -110,13 +110,7 @@ class RewrittenArray:
         return min(self.numel, left) * ITEMSIZE[self.dtype]
 
     def read(self, number: int, view: memoryview) -> None:
-        """Decode a piece into the front of a view; its elements are compared with nothing.
-
-        Raises
-        ------
-        IntegrityError
-            A chunk cannot be decoded.
-        """
+        """Decode a piece into the front of a view; its elements are compared with nothing."""
         first = number * self.rows
         lengths = (min(self.rows, self.shape[0] - first), *self.shape[1:]) if self.shape else ()
         out = np.frombuffer(view[: self.piece_bytes(number)], dtype=self.dtype).reshape(lengths)
@@ -144,11 +138,6 @@ class RewrittenArray:
         ----------
         view
             As long as the first piece.
-
-        Raises
-        ------
-        IntegrityError
-            They are not the elements that streamshard wrote.
         """
         with self._lock:
             if not self._sums:
@@ -189,13 +178,7 @@ class RewrittenArray:
         return f". Missing or empty, so that Zarr takes the fill value for them: {shown}"
 
     def read_all(self) -> bytearray:
-        """Decode a small array.
-
-        Raises
-        ------
-        IntegrityError
-            A chunk cannot be decoded.
-        """
+        """Decode a small array."""
         data = bytearray(math.prod(self.shape) * ITEMSIZE[self.dtype])
         step = self.numel * ITEMSIZE[self.dtype]
         for number in range(self.pieces):
@@ -204,13 +187,7 @@ class RewrittenArray:
         return data
 
     def open(self) -> "OpenArray":
-        """Open the array with zarr-python, which is imported here for the first time.
-
-        Raises
-        ------
-        UnsupportedError
-            zarr-python does not understand its zarr.json.
-        """
+        """Open the array with zarr-python, which is imported here for the first time."""
         from streamshard.formats.zarr.zarr_python import OpenArray
 
         try:

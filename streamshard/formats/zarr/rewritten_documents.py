@@ -64,11 +64,6 @@ def find_rewritten(
 
     It was rewritten if its zarr.json is not of the recorded length, and describes other chunks or
     codecs. If anything else is wrong, it is not a rewritten array but a damaged one, and None.
-
-    Raises
-    ------
-    SourceError
-        It was rewritten, but cannot be read; the message names the file and says why.
     """
     path = array_path(tensor)
     record = manifest.records.get(f"{path}/{ROOT_DOCUMENT}")
@@ -94,11 +89,6 @@ def read_small_array(root: Path, path: str, manifest: Manifest | None = None) ->
     ----------
     manifest
         Says what a rewritten array has to hold; without it, this is the manifest itself.
-
-    Raises
-    ------
-    SourceError, IntegrityError, OSError
-        A file is missing or damaged; the message names it.
     """
     try:
         return read_checked(root / path / "c/0")
@@ -123,13 +113,7 @@ def read_small_array(root: Path, path: str, manifest: Manifest | None = None) ->
 
 
 def is_small_rewritten(root: Path, path: str, content: bytes) -> bool:
-    """Tell whether another tool rewrote a small array, and with this content.
-
-    Raises
-    ------
-    SourceError, IntegrityError
-        The array's zarr.json describes other chunks or codecs than the files have.
-    """
+    """Tell whether another tool rewrote a small array, and with this content."""
     found = _find_small(root, path)
     return found is not None and found.read_all() == content
 

@@ -15,13 +15,7 @@ from streamshard.model import BLOB, FILE, MASTER, MODULE
 
 
 def require_consistent(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint whose parts refer to something missing.
-
-    Raises
-    ------
-    CorruptFileError
-        A part refers to something missing, or two tensors have one name.
-    """
+    """Refuse a checkpoint whose parts refer to something missing."""
     index = checkpoint.tensor_index()
     if len(index) != len(checkpoint.tensors):
         raise CorruptFileError("two tensors have one name")

@@ -54,13 +54,7 @@ def may_be_store(root: Path) -> bool:
 
 
 def read_manifest(root: Path) -> Manifest:
-    """Read a store's manifest, and check the document of the manifest's array.
-
-    Raises
-    ------
-    SourceError, IntegrityError
-        The manifest is missing or damaged; the message names the file.
-    """
+    """Read a store's manifest, and check the document of the manifest's array."""
     for path in MANIFEST_FILES:
         require_inside(root / path, root)
     data = read_small_array(root, MANIFEST_PATH)
@@ -81,11 +75,6 @@ def read_state(root: Path, manifest: Manifest) -> tuple[Checkpoint, store_state.
 
     The tensors together have no more chunks than the manifest lists files. No chunk is too large
     to be compressed.
-
-    Raises
-    ------
-    SourceError, IntegrityError
-        The training state is missing or damaged; the message names the file.
     """
     try:
         require_inside(root / STATE_FILES[1], root)

@@ -50,13 +50,7 @@ def serialize(records: Mapping[str, FileRecord], codec: str, digests: Mapping[st
 
 
 def read(data: bytes) -> Manifest:
-    """Read a manifest.
-
-    Raises
-    ------
-    CorruptFileError
-        The manifest does not have the form that `serialize` writes.
-    """
+    """Read a manifest."""
     try:
         document: Any = strict_json.parse(data)
         records = {

@@ -13,30 +13,14 @@ LIMIT_BYTES: Final = 1 << 30
 
 
 def require_inside(path: Path, root: Path) -> None:
-    """Refuse a path in which a symbolic link leads out of the store.
-
-    Raises
-    ------
-    SourceError
-        A link leads out; the message says where to.
-    """
+    """Refuse a path in which a symbolic link leads out of the store."""
     if not is_inside(path, root):
         message = f"{path}: a symbolic link leads out of the store here, to {place_of(path)}"
         raise SourceError(f"{message}; copy the store with 'cp -rL'")
 
 
 def read_small(path: Path) -> bytes:
-    """Read a small file: a document, the manifest or the training state.
-
-    Raises
-    ------
-    IncompleteError
-        The file is missing.
-    CorruptFileError
-        The path is not a regular file, or the file is larger than any such file.
-    OSError
-        The file cannot be read.
-    """
+    """Read a small file: a document, the manifest or the training state."""
     try:
         stat = examine(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -49,13 +33,5 @@ def read_small(path: Path) -> bytes:
 
 
 def read_checked(path: Path) -> bytes:
-    """Read a small array's only chunk. The checksum at its end is checked and left out.
-
-    Raises
-    ------
-    IntegrityError
-        The checksum does not match.
-    SourceError, OSError
-        See `read_small`.
-    """
+    """Read a small array's only chunk. The checksum at its end is checked and left out."""
     return bytes(require_checksum(read_small(path), path))

@@ -97,13 +97,7 @@ def dump(
 
 
 def load(data: bytes) -> tuple[Checkpoint, ChunkShapes]:
-    """Read the bytes that `dump` returned.
-
-    Raises
-    ------
-    CorruptFileError
-        The bytes do not have the form that `dump` writes.
-    """
+    """Read the bytes that `dump` returned."""
     blobs: dict[tuple[str, int, int], Storage] = {}
 
     def persistent_load(identifier: Node) -> Storage:
@@ -142,13 +136,7 @@ def load(data: bytes) -> tuple[Checkpoint, ChunkShapes]:
 
 
 def require_readable(data: bytes) -> None:
-    """Read back the bytes before they are written, so that no unreadable store is written.
-
-    Raises
-    ------
-    UnsupportedError
-        `load` refuses the bytes that `dump` returned.
-    """
+    """Read back the bytes before they are written, so that no unreadable store is written."""
     try:
         load(data)
     except (CorruptFileError, UnsupportedError) as error:

@@ -33,11 +33,6 @@ class OpenArray:
         The content of its zarr.json.
     files
         The files in its directory, by path relative to it.
-
-    Raises
-    ------
-    Exception
-        zarr-python does not understand the document.
     """
 
     def __init__(self, document: bytes, files: Mapping[str, SourceFile]) -> None:

@@ -54,13 +54,7 @@ class Store:
 
 
 def read(root: Path) -> Store:
-    """Open a store.
-
-    Raises
-    ------
-    SourceError, IntegrityError
-        The path is not a store, or the store is incomplete or damaged; the message names the file.
-    """
+    """Open a store."""
     for path in (ROOT_DOCUMENT, f"{MANIFEST_PATH}/c/0", f"{STATE_PATH}/c/0"):
         require_inside(root / path, root)
     _require_version(root)

@@ -86,13 +86,7 @@ _NO_BUCKET: Final = frozenset({"NoSuchBucket", "ContainerNotFound", "ContainerBe
 
 @cache
 def client_of(bucket: str) -> "ObjectStore":
-    """Return the client of a bucket, such as `s3://checkpoints`.
-
-    Raises
-    ------
-    UsageError
-        obstore is not installed, or the environment does not configure it.
-    """
+    """Return the client of a bucket, such as `s3://checkpoints`."""
     return _make_client(bucket, RETRIES)
 
 
@@ -258,11 +252,6 @@ def call(
     ----------
     repeats
         Whether the request can be repeated; not if its content comes from an iterator.
-
-    Raises
-    ------
-    OSError
-        It failed; the error names the object. FileNotFoundError if there is no such object.
     """
 
     def once() -> Any:  # noqa: ANN401

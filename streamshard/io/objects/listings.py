@@ -49,13 +49,7 @@ def status_of(meta: "ObjectMeta") -> Status:
 
 
 def _list_directory(directory: ObjectPath) -> list[Entry]:
-    """List what lies directly below a path; empty if there is nothing, or a web server lists none.
-
-    Raises
-    ------
-    OSError
-        The service does not list it, or a key is no path.
-    """
+    """List what lies directly below a path: nothing if a web server has no listing."""
     if directory.bucket in _unlisted:
         return []
     try:
@@ -79,13 +73,7 @@ def _list_directory(directory: ObjectPath) -> list[Entry]:
 
 
 def list_below(root: ObjectPath) -> Iterator[Entry]:
-    """List all objects below a path, a thousand for each request.
-
-    Raises
-    ------
-    OSError
-        See `_list_directory`.
-    """
+    """List all objects below a path, a thousand for each request."""
     metas = call(root, lambda client: [m for page in client.list(root.key or None) for m in page])
     # obstore leaves the slash of a directory marker out; what lies below it follows it at once.
     for meta, following in zip_longest(metas, metas[1:]):
@@ -99,11 +87,6 @@ def holds_objects(root: ObjectPath) -> bool:
     """Tell whether any object lies below a path.
 
     A directory marker is none, and neither is what services with directories list of empty ones.
-
-    Raises
-    ------
-    OSError
-        See `_list_directory`.
     """
     some = call(root, lambda client: next(iter(client.list(root.key or None)), []))
     if not some or any(meta["size"] for meta in some):

@@ -35,17 +35,7 @@ class ObjectLock:
         self._content = b""
 
     def take(self) -> None:
-        """Take the lock; a lock whose holder is surely gone is taken over.
-
-        Raises
-        ------
-        TargetLockedError
-            Another run holds the lock; the message names it, and says what to do if it is gone.
-        TargetError
-            The service ignores on what condition an object is put, so that no lock would hold.
-        OSError
-            The object cannot be written.
-        """
+        """Take the lock; a lock whose holder is surely gone is taken over."""
         # Not even two threads of one process write the same, so it shows whose request succeeded.
         mine = {**asdict(Holder.this_process()), "token": secrets.token_hex(8)}
         content = json.dumps(mine).encode()
@@ -159,13 +149,7 @@ def lock_at(path: Path, what: Path, *, is_wanted: bool) -> AnyLock:
 
 
 def remove_dead_locks(paths: Iterable[Path]) -> None:
-    """Remove locks in a bucket that killed runs of this machine left; files of a disk stay.
-
-    Raises
-    ------
-    OSError
-        A lock cannot be read or removed.
-    """
+    """Remove locks in a bucket that killed runs of this machine left; files of a disk stay."""
     for path in paths:
         if isinstance(path, ObjectPath):
             lock = ObjectLock(path, path)

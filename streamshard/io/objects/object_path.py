@@ -60,13 +60,7 @@ class ObjectPath(PosixPath):
         return "/".join(self.parts[2:])
 
     def of_key(self, key: str) -> "ObjectPath":
-        """Return the path of another object of the same bucket.
-
-        Raises
-        ------
-        OSError
-            The key has an empty segment, `.` or `..`, which no path has.
-        """
+        """Return the path of another object of the same bucket."""
         segments = key.split("/")
         if not _ODD.isdisjoint(segments):
             text = "its key has an empty segment, '.' or '..', and is no path"
@@ -80,13 +74,7 @@ class ObjectPath(PosixPath):
 
 
 def as_path(given: str | os.PathLike[str]) -> Path:
-    """Return the path that a user means: local, or of an object.
-
-    Raises
-    ------
-    UsageError
-        A URL names no bucket, has a query or a fragment, or names another machine's file.
-    """
+    """Return the path that a user means: local, or of an object."""
     if isinstance(given, ObjectPath):
         return given
     text = os.fspath(given)
@@ -112,13 +100,7 @@ def as_path(given: str | os.PathLike[str]) -> Path:
 
 
 def object_of(path: Path) -> ObjectPath:
-    """Return a path that must be an object's.
-
-    Raises
-    ------
-    TypeError
-        It is a local one.
-    """
+    """Return a path that must be an object's."""
     if not isinstance(path, ObjectPath):
         raise TypeError(f"{path}: not the path of an object")
     return path

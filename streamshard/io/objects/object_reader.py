@@ -49,15 +49,7 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def get(path: ObjectPath, start: int, stop: int, expected: Status) -> memoryview:
-    """Return a range of an object.
-
-    Raises
-    ------
-    CorruptFileError
-        The object has been replaced since it was examined.
-    OSError
-        The request failed, or the service answered with other bytes than were asked for.
-    """
+    """Return a range of an object."""
     options: GetOptions = {"range": (start, stop)}
     if expected.version.startswith('"'):  # a weak one matches nothing
         options["if_match"] = expected.version

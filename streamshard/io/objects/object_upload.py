@@ -101,13 +101,7 @@ class ObjectSink:
         """Etag of the object, once it is complete."""
 
     def write(self, view: memoryview, offset: int) -> None:
-        """Add the bytes that follow those written before.
-
-        Raises
-        ------
-        OSError
-            A part cannot be sent.
-        """
+        """Add the bytes that follow those written before."""
         if self._error is not None:
             raise self._error
         if offset != self._offset:
@@ -138,13 +132,7 @@ class ObjectSink:
         raise NotImplementedError
 
     def finish(self, mode: int | None) -> None:
-        """Complete the object; it has no permission bits.
-
-        Raises
-        ------
-        OSError
-            The upload failed; then there is no such object, or the one that was there before.
-        """
+        """Complete the object; it has no permission bits."""
         last = memoryview(self._buffer)[: self._filled]
         if self._upload is None and self._must_be_new:
             self.version = create(self._path, bytes(last))
@@ -262,13 +250,6 @@ def put(
         Size of the parts; 0 for one request.
     mode
         `create`, or the version that must be replaced, from `get_small`.
-
-    Raises
-    ------
-    FileExistsError
-        `mode` is `create`, and there is one.
-    OSError
-        The upload failed.
     """
     options: dict[str, Any] = {"use_multipart": bool(part)}
     if part:
@@ -283,13 +264,7 @@ def put(
 
 
 def create(path: ObjectPath, content: bytes) -> str:
-    """Upload an object that must not exist yet; returns its etag.
-
-    Raises
-    ------
-    FileExistsError
-        There is one, with other content.
-    """
+    """Upload an object that must not exist yet; returns its etag."""
     try:
         return put(path, content, mode="create")
     except FileExistsError:
@@ -301,13 +276,7 @@ def create(path: ObjectPath, content: bytes) -> str:
 
 
 def get_small(path: ObjectPath) -> tuple[Version, bytes]:
-    """Return the version and the content of a small object.
-
-    Raises
-    ------
-    OSError
-        There is no such object, or it cannot be read.
-    """
+    """Return the version and the content of a small object."""
 
     def get(client: "ObjectStore") -> tuple[Version, bytes]:
         result = client.get(path.key)

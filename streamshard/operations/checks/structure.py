@@ -101,15 +101,7 @@ class Looked:
 
 
 def look_at(request: Request, findings: Findings, sample: Sample) -> Looked:
-    """Check the structure of a checkpoint; all problems are added to the findings.
-
-    Raises
-    ------
-    SourceNotFoundError
-        There is nothing like a checkpoint.
-    SourceError
-        The path cannot be read.
-    """
+    """Check the structure of a checkpoint; all problems are added to the findings."""
     root = as_path(request.path)
     with listings_kept(), source_errors(root):
         template = request.template

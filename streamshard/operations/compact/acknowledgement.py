@@ -50,15 +50,7 @@ class Acknowledging:
     """Directory of the archives."""
 
     def acknowledge(self, choice: Choice, now: datetime, *, is_dry_run: bool) -> CompactedTag:
-        """Record that a tag stays as it is, and is not reported again until it changes.
-
-        Raises
-        ------
-        UsageError
-            The tag is not ambiguous.
-        TargetError
-            The record cannot be written.
-        """
+        """Record that a tag stays as it is, and is not reported again until it changes."""
         tag = choice.tag
         if choice.verdict == tag_choice.KEPT:
             raise UsageError(f"kept anyway ({choice.reason}), so there is nothing to acknowledge")
@@ -75,13 +67,7 @@ class Acknowledging:
         return CompactedTag(tag.name, choice.step, compact_report.ACKNOWLEDGED, what)
 
     def judge(self, choice: Choice) -> CompactedTag:
-        """Report an ambiguous tag, or that it is acknowledged.
-
-        Raises
-        ------
-        CorruptFileError
-            The record of the acknowledgement cannot be read.
-        """
+        """Report an ambiguous tag, or that it is acknowledged."""
         tag = choice.tag
         known = self._read(tag.name)
         if known is not None and known == _Acknowledgement.of(tag, known.at):

@@ -51,11 +51,6 @@ def units_in(output_dir: Path, hidden: Container[Path], pattern: str | None = No
         What is in the trash of a bucket, and is not listed.
     pattern
         Pattern of the checkpoints that are considered; all are listed.
-
-    Raises
-    ------
-    UnsupportedError
-        Those that the pattern matches are numbered in two ways.
     """
     named = [path for path in paths_in(output_dir) if _kind(path.name) is not None]
     found = sorted(path for path in named if path not in hidden and is_real_directory(path))
@@ -83,11 +78,6 @@ def open_unit(run_dir: Path, name: str) -> Source:
     """Open a tag of a run directory, or a whole checkpoint of a framework's output directory.
 
     Of the latter, `latest` is one of the source's files, so that all that goes is recorded.
-
-    Raises
-    ------
-    SourceError
-        It cannot be read.
     """
     directory = run_dir / name
     if not is_unit(directory):
@@ -106,13 +96,7 @@ def open_unit(run_dir: Path, name: str) -> Source:
 
 
 def best_of(output_dir: Path, units: Sequence[Path]) -> Mapping[str, str]:
-    """Return the name of each checkpoint that HF Trainer calls the best → the file that says so.
-
-    Raises
-    ------
-    CorruptFileError
-        A `trainer_state.json` cannot be read, so that it is not known which one is the best.
-    """
+    """Return the name of each checkpoint that HF Trainer calls the best → the file that says so."""
     found: dict[str, str] = {}
     for directory in (output_dir, *units):
         path = directory / TRAINER_STATE

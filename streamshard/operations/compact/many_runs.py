@@ -20,15 +20,6 @@ def runs_like(pattern: str, archive_dir: str) -> list[tuple[Path, Path]] | None:
     That one has the same path below `archive_dir` as the run directory below the part of the
     pattern that has no wildcards. Links, and names that begin with a dot, are no run directories.
     Returns None for the path of a single run directory.
-
-    Raises
-    ------
-    SourceNotFoundError
-        Nothing matches.
-    SourceError
-        A directory cannot be listed, so that runs may be missing.
-    UsageError
-        The pattern has `**`, or leads through `..`, or into a bucket.
     """
     if _WILD.search(pattern) is None:
         return None

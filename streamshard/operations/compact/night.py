@@ -281,13 +281,7 @@ class Compacting:
             return replace(_failed(tag, error), source_bytes=found.source_bytes)
 
     def _archived(self, tag: str) -> Receipt | None:
-        """Return the receipt of a tag that is archived; None if it is not archived yet.
-
-        Raises
-        ------
-        CorruptFileError
-            The archive of that name is of something else, or is missing.
-        """
+        """Return the receipt of a tag that is archived; None if it is not archived yet."""
         place = Place(self._settings.archive_dir, tag)
         receipt = place.read_receipt()
         if receipt is None or receipt.state == BEGUN:

@@ -77,25 +77,13 @@ class NightRecord:
         return self.directory / _NAME
 
     def write(self, night: Night) -> None:
-        """Write it durably.
-
-        Raises
-        ------
-        TargetError
-            It cannot be written.
-        """
+        """Write it durably."""
         data = json.dumps({"format": _FORMAT, **asdict(night)}, indent=1).encode()
         with target_errors(self.path):
             write_durably(self.path, data, self.path.with_name(f"{_NAME}.partial"))
 
     def read(self) -> Night | None:
-        """Read it; None if no night has left one.
-
-        Raises
-        ------
-        SourceError
-            It cannot be read, or is malformed.
-        """
+        """Read it; None if no night has left one."""
         try:
             with source_errors(self.path):
                 if not exists(self.path):

@@ -48,13 +48,7 @@ class Identity:
 
     @classmethod
     def of(cls, path: Path) -> "Identity":
-        """Return the identity of the directory at a path.
-
-        Raises
-        ------
-        SourceNotFoundError
-            There is no directory.
-        """
+        """Return the identity of the directory at a path."""
         try:
             stat = examine(path)
         except OSError as error:
@@ -81,11 +75,6 @@ def look_at(run_dir: Path, before: Run | None = None, pattern: str | None = None
     pattern
         Pattern of the tags that are considered. Of a framework's checkpoints, the one of these that
         was saved last counts as `latest`.
-
-    Raises
-    ------
-    SourceError
-        The run directory cannot be read.
     """
     Identity.of(run_dir)
     with listings_kept(anew=True), source_errors(run_dir):

@@ -221,13 +221,7 @@ def is_like(name: str, pattern: str) -> bool:
 
 
 def require_pattern(pattern: str) -> None:
-    """Require that a pattern of `--tags` is a path below the run directory.
-
-    Raises
-    ------
-    UsageError
-        It is empty, absolute or a URL, leads through `..`, or has `**`.
-    """
+    """Require that a pattern of `--tags` is a path below the run directory."""
     path = PurePosixPath(pattern)
     if not path.parts or path.is_absolute() or "://" in pattern:
         raise UsageError(f"--tags {pattern}: has to be relative to RUN_DIR, as 'global_step*'")

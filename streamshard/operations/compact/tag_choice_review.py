@@ -22,13 +22,7 @@ class Again:
     """Description of the run directory when the run began."""
 
     def still_free(self, choice: Choice) -> str:
-        """Repeat the choice for a tag that is about to be moved.
-
-        Raises
-        ------
-        SourceError
-            Something protects the tag now, or it has changed.
-        """
+        """Repeat the choice for a tag that is about to be moved."""
         run = look_at(self.run_dir, self.before, self.rules.tags)
         reason = refusal(run)
         if reason is None:
@@ -45,13 +39,7 @@ class Again:
         return choice.reason
 
     def still_unwanted(self, tag: str) -> str:
-        """Repeat the choice for a tag in the trash.
-
-        Raises
-        ------
-        SourceError
-            Something would protect the tag if it were brought back.
-        """
+        """Repeat the choice for a tag in the trash."""
         reason = self.kept_in_trash(tag)
         if reason is not None:
             message = f"{self.run_dir}: {tag} in its trash may not be removed any more: {reason}"
@@ -59,13 +47,7 @@ class Again:
         return "no rule would keep it"
 
     def kept_in_trash(self, tag: str) -> str | None:
-        """Say what would protect a tag in the trash if it were brought back; None if nothing would.
-
-        Raises
-        ------
-        SourceError
-            This is not clear now, although it was when the run began.
-        """
+        """Say what would protect a tag in the trash if it were brought back, if anything."""
         run = look_at(self.run_dir, self.before, self.rules.tags)
         reason = refusal(run) or self._not_read(run)
         held = next((held for held in run.trashed if held.name == tag), None)

@@ -83,13 +83,7 @@ class StoreTargets:
             yield self._chunk_target(chunk)
 
     def byte_counts(self) -> ByteCounts:
-        """Count the bytes that are written; an upper bound if the store is compressed.
-
-        Raises
-        ------
-        UnsupportedError
-            A file of the store could not be read again.
-        """
+        """Count the bytes that are written; an upper bound if the store is compressed."""
         with of_file(self._source.path):
             sizes = self._sizes()
         return ByteCounts(sizes, np.ones(len(self._source.checkpoint.tensors), dtype=np.int64))

@@ -150,13 +150,7 @@ def diff(
 
 
 def _choose(pairing: Pairing, one: Source, other: Source, patterns: Sequence[str]) -> None:
-    """Keep only the tensors whose names match a pattern.
-
-    Raises
-    ------
-    UsageError
-        A pattern matches no tensor.
-    """
+    """Keep only the tensors whose names match a pattern."""
     names = _Names(one, other)
     known = [p.tensor for p in pairing.pairs if p.tensor is not None]
     held = [name for t in (*known, *pairing.tensors.values()) for name in names.of(t)]

@@ -16,11 +16,6 @@ def require_same_model(
 
     A model that lists a tied weight under one of its names alone has the weight. Where options
     choose some of the weights, the model may have more.
-
-    Raises
-    ------
-    DisagreementError
-        The message names the tensors.
     """
     shapes = {entry.name: entry.shape for entry in model.families[0].module}
     unknown = [weight.names[0] for weight in weights if not shapes.keys() & {*weight.names}]

@@ -83,11 +83,6 @@ def choose_contents(checkpoint: Checkpoint, chosen: Weights, layout: str) -> Dcp
         The weights, with their names in the target.
     layout
         `torch`, `titan` or `accelerate`.
-
-    Raises
-    ------
-    UnsupportedError
-        The checkpoint does not hold one whole model, or torch's optimizers cannot go on from it.
     """
     if not checkpoint.layout.stage:
         raise UnsupportedError(_NAMELESS)

@@ -9,13 +9,7 @@ from streamshard.operations.source.source import Source
 
 
 def require_trained_experts(source: Source) -> None:
-    """Refuse experts with tensors besides master weights, which only their own files hold.
-
-    Raises
-    ------
-    UnsupportedError
-        Such a file holds a frozen weight or a buffer, or it cannot be known, as in a store.
-    """
+    """Refuse experts with tensors besides master weights, which only their own files hold."""
     checkpoint = source.checkpoint
     family = checkpoint.families[0]
     counts = family.model_state.get(names.EXPERT_COUNTS)

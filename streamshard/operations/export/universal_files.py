@@ -41,13 +41,7 @@ _LOCATE_BYTES: Final = 16 * 8
 
 
 class UniversalFiles:
-    """Fills the files of a universal checkpoint from a source.
-
-    Raises
-    ------
-    UnsupportedError
-        The model is in parts, or no engine would load the written files.
-    """
+    """Fills the files of a universal checkpoint from a source."""
 
     def __init__(self, source: Source) -> None:
         checkpoint = source.checkpoint

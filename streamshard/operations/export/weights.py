@@ -67,13 +67,6 @@ def choose_weights(
     ----------
     takes_experts
         Whether experts are exported, of which only master weights are known here.
-
-    Raises
-    ------
-    UsageError
-        A pattern or a prefix matches no tensor, nothing is left, or two tensors get one name.
-    UnsupportedError
-        The checkpoint does not hold one whole model, or a tensor cannot be cast.
     """
     family = only_family(checkpoint, takes_experts=takes_experts)
     found = list(_candidates(checkpoint, family))
@@ -107,11 +100,6 @@ def _require_told(
     """Refuse options that need information that the files of stage 0 lack.
 
     These files record neither which weights are frozen, nor the names of the master weights.
-
-    Raises
-    ------
-    UsageError
-        An option needs this information; the message says what to choose instead.
     """
     where = "saved without ZeRO (stage 0), which does not tell"
     if not options.frozen:
@@ -134,11 +122,6 @@ def only_family(checkpoint: Checkpoint, *, takes_experts: bool = False) -> Famil
     ----------
     takes_experts
         Whether the model may have experts.
-
-    Raises
-    ------
-    UnsupportedError
-        There are several families, or the family does not hold the whole model.
     """
     family = checkpoint.families[0]
     if checkpoint.is_dumps:

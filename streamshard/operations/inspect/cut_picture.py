@@ -53,11 +53,6 @@ def picture_of(
     world_size, zero_stage
         Show beside it how `repartition` would cut it. If only one is given, the other one stays as
         it was saved.
-
-    Raises
-    ------
-    UsageError
-        The checkpoint was not cut by ZeRO, or cannot be cut in that way.
     """
     if source.kind in ("dcp", "weights"):
         raise UsageError("not cut among ZeRO's ranks: nothing to draw")

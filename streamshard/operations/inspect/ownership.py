@@ -69,13 +69,7 @@ def ranks_of(source: Source) -> dict[int, tuple[int, tuple[int, ...] | None]]:
 
 
 def parameter_details(source: Source, patterns: Sequence[str]) -> tuple[ParameterDetail, ...]:
-    """Describe all tensors of the model whose complete names match a shell pattern.
-
-    Raises
-    ------
-    UsageError
-        A pattern matches no tensor; the message names some that exist.
-    """
+    """Describe all tensors of the model whose complete names match a shell pattern."""
     found = list(_named(source.checkpoint))
     known = [one.name for one in found]
     for pattern in patterns:
@@ -177,13 +171,7 @@ def _ranks_of_files(source: Source) -> list[int | None]:
 
 
 def rank_detail(source: Source, rank: int) -> RankDetail:
-    """Describe the part of the optimizer that one data-parallel rank holds.
-
-    Raises
-    ------
-    UsageError
-        There is no such rank; the message says which ranks there are.
-    """
+    """Describe the part of the optimizer that one data-parallel rank holds."""
     layout = source.checkpoint.layout
     if not source.is_of_ranks:
         what, pieces = ("a store", "chunks") if source.kind == "store" else ("this", "pieces")

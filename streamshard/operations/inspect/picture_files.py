@@ -30,15 +30,7 @@ class PictureFiles:
         return tuple(path for path in (self.svg, self.html) if path is not None)
 
     def require_free(self) -> None:
-        """Refuse files that exist, unless they may be replaced.
-
-        Raises
-        ------
-        TargetExistsError
-            A file exists, or something else is at its path.
-        UsageError
-            Both pictures have the same path.
-        """
+        """Refuse files that exist, unless they may be replaced."""
         if len(set(self.paths)) < len(self.paths):
             raise UsageError(f"{self.svg}: cannot be --svg and --html at once")
         for path in self.paths:
@@ -56,15 +48,7 @@ class PictureFiles:
     def draw(
         self, source: Source, world_size: int | None, zero_stage: int | None
     ) -> tuple[FileSummary, ...]:
-        """Draw a checkpoint, and how it would be resized; write complete files or none.
-
-        Raises
-        ------
-        UsageError
-            A file would lie in the source, or the checkpoint cannot be resized in that way.
-        TargetError
-            A file cannot be written.
-        """
+        """Draw a checkpoint, and how it would be resized; write complete files or none."""
         for path in self.paths:
             require_separate(source.path, source.files, path)
         picture = picture_of(source, world_size=world_size, zero_stage=zero_stage)

@@ -43,17 +43,6 @@ def with_means(source: Source, parts: ModelParts) -> Source:
 
     An element that is the same on all ranks stays as it is. Weights in 16 bits are cast from the
     mean of the master weights.
-
-    Raises
-    ------
-    UsageError
-        No parameter is to be averaged.
-    UnsupportedError
-        There are too many, or a state has no mean.
-    DisagreementError
-        Stages of a pipeline hold different copies.
-    SourceError, IntegrityError
-        A file cannot be read, or its bytes are not those that were recorded.
     """
     averaged = parts.averaged()
     require_averaged(averaged)
@@ -65,13 +54,7 @@ def with_means(source: Source, parts: ModelParts) -> Source:
 
 
 def require_averaged(averaged: Sequence[str]) -> None:
-    """Refuse the option where no parameter is to be averaged.
-
-    Raises
-    ------
-    UsageError
-        There is none.
-    """
+    """Refuse the option where no parameter is to be averaged."""
     if not averaged:
         message = f"{AVERAGE}: the files list no parameter as one to be averaged, or what is asked"
         raise UsageError(f"{message} for puts no parameter together; leave it out")

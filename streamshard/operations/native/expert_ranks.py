@@ -25,14 +25,6 @@ def at_expert_degree(opened: Source, degree: int | None, world_size: int) -> Sou
         without experts.
     world_size
         Count of all ranks of the job that resumes.
-
-    Raises
-    ------
-    UsageError
-        More than one rank is to share experts that the source does not have; or the experts or the
-        ranks cannot be divided so.
-    UnsupportedError, DisagreementError
-        The experts cannot be spread anew; the message says why.
     """
     if degree is None:
         return None

@@ -93,13 +93,7 @@ class FilesOnDemand:
         }
 
     def content(self, path: str) -> FileContent:
-        """Serialize a file, and find what fills it.
-
-        Raises
-        ------
-        KeyError
-            The target has no such file.
-        """
+        """Serialize a file, and find what fills it."""
         return self._content(self._images[path]())
 
     def sidecar(self, name: str) -> FileContent:

@@ -21,11 +21,6 @@ def kv_heads(source: Source) -> int | None:
     AutoTP looks for others too, and for what the model's class calls them; only this name is read,
     which comes first (`AutoTPMeta.from_model_config` of `deepspeed/module_inject/tp_shard.py`,
     0.19.8).
-
-    Raises
-    ------
-    SourceError, IntegrityError
-        The file cannot be read, or its bytes are not those that were recorded.
     """
     for number, tensor in enumerate(source.checkpoint.tensors):
         if tensor.state == FILE and tensor.name == CONFIG and tensor.numel <= _MOST_BYTES:

@@ -76,14 +76,6 @@ def at_degrees(
         Count of ranks over which that job's experts are to be spread, if that is asked for too.
     if_needed
         Whether the stages may be those of the source.
-
-    Raises
-    ------
-    UsageError
-        There is no reference checkpoint, or it is of other degrees; or the stages are none, or
-        those of the source.
-    UnsupportedError, DisagreementError
-        The checkpoint, or the reference, cannot be cut anew; the message says why.
     """
     if stages is not None:
         pipeline_parallel = count_stages(stages, pipeline_parallel)

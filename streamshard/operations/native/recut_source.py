@@ -66,13 +66,7 @@ class OtherDegrees:
         return {**self.degrees.options, **stages, **({AVERAGE: ""} if self.takes_means else {})}
 
     def require_config(self, wanted: ds_config.Config | None) -> None:
-        """Refuse a config of a job with another tensor parallel degree (AutoTP).
-
-        Raises
-        ------
-        UsageError
-            The message has both degrees.
-        """
+        """Refuse a config of a job with another tensor parallel degree (AutoTP)."""
         if wanted is None or is_pipeline(self.source.checkpoint):
             return
         configured = ds_config.features(wanted).tensor_parallel
@@ -81,15 +75,7 @@ class OtherDegrees:
             raise UsageError(f"{message} autotp_size {configured}; make them agree")
 
     def require_equal_copies(self, memory: MemoryPlan, progress: Progress) -> None:
-        """Compare what several parts of the original hold copies of, of which one is taken.
-
-        Raises
-        ------
-        DisagreementError
-            Copies differ; the message names the parameter and how many elements differ.
-        SourceError
-            A file cannot be read.
-        """
+        """Compare what several parts of the original hold copies of, of which one is taken."""
         copies = self.copies
         first = replace(self.original, cutting=copies.cutting(0))
         for holder in range(1, max(copies.holders, default=1)):

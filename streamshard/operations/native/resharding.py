@@ -96,11 +96,6 @@ def resharding_of(
         Count of ranks over which that job's experts are spread; by default as many as now.
     degrees
         How the model was cut anew for that job, if it was.
-
-    Raises
-    ------
-    StreamshardError
-        The checkpoint cannot be cut in this way; the message says why.
     """
     if degrees is not None:
         degrees.require_config(wanted)

@@ -18,13 +18,6 @@ def require_different_shards(source: Source, parts: ModelParts) -> None:
 
     It may be one that each rank holds whole: put together, it would be several times as long. Only
     the beginnings of other tensors are read.
-
-    Raises
-    ------
-    UnsupportedError
-        The message names the tensor.
-    SourceError, IntegrityError
-        A file cannot be read, or its bytes are not those that were recorded.
     """
     index, families = parts.checkpoint.tensor_index(), parts.checkpoint.families
     with closing(SourceAccess(source)) as access:

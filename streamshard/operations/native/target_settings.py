@@ -53,13 +53,6 @@ def target_settings(
     ----------
     ds_version
         DeepSpeed's version in the job that resumes; by default the one that saved.
-
-    Raises
-    ------
-    UsageError
-        The options contradict each other, or need values that the checkpoint lacks.
-    UnsupportedError
-        The checkpoint's optimizer cannot be converted to that stage.
     """
     kept = checkpoint.config
     stage, dtype = zero_stage or checkpoint.layout.stage, checkpoint.module_dtype
@@ -229,14 +222,7 @@ def _require_carried_parts(checkpoint: Checkpoint, stage: int, dtype: str) -> No
 
 
 def require_allowed(checkpoint: Checkpoint, world_size: int) -> int:
-    """Return the data-parallel size for a count of all ranks.
-
-    Raises
-    ------
-    UsageError
-        The count is not a multiple of the model's parts, its experts' ranks and its replicas; or it
-        is too small or too large.
-    """
+    """Return the data-parallel size for a count of all ranks."""
     parts, experts = len(checkpoint.families), checkpoint.expert_parallel
     replicas = checkpoint.replicas
     unit = parts * experts * replicas

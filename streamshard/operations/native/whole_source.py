@@ -35,11 +35,6 @@ def whole(
         How tensor parallelism cut parameters; None for what files tell.
     average
         Whether to take the mean of the copies of parameters that are to be averaged.
-
-    Raises
-    ------
-    UnsupportedError, DisagreementError, IncompleteError, CorruptFileError
-        Its parts cannot be put together; the message says why.
     """
     families = opened.checkpoint.families
     is_pipe = is_pipeline(opened.checkpoint)
@@ -77,11 +72,6 @@ def in_equal_parts(one: Source, other: Source) -> tuple[Source, Source, list[Oth
     -------
     list
         What was put together, in which copies were taken for equal.
-
-    Raises
-    ------
-    UnsupportedError, DisagreementError, IncompleteError
-        The parts cannot be put together; the message says why.
     """
     if _have_equal_parts(one.checkpoint, other.checkpoint):
         return one, other, []

@@ -180,15 +180,7 @@ def _prepare(
 def _with_training_state(
     opened: Source, options: RepartitionOptions, wanted: ds_config.Config | None
 ) -> Source:
-    """Return a source with what a DeepSpeed job needs, from the job's config where that suffices.
-
-    Raises
-    ------
-    SourceError
-        The source lacks it, and the config does not suffice.
-    UsageError
-        There is no count of ranks.
-    """
+    """Add what a DeepSpeed job needs to a source, from the job's config if that suffices."""
     if opened.kind != "dcp" or not opened.checkpoint.foreign or wanted is None:
         opened.require_training_state()
         return opened
@@ -208,11 +200,6 @@ def _own_world_size(source: Source) -> int:
 
     It is the world size of the ranks that saved the content of a store, or the reference of a
     distributed checkpoint.
-
-    Raises
-    ------
-    UsageError
-        The source's files are for that world size already.
     """
     if source.is_of_ranks:
         ranks = counted(source.checkpoint.ranks, "rank")

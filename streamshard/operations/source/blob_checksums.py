@@ -17,11 +17,6 @@ def note_checksums(source: Source) -> None:
     """Note the CRC-32 of each tensor in the training state, as torch's files have it.
 
     Parts of a model are compared by it, so that no two tensors are in memory.
-
-    Raises
-    ------
-    SourceError, IntegrityError
-        A file cannot be read, or its bytes are not those that were recorded.
     """
     families = source.checkpoint.families
     roots = [root for one in families for root in (one.model_state, one.optimizer_file)]

@@ -25,17 +25,7 @@ class Layered:
 
 
 def layered(opened: Source) -> Layered:
-    """Add the tensors of a pipeline's layers to its checkpoint.
-
-    Raises
-    ------
-    UnsupportedError
-        It is not known which tensors a file holds.
-    SourceError
-        A file is missing, or is not the one that the stages' files list; the message names it.
-    IntegrityError
-        The bytes of a store are not those that were recorded.
-    """
+    """Add the tensors of a pipeline's layers to its checkpoint."""
     if opened.checkpoint.layers:
         return Layered(opened)
     with closing(_KeptFiles(opened)) as kept:

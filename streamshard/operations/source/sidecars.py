@@ -26,11 +26,6 @@ def find_beside(run_dir: Path, tag: str) -> tuple[list[tuple[Path, str]], list[s
     """List sidecars with their paths relative to the run directory; notes name those left behind.
 
     Symbolic links are followed only to files within the run directory.
-
-    Raises
-    ------
-    UnsupportedError
-        A file's name is not text, or Accelerate saved a second model.
     """
     left: list[Path] = []
     entries = may_come_along(run_dir)

@@ -109,13 +109,7 @@ class Source:
         return self.kind in ("native", "dumps")
 
     def require_training_state(self) -> None:
-        """Refuse a source that lacks what a DeepSpeed job needs besides tensors.
-
-        Raises
-        ------
-        UnsupportedError
-            The message says what is missing, and how to supply it.
-        """
+        """Refuse a source that lacks what a DeepSpeed job needs besides tensors."""
         if self.kind == "weights":
             message = f"{self.path}: {self.checkpoint.foreign}, without an optimizer's state:"
             raise UnsupportedError(f"{message} a job begins with them, and resumes from nothing")
@@ -125,13 +119,7 @@ class Source:
             raise UnsupportedError(f"{message}: {SUPPLY}{config}")
 
     def require_states(self) -> None:
-        """Refuse a store whose optimizer states were dropped.
-
-        Raises
-        ------
-        UnsupportedError
-            The states were dropped; the message says when and why.
-        """
+        """Refuse a store whose optimizer states were dropped."""
         dropped = self.checkpoint.dropped
         if dropped is not None:
             message = f"{self.path}: holds weights only: {dropped}, so no job can resume from it"
@@ -139,13 +127,7 @@ class Source:
             raise UnsupportedError(f"{message}. Its weights are written by: {way}")
 
     def require_as_written(self) -> None:
-        """Refuse a store in which another tool rewrote an array.
-
-        Raises
-        ------
-        UnsupportedError
-            The message names an array.
-        """
+        """Refuse a store in which another tool rewrote an array."""
         if self.rewritten:
             message = f"{self.path / self.rewritten[0]}: rewritten by another tool: no archive that"
             raise UnsupportedError(f"{message} proves anything. Put back what streamshard wrote")
@@ -159,11 +141,6 @@ class Source:
             Whether it may be given though it is not needed, as by a job script that runs before
             every start. Its degrees must be the source's then: else the script does not ask for
             those of its job.
-
-        Raises
-        ------
-        UsageError
-            It was not needed to read the source, and the verb does not need it (`needed`).
         """
         if self.like is not None and not (self.needs_like or needed):
             message = f"{self.path}: needs no reference checkpoint; leave --like out"
@@ -196,11 +173,6 @@ def open_source(
         hyper-parameters.
     takes_model
         Whether `like` may be a model's weights alone, which supply nothing and are only compared.
-
-    Raises
-    ------
-    SourceError
-        There is no checkpoint, or it cannot be used; the message names the file.
     """
     config, known = read_hints([path], ds_config_file, like, takes_model=takes_model)
     is_model = known is not None and known.kind == "weights"
@@ -226,16 +198,7 @@ def read_hints(
     *,
     takes_model: bool = False,
 ) -> tuple[ds_config.Config | None, Source | None]:
-    """Read the config and the reference checkpoint to open sources with; see `open_source`.
-
-    Raises
-    ------
-    UsageError
-        There is a config, but none of the paths names raw dumps; or the reference checkpoint was
-        saved without ZeRO.
-    SourceError
-        The reference checkpoint cannot be used.
-    """
+    """Read the config and the reference checkpoint to open sources with; see `open_source`."""
     if ds_config_file is not None and not any(dump_names.is_source_template(str(p)) for p in paths):
         message = f"{paths[0]}: is not a set of raw dumps; leave --source-ds-config out"
         raise UsageError(message)
@@ -313,14 +276,7 @@ def _open_distributed(root: Path, like: Source | None) -> Source:
 
 
 def find_tag(root: Path, tag: str | None) -> tuple[Path, Path]:
-    """Return the run directory and the tag directory in it.
-
-    Raises
-    ------
-    SourceError
-        There is no tag directory, or it is a link out of the run directory. If there are others,
-        the message names them.
-    """
+    """Return the run directory and the tag directory in it."""
     if not exists(root):
         raise SourceNotFoundError(f"{root}: no such file or directory")
     if not is_directory(root):

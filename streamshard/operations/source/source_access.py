@@ -43,17 +43,7 @@ class SourceAccess:
             self._close()
 
     def fill(self, out: Array, tensor: int, start: int, cast: Cast | None) -> None:
-        """Fill an array, which lies in one piece, with elements of a tensor from `start` on.
-
-        Raises
-        ------
-        UsageError
-            The checkpoint has been closed.
-        SourceError
-            A file cannot be read, or is not what it was when the checkpoint was opened.
-        IntegrityError
-            Bytes of a store are not those that were recorded.
-        """
+        """Fill an array, which lies in one piece, with elements of a tensor from `start` on."""
         region = self._region(out, tensor, start, cast)
         with self._lock:
             self._require_open()
@@ -63,15 +53,7 @@ class SourceAccess:
             filler.fill(out.reshape(-1).view(np.uint8).data)
 
     def map(self, tensor: int, name: str, *, is_private: bool, is_checked: bool) -> memoryview:
-        """Map what a tensor that has elements and lies in one piece holds.
-
-        Raises
-        ------
-        UsageError
-            It does not lie in one piece, or the checkpoint has been closed.
-        SourceError, IntegrityError
-            As of `fill`.
-        """
+        """Map what a tensor that has elements and lies in one piece holds."""
         file, offset, nbytes = locate_whole(self._source, tensor, name)
         with self._lock:
             self._require_open()

@@ -24,13 +24,7 @@ COMMITTED: Final = f"{names.OWN_PREFIX}.committed"
 
 
 def is_unfinished(target: Path) -> bool:
-    """Tell whether a run is uploading to a path, or was cut off there.
-
-    Raises
-    ------
-    OSError
-        The service does not tell.
-    """
+    """Tell whether a run is uploading to a path, or was cut off there."""
     if not is_object(target):
         return False
     found = set[str]()
@@ -40,27 +34,13 @@ def is_unfinished(target: Path) -> bool:
 
 
 def has_journal(target: Path) -> bool:
-    """Tell whether the journal of a run lies in a target, which may exist nevertheless.
-
-    Raises
-    ------
-    OSError
-        The place does not tell.
-    """
+    """Tell whether the journal of a run lies in a target, which may exist nevertheless."""
     journal = target / JOURNAL
     return is_file(header_of(journal) if is_object(target) else journal)
 
 
 def require_finished(path: Path) -> None:
-    """Refuse what a run has not uploaded completely.
-
-    Raises
-    ------
-    IncompleteError
-        The message says what to do.
-    SourceError
-        The service does not tell.
-    """
+    """Refuse what a run has not uploaded completely."""
     with source_errors(path):
         unfinished = is_unfinished(path)
     if unfinished:

@@ -26,11 +26,6 @@ def locate_whole(source: Source, number: int, name: str) -> tuple[int, int, int]
         Index of a tensor that has elements.
     name
         What to call it in messages.
-
-    Raises
-    ------
-    UsageError
-        It is cut, or compressed.
     """
     tensor = source.checkpoint.tensors[number]
     itemsize = ITEMSIZE[tensor.dtype]

@@ -48,13 +48,7 @@ class Wanted:
     template: Template | None = None
 
     def found(self, progress: Progress | None = None) -> Report | None:
-        """Return a report if the target holds what the run would write, else None.
-
-        Raises
-        ------
-        TargetExistsError
-            The target holds something else, and may not be replaced.
-        """
+        """Return a report if the target holds what the run would write, else None."""
         difference = None
         with target_errors(self.target):
             is_settled = (

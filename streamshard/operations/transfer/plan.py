@@ -49,13 +49,7 @@ class TransferPlan:
         return self.output.source
 
     def found(self, progress: Progress | None = None) -> Report | None:
-        """Return the report of a run that has nothing to do; None if there is something to do.
-
-        Raises
-        ------
-        TargetExistsError
-            The target exists, holds something else, and may not be replaced.
-        """
+        """Return the report of a run that has nothing to do; None if there is something to do."""
         output = self.output
         if output.is_reusable:
             is_native = self.source.kind == "native"
@@ -74,14 +68,7 @@ class TransferPlan:
         ).found(progress)
 
     def run(self, progress: Progress | None = None) -> Report:
-        """Write the target.
-
-        Raises
-        ------
-        StreamshardError
-            The source changed, or the target cannot be written. Then there is no target, but the
-            files written so far are kept beside its place, and the same plan continues with them.
-        """
+        """Write the target."""
         options, shown = self.command.options, progress or Silent()
         if options.if_needed and (found := self.found(progress)) is not None:
             return found
@@ -151,11 +138,6 @@ def plan_transfer(
     ----------
     template
         Names of the dumps, if the target is a directory of dumps.
-
-    Raises
-    ------
-    StreamshardError
-        One of its subclasses, each with its own exit code; see `streamshard.errors`.
     """
     options, floor_bytes = command.options, resident_memory.resident_bytes()
     resident_memory.restart_peak()

@@ -135,16 +135,7 @@ class SavedPlan:
 
 
 def write(path: Path, command: Command, identity: RunIdentity, sizes: Mapping[str, int]) -> None:
-    """Write a plan file.
-
-    Raises
-    ------
-    UsageError
-        The path is in the source or the target, neither of which may change; or the command is a
-        part of another verb.
-    TargetError
-        The path exists and is not a plan file, or the file cannot be written.
-    """
+    """Write a plan file."""
     if command.verb not in OPTIONS:
         raise UsageError(f"{path}: a part of a larger plan, which cannot be saved by itself")
     source = identity.source
@@ -204,13 +195,7 @@ def plan_digest(sizes: Mapping[str, int]) -> str:
 
 
 def read(path: Path) -> SavedPlan:
-    """Read a plan file.
-
-    Raises
-    ------
-    UsageError
-        There is no such file, or it is not a plan of this version.
-    """
+    """Read a plan file."""
     try:
         data = read_all(path, _LIMIT_BYTES + 1)
     except OSError as error:

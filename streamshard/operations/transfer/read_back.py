@@ -47,11 +47,6 @@ def require_no_differences(
         them is dropped first.
     differences
         Reads the files, and describes what is wrong with them.
-
-    Raises
-    ------
-    NotAsWrittenError
-        The files are wrong; the message names the first difference.
     """
     with target_errors(place):
         drop_cached(place)

@@ -173,13 +173,7 @@ class UploadState:
 
     @classmethod
     def of(cls, target: ObjectPath) -> "UploadState":
-        """Ask the service.
-
-        Raises
-        ------
-        OSError
-            It does not tell.
-        """
+        """Ask the service."""
         is_committed, journal, begun, has_object, is_occupied = together(
             lambda: object_there(target / COMMITTED),
             lambda: UploadJournal(target / JOURNAL),
@@ -224,13 +218,7 @@ def is_vacant(path: Path) -> bool:
 
 
 def is_there(path: Path) -> bool:
-    """Tell whether a path exists, as `lexists`, for callers that do not catch OSError.
-
-    Raises
-    ------
-    TargetError
-        The system does not tell whether the path exists.
-    """
+    """Tell whether a path exists, as `lexists`, for callers that do not catch OSError."""
     with target_errors(path):
         return lexists(path)
 

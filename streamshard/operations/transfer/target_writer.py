@@ -37,13 +37,7 @@ class TargetWriter(Protocol):
         """Return what makes the files; each pass may need the results of the passes before it."""
 
     def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
-        """Read the written files back from disk, and describe how they differ from the source.
-
-        Raises
-        ------
-        SourceError
-            The written files cannot be read.
-        """
+        """Read the written files back from disk, and describe how they differ from the source."""
 
     def finish(self, report: Report) -> Report:
         """Add to a run's report what is known only after the run."""

@@ -134,13 +134,7 @@ class UploadedTarget:
         return {*self._paths(), *self.journal.paths()}
 
     def _require_alone(self) -> None:
-        """Refuse to complete a target in which there are objects of others.
-
-        Raises
-        ------
-        TargetExistsError
-            They stay as they are; the message names one.
-        """
+        """Refuse to complete a target in which there are objects of others."""
         own = self._own()
         others = (entry for name, entry in self._objects() if name not in own)
         strange = next((entry.path for entry in others if is_no_marker(entry)), None)

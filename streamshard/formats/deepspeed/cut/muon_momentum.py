@@ -52,11 +52,6 @@ class WholeMomentum:
         """Refuse momentum whose end `elastic_checkpoint` cut off as if it were padding.
 
         It cuts the length of the partition's padding off every state, but momentum has no padding.
-
-        Raises
-        ------
-        UnsupportedError
-            A rank with padding has momentum; the message names its file.
         """
         for rank, numel in enumerate(self.lengths()):
             padding = self._flat.padding(rank)
@@ -76,11 +71,6 @@ class WholeMomentum:
         ----------
         tensors
             Logical tensor of each parameter, in the param group's own order.
-
-        Raises
-        ------
-        DisagreementError
-            Two ranks have different momentum for one parameter; the message names the files.
         """
         found: dict[int, tuple[SourceFile, int]] = {}
         for rank in range(self._flat.world_size):

@@ -28,13 +28,6 @@ def in_order_of(checkpoint: Checkpoint, stage: int, like: Checkpoint | None) -> 
     ----------
     like
         Reference checkpoint of the same job at that stage, for an order that is not known.
-
-    Raises
-    ------
-    UnsupportedError
-        The order is not known, and there is no reference checkpoint of that stage.
-    DisagreementError
-        The reference checkpoint has other parameters.
     """
     if needs_order(checkpoint, stage):
         if like is None or like.layout.stage != stage:

@@ -31,11 +31,6 @@ def recorded_cut(state: Mapping[str, Node], path: Path, *, has_paddings: bool) -
     ----------
     has_paddings
         Whether the state's `group_paddings` are those of the rank.
-
-    Raises
-    ------
-    CorruptFileError
-        The record does not have DeepSpeed's form.
     """
     return RecordedCut(
         path=path,

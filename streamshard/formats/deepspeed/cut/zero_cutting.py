@@ -51,13 +51,7 @@ class SourceMap:
 
 
 def cut_source(checkpoint: Checkpoint, source_map: SourceMap) -> Reading:
-    """Compute the place of every element of every logical tensor.
-
-    Raises
-    ------
-    SourceError
-        The files' lengths or records differ from the computed ones; the message names the file.
-    """
+    """Compute the place of every element of every logical tensor."""
     tensors = checkpoint.tensors
     builder = CuttingBuilder([ITEMSIZE[tensor.dtype] for tensor in tensors])
     index = checkpoint.tensor_index()

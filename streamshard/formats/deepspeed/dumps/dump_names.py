@@ -46,13 +46,7 @@ class Template:
         return int(match[1])
 
     def find(self) -> tuple[Path, ...]:
-        """List the files of all ranks.
-
-        Raises
-        ------
-        SourceError
-            There are no files, or the file of a rank is missing between others.
-        """
+        """List the files of all ranks."""
         where = self.directory / self.name
         if not is_directory(self.directory):
             raise SourceNotFoundError(f"{self.directory}: no such directory")
@@ -74,13 +68,7 @@ def is_template(path: str) -> bool:
 
 
 def parse(path: str) -> Template:
-    """Read a template from the command line.
-
-    Raises
-    ------
-    UsageError
-        The template does not name the rank exactly once, in the file's name.
-    """
+    """Read a template from the command line."""
     whole = as_path(path)
     try:
         fields = [field for _, field, _, _ in Formatter().parse(whole.name) if field is not None]
@@ -105,15 +93,7 @@ def is_source_template(path: str) -> bool:
 
 
 def parse_source(path: str) -> Template:
-    """Read a template of existing files: from a pattern `raw/*.pt`, or `{rank}` with its padding.
-
-    Raises
-    ------
-    UsageError
-        The path is not a template, or not exactly one template fits the files of a pattern.
-    SourceNotFoundError
-        A pattern matches no file.
-    """
+    """Read a template of existing files, such as `raw/*.pt` or `{rank}` with its padding."""
     whole = as_path(path)
     if is_template(path):
         return _as_padded(parse(path))
@@ -129,13 +109,7 @@ def parse_source(path: str) -> Template:
 
 
 def template_for(paths: Sequence[Path]) -> str:
-    """Return the template of files that were listed one by one, as a shell expands `raw/*.pt`.
-
-    Raises
-    ------
-    UsageError
-        No template fits exactly these files; the message shows the templates that exist.
-    """
+    """Return the template of files that were listed one by one, as a shell expands `raw/*.pt`."""
     name = fitting([path.name for path in paths])
     where = paths[0].with_name(name or paths[0].name)
     if name is None or {*Template(where.parent, name).find()} != {*paths}:

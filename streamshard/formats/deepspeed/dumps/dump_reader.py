@@ -64,11 +64,6 @@ def read(template: Template, config: ds_config.Config | None, like: Checkpoint |
     like
         Reference checkpoint of the same job. It supplies the names and shapes of the parameters,
         which stage 3 needs, and the hyper-parameters that `elastic_checkpoint` does not save.
-
-    Raises
-    ------
-    SourceError
-        Something is missing, damaged, contradictory or not supported; the message names the file.
     """
     paths = template.find()
     for path in paths:

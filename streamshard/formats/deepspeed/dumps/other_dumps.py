@@ -13,13 +13,7 @@ from streamshard.formats.torch.tree_comparison import show_few
 
 
 def refuse_other_kinds(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> None:
-    """Refuse files that are not ZeRO's.
-
-    Raises
-    ------
-    UnsupportedError
-        The message says what they are, if that is known, and what can be done with them.
-    """
+    """Refuse files that are not ZeRO's."""
     part = part_of_rank(paths[0])
     if part is not None:
         raise UnsupportedError(f"{paths[0]}: one of the {part}")

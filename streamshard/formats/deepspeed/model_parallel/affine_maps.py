@@ -28,13 +28,7 @@ MAPS: Final = "affine_map"
 
 
 def has_maps(info: Node) -> bool:
-    """Tell whether a model file holds affine maps, as those of AutoTP do since 0.19.8.
-
-    Raises
-    ------
-    CorruptFileError
-        What it holds in their place is not maps.
-    """
+    """Tell whether a model file holds affine maps, as those of AutoTP do since 0.19.8."""
     held = info.get(MAPS) if isinstance(info, dict) else None
     if held is None or held == {}:
         return False
@@ -58,15 +52,7 @@ class AffineMaps:
         self._refused = NamePatterns(by_pattern(info, UNSUPPORTED))
 
     def cut(self, name: str) -> ModelCut:
-        """Return how a parameter is cut among the tensor-parallel ranks.
-
-        Raises
-        ------
-        UnsupportedError
-            There is no map of it, or its shards hold other values than the whole parameter.
-        CorruptFileError
-            The map is not one.
-        """
+        """Return how a parameter is cut among the tensor-parallel ranks."""
         reason, held = self._refused.find(name), self._maps.find(name)
         if reason is not None:
             raise UnsupportedError(f"'{name}' cannot be cut anew: {show(reason)}")
@@ -112,13 +98,7 @@ def _cut(name: str, held: Mapping[str, Node], ranks: int) -> ModelCut:
 
 
 def _corner(view: Node, sizes: tuple[int, ...], of: tuple[int, ...]) -> list[int]:
-    """Return where a view, an offset and strides, begins in a tensor that it is a box of.
-
-    Raises
-    ------
-    UnsupportedError
-        The view is not a box: its strides are not those of the tensor.
-    """
+    """Return where a view, an offset and strides, begins in a tensor that it is a box of."""
     offset, strides = view[0], sizes_of(view[1])
     if not is_size(offset):
         raise CorruptFileError(f"{show(offset)} is no offset")

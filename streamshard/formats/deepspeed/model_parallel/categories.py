@@ -78,15 +78,6 @@ class Categories:
         ----------
         shards
             Rank → shape of its tensor.
-
-        Raises
-        ------
-        UnsupportedError
-            Its parts cannot be put together.
-        DisagreementError
-            The ranks' tensors are not of the category's cut.
-        CorruptFileError
-            The lists do not tell how.
         """
         reason = self._refused.find(name)
         if reason is not None:
@@ -174,13 +165,6 @@ def cut_as_told(
         What tells the rule.
     cut
         Makes the cut of all ranks' shapes.
-
-    Raises
-    ------
-    UnsupportedError
-        A rank has no such tensor.
-    DisagreementError
-        The rule is not that of these shapes.
     """
     if len(shards) < ranks:
         message = f"'{name}' is on {len(shards)} of the {ranks} tensor-parallel ranks"
@@ -195,37 +179,19 @@ def cut_as_told(
 
 
 def replicated(held: Sequence[Shape]) -> ModelCut:
-    """Return the cut of a tensor that each rank has whole.
-
-    Raises
-    ------
-    NotTiledError
-        Shapes differ.
-    """
+    """Return the cut of a tensor that each rank has whole."""
     if any(shape != held[0] for shape in held):
         raise NotTiledError("replicated, so all are alike")
     return whole_cut(held[0], [True] * len(held))
 
 
 def split(held: Sequence[Shape], dimension: int) -> ModelCut:
-    """Return the cut of a tensor of which each rank has a block along a dimension.
-
-    Raises
-    ------
-    NotTiledError
-        Shapes differ in another dimension, or there is no such dimension.
-    """
+    """Return the cut of a tensor of which each rank has a block along a dimension."""
     return split_cut(joined(held, dimension), dimension, [shape[dimension] for shape in held])
 
 
 def even_widths(sizes: Sequence[int], ranks: int) -> Sequence[Sequence[int]]:
-    """Return, for each sub-tensor of these sizes, the equal widths of the ranks' parts.
-
-    Raises
-    ------
-    NotTiledError
-        A size is not divisible.
-    """
+    """Return, for each sub-tensor of these sizes, the equal widths of the ranks' parts."""
     if not sizes or any(size % ranks for size in sizes):
         message = f"sub-parameters of {show(list(sizes))} on {ranks} ranks"
         raise NotTiledError(f"{message}, in unequal parts")
@@ -233,13 +199,7 @@ def even_widths(sizes: Sequence[int], ranks: int) -> Sequence[Sequence[int]]:
 
 
 def joined(held: Sequence[Shape], dimension: int) -> Shape:
-    """Return the shape of tensors one after the other, along a dimension.
-
-    Raises
-    ------
-    NotTiledError
-        They differ in another one, or there is no such dimension.
-    """
+    """Return the shape of tensors one after the other, along a dimension."""
     if len(held[0]) <= dimension:
         raise NotTiledError(f"cut along dimension {dimension}")
     rest = {(*shape[:dimension], *shape[dimension + 1 :]) for shape in held}
@@ -250,13 +210,7 @@ def joined(held: Sequence[Shape], dimension: int) -> Shape:
 
 
 def by_pattern(info: Mapping[str, Node], key: str) -> Mapping[str, Node]:
-    """Return what model files tell by pattern; nothing if they do not.
-
-    Raises
-    ------
-    CorruptFileError
-        It is no dict.
-    """
+    """Return what model files tell by pattern; nothing if they do not."""
     held = info.get(key) or {}
     if not isinstance(held, dict):
         raise CorruptFileError(f"'{key}' is {show(held)}, not a dict by patterns")

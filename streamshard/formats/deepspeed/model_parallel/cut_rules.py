@@ -61,11 +61,6 @@ class CutRules:
         ----------
         named
             The file's name, for messages.
-
-        Raises
-        ------
-        UsageError
-            A line is no rule, or two have the same single name.
         """
         self.text = text
         self._named = named
@@ -83,13 +78,6 @@ class CutRules:
         ----------
         shards
             Rank → shape of its tensor.
-
-        Raises
-        ------
-        UsageError
-            No rule is for it, or several are.
-        UnsupportedError, DisagreementError
-            The ranks' tensors are not of the rule's cut.
         """
         found = self._rules.find_all(name)
         if not found:
@@ -123,13 +111,7 @@ def _read(text: str, named: str) -> Iterator[tuple[str, _OneRule]]:
 
 
 def read_rules(path: Path | None) -> CutRules | None:
-    """Read a file of rules, if one is given.
-
-    Raises
-    ------
-    UsageError
-        It cannot be read, or a line of it is no rule.
-    """
+    """Read a file of rules, if one is given."""
     if path is None:
         return None
     try:

@@ -27,15 +27,7 @@ class NamePatterns(Generic[_V]):
     """A value for each parameter that a pattern matches."""
 
     def __init__(self, patterns: Mapping[str, _V] | Iterable[tuple[str, _V]]) -> None:
-        """Take the patterns.
-
-        Raises
-        ------
-        UnsupportedError
-            One is not of the kind that is run here.
-        DisagreementError
-            Two match the same single name.
-        """
+        """Take the patterns."""
         self._by_name: dict[str, _V] = {}
         self._others: list[tuple[re.Pattern[str] | _Repetitions, _V]] = []
         for pattern, value in patterns.items() if isinstance(patterns, Mapping) else patterns:
@@ -49,28 +41,14 @@ class NamePatterns(Generic[_V]):
                 self._by_name[name] = value
 
     def find(self, name: str) -> _V | None:
-        """Return the value of the pattern that matches a name, if one does.
-
-        Raises
-        ------
-        DisagreementError
-            Several match.
-        UnsupportedError
-            The name is too long to be tried.
-        """
+        """Return the value of the pattern that matches a name, if one does."""
         found = self.find_all(name)
         if len(found) > 1:
             raise DisagreementError(f"'{name}' is matched by several patterns of one kind")
         return found[0][1] if found else None
 
     def find_all(self, name: str) -> list[tuple[str, _V]]:
-        """List the patterns that match a name, each with its value.
-
-        Raises
-        ------
-        UnsupportedError
-            The name is too long to be tried.
-        """
+        """List the patterns that match a name, each with its value."""
         found = [(f"^{re.escape(name)}$", self._by_name[name])] if name in self._by_name else []
         if self._others and len(name) > _LONGEST:
             raise UnsupportedError(f"a name of {len(name):,} characters: {show(name)}")

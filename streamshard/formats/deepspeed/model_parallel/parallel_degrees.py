@@ -81,11 +81,6 @@ def degrees_of(checkpoint: Checkpoint) -> Degrees:
     """Return the degrees with which a checkpoint was saved.
 
     DeepSpeed saves them since 0.19.5; before, only the files show them.
-
-    Raises
-    ------
-    DisagreementError
-        The degrees in the files are not those of the files.
     """
     parts, tensor = len(checkpoint.families), len(checkpoint.families)
     if is_pipeline(checkpoint):

@@ -54,13 +54,6 @@ class ModelParts:
         keeps_shards
             Whether what a tensor-parallel rank has of a tensor stays as it is, since only the
             stages of a pipeline change. Then how tensors are cut need not be known.
-
-        Raises
-        ------
-        UnsupportedError
-            The checkpoint has what cannot be cut anew; the message says what.
-        DisagreementError
-            Families differ in what must be alike.
         """
         self.checkpoint = checkpoint
         _require_plain(checkpoint)
@@ -115,15 +108,7 @@ class ModelParts:
                 yield entry.name, entry.kind, entry.shape, None
 
     def cut(self, name: str) -> ModelCut:
-        """Return how a tensor is cut among the families.
-
-        Raises
-        ------
-        UnsupportedError
-            It is not known, or a family has no elements of it.
-        DisagreementError
-            The families' tensors are not those of the cut.
-        """
+        """Return how a tensor is cut among the families."""
         if name not in self._known:
             self._known[name] = self._cut_of(name)
         return self._known[name]
@@ -185,13 +170,7 @@ class ModelParts:
         return isinstance(self._cuts, Categories) and self._cuts.is_vocabulary(name)
 
     def shards(self, name: str) -> Mapping[int, Shape]:
-        """Return the shape that a tensor has on each tensor-parallel rank of a stage.
-
-        Raises
-        ------
-        DisagreementError
-            It has another one on another stage.
-        """
+        """Return the shape that a tensor has on each tensor-parallel rank of a stage."""
         found: dict[int, Shape] = {}
         for number, shape in self.tensors[name].shapes.items():
             known = found.setdefault(number % self.degrees.tensor, shape)

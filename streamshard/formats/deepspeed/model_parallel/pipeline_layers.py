@@ -91,17 +91,7 @@ class KeptFiles(Protocol):
 
 
 def with_layers(checkpoint: Checkpoint, kept: KeptFiles) -> WithLayers:
-    """Add the tensors of the layers' files to a pipeline's checkpoint.
-
-    Raises
-    ------
-    IncompleteError
-        The file of a layer is missing that a stage trains.
-    UnsupportedError
-        It is not known which tensors a file holds.
-    DisagreementError, CorruptFileError
-        A tensor is not the one that the stages' files list.
-    """
+    """Add the tensors of the layers' files to a pipeline's checkpoint."""
     files = sorted(_files(checkpoint, kept), key=lambda file: file.number)
     # Those of a tag have been checked on opening, those in a store have not.
     raise_first(

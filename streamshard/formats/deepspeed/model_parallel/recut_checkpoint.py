@@ -62,13 +62,6 @@ def recut_checkpoint(source: Reading, parts: ModelParts, like: ModelParts) -> Re
     ----------
     parts
         The parts of the source.
-
-    Raises
-    ------
-    DisagreementError
-        The two are not of the same model, or the source's parts are not of one save.
-    UnsupportedError
-        Something cannot be cut anew; the message names it.
     """
     merging = _MergedParts(parts, like)
     merging.require_same_tensors()
@@ -128,13 +121,7 @@ class _MergedParts:
             raise DisagreementError(f"has files of other layers than {LIKE}: {shown}")
 
     def groups(self) -> list[ParamGroup]:
-        """Return a group for each number, with what all parts say of it.
-
-        Raises
-        ------
-        DisagreementError
-            Parts differ in a dtype, a step, or the hyper-parameters.
-        """
+        """Return a group for each number, with what all parts say of it."""
         first, *others = self._source.families
         counts = {len(f.groups) for c in (self._source, self._like.checkpoint) for f in c.families}
         if len(counts) > 1:
@@ -375,13 +362,7 @@ class _Building:
 
 
 def cutting_of(made: Sequence[MadeTensor], of: Cutting) -> Cutting:
-    """Return where the elements of tensors lie that are made of those of another cutting.
-
-    Raises
-    ------
-    CorruptFileError
-        A tensor has elements, and lies nowhere.
-    """
+    """Return where the elements of tensors lie that are made of those of another cutting."""
     builder = CuttingBuilder([ITEMSIZE[one.tensor.dtype] for one in made])
     for number, one in enumerate(made):
         rows = np.array(one.rows, dtype=np.int64)

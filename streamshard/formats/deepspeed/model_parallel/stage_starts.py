@@ -49,11 +49,6 @@ def count_stages(starts: Sequence[int], degree: int | None) -> int:
     ----------
     degree
         The pipeline degree, if it was given too.
-
-    Raises
-    ------
-    UsageError
-        The list is not one of stages, or the degree is another one.
     """
     asked = f"{STAGES} {listed(starts)}"
     if not starts or starts[0] != 0 or any(one >= other for one, other in pairwise(starts)):
@@ -78,15 +73,6 @@ def with_stages(parts: ModelParts, starts: Sequence[int]) -> ModelParts:
         Those of a pipeline.
     starts
         First layer of each stage, ascending from 0.
-
-    Raises
-    ------
-    UsageError
-        A stage would have no known layer, or no parameters to train, or none of some group.
-    UnsupportedError
-        It is not known what a stage has, or in which order; the message says of what.
-    DisagreementError
-        The source's stages do not have one layer after the other.
     """
     checkpoint, degree = parts.checkpoint, parts.degrees.tensor
     ranks = [_Stages(checkpoint, checkpoint.families[rank::degree]) for rank in range(degree)]
@@ -248,13 +234,7 @@ class _Stages:
         return False
 
     def _may_use(self, stage: int) -> set[int]:
-        """Return the layers that may be of a stage and use what it shares with other layers.
-
-        Raises
-        ------
-        DisagreementError
-            There are none.
-        """
+        """Return the layers that may be of a stage and use what it shares with other layers."""
         before = set[int]().union(*self._layers[:stage])
         after = set[int]().union(*self._layers[stage + 1 :])
         between = range(max(before, default=-1) + 1, min(after, default=self._behind))

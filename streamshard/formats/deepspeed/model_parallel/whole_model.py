@@ -28,11 +28,6 @@ def whole_model(parts: ModelParts) -> ModelParts:
 
     Of a pipeline it is a stage that has all layers. What its optimizer's order would be is not
     known, so no job can resume from it.
-
-    Raises
-    ------
-    UnsupportedError
-        The whole shape of a parameter is not known.
     """
     checkpoint = parts.checkpoint
     first = checkpoint.families[0]
@@ -119,11 +114,6 @@ def own_shape(name: str, mapped: Shape, held: Shape) -> Shape:
     ----------
     held
         The shape of some rank's part of it.
-
-    Raises
-    ------
-    UnsupportedError
-        The shape is not known.
     """
     if len(mapped) == len(held):
         return mapped

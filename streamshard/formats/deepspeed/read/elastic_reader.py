@@ -31,13 +31,6 @@ def make_rigid(
     like
         The same part of the model in a reference checkpoint of the same job. It supplies the
         hyper-parameters.
-
-    Raises
-    ------
-    UnsupportedError
-        There is no reference checkpoint, or its hyper-parameters are tensors.
-    DisagreementError
-        The reference has another optimizer, or only some ranks' states are elastic.
     """
     if like is None:
         message = (

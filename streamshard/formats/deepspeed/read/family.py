@@ -78,11 +78,6 @@ def read_family(
     like
         Returns the same part of the model in a reference checkpoint of the job; called only if
         these files lack hyper-parameters.
-
-    Raises
-    ------
-    SourceError
-        Something is missing, damaged, contradictory or not supported; the message names the file.
     """
     optimizers = read_optimizers(sources, files.optimizer_files)
     model_files = read_models(sources, files.model_files)

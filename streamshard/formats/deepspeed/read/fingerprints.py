@@ -49,11 +49,6 @@ def fingerprints(
         Entries of another file. An entry that is the same object has the same fingerprint.
     checksum
         Returns the CRC-32 of a storage; by default, in the file that the storage refers to.
-
-    Raises
-    ------
-    UnsupportedError
-        The entries share so much that they take far more bytes one by one than together.
     """
     found, spent, together = {}, 0, 0
     for key, node in nodes.items():

@@ -94,13 +94,7 @@ def _cache_of(like: ParsedModel) -> ParseCache | None:
 
 
 def read_models(sources: SourceFiles, paths: Sequence[Path]) -> list[ModelFile]:
-    """Open a family's model files. Files with the same object are parsed only once.
-
-    Raises
-    ------
-    SourceError
-        A file cannot be read: the first of these files in the order of the ranks.
-    """
+    """Open a family's model files. Files with the same object are parsed only once."""
     numbers = [sources.add(path) for path in paths]
     sizes = [sources.files[number].nbytes for number in numbers]
     cache = ParseCache()
@@ -171,11 +165,6 @@ def differences(
     ----------
     entries
         Selects the entries of a file to compare; called once for each object.
-
-    Raises
-    ------
-    UnsupportedError
-        See `fingerprints`.
     """
     first: Facts | None = None
     looked: dict[int, _Looked] = {}

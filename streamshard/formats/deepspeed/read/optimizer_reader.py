@@ -104,15 +104,7 @@ class OptimizerReader:
         return tensor.require_contiguous(f"{path}: {what}")
 
     def groups(self, units: Sequence[Sequence[str]]) -> tuple[ParamGroup, ...]:
-        """Read the param groups; `units` names the parameters of each unit.
-
-        Raises
-        ------
-        DisagreementError
-            Ranks, or sub-groups of one group, differ in values that must be equal.
-        UnsupportedError
-            A state is neither per element nor a scalar.
-        """
+        """Read the param groups; `units` names the parameters of each unit."""
         for rank, masters in enumerate(self._masters):
             if len(masters) != len(units):
                 message = f"{self._paths[rank]}: {len(masters)} flat groups for {len(units)}"

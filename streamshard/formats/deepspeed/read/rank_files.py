@@ -197,15 +197,7 @@ def missing_ranks(
 
 
 def find(tag_dir: Path) -> ShardSet:
-    """Sort the files of a tag directory by their names.
-
-    Raises
-    ------
-    IncompleteError
-        The file of a rank is missing, or the directory has files of two runs.
-    UnsupportedError
-        The files are not a ZeRO checkpoint, or not a complete one; the message says what they are.
-    """
+    """Sort the files of a tag directory by their names."""
     found = TagFiles(tag_dir, sorted(p for p in paths_below(tag_dir) if is_file(p)))
     raise_first(found.mixed())
     refuse_files(tag_dir, found.others)

@@ -249,13 +249,7 @@ class _HeaderRestorer:
 
 
 def read_optimizers(sources: SourceFiles, paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """Open the optimizer files of all ranks; what they have in common is one object.
-
-    Raises
-    ------
-    SourceError
-        A file cannot be read: the first of these files in the order of the ranks.
-    """
+    """Open the optimizer files of all ranks; what they have in common is one object."""
     numbers = [sources.add(path) for path in paths]
     found = sources.read(paths[0], numbers[0])
     headers: list[RankHeader | HeaderError | None] = [None] * (len(paths) - 1)

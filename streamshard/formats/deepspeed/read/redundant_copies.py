@@ -40,11 +40,6 @@ def require_alike(models: Sequence[ModelFile], entries: Sequence[ModuleEntry], s
     """Refuse model files that hold a weight in two places with different values.
 
     Call this before the entries that depend on the partitioning are removed.
-
-    Raises
-    ------
-    DisagreementError
-        The message names the file and the weight.
     """
     for file in models:
         if file.cached is not None:

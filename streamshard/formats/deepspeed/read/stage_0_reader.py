@@ -36,11 +36,6 @@ def read_family(
         Name of the family if the checkpoint has several, else empty.
     first
         Number of the family's first logical tensor in the checkpoint.
-
-    Raises
-    ------
-    SourceError
-        Something is damaged, contradictory or not supported; the message names the file.
     """
     (file,) = read_models(sources, files.model_files)
     model = file.root

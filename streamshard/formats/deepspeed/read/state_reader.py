@@ -44,15 +44,7 @@ class HeldState:
     """The file of each rank."""
 
     def tensors(self) -> dict[int, Tensor]:
-        """Return the ranks' values as tensors: one for each rank, or none at all.
-
-        Raises
-        ------
-        UnsupportedError
-            A value is not a tensor but contains tensors, or is of a tensor subclass.
-        DisagreementError
-            Only some ranks have a tensor.
-        """
+        """Return the ranks' values as tensors: one for each rank, or none at all."""
         found = {rank: tensor for rank in self.nodes if (tensor := self._tensor(rank)) is not None}
         others = [rank for rank in self.nodes if rank not in found]
         for rank in others:
@@ -79,15 +71,7 @@ class HeldState:
         return f"{self.paths[rank]}: {self.what}"
 
     def understand(self, sources: SourceFiles) -> Node:
-        """Return a `FlatState`, a `ScalarState`, or a plain value that all ranks have in common.
-
-        Raises
-        ------
-        UnsupportedError
-            The state is none of these; the message names the file and the state.
-        DisagreementError
-            Ranks differ in a value that is not partitioned.
-        """
+        """Return a `FlatState`, a `ScalarState`, or a plain value that all ranks have in common."""
         tensors = self.tensors()
         if not tensors:
             return self._plain()
@@ -102,13 +86,7 @@ class HeldState:
         return scalars[odd]
 
     def flat(self, tensors: Mapping[int, Tensor]) -> FlatState:
-        """Treat the ranks' tensors as parts of one state with an element per parameter element.
-
-        Raises
-        ------
-        UnsupportedError
-            A tensor is not one-dimensional, or holds codes of values instead of values.
-        """
+        """Treat the ranks' tensors as parts of one state with an element per parameter element."""
         for rank, tensor in tensors.items():
             if len(tensor.shape) != 1:
                 raise self._not_understood(rank, tensor)

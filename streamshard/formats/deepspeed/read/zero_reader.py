@@ -46,11 +46,6 @@ def read(
         Reference checkpoint of the same job, for hyper-parameters that these files lack.
     tag
         Path of the tag directory in the run directory; by default its name.
-
-    Raises
-    ------
-    SourceError
-        Something is missing, damaged, contradictory or not supported; the message names the file.
     """
     tag = tag or tag_dir.name
     with malformed(tag_dir):

@@ -30,13 +30,7 @@ _LIMIT_NAME: Final = 255
 
 
 class UniversalImages:
-    """Serializes the files of a universal checkpoint.
-
-    Raises
-    ------
-    UnsupportedError
-        No engine would load the files, or a parameter's name cannot be a directory name.
-    """
+    """Serializes the files of a universal checkpoint."""
 
     def __init__(self, target: ZeroTarget) -> None:
         self._target = target

@@ -67,11 +67,6 @@ class Archiver:
         rebuilds
             Whether to compare the tag with files that are rebuilt from the archive, which proves
             all that has to be proved before the tag is removed.
-
-        Raises
-        ------
-        StreamshardError
-            The tag cannot be read, or the archive cannot be written, or the archive is wrong.
         """
         place = Place(self.directory, tag)
         if is_there(place.store) and place.read_receipt() is None:

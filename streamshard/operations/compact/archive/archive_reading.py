@@ -30,11 +30,6 @@ class ArchiveReading:
 
         Returns the SHA-256 of each file that was read from its first byte to its last. Files that
         are damaged may be missing, and so may large files that several workers read.
-
-        Raises
-        ------
-        SourceError
-            There is nothing like a store.
         """
         resident_memory.restart_peak()
         drop_cached(self.store)

@@ -63,13 +63,7 @@ def _candidate(
 
 
 def that_follow(source: Source, memory: MemoryPlan, progress: Progress) -> set[int]:
-    """Compare all module weights with their master weights; return those that are exact casts.
-
-    Raises
-    ------
-    SourceError
-        A file cannot be read; the message names it.
-    """
+    """Compare all module weights with their master weights; return those that are exact casts."""
     candidates = may_follow(source.checkpoint)
     findings = Findings()
     comparing = Comparing(source, source, [c.pair for c in candidates], exactly=True)

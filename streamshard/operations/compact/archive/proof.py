@@ -54,13 +54,7 @@ class Proved:
     checks: tuple[Check, ...]
 
     def still(self, place: Place) -> str:
-        """Require that the archive looks as it did before it was read.
-
-        Raises
-        ------
-        IntegrityError
-            A file has changed.
-        """
+        """Require that the archive looks as it did before it was read."""
         with source_errors(place.store):
             is_same = self.looks == looks_of(place.store)
         if not is_same:
@@ -118,11 +112,6 @@ def prove(
         The source without derived weights.
     tag_only
         Whether to ignore sidecars beside the tag, which may have changed since.
-
-    Raises
-    ------
-    StreamshardError
-        A check failed; `checks` holds it, and the checks before it.
     """
     checks.hold("archive_synced", lambda: _synced(place))
     reading = ArchiveReading(place.store, means.memory, means.progress)
@@ -152,13 +141,6 @@ def intact(place: Place, means: Means, reading: ArchiveReading | None = None) ->
     ----------
     reading
         Reads the files for other checks too; files that it does not read are read here.
-
-    Raises
-    ------
-    IntegrityError
-        A file is missing, is damaged, or is not in the list.
-    SourceError
-        A file cannot be read.
     """
     sums, found = place.read_sums(), place.files()
     if sums.keys() != {*found}:
@@ -177,15 +159,7 @@ def intact(place: Place, means: Means, reading: ArchiveReading | None = None) ->
 
 
 def same_archive(receipt: Receipt, place: Place) -> str:
-    """Require that an archive is the one that was compared with its source.
-
-    Raises
-    ------
-    CorruptFileError
-        Its list of checksums has changed.
-    SourceError
-        The list cannot be read.
-    """
+    """Require that an archive is the one that was compared with its source."""
     if place.sums_sha256() != receipt.sums_sha256:
         message = f"{place.sums}: not the list of the archive that was compared with {receipt.tag}"
         if not receipt.sums_sha256:
@@ -199,13 +173,6 @@ def same_objects(receipt: Receipt, place: Place) -> str:
 
     On a disk there are none. Objects that were written again since prove nothing of an earlier
     night, whatever bytes they have; nor does an archive that was copied between disk and bucket.
-
-    Raises
-    ------
-    CorruptFileError
-        An object is another one, or is gone.
-    SourceError
-        The objects cannot be listed.
     """
     known, now = receipt.etags, place.etags()
     for path in sorted(known.keys() | now.keys()):
@@ -224,13 +191,7 @@ def _verified(reading: ArchiveReading) -> str:
 
 
 def state_equal(archive: Source, source: Source) -> str:
-    """Require that both sides have the same list of tensors, and equal everything but tensor data.
-
-    Raises
-    ------
-    IntegrityError
-        They differ.
-    """
+    """Require that both sides are equal in everything but tensor data."""
     mine, theirs = (_serialized(side.checkpoint) for side in (archive, source))
     if mine != theirs:
         message = f"{archive.path}: its training state is not that of {source.path}"
@@ -245,15 +206,7 @@ def _serialized(checkpoint: Checkpoint) -> bytes:
 
 
 def content_equal(archive: Source, source: Source, means: Means) -> str:
-    """Require that both sides are equal in every bit of every tensor, and in everything else.
-
-    Raises
-    ------
-    IntegrityError
-        They differ.
-    SourceError
-        A file cannot be read.
-    """
+    """Require that both sides are equal in every bit of every tensor, and in everything else."""
     pairing = pair_up(archive, source)
     findings = Findings()
     comparing = Comparing(archive, source, pairing.pairs)

@@ -147,13 +147,7 @@ class Place:
 
     @classmethod
     def all_in(cls, directory: Path) -> "list[Place]":
-        """List the places of all archives that have a receipt.
-
-        Raises
-        ------
-        SourceError
-            The directory cannot be listed.
-        """
+        """List the places of all archives that have a receipt."""
         with source_errors(directory):
             found = paths_in(directory) if exists(directory) else iter(())
             known = sorted(entry.name for entry in found if entry.name.endswith(_RECEIPT))
@@ -190,13 +184,7 @@ class Place:
         self._write(self.receipt, data)
 
     def read_receipt(self) -> Receipt | None:
-        """Read the receipt; None if there is none.
-
-        Raises
-        ------
-        SourceError
-            The receipt cannot be read.
-        """
+        """Read the receipt; None if there is none."""
         try:
             with source_errors(self.receipt):
                 if not exists(self.receipt):
@@ -213,13 +201,7 @@ class Place:
         self._write(self.sums, "".join(lines).encode("utf-8", "surrogateescape"))
 
     def read_sums(self) -> dict[str, str]:
-        """Read the list; returns the SHA-256 of every file by its path in the store.
-
-        Raises
-        ------
-        SourceError
-            The list is missing, or is malformed.
-        """
+        """Read the list; returns the SHA-256 of every file by its path in the store."""
         with source_errors(self.sums):
             text = read_document(self.sums, _LONGEST_BYTES).decode("utf-8", "surrogateescape")
         prefix = f"{self.store.name}/"
@@ -229,24 +211,12 @@ class Place:
         return {path.removeprefix(prefix): digest for path, digest in found.items()}
 
     def sums_sha256(self) -> str:
-        """Compute the SHA-256 of the list itself, which identifies the whole archive.
-
-        Raises
-        ------
-        SourceError
-            The list cannot be read.
-        """
+        """Compute the SHA-256 of the list itself, which identifies the whole archive."""
         with source_errors(self.sums):
             return sha256(read_document(self.sums, _LONGEST_BYTES)).hexdigest()
 
     def statuses(self) -> dict[str, Status]:
-        """Return the present status of each file of the archive by its path in the store.
-
-        Raises
-        ------
-        SourceError
-            The store cannot be listed.
-        """
+        """Return the present status of each file of the archive by its path in the store."""
         with source_errors(self.store):
             found = [entry for entry in listed_below(self.store) if not entry.is_directory]
             return {one.path.relative_to(self.store).as_posix(): one.status() for one in found}
@@ -294,13 +264,7 @@ def _read(data: bytes) -> Receipt:
 
 
 def require_moments(*moments: str) -> None:
-    """Refuse texts that are neither empty nor times with a time zone.
-
-    Raises
-    ------
-    ValueError
-        One of them is not.
-    """
+    """Refuse texts that are neither empty nor times with a time zone."""
     for moment in filter(None, moments):
         if datetime.fromisoformat(moment).tzinfo is None:
             raise ValueError(f"{moment!r} is without a time zone")
@@ -351,11 +315,6 @@ def _parse(line: str) -> tuple[str, str]:
 def age_at(now: datetime, since: str) -> timedelta:
     """Return how long ago a time in a receipt was.
 
-    Raises
-    ------
-    ValueError
-        The text is not a time with a time zone.
-
     >>> str(age_at(datetime(2026, 11, 21, tzinfo=UTC), "2026-11-20T22:00:00+00:00"))
     '2:00:00'
     """
@@ -376,11 +335,6 @@ def show_moment(at: datetime) -> str:
 
 def moment_after(since: str, time: timedelta) -> str:
     """Serialize the time so long after a time in a receipt.
-
-    Raises
-    ------
-    ValueError, OverflowError
-        The text is not a time, or the sum is none.
 
     >>> moment_after("2026-11-21T04:05:00+00:00", timedelta(days=7))
     '2026-11-28T04:05:00+00:00'

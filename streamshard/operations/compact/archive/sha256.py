@@ -19,13 +19,6 @@ def sha256_of(
     """Compute the SHA-256 of each file from the disk, not from the page cache.
 
     Of an object it is that of the version which is given.
-
-    Raises
-    ------
-    CorruptFileError
-        An object is not that version any more.
-    OSError
-        A file cannot be read.
     """
 
     def take(known: SourceFile) -> str:

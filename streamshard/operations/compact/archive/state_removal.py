@@ -76,11 +76,6 @@ class Dropper:
 
         States are never dropped while the original exists anywhere, or unless the receipt says that
         it was removed.
-
-        Raises
-        ------
-        SourceError
-            The receipt cannot be read, or does not say when the original was removed.
         """
         place = Place(self.directory, tag)
         receipt = place.read_receipt()
@@ -98,14 +93,7 @@ class Dropper:
         return is_old and next(self._originals(tag), None) is None
 
     def drop(self, tag: str, *, is_dry_run: bool) -> CompactedTag:
-        """Drop the states of an archive that is due, and return the result.
-
-        Raises
-        ------
-        StreamshardError
-            The states may not be dropped, or a file cannot be written. Then the full archive is
-            unchanged, and the receipt says why.
-        """
+        """Drop the states of an archive that is due, and return the result."""
         full = Place(self.directory, tag)
         receipt = full.read_receipt()
         if receipt is None:
@@ -216,15 +204,7 @@ class Dropper:
         return sealed
 
     def _remove_full(self, full: Place) -> None:
-        """Remove a full archive, after the archive of weights was checked once more.
-
-        Raises
-        ------
-        IntegrityError
-            The archive of weights is not intact; then nothing is removed.
-        TargetError
-            A file cannot be removed.
-        """
+        """Remove a full archive, after the archive of weights was checked once more."""
         intact(replace(full, of_weights=True), self.means)
         store, going, _ = self._remains(full)
         with target_errors(going):

@@ -72,13 +72,7 @@ class Remainder:
 
     @classmethod
     def of(cls, store: Path, *, at: str, why: str) -> "Remainder":
-        """Open a full store.
-
-        Raises
-        ------
-        SourceError, IntegrityError
-            The store cannot be read.
-        """
+        """Open a full store."""
         full = open_source(store)
         full.require_as_written()
         with source_errors(store):
@@ -118,11 +112,6 @@ class Remainder:
 
         In a bucket, where nothing can be renamed, its root document comes last: before that, it is
         no store.
-
-        Raises
-        ------
-        TargetError
-            The store cannot be written.
         """
         partial = target if is_object(target) else partial_of(target)
         with target_errors(partial):

@@ -13,13 +13,7 @@ from streamshard.operations.source.source import Source
 
 
 def accounted_for(source: Source, root: Path) -> str:
-    """Require that every file in a directory that may go belongs to the opened source.
-
-    Raises
-    ------
-    UnsupportedError
-        A file does not belong to it, so an archive would lack that file.
-    """
+    """Require that every file in a directory that may go belongs to the opened source."""
     known = {file.path for file in source.files}
     known |= {source.path / file.path for file in source.checkpoint.files}
     count = 0
@@ -34,14 +28,7 @@ def accounted_for(source: Source, root: Path) -> str:
 
 
 def ranks_agree(source: Source) -> str:
-    """Require that nothing in a checkpoint's files is known to be left out by reading.
-
-    Raises
-    ------
-    UnsupportedError
-        Ranks or copies differ, or a file holds records that are not read: an archive would lack
-        something.
-    """
+    """Require that nothing in a checkpoint's files is known to be left out by reading."""
     for note in source.checkpoint.notes:
         if note.kind is NoteKind.LEFT_OUT:
             raise UnsupportedError(f"{source.path / source.checkpoint.tag}: {note.text}")
@@ -49,13 +36,7 @@ def ranks_agree(source: Source) -> str:
 
 
 def records_of(source: Source, run_dir: Path) -> tuple[SourceRecord, ...]:
-    """Record path, size, time of change, inode, device or etag of a source's files.
-
-    Raises
-    ------
-    SourceError
-        A file cannot be read any more.
-    """
+    """Record path, size, time of change, inode, device or etag of a source's files."""
     found = []
     for file in source.files:
         with source_errors(file.path):
@@ -73,13 +54,6 @@ def unchanged(receipt: Receipt, root: Path, means: Means | None) -> str:
         The present path of the tag directory.
     means
         Means to compare the files' SHA-256 too; without them, only size, time, and inode or etag.
-
-    Raises
-    ------
-    CorruptFileError
-        A file's size, time, inode, device, etag or content has changed.
-    IncompleteError
-        A file is missing, or was not archived.
     """
     records = receipt.below_tag()
     with source_errors(root):

@@ -32,15 +32,7 @@ class _Padding:
 
 
 def padding_alike(source: Source) -> str:
-    """Require that all padding of each state of a param group has one value.
-
-    Raises
-    ------
-    UnsupportedError
-        The padding has different values; the message names a file with a different one.
-    SourceError
-        A file cannot be read.
-    """
+    """Require that all padding of each state of a param group has one value."""
     checkpoint = source.checkpoint
     if checkpoint.layout.stage == 3:
         return "stage 3: never initialised"

@@ -33,15 +33,6 @@ def rebuilt_equal(source: Source, place: Place, means: Means, *, tag_only: bool 
         The complete tag.
     tag_only
         Whether to ignore sidecars beside the tag, which may have changed since.
-
-    Raises
-    ------
-    NoSpaceError
-        There is not enough space for the files.
-    IntegrityError
-        The files differ from the tag.
-    StreamshardError
-        The files cannot be written or read.
     """
     rebuilt_dir = place.directory / _REBUILT / _RUN
     remove_rebuilt(place.directory)

@@ -73,12 +73,6 @@ class Remover:
         proved
             The proof of this run, which has just archived the tag: both sides have to be unchanged
             since. Without it everything is proved anew.
-
-        Raises
-        ------
-        StreamshardError
-            The tag may not be removed, or cannot be moved. Then it is where it was, and the receipt
-            says why.
         """
         place, checks = self.place(tag), Checks(proved.checks if proved else ())
         receipt = self._receipt(tag)
@@ -159,13 +153,7 @@ class Remover:
         return receipt
 
     def waits(self, tag: str, grace: timedelta) -> str:
-        """Say since when a tag has been in the trash; empty if its grace time is over.
-
-        Raises
-        ------
-        SourceError
-            The receipt does not say since when.
-        """
+        """Say since when a tag has been in the trash; empty if its grace time is over."""
         receipt = self._receipt(tag)
         try:
             if age_at(self.now, receipt.trashed) > grace:
@@ -184,11 +172,6 @@ class Remover:
         unwanted
             Looks at the run directory again; raises an error if something would protect the tag
             now. It is not called for a tag that is partly removed; None if the user named the tag.
-
-        Raises
-        ------
-        StreamshardError
-            The tag may not be removed, or a file of it cannot be removed.
         """
         place, checks = self.place(tag), Checks()
         is_going = tag in self.trash.going()
@@ -219,13 +202,7 @@ class Remover:
         self.trash.empty(tag, receipt.below_tag())
 
     def bring_back(self, tag: str) -> None:
-        """Move a tag out of the trash to its former place; continue an interrupted run.
-
-        Raises
-        ------
-        StreamshardError
-            The tag is not in the trash, or something is in its place.
-        """
+        """Move a tag out of the trash to its former place; continue an interrupted run."""
         receipt = self.place(tag).read_receipt()
         is_ours = receipt is not None and receipt.tag == tag
         if not is_ours or receipt is None or not self.is_back(receipt):
@@ -237,13 +214,7 @@ class Remover:
             self.note_back(receipt)
 
     def is_back(self, receipt: Receipt) -> bool:
-        """Tell whether a tag is in its place although its receipt says that it is in the trash.
-
-        Raises
-        ------
-        TargetError
-            The trash cannot be read.
-        """
+        """Tell whether a tag is in its place although its receipt says that it is in the trash."""
         tag = receipt.tag
         is_here = names.is_tag(tag) and is_there(self.run_dir / tag)
         return receipt.state == TRASHED and is_here and tag not in self.trash.tags()

@@ -80,13 +80,7 @@ class Trash:
         return self._going / names.flat(tag)
 
     def take(self, tag: str) -> None:
-        """Move a tag into the trash, durably.
-
-        Raises
-        ------
-        TargetError
-            The tag cannot be moved; then it is where it was.
-        """
+        """Move a tag into the trash, durably."""
         source, target = self.run_dir / tag, self.place_of(tag)
         with target_errors(target):
             self._make(self._place)
@@ -99,15 +93,7 @@ class Trash:
             self._move(source, target)
 
     def bring_back(self, tag: str) -> None:
-        """Move a tag out of the trash.
-
-        Raises
-        ------
-        UsageError
-            The tag is not in the trash.
-        TargetExistsError
-            Something of its name is in the run directory.
-        """
+        """Move a tag out of the trash."""
         self.require(tag)
         source, target = self.place_of(tag), self.run_dir / tag
         with target_errors(target):
@@ -131,24 +117,13 @@ class Trash:
         ----------
         records
             What was archived, by the path in the tag; in a bucket nothing else is removed.
-
-        Raises
-        ------
-        TargetError
-            A file of the tag cannot be removed.
         """
         with target_errors(self.rest_of(tag)):
             remove(self.rest_of(tag))
             sync_path(self._going)
 
     def require(self, tag: str) -> None:
-        """Require that a tag is in the trash, and that no part of it is removed.
-
-        Raises
-        ------
-        UsageError
-            The tag is not in the trash, or a part of it may be removed.
-        """
+        """Require that a tag is in the trash, and that no part of it is removed."""
         if tag in self.going():
             raise UsageError(f"{self.rest_of(tag)}: was to be removed for good; some may be gone")
         if not names.is_tag(tag) or tag not in self.tags():
@@ -212,15 +187,7 @@ class BucketTrash(Trash):
             remove_file(self._mark(tag))
 
     def empty(self, tag: str, records: Mapping[str, SourceRecord]) -> None:
-        """Remove the objects of a condemned tag for good, then its mark.
-
-        Raises
-        ------
-        CorruptFileError
-            An object is not what was archived; then it and others stay.
-        TargetError
-            An object cannot be removed.
-        """
+        """Remove the objects of a condemned tag for good, then its mark."""
         root = self.run_dir / tag
         known = {root / name: record for name, record in records.items()}
 
