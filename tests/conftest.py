@@ -21,6 +21,7 @@ keep_priority()
 
 ENGINES: Final = "tests/oracle/"
 """Where real engines are asked about everything; `tests/smoke/` asks them a little."""
+TIERS: Final = ("first", "oracle", "campaign")
 WITH_RANKS: Final = (ENGINES, "tests/smoke/")
 SHARING: Final = {
     "light": ("test_first_light", "test_export", "test_universal"),
@@ -39,11 +40,19 @@ def tier(item: pytest.Item) -> str:
     return "oracle" if item.nodeid.startswith(ENGINES) else "first"
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what asks engines where only the first tier runs: it takes seconds to import."""
+    is_left_out = collection_path == config.rootpath / ENGINES and config.option.markexpr == "first"
+    return is_left_out or None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark each test with its tier and the ZeRO stages in its name, before markers choose."""
     for item in items:
         item.add_marker(tier(item))
+        if sum(bool(item.get_closest_marker(name)) for name in TIERS) > 1:
+            raise pytest.UsageError(f"{item.nodeid} is in two tiers")
         if item.nodeid.startswith(WITH_RANKS):
             item.add_marker("engine")
         for stage in sorted(set(re.findall(r"\bz([0-3])\b", item.name))):

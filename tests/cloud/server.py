@@ -1,12 +1,19 @@
 """An S3 server on this machine, for tests of object stores."""
 
 import logging
+import threading
+from functools import cache
 from itertools import count
 from types import TracebackType
 from typing import Any, Self
 
 import boto3  # type: ignore[import-untyped, unused-ignore]
-from moto.server import ThreadedMotoServer  # type: ignore[import-untyped, unused-ignore]
+from moto.moto_server.werkzeug_app import (  # type: ignore[import-untyped, unused-ignore]
+    DomainDispatcherApplication,
+    MotoRequestHandler,
+    create_backend_app,
+)
+from werkzeug.serving import make_server
 
 REGION = "us-east-1"
 KEY = "test-key"
@@ -28,16 +35,23 @@ def credentials(url: str) -> dict[str, str]:
     }
 
 
+class Dispatcher(DomainDispatcherApplication):  # type: ignore[misc]
+    """Lists the directory of all of moto's services once, not for each request."""
+
+    get_backend_for_host = cache(DomainDispatcherApplication.get_backend_for_host)
+
+
 class S3Server:
     """Runs moto's S3 server in threads of this process. Buckets share moto's global state."""
 
     def __init__(self) -> None:
         # werkzeug writes a line for every request.
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
-        self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-        self._server.start()
-        host, port = self._server.get_host_and_port()
-        self.url = f"http://{host}:{port}"
+        app, handler = Dispatcher(create_backend_app), MotoRequestHandler
+        self._server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._server.port}"
 
     def __enter__(self) -> Self:
         """Return the running server."""
@@ -71,4 +85,6 @@ class S3Server:
 
     def stop(self) -> None:
         """Stop the server and wait for its thread."""
-        self._server.stop()
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()

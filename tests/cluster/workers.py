@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,8 @@ from distributed import Client
 import streamshard
 
 ROOT = Path(streamshard.__file__).parent.parent
+PAUSE = 0.02
+"""Seconds between two looks at whether a process has done something."""
 
 
 def addresses(client: Client) -> set[str]:
@@ -48,12 +51,13 @@ def worker(
     try:
         while not (new := addresses(client) - known):
             assert process.poll() is None
+            time.sleep(PAUSE)
         yield new.pop()
     finally:
         process.kill()
         process.wait()
         while addresses(client) - known:
-            pass
+            time.sleep(PAUSE)
 
 
 def mounted_elsewhere(place: Path) -> list[str]:

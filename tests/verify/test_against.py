@@ -19,6 +19,7 @@ import zarr
 import streamshard
 from streamshard import Difference, Verification
 from streamshard.errors import SourceNotFoundError
+from streamshard.operations.compare import matched_runs
 from tests.fabricated import load, save, write
 from tests.job import TAG, Job, ds_config
 from tests.samples import sampled
@@ -224,6 +225,24 @@ def test_where_first_and_how_many(tmp_path: Path) -> None:
         ("module/v", "elements", 2, 4, 7),
     ]
     assert "4 of 7 elements differ, the first at index 2" in found[0].message + found[1].message
+
+
+@pytest.mark.parametrize("indices", [[20], [3, 20]])
+def test_where_first_in_a_tensor_that_is_compared_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indices: list[int]
+) -> None:
+    """A part begins at an element of its own, and counts from there."""
+    job = Job(groups=((("w", (32,)),),), frozen=(), tied={})
+    run = write(job, tmp_path / "run")
+    changed = Path(shutil.copytree(run, tmp_path / "changed"))
+
+    def edit(content: dict[str, Any]) -> None:
+        content["module"]["w"][indices] += 1
+
+    change(model(changed), edit)
+    monkeypatch.setattr(matched_runs, "_RUN_BYTES", 10)
+    (found,) = streamshard.verify(changed, against=run).differences
+    assert spot(found) == ("module/w", "elements", indices[0], len(indices), 32)
 
 
 def test_weights_that_are_no_casts_are_found_where_one_side_keeps_none(tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ is tried on every single byte in `tests/formats/test_torch_audit.py`.
 from collections.abc import Callable
 from pathlib import Path
 
+import google_crc32c
 import pytest
 
 import streamshard
 from streamshard.errors import StreamshardError
+from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, serialize_checksum
 from tests.samples import sampled
 from tests.verify.conftest import KINDS, damaged, files_of, kinds_of
 
@@ -45,6 +47,19 @@ def test_no_flipped_byte_goes_unnoticed(
     assert tried >= flips
     assert {name for name, _ in silent} <= UNRECORDED
     assert elsewhere == []
+
+
+@pytest.mark.parametrize("place", [0, -1], ids=["an element", "past the tensor's end"])
+def test_a_chunk_whose_own_checksum_fits_is_held_against_the_manifest(
+    fresh: Callable[[str], Path], place: int
+) -> None:
+    """As of a chunk that another program wrote; no digest knows what is past a tensor's end."""
+    chunk = fresh("store-none") / "state" / "fp32" / "w" / "c" / "2" / "0"
+    content = bytearray(chunk.read_bytes()[:-CHECKSUM_BYTES])
+    content[place] ^= 1
+    chunk.write_bytes(content + serialize_checksum(google_crc32c.value(bytes(content))))
+    (problem,) = streamshard.verify(chunk.parents[5]).problems
+    assert f"c/2/0: bytes 0 to {len(content)} are damaged" in problem.message
 
 
 def test_files_without_checksums_are_named(fresh: Callable[[str], Path]) -> None:
