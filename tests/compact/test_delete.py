@@ -115,6 +115,11 @@ def test_purging_by_hand_looks_at_the_archive_too(run: Path, archive: Path) -> N
         assert (actions(found)[FIRST], found.exit_code) == ("failed", 6)
         assert str(victim) in found.problems[0].reason
         assert (run / TRASH / FIRST).is_dir()
+    victim.unlink()
+    found = api.compact(run, archive, grace=NO_GRACE, purge=[FIRST])
+    assert (actions(found)[FIRST], found.exit_code) == ("failed", 6)
+    assert f"{victim}: missing" in found.problems[0].reason
+    assert (run / TRASH / FIRST).is_dir()
     victim.write_bytes(good)
     assert actions(api.compact(run, archive, grace=NO_GRACE, purge=[FIRST])) == {FIRST: "purged"}
     found = api.compact(run, archive, grace=NO_GRACE, purge=[FIRST])
@@ -171,6 +176,23 @@ def test_of_what_is_going_the_rest_goes_later(
     found = api.compact(run, archive, delete=True)
     assert (actions(found)[FIRST], found.exit_code) == ("purged", 0)
     assert not [path for path in (run / TRASH).rglob("*") if path.is_file()]
+
+
+def test_a_run_that_is_killed_right_after_a_move_is_known_to_have_moved(
+    run: Path, archive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = Trash.take
+
+    def take_and_be_killed(trash: Trash, tag: str) -> None:
+        take(trash, tag)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trash, "take", take_and_be_killed)
+        with pytest.raises(KeyboardInterrupt):
+            api.compact(run, archive, delete=True)
+    assert receipt_of(archive, FIRST)["state"] == "trashed"
+    assert actions(api.compact(run, archive, delete=True, now=later(8)))[FIRST] == "purged"
 
 
 def save_again(run: Path) -> None:
