@@ -35,7 +35,7 @@ def credentials(url: str) -> dict[str, str]:
     }
 
 
-class Dispatcher(DomainDispatcherApplication):  # type: ignore[misc]
+class Dispatcher(DomainDispatcherApplication):
     """Lists the directory of all of moto's services once, not for each request."""
 
     get_backend_for_host = cache(DomainDispatcherApplication.get_backend_for_host)
