@@ -228,9 +228,7 @@ def test_a_run_whose_leader_was_killed_goes_on(cluster: Client, run: Path, with_
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_ends_a_run_soon(
-    cluster: Client, run: Path, number: signal.Signals
-) -> None:
+def test_an_interrupt_ends_a_run_soon(cluster: Client, run: Path, number: signal.Signals) -> None:
     with command(cluster, run) as process:
         process.send_signal(number)
         _, said = process.communicate(timeout=60)
