@@ -15,33 +15,31 @@ RATE = 1_000_000
 
 def test_it_takes_as_long_as_it_must_from_any_number_of_threads() -> None:
     seen: list[int] = []
+    began = time.monotonic()  # before the first byte may come
     throttle = Throttle(seen.append, RATE)
 
     def advance() -> None:
         for _ in range(4):
             throttle.advance(25_000)
 
-    began = time.monotonic()
     threads = [threading.Thread(target=advance) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert sum(seen) == 300_000
-    assert time.monotonic() - began >= 0.29
+    assert time.monotonic() - began >= 0.3
 
 
 def test_what_is_slow_by_itself_is_not_held_back() -> None:
     """Time in which nothing was read is not saved up for later either."""
     throttle = Throttle(lambda nbytes: None, RATE)
     throttle.advance(1)
-    began = time.monotonic()
-    while time.monotonic() - began < 0.1:
-        pass
+    time.sleep(0.1)
     began = time.monotonic()
     throttle.advance(50_000)
     throttle.advance(50_000)
-    assert time.monotonic() - began >= 0.09
+    assert time.monotonic() - began >= 0.1
 
 
 SCRIPT = """
