@@ -192,6 +192,8 @@ def _inspect(arguments: argparse.Namespace) -> None:
         if found is None:
             raise
         _show_inspection(found, arguments)
+        if isinstance(found, CheckpointList) and found.problems:
+            raise SourceError(found.problems[0]) from None  # without advice to do this
         if found.problems:
             raise
         return

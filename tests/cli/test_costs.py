@@ -110,6 +110,7 @@ BOMBS: dict[str, tuple[list[Any], bytes]] = {
     "zstd of a size not told": ([ZSTD], unsized_zstd(BOMB_BYTES)),
     "gzip": ([GZIP], gzip.compress(bytes(BOMB_BYTES), 1)),
     "gzip, many members": ([GZIP], gzip.compress(bytes(MIB), 1) * 512),
+    "gzip, empty members": ([GZIP], gzip.compress(b"") * 100_000 + b"\x1f\x8b"),
     "blosc": ([BLOSC], bytes(Blosc("zstd").encode(bytes(BOMB_BYTES)))),
     "zstd in gzip": ([ZSTD, GZIP], gzip.compress(Zstd().encode(bytes(BOMB_BYTES)))),
     "in a zarr shard": (

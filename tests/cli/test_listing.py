@@ -118,6 +118,20 @@ def test_other_verbs_name_the_newest_and_where_to_see_all(trainer_output: Path) 
     assert command(*advised.split()[1:]).code == 0
 
 
+def test_tags_without_latest_are_listed_with_what_to_give(run: Path) -> None:
+    (run / "latest").unlink()
+    done = command("inspect", run)
+    assert done.code == 3
+    assert [name for name, *_ in rows(done.out)] == [
+        "global_step90",
+        "global_step100",
+        "global_step110",
+    ]
+    assert f"such as {run / 'global_step110'}: global_step110, global_step100" in done.err
+    assert "streamshard inspect" not in done.err
+    assert command("inspect", run / "global_step110").code == 0
+
+
 def test_a_run_directory_is_inspected_and_its_tags_listed(
     run: Path, in_process: Callable[..., Finished]
 ) -> None:

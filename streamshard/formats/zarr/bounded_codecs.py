@@ -22,6 +22,7 @@ _BLOSC_SIZE: Final = slice(4, 8)
 """Place of the uncompressed size in Blosc's header."""
 _GZIP: Final = 31
 """zlib's number for the gzip format with the largest window."""
+_PIECE_BYTES: Final = 1 << 12
 _ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
 _ZSTD_SIZE_BYTES: Final = (0, 2, 4, 8)
 """Length of the field with the content's size, by the two highest bits of a frame's descriptor."""
@@ -65,15 +66,19 @@ class _BoundedBlosc(_Bounded):
 
 class _BoundedGzip(_Bounded):
     def _content(self, data: bytes, nbytes: int) -> bytes:
-        content = b""
-        while data:
-            stream = zlib.decompressobj(_GZIP)
-            content += stream.decompress(data, _most(nbytes) - len(content) + 1)
+        content, at, is_open = bytearray(), 0, False
+        while at < len(data):
+            if not is_open:
+                stream, is_open = zlib.decompressobj(_GZIP), True
+            # In pieces: zlib copies what follows the end of a member, and there may be many.
+            piece = data[at : at + _PIECE_BYTES]
+            content += stream.decompress(piece, _most(nbytes) - len(content) + 1)
             _require_fit(len(content), nbytes)
-            if not stream.eof:
-                raise ValueError("the compressed data ends too early")
-            data = stream.unused_data
-        return content
+            at += len(piece) - len(stream.unused_data)
+            is_open = not stream.eof
+        if is_open:
+            raise ValueError("the compressed data ends too early")
+        return bytes(content)
 
 
 class _BoundedZstd(_Bounded):

@@ -119,7 +119,7 @@ def load(data: bytes) -> tuple[Checkpoint, ChunkShapes]:
             families=tuple(_read_family(family) for family in root["families"]),
             module_dtype=_dtype(root["module_dtype"]),
             files=tuple(_file(*values) for values in root["files"]),
-            notes=tuple(_note(*values) for values in root["notes"]),
+            notes=tuple(map(_note, root["notes"])),
             is_bf16=root["is_bf16"] is True,
             accelerate_step=_optional_count(root["accelerate_step"]),
             dropped=_dropped(*root["dropped"]) if "dropped" in root else None,
@@ -326,7 +326,10 @@ def _optional_count(value: Node) -> int | None:
     return None if value is None else _count(value)
 
 
-def _note(text: Node, kind: Node) -> Note:
+def _note(value: Node) -> Note:
+    if isinstance(value, str):  # as early stores have it
+        return Note(value)
+    text, kind = value
     return Note(_text(text), NoteKind(_text(kind)))
 
 

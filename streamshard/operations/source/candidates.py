@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.commands import command
+from streamshard.errors import SourceError
 from streamshard.formats import detect, pretrained_reader
 from streamshard.formats.dcp import dcp_reader
 from streamshard.formats.deepspeed import names
@@ -84,14 +85,16 @@ def step_of_path(path: str) -> int | None:
     return step_of(path)
 
 
-def hint_of_candidates(root: Path) -> str:
-    """Name the checkpoints in a directory that is not a checkpoint itself, the newest first."""
+def choose_one(error: SourceError, root: Path) -> SourceError:
+    """Add to an error which checkpoints are in a directory that is none itself, newest first."""
     found = find_candidates(root)[::-1]
     if not found:
-        return ". Give the directory that holds 'latest', or a tag directory"
+        return type(error)(f"{error}. Give the directory that holds 'latest', or a tag directory")
     if len(found) == 1:
-        return f". Give the one in it: {root / found[0]}"
+        return type(error)(f"{error}. Give the one in it: {root / found[0]}")
     named = ", ".join(found[:_MOST_NAMED])
     more = f" and {len(found) - _MOST_NAMED:,} more" if len(found) > _MOST_NAMED else ""
-    message = f". Give one of the {len(found):,} checkpoints in it, such as {root / found[0]}:"
-    return f"{message} {named}{more}. Which are complete says: {command('inspect', root)}"
+    message = f"{error}. Give one of the {len(found):,} checkpoints in it, such as"
+    chosen = type(error)(f"{message} {root / found[0]}: {named}{more}")
+    chosen.add_note(f"Which are complete says: {command('inspect', root)}")
+    return chosen

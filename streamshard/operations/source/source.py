@@ -40,9 +40,9 @@ from streamshard.io.retry import try_again
 from streamshard.layout.cutting import Cutting
 from streamshard.model import Note, SourceFile
 from streamshard.operations.source.candidates import (
+    choose_one,
     distributed_at,
     find_candidates,
-    hint_of_candidates,
     is_weights,
 )
 from streamshard.operations.source.sidecars import find_beside, has_shards
@@ -292,8 +292,7 @@ def find_tag(root: Path, tag: str | None) -> tuple[Path, Path]:
     elif not names.is_tag(tag):
         raise SourceError(f"{root}: tag {show(tag)} is not a path of a directory in it")
     elif not is_directory(root / tag):
-        message = f"{root / tag}: no such tag directory{hint_of_candidates(root)}"
-        raise SourceNotFoundError(message)
+        raise choose_one(SourceNotFoundError(f"{root / tag}: no such tag directory"), root)
     require_inside(root / tag, root)
     if not has_shards(root / tag) and find_candidates(root / tag):
         # A framework's directory around a checkpoint, such as HF Trainer's `checkpoint-500`.
@@ -322,21 +321,21 @@ def _latest(root: Path) -> str:
         what = None if find_candidates(root) else detect.directory(root)
         if what is not None:
             raise UnsupportedError(f"{root}: {what}")
-        message = f"{root}: no 'latest' file and no shards in it{hint_of_candidates(root)}"
-        raise SourceNotFoundError(message)
+        message = f"{root}: no 'latest' file and no shards in it"
+        raise choose_one(SourceNotFoundError(message), root)
     require_inside(latest, root)
     tag = read_all(latest, names.LATEST_BYTES).decode(errors="replace").strip()
     if not tag:
-        message = f"{latest}: empty, as a save that was killed leaves it{hint_of_candidates(root)}"
-        raise IncompleteError(message)
+        message = f"{latest}: empty, as a save that was killed leaves it"
+        raise choose_one(IncompleteError(message), root)
     if not names.is_tag(tag):
         message = (
             f"{latest}: names {show(tag)}, which is not a name or leads out of the run directory"
         )
-        raise SourceError(f"{message}{hint_of_candidates(root)}")
+        raise choose_one(SourceError(message), root)
     if not is_directory(root / tag):
-        message = f"{latest}: names {show(tag)}, which is not there{hint_of_candidates(root)}"
-        raise IncompleteError(message)
+        message = f"{latest}: names {show(tag)}, which is not there"
+        raise choose_one(IncompleteError(message), root)
     return tag
 
 

@@ -112,7 +112,9 @@ def _require_free(target: Path, *, overwrite: bool, template: Template | None) -
     if lexists(replaced) and not (is_vacant(target) and replaces(begun)):
         message = f"{replaced}: is in the way, and was not left by an --overwrite that was cut off"
         raise TargetExistsError(f"{message}; move it, or choose another target")
-    is_of_a_run = is_real_directory(partial) and (begun.header or _may_be_cleared(partial))
+    is_of_a_run = is_real_directory(partial) and (
+        begun.header is not None or _may_be_cleared(partial)
+    )
     if lexists(partial) and not is_of_a_run:
         message = f"{partial}: is in the way, and was not left by a run that was cut off"
         raise TargetExistsError(f"{message}; move it, or choose another target")

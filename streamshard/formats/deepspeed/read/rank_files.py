@@ -23,7 +23,6 @@ SAVE_AGAIN: Final = "Load it with a later version at its own world size, and sav
 """What to do about a checkpoint that a very old DeepSpeed saved."""
 _MOST_MISSING: Final = 1000
 """Most missing ranks that are listed one by one; more than that are listed as ranges."""
-"""Beginning of the note about other records in a file."""
 _LEGACY = (
     'Saved in torch\'s legacy format ("checkpoint_serialization": false), which keeps no '
     "checksums. What is written from it is in the zip format, which loads with either setting."
