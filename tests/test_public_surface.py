@@ -108,7 +108,7 @@ def test_nothing_heavy_is_loaded_to_show_help(arguments: str) -> None:
     assert done.returncode == (2 if arguments == "repartion" else 0)
     loaded = set(done.stderr.splitlines()[-1].split())
     assert "streamshard.cli.parser" in loaded
-    heavy = {"numpy", "zarr", "rich", "tqdm", "numcodecs", "isal", "google_crc32c", "dataclasses"}
+    heavy = {"numpy", "zarr", "tqdm", "numcodecs", "isal", "google_crc32c", "dataclasses"}
     assert loaded & heavy == set()
     assert not [name for name in loaded if name.startswith("streamshard.operations")]
 

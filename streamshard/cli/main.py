@@ -23,6 +23,7 @@ from streamshard.cli.streams import give_up, open_what_was_closed, write_out
 from streamshard.cli.text.diff_text import diff_text, difference_text
 from streamshard.cli.text.escaping import one_line, printable
 from streamshard.cli.text.estimate_text import plan_text
+from streamshard.cli.text.inspect_text import inspection_text
 from streamshard.cli.text.tables import (
     compaction_text,
     findings_lines,
@@ -206,9 +207,6 @@ def _show_inspection(
     if arguments.json:
         _print(json.dumps(asdict(found), indent=2))
     elif not arguments.quiet:
-        # Not at the top: only inspections need the memory of the library that draws tables.
-        from streamshard.cli.text.inspect_text import inspection_text
-
         _print(inspection_text(found, verbose=arguments.verbose, width=_terminal_width()))
 
 

@@ -292,17 +292,3 @@ def test_a_save_that_was_cut_off_is_noticed(
     assert problem.endswith(
         "latest: not there, so load_checkpoint() finds no tag unless it is given one."
     )
-
-
-def test_moving_bytes_does_not_load_the_library_that_draws_tables(tmp_path: Path) -> None:
-    run = write(SMALL, tmp_path / "run")
-    script = f"""
-import sys
-from streamshard.cli.main import main
-assert main(["convert", {str(run)!r}, {str(tmp_path / "x.zarr")!r}]) == 0
-assert main(["inspect", {str(run)!r}, "--json"]) == 0
-assert "rich" not in sys.modules
-assert main(["inspect", {str(run)!r}]) == 0
-assert "rich" in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)

@@ -21,7 +21,7 @@ from tests.job import Job
 
 JOB = Job(stage=2, world_size=3)
 ROW = re.compile(
-    r"(\S+) +(\d+|-) +(\d+|-) +([0-9.]+ \S+) +\w{3} \d\d \d\d:\d\d   "
+    r"(\S+) +(\d+|-) +(\d+|-) +([0-9.]+ \S+) +\w{3} \d\d \d\d:\d\d  "
     r"((?:yes|NO|-)(?:, newest)?(?:, latest)?)"
 )
 

@@ -384,8 +384,7 @@ def replace_small(store: Path, path: str, change: Callable[[dict[str, Any]], Any
 
 
 def test_without_a_digest_nothing_can_be_compared(rewritten: Path, tmp_path: Path) -> None:
-    """Early stores have none."""
-    replace_small(rewritten, "meta/manifest", lambda document: document.pop("digests"))
+    replace_small(rewritten, "meta/manifest", lambda document: document["digests"].pop(ARRAY))
     refused(rewritten, tmp_path, UnsupportedError, "no digest with which")
 
 

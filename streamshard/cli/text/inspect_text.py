@@ -1,23 +1,12 @@
-"""Formats the result of `inspect` as tables for people.
+"""Formats the result of `inspect` as tables for people."""
 
-Import this only to show an inspection: rich takes memory that other verbs do not need.
-"""
-
-import io
-import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Final
 
-from rich.box import SIMPLE_HEAD, Box
-from rich.cells import cell_len
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from streamshard.cli.text.escaping import printable
 from streamshard.cli.text.inspect_facts import FOREIGN, incomplete_summary, summary
-from streamshard.cli.text.tables import paragraph
+from streamshard.cli.text.tables import bold, paragraph, table
 from streamshard.operations.inspect.inspect_report import (
     CheckpointList,
     CheckpointSummary,
@@ -37,16 +26,6 @@ _PARAMETERS_SHOWN: Final = 20
 _ROWS_SHOWN: Final = 40
 """Maximum rows in the table of one parameter or one partition without `-v`."""
 _MAIN_HYPER_PARAMETERS: Final = ("lr", "betas", "momentum", "eps", "weight_decay")
-_PLAIN: Final = Box("    \n    \n -  \n    \n    \n    \n    \n    \n", ascii=True)
-"""Only a line of dashes below each head: for files, pipes and programs."""
-_NO_LIMIT: Final = 1 << 20
-"""Columns of output that is no terminal: nothing is wrapped or cut there."""
-
-_NUMBER: Final = re.compile(r"-?[0-9][0-9,.]*(e[+-]?[0-9]+)?")
-_LEAST_TEXT: Final = 4
-"""Minimum columns of a text cell that is wrapped."""
-_GAP: Final = 3
-"""Columns between the cells of a table."""
 
 _PIECES: Final = {"store": "chunks", "dcp": "pieces"}
 """Kind of a source that is not cut among ranks → what its pieces are called."""
@@ -143,10 +122,11 @@ class _Page:
 
     def table(self, title: str, head: Columns, rows: Iterable[Sequence[Cell]], more: str) -> None:
         """Add a table with a title above it, and a line below it about rows left out."""
-        blocks = [self._drawn(Text(printable(title), style="bold"))] if title else []
+        lines = printable(title).split("\n") if title else []
+        blocks = lines if self._width is None else [bold(line) for line in lines]
         if head:
-            cells = [[printable(_cell_text(cell)) for cell in row] for row in rows]
-            blocks.append(self._drawn(_table(head, cells)))
+            cells = [[_cell_text(cell) for cell in row] for row in rows]
+            blocks.append(table([head, *cells], self._width))
         self.add("\n".join([*blocks, *([more] if more else [])]))
 
     def overview(self, found: Inspection) -> None:
@@ -203,61 +183,9 @@ class _Page:
         for part in rank.partitions:
             self.table(*_partition_table(part, None if self._verbose else _ROWS_SHOWN))
 
-    def _drawn(self, what: Table | Text) -> str:
-        """Draw for a terminal, or as plain text in full width for other output."""
-        if self._width is None:
-            console = Console(file=io.StringIO(), width=_NO_LIMIT, color_system=None)
-            if isinstance(what, Table):
-                what.box = _PLAIN
-        else:
-            # rich cuts text that does not fit, and a number without some digits would be wrong.
-            least = _least_width(what) if isinstance(what, Table) else 0
-            console = Console(
-                file=io.StringIO(),
-                width=max(self._width, least),
-                force_terminal=True,
-                color_system="standard",
-                legacy_windows=False,
-            )
-        with console.capture() as captured:
-            console.print(what, soft_wrap=isinstance(what, Text))
-        return "\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n")
-
-
-def _table(head: Columns, rows: Sequence[Sequence[str]]) -> Table:
-    """Align numbers right; wrap text cells that are too long for the terminal."""
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
-    for number, name in enumerate(head):
-        is_number = bool(rows) and all(_is_number(row[number]) for row in rows)
-        table.add_column(
-            Text(name), justify="right" if is_number else "left", overflow="fold", no_wrap=is_number
-        )
-    for row in rows:
-        # Text, not markup: rich would read a name in brackets as markup.
-        table.add_row(*map(Text, row))
-    return table
-
-
-def _least_width(table: Table) -> int:
-    """Return the columns that a table needs to show all digits of its numbers."""
-    widths = [
-        max(cell_len(str(cell)) for cell in (column.header, *column.cells))
-        if column.no_wrap
-        else _LEAST_TEXT
-        for column in table.columns
-    ]
-    return sum(widths) + _GAP * (len(widths) - 1)
-
 
 def _elements(numel: int) -> str:
     return f"{numel:,} element{'s' * (numel != 1)}"
-
-
-def _is_number(text: str) -> bool:
-    if text == "-":
-        return True
-    number, _, unit = text.partition(" ")
-    return bool(_NUMBER.fullmatch(number)) and unit in ("", "B", "KiB", "MiB", "GiB", "TiB")
 
 
 def _more(count: int, hint: str) -> str:

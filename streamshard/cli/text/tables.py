@@ -1,7 +1,10 @@
 """Formats the results of verbs as text for people."""
 
+import itertools
+import re
 import shutil
 import textwrap
+import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -22,6 +25,9 @@ from streamshard.sizes import UNITS, show_bytes
 
 _MOST_SHOWN: Final = 20
 """Maximum problems that are shown without `-v`."""
+_NUMBER: Final = re.compile(r"-?[0-9][0-9,.]*(e[+-]?[0-9]+)?")
+_LEAST_TEXT: Final = 4
+"""Columns to which text is wrapped at the narrowest."""
 
 
 def paragraph(text: str) -> str:
@@ -32,20 +38,71 @@ def paragraph(text: str) -> str:
     )
 
 
-def table(rows: Sequence[Sequence[object]]) -> str:
-    """Align columns; the first row is the head."""
+def table(rows: Sequence[Sequence[object]], width: int | None = None) -> str:
+    """Align columns; the first row is the head.
+
+    Parameters
+    ----------
+    width
+        Columns of a terminal, which gets a bold head, and in which text is wrapped, but no number.
+        None for any other output: nothing is wrapped there.
+    """
     texts = [[one_line(str(cell)) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    right = [all(_is_number(row[i]) for row in texts[1:]) for i in range(len(widths))]
+    columns = list(zip(*texts, strict=True))
+    right = [all(map(_is_number, column[1:])) for column in columns]
+    widths = [max(map(_columns, column)) for column in columns]
+    if width is not None:
+        widths = _narrowed(widths, right, width)
+    lines = [_row_lines(row, widths, right) for row in texts]
+    head = lines[0] if width is None else [bold(line) for line in lines[0]]
+    dashes = "  ".join("-" * width for width in widths)
+    return "\n".join([*head, dashes, *(line for row in lines[1:] for line in row)])
+
+
+def bold(text: str) -> str:
+    """Show a line in bold on a terminal."""
+    return f"\x1b[1m{text}\x1b[0m"
+
+
+def _narrowed(widths: Sequence[int], is_number: Sequence[bool], most: int) -> list[int]:
+    """Narrow the widest columns of text until the table fits, as far as that goes."""
+    found = list(widths)
+    texts = [i for i, fixed in enumerate(is_number) if not fixed and found[i] > _LEAST_TEXT]
+    excess = sum(found) + 2 * (len(found) - 1) - most
+    while excess > 0 and texts:
+        widest = max(texts, key=found.__getitem__)
+        found[widest] -= 1
+        excess -= 1
+        if found[widest] == _LEAST_TEXT:
+            texts.remove(widest)
+    return found
+
+
+def _row_lines(row: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> list[str]:
+    wrapped = [_wrapped(cell, width) for cell, width in zip(row, widths, strict=True)]
     lines = []
-    for row in texts:
-        cells = [
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(row, widths, right, strict=True)
-        ]
-        lines.append("  ".join(cells).rstrip())
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
+    for cells in itertools.zip_longest(*wrapped, fillvalue=""):
+        gaps = [" " * (width - _columns(cell)) for cell, width in zip(cells, widths, strict=True)]
+        both = zip(cells, gaps, right, strict=True)
+        aligned = (gap + cell if to_right else cell + gap for cell, gap, to_right in both)
+        lines.append("  ".join(aligned).rstrip())
+    return lines
+
+
+def _wrapped(cell: str, width: int) -> list[str]:
+    if _columns(cell) <= width:
+        return [cell]
+    letters = width if _columns(cell) == len(cell) else width // 2
+    return textwrap.wrap(cell, letters, break_on_hyphens=False)
+
+
+def _columns(text: str) -> int:
+    """Count the columns that a text takes in a terminal, where some letters take two.
+
+    >>> _columns("layer"), _columns("層")
+    (5, 2)
+    """
+    return len(text) + sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
 
 
 def worker_text(rates: Mapping[str, WorkerRate]) -> str:
@@ -59,10 +116,13 @@ def worker_text(rates: Mapping[str, WorkerRate]) -> str:
 
 
 def _is_number(text: str) -> bool:
-    """Tell whether a cell is a number, a size, or the dash that stands for none."""
+    """Tell whether a cell is a number, a size, or the dash that stands for none.
+
+    >>> [_is_number(text) for text in ("1,024", "1e-08", "1.5 KiB", "-", "3 files")]
+    [True, True, True, True, False]
+    """
     number, _, unit = text.partition(" ")
-    is_one = number.replace(",", "").replace(".", "").isdecimal()
-    return text == "-" or (is_one and unit in ("", *UNITS))
+    return text == "-" or (bool(_NUMBER.fullmatch(number)) and unit in ("", *UNITS))
 
 
 def facts_text(facts: Sequence[tuple[str, object]]) -> str:

@@ -74,7 +74,7 @@ def find_rewritten(
     found = _find(root, path, record.nbytes, expect)
     if found is None:
         return None
-    digest = (manifest.digests or {}).get(path)
+    digest = manifest.digests.get(path)
     if digest is None:
         message = f"{found.document.path}: rewritten by another tool; the manifest has no digest"
         raise UnsupportedError(f"{message} with which its elements could be compared")

@@ -35,8 +35,8 @@ class Manifest:
     records: Mapping[str, FileRecord]
     """Every file but the manifest's own, by path relative to the store's root."""
     codec: str
-    digests: Mapping[str, str] | None
-    """Array → the digest of its tensor's elements; None if an early version wrote the manifest."""
+    digests: Mapping[str, str]
+    """Array → the digest of its tensor's elements."""
 
 
 def serialize(records: Mapping[str, FileRecord], codec: str, digests: Mapping[str, str]) -> bytes:
@@ -60,8 +60,7 @@ def read(data: bytes) -> Manifest:
             for path, (nbytes, crcs) in document["files"].items()
         }
         block_bytes, codec = document["block_bytes"], str(document["codec"])
-        held = document.get("digests")
-        digests = None if held is None else {str(key): str(value) for key, value in held.items()}
+        digests = {str(array): str(digest) for array, digest in document["digests"].items()}
     except (
         ArithmeticError,
         AttributeError,

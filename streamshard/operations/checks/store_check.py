@@ -86,16 +86,11 @@ class StoreCheck:
 
     def _read_manifest(self) -> Manifest | None:
         try:
-            manifest = store_files.read_manifest(self._root)
+            return store_files.read_manifest(self._root)
         except (SourceError, IntegrityError) as error:
             files = [self._root / path for path in MANIFEST_FILES]
             self._findings.add_error(error, self._root, files)
             return None
-        if manifest.digests is None:
-            self._findings.notes.append(
-                "No digest of any tensor is recorded: the store was written by an early version."
-            )
-        return manifest
 
     def _present(self) -> set[str]:
         """List all entries except directories and streamshard's own marks."""
@@ -194,10 +189,9 @@ class StoreCheck:
         chunks = {chunk.path for _, chunks in self._arrays for chunk in chunks}
         wanted = {*self._documents, *store_files.STATE_FILES, *chunks}
         expected_arrays = {array for array, _ in self._arrays}
-        digested = expected_arrays if manifest.digests is None else manifest.digests.keys()
         for what, found, expected in (
             ("", manifest.records.keys(), wanted),
-            ("the digest of ", digested, expected_arrays),
+            ("the digest of ", manifest.digests.keys(), expected_arrays),
         ):
             for path in sorted(expected - found):
                 self._findings.add(MALFORMED, place, f"{place}: does not list {what}{path}")
@@ -326,7 +320,7 @@ class StoreCheck:
 
     def _compare_digest(self, manifest: Manifest, array: str, found: str) -> None:
         self._findings.digests[array] = found
-        recorded = (manifest.digests or {}).get(array)
+        recorded = manifest.digests.get(array)
         if recorded == found:
             self._findings.tensors += 1
         elif recorded is not None:

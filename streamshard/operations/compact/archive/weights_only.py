@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from streamshard.errors import UnsupportedError
 from streamshard.formats.checkpoint import Checkpoint, Dropped
 from streamshard.formats.zarr import store_files, store_manifest, store_state, zarr_writer
 from streamshard.formats.zarr.documents import (
@@ -143,10 +142,6 @@ class Remainder:
 
     def _documents(self) -> Mapping[str, bytes]:
         """Serialize the files that do not belong to kept tensors, by path."""
-        held = self.manifest.digests
-        if held is None:
-            message = f"{self.full.path}: holds no digests of its tensors, as early versions wrote"
-            raise UnsupportedError(f"{message} stores; 'streamshard convert' makes a new one")
         small, kept, codec = self.source.checkpoint, self.kept(), self.manifest.codec
         numbers = {array_path(t): n for n, t in enumerate(self.full.checkpoint.tensors)}
         arrays = [array_path(tensor) for tensor in small.tensors]
@@ -157,6 +152,6 @@ class Remainder:
         }
         written = {path: data for path, data in written.items() if path not in kept}
         records = {**kept, **{path: record_of(data) for path, data in written.items()}}
-        digests = {array: held[array] for array in arrays}
+        digests = {array: self.manifest.digests[array] for array in arrays}
         manifest = store_manifest.serialize(dict(sorted(records.items())), codec, digests)
         return {**written, **small_array(MANIFEST_PATH, manifest)}
