@@ -69,3 +69,15 @@ def test_ranks_must_agree_about_them(tmp_path: Path) -> None:
     run = made(Job(), tmp_path / "run", lambda rank: [torch.tensor(0.1 + rank), torch.tensor(0.2)])
     with pytest.raises(DisagreementError, match=r"rank_1_.*param groups"):
         streamshard.inspect(run)
+
+
+def test_a_step_that_one_sub_group_has_alone(tmp_path: Path) -> None:
+    """A param group has one step, however many sub-groups stage 3 makes of it."""
+    job = Job(stage=3, sub_group_size=20)
+    run = write(job, tmp_path / "run")
+    for rank in range(job.world_size):
+        content = load(optimizer_file(run, rank))
+        content["optimizer_state_dict"]["optimizer_state_dict"]["state"][1]["step"] += 1
+        save(content, optimizer_file(run, rank))
+    with pytest.raises(DisagreementError, match="sub-groups of a param group differ in state"):
+        streamshard.repartition(run, tmp_path / "out", world_size=3)

@@ -84,11 +84,13 @@ def momentum(state: dict[str, Any]) -> torch.Tensor:
     return found
 
 
-def test_copies_that_differ_are_an_error(tmp_path: Path) -> None:
-    run = write(MUON, tmp_path / "run")
+@pytest.mark.parametrize("element", [0, -1])
+def test_copies_that_differ_are_an_error(tmp_path: Path, element: int) -> None:
+    wide = ("wide", (9, 800))  # too large to be compared whole; all ranks hold it
+    run = write(replace(MUON, groups=((wide, *GROUPS[0][1:]), *GROUPS[1:])), tmp_path / "run")
 
     def spoil(state: dict[str, Any]) -> None:
-        momentum(state)[71] += 1  # the last element of `wide`, which ranks 0 to 2 hold
+        momentum(state)[element] *= -1
 
     path = edit(run, 1, spoil)
     with pytest.raises(DisagreementError, match="momentum") as error:
@@ -188,7 +190,8 @@ def test_stages_1_and_2_have_parameters_sorted_by_size(tmp_path: Path) -> None:
 
 
 def test_the_order_of_stage_3_is_never_guessed(tmp_path: Path) -> None:
-    run = write(MUON, tmp_path / "run")
+    two_sizes = (GROUPS[0][:2], *GROUPS[1:])
+    run = write(replace(MUON, groups=two_sizes), tmp_path / "run")
     streamshard.convert(run, tmp_path / "run.zarr")
     for source in (run, tmp_path / "run.zarr"):
         with pytest.raises(UnsupportedError, match=r"Muon.*zero\.Init.*--like") as error:

@@ -4,6 +4,7 @@ Real engines are asked the same in `tests/oracle`; this asks it often, in second
 """
 
 import enum
+import json
 import pickletools
 import zipfile
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 import streamshard
 from tests.fabricated import client_state, load, write
-from tests.job import TAG, Job
+from tests.job import TAG, Job, ds_config
 
 SIZES = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=2), min_size=1, max_size=5)
 
@@ -56,11 +57,20 @@ def bits(tensor: torch.Tensor) -> bytes:
     return np.asarray(flat.numpy()).tobytes() if tensor.numel() else b""
 
 
-def check(job: Job, world_size: int, directory: Path) -> None:
-    """Repartition a job's files and compare with what the other world would have saved."""
+def check(job: Job, world_size: int, directory: Path, *, dtype: torch.dtype | None = None) -> None:
+    """Repartition a job's files and compare with what the other world would have saved.
+
+    With a dtype, the other world also trains in another precision.
+    """
     write(job, directory / "run")
-    wanted = write(replace(job, world_size=world_size, garbage=False), directory / "wanted")
-    streamshard.repartition(directory / "run", directory / "found", world_size=world_size)
+    target = replace(job, world_size=world_size, garbage=False, dtype=dtype or job.dtype)
+    wanted, config = write(target, directory / "wanted"), None
+    if dtype is not None:
+        config = directory / "ds.json"
+        config.write_text(json.dumps(ds_config(target)))
+    streamshard.repartition(
+        directory / "run", directory / "found", world_size=world_size, ds_config_file=config
+    )
     names = [sorted(p.name for p in (directory / d / TAG).iterdir()) for d in ("found", "wanted")]
     assert names[0] == names[1]
     for name in names[0]:
@@ -104,6 +114,11 @@ def test_round_robin_and_alignment_of_any_dtype(
     tmp_path: Path, dtype: torch.dtype, alignment: bool
 ) -> None:
     check(Job(world_size=4, round_robin=True, alignment=alignment, dtype=dtype), 3, tmp_path)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_job_that_goes_on_in_16_bits(tmp_path: Path, stage: int) -> None:
+    check(Job(stage=stage, dtype=torch.float32), 3, tmp_path, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -59,6 +59,16 @@ def test_every_difference_is_found_where_it_is(data: st.DataObject, itemsize: in
     assert found == wanted
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_zeros_differ_in_their_sign(dtype: str) -> None:
+    left = np.zeros(6, dtype)
+    right = left.copy()
+    right[[1, 5]] *= -1
+    region = plain(left.tobytes(), left.itemsize)
+    comparison = Comparison(region, region, np.array([0]), dtype)
+    assert compare(comparison, left.tobytes(), right.tobytes(), 64) == [Mismatch(0, 1, 2)]
+
+
 @pytest.mark.parametrize("any_nan", [False, True])
 def test_nans_of_a_cast_may_have_any_bits(any_nan: bool) -> None:
     source = np.array([1.0, np.nan, np.nan, 3.0, np.inf], dtype=np.float32).tobytes()

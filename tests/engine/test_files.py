@@ -149,14 +149,16 @@ def test_a_source_that_is_gone_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("block_bytes", [1, 7, 64, 999, 1000, 5000])
 def test_checked_ranges_are_those_of_the_file(tmp_path: Path, block_bytes: int) -> None:
-    files = on_disk(tmp_path, [DATA + b"tail"])
-    reader = reader_of(files, digests(DATA, block_bytes))
+    contents = DATA, DATA[::-1]
+    files = on_disk(tmp_path, [content + b"tail" for content in contents])
+    reader = reader_of(files, *(digests(content, block_bytes) for content in contents))
     for start, stop in [(0, 1000), (0, 1), (999, 1000), (63, 65), (64, 128), (13, 777), (5, 5)]:
-        assert read(reader, 0, start, stop) == DATA[start:stop]
+        for file, content in enumerate(contents):
+            assert read(reader, file, start, stop) == content[start:stop]
     reader.close()
 
 
-@pytest.mark.parametrize("at", [0, 63, 64, 500, 999])
+@pytest.mark.parametrize("at", [0, 63, 64, 500, 540, 999])
 def test_a_damaged_block_is_reported_by_every_range_that_touches_it(
     tmp_path: Path, at: int
 ) -> None:

@@ -277,6 +277,17 @@ def test_windows_of_zeros_become_holes_that_read_as_zeros(around: bytes) -> None
     assert allocated <= 2 * window
 
 
+def test_zeros_are_written_over_what_was_there() -> None:
+    nbytes, window = 20_000, 5000
+    with tempfile.TemporaryFile() as stream:
+        stream.write(b"?" * nbytes)
+        stream.flush()
+        writer = Window(buffer(window), buffer(8), FakeReader([]))
+        span = Span(0, [Region(nbytes, copies_of([]))])
+        writer.write(span, LocalSink(stream.fileno()), is_new=False)
+        assert os.pread(stream.fileno(), nbytes + 1, 0) == bytes(nbytes)
+
+
 def test_a_window_is_used_again_for_the_next_span() -> None:
     reader = FakeReader([bytes(range(1, 65))])
     window = Window(buffer(16), buffer(8), reader)
