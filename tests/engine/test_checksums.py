@@ -11,7 +11,7 @@ from streamshard.engine.numeric.checksums import RunningChecksums, crc32, crc32c
 from streamshard.model import Digest
 
 DATA = st.binary(max_size=200)
-CUTS = st.lists(st.integers(0, 200), max_size=8).map(sorted)
+CUTS = st.lists(st.integers(0, 30), max_size=8).map(sorted)
 
 
 def split(data: bytes, cuts: list[int]) -> list[memoryview]:
@@ -20,7 +20,7 @@ def split(data: bytes, cuts: list[int]) -> list[memoryview]:
     return [memoryview(data)[a:b] for a, b in pairwise(ends)]
 
 
-@given(DATA, CUTS, st.integers(0, 70), st.booleans())
+@given(DATA, CUTS, st.integers(0, 9), st.booleans())
 def test_any_split(data: bytes, cuts: list[int], block_bytes: int, takes_crc32c: bool) -> None:
     running = RunningChecksums(takes_crc32c=takes_crc32c, block_bytes=block_bytes)
     for part in split(data, cuts):
