@@ -115,6 +115,11 @@ def test_purging_by_hand_looks_at_the_archive_too(run: Path, archive: Path) -> N
         assert (actions(found)[FIRST], found.exit_code) == ("failed", 6)
         assert str(victim) in found.problems[0].reason
         assert (run / TRASH / FIRST).is_dir()
+    victim.unlink()
+    found = api.compact(run, archive, grace=NO_GRACE, purge=[FIRST])
+    assert (actions(found)[FIRST], found.exit_code) == ("failed", 6)
+    assert f"{victim}: missing" in found.problems[0].reason
+    assert (run / TRASH / FIRST).is_dir()
     victim.write_bytes(good)
     assert actions(api.compact(run, archive, grace=NO_GRACE, purge=[FIRST])) == {FIRST: "purged"}
     found = api.compact(run, archive, grace=NO_GRACE, purge=[FIRST])
