@@ -12,9 +12,11 @@ import torch
 import zarr
 
 import streamshard as api
+from streamshard.errors import IntegrityError
+from streamshard.operations.compact.archive.proof import state_equal
 from streamshard.operations.source.source import open_source
 from tests.compact.runs import STEPS, age, bits, make_run, save, tag_of
-from tests.fabricated import client_state, load
+from tests.fabricated import client_state, load, write
 from tests.fabricated import save as save_file
 from tests.job import EXPERTS, Job, buffers
 from tests.test_repartition_fabricated import differences
@@ -56,6 +58,16 @@ def test_at_the_original_stage_and_world_size_everything_comes_back(
         else:
             assert one.read_bytes() == other.read_bytes()
             assert one.stat().st_mode == other.stat().st_mode
+
+
+def test_a_state_of_the_same_length_is_another(tmp_path: Path) -> None:
+    jobs = {name: Job(client_state={"order": name}) for name in ("first", "third")}
+    runs = {name: write(job, tmp_path / name) for name, job in jobs.items()}
+    api.convert(runs["first"], tmp_path / "archive.zarr")
+    archive = open_source(tmp_path / "archive.zarr")
+    state_equal(archive, open_source(runs["first"]))
+    with pytest.raises(IntegrityError, match="its training state is not that of"):
+        state_equal(archive, open_source(runs["third"]))
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -296,6 +296,16 @@ def test_a_value_of_the_optimizer(tmp_path: Path, edit: Any, name: str) -> None:
     assert (found.kind, found.name) == ("value", name)
 
 
+def test_views_of_one_tensor_are_compared_where_they_lie(tmp_path: Path) -> None:
+    runs = []
+    for name, last in (("one", 7.0), ("other", 8.0)):
+        whole = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, last])
+        job = replace(SMALL, client_state={"views": [whole[:3], whole[3:]]})
+        runs.append(write(job, tmp_path / name))
+    (found,) = streamshard.verify(runs[0], against=runs[1]).differences
+    assert (found.first, found.count, found.numel) == (4, 1, 5)
+
+
 def test_tensors_and_files_of_one_side_only(tmp_path: Path) -> None:
     run = write(SMALL, tmp_path / "run")
     less = write(replace(SMALL, groups=SMALL.groups[:1]), tmp_path / "less")
