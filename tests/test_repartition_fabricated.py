@@ -116,9 +116,15 @@ def test_round_robin_and_alignment_of_any_dtype(
     check(Job(world_size=4, round_robin=True, alignment=alignment, dtype=dtype), 3, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str
+)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_job_that_goes_on_in_16_bits(tmp_path: Path, stage: int) -> None:
-    check(Job(stage=stage, dtype=torch.float32), 3, tmp_path, dtype=torch.bfloat16)
+def test_in_another_precision_weights_are_those_of_the_masters(
+    tmp_path: Path, stage: int, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    job = Job(stage=stage, dtype=dtypes[0], frozen=())  # of frozen weights there are no masters
+    check(job, 3, tmp_path, dtype=dtypes[1])
 
 
 @pytest.mark.parametrize("stage", [1, 3])

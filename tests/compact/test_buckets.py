@@ -411,6 +411,31 @@ def test_another_save_at_the_place_of_a_tag_that_is_going_stays(
     assert buckets.original() == files
 
 
+def test_what_is_saved_anew_while_a_tag_is_removed_stays(
+    buckets: Sides, server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All objects were looked at before the first of them, the model's file, is removed."""
+    buckets.compact(delete=True)
+    anew: dict[str, bytes] = {}
+
+    def save_shards(request: Request) -> None:
+        is_first = request.path.endswith("?delete") and not anew
+        if is_first and {MARK, LAST_MARK} & buckets.run.content().keys() == {LAST_MARK}:
+            anew.update((shard, f"another {shard}".encode()) for shard in ALL_SHARDS)
+            for shard, data in anew.items():
+                buckets.run.write(f"{FIRST}/{shard}", data)
+
+    with FaultProxy(server.url) as proxy, monkeypatch.context() as patch:
+        proxy.plan = save_shards
+        patch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        client_of.cache_clear()
+        found = buckets.compact(9, delete=True)
+    client_of.cache_clear()
+    assert (actions(found)[FIRST], found.exit_code) == ("ambiguous", 3)
+    assert "is it of another save" in found.problems[0].reason
+    assert buckets.original() == anew != {}
+
+
 @pytest.mark.parametrize("at", [2, 20, 43, 60])
 def test_a_night_that_is_killed_is_finished_by_the_next(
     s3: Any,  # noqa: ANN401
