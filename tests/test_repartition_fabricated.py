@@ -113,7 +113,9 @@ def test_no_name_is_asked_for_that_the_source_does_not_ask_for(tmp_path: Path, s
 def test_round_robin_and_alignment_of_any_dtype(
     tmp_path: Path, dtype: torch.dtype, alignment: bool
 ) -> None:
-    check(Job(world_size=4, round_robin=True, alignment=alignment, dtype=dtype), 3, tmp_path)
+    params = tuple((f"p{number}", (number + 2, 3)) for number in range(7))  # more than ranks
+    job = Job(world_size=4, groups=(params,), tied={}, round_robin=True)
+    check(replace(job, alignment=alignment, dtype=dtype), 3, tmp_path)
 
 
 @pytest.mark.parametrize(

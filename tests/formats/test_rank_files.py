@@ -127,6 +127,14 @@ def test_ranks_that_differ_in_what_they_carry_are_noted(tmp_path: Path) -> None:
     require_same_readings(run)
 
 
+def test_what_one_rank_alone_carries_is_noted(tmp_path: Path) -> None:
+    run = write(replace(JOB, world_size=3), tmp_path / "run")
+    found = load(model_file(run, 2))
+    save({**found, "mine": 7}, model_file(run, 2))
+    (note,) = zero_reader.read(run / TAG, []).checkpoint.notes
+    assert "differ in mine;" in note.text
+
+
 @pytest.mark.parametrize("rank", [3, 11])
 def test_step_as_a_tensor_that_differs(tmp_path: Path, rank: int) -> None:
     """What must be the same is compared by its bytes, in files that match a parsed one as well."""

@@ -23,6 +23,13 @@ def _other_fragment(model: Model) -> None:
     model["frozen_param_fragments"]["old.weight"] = model["module"]["old.weight"] + 1
 
 
+def _other_part(model: Model) -> None:
+    """Of a storage of the same bytes."""
+    whole = torch.arange(20, dtype=torch.bfloat16)
+    model["module"]["old.weight"] = whole[:15].view(5, 3)
+    model["frozen_param_fragments"]["old.weight"] = whole.clone()[5:].view(5, 3)
+
+
 def _not_in_a_row(model: Model) -> None:
     model["module"]["old.weight"] = model["module"]["old.weight"].t().contiguous().t()
 
@@ -41,6 +48,7 @@ def _weight_for_placeholder(model: Model) -> None:
 
 REFUSED: dict[str, tuple[int, Callable[[Model], None], str]] = {
     "other values": (2, _other_fragment, "'old.weight'.* with other values than 'module'"),
+    "another part": (2, _other_part, "'old.weight'.* with other values than 'module'"),
     "not in a row": (2, _not_in_a_row, "'old.weight' is not stored as its elements in a row"),
     "not in the module": (2, _no_module_weight, "'old.weight'.*: it is not there"),
     "not in the module, cut": (3, _no_module_weight, "'old.weight'.*: it is not there|different"),
