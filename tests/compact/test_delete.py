@@ -178,6 +178,23 @@ def test_of_what_is_going_the_rest_goes_later(
     assert not [path for path in (run / TRASH).rglob("*") if path.is_file()]
 
 
+def test_a_run_that_is_killed_right_after_a_move_is_known_to_have_moved(
+    run: Path, archive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = Trash.take
+
+    def take_and_be_killed(trash: Trash, tag: str) -> None:
+        take(trash, tag)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trash, "take", take_and_be_killed)
+        with pytest.raises(KeyboardInterrupt):
+            api.compact(run, archive, delete=True)
+    assert receipt_of(archive, FIRST)["state"] == "trashed"
+    assert actions(api.compact(run, archive, delete=True, now=later(8)))[FIRST] == "purged"
+
+
 def save_again(run: Path) -> None:
     """Save a tag anew that is in the trash, long ago by now."""
     latest = (run / "latest").read_text()
