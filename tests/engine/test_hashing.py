@@ -33,7 +33,7 @@ RANGES = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6)), max_size=12)
 
 
 @given(RANGES)
-def test_of_bytes_in_any_order_it_is_that_of_the_file_or_none(ranges: list[tuple[int, int]]) -> None:
+def test_in_any_order_it_is_that_of_the_file_or_none(ranges: list[tuple[int, int]]) -> None:
     data = memoryview(b"abcdef")
     hashes = FileHashes([SourceFile(Path("file"), len(data), "", "")])
     for start, count in [*ranges, (0, 2), (2, 3), (5, 1)]:
