@@ -15,15 +15,17 @@ from streamshard.errors import SourceNotFoundError, UsageError
 from streamshard.io.entries import is_file
 from streamshard.io.objects.object_path import is_object
 from streamshard.io.sink import stub_directory
+from streamshard.layout.batch import BatchPlan
 from streamshard.live import live_engine
 from streamshard.live.consensus import Agreement, say
 from streamshard.live.global_batch import plan_batch, set_batch
 from streamshard.live.live_engine import Engine
-from streamshard.live.load_notes import notes_of
 from streamshard.live.same_optimizer import require_same_optimizer
 from streamshard.live.served_files import ServedFiles
+from streamshard.model import NoteKind
 from streamshard.operations.native.files_on_demand import FilesOnDemand
 from streamshard.operations.native.resharding import Resharding
+from streamshard.operations.native.target_settings import left_out
 from streamshard.operations.source.source import open_source
 from streamshard.sizes import show_bytes, show_time
 
@@ -189,7 +191,7 @@ class Loading:
         with self._agreement.step():
             if distributed.get_rank() == 0:
                 goes_on = self._options.loads_states
-                notes = notes_of(self._engine, resharding, goes_on=goes_on)
+                notes = _notes_of(self._engine, resharding, goes_on=goes_on)
         return self._agreement.share(notes)
 
     @staticmethod
@@ -307,3 +309,31 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+def _notes_of(engine: Engine, resharding: Resharding, *, goes_on: bool) -> tuple[str, ...]:
+    """Return what the user has to know or to do; nothing that the running job does already.
+
+    Of the notes of a conversion, those about the files that it writes say nothing here.
+
+    Parameters
+    ----------
+    goes_on
+        Whether the training goes on. Else the weights alone are of interest.
+    """
+    if resharding.has_these_files():
+        return ()
+    checkpoint = resharding.source.checkpoint
+    of_content = [note.text for note in checkpoint.notes if note.kind is NoteKind.LEFT_OUT]
+    if not goes_on:
+        return tuple(of_content)
+    job = BatchPlan(
+        engine.train_batch_size(),
+        engine.train_micro_batch_size_per_gpu(),
+        engine.gradient_accumulation_steps(),
+    )
+    return (
+        *of_content,
+        *left_out(checkpoint, resharding.settings.layout.stage),
+        *resharding.explain(job).notes,
+    )

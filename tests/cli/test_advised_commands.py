@@ -208,7 +208,7 @@ def test_what_an_optimizer_without_zero_is_loaded_by(tmp_path: Path) -> None:
 
 # The catalogue is whole ---------------------------------------------------------------------------
 
-ELSEWHERE = {"operations.source.whole_tensor"}
+ELSEWHERE = {"operations.source.source_access"}
 """Modules whose commands are followed in tests of their own, above."""
 OTHERS = {
     "--make-vocab-size-divisible-by", "--per_device_train_batch_size", "--backend", "--local_dir",

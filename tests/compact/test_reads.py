@@ -12,8 +12,7 @@ import pytest
 import streamshard as api
 from benchmarks.compact_reads import times_read
 from streamshard.operations.compact.archive.archive import Archiver
-from streamshard.operations.compact.archive.archive_reading import ArchiveReading
-from streamshard.operations.compact.archive.proof import Means
+from streamshard.operations.compact.archive.proof import ArchiveReading, Means
 from streamshard.operations.compact.archive.receipts import Receipt
 from streamshard.operations.compact.removal import removal
 from streamshard.operations.compact.removal.originals import unchanged

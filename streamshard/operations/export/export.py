@@ -2,38 +2,102 @@
 
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from pathlib import Path
+from typing import Final, Self
 
 from streamshard.defaults import DTYPES
+from streamshard.engine.run.work import TargetFile
 from streamshard.errors import DisagreementError, UnsupportedError, UsageError
 from streamshard.formats import pretrained
+from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.cut_rules import read_rules
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pipeline
+from streamshard.formats.torch import torch_file
+from streamshard.formats.torch.tree_comparison import show_few, show_key
 from streamshard.io.objects.object_path import as_path
-from streamshard.operations.export.base_model import require_same_model
+from streamshard.layout.memory_plan import MemoryPlan
+from streamshard.model import MASTER
+from streamshard.operations.export import export_read_back
 from streamshard.operations.export.dcp_contents import choose_contents
 from streamshard.operations.export.dcp_files import DcpFiles
-from streamshard.operations.export.expert_weights import require_trained_experts
-from streamshard.operations.export.export_writer import MOST_NAMED, ExportWriter
+from streamshard.operations.export.export_read_back import ExportFiles
 from streamshard.operations.export.model_sidecars import ModelSidecars, find_model_sidecars
 from streamshard.operations.export.universal_files import UniversalFiles
 from streamshard.operations.export.weight_files import WeightFiles
-from streamshard.operations.export.weights import Weights, choose_weights
+from streamshard.operations.export.weights import Weight, Weights, choose_weights
 from streamshard.operations.native.averaged_parameters import AVERAGE
 from streamshard.operations.native.whole_source import whole
 from streamshard.operations.source.source import Source
+from streamshard.operations.transfer import execution
+from streamshard.operations.transfer.byte_accounting import ByteCounts
 from streamshard.operations.transfer.plan import TransferPlan, plan_transfer
 from streamshard.operations.transfer.plan_file import Command
 from streamshard.operations.transfer.report import Progress, Report
-from streamshard.operations.transfer.target_writer import Output
+from streamshard.operations.transfer.target_writer import Output, Pass
 from streamshard.operations.verb_options import ExportOptions, Path_, runs, takes
 
 UNIVERSAL: Final = "universal"
 _DCP: Final = "dcp"
 _ONLY_FOR_WEIGHTS: Final = ("max_shard_size", "include", "exclude")
 _ONLY_FOR_DCP: Final = ("layout", "ranks")
+_MOST_NAMED: Final = 4
+"""Most tensors that a note names."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportWriter:
+    """Writes an export's files."""
+
+    files: ExportFiles
+    sidecars: ModelSidecars
+    """The sidecars, and the source to read from."""
+    counts: ByteCounts
+
+    @classmethod
+    def of(cls, files: ExportFiles, sidecars: ModelSidecars) -> Self:
+        """Count the bytes of the files."""
+        return cls(files, sidecars, sidecars.added_to(files.byte_counts()))
+
+    def byte_counts(self) -> ByteCounts:
+        """Return the bytes that are written, and how often each tensor is read."""
+        return self.counts
+
+    def copies_bytes(self, workers: int | None) -> int:
+        """Return an upper bound of the memory for the copies of the files in flight."""
+        return self.files.copies_bytes(workers or execution.default_workers())
+
+    def passes(self) -> Sequence[Pass]:
+        """Return the only pass."""
+        return [self._targets]
+
+    def _targets(self) -> Iterator[TargetFile]:
+        if not isinstance(self.files, UniversalFiles):
+            self.files.overflowed.clear()
+        yield from self.sidecars.targets()
+        yield from self.files.targets()
+
+    def differences(self, place: Path, memory: MemoryPlan, progress: Progress) -> list[str]:
+        """Read the written files back, and compare them with the source."""
+        return export_read_back.export_differences(
+            place, self.files, self.sidecars, memory, progress
+        )
+
+    def finish(self, report: Report) -> Report:
+        """Add to the report the elements that became infinite."""
+        found = sorted(self.files.overflowed.items(), key=lambda item: (-item[1], item[0]))
+        count = sum(number for _, number in found)
+        if not count:
+            return replace(report, overflowed=0)
+        named = ", ".join(f"{name} ({number:,})" for name, number in found[:_MOST_NAMED])
+        more = f" and {len(found) - _MOST_NAMED:,} more" if len(found) > _MOST_NAMED else ""
+        note = (
+            f"{count:,} finite elements are too large for {report.dtype} and became infinite, in "
+            f"{named}{more}: use bf16, or leave them as they are with --keep-dtype."
+        )
+        return replace(report, overflowed=count, notes=(note, *report.notes))
 
 
 @takes(ExportOptions)
@@ -136,9 +200,9 @@ def _prepare(options: ExportOptions, opened: Source) -> Output:
 def _weights(source: Source, options: ExportOptions) -> Output:
     _require_defaults(options, _ONLY_FOR_DCP, "a distributed checkpoint alone")
     chosen = choose_weights(source.checkpoint, options, takes_experts=True)
-    require_trained_experts(source)
+    _require_trained_experts(source)
     if source.like is not None and source.like.foreign:
-        require_same_model(chosen.weights, source.like, options)
+        _require_same_model(chosen.weights, source.like, options)
     sidecars = find_model_sidecars(source)
     files = WeightFiles(sidecars.source, chosen.weights, options.format, options.max_shard_size)
     notes = (*chosen.notes, *_tied(chosen, options.format), *sidecars.notes)
@@ -206,5 +270,61 @@ def _tied(chosen: Weights, form: str) -> Iterator[str]:
         return
     tied = [f"{name} = {w.names[0]}" for w in chosen.weights for name in w.names[1:]]
     if tied:
-        more = f" and {len(tied) - MOST_NAMED:,} more" if len(tied) > MOST_NAMED else ""
-        yield f"Tied, and stored once under the second name: {', '.join(tied[:MOST_NAMED])}{more}."
+        more = f" and {len(tied) - _MOST_NAMED:,} more" if len(tied) > _MOST_NAMED else ""
+        yield f"Tied, and stored once under the second name: {', '.join(tied[:_MOST_NAMED])}{more}."
+
+
+def _require_same_model(
+    weights: Sequence[Weight], model: Checkpoint, options: ExportOptions
+) -> None:
+    """Refuse weights of which a base model has other names or shapes.
+
+    A model that lists a tied weight under one of its names alone has the weight. Where options
+    choose some of the weights, the model may have more.
+    """
+    shapes = {entry.name: entry.shape for entry in model.families[0].module}
+    unknown = [weight.names[0] for weight in weights if not shapes.keys() & {*weight.names}]
+    if unknown:
+        message = f"the base model given with --like lacks {show_few(unknown)}: leave out with"
+        raise DisagreementError(
+            f"{message} --exclude what is not its own, and take prefixes away with --strip-prefix"
+        )
+    for weight in weights:
+        for name in weight.names:
+            if shapes.get(name, weight.shape) != weight.shape:
+                message = f"'{name}' is {list(weight.shape)}, in the base model given with --like"
+                raise DisagreementError(f"{message} {list(shapes[name])}")
+    written = {name for weight in weights for name in weight.names}
+    is_part = options.include or options.exclude or not options.frozen
+    missing = [] if is_part else [name for name in shapes if name not in written]
+    if missing:
+        message = f"lacks {show_few(missing)}, which the base model given with --like has"
+        raise DisagreementError(message)
+
+
+def _require_trained_experts(source: Source) -> None:
+    """Refuse experts with tensors besides master weights, which only their own files hold."""
+    checkpoint = source.checkpoint
+    family = checkpoint.families[0]
+    counts = family.model_state.get(names.EXPERT_COUNTS)
+    if not counts:
+        return
+    if source.kind != "native" or not isinstance(counts, list):
+        message = "the model has experts in files of their own, which are in a store unread: write"
+        raise UnsupportedError(f"{message} its files with 'streamshard repartition', export these")
+    trained = {t.name for t in checkpoint.tensors if t.state == MASTER and t.family == family.name}
+    present = {file.path for file in checkpoint.files}
+    for layer, count in enumerate(counts):
+        for expert in range(count):
+            name = f"{checkpoint.tag}/{names.expert_file(layer, expert, 0)}"
+            if name not in present:
+                message = f"{source.path / name}: missing, although '{names.EXPERT_COUNTS}' in the"
+                raise UnsupportedError(f"{message} model file lists it: not exported")
+            path = source.path / name
+            root = torch_file.read(path, -1).root
+            held = root if isinstance(root, dict) else {path.name: root}
+            beside = [name for name in held if name not in trained]
+            if beside or not held:
+                what = f"'{show_key(beside[0])}'" if beside else "nothing"
+                message = f"{path}: has {what}, and not trained weights of an expert alone"
+                raise UnsupportedError(f"{message}: frozen weights and buffers are not exported")

@@ -2,13 +2,17 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from streamshard.engine.run.phases import COMPARING, VERIFYING
 from streamshard.engine.run.source_reader import Decoder
+from streamshard.engine.scan.probe import Probe
+from streamshard.errors import StreamshardError
 from streamshard.formats import pretrained, safetensors_file
+from streamshard.formats.dcp.dcp_items import ItemFrame
 from streamshard.formats.dcp.dcp_metadata_writer import key_of
 from streamshard.formats.safetensors_file import Described, Stored
 from streamshard.formats.torch import torch_file
@@ -19,14 +23,13 @@ from streamshard.layout.cutting import Cutting, CuttingBuilder
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.sample import EVERYTHING
 from streamshard.model import BLOB, ITEMSIZE, Slot, SourceFile, Whole
-from streamshard.operations.checks.problems import Findings
-from streamshard.operations.checks.scan import scan
+from streamshard.operations.checks.problems import DAMAGED, Findings
+from streamshard.operations.checks.scan import Result, ScanPiece, Unit, scan
 from streamshard.operations.checks.torch_check import TorchFiles
 from streamshard.operations.compare.comparison import Comparing
 from streamshard.operations.compare.pairing import Pair, SideElements
 from streamshard.operations.export.dcp_contents import TensorEntry
 from streamshard.operations.export.dcp_files import DcpFiles
-from streamshard.operations.export.dcp_item_check import WrittenItem, item_units
 from streamshard.operations.export.model_sidecars import ModelSidecars
 from streamshard.operations.export.universal_files import UniversalFiles
 from streamshard.operations.export.weight_files import WeightFiles
@@ -127,7 +130,7 @@ class _ReadBack:
         scan(checked.units(), self._torch_files, {}, memory, progress.advance)
         if self.items:
             progress.start(sum(item.nbytes for item in self.items), VERIFYING)
-            units = item_units(self.items, self._files, findings)
+            units = _item_units(self.items, self._files, findings)
             scan(units, self._files, {}, memory, progress.advance)
         comparing = Comparing(self._written(), self._source, self._pairs)
         progress.start(comparing.nbytes, COMPARING)
@@ -224,3 +227,46 @@ def _images(files: UniversalFiles, read: _ReadBack) -> Iterator[str]:
             storage = found.storages[key]
             is_raw = files.tensor(tensor).state == BLOB  # bytes, whatever its storage says
             read.pair(name, storage.offset, tensor, "uint8" if is_raw else storage.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenItem:
+    """An item, and its place."""
+
+    file: int
+    """Index of the file."""
+    offset: int
+    frame: ItemFrame
+    """Its bytes before and after the elements of its tensor."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole item."""
+        return self.frame.nbytes
+
+
+def _item_units(
+    items: Sequence[WrittenItem], files: Sequence[SourceFile], findings: Findings
+) -> Iterator[Unit]:
+    """Yield the items to read: each must be as it was written, checksums included."""
+    for item in items:
+        judge = partial(_judge, files[item.file].path, item, findings)
+        yield Unit([ScanPiece(item.nbytes, partial(_is_whole, item))], judge)
+
+
+def _is_whole(item: WrittenItem, probe: Probe) -> bool:
+    frame, start = item.frame, item.offset + len(item.frame.head)
+    stop, end = start + frame.content_bytes, item.offset + item.nbytes
+    checksum = probe.crc32(item.file, start, stop).to_bytes(4, "little")
+    return probe.read(item.file, item.offset, start) == frame.head and probe.read(
+        item.file, stop, end
+    ) == checksum.join(frame.tail)
+
+
+def _judge(path: Path, item: WrittenItem, findings: Findings, results: Sequence[Result]) -> None:
+    found = results[0]
+    if isinstance(found, StreamshardError):
+        findings.add_error(found, path)
+    elif not found:
+        message = f"{path}: the item of {item.nbytes:,} bytes at byte {item.offset:,} is damaged"
+        findings.add(DAMAGED, path, message)

@@ -3,19 +3,23 @@
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from streamshard.errors import UsageError
+from streamshard.errors import SourceError, UsageError
 from streamshard.formats.checkpoint import Checkpoint, FlatState, ParamGroup, ScalarState
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.cut import muon_order
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import known_degrees
+from streamshard.formats.deepspeed.names import step_of
+from streamshard.formats.deepspeed.read.rank_files import find
 from streamshard.formats.pickle.inert import Call, Global, Node, show
 from streamshard.formats.zarr.chunks import EncodedChunk
 from streamshard.formats.zarr.rewritten_documents import remark
-from streamshard.io.entries import listings_kept
+from streamshard.io.entries import is_directory, is_file, listings_kept, paths_below, paths_in
+from streamshard.io.files import source_errors
 from streamshard.io.objects.object_path import as_path
 from streamshard.model import MASTER
 from streamshard.operations.inspect.checkpoint_list import summaries
@@ -27,8 +31,8 @@ from streamshard.operations.inspect.ownership import (
     rank_detail,
     sharing_ranks,
 )
-from streamshard.operations.inspect.warnings import problems_of
-from streamshard.operations.source.source import Source, open_source
+from streamshard.operations.source.sidecars import has_shards
+from streamshard.operations.source.source import Source, find_tag, open_source
 
 Plain = Any
 """A value that JSON can hold."""
@@ -149,7 +153,7 @@ def summarize(source: Source) -> Inspection:
         file_list=files,
         tensors=len(checkpoint.tensors),
         codec=_codec(source),
-        problems=problems_of(source),
+        problems=_problems_of(source),
         notes=(*([remark(source.rewritten)] if source.rewritten else []), *checkpoint.remarks),
         weights_only=checkpoint.dropped,
     )
@@ -252,3 +256,43 @@ def _count(node: Node) -> int | None:
 def _optimizer_type(config: Node) -> str | None:
     section = config.get("optimizer") if isinstance(config, dict) else None
     return _text(section.get("type")) if isinstance(section, dict) else None
+
+
+def _problems_of(source: Source) -> tuple[str, ...]:
+    """Check the files around an opened checkpoint; only their names and `latest` are read."""
+    with source_errors(source.path):
+        return tuple(_problems(source)) if source.kind == "native" else ()
+
+
+def _problems(source: Source) -> Iterator[str]:
+    run_dir, tag = source.path, source.checkpoint.tag
+    latest = run_dir / names.LATEST
+    if not is_file(latest):
+        yield f"{latest}: not there, so load_checkpoint() finds no tag unless it is given one."
+    else:
+        try:
+            find_tag(run_dir, None)
+        except SourceError as error:
+            yield f"{error}."
+    yield from _newer_tags(run_dir, tag)
+    for path in sorted(paths_below(run_dir / tag)):
+        if path.parent != run_dir / tag and is_file(path) and names.parse(path.name):
+            yield f"{path}: looks like a shard, lies in a directory of its own, and is not read."
+
+
+def _newer_tags(run_dir: Path, tag: str) -> Iterator[str]:
+    """Find later saves than this one: a save that was interrupted never became `latest`."""
+    step = step_of(tag)
+    for entry in sorted(paths_in((run_dir / tag).parent)):
+        other = step_of(entry.name)
+        if step is None or other is None or other <= step or not is_directory(entry):
+            continue
+        try:
+            if has_shards(entry):
+                find(entry)
+                later = entry.relative_to(run_dir).as_posix()
+                yield f"{entry}: a later step than the one shown here; --tag {later} shows it."
+        except SourceError as error:
+            yield f"A later save is not whole: {error}."
+        except OSError as error:
+            yield f"{entry}: perhaps a later step; cannot be read ({error.strerror})."

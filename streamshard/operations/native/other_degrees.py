@@ -1,10 +1,14 @@
 """Takes a checkpoint to other tensor and pipeline parallel degrees."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Final
 
+import numpy as np
+
 from streamshard.errors import StreamshardError, UnsupportedError, UsageError
+from streamshard.formats import strict_json
 from streamshard.formats.checkpoint import LIKE
 from streamshard.formats.deepspeed.expert_degree import is_own_degree
 from streamshard.formats.deepspeed.model_parallel.affine_maps import has_maps
@@ -30,7 +34,7 @@ from streamshard.formats.deepspeed.model_parallel.stage_starts import (
 from streamshard.formats.deepspeed.model_parallel.whole_model import whole_model
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.pretrained import CONFIG
-from streamshard.operations.native.model_config import kv_heads
+from streamshard.model import FILE
 from streamshard.operations.native.recut_source import (
     OtherDegrees,
     parts_of,
@@ -42,6 +46,7 @@ from streamshard.operations.native.shard_values import require_different_shards
 from streamshard.operations.source.blob_checksums import note_checksums
 from streamshard.operations.source.layered import layered
 from streamshard.operations.source.source import Source
+from streamshard.operations.source.source_access import SourceAccess
 
 _SUPPLY = (
     'start that job, let it call engine.save_checkpoint("RUN") before its first step, and say here '
@@ -49,6 +54,8 @@ _SUPPLY = (
 )
 _MOST_RANKS: Final = 1 << 12
 """More ranks than share a model in any job."""
+_MOST_BYTES: Final = 1 << 20
+"""More than any config has."""
 
 
 def at_degrees(
@@ -216,3 +223,30 @@ def _target_parts(
         message = f"{LIKE} was saved with {like.degrees}, and {wanted} are asked for"
         raise UsageError(f"{message}: {_SUPPLY}")
     return like
+
+
+def kv_heads(source: Source) -> int | None:
+    """Return the model's count of key and value heads, if its `config.json` has it by that name.
+
+    AutoTP looks for others too, and for what the model's class calls them; only this name is read,
+    which comes first (`AutoTPMeta.from_model_config` of `deepspeed/module_inject/tp_shard.py`,
+    0.19.8).
+    """
+    for number, tensor in enumerate(source.checkpoint.tensors):
+        if tensor.state == FILE and tensor.name == CONFIG and tensor.numel <= _MOST_BYTES:
+            with closing(SourceAccess(source)) as access:
+                content = np.empty(tensor.numel, dtype=np.uint8)
+                access.fill(content, number, 0, None)
+            return _kv_heads(content.tobytes())
+    return None
+
+
+def _kv_heads(content: bytes) -> int | None:
+    try:
+        config = strict_json.parse(content)
+    except ValueError:
+        return None
+    inner = config.get("text_config") if isinstance(config, dict) else None
+    held = inner if isinstance(inner, dict) else config
+    found = held.get("num_key_value_heads") if isinstance(held, dict) else None
+    return found if isinstance(found, int) and found > 0 else None

@@ -2,13 +2,21 @@
 
 from dataclasses import dataclass, replace
 
+from streamshard.errors import UnsupportedError, UsageError
 from streamshard.formats import frameworks
 from streamshard.formats.deepspeed import ds_config
 from streamshard.formats.deepspeed.cut import muon_order
 from streamshard.formats.deepspeed.ds_versions import Version
+from streamshard.formats.deepspeed.expert_degree import (
+    expert_degree,
+    is_own_degree,
+    spread_note,
+    with_expert_degree,
+)
+from streamshard.formats.deepspeed.expert_groups import AS_SAVED
+from streamshard.formats.pickle.node_checks import of_file
 from streamshard.layout.batch import BatchPlan
-from streamshard.model import ZeroLayout
-from streamshard.operations.native.expert_ranks import at_expert_degree
+from streamshard.model import Note, ZeroLayout
 from streamshard.operations.native.recut_source import OtherDegrees
 from streamshard.operations.native.target_settings import (
     TargetSettings,
@@ -100,7 +108,7 @@ def resharding_of(
     if degrees is not None:
         degrees.require_config(wanted)
         opened = degrees.source
-    spread = at_expert_degree(opened, expert_parallel, world_size)
+    spread = _at_expert_degree(opened, expert_parallel, world_size)
     opened = spread or opened
     dp_world_size = require_allowed(opened.checkpoint, world_size)
     settings = target_settings(opened.checkpoint, dp_world_size, zero_stage, wanted, ds_version)
@@ -132,3 +140,34 @@ def _shaping(source: Source, layout: ZeroLayout) -> ZeroLayout:
         offload=layout.offload and has_muon,
         data_before_experts=layout.data_before_experts and has_experts,
     )
+
+
+def _at_expert_degree(opened: Source, degree: int | None, world_size: int) -> Source | None:
+    """Spread the experts of a checkpoint anew; None if they are to stay as they are.
+
+    Parameters
+    ----------
+    degree
+        Count of ranks that will share the experts; by default as many as in the source, which is 1
+        without experts.
+    world_size
+        Count of all ranks of the job that resumes.
+    """
+    if degree is None:
+        return None
+    with of_file(opened.path):
+        if is_own_degree(opened.checkpoint, degree):
+            return None
+        if opened.is_elastic:
+            message = "its experts cannot be spread over another count of ranks: it was saved with"
+            raise UnsupportedError(f"{message} elastic_checkpoint. {AS_SAVED}")
+        parts = len(opened.checkpoint.families)
+        if degree > 0 and world_size % (degree * parts):
+            message = f"--world-size {world_size}: the experts are to be spread over {degree} ranks"
+            beside = f" of each of {parts} tensor parallel parts" if parts > 1 else ""
+            few = ", ".join(str(degree * parts * k) for k in (1, 2, 3))
+            message = f"{message} (--expert-parallel){beside}: give a multiple of"
+            raise UsageError(f"{message} {degree * parts} ({few}, …)")
+        checkpoint = with_expert_degree(opened.checkpoint, degree, opened.like)
+    note = spread_note(expert_degree(opened.checkpoint), degree, opened.like)
+    return replace(opened, checkpoint=replace(checkpoint, notes=(*checkpoint.notes, Note(note))))

@@ -7,7 +7,7 @@ the same model.
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 from streamshard.errors import DisagreementError, UnsupportedError
 from streamshard.formats.checkpoint import LIKE, Checkpoint, Family, Reading
@@ -15,7 +15,6 @@ from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.cut.zero_cutting import SourceMap, cut_source
 from streamshard.formats.deepspeed.ds_versions import recorded_version
 from streamshard.formats.deepspeed.dumps.dump_names import Template
-from streamshard.formats.deepspeed.dumps.other_dumps import refuse_other_kinds
 from streamshard.formats.deepspeed.read import elastic_reader
 from streamshard.formats.deepspeed.read.agreement import check_agreement, rank_counts, stage_of
 from streamshard.formats.deepspeed.read.family import (
@@ -26,13 +25,16 @@ from streamshard.formats.deepspeed.read.family import (
     recorded_units,
     strip_optimizer,
 )
+from streamshard.formats.deepspeed.read.fingerprints import fingerprints
 from streamshard.formats.deepspeed.read.optimizer_reader import OptimizerReader
 from streamshard.formats.deepspeed.read.rank_files import SourceFiles
 from streamshard.formats.deepspeed.read.rank_headers import read_optimizers
 from streamshard.formats.deepspeed.read.zero_reader import malformed
 from streamshard.formats.deepspeed.unsupported import Saved, refuse
+from streamshard.formats.detect import is_cut, kind_of_whole_dump, part_of_rank
 from streamshard.formats.links import require_inside
 from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.model import Note, NoteKind, ZeroLayout
 
 ASSUMED: Final = (
@@ -77,7 +79,7 @@ def _read_ranks(
 ) -> Reading:
     sources = SourceFiles()
     states = read_optimizers(sources, paths)
-    refuse_other_kinds(states, paths)
+    _refuse_other_kinds(states, paths)
     for state, path in zip(states, paths, strict=True):
         if names.OPTIMIZER in state and names.FLAT_GROUPS_3 not in state:
             message = f"{path}: a DeepSpeed checkpoint file, not a dump; give its directory instead"
@@ -219,3 +221,40 @@ def _numel(shape: tuple[int, ...]) -> int:
     for length in shape:
         numel *= length
     return numel
+
+
+def _refuse_other_kinds(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> None:
+    """Refuse files that are not ZeRO's."""
+    part = part_of_rank(paths[0])
+    if part is not None:
+        raise UnsupportedError(f"{paths[0]}: one of the {part}")
+    kind = kind_of_whole_dump(states[0])
+    if kind is not None:
+        _refuse_whole(states, paths, kind)
+    if not is_cut(states[0]) and names.OPTIMIZER not in states[0]:
+        message = f"{paths[0]}: not a dump of an optimizer's state that ZeRO partitioned"
+        raise UnsupportedError(f"{message}; give a template of files that hold one each")
+
+
+def _refuse_whole(
+    states: Sequence[Mapping[str, Node]], paths: Sequence[Path], kind: str
+) -> NoReturn:
+    """Refuse dumps in which nothing is partitioned: any rank's file alone can be loaded.
+
+    If they differ, the message says so.
+    """
+    first = fingerprints({**states[0]}, paths[0])
+    for state, path in zip(states[1:], paths[1:], strict=True):
+        other = fingerprints({**state}, path)
+        wrong = [key for key in {**first, **other} if first.get(key) != other.get(key)]
+        if wrong:
+            message = (
+                f"{path}: {kind}, which ZeRO did not partition, and {paths[0]} holds other values "
+                f"of {show_few(wrong)}. Such files are of different steps or runs, or the ranks "
+                "were not data-parallel alone (tensor parallelism, FSDP), which is not resharded"
+            )
+            raise UnsupportedError(f"{message}: load each rank's own file on as many ranks")
+    same = f"all {len(states)} files hold the same" if len(states) > 1 else "of one rank"
+    message = f"{paths[0]}: {kind}, {same}: nothing in it is partitioned, so it needs no resharding"
+    load = f"optimizer.load_state_dict(torch.load({str(paths[0])!r}))"
+    raise UnsupportedError(f"{message}. Any rank's file will do, on any count of ranks: {load}")

@@ -1,24 +1,37 @@
 """Proves that an archive is complete and equals its source, and records each check."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from hashlib import sha256
 from pathlib import Path
+from typing import Final
 
 from streamshard.engine.run import resident_memory
 from streamshard.errors import CorruptFileError, IntegrityError, StreamshardError
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.zarr import store_state
 from streamshard.io.durability import sync_path, sync_tree
-from streamshard.io.entries import identify, list_ahead, listings_kept, request_bytes
+from streamshard.io.entries import (
+    ahead_of,
+    identify,
+    list_ahead,
+    listings_kept,
+    open_readable,
+    request_bytes,
+)
 from streamshard.io.files import source_errors, target_errors
+from streamshard.io.objects.object_path import is_object
+from streamshard.io.page_cache import drop_cached, drop_file
 from streamshard.layout.memory_plan import MemoryPlan
+from streamshard.layout.sample import EVERYTHING
 from streamshard.model import SourceFile
 from streamshard.operations.checks.problems import Findings
+from streamshard.operations.checks.scan import scan
+from streamshard.operations.checks.structure import Request, look_at
 from streamshard.operations.compact.archive import omissions
-from streamshard.operations.compact.archive.archive_reading import ArchiveReading
 from streamshard.operations.compact.archive.receipts import Check, Place, Receipt, show_moment
-from streamshard.operations.compact.archive.sha256 import sha256_of
 from streamshard.operations.compact.run_directory import looks_of
 from streamshard.operations.compare.comparison import EXTRA_BYTES, Comparing
 from streamshard.operations.compare.matching import pair_up
@@ -26,6 +39,42 @@ from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.transfer import execution
 from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Progress
+
+_READ_BYTES: Final = 1 << 20
+
+
+@dataclass(slots=True)
+class ArchiveReading:
+    """One reading of an archive: its checksums, the digests of its tensors, and its SHA-256s."""
+
+    store: Path
+    memory: Callable[[int, Sequence[SourceFile]], MemoryPlan]
+    """Fits the reading into the memory limit, with the bytes that decoding takes."""
+    progress: Progress
+    findings: Findings = field(default_factory=Findings)
+
+    def run(self) -> dict[Path, str]:
+        """Read the archive, bypassing the page cache; the findings say what is wrong with it.
+
+        Returns the SHA-256 of each file that was read from its first byte to its last. Files that
+        are damaged may be missing, and so may large files that several workers read.
+        """
+        resident_memory.restart_peak()
+        drop_cached(self.store)
+        looked = look_at(Request(self.store), self.findings, EVERYTHING)
+        whole: dict[Path, str] = {}
+
+        def note(file: int, sha256: str) -> None:
+            whole[looked.files[file].path] = sha256
+
+        self.progress.start(looked.nbytes)
+        try:
+            plan = self.memory(looked.codec_bytes, looked.files)
+            units, advance = looked.units(), self.progress.advance
+            scan(units, looked.files, looked.decoders, plan, advance, note)
+        finally:
+            self.progress.stop()
+        return whole
 
 
 class Checks:
@@ -221,3 +270,28 @@ def content_equal(archive: Source, source: Source, means: Means) -> str:
     if wrong:
         raise IntegrityError(f"{archive.path}: not what {source.path} holds: {wrong[0]}")
     return f"{len(pairing.pairs):,} tensors, {comparing.nbytes:,} bytes"
+
+
+def sha256_of(
+    files: Sequence[SourceFile], progress: Callable[[int], None], *, workers: int
+) -> list[str]:
+    """Compute the SHA-256 of each file from the disk, not from the page cache.
+
+    Of an object it is that of the version which is given.
+    """
+
+    def take(known: SourceFile) -> str:
+        drop_file(known.path)
+        digest, view, offset = sha256(), memoryview(bytearray(_READ_BYTES)), 0
+        ahead = ahead_of([known.path]).ahead if is_object(known.path) else 0
+        with open_readable(known.path, known) as file:
+            while count := file.read_into(view, offset):
+                offset += count
+                if ahead:
+                    file.will_need(offset, ahead)
+                digest.update(view[:count])
+                progress(count)
+        return digest.hexdigest()
+
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(take, files))
