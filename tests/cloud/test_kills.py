@@ -71,7 +71,7 @@ def test_the_same_command_goes_on(bucket: Bucket, run: Path, verb: str) -> None:
     own = ("--world-size", "3") if verb == "repartition" else ("--codec", "zstd")
     bucket.proxy.reset()
     assert run_forked(verb, source, f"{bucket.url}/whole", *own).code == 0
-    step = 1 if EVERY else len(bucket.proxy.requests) // 6
+    step = 1 if EVERY else 2 * len(bucket.proxy.requests) // 9
     wanted = content(bucket, "whole")
     for number in count(2, step):
         target = f"out-{number}"
