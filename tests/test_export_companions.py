@@ -56,7 +56,7 @@ def test_files_in_the_source_and_beside_it_come_along(run: Path, tmp_path: Path)
         "generation_config.json": "",
     }
     assert (tmp_path / "out" / "generation_config.json").stat().st_mode & 0o777 == 0o640
-    (beside,) = [note for note in report.notes if "beside the source" in note]
+    (beside,) = [note for note in report.notes if "next to the source" in note]
     assert beside.endswith(f"{run.parent}: chat_template.jinja, generation_config.json.")
     assert any("Not copied" in note and "vocab.json" in note for note in report.notes)
     assert report.files == 5

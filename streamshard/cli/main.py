@@ -322,7 +322,7 @@ def _compact_run(arguments: argparse.Namespace, nights: list[Night], indent: int
 
 
 def _notify(nights: Sequence[Night], arguments: argparse.Namespace) -> None:
-    """Run the command of `--notify` if a night needs somebody."""
+    """Run the command of `--notify` if a night needs someone."""
     by_hand = arguments.undelete or arguments.purge or arguments.acknowledge
     wanting = [night for night in nights if night.needs_somebody]
     if arguments.notify is None or arguments.dry_run or by_hand or not wanting:

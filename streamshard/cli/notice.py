@@ -1,4 +1,4 @@
-"""Runs the command of `--notify` when a night needs somebody."""
+"""Runs the command of `--notify` when a night needs someone."""
 
 import json
 import shlex

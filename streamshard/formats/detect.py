@@ -287,7 +287,7 @@ def without_shards(tag_dir: Path, models: Sequence[Path], parts: Sequence[Path])
         return UnsupportedError(
             f"{models[0]}: {_STAGE_0}, and no optimizer's state is in it: in bf16, DeepSpeed "
             "0.17.6 to 0.18.4 left it out. Load it as it is, with load_optimizer_states=False, on "
-            "any count of them; the optimizer starts anew"
+            "any count of them; the optimizer starts again without state"
         )
     message = f"{tag_dir}: no *_optim_states.pt file, of which each rank saved one"
     return IncompleteError(f"{message}: copy them from the nodes that saved them")

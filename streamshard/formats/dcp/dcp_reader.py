@@ -92,7 +92,7 @@ def parts_of(root: Path) -> list[Path]:
     inside = [root / name for name in _ACCELERATE]
     found = [place for place in inside if is_directory(place) and is_distributed(_names(place))]
     if found and found[0] != inside[0]:
-        message = f"{root}: holds the optimizer alone, {_ACCELERATE[0]} is not beside it"
+        message = f"{root}: holds the optimizer alone, {_ACCELERATE[0]} is not next to it"
         raise IncompleteError(message)
     return found
 

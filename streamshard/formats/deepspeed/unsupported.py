@@ -84,7 +84,7 @@ _SWAPPED: Final = (
     "engine.save_16bit_model() writes the weights there, for a start without optimizer state"
 )
 _SAVE_ANEW: Final = (
-    "They start anew at every resume. Resume on the ranks that saved it with the setting changed, "
+    "They start again at every resume. Resume on the ranks that saved it with the setting changed, "
     "train until they have settled, and save: from then on they are in the files"
 )
 
@@ -251,7 +251,7 @@ def _experts_across_parts(saved: Saved) -> str | None:
 
 
 _ACROSS_PARTS: Final = (
-    "more than this part of the model has: MoE layers trained beside tensor parallelism without "
+    "more than this part of the model has: MoE layers trained next to tensor parallelism without "
     "enable_expert_tensor_parallelism, and DeepSpeed spread their experts over the tensor parallel "
     "ranks too; not supported. Resume on the ranks that saved it: DeepSpeed can if the tensor "
     "parallel degree divides the expert parallel size"

@@ -28,7 +28,7 @@ _NAME: Final = f"{names.OWN_PREFIX}.night.json"
 
 @dataclass(frozen=True, slots=True)
 class TagProblem:
-    """A tag that somebody has to look at."""
+    """A tag that someone has to look at."""
 
     tag: str
     action: str

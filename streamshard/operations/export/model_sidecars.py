@@ -123,7 +123,7 @@ def _notes(
     paths: Mapping[str, str], beside: Mapping[str, Path], around: Path, left: Sequence[str]
 ) -> Iterator[str]:
     if beside:
-        yield f"Copied from beside the source, {around}: {', '.join(beside)}."
+        yield f"Copied from next to the source, {around}: {', '.join(beside)}."
     if left:
         yield (
             f"Not copied, as they are links that lead out of {around}: {', '.join(left)}. Put "
@@ -131,6 +131,6 @@ def _notes(
         )
     if pretrained.CONFIG not in paths:
         yield (
-            f"No {pretrained.CONFIG} in or beside the source: from_pretrained needs the model's, "
-            "beside the weights."
+            f"No {pretrained.CONFIG} in or next to the source: from_pretrained needs the model's, "
+            "next to the weights."
         )

@@ -40,7 +40,7 @@ class LazyTensor(NDArrayOperatorsMixin):
     chunks. Nothing is kept but the chunk that was read last. Only `memmap` and `memmap_torch` give
     views of the file itself.
 
-    NumPy's functions and operators take it for the whole array, and read it each time anew:
+    NumPy's functions and operators take it for the whole array, and read it again each time:
     `np.linalg.norm(tensor)`, `tensor - other > 0`. Nothing can be written into it.
     """
 

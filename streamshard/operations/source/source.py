@@ -54,7 +54,7 @@ _ELASTIC: Final = (
 )
 
 _UNTOLD: Final = (
-    "what a DeepSpeed job needs besides: the order of the parameters in the optimizer, which "
+    "what else a DeepSpeed job needs: the order of the parameters in the optimizer, which "
     "tensors are frozen weights and which buffers, which names are tied, the DeepSpeed config, the "
     "loss scaler, the learning rate scheduler and the counters of steps"
 )

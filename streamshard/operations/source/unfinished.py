@@ -1,7 +1,7 @@
 """Targets in a bucket: what says that one is finished, and what that one is not.
 
 Nothing can be renamed there, so a run uploads to the target's own paths. Its journal lies among
-them until a last object, the commit record, says that all of them are there. Whatever lies beside
+them until a last object, the commit record, says that all of them are there. Whatever lies next to
 that record, the target exists.
 """
 

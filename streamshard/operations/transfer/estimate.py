@@ -289,7 +289,7 @@ _OTHERS: Final = {
     MASTER: "weights that were not chosen",
     MODULE: "buffers and frozen weights",
     BLOB: "tensors in training state",
-    FILE: "files beside the tensors",
+    FILE: "files next to the tensors",
 }
 
 

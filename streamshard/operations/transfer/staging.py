@@ -6,7 +6,7 @@ At any moment the disk is in one of these states, and the same command finishes 
   the parts that are written.
 - OUT.partial has a journal that says it is complete: it is renamed to OUT, which may exist if it is
   empty.
-- With `--overwrite`, OUT.replaced exists, and OUT does not, or is empty because somebody made it
+- With `--overwrite`, OUT.replaced exists, and OUT does not, or is empty because someone made it
   since: OUT.replaced is renamed back to OUT.
 - OUT has that journal still in it: OUT.replaced is removed, then the journal.
 """
@@ -220,7 +220,7 @@ class PartialTarget:
 
     def _swap_in(self) -> None:
         """Rename the new directory to the target; if that fails, restore the old target."""
-        # If somebody has put something there meanwhile, the system refuses to rename.
+        # If someone has put something there meanwhile, the system refuses to rename.
         if is_vacant(self._target) or not replaces(self.journal):
             rename(self.path, self._target)
             return

@@ -169,7 +169,7 @@ class UploadState:
     journal: UploadJournal
     """The journal among its objects."""
     begun: UploadJournal
-    """The journal beside it, of a run that is to replace it."""
+    """The journal next to it, of a run that is to replace it."""
     is_occupied: bool
     """Whether there is any object at its path or below it."""
 
@@ -203,7 +203,7 @@ def _require_place(target: Path) -> None:
     elif (owner := foreign_owner(target)) is not None:
         reason = f"belongs to user {owner}, and user {os.geteuid()} can make no directory for them"
     if reason is not None:
-        message = f"{target}: {reason}; what is made is built beside its place and then renamed"
+        message = f"{target}: {reason}; what is made is built next to its place and then renamed"
         raise TargetExistsError(f"{message}. Give a new name in it: {target / 'NAME'}")
 
 

@@ -51,8 +51,8 @@ _LOADING: Final = (
     "dumps in the order of the ranks."
 )
 _MASTER: Final = (
-    "Pass load_from_fp32_weights=True to it: without that, DeepSpeed makes the master weights anew "
-    "from the 16-bit weights of the model."
+    "Pass load_from_fp32_weights=True to it: without that, DeepSpeed makes the master weights "
+    "again from the 16-bit weights of the model."
 )
 
 

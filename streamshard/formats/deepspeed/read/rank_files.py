@@ -66,7 +66,7 @@ class _RankFiles:
 # those with the same experts. These are ranks of other parts then, by
 # `_create_expert_and_data_parallel`.
 _NEVER_SAVED: Final = (
-    ", and so are files of its experts. DeepSpeed saves neither where MoE layers train beside "
+    ", and so are files of its experts. DeepSpeed saves neither where MoE layers train next to "
     "tensor parallelism without enable_expert_tensor_parallelism, if the expert parallel size is "
     "below the tensor parallel degree. No job can resume then"
 )
