@@ -14,6 +14,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from streamshard.formats.zarr.chunks import EARLY_SETTINGS, blosc_settings
+from streamshard.layout.zero import ceil_div
 from streamshard.model import BLOB, FILE, ITEMSIZE, MODULE, LogicalTensor
 
 ROOT_DOCUMENT: Final = "zarr.json"
@@ -96,6 +97,11 @@ def forms(document: Mapping[str, Any]) -> list[dict[str, Any]]:
         for codec in document["codecs"]
     ]
     return [{**document, "codecs": codecs} for codecs in (document["codecs"], early)]
+
+
+def chunk_counts(shape: tuple[int, ...], chunk: tuple[int, ...]) -> tuple[int, ...]:
+    """Count the chunks along each dimension."""
+    return tuple(ceil_div(length, step) for length, step in zip(shape, chunk, strict=True))
 
 
 def chunk_keys(counts: Sequence[int]) -> list[str]:

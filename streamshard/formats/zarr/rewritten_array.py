@@ -22,6 +22,7 @@ from streamshard.errors import (
     StreamshardError,
     UnsupportedError,
 )
+from streamshard.formats.zarr.documents import chunk_counts
 from streamshard.io.readable import OpenedFile
 from streamshard.model import ITEMSIZE, Memory, SourceFile
 
@@ -92,7 +93,7 @@ class RewrittenArray:
     @property
     def chunks(self) -> int:
         """Count of chunks, whether stored or not."""
-        return math.prod(-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True))
+        return math.prod(chunk_counts(self.shape, self.chunk))
 
     @property
     def codec_bytes(self) -> int:

@@ -16,6 +16,7 @@ from streamshard.formats.zarr.documents import (
     MANIFEST_PATH,
     STATE_PATH,
     array_path,
+    chunk_counts,
     chunk_keys,
     forms,
 )
@@ -94,7 +95,7 @@ def _require_listed(
         if len(shape) != len(tensor.shape) or not math.prod(shape):
             message = f"chunks of {show(shape)} for {tensor.name} of {show(tensor.shape)}"
             raise CorruptFileError(message)
-        counts = [-(-n // c) for n, c in zip(tensor.shape, shape, strict=True)]
+        counts = chunk_counts(tensor.shape, shape)
         chunks += math.prod(counts)
         if chunks > files:
             message = f"{chunks:,} chunks up to {show(tensor.name)}, where the manifest lists"
@@ -111,7 +112,7 @@ def places(
     """Yield the path of every tensor's array, and its chunks in the order of their elements."""
     for tensor, shape in zip(checkpoint.tensors, shapes, strict=True):
         itemsize, step = ITEMSIZE[tensor.dtype], math.prod(shape)
-        counts = [-(-n // c) for n, c in zip(tensor.shape, shape, strict=True)]
+        counts = chunk_counts(tensor.shape, shape)
         path = array_path(tensor)
         yield (
             path,

@@ -27,6 +27,7 @@ from streamshard.formats.zarr.documents import (
     ROOT_KEY,
     STATE_PATH,
     array_path,
+    chunk_counts,
     chunk_keys,
 )
 from streamshard.formats.zarr.rewritten_array import RewrittenArray, RewrittenPiece
@@ -128,7 +129,7 @@ class _StoreReader:
                 slot = self._add_rewritten(rewritten, array_path(tensor))
                 builder.place(index, builder.slot(slot), piece_numel=rewritten.numel)
                 continue
-            counts = [-(-n // c) for n, c in zip(tensor.shape, shape, strict=True)]
+            counts = chunk_counts(tensor.shape, shape)
             if math.prod(counts) > len(self._records):
                 message = f"{self._root}: {math.prod(counts):,} chunks of {tensor.name}, where the"
                 raise CorruptFileError(f"{message} manifest lists {len(self._records):,} files")

@@ -10,10 +10,9 @@ from streamshard.errors import SourceError
 from streamshard.formats.deepspeed.model_parallel.cut_rules import read_rules
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pipeline
 from streamshard.io.objects.object_path import as_path
-from streamshard.layout.grid import chunk_shape
 from streamshard.layout.memory_plan import MIB
 from streamshard.model import ITEMSIZE
-from streamshard.operations.convert.store_targets import StoreTargets
+from streamshard.operations.convert.store_targets import StoreTargets, chunk_shape
 from streamshard.operations.native.other_degrees import at_degrees
 from streamshard.operations.native.recut_source import tells_cut
 from streamshard.operations.source.source import Source

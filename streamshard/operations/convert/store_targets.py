@@ -21,13 +21,14 @@ from streamshard.formats.zarr.documents import (
     ROOT_DOCUMENT,
     STATE_PATH,
     array_path,
+    chunk_counts,
     chunk_keys,
 )
 from streamshard.formats.zarr.store_files import MANIFEST_FILES, STATE_FILES
 from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord
 from streamshard.layout.cutting import Segments, coalesce
-from streamshard.layout.grid import chunk_counts
 from streamshard.layout.memory_plan import MemoryPlan
+from streamshard.layout.zero import ceil_div
 from streamshard.model import ITEMSIZE, Copies, Digest
 from streamshard.operations.checks.structure import Request
 from streamshard.operations.source.source import Source
@@ -211,3 +212,43 @@ def record_of(data: bytes) -> FileRecord:
 def _fixed(files: Mapping[str, bytes]) -> Iterator[TargetFile]:
     for path, data in files.items():
         yield TargetFile(path, [Span(0, [Fixed(data)])])
+
+
+def chunk_shape(shape: tuple[int, ...], itemsize: int, chunk_bytes: int) -> tuple[int, ...]:
+    """Choose a chunk shape of at most `chunk_bytes` that cuts along the leading dimension.
+
+    Chunks get nearly equal numbers of rows, so that the last chunk, which Zarr stores in full,
+    needs little padding. If a single row is larger than `chunk_bytes`, the row is cut by a divisor
+    of its length, so that every chunk is still one range of equal length.
+
+    >>> chunk_shape((10, 4), 4, 64)
+    (4, 4)
+    >>> chunk_shape((3, 10), 4, 20)
+    (1, 5)
+    >>> chunk_shape((), 4, 64), chunk_shape((0, 3), 4, 64)
+    ((), (1, 3))
+    """
+    if 0 in shape:
+        return tuple(max(1, length) for length in shape)
+    budget = max(1, chunk_bytes // itemsize)
+    for axis, length in enumerate(shape):
+        row = math.prod(shape[axis + 1 :])
+        if row > budget and axis < len(shape) - 1:
+            continue
+        wanted = max(1, budget // row)
+        rows = _even_share(length, wanted) if axis == 0 else _divisor(length, wanted)
+        return (*(1,) * axis, rows, *shape[axis + 1 :])
+    return ()
+
+
+def _even_share(length: int, at_most: int) -> int:
+    return ceil_div(length, ceil_div(length, at_most))
+
+
+def _divisor(length: int, at_most: int) -> int:
+    """Return the largest divisor of a length that is at most `at_most`."""
+    found = 1
+    for small in range(1, math.isqrt(length) + 1):
+        if length % small == 0:
+            found = max([found, *(d for d in (small, length // small) if d <= at_most)])
+    return found

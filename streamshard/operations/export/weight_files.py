@@ -18,7 +18,6 @@ from streamshard.formats.torch.torch_file import Record, TorchLayout
 from streamshard.formats.torch.torch_tensor import Storage, make_tensor
 from streamshard.layout.cutting import Segments, coalesce
 from streamshard.layout.memory_plan import MIB
-from streamshard.layout.shards import shards
 from streamshard.model import ITEMSIZE, Literal, Whole
 from streamshard.operations.export.lazy_spans import (
     SPAN_BYTES,
@@ -227,3 +226,20 @@ def _weight_of(record: Record, weights: Sequence[Weight]) -> Weight:
     if not isinstance(content, Whole):
         raise TypeError(f"record {record.name} has nothing to fill it")
     return weights[content.tensor]
+
+
+def shards(sizes: Sequence[int], most_bytes: int) -> list[range]:
+    """Distribute tensors of these sizes, in order, among files of at most `most_bytes`.
+
+    A larger tensor gets a file of its own. Without tensors there is one empty file.
+
+    >>> shards([3, 3, 1, 9, 1], 6)
+    [range(0, 2), range(2, 3), range(3, 4), range(4, 5)]
+    """
+    found, first, held = [], 0, 0
+    for index, nbytes in enumerate(sizes):
+        if index > first and held + nbytes > most_bytes:
+            found.append(range(first, index))
+            first, held = index, 0
+        held += nbytes
+    return [*found, range(first, len(sizes))]

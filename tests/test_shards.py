@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamshard.layout.shards import shards
+from streamshard.operations.export.weight_files import shards
 
 
 @given(st.lists(st.integers(0, 30), max_size=30), st.integers(1, 40))

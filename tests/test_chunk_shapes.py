@@ -7,7 +7,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamshard.layout.grid import chunk_counts, chunk_shape
+from streamshard.formats.zarr.documents import chunk_counts
+from streamshard.operations.convert.store_targets import chunk_shape
 
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 ITEMSIZES = st.sampled_from([1, 2, 4, 8, 16])
