@@ -10,7 +10,7 @@ from streamshard.formats.checkpoint import Family, ParamGroup
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.cut.family_cut import in_own_order
 from streamshard.formats.deepspeed.cut.zero_cutting import FamilyMap
-from streamshard.formats.deepspeed.ds_versions import Version, recorded_version
+from streamshard.formats.deepspeed.ds_versions import Version, is_between_releases, recorded_version
 from streamshard.formats.deepspeed.read import elastic_reader
 from streamshard.formats.deepspeed.read.agreement import (
     CUT_KEYS,
@@ -94,12 +94,13 @@ def read_family(
     check_world_size(states, models, files)
     check_agreement(states, files.optimizer_files)
 
+    version = _version(optimizers[0], states[0], models[0])
     layout = ds_config.zero_layout(
         config,
         stage=stage,
         world_size=len(states),
         bf16_optimizer=names.ZERO_STAGE not in states[0],
-        version=_version(optimizers[0], states[0], models[0]),
+        version=version,
     )
     optimizer = OptimizerReader(
         sources, files.optimizer_files, states, layout, strips_states=elastic
@@ -110,7 +111,8 @@ def read_family(
             [list(s) for s in shapes], known, files.optimizer_files[0]
         )
     groups = optimizer.groups([list(unit) for unit in shapes])
-    layout = replace(layout, round_robin=_is_round_robin(optimizer, layout, shapes))
+    if version is None or is_between_releases(version):
+        layout = replace(layout, round_robin=_is_round_robin(optimizer, layout, shapes))
     shape_by_name = {param: shape for unit in shapes for param, shape in unit.items()}
     module = ModuleReader(model_files, stage, tied)
     entries = module.entries(shape_by_name)
@@ -214,6 +216,9 @@ def _is_round_robin(
     optimizer: OptimizerReader, layout: ZeroLayout, stored: Sequence[Shapes]
 ) -> bool:
     """Tell whether a family is stored in round-robin order: from its files, if they prove it.
+
+    This is for files whose version is open. Where it is known and contradicts them, they are
+    refused when their fragments are placed.
 
     The shapes are in the stored order, the recorded slices in the group's own order. Only if both
     orders fit, or neither, what the config and the version say counts.
