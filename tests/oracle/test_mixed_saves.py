@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,7 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_files_of_two_saves_are_noted(case: Case, saves: Path, tmp_path: Path) -> None:
     died = saves / f"{case.name}-died"
-    reports = [
+    reports: list[Any] = [
         streamshard.repartition(died, tmp_path / "out", world_size=3),
         streamshard.convert(died, tmp_path / "run.zarr"),
         streamshard.repartition(tmp_path / "run.zarr", tmp_path / "of-store", world_size=3),
