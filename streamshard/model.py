@@ -60,6 +60,8 @@ class NoteKind(StrEnum):
     """Some files have content that is not kept: removing them would lose it."""
     ASSUMED = "assumed"
     """A setting was assumed that the files do not tell."""
+    MIXED = "mixed"
+    """Files may be of two saves: a job that goes on from them may go wrong."""
     LOADING = "loading"
     """How to load what a conversion writes."""
 

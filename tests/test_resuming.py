@@ -93,6 +93,16 @@ def test_another_degree_of_parallelism_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_stage_3_on_a_mesh_of_sequences_is_refused(tmp_path: Path) -> None:
+    """Such a job cuts its state among all ranks, and saves the parts of some."""
+    run = write(Job(stage=2), tmp_path / "run")
+    mesh = {"data_parallel_size": 2, "sequence_parallel_size": 2}
+    edit_all(run, "*.pt", config(**mesh))
+    with pytest.raises(UsageError, match=r"data_parallel_size .*at ZeRO stage 3.* stage 1 or 2"):
+        streamshard.repartition(run, tmp_path / "out", world_size=4, zero_stage=3)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_config_that_loads_universal_checkpoints_is_noted(tmp_path: Path) -> None:
     run = write(Job(), tmp_path / "run")
     edit_all(run, "*.pt", config(checkpoint={"load_universal": True}))

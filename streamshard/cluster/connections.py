@@ -1,5 +1,6 @@
 """Connects to Dask clusters, and lets verbs run on them."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -84,6 +85,7 @@ def _connected(address: str, threads: int) -> Iterator["Client"]:
         else:
             message = "an address (tcp://host:8786), a scheduler file (*.json) or local:N"
             raise UsageError(f"--dask {address}: not {message}")
+        stack.enter_context(_silent_client())
         try:
             options = {"timeout": _CONNECT_SECONDS, "set_as_default": False}
             connect: Any = Client
@@ -91,6 +93,18 @@ def _connected(address: str, threads: int) -> Iterator["Client"]:
         except (OSError, ValueError) as error:
             raise ClusterError(f"--dask {address}: nobody answers ({error})") from error
         yield client
+
+
+@contextmanager
+def _silent_client() -> Iterator[None]:
+    """Keep Dask's client from logging tracebacks: the run's own error says what happened."""
+    logger = logging.getLogger("distributed.client")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @contextmanager

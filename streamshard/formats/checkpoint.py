@@ -1,6 +1,7 @@
 """A checkpoint without its partitioning: readers return it, writers start from it."""
 
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -11,7 +12,7 @@ from streamshard.formats.deepspeed.ds_versions import Version, recorded_version
 from streamshard.formats.pickle.dangerous import dangerous_in
 from streamshard.formats.pickle.inert import Node
 from streamshard.layout.cutting import Cutting
-from streamshard.model import MASTER, LogicalTensor, Note, SourceFile, ZeroLayout
+from streamshard.model import ITEMSIZE, MASTER, LogicalTensor, Note, SourceFile, ZeroLayout
 
 LIKE: Final = "the checkpoint given with --like"
 """What messages call a reference checkpoint: another one, which supplies what the source lacks."""
@@ -38,6 +39,14 @@ class ScalarState:
     dtype: str
     shape: tuple[int, ...]
     data: bytes
+
+    def number(self) -> int | float | None:
+        """Return the only element; None if there are several, or it is of another kind."""
+        form = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}.get(self.dtype)
+        if form is None or len(self.data) != ITEMSIZE[self.dtype]:
+            return None
+        found: int | float = struct.unpack(form, self.data)[0]
+        return found
 
 
 @dataclass(frozen=True, slots=True)

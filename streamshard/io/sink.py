@@ -294,7 +294,18 @@ def rename(path: Path, target: Path) -> None:
     if isinstance(path, ObjectPath) and isinstance(target, ObjectPath):
         move_below(path, target)
         return
-    path.rename(target)
+    try:
+        path.rename(target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        raise OSError(error.errno, _NOT_RENAMED, str(path)) from error
+
+
+_NOT_RENAMED = (
+    "it cannot be renamed: it is in a lower layer of an overlay, or on another file system. Move "
+    "it away with mv, or give another place"
+)
 
 
 def replace_file(path: Path, target: Path) -> None:

@@ -176,6 +176,35 @@ def test_a_mount_point_is_refused_at_once_with_what_does_work(
 
 
 @pytest.fixture
+def lower_layer(saved: Saved, tmp_path: Path) -> Iterator[Path]:
+    """A target in a lower layer of an overlay, as in a container's image."""
+    lower, upper, work, where = (tmp_path / name for name in ("lower", "upper", "work", "merged"))
+    for directory in (lower, upper, work, where):
+        directory.mkdir()
+    assert streamshard(*command(saved, "convert", lower / "out")).code == 0
+    options = f"lowerdir={lower},upperdir={upper},workdir={work},redirect_dir=off"
+    mount = ["mount", "-t", "overlay", "-o", options, "overlay", str(where)]
+    done = subprocess.run(mount, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"needs the right to mount: {done.stderr.strip()}")
+    yield where / "out"
+    subprocess.run(["umount", str(where)], check=True)
+
+
+@pytest.mark.kernel
+def test_a_directory_that_cannot_be_renamed_is_named_with_what_does_work(
+    saved: Saved, lower_layer: Path
+) -> None:
+    before = tree(lower_layer)
+    done = streamshard(*command(saved, "convert", lower_layer), "--overwrite")
+    assert (done.code, "lower layer of an overlay" in done.err) == (4, True)
+    assert tree(lower_layer) == before
+    subprocess.run(["mv", lower_layer, lower_layer.with_name("old")], check=True)
+    assert streamshard(*command(saved, "convert", lower_layer)).code == 0
+    assert tree(lower_layer) == before
+
+
+@pytest.fixture
 def open_to_all() -> Iterator[Path]:
     """A directory that others than its owner can reach."""
     with tempfile.TemporaryDirectory() as directory:

@@ -88,7 +88,8 @@ def test_the_same_command_goes_on(bucket: Bucket, run: Path, verb: str) -> None:
         assert done.code == 0 or (is_there and "exists" in done.err), (number, done.err)
         assert content(bucket, target) == wanted, number
         assert bucket.uploads() == []
-        assert not bucket.keys(f".streamshard.lock.{target}")
+        # Who was killed as it removed its lock leaves it to the next who writes there.
+        assert is_there or not bucket.keys(f".streamshard.lock.{target}")
     assert number > 2 + step, (number, step)  # it was killed twice, or oftener
 
 

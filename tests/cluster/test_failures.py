@@ -227,6 +227,34 @@ def test_a_run_whose_leader_was_killed_goes_on(cluster: Client, run: Path, with_
     goes_on(run, cluster if with_dask else None)
 
 
+def test_a_run_whose_scheduler_was_killed_goes_on(
+    run: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The run's message is all that is said, and nothing of Dask's."""
+    described = tmp_path_factory.mktemp("scheduler") / "scheduler.json"
+    dask = [sys.executable, "-m", "dask"]
+    quiet: Any = {"stderr": subprocess.DEVNULL, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
+    where = ["--host", "127.0.0.1", "--port", "0", "--scheduler-file", str(described)]
+    programs = [subprocess.Popen([*dask, "scheduler", *where, "--no-dashboard"], **quiet)]
+    options = ["--no-dashboard", "--nthreads", "1", "--no-nanny"]
+    try:
+        while not (described.exists() and described.read_text().endswith("}")):
+            assert programs[0].poll() is None
+        address = json.loads(described.read_text())["address"]
+        programs.append(subprocess.Popen([*dask, "worker", address, *options], **quiet))
+        with command(address, run) as process:
+            programs[0].kill()
+            _, said = process.communicate(timeout=60)
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
+    assert process.returncode == ClusterError.exit_code
+    assert "Traceback" not in said
+    assert "run the same command again to go on" in said
+    goes_on(run, None)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_a_run_soon(cluster: Client, run: Path, number: signal.Signals) -> None:
     with command(cluster, run) as process:

@@ -10,7 +10,6 @@ from typing import Final
 from streamshard.errors import UnsupportedError
 from streamshard.formats.checkpoint import ScalarState
 from streamshard.formats.pickle.inert import Node, show
-from streamshard.model import ITEMSIZE
 
 STEP: Final = "step"
 OF_TORCH: Final = "foreach"
@@ -56,17 +55,9 @@ def missing_keys(group: Mapping[str, Node]) -> dict[str, Node]:
 
 def step_of(value: Node) -> bytes:
     """Return a step counter as torch keeps it, the bytes of one float32."""
-    count = _number(value) if isinstance(value, ScalarState) else value
+    count = value.number() if isinstance(value, ScalarState) else value
     if isinstance(count, bool) or not isinstance(count, int | float):
         raise UnsupportedError(f"the optimizer's step {show(value)} is not a count of steps")
     if not (0 <= count <= _EXACT and count == int(count)):
         raise UnsupportedError(f"the optimizer's step {count} is not exact in torch's float32")
     return struct.pack("<f", count)
-
-
-def _number(state: ScalarState) -> Node:
-    """Return the only element of a tensor; None if it has several, or is of another kind."""
-    form = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}.get(state.dtype)
-    if form is None or len(state.data) != ITEMSIZE[state.dtype]:
-        return None
-    return struct.unpack(form, state.data)[0]

@@ -156,7 +156,7 @@ def _require_resumable(
         has_frozen=any(entry.kind == "frozen" for entry in entries),
     )
     objection = resume_settings.objection(job) or _other_sequences(
-        checkpoint, config, layout.world_size, version
+        checkpoint, config, layout, version
     )
     if objection is None:
         return
@@ -167,11 +167,19 @@ def _require_resumable(
 
 
 def _other_sequences(
-    checkpoint: Checkpoint, config: ds_config.Config, world_size: int, version: Version | None
+    checkpoint: Checkpoint, config: ds_config.Config, layout: ZeroLayout, version: Version | None
 ) -> str | None:
     """Return an objection if the config changes how many ranks hold copies of each partition."""
-    saved = checkpoint.replicas
+    world_size, saved = layout.world_size, checkpoint.replicas
     requested = ds_config.sequence_mesh(config, version)
+    if requested and layout.stage == 3 and checkpoint.layout.stage < 3:
+        # The parameters are cut among all ranks, the optimizer's files are named by data-parallel
+        # rank (`Init` of `deepspeed/runtime/zero/partition_parameters.py`, 0.19.8).
+        return (
+            "sets data_parallel_size and sequence_parallel_size at ZeRO stage 3, where DeepSpeed "
+            "cuts the state among all ranks and saves the parts of only as many as "
+            "data_parallel_size: no such job can load this, or save. Stay at stage 1 or 2"
+        )
     if requested == ((world_size, saved) if saved > 1 else None):
         return None
     if saved > 1:

@@ -52,6 +52,38 @@ class SequenceParallel:
         finish(engine)
 
 
+@dataclass(frozen=True)
+class SequenceMesh:
+    """The same by two numbers in the configuration, of which DeepSpeed makes a mesh.
+
+    It adds no gradients up over the ranks of a sequence, so these train on the same tokens here.
+    """
+
+    data: int
+    degree: int = 2
+
+    def config(self) -> Mapping[str, Any]:
+        """Return both numbers."""
+        return {"data_parallel_size": self.data, "sequence_parallel_size": self.degree}
+
+    def start(self, case: Case, seed: int, scale: float) -> Engine:
+        """Make an engine of a model whose ranks need no others."""
+        torch.manual_seed(seed)
+        model = AttentionModel(None)
+        model.attention = WholeHeads()
+        return initialize(case, model, case.groups(model, scale))
+
+    def step(self, engine: Engine, step: int) -> None:
+        """Take one step."""
+        tokens = batch_of(distributed.get_rank() // self.degree, self.data, step)
+        engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
+        engine.step()
+
+    def finish(self, engine: Engine) -> None:
+        """End the engine."""
+        finish(engine)
+
+
 class Heads(nn.Module):
     """Attention to all positions, of the heads that are here."""
 
@@ -60,6 +92,15 @@ class Heads(nn.Module):
         query, key, value = (part.transpose(1, 2) for part in (query, key, value))
         mixed = functional.scaled_dot_product_attention(query, key, value)
         return mixed.transpose(1, 2).contiguous()
+
+
+class WholeHeads(Heads):
+    """The same where all heads are here, called as `DistributedAttention` is."""
+
+    def forward(  # type: ignore[override]
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _batch_dimension: int
+    ) -> torch.Tensor:
+        return super().forward(query, key, value)
 
 
 class AttentionModel(nn.Module):

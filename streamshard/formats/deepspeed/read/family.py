@@ -29,7 +29,11 @@ from streamshard.formats.deepspeed.read.rank_files import (
     require,
 )
 from streamshard.formats.deepspeed.read.rank_headers import read_optimizers
-from streamshard.formats.deepspeed.read.redundant_copies import require_alike, unlike_optimizers
+from streamshard.formats.deepspeed.read.redundant_copies import (
+    require_alike,
+    steps_apart,
+    unlike_optimizers,
+)
 from streamshard.formats.deepspeed.unsupported import Saved, refuse
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.node_checks import name_of, of_file
@@ -117,7 +121,10 @@ def read_family(
     module = ModuleReader(model_files, stage, tied)
     entries = module.entries(shape_by_name)
     tensors = optimizer_tensors(groups, shape_by_name, name)
-    notes = [*unlike_optimizers(optimizers, files.optimizer_files)]
+    notes = [
+        *unlike_optimizers(optimizers, files.optimizer_files),
+        *steps_apart(groups, models[0]),
+    ]
     require_alike(model_files, entries, stage)
     module_map = module.place(entries, first=first + len(tensors), family=name)
     tensors += module.tensors

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.errors import DisagreementError, UnsupportedError
-from streamshard.formats.checkpoint import ModuleEntry
+from streamshard.formats.checkpoint import ModuleEntry, ParamGroup, ScalarState
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read.agreement import differing, disagreement, facts_of_each
 from streamshard.formats.deepspeed.read.model_files import ModelFile
@@ -34,6 +34,36 @@ def unlike_optimizers(
     unlike = {key for own in rest for key in differing(first, own)}
     if unlike:
         yield ranks_differ(unlike)
+
+
+def steps_apart(groups: Sequence[ParamGroup], model: Mapping[str, Node]) -> Iterator[Note]:
+    """Yield a note if the optimizer has taken another count of steps than the model file records.
+
+    A job that dies while it saves a tag for the second time leaves a new model file with all
+    optimizer files of the first save. Then only these counts differ. A run whose optimizer was
+    started afresh has such counts as well, so this is no error.
+    """
+    total, skipped = model.get("global_steps"), model.get("skipped_steps", 0)
+    counts = [_count((group.states or {}).get("step")) for group in groups]
+    taken = [count for count in counts if count is not None]
+    if not taken or not isinstance(total, int) or not isinstance(skipped, int):
+        return
+    if total - skipped not in taken:
+        text = (
+            f"The optimizer's files are of step {show(max(taken))}, the model's of step "
+            f"{show(total - skipped)} (skipped steps are not counted). Unless the run started its "
+            "optimizer afresh, a job died while it saved this tag for the second time, and the "
+            "files are of two saves: take another tag."
+        )
+        yield Note(text, NoteKind.MIXED)
+
+
+def _count(step: Node) -> int | None:
+    """Return a count of steps, which some optimizers save as a tensor; None if it is none."""
+    found = step.number() if isinstance(step, ScalarState) else step
+    if isinstance(found, float) and found.is_integer():
+        return int(found)
+    return found if isinstance(found, int) else None
 
 
 def require_alike(models: Sequence[ModelFile], entries: Sequence[ModuleEntry], stage: int) -> None:

@@ -1,0 +1,68 @@
+"""A job that dies while it saves a tag for the second time leaves files of two saves."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import streamshard
+from tests.oracle.cases import BF16_OPTIMIZER, SUB_GROUPS
+from tests.oracle.jobs import Resume, Train
+from tests.oracle.models import Case
+from tests.oracle.ranks import require_success, run_jobs
+
+TAG = "last"
+SAID = "optimizer's files are of step 2, the model's of step 3"
+CASES = [BF16_OPTIMIZER, SUB_GROUPS]
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Saves of one tag at steps 2 and 3, and what the job leaves that dies in the second one.
+
+    DeepSpeed writes the model files first, then those of the optimizer.
+    """
+    root = tmp_path_factory.mktemp("mixed")
+    trains = [
+        Train(case, root / f"{case.name}-{steps}", None, steps=steps, tag=TAG)
+        for case in CASES
+        for steps in (2, 3)
+    ]
+    require_success(run_jobs(2, trains, root / "ranks"))
+    for case in CASES:
+        died = root / f"{case.name}-died"
+        shutil.copytree(root / f"{case.name}-2", died)
+        for path in (root / f"{case.name}-3" / TAG).glob("*model_states.pt"):
+            shutil.copy(path, died / TAG)
+    return root
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_files_of_two_saves_are_noted(case: Case, saves: Path, tmp_path: Path) -> None:
+    died = saves / f"{case.name}-died"
+    reports: list[Any] = [
+        streamshard.repartition(died, tmp_path / "out", world_size=3),
+        streamshard.convert(died, tmp_path / "run.zarr"),
+        streamshard.repartition(tmp_path / "run.zarr", tmp_path / "of-store", world_size=3),
+        streamshard.verify(died),
+    ]
+    assert [SAID in " ".join(report.notes) for report in reports] == [True] * len(reports)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_files_of_one_save_are_not(case: Case, saves: Path, tmp_path: Path) -> None:
+    whole = saves / f"{case.name}-3"
+    assert "of two saves" not in " ".join(
+        streamshard.repartition(whole, tmp_path / "out", world_size=3).notes
+    )
+
+
+def test_a_live_load_says_so_at_any_count_of_ranks(saves: Path, tmp_path: Path) -> None:
+    case = BF16_OPTIMIZER
+    died = saves / f"{case.name}-died"
+    for ranks in (1, 2):
+        logs = tmp_path / f"at{ranks}"
+        resume = Resume(case, died, tmp_path / f"{ranks}.pt", reshards=True)
+        require_success(run_jobs(ranks, [resume], logs))
+        assert SAID in next(logs.glob("*/rank0.log")).read_text()
