@@ -321,9 +321,10 @@ def _notes_of(engine: Engine, resharding: Resharding, *, goes_on: bool) -> tuple
     goes_on
         Whether the training goes on. Else the weights alone are of interest.
     """
-    if resharding.has_these_files():
-        return ()
     checkpoint = resharding.source.checkpoint
+    mixed = [note.text for note in checkpoint.notes if note.kind is NoteKind.MIXED and goes_on]
+    if resharding.has_these_files():
+        return tuple(mixed)
     of_content = [note.text for note in checkpoint.notes if note.kind is NoteKind.LEFT_OUT]
     if not goes_on:
         return tuple(of_content)
@@ -333,6 +334,7 @@ def _notes_of(engine: Engine, resharding: Resharding, *, goes_on: bool) -> tuple
         engine.gradient_accumulation_steps(),
     )
     return (
+        *mixed,
         *of_content,
         *left_out(checkpoint, resharding.settings.layout.stage),
         *resharding.explain(job).notes,

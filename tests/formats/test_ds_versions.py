@@ -70,7 +70,14 @@ def test_a_source_is_read_in_the_order_that_its_files_prove(tmp_path: Path) -> N
     for run_dir, config in ((plain, True), (shuffled, False)):
         for path in (run_dir / TAG).glob("*.pt"):
             say_round_robin(path, on=config)
+            edit(path, forget_version)
     assert streamshard.verify(plain, against=shuffled).is_good
+
+
+def forget_version(held: dict[str, Any]) -> None:
+    """Leave out which version saved a file: where it is known, its config is not doubted."""
+    for part in (held, held.get("optimizer_state_dict", {})):
+        part.pop("ds_version", None)
 
 
 def say_round_robin(path: Path, *, on: bool) -> None:
