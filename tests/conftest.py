@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 from tests.priority import keep_priority
 
@@ -28,6 +29,20 @@ SHARING: Final = {
     "topologies": ("test_topologies", "test_topology_edges"),
 }
 """Files of `ENGINES` that look at what the same engines have done."""
+
+
+LONGEST: Final = (
+    "tests/compact/test_buckets.py",
+    "tests/faults/test_every_call.py",
+    "tests/test_memory.py",
+    "tests/verify/test_against.py",
+    "tests/verify/test_bytes.py",
+    "tests/smoke/test_engines.py",
+    "tests/oracle/test_degrees.py",
+    "tests/oracle/test_unattended.py",
+    "tests/oracle/test_load_memory.py",
+)
+"""Files of few tests that take long: they are begun first, so that none is left for the end."""
 
 
 def tier(item: pytest.Item) -> str:
@@ -60,7 +75,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]
-    """Keeps the tests of a file in one process, and files that share what engines have done."""
+    """Keeps the tests of a file in one process, and files that share what engines have done.
+
+    The files of the most tests come first, and before them those that take longest.
+    """
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        longest = next((file for file in LONGEST if file in self.workqueue), None)
+        if longest is not None:
+            self.workqueue.move_to_end(longest, last=False)
+        super()._assign_work_unit(node)
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]

@@ -31,7 +31,7 @@ from streamshard.io.page_cache import drop_cached
 from tests.forked import run_forked
 
 MIB = 1 << 20
-LIMIT = 40 * MIB
+LIMIT = 48 * MIB
 LARGE, SMALL = 9 * LIMIT // 2, 2 * LIMIT
 GROUP = 128 * MIB
 """What a memory cgroup may have: of that a run takes half by default, which is to be enough."""
