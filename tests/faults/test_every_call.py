@@ -23,7 +23,7 @@ LEAST_FIRED = 0.95
 """Share of the cases in which it must have come to the fault; threads change the order a little."""
 
 
-@sampled(8)
+@sampled(12)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_nothing_is_lost_and_the_same_command_goes_on(
     scenario: Scenario, one_in: int, tried: Benches

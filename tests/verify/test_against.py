@@ -142,7 +142,7 @@ def numbers(job: Job) -> Iterator[tuple[str, str, int]]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@sampled(5)
+@sampled(11)
 def test_every_single_element_of_the_optimizer_is_found(
     tmp_path: Path, stage: int, one_in: int
 ) -> None:
@@ -185,7 +185,7 @@ def model(run: Path) -> Path:
 
 
 @pytest.mark.parametrize("how", ["native", "store"])
-@sampled(5)
+@sampled(11)
 def test_every_single_element_of_the_module_is_found(tmp_path: Path, how: str, one_in: int) -> None:
     run = write(SMALL, tmp_path / "run")
     other = run

@@ -24,7 +24,7 @@ FLIPS = 400
 """How many are tried of each kind of checkpoint, spread over all its files."""
 
 
-@sampled(4)
+@sampled(8)
 @pytest.mark.parametrize("kind", [f"{kind}-tiny" for kind in KINDS])
 def test_no_flipped_byte_goes_unnoticed(
     fresh: Callable[[str], Path], kind: str, one_in: int
