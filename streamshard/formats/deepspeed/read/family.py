@@ -10,7 +10,7 @@ from streamshard.formats.checkpoint import Family, ParamGroup
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.cut.family_cut import in_own_order
 from streamshard.formats.deepspeed.cut.zero_cutting import FamilyMap
-from streamshard.formats.deepspeed.ds_versions import Version, is_between_releases, recorded_version
+from streamshard.formats.deepspeed.ds_versions import Version, recorded_version
 from streamshard.formats.deepspeed.read import elastic_reader
 from streamshard.formats.deepspeed.read.agreement import (
     CUT_KEYS,
@@ -115,7 +115,7 @@ def read_family(
             [list(s) for s in shapes], known, files.optimizer_files[0]
         )
     groups = optimizer.groups([list(unit) for unit in shapes])
-    if version is None or is_between_releases(version):
+    if version is None or stage == 1:
         layout = replace(layout, round_robin=_is_round_robin(optimizer, layout, shapes))
     shape_by_name = {param: shape for unit in shapes for param, shape in unit.items()}
     module = ModuleReader(model_files, stage, tied)
@@ -224,8 +224,8 @@ def _is_round_robin(
 ) -> bool:
     """Tell whether a family is stored in round-robin order: from its files, if they prove it.
 
-    This is for files whose version is open. Where it is known and contradicts them, they are
-    refused when their fragments are placed.
+    At stage 1 the rule is that of the version that the files were made for, which they need not
+    record. Elsewhere a known version is not doubted: files that contradict it are refused later.
 
     The shapes are in the stored order, the recorded slices in the group's own order. Only if both
     orders fit, or neither, what the config and the version say counts.
