@@ -249,7 +249,7 @@ def test_a_run_whose_scheduler_was_killed_goes_on(
         for program in programs:
             program.kill()
             program.wait()
-    assert process.returncode == ClusterError.exit_code
+    assert process.returncode == ClusterError.exit_code, said
     assert "Traceback" not in said
     assert "run the same command again to go on" in said
     goes_on(run, None)

@@ -13,7 +13,7 @@ from tests.faults.scenarios import OUT, Scenario, empty, make_old_target, tree
 from tests.faults.server import Ended, Kill, Second, Server
 from tests.faults.shim import NO_KIND, NO_OPTION, NOTHING, Action, Arming, Option, Side
 from tests.faults.table import Fault
-from tests.faults.verdict import Undisturbed, Verdict
+from tests.faults.verdict import Undisturbed, Verdict, has_noted
 from tests.faults.yard import Yard
 
 
@@ -84,10 +84,9 @@ class Bench:
         code
             Exit code that is right where the run had not come to its end before.
         """
-        undisturbed = self.undisturbed(scenario)
         self._prepare(scenario)
-        ended = self._run(scenario, kill=kill)
-        has_begun = ended.written > undisturbed.written // 2
+        ended = self._run(scenario, kill=kill, with_calls=True)
+        has_begun = has_noted(ended.calls)
         told = f"{scenario.name}: signal {kill.number} after {kill.after_seconds * 1e3:.1f} ms"
         return self._verdict(
             f"{told}, in which it made {ended.count} calls",

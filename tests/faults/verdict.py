@@ -1,6 +1,8 @@
 """What a run was to which nothing happened, and what came of one to which something did."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
 from typing import Final
 
 from streamshard.formats.deepspeed.names import OWN_PREFIX
@@ -25,11 +27,7 @@ class Undisturbed:
     @property
     def has_begun(self) -> int:
         """Count of the calls after which the journal has a part, whatever the threads do."""
-        partial, journal = f"{OUT}.partial/", f"{OUT}.partial/{JOURNAL}"
-        writes = [c for c in self.calls if c.kind & Kind.WRITE and partial in c.path]
-        first = next(n for n, c in enumerate(writes) if f"{partial}{OWN_PREFIX}" not in c.path)
-        noted = next(call for call in writes[first:] if journal in call.path)
-        return noted.number + _ORDER_DIFFERS
+        return _notes(self.calls)[0].number + _ORDER_DIFFERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +46,18 @@ class Verdict:
 
     def __str__(self) -> str:
         return "\n    ".join((self.told, *self.problems))
+
+
+def has_noted(calls: Sequence[Call]) -> bool:
+    """Tell whether a run had noted a part: it had returned from that when it wrote a second note."""
+    return sum(call.is_done for call in _notes(calls)) > 1
+
+
+def _notes(calls: Sequence[Call]) -> list[Call]:
+    """Select the writes to the journal that come after a write to a file of the target."""
+    partial, journal = f"{OUT}.partial/", f"{OUT}.partial/{JOURNAL}"
+    writes = [call for call in calls if call.kind & Kind.WRITE and partial in call.path]
+    own = f"{partial}{OWN_PREFIX}"
+    return [
+        call for call in dropwhile(lambda call: own in call.path, writes) if journal in call.path
+    ]
