@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any, Final
 
 import dask.config
+from distributed.comm import CommClosedError
 
 from streamshard.errors import ClusterError
 
@@ -94,6 +95,9 @@ class Calls:
         found: Any
         try:
             found = await self.client.gather(future, asynchronous=True)
+        except CommClosedError as error:
+            found = lost("the connection to the cluster's scheduler is lost")
+            found.__cause__ = error
         except BaseException as error:  # whatever it is, the run's thread is to have it
             found = error
         self._events.put(Event(subject, future, found))

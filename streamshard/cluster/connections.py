@@ -98,13 +98,15 @@ def _connected(address: str, threads: int) -> Iterator["Client"]:
 @contextmanager
 def _silent_client() -> Iterator[None]:
     """Keep Dask's client from logging tracebacks: the run's own error says what happened."""
-    logger = logging.getLogger("distributed.client")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
+    loggers = [logging.getLogger(name) for name in ("distributed", "distributed.client")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
 
 
 @contextmanager
