@@ -174,9 +174,9 @@ def test_a_small_array_that_claims_much_is_refused(
 
 
 def test_no_memory_is_exit_5(store: Path) -> None:
-    """The system refuses, not the plan: an address space that a sparse manifest does not fit."""
-    os.truncate(store / "meta/manifest/c/0", 1 << 31)
-    command = 'ulimit -v 1600000; exec "$@"'
+    """The system refuses, not the plan: an address space as large as a sparse manifest."""
+    os.truncate(store / "meta/manifest/c/0", 1 << 30)
+    command = 'ulimit -v 1048576; exec "$@"'
     done = measure("bash", "-c", command, "-", *STREAMSHARD, "inspect", str(store))
     assert done.exit_code == 5, done.stderr
     assert done.stderr.startswith("streamshard: the system has no more memory")

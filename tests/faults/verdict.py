@@ -49,7 +49,7 @@ class Verdict:
 
 
 def has_noted(calls: Sequence[Call]) -> bool:
-    """Tell whether a run had noted a part: it had returned from that when it wrote a second note."""
+    """Tell whether a run had noted a part: a second note shows that it returned from the first."""
     return sum(call.is_done for call in _notes(calls)) > 1
 
 
