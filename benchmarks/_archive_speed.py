@@ -16,7 +16,7 @@ from numcodecs.blosc import Blosc
 from numpy.typing import NDArray
 
 from benchmarks._measure import STREAMSHARD, files_in, succeed, warm
-from streamshard.io.durability import sync_tree
+from streamshard.io.changes import sync_tree
 
 A = TypeVar("A")
 B = TypeVar("B")

@@ -8,7 +8,7 @@ from pathlib import Path
 from streamshard.engine.run.source_reader import Decoder, SourceReader
 from streamshard.engine.run.window import Window
 from streamshard.engine.run.work import Span
-from streamshard.io.sink import open_sink
+from streamshard.io.changes import open_sink
 from streamshard.model import SourceFile
 
 Task = tuple[str, int, Span, int]

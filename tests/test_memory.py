@@ -26,7 +26,7 @@ from benchmarks._measure import STREAMSHARD, Measured, measure
 from benchmarks._model import Model, transformer, values
 from benchmarks._model import Run as ModelRun
 from streamshard.formats.torch.zip_audit import audit
-from streamshard.io.durability import sync_tree
+from streamshard.io.changes import sync_tree
 from streamshard.io.page_cache import drop_cached
 from tests.forked import run_forked
 

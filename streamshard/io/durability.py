@@ -12,7 +12,6 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Final
 
-from streamshard.io.entries import paths_below
 from streamshard.io.file_system import (
     BTRFS,
     EXT4,
@@ -23,9 +22,7 @@ from streamshard.io.file_system import (
     last_error,
     libc,
 )
-from streamshard.io.objects.object_path import ObjectPath, is_object
-from streamshard.io.objects.object_upload import put
-from streamshard.io.writable import write_file
+from streamshard.io.readable import walk
 
 _SYNC_FILE_RANGE_WRITE: Final = 2
 _SYNC_FILE_RANGE_WAIT: Final = 1 | 2 | 4
@@ -64,9 +61,7 @@ def finish_writeback(descriptor: int, offset: int, nbytes: int) -> None:
 
 
 def sync_tree(root: Path) -> None:
-    """Make all files in a directory tree durable, with their names; objects are at once."""
-    if is_object(root):
-        return
+    """Make all files in a directory tree durable, with their names."""
     descriptor = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if _syncs_as_a_whole(descriptor):
@@ -77,15 +72,13 @@ def sync_tree(root: Path) -> None:
     with ThreadPoolExecutor(_THREADS) as pool:
         # A name must not be durable before what it names.
         for wanted in (False, True):
-            paths = (path for path in chain(paths_below(root), [root]) if path.is_dir() == wanted)
+            paths = (path for path in chain(walk(root), [root]) if path.is_dir() == wanted)
             while some := list(islice(paths, 64 * _THREADS)):
                 list(pool.map(sync_path, some))
 
 
 def sync_path(path: Path) -> None:
-    """Make a file's content, or the names in a directory, durable; objects are at once."""
-    if is_object(path):
-        return
+    """Make a file's content, or the names in a directory, durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -93,23 +86,6 @@ def sync_path(path: Path) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
-
-
-def write_durably(path: Path, data: bytes, temporary: Path) -> None:
-    """Write a small file atomically: at any moment it has its old content or all of the new.
-
-    Parameters
-    ----------
-    temporary
-        Path in the same directory for the new content until it is on disk; not for an object.
-    """
-    if isinstance(path, ObjectPath):
-        put(path, data)
-        return
-    write_file(temporary, data)
-    sync_path(temporary)
-    temporary.replace(path)
-    sync_path(path.parent)
 
 
 def _syncs_as_a_whole(descriptor: int) -> bool:

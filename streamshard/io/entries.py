@@ -1,39 +1,21 @@
 """What lies at a path and in a directory: its kind, size and identity, and what is listed there.
 
-Local directories and object stores are one `ByteSource` each; `source_of` tells them apart by the
-kind of path.
+Local directories and object stores are a `Place` each.
 """
 
 import errno
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import BinaryIO, Final
 
 from streamshard.errors import CorruptFileError
-from streamshard.io.objects import listings
-from streamshard.io.objects.listings import keep_tree, tree_of
-from streamshard.io.objects.listings import listings_kept as listings_kept
-from streamshard.io.objects.object_files import OBJECTS
-from streamshard.io.objects.object_path import ObjectPath, is_object
-from streamshard.io.objects.object_reader import AHEAD_BYTES, READING_BYTES, REQUEST_BYTES
-from streamshard.io.readable import ByteSource, Entry, LocalFiles, OpenedFile, Status
+from streamshard.io.object_path import is_object
+from streamshard.io.place import listings_kept as listings_kept
+from streamshard.io.place import place_of
+from streamshard.io.readable import Entry, OpenedFile, ReadAheadBytes, Status
 from streamshard.model import SourceFile
-
-
-@dataclass(frozen=True, slots=True)
-class ReadAheadBytes:
-    """How far to read ahead, in bytes."""
-
-    ahead: int
-    """How far at most."""
-    request: int
-    """How much at once at most."""
-    least: int
-    """Smaller ranges are not requested."""
-
 
 _DOCUMENT_BYTES: Final = 16 << 20
 """More bytes than a config, a file of rules, or a note of a run's has."""
@@ -41,37 +23,19 @@ _ABSENT: Final = {errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP}
 """Errors which say that a path leads to nothing."""
 
 
-_LOCAL: Final = LocalFiles()
-_AHEAD: Final = ReadAheadBytes(4 << 20, 1 << 20, 1 << 14)
-"""In local files: several windows, so that the disk never waits for a worker; at most what a disk
-takes at once; and what is smaller arrives with its neighbours' pages."""
-_AHEAD_OF_OBJECTS: Final = ReadAheadBytes(AHEAD_BYTES, REQUEST_BYTES, 1)
-
-
-def source_of(path: Path) -> ByteSource:
-    """Return the place that a path belongs to."""
-    return OBJECTS if is_object(path) else _LOCAL
-
-
 def ahead_of(paths: Iterable[Path]) -> ReadAheadBytes:
     """Return how far a worker reads ahead in files, which all are in one place."""
-    return _AHEAD_OF_OBJECTS if any(map(is_object, paths)) else _AHEAD
+    return max((place_of(path).read_ahead for path in paths), key=lambda one: one.ahead)
 
 
 def request_bytes(paths: Iterable[Path]) -> int:
     """Return the memory that a worker needs for what it has requested: of local files none."""
-    return READING_BYTES if any(map(is_object, paths)) else 0
-
-
-def requests_to_read(nbytes: int) -> int:
-    """Return how many requests it takes to read so many consecutive bytes of an object."""
-    return -(-nbytes // REQUEST_BYTES)
+    return max((place_of(path).reading_bytes for path in paths), default=0)
 
 
 def list_ahead(root: Path) -> None:
     """List all that is below a path at once, where that saves requests; see `listings_kept`."""
-    if isinstance(root, ObjectPath) and root.key:
-        keep_tree(root)
+    place_of(root).keep_listed(root)
 
 
 def examine(path: Path, *, follows: bool = True) -> Status:
@@ -82,7 +46,7 @@ def examine(path: Path, *, follows: bool = True) -> Status:
     follows
         Whether a symbolic link stands for what it leads to.
     """
-    return source_of(path).examine(path, follows=follows)
+    return place_of(path).examine(path, follows=follows)
 
 
 def identify(path: Path) -> SourceFile:
@@ -104,6 +68,11 @@ def _examine_if_there(path: Path, *, follows: bool = True) -> Status | None:
 def exists(path: Path) -> bool:
     """Tell whether a path leads to anything."""
     return _examine_if_there(path) is not None
+
+
+def has_file(path: Path) -> bool:
+    """Tell whether there is a file of that very name, whatever lies below it."""
+    return place_of(path).has_file(path)
 
 
 def lexists(path: Path) -> bool:
@@ -140,14 +109,12 @@ def is_same_file(path: Path, other: Path) -> bool:
     if is_object(path) or is_object(other):
         return path == other
     one, two = examine(path), examine(other)
-    if is_object(path) or is_object(other):
-        return path == other
     return (one.device, one.file_id) == (two.device, two.file_id)
 
 
 def resolve(path: Path) -> Path:
     """Return an absolute path without symbolic links, as far as it exists."""
-    return source_of(path).resolve(path)
+    return place_of(path).resolve(path)
 
 
 def link_target(path: Path) -> str:
@@ -157,7 +124,7 @@ def link_target(path: Path) -> str:
 
 def entries(directory: Path) -> Iterator[Entry]:
     """List a directory, in any order."""
-    return source_of(directory).entries(directory)
+    return place_of(directory).entries(directory)
 
 
 def paths_in(directory: Path) -> Iterator[Path]:
@@ -180,7 +147,7 @@ def entries_below(
     skips
         Tells whether a directory that cannot be read is passed over.
     """
-    listed: dict[Any, dict[str, Entry]] = tree_of(root) if isinstance(root, ObjectPath) else {}
+    listed = place_of(root).listed(root)
     pending = [root]
     while pending:
         directory = pending.pop()
@@ -196,7 +163,7 @@ def entries_below(
 
 def is_listed(directory: Path) -> bool:
     """Tell whether a place is sure to list a directory; a web server may not."""
-    return not isinstance(directory, ObjectPath) or listings.is_listed(directory)
+    return place_of(directory).is_listed(directory)
 
 
 def listed_below(root: Path) -> list[Entry]:
@@ -232,12 +199,12 @@ def paths_like(directory: Path, pattern: str) -> list[Path]:
 
 def open_readable(path: Path, known: SourceFile | None = None) -> OpenedFile:
     """Open a file to read ranges of it, as a context manager too; see `ByteSource.open`."""
-    return source_of(path).open(path, known)
+    return place_of(path).open(path, known)
 
 
 def stream_of(path: Path) -> BinaryIO:
     """Open a file, or a pipe, to read it from its beginning."""
-    return source_of(path).stream(path)
+    return place_of(path).stream(path)
 
 
 def read_all(path: Path, limit: int = -1) -> bytes:

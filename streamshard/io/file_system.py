@@ -1,15 +1,12 @@
-"""File systems: their types, mount points and space; system calls that Python does not offer."""
+"""File systems: their types and mount points; system calls that Python does not offer."""
 
 import ctypes
 import os
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from streamshard.io.entries import entries_below, lexists
-from streamshard.io.objects.object_path import ObjectPath
 from streamshard.io.retry import FROM_OUTSIDE, ignored
 
 EXT4, XFS, BTRFS, F2FS, TMPFS = 0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994
@@ -17,9 +14,6 @@ EXT4, XFS, BTRFS, F2FS, TMPFS = 0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01
 LOCAL: Final = {EXT4, XFS, BTRFS, F2FS, TMPFS}
 
 _STATFS_BYTES: Final = 256
-_ENDLESS: Final = 1 << 62
-_BLOCK_BYTES: Final = 512
-"""The unit of st_blocks in stat(2), whatever the block size of the file system."""
 _MOUNTS: Final = Path("/proc/self/mountinfo")
 _PLACE: Final = 4
 """Index of the mount point among a line's fields; see proc_pid_mountinfo(5)."""
@@ -74,18 +68,6 @@ def is_mount_point(directory: Path) -> bool:
 
 def _place(line: bytes) -> bytes:
     return _ESCAPED.sub(lambda match: bytes([int(match[1], 8)]), line.split(b" ")[_PLACE])
-
-
-def free_bytes(directory: Path) -> int:
-    """Return the free space on the file system of a directory; a bucket has no end."""
-    return _ENDLESS if isinstance(directory, ObjectPath) else shutil.disk_usage(directory).free
-
-
-def allocated_bytes(root: Path) -> int:
-    """Return the space that what is below a directory takes on its file system."""
-    if isinstance(root, ObjectPath) or not lexists(root):
-        return 0
-    return sum(entry.path.lstat().st_blocks * _BLOCK_BYTES for entry in entries_below(root))
 
 
 def boot_id() -> str:

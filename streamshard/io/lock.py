@@ -15,7 +15,7 @@ import socket
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, Protocol, Self
 
 from streamshard.errors import TargetLockedError
 from streamshard.io.file_system import LOCAL, boot_id, file_system_of
@@ -62,6 +62,26 @@ class Holder:
     def __str__(self) -> str:
         """Name the process for messages."""
         return f"process {self.process} on {self.host}, since {self.since}"
+
+
+class AnyLock(Protocol):
+    """What keeps other runs from a target."""
+
+    def take(self) -> None:
+        """Take the lock; one whose holder is surely gone is taken over."""
+
+    def release(self) -> None:
+        """Release the lock, if this process holds it."""
+
+
+class NoLock:
+    """Takes no lock, because the user wants none."""
+
+    def take(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
 
 
 class Lock:

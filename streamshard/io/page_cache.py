@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.io.entries import is_directory, open_readable, paths_below
-from streamshard.io.objects.object_path import is_object
+from streamshard.io.object_path import is_object
 from streamshard.io.retry import UNSUPPORTED, ignored
 
 LEAST_BYTES: Final = 1 << 16

@@ -222,6 +222,18 @@ class ByteSource(Protocol):
         """Open a file, or a pipe, to read it from its beginning."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReadAheadBytes:
+    """How far to read ahead, in bytes."""
+
+    ahead: int
+    """How far at most."""
+    request: int
+    """How much at once at most."""
+    least: int
+    """Smaller ranges are not requested."""
+
+
 class LocalFiles:
     """The directories of this machine."""
 
@@ -252,3 +264,14 @@ class LocalFiles:
         except OSError as error:  # it is a directory
             os.close(descriptor)
             raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def walk(root: Path) -> Iterator[Path]:
+    """List all paths below a local directory; links are not followed."""
+    pending = [root]
+    while pending:
+        with os.scandir(pending.pop()) as found:
+            for one in found:
+                yield Path(one.path)
+                if one.is_dir(follow_symlinks=False):
+                    pending.append(Path(one.path))

@@ -1,39 +1,22 @@
-"""Writes files; makes, renames and removes files and directories. All errors are OSError.
+"""Files that are being written. All errors are OSError.
 
 Files of local directories can be written at any offset; objects only grow at their end, and exist
-when they are complete. A bucket has no directories, owners and links, and renames nothing: there
-these functions copy and remove, or have nothing to do.
+when they are complete.
 """
 
 import errno
 import os
-import shutil
-import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from streamshard.io.entries import is_real_directory, stream_of
-from streamshard.io.objects.object_changes import copy_object, move_below, remove_below
-from streamshard.io.objects.object_path import ObjectPath
-from streamshard.io.objects.object_upload import (
-    ObjectSink,
-    WrittenObject,
-    put,
-    remove_object,
-    upload_bytes,
-)
-from streamshard.io.readable import open_to_read, read_into
-from streamshard.io.retry import FROM_OUTSIDE, ignored
+from streamshard.io.readable import read_into
 from streamshard.io.writable import (
     BLOCK_BYTES,
     LEAST_BYTES,
     open_direct,
     open_to_write,
     write_all,
-    write_file,
 )
 
 
@@ -112,24 +95,6 @@ class LocalSink:
         self.descriptor = self._direct = -1
 
 
-def open_sink(path: Path, *, is_new: bool, nbytes: int, is_last: bool = False) -> Sink:
-    """Open a file of a target to write it; a new file must not exist yet.
-
-    Parameters
-    ----------
-    nbytes
-        How much is to be written.
-    is_last
-        Whether nobody else may have written an object of that name meanwhile.
-    """
-    if isinstance(path, ObjectPath):
-        return ObjectSink(path, nbytes, must_be_new=is_last)
-    descriptor = open_target(path, is_new=is_new)
-    # Not for an existing file: the page cache may still hold its earlier pages.
-    goes_past = is_new and nbytes >= LEAST_BYTES
-    return LocalSink(descriptor, open_direct(path, descriptor) if goes_past else -1)
-
-
 def open_to_fill(path: Path, *, is_direct: bool) -> LocalSink:
     """Open a local file that another process has made, to write a part of it.
 
@@ -199,23 +164,11 @@ class InnerPages:
         self._sink.close()
 
 
-def upload_bytes_to(target: Path, largest_bytes: int) -> int:
-    """Return the memory that a worker needs to upload files of a target: for local ones none."""
-    return upload_bytes(largest_bytes) if isinstance(target, ObjectPath) else 0
-
-
-def open_written(path: Path) -> Sink:
-    """Open a file of a target only to read back what is written."""
-    if isinstance(path, ObjectPath):
-        return WrittenObject(path)
-    return LocalSink(open_to_read(path))
-
-
 def open_target(path: Path, *, is_new: bool) -> int:
     """Open a file for writing at any offset; a new file must not exist yet."""
     if not is_new:
         return open_to_write(path, os.O_RDWR)
-    make_directory(path.parent, parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     return open_to_write(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
 
@@ -272,145 +225,3 @@ class AppendedFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-
-def make_directory(path: Path, *, parents: bool = False, exist_ok: bool = False) -> None:
-    """Make a directory; as `Path.mkdir`."""
-    if not isinstance(path, ObjectPath):
-        path.mkdir(parents=parents, exist_ok=exist_ok)
-
-
-def write_new(path: Path, data: bytes) -> None:
-    """Write a small file, with the directories that it lies in."""
-    if isinstance(path, ObjectPath):
-        put(path, data)
-        return
-    make_directory(path.parent, parents=True, exist_ok=True)
-    write_file(path, data)
-
-
-def rename(path: Path, target: Path) -> None:
-    """Rename a file or a directory within one file system; an empty directory may be replaced."""
-    if isinstance(path, ObjectPath) and isinstance(target, ObjectPath):
-        move_below(path, target)
-        return
-    try:
-        path.rename(target)
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-        raise OSError(error.errno, _NOT_RENAMED, str(path)) from error
-
-
-_NOT_RENAMED = (
-    "it cannot be renamed: it is in a lower layer of an overlay, or on another file system. Move "
-    "it away with mv, or give another place"
-)
-
-
-def replace_file(path: Path, target: Path) -> None:
-    """Rename a file; at any moment there is the old or the new one at the target."""
-    if isinstance(path, ObjectPath) and isinstance(target, ObjectPath):
-        copy_object(path, target)
-        remove_object(path)
-        return
-    path.replace(target)
-
-
-def make_link(known: Path, path: Path) -> None:
-    """Make a hard link to a known file; a symbolic link itself is linked to. Objects are copied."""
-    if isinstance(known, ObjectPath) and isinstance(path, ObjectPath):
-        copy_object(known, path)
-        return
-    os.link(known, path, follow_symlinks=False)
-
-
-def link_or_copy(known: Path, path: Path) -> None:
-    """Make a hard link to a known file; if that is impossible, a copy."""
-    if isinstance(known, ObjectPath) and isinstance(path, ObjectPath):
-        copy_object(known, path)
-        return
-    make_directory(path.parent, parents=True, exist_ok=True)
-    try:
-        make_link(known, path)
-    except FileExistsError:
-        raise
-    except OSError:
-        with stream_of(known) as given, os.fdopen(open_target(path, is_new=True), "wb") as copy:
-            shutil.copyfileobj(given, copy)
-
-
-def remove_file(path: Path, *, missing_ok: bool = False) -> None:
-    """Remove a file or a link."""
-    if isinstance(path, ObjectPath):
-        remove_object(path)
-        return
-    path.unlink(missing_ok=missing_ok)
-
-
-def remove(path: Path) -> None:
-    """Remove a directory with all that is in it, or a file; nothing may be there."""
-    if isinstance(path, ObjectPath):
-        remove_below(path)
-        return
-    try:
-        if is_real_directory(path):
-            shutil.rmtree(path)
-        else:
-            remove_file(path, missing_ok=True)
-    except OSError as error:
-        # rmtree may name a path relative to a directory that it does not name.
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def discard(directory: Path) -> None:
-    """Remove what can be removed of a directory; errors are ignored."""
-    if isinstance(directory, ObjectPath):
-        with ignored(FROM_OUTSIDE):
-            remove_below(directory)
-        return
-    shutil.rmtree(directory, ignore_errors=True)
-
-
-def take_over_status(known: Path, path: Path) -> None:
-    """Give a directory owner, mode, times and access list of another one."""
-    if isinstance(path, ObjectPath):
-        return
-    wanted, own = known.stat(), path.stat()
-    if (wanted.st_uid, wanted.st_gid) != (own.st_uid, own.st_gid):
-        os.chown(path, wanted.st_uid, wanted.st_gid)
-    shutil.copystat(known, path)
-
-
-def may_change(directory: Path) -> bool:
-    """Tell whether this process may make and remove entries of a directory."""
-    return isinstance(directory, ObjectPath) or os.access(directory, os.W_OK | os.X_OK)
-
-
-def foreign_owner(path: Path) -> int | None:
-    """Return the user that a path belongs to; None if this process may act as that user."""
-    if isinstance(path, ObjectPath):
-        return None
-    owner = path.stat().st_uid
-    return None if os.geteuid() in (0, owner) else owner
-
-
-@contextmanager
-def stub_directory(names: Iterable[str]) -> Iterator[Path]:
-    """Make empty files of these relative paths in a temporary directory of this process."""
-    with tempfile.TemporaryDirectory(prefix="streamshard-") as made:
-        root = Path(made)
-        for name in names:
-            (root / name).parent.mkdir(parents=True, exist_ok=True)
-            (root / name).touch()
-        yield root
-
-
-@contextmanager
-def linked_directory(links: Mapping[str, Path]) -> Iterator[Path]:
-    """Make links to files under other names in a temporary directory of this process."""
-    with tempfile.TemporaryDirectory(prefix="streamshard-") as made:
-        root = Path(made)
-        for name, path in links.items():
-            (root / name).symlink_to(path)
-        yield root

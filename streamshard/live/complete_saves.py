@@ -11,9 +11,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import distributed
 
 from streamshard.formats.deepspeed import names
-from streamshard.io.durability import write_durably
+from streamshard.io.changes import remove_file, write_durably
 from streamshard.io.entries import paths_in
-from streamshard.io.sink import remove_file
 from streamshard.live.live_engine import Engine
 
 

@@ -19,8 +19,8 @@ from typing import Any, Final
 from torch import distributed
 
 from streamshard.formats.frameworks import hf_random_file
-from streamshard.io.objects.object_path import as_path
-from streamshard.io.sink import linked_directory
+from streamshard.io.changes import linked_directory
+from streamshard.io.object_path import as_path
 from streamshard.live.loading import replaced
 from streamshard.operations.native.resharding import Resharding
 

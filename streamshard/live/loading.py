@@ -12,9 +12,9 @@ from deepspeed.runtime import engine as ds_engine
 from torch import distributed
 
 from streamshard.errors import SourceNotFoundError, UsageError
+from streamshard.io.changes import stub_directory
 from streamshard.io.entries import is_file
-from streamshard.io.objects.object_path import is_object
-from streamshard.io.sink import stub_directory
+from streamshard.io.object_path import is_object
 from streamshard.layout.batch import BatchPlan
 from streamshard.live import live_engine
 from streamshard.live.consensus import Agreement, say

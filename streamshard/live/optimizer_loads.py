@@ -20,7 +20,7 @@ from streamshard.errors import (
 from streamshard.formats.checkpoint import LIKE
 from streamshard.formats.deepspeed.ds_versions import recorded_version
 from streamshard.formats.deepspeed.dumps.dump_reader import ASSUMED
-from streamshard.io.objects.object_path import as_path
+from streamshard.io.object_path import as_path
 from streamshard.live.consensus import Agreement, say
 from streamshard.live.live_engine import in_words_of_a_call
 from streamshard.live.live_optimizer import (

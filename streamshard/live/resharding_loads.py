@@ -9,7 +9,7 @@ from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from streamshard.io.objects.object_path import as_path
+from streamshard.io.object_path import as_path
 from streamshard.live.framework_loads import FrameworkLoads
 from streamshard.live.global_batch import fitted_configs
 from streamshard.live.live_engine import Engine

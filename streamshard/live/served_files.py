@@ -12,7 +12,7 @@ from streamshard.engine.run.region import RegionFiller
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.io.files import require_all_unchanged
 from streamshard.io.memory_map import detach_map
-from streamshard.io.objects.object_path import is_object
+from streamshard.io.object_path import is_object
 from streamshard.model import ITEMSIZE, BlockDigests
 from streamshard.operations.native.files_on_demand import FileContent, FilesOnDemand, StorageContent
 from streamshard.operations.source.source import Source

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from streamshard.errors import SourceError, TargetExistsError, UsageError
-from streamshard.io.objects.object_path import as_path
+from streamshard.io.object_path import as_path
 from streamshard.operations.convert.convert import plan_convert
 from streamshard.operations.export.export import plan_export
 from streamshard.operations.repartition.repartition import plan_repartition

@@ -16,9 +16,9 @@ import pytest
 import streamshard as api
 from streamshard.errors import SourceError
 from streamshard.io import entries
+from streamshard.io.entries import listings_kept
+from streamshard.io.object_path import ObjectPath, as_path, is_object
 from streamshard.io.objects import clients
-from streamshard.io.objects.listings import listings_kept
-from streamshard.io.objects.object_path import ObjectPath, as_path, is_object
 from tests.cloud.conftest import Bucket
 from tests.cloud.server import S3Server
 from tests.fabricated import write

@@ -16,9 +16,9 @@ import pytest
 
 import streamshard as api
 from streamshard.errors import SourceError, TargetLockedError
+from streamshard.io.changes import lock_at
+from streamshard.io.object_path import as_path
 from streamshard.io.objects.clients import client_of
-from streamshard.io.objects.object_lock import lock_at
-from streamshard.io.objects.object_path import as_path
 from streamshard.operations.compact.removal import trash
 from streamshard.operations.compact.tag_choice_review import Again
 from streamshard.sizes import show_bytes

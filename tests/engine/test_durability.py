@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from streamshard.io import durability
-from streamshard.io.durability import sync_tree
+from streamshard.io.changes import sync_tree
 from tests.held import open_files
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from streamshard.io.changes import open_sink
 from streamshard.io.entries import (
     entries,
     entries_below,
@@ -24,7 +25,6 @@ from streamshard.io.entries import (
     paths_like,
     read_all,
 )
-from streamshard.io.sink import open_sink
 from tests.engine.fakes import on_disk
 
 DATA = bytes(1 + i * 37 % 255 for i in range(1000))

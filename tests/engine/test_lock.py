@@ -15,10 +15,10 @@ import pytest
 
 from streamshard.errors import TargetLockedError
 from streamshard.io import lock as module
-from streamshard.io.durability import write_durably
+from streamshard.io.changes import write_durably, write_new
 from streamshard.io.lock import Holder, Lock
 from streamshard.io.preallocation import Reservation
-from streamshard.io.sink import AppendedFile, open_target, write_new
+from streamshard.io.sink import AppendedFile, open_target
 from tests.held import open_files
 
 NO_FLOCK = OSError(errno.ENOSYS, "Function not implemented")

@@ -6,7 +6,7 @@ from typing import Final
 
 from streamshard.errors import SourceError
 from streamshard.io.entries import examine
-from streamshard.io.objects.object_path import is_object
+from streamshard.io.object_path import is_object
 from streamshard.model import SourceFile
 
 _EXAMINED: Final = 64

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Final, Self
 
 from streamshard.errors import TargetError
-from streamshard.io.durability import write_durably
+from streamshard.io.changes import make_directory, remove, rename, write_durably
 from streamshard.io.entries import examine, read_all
 from streamshard.io.file_system import boot_id
-from streamshard.io.sink import make_directory, remove, rename
 
 PROOF_PREFIX: Final = ".streamshard.proof."
 _NONCE: Final = "run"

@@ -19,7 +19,7 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from streamshard.io.durability import write_durably
+from streamshard.io.changes import write_durably
 from streamshard.io.entries import examine, stream_of
 from streamshard.io.sink import AppendedFile
 

@@ -14,11 +14,9 @@ from typing import Any, Final
 
 from streamshard.engine.journals.journal import Written, intact_lines, serialize_line
 from streamshard.engine.run.work import RegionResult, SpanResult
-from streamshard.io.entries import entries_below, read_all
-from streamshard.io.objects.object_changes import for_each
-from streamshard.io.objects.object_path import object_of
-from streamshard.io.objects.object_upload import is_there
-from streamshard.io.sink import remove, remove_file, write_new
+from streamshard.io.changes import remove, remove_file, write_new
+from streamshard.io.entries import entries_below, has_file, read_all
+from streamshard.io.place import place_of
 from streamshard.model import Digest
 
 _HEADER: Final = "0"
@@ -66,7 +64,7 @@ class UploadJournal:
         self._batch: list[bytes] = []
         self._flushed = clock()
         self._next = 1
-        self._exists = is_there(object_of(header_of(path)))
+        self._exists = has_file(header_of(path))
         if self._exists:
             self._read()
 
@@ -187,7 +185,7 @@ class UploadJournal:
         """Remove the journal; its header last, so that what is left of it is still a journal."""
         own = [str(number) for number in range(1, self._next)] + [_WHOLE] * self._is_noted_whole
         others = sorted({*own, *self._names} - {_HEADER})
-        for_each([self.path / name for name in others], remove_file)
+        place_of(self.path).remove_files(self.path / name for name in others)
         remove_file(self.header_path, missing_ok=True)
         self.header, self.is_whole, self._exists, self._is_noted_whole = None, False, False, False
         self._batch, self._next, self._names = [], 1, []

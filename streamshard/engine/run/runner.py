@@ -24,11 +24,10 @@ from streamshard.engine.run.span_writer import (
 )
 from streamshard.engine.run.uploads import Uploaded, Uploads
 from streamshard.engine.run.work import Span, SpanResult, TargetFile, are_of, ignore
-from streamshard.io.durability import sync_tree
+from streamshard.io.changes import open_sink, sync_tree
 from streamshard.io.entries import examine, exists
 from streamshard.io.files import target_errors
 from streamshard.io.page_cache import drop_file
-from streamshard.io.sink import open_sink
 from streamshard.io.writable import LEAST_BYTES
 from streamshard.model import SourceFile
 

@@ -10,7 +10,8 @@ from streamshard.engine.journals.upload_journal import UploadJournal
 from streamshard.engine.run.endings import FileEndings
 from streamshard.engine.run.window import Window
 from streamshard.engine.run.work import SpanResult, TargetFile
-from streamshard.io.sink import Sink, open_sink
+from streamshard.io.changes import open_sink
+from streamshard.io.sink import Sink
 
 
 class Uploads:

@@ -14,8 +14,8 @@ from streamshard.engine.run.window import DifferentError, Window
 from streamshard.engine.run.work import Span, SpanResult, TargetFile
 from streamshard.io.entries import identify, open_readable
 from streamshard.io.files import target_errors
-from streamshard.io.objects.object_path import is_object
-from streamshard.io.sink import open_written
+from streamshard.io.object_path import is_object
+from streamshard.io.place import place_of
 from streamshard.model import SourceFile
 
 
@@ -62,7 +62,7 @@ class Matcher:
         with target_errors(there.path):
             if not is_object(there.path):  # a bucket is the same everywhere
                 SourceProof((there,)).prove()
-            file = open_written(there.path)
+            file = place_of(there.path).open_written(there.path)
             try:
                 return self._window.write(span, file)
             except DifferentError:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from streamshard.errors import UsageError
-from streamshard.io.objects.object_path import ObjectPath
+from streamshard.io.object_path import ObjectPath
 from streamshard.io.retry import try_again
 
 if TYPE_CHECKING:

@@ -10,16 +10,15 @@ import errno
 import re
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from stat import S_IFDIR, S_IFREG
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from streamshard.io.object_path import ObjectPath, object_of
 from streamshard.io.objects.clients import call, quoted
-from streamshard.io.objects.object_path import ObjectPath, object_of
+from streamshard.io.place import kept
 from streamshard.io.readable import Entry, Status
 
 if TYPE_CHECKING:
@@ -151,73 +150,59 @@ class _Kept:
     """Path and version of an object → what was read of its headers; the last used ones."""
 
 
-_scope: Final[ContextVar[_Kept | None]] = ContextVar("listings", default=None)
-
-
-@contextmanager
-def listings_kept(*, anew: bool = False) -> Iterator[None]:
-    """Keep listings, small objects and headers while a checkpoint is opened.
-
-    Parameters
-    ----------
-    anew
-        Whether what was listed before this may not be used.
-    """
-    if _scope.get() is not None and not anew:
-        yield
-        return
-    token = _scope.set(_Kept())
-    try:
-        yield
-    finally:
-        _scope.reset(token)
+def _kept() -> _Kept | None:
+    scope = kept()
+    if scope is None:
+        return None
+    found: _Kept = scope.setdefault(_Kept, _Kept())
+    return found
 
 
 def is_keeping() -> bool:
     """Tell whether listings are kept at present."""
-    return _scope.get() is not None
+    return _kept() is not None
 
 
 def forget() -> None:
     """Forget all listings, because something was written."""
-    if (kept := _scope.get()) is not None:
-        kept.directories.clear()
-        kept.trees.clear()
-        kept.contents.clear()
-        kept.headers.clear()
+    if (scope := _kept()) is not None:
+        scope.directories.clear()
+        scope.trees.clear()
+        scope.contents.clear()
+        scope.headers.clear()
 
 
 def entries_of(directory: ObjectPath) -> list[Entry]:
     """List a directory, or return the listing that is kept."""
-    kept = _scope.get()
-    if kept is None:
+    scope = _kept()
+    if scope is None:
         return _list_directory(directory)
-    if directory not in kept.directories:
-        siblings = kept.directories.get(_parent(directory))
+    if directory not in scope.directories:
+        siblings = scope.directories.get(_parent(directory))
         if siblings is not None and directory.name not in siblings:
             return []
         found = _list_directory(directory)
         if not found and not is_listed(directory):
             return []  # the server may have what it does not list
-        kept.directories[directory] = {entry.name: entry for entry in found}
-    return list(kept.directories[directory].values())
+        scope.directories[directory] = {entry.name: entry for entry in found}
+    return list(scope.directories[directory].values())
 
 
 def keep_tree(root: ObjectPath) -> None:
     """Keep the listing of everything below a path, which takes a request per thousand objects."""
-    kept = _scope.get()
-    if kept is not None and root not in kept.trees and is_listed(root):
-        kept.directories.update(_tree(root))
-        kept.trees.add(root)
+    scope = _kept()
+    if scope is not None and root not in scope.trees and is_listed(root):
+        scope.directories.update(_tree(root))
+        scope.trees.add(root)
 
 
 def tree_of(root: ObjectPath) -> Directories:
     """List everything below a path, by directory, or return the listings that are kept."""
-    kept = _scope.get()
-    if kept is None:
+    scope = _kept()
+    if scope is None:
         return _tree(root)
     keep_tree(root)
-    return kept.directories
+    return scope.directories
 
 
 def _tree(root: ObjectPath) -> Directories:
@@ -237,14 +222,16 @@ def _tree(root: ObjectPath) -> Directories:
 
 def known_status(path: ObjectPath) -> Status | bool | None:
     """Return the status that a kept listing tells; None if nothing is there, False if unknown."""
-    if (kept := _scope.get()) is None:
+    if (scope := _kept()) is None:
         return False
     parent = _parent(path)
-    if parent not in kept.directories and parent.name in kept.directories.get(_parent(parent), {}):
+    if parent not in scope.directories and parent.name in scope.directories.get(
+        _parent(parent), {}
+    ):
         entries_of(parent)
-    siblings = kept.directories.get(parent)
+    siblings = scope.directories.get(parent)
     if siblings is None:
-        return DIRECTORY if kept.directories.get(path) else False
+        return DIRECTORY if scope.directories.get(path) else False
     entry = siblings.get(path.name)
     return entry.status() if entry else None
 
@@ -255,25 +242,25 @@ def _parent(path: Path) -> ObjectPath:
 
 def keep_content(path: ObjectPath, content: bytes) -> None:
     """Keep the content of an object, if it is small."""
-    if (kept := _scope.get()) is not None and len(content) <= _SMALL_BYTES:
-        kept.contents[path] = content
+    if (scope := _kept()) is not None and len(content) <= _SMALL_BYTES:
+        scope.contents[path] = content
 
 
 def kept_content(path: ObjectPath) -> bytes | None:
     """Return the content of an object, if it was kept."""
-    kept = _scope.get()
-    return None if kept is None else kept.contents.get(path)
+    scope = _kept()
+    return None if scope is None else scope.contents.get(path)
 
 
 def headers_of(path: ObjectPath, version: str) -> Headers:
     """Return where to keep what is read of an object's headers, with what is there already."""
-    if (kept := _scope.get()) is None:
+    if (scope := _kept()) is None:
         return {}
-    total = sum(len(data) for headers in kept.headers.values() for data in headers.values())
+    total = sum(len(data) for headers in scope.headers.values() for data in headers.values())
     while total > _HEADERS_BYTES:
-        total -= sum(map(len, kept.headers.popitem(last=False)[1].values()))
-    headers = kept.headers.setdefault((path, version), {})
-    kept.headers.move_to_end((path, version))
+        total -= sum(map(len, scope.headers.popitem(last=False)[1].values()))
+    headers = scope.headers.setdefault((path, version), {})
+    scope.headers.move_to_end((path, version))
     return headers
 
 
@@ -282,8 +269,8 @@ def alike_after(path: ObjectPath, most: int) -> list[tuple[ObjectPath, Status]]:
 
     Whoever reads the header of one rank's file reads those of the next ranks.
     """
-    kept = _scope.get()
-    siblings = {} if kept is None else kept.directories.get(_parent(path), {})
+    scope = _kept()
+    siblings = {} if scope is None else scope.directories.get(_parent(path), {})
     own, number = _split(path.name)
     alike = ((_split(name), entry) for name, entry in siblings.items() if not entry.is_directory)
     after = sorted(

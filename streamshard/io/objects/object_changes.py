@@ -5,10 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Final, TypeVar
 
+from streamshard.io.object_path import ObjectPath, object_of
 from streamshard.io.objects.clients import call
 from streamshard.io.objects.listings import forget, list_below
 from streamshard.io.objects.object_files import OBJECTS
-from streamshard.io.objects.object_path import ObjectPath, object_of
 from streamshard.io.objects.object_upload import ObjectSink, remove_object
 
 T = TypeVar("T")

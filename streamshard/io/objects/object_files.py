@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from streamshard.io.object_path import ObjectPath, object_of
 from streamshard.io.objects import listings
 from streamshard.io.objects.clients import call, together
-from streamshard.io.objects.object_path import ObjectPath, object_of
 from streamshard.io.objects.object_reader import ObjectFile, get
 from streamshard.io.readable import Entry, Status
 from streamshard.model import SourceFile

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
 
 from streamshard.errors import TargetError, TargetLockedError
-from streamshard.io.lock import Holder, Lock, holder_in, is_gone
-from streamshard.io.objects.object_path import ObjectPath, object_of
+from streamshard.io.lock import Holder, holder_in, is_gone
+from streamshard.io.object_path import ObjectPath, object_of
 from streamshard.io.objects.object_upload import Version, get_small, put, remove_object
 from streamshard.io.retry import FROM_OUTSIDE, ignored
 
@@ -118,44 +118,13 @@ class ObjectLock:
             self._content = b""
 
 
-class NoLock:
-    """Takes no lock, because the user wants none."""
-
-    def take(self) -> None:
-        """Do nothing."""
-
-    def release(self) -> None:
-        """Do nothing."""
-
-
-AnyLock: TypeAlias = Lock | ObjectLock | NoLock
-
-
-def lock_at(path: Path, what: Path, *, is_wanted: bool) -> AnyLock:
-    """Return a lock, not taken yet, that is the file or the object at a path.
-
-    Parameters
-    ----------
-    what
-        What is locked, for messages.
-    is_wanted
-        Whether the user wants a lock.
-    """
-    if not is_wanted:
-        return NoLock()
-    if isinstance(path, ObjectPath):
-        return ObjectLock(path, object_of(what))
-    return Lock(path, what)
-
-
 def remove_dead_locks(paths: Iterable[Path]) -> None:
-    """Remove locks in a bucket that killed runs of this machine left; files of a disk stay."""
-    for path in paths:
-        if isinstance(path, ObjectPath):
-            lock = ObjectLock(path, path)
-            with suppress(TargetLockedError):
-                lock.take()
-                lock.release()
+    """Remove locks that killed runs of this machine left."""
+    for path in map(object_of, paths):
+        lock = ObjectLock(path, path)
+        with suppress(TargetLockedError):
+            lock.take()
+            lock.release()
 
 
 def _without_token(content: bytes) -> bytes:

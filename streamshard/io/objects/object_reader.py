@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
 from streamshard.errors import CorruptFileError
+from streamshard.io.object_path import ObjectPath
 from streamshard.io.objects import listings
 from streamshard.io.objects.clients import call
-from streamshard.io.objects.object_path import ObjectPath
 from streamshard.io.readable import Status
 from streamshard.io.retry import FROM_OUTSIDE, ignored
 

@@ -5,10 +5,10 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from streamshard.io.object_path import ObjectPath
 from streamshard.io.objects.clients import call, quoted
 from streamshard.io.objects.listings import forget
 from streamshard.io.objects.object_files import OBJECTS
-from streamshard.io.objects.object_path import ObjectPath
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

@@ -6,7 +6,7 @@ service's own rule removes them: Azure does so after a week, other services by a
 
 from contextlib import suppress
 
-from streamshard.io.objects.object_path import ObjectPath
+from streamshard.io.object_path import ObjectPath
 
 
 def abort_strays(root: ObjectPath) -> int:

@@ -15,7 +15,7 @@ from streamshard.errors import (
     UnsupportedError,
     UsageError,
 )
-from streamshard.io.objects.object_path import as_path
+from streamshard.io.object_path import as_path
 
 MISSING: Final = "missing"
 """A file that should exist does not."""

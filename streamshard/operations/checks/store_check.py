@@ -21,7 +21,7 @@ from streamshard.formats.zarr.store_manifest import FileRecord, Manifest
 from streamshard.formats.zarr.store_paths import require_inside
 from streamshard.formats.zarr.store_state import ChunkShapes
 from streamshard.io.entries import entries_below, examine
-from streamshard.io.objects.object_path import as_path
+from streamshard.io.object_path import as_path
 from streamshard.layout.sample import Sample
 from streamshard.model import ITEMSIZE, SourceFile
 from streamshard.operations.checks import chunk_check

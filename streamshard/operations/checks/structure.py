@@ -38,7 +38,7 @@ from streamshard.io.entries import (
     paths_in,
 )
 from streamshard.io.files import source_errors
-from streamshard.io.objects.object_path import as_path
+from streamshard.io.object_path import as_path
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.sample import Sample
 from streamshard.model import SourceFile

@@ -11,10 +11,9 @@ from streamshard.errors import CorruptFileError, SourceError, UsageError
 from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import names
 from streamshard.formats.links import require_regular
-from streamshard.io.durability import write_durably
+from streamshard.io.changes import remove_file, write_durably
 from streamshard.io.entries import exists, paths_like, read_document
 from streamshard.io.files import source_errors, target_errors
-from streamshard.io.sink import remove_file
 from streamshard.operations.compact import compact_report, tag_choice
 from streamshard.operations.compact.archive.receipts import show_moment
 from streamshard.operations.compact.compact_report import CompactedTag

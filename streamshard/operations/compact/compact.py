@@ -11,10 +11,10 @@ from streamshard.defaults import DEFAULT_CHUNK_BYTES, DEFAULT_GRACE, DEFAULT_MIN
 from streamshard.engine.jobs.executor import limited_to
 from streamshard.engine.run import resident_memory
 from streamshard.errors import UsageError
-from streamshard.io.entries import requests_to_read, resolve
-from streamshard.io.file_system import free_bytes
+from streamshard.io.entries import resolve
 from streamshard.io.files import target_errors
-from streamshard.io.objects.object_path import as_path, is_object
+from streamshard.io.object_path import as_path, is_object
+from streamshard.io.place import place_of
 from streamshard.operations.compact.compact_report import (
     ARCHIVED,
     BROUGHT_BACK,
@@ -27,7 +27,7 @@ from streamshard.operations.compact.tag_choice import Rules, matches, require_pa
 from streamshard.operations.compact.tag_progress import TagProgress
 from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Progress, Silent
-from streamshard.operations.transfer.target import place_of
+from streamshard.operations.transfer.target import nearest_directory
 from streamshard.operations.verb_options import ConvertOptions
 from streamshard.sizes import counted, show_bytes, show_duration
 
@@ -195,7 +195,7 @@ def _about_space(archive_dir: Path, tags: Sequence[CompactedTag]) -> Iterator[st
     rebuilt = [t.source_bytes for t in tags if t.action == DELETED]
     if new or rebuilt:
         with target_errors(archive_dir):
-            left_bytes = free_bytes(place_of(archive_dir))
+            left_bytes = place_of(archive_dir).free_bytes(nearest_directory(archive_dir))
         room = f"{archive_dir}: {show_bytes(left_bytes)} free there"
     if new:
         most = f"must fit without, and the largest has {show_bytes(max(new))}"
@@ -220,7 +220,8 @@ def _about_requests(settings: Settings, tags: Sequence[CompactedTag]) -> Iterato
             down_bytes += 2 * (is_new + goes) * tag.source_bytes
             up_bytes += (is_new + goes) * tag.source_bytes
     if down_bytes:
-        down = counted(requests_to_read(down_bytes), "request")
+        bucket = place_of(next(filter(is_object, (settings.run_dir, settings.archive_dir))))
+        down = counted(bucket.requests_to_read(down_bytes), "request")
         up = counted(-(-up_bytes // settings.storing.chunk_size), "request")
         sizes = f"{down} down, {show_bytes(down_bytes)}, and {up} up, {show_bytes(up_bytes)}"
         yield f"about {sizes} before compression, besides those for headers and listings"

@@ -12,7 +12,7 @@ from streamshard.errors import SourceError
 from streamshard.formats.deepspeed.names import step_of
 from streamshard.io.entries import exists, lexists
 from streamshard.io.files import source_errors
-from streamshard.io.objects.object_path import as_path
+from streamshard.io.object_path import as_path
 from streamshard.operations.compact.archive.receipts import (
     BEGUN,
     WEIGHTS_ONLY,

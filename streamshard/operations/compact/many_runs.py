@@ -9,7 +9,7 @@ from typing import Final
 from streamshard.errors import SourceNotFoundError, UsageError
 from streamshard.io.entries import is_directory, is_real_directory, lexists, paths_in
 from streamshard.io.files import source_errors
-from streamshard.io.objects.object_path import as_path, is_object
+from streamshard.io.object_path import as_path, is_object
 
 _WILD: Final = re.compile(r"[*?[]")
 

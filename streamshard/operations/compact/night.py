@@ -18,10 +18,10 @@ from streamshard.errors import (
 )
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.names import step_of
+from streamshard.io.changes import lock_at, make_directory
 from streamshard.io.entries import paths_like
 from streamshard.io.files import target_errors
-from streamshard.io.objects.object_lock import lock_at, remove_dead_locks
-from streamshard.io.sink import make_directory
+from streamshard.io.objects.object_lock import remove_dead_locks
 from streamshard.operations.compact import compact_report, tag_choice
 from streamshard.operations.compact.acknowledgement import Acknowledging
 from streamshard.operations.compact.archive.archive import Archiver

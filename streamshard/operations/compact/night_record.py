@@ -14,10 +14,10 @@ from streamshard.errors import CorruptFileError, StreamshardError, TargetError
 from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import names
 from streamshard.formats.links import require_regular
-from streamshard.io.durability import write_durably
+from streamshard.io.changes import write_durably
 from streamshard.io.entries import exists, read_document
 from streamshard.io.files import source_errors, target_errors
-from streamshard.io.objects.object_path import as_path
+from streamshard.io.object_path import as_path
 from streamshard.operations.compact import compact_report
 from streamshard.operations.compact.archive.receipts import require_moments, show_moment
 from streamshard.operations.compact.compact_report import CompactedTag

@@ -24,7 +24,7 @@ from streamshard.io.entries import (
     read_all,
 )
 from streamshard.io.files import source_errors
-from streamshard.io.objects.object_path import is_object
+from streamshard.io.object_path import is_object
 from streamshard.io.readable import Entry
 from streamshard.operations.compact import checkpoint_family
 from streamshard.operations.compact.archive.receipts import etag_of

@@ -9,7 +9,7 @@ from functools import partial
 from streamshard.errors import SourceError
 from streamshard.formats.deepspeed.model_parallel.cut_rules import read_rules
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pipeline
-from streamshard.io.objects.object_path import as_path
+from streamshard.io.object_path import as_path
 from streamshard.layout.memory_plan import MIB
 from streamshard.model import ITEMSIZE
 from streamshard.operations.convert.store_targets import StoreTargets, chunk_shape

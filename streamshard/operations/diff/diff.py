@@ -16,7 +16,7 @@ from streamshard.engine.scan.distance import BLOCK_NUMEL, NUMERIC, Measured, Mea
 from streamshard.engine.scan.region_pair import PairTools
 from streamshard.errors import UsageError
 from streamshard.io.entries import request_bytes
-from streamshard.io.objects.object_path import as_path
+from streamshard.io.object_path import as_path
 from streamshard.layout.memory_plan import SCRATCH_BYTES, MemoryPlan
 from streamshard.model import FILE, ITEMSIZE, LogicalTensor
 from streamshard.operations.checks.structure import Request

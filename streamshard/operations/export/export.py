@@ -17,7 +17,7 @@ from streamshard.formats.deepspeed.model_parallel.cut_rules import read_rules
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pipeline
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.tree_comparison import show_few, show_key
-from streamshard.io.objects.object_path import as_path
+from streamshard.io.object_path import as_path
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import MASTER
 from streamshard.operations.export import export_read_back

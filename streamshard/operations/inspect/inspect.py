@@ -20,7 +20,7 @@ from streamshard.formats.zarr.chunks import EncodedChunk
 from streamshard.formats.zarr.rewritten_documents import remark
 from streamshard.io.entries import is_directory, is_file, listings_kept, paths_below, paths_in
 from streamshard.io.files import source_errors
-from streamshard.io.objects.object_path import as_path
+from streamshard.io.object_path import as_path
 from streamshard.model import MASTER
 from streamshard.operations.inspect.checkpoint_list import summaries
 from streamshard.operations.inspect.file_groups import group_files, list_files

@@ -28,7 +28,7 @@ from streamshard.io.entries import (
     resolve,
 )
 from streamshard.io.files import source_errors
-from streamshard.io.objects.object_path import as_path
+from streamshard.io.object_path import as_path
 from streamshard.model import FILE
 from streamshard.operations.source.source import find_tag, open_source
 from streamshard.operations.source.stored_file import StoredFile

@@ -6,10 +6,9 @@ from pathlib import Path
 from streamshard.drawing.page import page
 from streamshard.drawing.svg import svg
 from streamshard.errors import TargetError, TargetExistsError, UsageError
-from streamshard.io.durability import write_durably
+from streamshard.io.changes import remove_file, write_durably
 from streamshard.io.entries import is_directory, is_file, lexists
 from streamshard.io.files import target_errors
-from streamshard.io.sink import remove_file
 from streamshard.operations.inspect.cut_picture import picture_of
 from streamshard.operations.inspect.inspect_report import FileSummary
 from streamshard.operations.source.source import Source

@@ -10,7 +10,7 @@ from streamshard.formats.deepspeed.ds_versions import given_version
 from streamshard.formats.deepspeed.dumps import dump_names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.deepspeed.model_parallel.cut_rules import read_rules
-from streamshard.io.objects.object_path import as_path
+from streamshard.io.object_path import as_path
 from streamshard.operations.native.other_degrees import at_degrees
 from streamshard.operations.native.resharding import Resharding, resharding_of
 from streamshard.operations.native.target_files import NativeWriter

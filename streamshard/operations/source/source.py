@@ -35,7 +35,7 @@ from streamshard.io.entries import (
     read_all,
 )
 from streamshard.io.files import source_errors
-from streamshard.io.objects.object_path import as_path
+from streamshard.io.object_path import as_path
 from streamshard.io.retry import try_again
 from streamshard.layout.cutting import Cutting
 from streamshard.model import Note, SourceFile

@@ -14,7 +14,7 @@ from streamshard.errors import IncompleteError
 from streamshard.formats.deepspeed import names
 from streamshard.io.entries import is_file, paths_in
 from streamshard.io.files import source_errors
-from streamshard.io.objects.object_path import is_object
+from streamshard.io.object_path import is_object
 from streamshard.io.retry import ignored
 
 JOURNAL: Final = f"{names.OWN_PREFIX}.journal"

@@ -16,17 +16,15 @@ from streamshard.io.disk_speed import (
     measure_reading,
     measure_writing,
 )
-from streamshard.io.entries import requests_to_read
-from streamshard.io.file_system import allocated_bytes, free_bytes
-from streamshard.io.objects.object_path import as_path, is_object
-from streamshard.io.objects.object_upload import upload_requests
+from streamshard.io.object_path import as_path, is_object
+from streamshard.io.place import place_of
 from streamshard.layout.memory_plan import SCRATCH_BYTES, SLACK_BYTES, MemoryPlan
 from streamshard.model import BLOB, FILE, MASTER, MODULE, SourceFile
 from streamshard.operations.resume.resizing import Change
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.byte_accounting import ByteCounts, read_bytes
 from streamshard.operations.transfer.report import Report
-from streamshard.operations.transfer.target import partial_of, place_of
+from streamshard.operations.transfer.target import nearest_directory, partial_of
 
 Encode = Callable[[memoryview], bytes]
 
@@ -215,12 +213,15 @@ def _requests(
     files: Iterable[tuple[SourceFile, int]], target: Path, sizes: Mapping[str, int]
 ) -> Requests | None:
     """Count the requests of a run; None if neither side is in an object store."""
-    down = [nbytes for file, nbytes in files if is_object(file.path)]
-    up = [*sizes.values()] if is_object(target) else []
+    down = [(place_of(file.path), nbytes) for file, nbytes in files if is_object(file.path)]
+    up, to = [*sizes.values()] if is_object(target) else [], place_of(target)
     if not down and not up:
         return None
     return Requests(
-        sum(map(requests_to_read, down)), sum(down), sum(map(upload_requests, up)), sum(up)
+        sum(place.requests_to_read(nbytes) for place, nbytes in down),
+        sum(nbytes for _, nbytes in down),
+        sum(map(to.requests_to_write, up)),
+        sum(up),
     )
 
 
@@ -228,10 +229,10 @@ def _space(target: Path, written: int) -> Space | None:
     """Describe the target's file system; None for a bucket, which has no end."""
     if is_object(target):
         return None
-    place = place_of(target)
-    free, begun = free_bytes(place), allocated_bytes(partial_of(target))
-    after = free + begun + allocated_bytes(target) - written
-    return Space(str(place), free, after, begun)
+    place, directory = place_of(target), nearest_directory(target)
+    free, begun = place.free_bytes(directory), place.allocated_bytes(partial_of(target))
+    after = free + begun + place.allocated_bytes(target) - written
+    return Space(str(directory), free, after, begun)
 
 
 def _time(

@@ -22,7 +22,7 @@ from streamshard.io.entries import (
     read_all,
 )
 from streamshard.io.files import target_errors
-from streamshard.io.objects.object_path import is_object
+from streamshard.io.object_path import is_object
 from streamshard.layout.memory_plan import SCRATCH_BYTES, MemoryPlan
 from streamshard.operations.source.source import Source
 from streamshard.operations.source.unfinished import COMMITTED, JOURNAL, is_unfinished

@@ -9,8 +9,8 @@ from streamshard.engine.run import resident_memory
 from streamshard.engine.run.phases import COMMITTING
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.entries import request_bytes
-from streamshard.io.objects.object_path import as_path
-from streamshard.io.sink import upload_bytes_to
+from streamshard.io.object_path import as_path
+from streamshard.io.place import place_of
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.operations.compare.comparison import EXTRA_BYTES
 from streamshard.operations.source.source import Source, open_source
@@ -183,7 +183,7 @@ def plan_output(command: Command, output: Output, target: Path, floor_bytes: int
         reopened=output.reopened * options.verify,
         encodes=output.encode is not None,
         requests_bytes=request_bytes(file.path for file in source.files)
-        + upload_bytes_to(target, largest),
+        + place_of(target).writing_bytes(largest),
     )
     if not options.if_needed:
         require_space(target, bytes_written)

@@ -14,11 +14,10 @@ from typing import Any, Final, Self
 from streamshard.errors import TargetError, TargetExistsError, UsageError
 from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import names
-from streamshard.io.durability import write_durably
+from streamshard.io.changes import remove_file, write_durably
 from streamshard.io.entries import is_directory, lexists, read_all, resolve
 from streamshard.io.files import target_errors
-from streamshard.io.objects.object_path import as_path, is_object
-from streamshard.io.sink import remove_file
+from streamshard.io.object_path import as_path, is_object
 from streamshard.operations.transfer.run_identity import RunIdentity, is_header
 from streamshard.operations.transfer.target import partial_of, place_to_make
 from streamshard.operations.verb_options import (

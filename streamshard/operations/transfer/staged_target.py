@@ -2,17 +2,50 @@
 
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TypeAlias
+from types import TracebackType
+from typing import Protocol, Self
 
+from streamshard.engine.journals.staged_files import Partial
+from streamshard.engine.run.uploads import Uploads
 from streamshard.formats.deepspeed.dumps.dump_names import Template
-from streamshard.io.objects.object_lock import lock_at
-from streamshard.io.objects.object_path import ObjectPath
+from streamshard.io.changes import lock_at
+from streamshard.io.object_path import is_object
 from streamshard.operations.transfer.run_identity import RunIdentity
 from streamshard.operations.transfer.staging import PartialTarget
 from streamshard.operations.transfer.target import LOCK
-from streamshard.operations.transfer.uploaded_target import UploadedTarget
+from streamshard.registry import UPLOADED_TARGET, load
 
-StagedTarget: TypeAlias = PartialTarget | UploadedTarget
+
+class StagedTarget(Protocol):
+    """A target while it is being written; a context manager."""
+
+    path: Path
+    """Where its files are until it is complete."""
+    partial: Partial | Uploads
+    is_done: bool
+    """Whether the target exists, and is what this run would make."""
+
+    @property
+    def is_written(self) -> bool:
+        """Whether an earlier run wrote everything."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that an earlier run wrote."""
+
+    def commit(self, latest: str | None = None) -> None:
+        """Make the target exist, with this tag in its `latest` file if one is given."""
+
+    def __enter__(self) -> Self:
+        """Take the lock, and find what an earlier run wrote."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Keep what was written if there is an error, and release the lock."""
 
 
 def staged(
@@ -40,8 +73,8 @@ def staged(
     """
     place = target.absolute().with_name(f"{LOCK}.{target.name}")
     own = lock_at(place, target.absolute(), is_wanted=lock)
-    if isinstance(target, ObjectPath):
-        return UploadedTarget(
+    if is_object(target):
+        uploaded: StagedTarget = load(UPLOADED_TARGET)(
             target,
             own,
             identity,
@@ -50,6 +83,7 @@ def staged(
             overwrite=overwrite,
             template=template,
         )
+        return uploaded
     return PartialTarget(
         target, own, identity, nbytes=nbytes, overwrite=overwrite, template=template
     )

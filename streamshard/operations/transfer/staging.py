@@ -22,26 +22,26 @@ from streamshard.engine.journals.staged_files import Partial
 from streamshard.errors import NotAsWrittenError, TargetExistsError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
-from streamshard.io.durability import sync_path, write_durably
+from streamshard.io.changes import (
+    discard,
+    make_directory,
+    remove,
+    remove_file,
+    rename,
+    sync_path,
+    write_durably,
+)
 from streamshard.io.entries import (
     exists,
     files_below,
     lexists,
     paths_in,
 )
-from streamshard.io.file_system import allocated_bytes
 from streamshard.io.files import target_errors
-from streamshard.io.objects.object_lock import AnyLock
+from streamshard.io.lock import AnyLock
+from streamshard.io.place import place_of
 from streamshard.io.preallocation import Reservation
 from streamshard.io.retry import FROM_OUTSIDE, ignored
-from streamshard.io.sink import (
-    discard,
-    make_directory,
-    remove,
-    remove_file,
-    rename,
-    take_over_status,
-)
 from streamshard.operations.source.unfinished import JOURNAL
 from streamshard.operations.transfer.run_identity import RunIdentity
 from streamshard.operations.transfer.target import (
@@ -104,7 +104,7 @@ class PartialTarget:
         if done.is_whole and done.header is not None:
             self._tidy(done)
             self.is_done = self._identity.difference(done.header) is None and not self._overwrite
-        elif replaces(self.journal) and lexists(self._replaced) and is_vacant(self._target):
+        elif replaces(self.journal.header) and lexists(self._replaced) and is_vacant(self._target):
             rename(self._replaced, self._target)
 
     def _prepare(self) -> None:
@@ -128,7 +128,7 @@ class PartialTarget:
             self.journal.proceed()
         if not self.journal.is_whole:
             self._remove_unknown()
-            left = max(0, self._nbytes - allocated_bytes(self.path))
+            left = max(0, self._nbytes - place_of(self.path).allocated_bytes(self.path))
             self._reservation = Reservation(self.path / _RESERVED, left)
         self.partial = Partial(self.path, self.journal, self._reservation)
 
@@ -140,7 +140,7 @@ class PartialTarget:
         """
         if not lexists(self._target) or not is_vacant(self._target):
             return
-        take_over_status(self._target, self.path)
+        place_of(self.path).take_over_status(self._target, self.path)
 
     def _remove_unknown(self) -> None:
         """Remove files that the journal does not list: they are not known to be this run's."""
@@ -221,7 +221,7 @@ class PartialTarget:
     def _swap_in(self) -> None:
         """Rename the new directory to the target; if that fails, restore the old target."""
         # If someone has put something there meanwhile, the system refuses to rename.
-        if is_vacant(self._target) or not replaces(self.journal):
+        if is_vacant(self._target) or not replaces(self.journal.header):
             rename(self.path, self._target)
             return
         rename(self._target, self._replaced)
@@ -233,7 +233,7 @@ class PartialTarget:
 
     def _tidy(self, done: Journal) -> None:
         """Remove the replaced target, then the journal that records the replacement."""
-        if replaces(done) and lexists(self._replaced):
+        if replaces(done.header) and lexists(self._replaced):
             remove(self._replaced)
             # Durably: without the journal, what is left of it would be in the way of later runs.
             sync_path(self._replaced.parent)

@@ -1,13 +1,11 @@
 """Decides which paths may become a target: free ones, and our own that may be replaced."""
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from streamshard.engine.journals.journal import Journal
-from streamshard.engine.journals.upload_journal import UploadJournal
 from streamshard.errors import NoSpaceError, TargetExistsError, UsageError
 from streamshard.formats import pretrained
 from streamshard.formats.dcp import dcp_names
@@ -23,21 +21,17 @@ from streamshard.io.entries import (
     is_link,
     is_real_directory,
     lexists,
-    list_ahead,
-    listings_kept,
     paths_in,
     read_all,
     resolve,
 )
-from streamshard.io.file_system import allocated_bytes, free_bytes, is_mount_point
+from streamshard.io.file_system import is_mount_point
 from streamshard.io.files import target_errors
-from streamshard.io.objects.clients import together
-from streamshard.io.objects.listings import has_content, holds_objects
-from streamshard.io.objects.object_path import ObjectPath, as_path, object_of
-from streamshard.io.objects.object_upload import is_there as object_there
-from streamshard.io.sink import foreign_owner, may_change
+from streamshard.io.object_path import ObjectPath, as_path, is_object
+from streamshard.io.place import place_of
 from streamshard.model import SourceFile
 from streamshard.operations.source.unfinished import COMMITTED, JOURNAL
+from streamshard.registry import REQUIRE_FREE_OBJECTS, load
 
 LOCK: Final = f"{names.OWN_PREFIX}.lock"
 
@@ -102,14 +96,14 @@ def require_free(target: Path, *, overwrite: bool, template: Template | None = N
 
 
 def _require_free(target: Path, *, overwrite: bool, template: Template | None) -> None:
-    if isinstance(target, ObjectPath):
-        _require_free_objects(target, overwrite=overwrite, template=template)
+    if is_object(target):
+        load(REQUIRE_FREE_OBJECTS)(target, overwrite=overwrite, template=template)
         return
     if Journal(target / JOURNAL).is_whole:
         return
     partial, replaced = partial_of(target), replaced_of(target)
     begun = Journal(partial / JOURNAL)
-    if lexists(replaced) and not (is_vacant(target) and replaces(begun)):
+    if lexists(replaced) and not (is_vacant(target) and replaces(begun.header)):
         message = f"{replaced}: is in the way, and was not left by an --overwrite that was cut off"
         raise TargetExistsError(f"{message}; move it, or choose another target")
     is_of_a_run = is_real_directory(partial) and (
@@ -122,73 +116,11 @@ def _require_free(target: Path, *, overwrite: bool, template: Template | None) -
         _require_place(target)
     if is_vacant(target):
         return
-    if not overwrite and not replaces(begun):
+    if not overwrite and not replaces(begun.header):
         raise TargetExistsError(f"{target}: exists; use --overwrite to replace it")
-    if not _is_ours(target, template):
+    if not is_ours(target, template):
         message = f"{target}: holds more than one checkpoint or store of ours, so --overwrite will"
         raise TargetExistsError(f"{message} not replace it; remove it yourself")
-
-
-def _require_free_objects(
-    target: ObjectPath, *, overwrite: bool, template: Template | None
-) -> None:
-    """Refuse objects below a path that are not to be replaced; see `require_free`."""
-    with listings_kept(anew=True):
-        upload = UploadState.of(target)
-        if upload.is_unfinished or not upload.is_occupied:
-            return
-        # All objects, as a service may list directories that are empty.
-        list_ahead(target)
-        _require_replaceable(upload, overwrite=overwrite, template=template)
-
-
-def _require_replaceable(
-    upload: "UploadState", *, overwrite: bool, template: Template | None
-) -> None:
-    target, begun = upload.target, upload.begun
-    partial = object_of(partial_of(target))
-    if begun.header is None and holds_objects(partial):
-        message = f"{partial}: is in the way, and was not left by a run that was cut off"
-        raise TargetExistsError(f"{message}; move it, or choose another target")
-    # A run that was killed right after it had completed the target left its journal there.
-    is_just_done = upload.is_committed and upload.journal.header is not None
-    if not overwrite and not replaces(begun) and not is_just_done:
-        raise TargetExistsError(f"{target}: exists; use --overwrite to replace it")
-    if not _is_ours(target, template) and not begun.is_whole:
-        message = f"{target}: holds more than one checkpoint or store of ours, so --overwrite will"
-        raise TargetExistsError(f"{message} not replace it; remove it yourself")
-
-
-@dataclass(frozen=True, slots=True)
-class UploadState:
-    """How far a target in a bucket is."""
-
-    target: ObjectPath
-    is_committed: bool
-    """Whether it exists: its commit record is there, and whatever else."""
-    journal: UploadJournal
-    """The journal among its objects."""
-    begun: UploadJournal
-    """The journal next to it, of a run that is to replace it."""
-    is_occupied: bool
-    """Whether there is any object at its path or below it."""
-
-    @classmethod
-    def of(cls, target: ObjectPath) -> "UploadState":
-        """Ask the service."""
-        is_committed, journal, begun, has_object, is_occupied = together(
-            lambda: object_there(target / COMMITTED),
-            lambda: UploadJournal(target / JOURNAL),
-            lambda: UploadJournal(partial_of(target) / JOURNAL),
-            lambda: has_content(target),
-            lambda: holds_objects(target),
-        )
-        return cls(target, is_committed, journal, begun, has_object or is_occupied)
-
-    @property
-    def is_unfinished(self) -> bool:
-        """Whether a run is uploading the target, or was cut off."""
-        return not self.is_committed and self.journal.header is not None
 
 
 def _require_place(target: Path) -> None:
@@ -198,18 +130,18 @@ def _require_place(target: Path) -> None:
     reason = None
     if is_mount_point(target):
         reason = "is a mount point, which no other directory can take the place of"
-    elif not may_change(target.absolute().parent):
+    elif not place_of(target).may_change(target.absolute().parent):
         reason = f"its place cannot be taken, as {target.absolute().parent} may not be written"
-    elif (owner := foreign_owner(target)) is not None:
+    elif (owner := place_of(target).foreign_owner(target)) is not None:
         reason = f"belongs to user {owner}, and user {os.geteuid()} can make no directory for them"
     if reason is not None:
         message = f"{target}: {reason}; what is made is built next to its place and then renamed"
         raise TargetExistsError(f"{message}. Give a new name in it: {target / 'NAME'}")
 
 
-def replaces(journal: Journal | UploadJournal) -> bool:
-    """Tell whether the run of a journal may replace an existing target."""
-    return journal.header is not None and journal.header.get("replaces") is True
+def replaces(header: Mapping[str, Any] | None) -> bool:
+    """Tell whether the run that a journal identifies may replace an existing target."""
+    return header is not None and header.get("replaces") is True
 
 
 def is_vacant(path: Path) -> bool:
@@ -230,7 +162,7 @@ def _may_be_cleared(partial: Path) -> bool:
     return all(entry.name.startswith(JOURNAL) for entry in paths_in(partial))
 
 
-def _is_ours(target: Path, template: Template | None) -> bool:
+def is_ours(target: Path, template: Template | None) -> bool:
     """Tell whether a directory is one checkpoint, store, set of dumps or export, and no more."""
     if not is_real_directory(target):
         return False
@@ -280,17 +212,17 @@ def require_space(target: Path, nbytes: int) -> None:
     Space that an earlier run's partial target takes counts as free: it is kept or removed first.
     """
     with target_errors(target):
-        free = free_bytes(place_of(target)) + allocated_bytes(partial_of(target))
+        place = place_of(target)
+        free = place.free_bytes(nearest_directory(target))
+        free += place.allocated_bytes(partial_of(target))
     if nbytes > free:
         message = f"{target}: needs {nbytes:,} bytes, {free:,} are free on its file system"
         raise NoSpaceError(f"{message}. Nothing was written; free some, or choose another place")
 
 
-def place_of(target: Path) -> Path:
+def nearest_directory(target: Path) -> Path:
     """Return the parent directory of a target, or the nearest parent that exists."""
-    place = target.absolute().parent
-    if isinstance(place, ObjectPath):
-        return place
-    while not exists(place):
-        place = place.parent
-    return place
+    directory = target.absolute().parent
+    while not is_object(directory) and not exists(directory):
+        directory = directory.parent
+    return directory

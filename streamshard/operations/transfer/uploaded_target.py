@@ -22,20 +22,21 @@ from streamshard.engine.run.uploads import Uploads
 from streamshard.errors import NotAsWrittenError, TargetExistsError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
+from streamshard.io.changes import remove_file, write_new
 from streamshard.io.entries import entries_below
 from streamshard.io.files import target_errors
+from streamshard.io.lock import AnyLock
+from streamshard.io.object_path import ObjectPath, object_of
 from streamshard.io.objects.listings import is_no_marker
 from streamshard.io.objects.object_changes import copy_object, for_each, moved, objects_below
-from streamshard.io.objects.object_lock import AnyLock
-from streamshard.io.objects.object_path import ObjectPath, object_of
 from streamshard.io.objects.object_upload import create
 from streamshard.io.objects.stray_uploads import abort_strays
 from streamshard.io.readable import Entry
 from streamshard.io.retry import FROM_OUTSIDE, ignored
-from streamshard.io.sink import remove_file, write_new
 from streamshard.operations.source.unfinished import COMMITTED, JOURNAL
 from streamshard.operations.transfer.run_identity import RunIdentity
-from streamshard.operations.transfer.target import UploadState, partial_of, require_free
+from streamshard.operations.transfer.target import partial_of, require_free
+from streamshard.operations.transfer.upload_state import UploadState
 
 _FORMAT: Final = 1
 _LAST: Final = (names.LATEST, "zarr.json")

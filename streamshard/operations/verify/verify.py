@@ -16,7 +16,7 @@ from streamshard.errors import (
     UsageError,
 )
 from streamshard.io.entries import entries_below, is_denied, is_directory
-from streamshard.io.objects.object_path import as_path
+from streamshard.io.object_path import as_path
 from streamshard.layout.sample import EVERYTHING, Sample
 from streamshard.operations.checks.problems import Difference, Findings, Verification
 from streamshard.operations.checks.scan import scan

@@ -10,7 +10,7 @@ from typing import Final
 
 from streamshard.errors import IncompleteError, SourceNotFoundError, UsageError
 from streamshard.io.entries import exists, is_directory, is_file, paths_in
-from streamshard.io.objects.object_path import as_path
+from streamshard.io.object_path import as_path
 
 _WILDCARDS: Final = frozenset("*?[")
 _NUMBER: Final = re.compile(r"[0-9]+")

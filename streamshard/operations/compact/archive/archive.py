@@ -15,11 +15,11 @@ from streamshard.errors import (
 )
 from streamshard.formats.deepspeed import names
 from streamshard.formats.zarr.documents import array_path
-from streamshard.io.durability import sync_tree
+from streamshard.io.changes import remove_file, sync_tree
 from streamshard.io.entries import examine, is_same_file, lexists, paths_below
 from streamshard.io.files import source_errors, target_errors
-from streamshard.io.objects.object_path import is_object
-from streamshard.io.sink import make_link, remove_file, replace_file
+from streamshard.io.object_path import is_object
+from streamshard.io.place import place_of
 from streamshard.operations.compact.archive import omissions
 from streamshard.operations.compact.archive.proof import Checks, Means, Proved, content_equal, prove
 from streamshard.operations.compact.archive.receipts import (
@@ -261,8 +261,8 @@ class Sharing:
                 return True
             if self.means.hash_all([known]) != [digest]:
                 return False
-            make_link(known, link)
+            place_of(link).make_link(known, link)
         except OSError:
             return False
-        replace_file(link, path)
+        place_of(path).replace_file(link, path)
         return True

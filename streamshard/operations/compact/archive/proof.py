@@ -12,7 +12,7 @@ from streamshard.engine.run import resident_memory
 from streamshard.errors import CorruptFileError, IntegrityError, StreamshardError
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.zarr import store_state
-from streamshard.io.durability import sync_path, sync_tree
+from streamshard.io.changes import sync_path, sync_tree
 from streamshard.io.entries import (
     ahead_of,
     identify,
@@ -22,7 +22,7 @@ from streamshard.io.entries import (
     request_bytes,
 )
 from streamshard.io.files import source_errors, target_errors
-from streamshard.io.objects.object_path import is_object
+from streamshard.io.object_path import is_object
 from streamshard.io.page_cache import drop_cached, drop_file
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.sample import EVERYTHING

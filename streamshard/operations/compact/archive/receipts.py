@@ -12,12 +12,11 @@ from streamshard.errors import CorruptFileError
 from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import names
 from streamshard.formats.links import require_regular
-from streamshard.io.durability import write_durably
+from streamshard.io.changes import remove_file, write_durably
 from streamshard.io.entries import exists, listed_below, paths_in, paths_like, read_document
 from streamshard.io.files import source_errors, target_errors
-from streamshard.io.objects.object_path import is_object
+from streamshard.io.object_path import is_object
 from streamshard.io.readable import Status
-from streamshard.io.sink import remove_file
 
 _FORMAT: Final = 1
 _SUM_LETTERS: Final = 64

@@ -21,11 +21,10 @@ from streamshard.errors import (
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.names import step_of
 from streamshard.formats.zarr.documents import ROOT_DOCUMENT
-from streamshard.io.durability import sync_path
+from streamshard.io.changes import remove, remove_file, rename, sync_path
 from streamshard.io.entries import lexists
 from streamshard.io.files import source_errors, target_errors
-from streamshard.io.objects.object_path import is_object
-from streamshard.io.sink import remove, remove_file, rename
+from streamshard.io.object_path import is_object
 from streamshard.operations.compact import compact_report
 from streamshard.operations.compact.archive.proof import (
     Checks,

@@ -16,11 +16,18 @@ from streamshard.formats.zarr.documents import (
     array_path,
 )
 from streamshard.formats.zarr.store_manifest import FileRecord, Manifest
-from streamshard.io.durability import sync_path, sync_tree
+from streamshard.io.changes import (
+    discard,
+    link_or_copy,
+    remove,
+    rename,
+    sync_path,
+    sync_tree,
+    write_new,
+)
 from streamshard.io.files import source_errors, target_errors
+from streamshard.io.object_path import is_object
 from streamshard.io.objects.object_changes import for_each
-from streamshard.io.objects.object_path import is_object
-from streamshard.io.sink import discard, link_or_copy, remove, rename, write_new
 from streamshard.model import BLOB, FILE, MASTER, MODULE
 from streamshard.operations.compact.archive import omissions
 from streamshard.operations.convert.store_targets import record_of, small_array

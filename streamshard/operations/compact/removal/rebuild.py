@@ -8,10 +8,10 @@ from typing import Final
 from streamshard.engine.run import resident_memory
 from streamshard.errors import IntegrityError, NoSpaceError
 from streamshard.formats.deepspeed import names
+from streamshard.io.changes import remove
 from streamshard.io.files import source_errors, target_errors
-from streamshard.io.objects.object_path import ObjectPath, is_object
+from streamshard.io.object_path import ObjectPath, is_object
 from streamshard.io.objects.stray_uploads import abort_strays
-from streamshard.io.sink import remove
 from streamshard.operations.compact.archive import omissions
 from streamshard.operations.compact.archive.proof import Means, content_equal, state_equal
 from streamshard.operations.compact.archive.receipts import Place

@@ -20,13 +20,12 @@ from typing import Final
 
 from streamshard.errors import CorruptFileError, TargetError, TargetExistsError, UsageError
 from streamshard.formats.deepspeed import names
-from streamshard.io.durability import sync_path
+from streamshard.io.changes import make_directory, remove, remove_file, rename, sync_path, write_new
 from streamshard.io.entries import examine, exists, is_link, lexists, listed_below, paths_in
 from streamshard.io.files import target_errors
+from streamshard.io.object_path import is_object
 from streamshard.io.objects.object_changes import for_each
-from streamshard.io.objects.object_path import is_object
 from streamshard.io.readable import Status
-from streamshard.io.sink import make_directory, remove, remove_file, rename, write_new
 from streamshard.operations.compact.archive.receipts import SourceRecord
 
 _TRASH: Final = f"{names.OWN_PREFIX}.trash"

@@ -1,0 +1,113 @@
+"""Makes, renames and removes files and directories, on a disk or in a bucket; see `Place`."""
+
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from streamshard.io.lock import AnyLock, NoLock
+from streamshard.io.place import place_of
+from streamshard.io.sink import Sink
+
+
+def open_sink(path: Path, *, is_new: bool, nbytes: int, is_last: bool = False) -> Sink:
+    """Open a file of a target to write it; a new file must not exist yet.
+
+    Parameters
+    ----------
+    nbytes
+        How much is to be written.
+    is_last
+        Whether nobody else may have written an object of that name meanwhile.
+    """
+    return place_of(path).open_sink(path, is_new=is_new, nbytes=nbytes, is_last=is_last)
+
+
+def lock_at(path: Path, what: Path, *, is_wanted: bool) -> AnyLock:
+    """Return a lock, not taken yet, that is the file or the object at a path.
+
+    Parameters
+    ----------
+    what
+        What is locked, for messages.
+    is_wanted
+        Whether the user wants a lock.
+    """
+    return place_of(path).lock(path, what) if is_wanted else NoLock()
+
+
+def make_directory(path: Path, *, parents: bool = False, exist_ok: bool = False) -> None:
+    """Make a directory; as `Path.mkdir`."""
+    place_of(path).make_directory(path, parents=parents, exist_ok=exist_ok)
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Write a small file, with the directories that it lies in."""
+    place_of(path).write_new(path, data)
+
+
+def write_durably(path: Path, data: bytes, temporary: Path) -> None:
+    """Write a small file atomically: at any moment it has its old content or all of the new.
+
+    Parameters
+    ----------
+    temporary
+        Path in the same directory for the new content until it is on disk; not for an object.
+    """
+    place_of(path).write_durably(path, data, temporary)
+
+
+def rename(path: Path, target: Path) -> None:
+    """Rename a file or a directory within one file system; an empty directory may be replaced."""
+    place_of(path).rename(path, target)
+
+
+def link_or_copy(known: Path, path: Path) -> None:
+    """Make a hard link to a known file; if that is impossible, a copy."""
+    place_of(path).link_or_copy(known, path)
+
+
+def remove_file(path: Path, *, missing_ok: bool = False) -> None:
+    """Remove a file or a link."""
+    place_of(path).remove_file(path, missing_ok=missing_ok)
+
+
+def remove(path: Path) -> None:
+    """Remove a directory with all that is in it, or a file; nothing may be there."""
+    place_of(path).remove(path)
+
+
+def discard(directory: Path) -> None:
+    """Remove what can be removed of a directory; errors are ignored."""
+    place_of(directory).discard(directory)
+
+
+def sync_path(path: Path) -> None:
+    """Make a file's content, or the names in a directory, durable; objects are at once."""
+    place_of(path).sync_path(path)
+
+
+def sync_tree(root: Path) -> None:
+    """Make all files in a directory tree durable, with their names; objects are at once."""
+    place_of(root).sync_tree(root)
+
+
+@contextmanager
+def stub_directory(names: Iterable[str]) -> Iterator[Path]:
+    """Make empty files of these relative paths in a temporary directory of this process."""
+    with tempfile.TemporaryDirectory(prefix="streamshard-") as made:
+        root = Path(made)
+        for name in names:
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).touch()
+        yield root
+
+
+@contextmanager
+def linked_directory(links: Mapping[str, Path]) -> Iterator[Path]:
+    """Make links to files under other names in a temporary directory of this process."""
+    with tempfile.TemporaryDirectory(prefix="streamshard-") as made:
+        root = Path(made)
+        for name, path in links.items():
+            (root / name).symlink_to(path)
+        yield root

@@ -1,0 +1,125 @@
+"""Object stores, as a place that files are read from and written to; see `Place`."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from streamshard.io.lock import AnyLock
+from streamshard.io.object_path import object_of
+from streamshard.io.objects import listings, object_lock
+from streamshard.io.objects.object_changes import copy_object, for_each, move_below, remove_below
+from streamshard.io.objects.object_files import ObjectFiles
+from streamshard.io.objects.object_reader import AHEAD_BYTES, READING_BYTES, REQUEST_BYTES
+from streamshard.io.objects.object_upload import (
+    ObjectSink,
+    WrittenObject,
+    is_there,
+    put,
+    remove_object,
+    upload_bytes,
+    upload_requests,
+)
+from streamshard.io.readable import Entry, ReadAheadBytes
+from streamshard.io.retry import FROM_OUTSIDE, ignored
+
+_ENDLESS: Final = 1 << 62
+
+
+class Buckets(ObjectFiles):
+    """All object stores."""
+
+    read_ahead = ReadAheadBytes(AHEAD_BYTES, REQUEST_BYTES, 1)
+    reading_bytes = READING_BYTES
+
+    def listed(self, root: Path) -> Mapping[Any, Mapping[str, Entry]]:
+        return listings.tree_of(object_of(root))
+
+    def keep_listed(self, root: Path) -> None:
+        if object_of(root).key:
+            listings.keep_tree(object_of(root))
+
+    def is_listed(self, directory: Path) -> bool:
+        return listings.is_listed(object_of(directory))
+
+    def has_file(self, path: Path) -> bool:
+        return is_there(object_of(path))
+
+    def free_bytes(self, directory: Path) -> int:
+        return _ENDLESS
+
+    def allocated_bytes(self, root: Path) -> int:
+        return 0
+
+    def requests_to_read(self, nbytes: int) -> int:
+        return -(-nbytes // REQUEST_BYTES)
+
+    def requests_to_write(self, nbytes: int) -> int:
+        return upload_requests(nbytes)
+
+    def writing_bytes(self, largest_bytes: int) -> int:
+        return upload_bytes(largest_bytes)
+
+    def open_sink(self, path: Path, *, is_new: bool, nbytes: int, is_last: bool) -> ObjectSink:
+        return ObjectSink(object_of(path), nbytes, must_be_new=is_last)
+
+    def open_written(self, path: Path) -> WrittenObject:
+        return WrittenObject(object_of(path))
+
+    def lock(self, path: Path, what: Path) -> AnyLock:
+        return object_lock.ObjectLock(object_of(path), object_of(what))
+
+    def remove_dead_locks(self, paths: Iterable[Path]) -> None:
+        object_lock.remove_dead_locks(paths)
+
+    def make_directory(self, path: Path, *, parents: bool, exist_ok: bool) -> None:
+        pass
+
+    def write_new(self, path: Path, data: bytes) -> None:
+        put(object_of(path), data)
+
+    def write_durably(self, path: Path, data: bytes, temporary: Path) -> None:
+        put(object_of(path), data)
+
+    def rename(self, path: Path, target: Path) -> None:
+        move_below(object_of(path), object_of(target))
+
+    def replace_file(self, path: Path, target: Path) -> None:
+        self.make_link(path, target)
+        remove_object(object_of(path))
+
+    def make_link(self, known: Path, path: Path) -> None:
+        copy_object(object_of(known), object_of(path))
+
+    def link_or_copy(self, known: Path, path: Path) -> None:
+        self.make_link(known, path)
+
+    def remove_file(self, path: Path, *, missing_ok: bool) -> None:
+        remove_object(object_of(path))
+
+    def remove_files(self, paths: Iterable[Path]) -> None:
+        for_each(map(object_of, paths), remove_object)
+
+    def remove(self, path: Path) -> None:
+        remove_below(object_of(path))
+
+    def discard(self, directory: Path) -> None:
+        with ignored(FROM_OUTSIDE):
+            self.remove(directory)
+
+    def take_over_status(self, known: Path, path: Path) -> None:
+        pass
+
+    def may_change(self, directory: Path) -> bool:
+        return True
+
+    def foreign_owner(self, path: Path) -> int | None:
+        return None
+
+    def sync_path(self, path: Path) -> None:
+        pass  # what a service has acknowledged is durable
+
+    def sync_tree(self, root: Path) -> None:
+        pass
+
+
+BUCKETS: Final = Buckets()
