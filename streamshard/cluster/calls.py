@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any, Final
 
 import dask.config
-from distributed.comm import CommClosedError
+from distributed.comm.core import CommClosedError
 
 from streamshard.errors import ClusterError
 
