@@ -66,7 +66,7 @@ class FarWindow(Window):
     ) -> None:
         super().__init__(buffer, scratch, reader, unwritten_bytes, **options)
         self._far = far
-        self._sources = pickle.dumps((reader._files, reader._decoders))
+        self._sources = pickle.dumps(reader._files)
 
     def write(self, span: Span, file: Sink, *, is_new: bool = True) -> SpanResult:
         """Send the span twice: a late second time does no harm."""

@@ -18,10 +18,10 @@ from streamshard.errors import (
     IntegrityError,
     UsageError,
 )
+from streamshard.model import Joined
 from streamshard.operations.compact.archive.weights_only import Remainder
 from streamshard.operations.source.layered import layered
 from streamshard.operations.source.source import open_source
-from streamshard.operations.source.tensors_in_files import Seam
 from tests.fabricated import edit, load
 from tests.fabricated_pipes import BLOCK, PipeJob, layer_file, write_pipe
 from tests.job import TAG
@@ -57,8 +57,8 @@ def content_of(source: Path) -> dict[tuple[str, str], tuple[str, Any]]:
 
 def has_seams(store: Path) -> bool:
     """Tell whether an element of a layer's tensor lies in several chunks."""
-    decoders = layered(open_source(store)).source.decoders.values()
-    return any(isinstance(decoder, Seam) for decoder in decoders)
+    files = layered(open_source(store)).source.files
+    return any(isinstance(file.decoder, Joined) for file in files)
 
 
 def as_legacy(run: Path) -> None:

@@ -7,7 +7,7 @@ must describe the same model: every difference is refused.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -43,16 +43,7 @@ _KINDS: Final = ("betas", "momentum", "alpha", "lr_decay")
 """Hyper-parameters that tell optimizers apart; a param group has as many of them as its kind."""
 
 
-@dataclass(frozen=True, slots=True)
-class Completed:
-    """A distributed checkpoint with all that a job needs."""
-
-    reading: Reading
-    borrowed: Mapping[int, int]
-    """File of the reference that holds some of the training state → its number in `reading`."""
-
-
-def read_like(root: Path, like: Reading) -> Completed:
+def read_like(root: Path, like: Reading) -> Reading:
     """Open a distributed checkpoint, and complete it by a reference checkpoint."""
     reference = like.checkpoint
     family = _only_family(root, reference)
@@ -86,8 +77,7 @@ def read_like(root: Path, like: Reading) -> Completed:
         dropped=None,
     )
     reading = cut(checkpoint, found, blobs.places)
-    files = (*reading.files, *blobs.files)
-    return Completed(replace(reading, files=files), blobs.borrowed)
+    return replace(reading, files=(*reading.files, *blobs.files))
 
 
 def _only_family(root: Path, reference: Checkpoint) -> Family:
@@ -327,12 +317,13 @@ class _Blobs:
         self.tensors: list[LogicalTensor] = []
         self.places: list[BorrowedPlace] = []
         """The pieces of each of the tensors."""
-        self.borrowed: dict[int, int] = {}
+        self._borrowed: dict[int, int] = {}
+        """File of the reference that holds some of the training state → its number here."""
 
     @property
     def files(self) -> list[SourceFile]:
         """The files of the reference that hold them."""
-        return [self._like.files[number] for number in self.borrowed]
+        return [self._like.files[number] for number in self._borrowed]
 
     def adopt(self, roots: tuple[Mapping[str, Node], ...]) -> tuple[Mapping[str, Node], ...]:
         """Copy training state, so that its storages are numbered as in the checkpoint made."""
@@ -356,4 +347,4 @@ class _Blobs:
         return Storage(storage.dtype, storage.numel, Whole(number))
 
     def _borrow(self, file: int) -> int:
-        return self.borrowed.setdefault(file, self._first_file + len(self.borrowed))
+        return self._borrowed.setdefault(file, self._first_file + len(self._borrowed))

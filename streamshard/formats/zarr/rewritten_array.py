@@ -23,8 +23,7 @@ from streamshard.errors import (
     UnsupportedError,
 )
 from streamshard.formats.zarr.documents import chunk_counts
-from streamshard.io.readable import OpenedFile
-from streamshard.model import ITEMSIZE, Memory, SourceFile
+from streamshard.model import ITEMSIZE, Memory, SourceFile, StoredBytes
 
 if TYPE_CHECKING:
     from streamshard.formats.zarr.zarr_python import OpenArray
@@ -207,7 +206,7 @@ class RewrittenPiece:
     is_compared: bool = True
     """Whether to compare the elements of the tensor with their digest first."""
 
-    def decode(self, file: OpenedFile, stored: Memory, content: Memory) -> memoryview:
+    def decode(self, file: StoredBytes, stored: Memory, content: Memory) -> memoryview:
         """Return the elements of the piece."""
         view = content(self.array.piece_bytes(0))
         read = self.array.read_compared if self.is_compared else self.array.read

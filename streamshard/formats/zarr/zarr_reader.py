@@ -2,7 +2,7 @@
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,7 @@ from streamshard.formats.zarr.store_manifest import Manifest
 from streamshard.formats.zarr.store_paths import read_small, require_inside
 from streamshard.io.entries import examine
 from streamshard.layout.cutting import Cutting, CuttingBuilder
-from streamshard.model import ITEMSIZE, BlockDigests, Slot, SourceFile
-
-ChunkDecoder = BlockDigests | EncodedChunk | RewrittenPiece
+from streamshard.model import ITEMSIZE, BlockDigests, Decoder, Slot, SourceFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,6 @@ class Store:
     checkpoint: Checkpoint
     cutting: Cutting
     files: tuple[SourceFile, ...]
-    decoders: dict[int, ChunkDecoder]
     codec_bytes: int
     rewritten: tuple[str, ...]
     """Paths of the arrays that another tool rewrote."""
@@ -112,7 +109,6 @@ class _StoreReader:
         self._records = manifest.records
         self._codec = manifest.codec
         self._files: list[SourceFile] = []
-        self._decoders: dict[int, ChunkDecoder] = {}
         self._codec_bytes = 0
         self._rewritten: list[str] = []
 
@@ -150,7 +146,6 @@ class _StoreReader:
             self._checkpoint,
             builder.build(),
             tuple(self._files),
-            self._decoders,
             self._codec_bytes,
             tuple(self._rewritten),
         )
@@ -159,8 +154,7 @@ class _StoreReader:
         """Add an array that another tool rewrote, in pieces that are not its chunks."""
         first = len(self._files)
         for number in range(array.pieces):
-            self._decoders[first + number] = RewrittenPiece(array, number)
-            self._files.append(array.document)
+            self._files.append(replace(array.document, decoder=RewrittenPiece(array, number)))
         # Nothing is read from these; the run ends with an error if one of them changes.
         self._files += array.files.values()
         self._codec_bytes = max(self._codec_bytes, array.codec_bytes)
@@ -193,20 +187,18 @@ class _StoreReader:
             block = store_manifest.BLOCK_BYTES
             if len(record.crc32s) != -(-content_bytes // block):
                 raise CorruptFileError(f"{full}: the manifest lists {len(record.crc32s)} checksums")
-            digests = BlockDigests(content_bytes, block, record.crc32s)
-            self._decoders[len(self._files)] = digests
+            decoder: Decoder = BlockDigests(content_bytes, block, record.crc32s)
         else:
             codec = BloscChunk(self._codec, itemsize)
             if len(record.crc32s) != 1:
                 raise CorruptFileError(f"{full}: the manifest lists {len(record.crc32s)} checksums")
-            chunk = EncodedChunk(
+            decoder = EncodedChunk(
                 full,
                 codec,
                 stored_bytes=record.nbytes,
                 stored_crc32=int(record.crc32s[0]),
                 content_bytes=content_bytes,
             )
-            self._decoders[len(self._files)] = chunk
             # Twice, because the allocator keeps the memory of the previous chunk.
             self._codec_bytes = max(self._codec_bytes, 2 * (content_bytes + record.nbytes))
-        self._files.append(stat.source_file(full))
+        self._files.append(stat.source_file(full, decoder))

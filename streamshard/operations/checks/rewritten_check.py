@@ -1,9 +1,9 @@
 """Checks arrays of a store that another tool rewrote: only the digests of their tensors hold."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from streamshard.engine.run.source_reader import Encoded
 from streamshard.errors import IntegrityError, SourceError, StreamshardError
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.zarr import store_files
@@ -31,18 +31,15 @@ class RewrittenCheck:
 
     Parameters
     ----------
-    files, decoders
+    files
         The pieces of rewritten arrays are added to these.
     """
 
-    def __init__(
-        self, root: Path, findings: Findings, files: list[SourceFile], decoders: dict[int, Encoded]
-    ) -> None:
+    def __init__(self, root: Path, findings: Findings, files: list[SourceFile]) -> None:
         self.codec_bytes = 0
         self._root = root
         self._findings = findings
         self._files = files
-        self._decoders = decoders
         self._arrays: dict[str, tuple[int, RewrittenArray]] = {}
         """Path → number of the file that stands for its first piece, and the array."""
         self._places: set[str] = set()
@@ -94,8 +91,8 @@ class RewrittenCheck:
         self._arrays[path] = first, array
         self._places.add(path)
         for number in range(array.pieces):
-            self._decoders[first + number] = RewrittenPiece(array, number, is_compared=False)
-            self._files.append(array.document)
+            piece = RewrittenPiece(array, number, is_compared=False)
+            self._files.append(replace(array.document, decoder=piece))
         self._files += array.files.values()
         self.codec_bytes = max(self.codec_bytes, array.codec_bytes)
 

@@ -1,6 +1,7 @@
 """Checks a store: the list of its files, every chunk, and the digests of its tensors."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -8,7 +9,6 @@ from typing import Final
 from streamshard.defaults import CODECS
 from streamshard.engine.numeric import digests
 from streamshard.engine.numeric.checksums import crc32
-from streamshard.engine.run.source_reader import Encoded
 from streamshard.errors import IntegrityError, SourceError, StreamshardError
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed.names import OWN_PREFIX
@@ -51,7 +51,6 @@ class StoreCheck:
 
     def __init__(self, root: Path, findings: Findings, sample: Sample) -> None:
         self.files: list[SourceFile] = []
-        self.decoders: dict[int, Encoded] = {}
         self.codec_bytes = 0
         self.tag: str | None = None
         self._root = root
@@ -61,7 +60,7 @@ class StoreCheck:
         """Path → number of every file that exists and has the right length."""
         self._documents: Mapping[str, bytes] = {}
         self._arrays: list[tuple[str, list[ChunkPlace]]] = []
-        self._rewritten = RewrittenCheck(root, findings, self.files, self.decoders)
+        self._rewritten = RewrittenCheck(root, findings, self.files)
         self._directories: set[Path] = set()
         """Directories that are known to lie in the store, with symbolic links resolved."""
         self._manifest = self._read_manifest()
@@ -200,13 +199,15 @@ class StoreCheck:
                 self._findings.add(MALFORMED, place, message)
 
     def _add_decoder(self, chunk: ChunkPlace, record: FileRecord, codec: BloscChunk) -> None:
-        self.decoders[self._index[chunk.path]] = EncodedChunk(
+        number = self._index[chunk.path]
+        decoder = EncodedChunk(
             self._root / chunk.path,
             codec,
             stored_bytes=record.nbytes,
             stored_crc32=int(record.crc32s[0]) if len(record.crc32s) == 1 else -1,
             content_bytes=chunk.nbytes,
         )
+        self.files[number] = replace(self.files[number], decoder=decoder)
         # Twice, because the allocator keeps the memory of the previous chunk.
         self.codec_bytes = max(self.codec_bytes, 2 * (chunk.nbytes + record.nbytes))
 
@@ -303,7 +304,7 @@ class StoreCheck:
                 self._index[chunk.path],
                 manifest.records[chunk.path],
                 chunk,
-                is_encoded=self._index[chunk.path] in self.decoders,
+                is_encoded=not self.files[self._index[chunk.path]].is_plain,
             )
             for chunk in present
         ]

@@ -6,7 +6,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamshard.engine.run.source_reader import Decoder
 from streamshard.errors import (
     IntegrityError,
     SourceError,
@@ -85,7 +84,6 @@ class Looked:
     files: Sequence[SourceFile]
     units: Callable[[], Iterator[Unit]]
     """Yields the units to read."""
-    decoders: Mapping[int, Decoder]
     codec_bytes: int = 0
     source: Source | None = None
     """The opened shards; None if they cannot be opened, and for a store, which has digests."""
@@ -97,7 +95,7 @@ class Looked:
 
     def read(self, memory: MemoryPlan, progress: Callable[[int], None]) -> None:
         """Read everything that has checksums; problems are added to the findings."""
-        scan(self.units(), self.files, self.decoders, memory, progress)
+        scan(self.units(), self.files, memory, progress)
 
 
 def look_at(request: Request, findings: Findings, sample: Sample) -> Looked:
@@ -130,11 +128,11 @@ def _look_at_store(request: Request, root: Path, findings: Findings, sample: Sam
         error = found
     if isinstance(error, UnsupportedError) and not zarr_reader.is_of_known_version(root):
         findings.add_error(error, root)
-        return Looked("store", None, (), lambda: iter(()), {})
+        return Looked("store", None, (), lambda: iter(()))
     check = StoreCheck(root, findings, sample)
     if error is not None:
         findings.add_unexplained(error, root)
-    return Looked("store", check.tag, check.files, check.units, check.decoders, check.codec_bytes)
+    return Looked("store", check.tag, check.files, check.units, check.codec_bytes)
 
 
 def _look_at_dumps(
@@ -155,7 +153,7 @@ def _look_at_dumps(
         _explain(error, findings, directory, validate_dumps(template, fit.others), fit)
         paths = fit.files
     torch = TorchFiles(_described(paths), template.rank_of, findings, sample)
-    return Looked("dumps", template.name, torch.files, torch.units, {}, source=opened)
+    return Looked("dumps", template.name, torch.files, torch.units, source=opened)
 
 
 def _look_at_native(request: Request, root: Path, findings: Findings, sample: Sample) -> Looked:
@@ -167,7 +165,7 @@ def _look_at_native(request: Request, root: Path, findings: Findings, sample: Sa
         if not is_directory(root):
             raise
         findings.add_error(error, root, [root / "latest"])
-        return Looked("native", None, (), lambda: iter(()), {})
+        return Looked("native", None, (), lambda: iter(()))
     try:
         opened = request.open()
         paths: Iterable[Path] = [file.path for file in opened.files]
@@ -184,7 +182,7 @@ def _look_at_native(request: Request, root: Path, findings: Findings, sample: Sa
         paths = fit.files
     torch = TorchFiles(_described(paths), deepspeed_owner, findings, sample)
     tag = tag_dir.relative_to(run_dir).as_posix()
-    return Looked("native", tag, torch.files, torch.units, {}, source=opened)
+    return Looked("native", tag, torch.files, torch.units, source=opened)
 
 
 def _look_at_weights(request: Request, root: Path, findings: Findings) -> Looked:
@@ -200,7 +198,7 @@ def _look_at_weights(request: Request, root: Path, findings: Findings) -> Looked
     except SourceError as error:
         release_frames(error)
         findings.add_error(error, root, set(paths_in(root)))
-    return Looked("weights", root.name, files, lambda: iter(()), {}, source=opened)
+    return Looked("weights", root.name, files, lambda: iter(()), source=opened)
 
 
 def _look_at_distributed(
@@ -219,7 +217,7 @@ def _look_at_distributed(
     with suppress(SourceError):
         items = dcp_reader.index_of(root).by_file()
     check = ItemFilesCheck.of(items, findings, sample)
-    return Looked("dcp", root.name, check.files, check.units, {}, source=opened)
+    return Looked("dcp", root.name, check.files, check.units, source=opened)
 
 
 class _Fit:

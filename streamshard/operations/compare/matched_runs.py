@@ -1,6 +1,6 @@
 """Divides the pairs of tensors into runs; one worker reads a run from both sides."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -9,7 +9,6 @@ from typing import Final, Protocol
 import numpy as np
 
 from streamshard.engine.numeric.cast import comparing_cast
-from streamshard.engine.run.source_reader import Decoder
 from streamshard.engine.run.work import Region
 from streamshard.layout.cutting import Cutting, Segments, coalesce
 from streamshard.model import ITEMSIZE, SourceFile
@@ -45,10 +44,6 @@ class Side(Protocol):
         """The files."""
 
     @property
-    def decoders(self) -> Mapping[int, Decoder]:
-        """How to read files whose stored bytes are not the tensor's."""
-
-    @property
     def codec_bytes(self) -> int:
         """Memory that decoding one file takes; 0 if no file is decoded."""
 
@@ -75,9 +70,9 @@ class Runs:
         self._block_numel = block_numel
 
     @property
-    def readable(self) -> list[tuple[tuple[SourceFile, ...], Mapping[int, Decoder]]]:
-        """The files and the decoders of each side."""
-        return [(side.files, side.decoders) for side in self.sides]
+    def readable(self) -> list[tuple[SourceFile, ...]]:
+        """The files of each side."""
+        return [side.files for side in self.sides]
 
     @property
     def nbytes(self) -> int:

@@ -1,14 +1,13 @@
 """Reads the files of an export back from disk, and compares them with the source."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from streamshard.engine.run.phases import COMPARING, VERIFYING
-from streamshard.engine.run.source_reader import Decoder
 from streamshard.engine.scan.probe import Probe
 from streamshard.errors import StreamshardError
 from streamshard.formats import pretrained, safetensors_file
@@ -68,7 +67,6 @@ class _Written:
     path: Path
     files: tuple[SourceFile, ...]
     cutting: Cutting
-    decoders: Mapping[int, Decoder] = field(default_factory=dict)
     codec_bytes: int = 0
 
 
@@ -127,11 +125,11 @@ class _ReadBack:
         checked = TorchFiles(self._torch_files, str, findings, EVERYTHING)
         if self._torch_files:
             progress.start(sum(file.nbytes for file in self._torch_files), VERIFYING)
-        scan(checked.units(), self._torch_files, {}, memory, progress.advance)
+        scan(checked.units(), self._torch_files, memory, progress.advance)
         if self.items:
             progress.start(sum(item.nbytes for item in self.items), VERIFYING)
             units = _item_units(self.items, self._files, findings)
-            scan(units, self._files, {}, memory, progress.advance)
+            scan(units, self._files, memory, progress.advance)
         comparing = Comparing(self._written(), self._source, self._pairs)
         progress.start(comparing.nbytes, COMPARING)
         differences = comparing.run(memory, findings, BothSides(progress.advance).add)

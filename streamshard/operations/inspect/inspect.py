@@ -207,7 +207,7 @@ def _parameters(source: Source) -> Iterator[ParameterSummary]:
 
 def _codec(source: Source) -> str | None:
     """Return the codec of a store's chunks, read from its first chunk."""
-    decoder = next(iter(source.decoders.values()), None)
+    decoder = next((file.decoder for file in source.files if file.decoder is not None), None)
     return decoder.codec_name if isinstance(decoder, EncodedChunk) else None
 
 

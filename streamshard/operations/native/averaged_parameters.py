@@ -17,11 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamshard.engine.numeric.cast import cast_between, wider
-from streamshard.engine.run.source_reader import HeldContent
 from streamshard.errors import DisagreementError, UnsupportedError, UsageError
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAVED
 from streamshard.formats.deepspeed.model_parallel.parts import ModelParts
-from streamshard.model import BLOB, FILE, ITEMSIZE, MASTER, MODULE, Note
+from streamshard.model import BLOB, FILE, ITEMSIZE, MASTER, MODULE, Computed, Note
 from streamshard.operations.source.source import Source
 from streamshard.operations.source.source_access import SourceAccess
 from streamshard.sizes import counted
@@ -104,9 +103,7 @@ class _Means:
             source,
             checkpoint=checkpoint,
             cutting=source.cutting.moved(tensors, np.full_like(tensors, file), offsets, numels),
-            # No file holds the means. What is opened for them is one that the run needs anyway.
-            files=(*source.files, source.files[0]),
-            decoders={**source.decoders, file: HeldContent(bytes(self._content))},
+            files=(*source.files, replace(source.files[0], decoder=Computed(bytes(self._content)))),
         )
 
     @property

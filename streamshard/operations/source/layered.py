@@ -39,7 +39,7 @@ class _KeptFiles:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._reader = SourceReader(source.files, source.decoders)
+        self._reader = SourceReader(source.files)
 
     def path(self, file: int) -> Path:
         """Return what messages call the file with this number of its logical tensor."""

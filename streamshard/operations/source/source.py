@@ -1,14 +1,13 @@
 """Opens a source: finds the checkpoint at a path, and calls the reader of its format."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from streamshard.commands import command
-from streamshard.engine.run.source_reader import Decoder
 from streamshard.errors import (
     IncompleteError,
     SourceError,
@@ -83,8 +82,6 @@ class Source:
     checkpoint: Checkpoint
     cutting: Cutting
     files: tuple[SourceFile, ...]
-    decoders: Mapping[int, Decoder]
-    """How to read files whose stored bytes are not the tensor's."""
     codec_bytes: int = 0
     """Memory that decoding one file takes."""
     like: Checkpoint | None = None
@@ -265,14 +262,9 @@ def _open_distributed(root: Path, like: Source | None) -> Source:
     if like is None:
         return _source(root, "dcp", dcp_reader.read(root))
     known = Reading(like.checkpoint, like.cutting, like.files)
-    completed = reference.read_like(root, known)
-    decoders = {
-        number: like.decoders[file]
-        for file, number in completed.borrowed.items()
-        if file in like.decoders
-    }
-    opened = _source(root, "dcp", completed.reading)
-    return replace(opened, decoders=decoders, codec_bytes=like.codec_bytes if decoders else 0)
+    opened = _source(root, "dcp", reference.read_like(root, known))
+    is_decoded = any(file.decoder is not None for file in opened.files)
+    return replace(opened, codec_bytes=like.codec_bytes if is_decoded else 0)
 
 
 def find_tag(root: Path, tag: str | None) -> tuple[Path, Path]:
@@ -351,7 +343,7 @@ def _open_native(run_dir: Path, tag_dir: Path, like: Checkpoint | None) -> Sourc
 
 def _source(path: Path, kind: str, found: Reading) -> Source:
     return Source(
-        path, kind, found.checkpoint, found.cutting, found.files, {}, is_elastic=found.is_elastic
+        path, kind, found.checkpoint, found.cutting, found.files, is_elastic=found.is_elastic
     )
 
 
@@ -362,6 +354,6 @@ def _open_store(root: Path, tag: str | None) -> Source:
         message = f"{root}: holds tag '{store.checkpoint.tag}', not {show(tag)}"
         raise UsageError(message)
     return Source(
-        root, "store", store.checkpoint, store.cutting, store.files, store.decoders,
-        store.codec_bytes, rewritten=store.rewritten,
+        root, "store", store.checkpoint, store.cutting, store.files, store.codec_bytes,
+        rewritten=store.rewritten,
     )  # fmt: skip

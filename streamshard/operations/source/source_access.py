@@ -11,15 +11,14 @@ from numpy.typing import NDArray
 from streamshard.commands import command
 from streamshard.engine.numeric.cast import Cast
 from streamshard.engine.run.region import RegionFiller
-from streamshard.engine.run.source_reader import Decoder, SourceReader
+from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.work import Region
 from streamshard.errors import UsageError
 from streamshard.formats.zarr.rewritten_array import RewrittenPiece
 from streamshard.layout.cutting import Segments, coalesce, whole_segment
 from streamshard.layout.memory_plan import SCRATCH_BYTES
-from streamshard.model import ITEMSIZE, BlockDigests
+from streamshard.model import ITEMSIZE, BlockDigests, Decoder, Joined
 from streamshard.operations.source.source import Source
-from streamshard.operations.source.tensors_in_files import Seam
 
 Array = NDArray[Any]
 _FILES_SHOWN: Final = 3
@@ -30,7 +29,7 @@ class SourceAccess:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._reader = SourceReader(source.files, source.decoders)
+        self._reader = SourceReader(source.files)
         self._lock = threading.Lock()
         self._scratch = memoryview(b"")
         # Notebooks forget to close what they open.
@@ -101,8 +100,8 @@ def _locate_whole(source: Source, number: int, name: str) -> tuple[int, int, int
     copies = coalesce(found, target_itemsize=itemsize, itemsize=itemsize)
     files = list(dict.fromkeys(copies.file.tolist()))
     why = []
-    decoders = [source.decoders.get(file) for file in files]
-    pieces = len(copies) + any(isinstance(decoder, Seam) for decoder in decoders)
+    decoders = [source.files[file].decoder for file in files]
+    pieces = len(copies) + any(isinstance(decoder, Joined) for decoder in decoders)
     if pieces > 1:
         why.append(f"is cut into {pieces:,} pieces")
     if any(isinstance(decoder, RewrittenPiece) for decoder in decoders):
@@ -123,7 +122,7 @@ def _locate_whole(source: Source, number: int, name: str) -> tuple[int, int, int
 
 
 def _is_stored_plainly(decoder: Decoder | None) -> bool:
-    return decoder is None or isinstance(decoder, BlockDigests | Seam)
+    return decoder is None or isinstance(decoder, BlockDigests | Joined)
 
 
 def _listed(source: Source, files: list[int]) -> str:

@@ -5,42 +5,17 @@ lie in several chunks, and the border of two chunks may be inside of an element.
 a *seam*: a piece of its own, whose bytes are read from both chunks.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from streamshard.engine.run.source_reader import Decoder, SourceReader
 from streamshard.formats.deepspeed.model_parallel.pipeline_layers import TensorInFile
 from streamshard.formats.zarr.store_manifest import BLOCK_BYTES
-from streamshard.io.readable import OpenedFile
 from streamshard.layout.boxes import grid_of
 from streamshard.layout.cutting import Cutting, CuttingBuilder, Segments
-from streamshard.model import ITEMSIZE, Copies, Memory, Slot, SourceFile
+from streamshard.model import ITEMSIZE, Copies, Joined, Slot
 from streamshard.operations.source.source import Source
-
-
-@dataclass(frozen=True, slots=True)
-class Seam:
-    """An element whose bytes lie in several files, from which it is decoded."""
-
-    files: tuple[SourceFile, ...]
-    decoders: Mapping[int, Decoder]
-    ranges: tuple[tuple[int, int], ...]
-    """Of each file: byte offset and count of the bytes."""
-
-    def decode(self, file: OpenedFile, stored: Memory, content: Memory) -> memoryview:
-        """Return the element. The bytes are checked as all others of these files are."""
-        found = bytearray()
-        with closing(SourceReader(self.files, self.decoders)) as reader:
-            for number, (offset, nbytes) in enumerate(self.ranges):
-                part = bytearray(nbytes)
-                reader.read_into(number, offset, memoryview(part))
-                found += part
-        view = content(len(found))
-        view[:] = found
-        return view
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +55,6 @@ class _PlacesInFiles:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._files = list(source.files)
-        self._decoders = dict(source.decoders)
 
     def pieces(self, part: TensorInFile) -> list[_RunInFile]:
         """Return the pieces of a tensor, in order; at least one."""
@@ -95,14 +69,9 @@ class _PlacesInFiles:
         if len(ranges) == 1:
             file, offset, nbytes = ranges[0]
             return _RunInFile(nbytes // itemsize, file, offset)
-        source, numbers = self._source, [file for file, _, _ in ranges]
-        known = {n: source.decoders.get(file) for n, file in enumerate(numbers)}
-        self._decoders[len(self._files)] = Seam(
-            tuple(source.files[file] for file in numbers),
-            {n: decoder for n, decoder in known.items() if decoder is not None},
-            tuple((offset, nbytes) for _, offset, nbytes in ranges),
-        )
-        self._files.append(source.files[numbers[0]])
+        files = self._source.files
+        joined = Joined(tuple((files[file], offset, nbytes) for file, offset, nbytes in ranges))
+        self._files.append(replace(files[ranges[0][0]], decoder=joined))
         return _RunInFile(1, len(self._files) - 1, 0)
 
     def result(self, cutting: Cutting) -> Source:
@@ -115,7 +84,6 @@ class _PlacesInFiles:
             source,
             cutting=cutting,
             files=tuple(self._files),
-            decoders=self._decoders,
             codec_bytes=codec_bytes,
         )
 

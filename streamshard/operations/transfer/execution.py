@@ -145,7 +145,7 @@ def run(
         _is_large(source),
         memory_plan.process_bytes,
     )
-    Engine(source.files, source.decoders, resources, progress, target.partial).run(files)
+    Engine(source.files, resources, progress, target.partial).run(files)
     # If a file changed during the run, the bytes read before and after do not belong together.
     require_all_unchanged(source.files)
 

@@ -156,7 +156,7 @@ class _Run:
             checked.read(plan, self.read.add)
             if source is not None:
                 units = tensor_units(source, self.findings, self.sample)
-                scan(units, source.files, source.decoders, plan, self.read.add)
+                scan(units, source.files, plan, self.read.add)
 
         times = 1 if source is None else 2
         self._watched(times * checked.nbytes // self.sample.parts, work)

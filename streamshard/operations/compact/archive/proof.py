@@ -71,7 +71,7 @@ class ArchiveReading:
         try:
             plan = self.memory(looked.codec_bytes, looked.files)
             units, advance = looked.units(), self.progress.advance
-            scan(units, looked.files, looked.decoders, plan, advance, note)
+            scan(units, looked.files, plan, advance, note)
         finally:
             self.progress.stop()
         return whole
