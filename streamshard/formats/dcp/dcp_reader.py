@@ -34,7 +34,7 @@ from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.io.entries import is_directory, paths_in
 from streamshard.layout.boxes import NotTiledError, grid_of
 from streamshard.layout.cutting import CuttingBuilder
-from streamshard.model import BLOB, ITEMSIZE, MASTER, MODULE, LogicalTensor, Note, Slot, ZeroLayout
+from streamshard.model import ITEMSIZE, MASTER, MODULE, LogicalTensor, Note, Slot, ZeroLayout
 
 _WHAT: Final = "a distributed checkpoint of PyTorch"
 _ACCELERATE: Final = (dcp_names.ACCELERATE_MODEL, dcp_names.ACCELERATE_OPTIMIZER)
@@ -235,36 +235,10 @@ def _module_tensors(entries: Iterable[ModuleEntry]) -> list[LogicalTensor]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class BorrowedPlace:
-    """Where a tensor lies that is another checkpoint's."""
-
-    slot: Slot
-    piece_numel: int
-    origin: int
-    lead: int
-
-
-def cut(
-    checkpoint: Checkpoint, found: Distributed, borrowed: Sequence[BorrowedPlace] = ()
-) -> Reading:
-    """Compute the place of every element of every logical tensor.
-
-    Parameters
-    ----------
-    borrowed
-        Places of the tensors of training state, in their order.
-    """
+def cut(checkpoint: Checkpoint, found: Distributed) -> Reading:
+    """Compute the place of every element of every logical tensor."""
     builder = CuttingBuilder([ITEMSIZE[tensor.dtype] for tensor in checkpoint.tensors])
-    others = iter(borrowed)
     for number, tensor in enumerate(checkpoint.tensors):
-        if tensor.state == BLOB:
-            one = next(others)
-            slot = builder.slot(one.slot)
-            builder.place(
-                number, slot, piece_numel=one.piece_numel, origin=one.origin, lead=one.lead
-            )
-            continue
         key = found.key_of(tensor)
         saved, places = found.tensor(key), found.places[key]
         if not tensor.numel:

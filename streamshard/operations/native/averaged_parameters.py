@@ -90,21 +90,17 @@ class _Means:
 
     def source(self) -> Source:
         """Return the checkpoint."""
-        source, file = self._source, len(self._source.files)
-        tensors, offsets = np.array(self._places, dtype=np.int64).reshape(-1, 2).T
-        numels = np.array([source.checkpoint.tensors[n].numel for n in tensors], dtype=np.int64)
+        source = self._source
         note = (
             f"{AVERAGE}: {counted(self._averaged, 'parameter')} became the mean of the copies on "
             f"{len(self._ranks)} tensor-parallel ranks, which differed in {self._differing:,} of "
             "the master weights. The job does not go on exactly as it would have without that."
         )
         checkpoint = replace(source.checkpoint, notes=(*source.checkpoint.notes, Note(note)))
-        return replace(
-            source,
-            checkpoint=checkpoint,
-            cutting=source.cutting.moved(tensors, np.full_like(tensors, file), offsets, numels),
-            files=(*source.files, replace(source.files[0], decoder=Computed(bytes(self._content)))),
-        )
+        file = replace(source.files[0], decoder=Computed(bytes(self._content)))
+        rows, offsets = ([place[column] for place in self._places] for column in (0, 1))
+        made = source.relocate(rows, file, offsets)
+        return replace(made, checkpoint=checkpoint)
 
     @property
     def _ranks(self) -> range:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from streamshard.engine.run.phases import COMPARING
 from streamshard.errors import DisagreementError, SourceError, UsageError
-from streamshard.formats.checkpoint import Reading
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.model_parallel.affine_maps import has_maps
 from streamshard.formats.deepspeed.model_parallel.categories import has_categories
@@ -147,11 +146,9 @@ def parts_of(
 
 def recut_source(laid: Layered, parts: ModelParts, like: ModelParts) -> OtherDegrees:
     opened = laid.source
-    reading = Reading(opened.checkpoint, opened.cutting, opened.files)
     with of_file(opened.path):
-        made = recut_checkpoint(reading, parts, like)
-        copies = copies_in_parts(reading, parts)
-    source = replace(opened, checkpoint=made.checkpoint, cutting=made.cutting)
+        source = recut_checkpoint(opened, parts, like)
+        copies = copies_in_parts(opened, parts)
     averaged = parts.averaged()
     return OtherDegrees(source, opened, like.degrees, copies, laid.copies, averaged=averaged)
 

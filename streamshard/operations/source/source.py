@@ -7,7 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from streamshard.commands import command
+from streamshard.engine.numeric.cast import cast_between
+from streamshard.engine.run.work import Region
 from streamshard.errors import (
     IncompleteError,
     SourceError,
@@ -36,8 +40,8 @@ from streamshard.io.entries import (
 from streamshard.io.files import source_errors
 from streamshard.io.objects.object_path import as_path
 from streamshard.io.retry import try_again
-from streamshard.layout.cutting import Cutting
-from streamshard.model import Note, SourceFile
+from streamshard.layout.cutting import Segments, coalesce
+from streamshard.model import ITEMSIZE, Note
 from streamshard.operations.source.candidates import (
     choose_one,
     distributed_at,
@@ -71,27 +75,38 @@ _MOST_DEEP: Final = 4
 """How many directories around a tag directory are searched for its run directory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source(Reading):
     """An opened checkpoint: its content, and the place of every element."""
 
     path: Path
     """The run directory, the store, or the directory of the dumps."""
     kind: str
     """`native`, `store`, `dumps`, `dcp` or `weights`."""
-    checkpoint: Checkpoint
-    cutting: Cutting
-    files: tuple[SourceFile, ...]
     codec_bytes: int = 0
     """Memory that decoding one file takes."""
     like: Checkpoint | None = None
     """Reference checkpoint: another one of the same job, which supplies what this one lacks."""
     reference: "Source | None" = None
     """The same with the places of its tensors, where these are known."""
-    is_elastic: bool = False
-    """Whether its files were saved with `elastic_checkpoint`, without hyper-parameters."""
     rewritten: tuple[str, ...] = ()
     """Paths of a store's arrays that another tool rewrote."""
+
+    def region(self, tensor: int, start: int, stop: int, dtype: str | None = None) -> Region:
+        """Return the region that elements of a tensor fill; `dtype` if they are cast."""
+        held = self.checkpoint.tensors[tensor].dtype
+        made = dtype or held
+        one = np.array([tensor], dtype=np.int64)
+        segments = Segments(one, np.array([start]), np.array([stop]), np.zeros_like(one))
+        found = self.cutting.locate(segments, target_itemsize=ITEMSIZE[made])
+        copies = coalesce(found, itemsize=ITEMSIZE[held], target_itemsize=ITEMSIZE[made])
+        return Region(
+            content_bytes=(stop - start) * ITEMSIZE[made],
+            copies=copies,
+            source_itemsize=ITEMSIZE[held],
+            target_itemsize=ITEMSIZE[made],
+            cast=cast_between(held, made),
+        )
 
     @property
     def needs_like(self) -> bool:
@@ -261,8 +276,7 @@ def _open_distributed(root: Path, like: Source | None) -> Source:
     list_ahead(root)
     if like is None:
         return _source(root, "dcp", dcp_reader.read(root))
-    known = Reading(like.checkpoint, like.cutting, like.files)
-    opened = _source(root, "dcp", reference.read_like(root, known))
+    opened = _source(root, "dcp", reference.read_like(root, like))
     is_decoded = any(file.decoder is not None for file in opened.files)
     return replace(opened, codec_bytes=like.codec_bytes if is_decoded else 0)
 
@@ -343,7 +357,7 @@ def _open_native(run_dir: Path, tag_dir: Path, like: Checkpoint | None) -> Sourc
 
 def _source(path: Path, kind: str, found: Reading) -> Source:
     return Source(
-        path, kind, found.checkpoint, found.cutting, found.files, is_elastic=found.is_elastic
+        found.checkpoint, found.cutting, found.files, found.is_elastic, path=path, kind=kind
     )
 
 
@@ -354,6 +368,6 @@ def _open_store(root: Path, tag: str | None) -> Source:
         message = f"{root}: holds tag '{store.checkpoint.tag}', not {show(tag)}"
         raise UsageError(message)
     return Source(
-        root, "store", store.checkpoint, store.cutting, store.files, store.codec_bytes,
-        rewritten=store.rewritten,
+        store.checkpoint, store.cutting, store.files, path=root, kind="store",
+        codec_bytes=store.codec_bytes, rewritten=store.rewritten,
     )  # fmt: skip

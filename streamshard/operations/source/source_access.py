@@ -12,12 +12,10 @@ from streamshard.commands import command
 from streamshard.engine.numeric.cast import Cast
 from streamshard.engine.run.region import RegionFiller
 from streamshard.engine.run.source_reader import SourceReader
-from streamshard.engine.run.work import Region
 from streamshard.errors import UsageError
 from streamshard.formats.zarr.rewritten_array import RewrittenPiece
-from streamshard.layout.cutting import Segments, coalesce, whole_segment
 from streamshard.layout.memory_plan import SCRATCH_BYTES
-from streamshard.model import ITEMSIZE, BlockDigests, Decoder, Joined
+from streamshard.model import BlockDigests, Decoder, Joined
 from streamshard.operations.source.source import Source
 
 Array = NDArray[Any]
@@ -47,7 +45,8 @@ class SourceAccess:
 
     def fill(self, out: Array, tensor: int, start: int, cast: Cast | None) -> None:
         """Fill an array, which lies in one piece, with elements of a tensor from `start` on."""
-        region = self._region(out, tensor, start, cast)
+        dtype = None if cast is None else cast.target
+        region = self._source.region(tensor, start, start + out.size, dtype)
         with self._lock:
             self._require_open()
             if not len(self._scratch):
@@ -69,20 +68,6 @@ class SourceAccess:
             message = f"{self._source.path}: has been closed; read inside the 'with' block"
             raise UsageError(message)
 
-    def _region(self, out: Array, tensor: int, start: int, cast: Cast | None) -> Region:
-        itemsize = ITEMSIZE[self._source.checkpoint.tensors[tensor].dtype]
-        numbers = (tensor, start, start + out.size, 0)
-        segments = Segments(*(np.array([number], dtype=np.int64) for number in numbers))
-        found = self._source.cutting.locate(segments, target_itemsize=out.itemsize)
-        copies = coalesce(found, itemsize=itemsize, target_itemsize=out.itemsize)
-        return Region(
-            content_bytes=out.nbytes,
-            copies=copies,
-            source_itemsize=itemsize,
-            target_itemsize=out.itemsize,
-            cast=cast,
-        )
-
 
 def _locate_whole(source: Source, number: int, name: str) -> tuple[int, int, int]:
     """Return the file that holds all of a tensor, where it begins there, and its size in bytes.
@@ -95,9 +80,7 @@ def _locate_whole(source: Source, number: int, name: str) -> tuple[int, int, int
         What to call it in messages.
     """
     tensor = source.checkpoint.tensors[number]
-    itemsize = ITEMSIZE[tensor.dtype]
-    found = source.cutting.locate(whole_segment(number, tensor.numel), target_itemsize=itemsize)
-    copies = coalesce(found, target_itemsize=itemsize, itemsize=itemsize)
+    copies = source.region(number, 0, tensor.numel).copies
     files = list(dict.fromkeys(copies.file.tolist()))
     why = []
     decoders = [source.files[file].decoder for file in files]

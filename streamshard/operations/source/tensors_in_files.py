@@ -13,7 +13,7 @@ import numpy as np
 from streamshard.formats.deepspeed.model_parallel.pipeline_layers import TensorInFile
 from streamshard.formats.zarr.store_manifest import BLOCK_BYTES
 from streamshard.layout.boxes import grid_of
-from streamshard.layout.cutting import Cutting, CuttingBuilder, Segments
+from streamshard.layout.cutting import Cutting, CuttingBuilder
 from streamshard.model import ITEMSIZE, Copies, Joined, Slot
 from streamshard.operations.source.source import Source
 
@@ -42,7 +42,7 @@ def with_parts(source: Source, parts: Sequence[TensorInFile]) -> Source:
         for piece in each
     ]
     columns = np.array(rows, dtype=np.int64).reshape(-1, 4)
-    cutting = source.cutting.with_places(*columns.T)
+    cutting = source.cutting.append(Cutting.of_files(*columns.T), columns[:, 2])
     if any(len(each) > 1 for each in pieces):
         known = [tensor.numel for tensor in source.checkpoint.tensors]
         cutting = _joined(cutting, known, pieces, itemsizes)
@@ -59,9 +59,8 @@ class _PlacesInFiles:
     def pieces(self, part: TensorInFile) -> list[_RunInFile]:
         """Return the pieces of a tensor, in order; at least one."""
         itemsize = ITEMSIZE[part.dtype]
-        numbers = part.file, part.offset, part.offset + part.numel * itemsize, 0
-        wanted = Segments(*(np.array([number], dtype=np.int64) for number in numbers))
-        copies = self._source.cutting.locate(wanted, target_itemsize=1)
+        stop = part.offset + part.numel * itemsize
+        copies = self._source.region(part.file, part.offset, stop).copies
         found = [self._piece(ranges, itemsize) for ranges in _whole_elements(copies, itemsize)]
         return found or [_RunInFile(0, 0, 0)]
 

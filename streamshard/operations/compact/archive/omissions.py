@@ -1,9 +1,7 @@
 """Leaves tensors out of an opened checkpoint, such as module weights proved to be casts."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import dataclass
 
 from streamshard.engine.numeric.cast import cast_between
 from streamshard.errors import SourceError, UnsupportedError
@@ -90,24 +88,9 @@ def tag_only(source: Source) -> Source:
 
 def narrowed(source: Source, left_out: Collection[int]) -> Source:
     """Return a source without some tensors, and without the sidecars among them."""
-    checkpoint, cutting = source.checkpoint, source.cutting
-    kept = [number for number in range(len(checkpoint.tensors)) if number not in left_out]
-    rows = np.array(kept, dtype=np.int64)
-    alone = _alone(source, left_out)
-    files = tuple(file for number, file in enumerate(source.files) if number not in alone)
-    # No row that is kept refers to a file that is left out.
-    numbers = np.cumsum([number not in alone for number in range(len(source.files))]) - 1
-    cutting = replace(
-        cutting,
-        origin=cutting.origin[rows],
-        piece_numel=cutting.piece_numel[rows],
-        itemsize=cutting.itemsize[rows],
-        lead=cutting.lead[rows],
-        first_piece=cutting.first_piece[rows],
-        file=numbers[cutting.file],
-    )
-    smaller = store_state.without(checkpoint, left_out)
-    return replace(source, checkpoint=smaller, cutting=cutting, files=files)
+    kept = [number for number in range(len(source.checkpoint.tensors)) if number not in left_out]
+    checkpoint = store_state.without(source.checkpoint, left_out)
+    return source.take(kept, checkpoint, _alone(source, left_out))
 
 
 def _alone(source: Source, left_out: Collection[int]) -> set[int]:
