@@ -327,15 +327,7 @@ class Reading:
     def take(
         self, rows: Sequence[int], checkpoint: Checkpoint, left_out: Collection[int] = ()
     ) -> Self:
-        """Return some of the tensors, in this order.
-
-        Parameters
-        ----------
-        checkpoint
-            The checkpoint with these tensors alone.
-        left_out
-            Files that hold none of them, and are left out.
-        """
+        """Return some of the tensors, which are the checkpoint's; files `left_out` have none."""
         kept = [number for number in range(len(self.files)) if number not in left_out]
         numbers = np.full(len(self.files), -1)
         numbers[kept] = np.arange(len(kept))

@@ -109,13 +109,7 @@ class Cutting:
         )
 
     def append(self, other: "Cutting", numels: Ints) -> "Cutting":
-        """Add the tensors of a regular cutting of files behind the others.
-
-        Parameters
-        ----------
-        numels
-            Elements of each of these tensors.
-        """
+        """Add tensors of `numels` elements behind the others, of a regular cutting of files."""
         if self.of is not None:
             rows, zeros = np.arange(len(numels)) + len(self.of.origin), np.zeros_like(numels)
             outer = Cutting.of_files(rows, zeros, numels, other.itemsize)

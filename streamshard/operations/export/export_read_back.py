@@ -1,7 +1,7 @@
 """Reads the files of an export back from disk, and compares them with the source."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,14 +18,14 @@ from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import tensor_of
 from streamshard.io.entries import identify, read_all
 from streamshard.io.files import target_errors
-from streamshard.layout.cutting import Cutting, CuttingBuilder
+from streamshard.layout.cutting import CuttingBuilder
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.sample import EVERYTHING
 from streamshard.model import BLOB, ITEMSIZE, Slot, SourceFile, Whole
 from streamshard.operations.checks.problems import DAMAGED, Findings
 from streamshard.operations.checks.scan import Result, ScanPiece, Unit, scan
 from streamshard.operations.checks.torch_check import TorchFiles
-from streamshard.operations.compare.comparison import Comparing
+from streamshard.operations.compare.comparison import compare
 from streamshard.operations.compare.pairing import Pair, SideElements
 from streamshard.operations.export.dcp_contents import TensorEntry
 from streamshard.operations.export.dcp_files import DcpFiles
@@ -33,7 +33,6 @@ from streamshard.operations.export.model_sidecars import ModelSidecars
 from streamshard.operations.export.universal_files import UniversalFiles
 from streamshard.operations.export.weight_files import WeightFiles
 from streamshard.operations.source.source import Source
-from streamshard.operations.transfer.read_back import BothSides
 from streamshard.operations.transfer.report import Progress
 
 ExportFiles = WeightFiles | UniversalFiles | DcpFiles
@@ -58,16 +57,6 @@ def export_differences(
         else:
             found += _weights(files, read)
         return found or read.compare(memory, progress)
-
-
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """The written files, as one side of a comparison."""
-
-    path: Path
-    files: tuple[SourceFile, ...]
-    cutting: Cutting
-    codec_bytes: int = 0
 
 
 class _ReadBack:
@@ -130,16 +119,16 @@ class _ReadBack:
             progress.start(sum(item.nbytes for item in self.items), VERIFYING)
             units = _item_units(self.items, self._files, findings)
             scan(units, self._files, memory, progress.advance)
-        comparing = Comparing(self._written(), self._source, self._pairs)
-        progress.start(comparing.nbytes, COMPARING)
-        differences = comparing.run(memory, findings, BothSides(progress.advance).add)
-        return [*(p.message for p in findings.problems), *(d.message for d in differences)]
+        written = self._written()
+        found = compare(written, self._source, self._pairs, memory, progress, phase=COMPARING)
+        return [*(problem.message for problem in findings.problems), *found.wrong]
 
-    def _written(self) -> _Written:
+    def _written(self) -> Source:
         builder = CuttingBuilder([pair.itemsize for pair in self._pairs])
         for number, (slot, piece_numel) in enumerate(self._slots):
             builder.place(number, builder.slot(slot), piece_numel=piece_numel)
-        return _Written(self.place, tuple(self._files), builder.build())
+        files, cutting = tuple(self._files), builder.build()
+        return replace(self._source, path=self.place, files=files, cutting=cutting, codec_bytes=0)
 
 
 def _documents(documents: Mapping[str, bytes], place: Path) -> Iterator[str]:

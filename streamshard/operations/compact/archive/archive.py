@@ -124,13 +124,7 @@ class Archiver:
         return found
 
     def _derived(self, opened: Source) -> set[int]:
-        pairs = omissions.may_follow(opened.checkpoint)
-        self.means.progress.start(sum(2 * candidate.pair.nbytes for candidate in pairs))
-        try:
-            memory = self.means.memory(files=opened.files)
-            return omissions.that_follow(opened, memory, self.means.progress)
-        finally:
-            self.means.progress.stop()
+        return omissions.that_follow(opened, self.means.limits, self.means.progress)
 
     def _write(self, small: Source, place: Place, *, overwrite: bool = False) -> None:
         limits = self.means.limits

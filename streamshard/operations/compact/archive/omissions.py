@@ -4,16 +4,15 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from streamshard.engine.numeric.cast import cast_between
-from streamshard.errors import SourceError, UnsupportedError
+from streamshard.errors import UnsupportedError
 from streamshard.formats.checkpoint import Checkpoint, Family
 from streamshard.formats.zarr import store_state
 from streamshard.formats.zarr.documents import array_path
-from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import FILE, ITEMSIZE, MASTER, MODULE
-from streamshard.operations.checks.problems import Findings
-from streamshard.operations.compare.comparison import Comparing
+from streamshard.operations.compare.comparison import compare
 from streamshard.operations.compare.pairing import Pair, SideElements
 from streamshard.operations.source.source import Source
+from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Progress
 
 
@@ -60,14 +59,12 @@ def _candidate(
     return Candidate(numbers[1], pair)
 
 
-def that_follow(source: Source, memory: MemoryPlan, progress: Progress) -> set[int]:
+def that_follow(source: Source, limits: Limits, progress: Progress) -> set[int]:
     """Compare all module weights with their master weights; return those that are exact casts."""
     candidates = may_follow(source.checkpoint)
-    findings = Findings()
-    comparing = Comparing(source, source, [c.pair for c in candidates], exactly=True)
-    differing = {d.name for d in comparing.run(memory, findings, progress.advance)}
-    if findings.problems:
-        raise SourceError(findings.problems[0].message)
+    pairs = [candidate.pair for candidate in candidates]
+    found = compare(source, source, pairs, limits, progress, exactly=True).require_read()
+    differing = {difference.name for difference in found.differences}
     return {c.number for c in candidates if c.pair.name not in differing}
 
 

@@ -33,7 +33,7 @@ from streamshard.operations.checks.structure import Request, look_at
 from streamshard.operations.compact.archive import omissions
 from streamshard.operations.compact.archive.receipts import Check, Place, Receipt, show_moment
 from streamshard.operations.compact.run_directory import looks_of
-from streamshard.operations.compare.comparison import EXTRA_BYTES, Comparing
+from streamshard.operations.compare.comparison import EXTRA_BYTES, compare
 from streamshard.operations.compare.matching import pair_up
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.transfer import execution
@@ -257,19 +257,12 @@ def _serialized(checkpoint: Checkpoint) -> bytes:
 def content_equal(archive: Source, source: Source, means: Means) -> str:
     """Require that both sides are equal in every bit of every tensor, and in everything else."""
     pairing = pair_up(archive, source)
-    findings = Findings()
-    comparing = Comparing(archive, source, pairing.pairs)
-    means.progress.start(2 * comparing.nbytes)
-    try:
-        plan = means.memory(archive.codec_bytes, (*archive.files, *source.files))
-        differences = comparing.run(plan, findings, means.progress.advance)
-    finally:
-        means.progress.stop()
-    wrong = [problem.message for problem in findings.problems]
-    wrong += [found.message for found in (*pairing.differences, *differences)]
+    found = compare(archive, source, pairing.pairs, means.limits, means.progress)
+    wrong = [problem.message for problem in found.findings.problems]
+    wrong += [one.message for one in (*pairing.differences, *found.differences)]
     if wrong:
         raise IntegrityError(f"{archive.path}: not what {source.path} holds: {wrong[0]}")
-    return f"{len(pairing.pairs):,} tensors, {comparing.nbytes:,} bytes"
+    return f"{len(pairing.pairs):,} tensors, {found.nbytes:,} bytes"
 
 
 def sha256_of(
