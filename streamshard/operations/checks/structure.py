@@ -1,10 +1,10 @@
 """Checks the structure of a checkpoint of any kind, and lists the units to read."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from streamshard.errors import (
     IntegrityError,
@@ -16,7 +16,6 @@ from streamshard.errors import (
     release_frames,
 )
 from streamshard.formats.checkpoint import Checkpoint
-from streamshard.formats.dcp import dcp_reader
 from streamshard.formats.deepspeed import ds_config
 from streamshard.formats.deepspeed.dumps import dump_names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
@@ -41,14 +40,12 @@ from streamshard.io.objects.object_path import as_path
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.sample import Sample
 from streamshard.model import SourceFile
-from streamshard.operations.checks.item_check import ItemFilesCheck
 from streamshard.operations.checks.problems import UNREADABLE, Findings
 from streamshard.operations.checks.scan import Unit, scan
 from streamshard.operations.checks.store_check import StoreCheck
 from streamshard.operations.checks.torch_check import TorchFiles, deepspeed_owner
-from streamshard.operations.source.candidates import distributed_at, is_weights
 from streamshard.operations.source.sidecars import may_come_along
-from streamshard.operations.source.source import Source, find_tag, open_with
+from streamshard.operations.source.source import Source, find_tag, open_with, recognized
 
 Path_ = str | os.PathLike[str]
 
@@ -98,6 +95,37 @@ class Looked:
         scan(self.units(), self.files, memory, progress)
 
 
+class Reader(Protocol):
+    """Reads one kind of checkpoint that is neither DeepSpeed's nor a store; see `registry`."""
+
+    @property
+    def kind(self) -> str:
+        """What `Source.kind` says."""
+
+    def holds(self, directory: Path) -> bool:
+        """Tell whether a directory is one of the checkpoints to choose from around it."""
+
+    def recognizes(self, root: Path, tag: str | None) -> Path | None:
+        """Return the checkpoint's directory at a path, or of a tag in it; None if it is another."""
+
+    def open(self, place: Path, like: Source | None) -> Source:
+        """Open the checkpoint in a directory."""
+
+    def look_at(
+        self, place: Path, reopen: Callable[[], Source], findings: Findings, sample: Sample
+    ) -> Looked:
+        """Check its structure; all problems are added to the findings."""
+
+    def complete(
+        self, source: Source, config: ds_config.Config, stage: int | None, world_size: int
+    ) -> Checkpoint:
+        """Add what a job's config tells of the training state, where `completes`."""
+
+    @property
+    def completes(self) -> bool:
+        """Whether it can do so."""
+
+
 def look_at(request: Request, findings: Findings, sample: Sample) -> Looked:
     """Check the structure of a checkpoint; all problems are added to the findings."""
     root = as_path(request.path)
@@ -107,11 +135,9 @@ def look_at(request: Request, findings: Findings, sample: Sample) -> Looked:
             return _look_at_dumps(request, template, findings, sample)
         if is_file(root / "zarr.json") or store_files.may_be_store(root):
             return _look_at_store(request, root, findings, sample)
-        if request.tag is None and is_weights(root):
-            return _look_at_weights(request, root, findings)
-        distributed = distributed_at(root, request.tag)
-        if distributed is not None:
-            return _look_at_distributed(request, distributed, findings, sample)
+        if found := recognized(root, request.tag):
+            reader: Reader = found[0]
+            return reader.look_at(found[1], request.open, findings, sample)
         return _look_at_native(request, root, findings, sample)
 
 
@@ -183,41 +209,6 @@ def _look_at_native(request: Request, root: Path, findings: Findings, sample: Sa
     torch = TorchFiles(_described(paths), deepspeed_owner, findings, sample)
     tag = tag_dir.relative_to(run_dir).as_posix()
     return Looked("native", tag, torch.files, torch.units, source=opened)
-
-
-def _look_at_weights(request: Request, root: Path, findings: Findings) -> Looked:
-    files: tuple[SourceFile, ...] = ()
-    opened: Source | None = None
-    try:
-        opened = request.open()
-        files = opened.files
-        findings.files += len(files)
-        findings.notes.append(
-            "Files in safetensors format keep no checksums: their headers and sizes were checked."
-        )
-    except SourceError as error:
-        release_frames(error)
-        findings.add_error(error, root, set(paths_in(root)))
-    return Looked("weights", root.name, files, lambda: iter(()), source=opened)
-
-
-def _look_at_distributed(
-    request: Request, root: Path, findings: Findings, sample: Sample
-) -> Looked:
-    opened: Source | None = None
-    try:
-        opened = request.open()
-        findings.notes += opened.checkpoint.remarks
-    except (SourceError, IntegrityError) as error:
-        release_frames(error)
-        places = dcp_reader.parts_of(root)
-        findings.add_error(error, root, {p for part in places for p in paths_in(part)})
-    items: Mapping[Path, Sequence[tuple[int, int]]] = {}
-    # Without an index it is not known where items lie, which is a problem already.
-    with suppress(SourceError):
-        items = dcp_reader.index_of(root).by_file()
-    check = ItemFilesCheck.of(items, findings, sample)
-    return Looked("dcp", root.name, check.files, check.units, source=opened)
 
 
 class _Fit:

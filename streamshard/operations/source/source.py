@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Self
 
 import numpy as np
 
+from streamshard import registry
 from streamshard.commands import command
 from streamshard.engine.numeric.cast import cast_between
 from streamshard.engine.run.work import Region
@@ -19,9 +20,8 @@ from streamshard.errors import (
     UnsupportedError,
     UsageError,
 )
-from streamshard.formats import detect, pretrained_reader
+from streamshard.formats import detect
 from streamshard.formats.checkpoint import Checkpoint, Reading
-from streamshard.formats.dcp import dcp_reader, reference
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.dumps import dump_names, dump_reader
 from streamshard.formats.deepspeed.read import zero_reader
@@ -44,9 +44,7 @@ from streamshard.layout.cutting import Segments, coalesce
 from streamshard.model import ITEMSIZE, Note
 from streamshard.operations.source.candidates import (
     choose_one,
-    distributed_at,
     find_candidates,
-    is_weights,
 )
 from streamshard.operations.source.sidecars import find_beside, has_shards
 from streamshard.operations.source.unfinished import require_finished
@@ -91,6 +89,12 @@ class Source(Reading):
     """The same with the places of its tensors, where these are known."""
     rewritten: tuple[str, ...] = ()
     """Paths of a store's arrays that another tool rewrote."""
+
+    @classmethod
+    def of(cls, path: Path, kind: str, found: Reading) -> Self:
+        """Return what a reader found at a path."""
+        content = found.checkpoint, found.cutting, found.files, found.is_elastic
+        return cls(*content, path=path, kind=kind)
 
     def region(self, tensor: int, start: int, stop: int, dtype: str | None = None) -> Region:
         """Return the region that elements of a tensor fill; `dtype` if they are cast."""
@@ -259,26 +263,20 @@ def _open(
         if dump_names.is_source_template(str(path)):
             template = dump_names.parse_source(str(path))
             dumps = dump_reader.read(template, config, like)
-            opened = _source(template.directory, "dumps", dumps)
+            opened = Source.of(template.directory, "dumps", dumps)
         elif is_file(root / "zarr.json"):
             opened = _open_store(root, tag)
-        elif distributed := distributed_at(root, tag):
-            opened = _open_distributed(distributed, whole)
-        elif tag is None and is_weights(root):
-            opened = _source(root, "weights", pretrained_reader.read(root))
+        elif found := recognized(root, tag):
+            opened = found[0].open(found[1], whole)
         else:
             opened = _open_native(*find_tag(root, tag), like)
     return replace(opened, like=like, reference=whole)
 
 
-def _open_distributed(root: Path, like: Source | None) -> Source:
-    """Open a distributed checkpoint: as it is, or completed by a reference checkpoint."""
-    list_ahead(root)
-    if like is None:
-        return _source(root, "dcp", dcp_reader.read(root))
-    opened = _source(root, "dcp", reference.read_like(root, like))
-    is_decoded = any(file.decoder is not None for file in opened.files)
-    return replace(opened, codec_bytes=like.codec_bytes if is_decoded else 0)
+def recognized(root: Path, tag: str | None) -> tuple[Any, Path] | None:
+    """Return the reader of another kind of checkpoint, and its place; None if there is none."""
+    found = ((reader, reader.recognizes(root, tag)) for reader in registry.readers())
+    return next(((reader, place) for reader, place in found if place is not None), None)
 
 
 def find_tag(root: Path, tag: str | None) -> tuple[Path, Path]:
@@ -350,15 +348,9 @@ def _open_native(run_dir: Path, tag_dir: Path, like: Checkpoint | None) -> Sourc
         require_inside(path, run_dir, tag_dir)
     tag = tag_dir.relative_to(run_dir).as_posix()
     files, notes = find_beside(run_dir, tag)
-    found = _source(run_dir, "native", zero_reader.read(tag_dir, files, like, tag=tag))
+    found = Source.of(run_dir, "native", zero_reader.read(tag_dir, files, like, tag=tag))
     noted = (*found.checkpoint.notes, *map(Note, notes))
     return replace(found, checkpoint=replace(found.checkpoint, notes=noted))
-
-
-def _source(path: Path, kind: str, found: Reading) -> Source:
-    return Source(
-        found.checkpoint, found.cutting, found.files, found.is_elastic, path=path, kind=kind
-    )
 
 
 def _open_store(root: Path, tag: str | None) -> Source:
