@@ -11,7 +11,7 @@ import numpy as np
 
 from streamshard.engine.numeric import digests
 from streamshard.engine.numeric.checksums import crc32
-from streamshard.engine.run.work import Fixed, Region, Span, SpanResult, TargetFile, Trailer
+from streamshard.engine.run.work import Fixed, Span, SpanResult, TargetFile, Trailer
 from streamshard.errors import UnsupportedError
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.zarr import store_manifest, store_paths, store_state, zarr_writer
@@ -26,10 +26,9 @@ from streamshard.formats.zarr.documents import (
 )
 from streamshard.formats.zarr.store_files import MANIFEST_FILES, STATE_FILES
 from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord
-from streamshard.layout.cutting import Segments, coalesce
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.zero import ceil_div
-from streamshard.model import ITEMSIZE, Copies, Digest
+from streamshard.model import ITEMSIZE, Digest
 from streamshard.operations.checks.structure import Request
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer import read_back
@@ -169,9 +168,9 @@ class StoreTargets:
         dtype = self._source.checkpoint.tensors[chunk.tensor].dtype
         itemsize = ITEMSIZE[dtype]
         is_raw = self._codec == "none"
-        region = Region(
-            chunk.nbytes,
-            self._copies(chunk, itemsize),
+        region = replace(
+            self._source.region(chunk.tensor, chunk.start, chunk.stop),
+            content_bytes=chunk.nbytes,  # zeros past the tensor's end are stored too
             trailer=Trailer(is_crc32c=True),
             codec=None if is_raw else BloscChunk(self._codec, itemsize),
             takes_crc32c=True,
@@ -179,12 +178,6 @@ class StoreTargets:
         )
         take = partial(self._take, chunk, itemsize)
         return TargetFile(chunk.path, [Span(0, [region])], take=take)
-
-    def _copies(self, chunk: Chunk, itemsize: int) -> Copies:
-        one = np.array([chunk.tensor], dtype=np.int64)
-        segments = Segments(one, np.array([chunk.start]), np.array([chunk.stop]), one * 0)
-        found = self._source.cutting.locate(segments, target_itemsize=itemsize)
-        return coalesce(found, itemsize=itemsize, target_itemsize=itemsize)
 
     def _take(self, chunk: Chunk, itemsize: int, result: SpanResult) -> None:
         """Note a chunk, and the digest of its elements without the zeros past the tensor's end."""

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
-from streamshard.engine.run.work import Region, Span, TargetFile
+from streamshard.engine.run.work import Span, TargetFile
 from streamshard.formats import pretrained
 from streamshard.formats.checkpoint import OtherFile
 from streamshard.formats.links import is_inside
 from streamshard.io.entries import examine, identify, is_file, is_link, paths_in
-from streamshard.layout.cutting import Cutting, whole_segment
+from streamshard.layout.cutting import Cutting
 from streamshard.model import FILE, LogicalTensor
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.byte_accounting import ByteCounts
@@ -42,8 +42,7 @@ class ModelSidecars:
         """Yield the targets of the files."""
         for one in self.found:
             numel = self.source.checkpoint.tensors[one.tensor].numel
-            copies = self.source.cutting.locate(whole_segment(one.tensor, numel), target_itemsize=1)
-            span = Span(0, [Region(numel, copies)])
+            span = Span(0, [self.source.region(one.tensor, 0, numel)])
             yield TargetFile(one.path, [span], mode=one.mode)
 
     def added_to(self, byte_counts: ByteCounts) -> ByteCounts:
