@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from streamshard.engine.run.source_reader import Decoder
@@ -27,7 +27,7 @@ from streamshard.formats.deepspeed.read.validation import (
     validate_dumps,
 )
 from streamshard.formats.links import is_inside, require_regular
-from streamshard.formats.zarr import store_files, zarr_reader
+from streamshard.formats.zarr.store_index import StoreIndex, may_be_store
 from streamshard.io.entries import (
     identify,
     is_directory,
@@ -49,7 +49,7 @@ from streamshard.operations.checks.store_check import StoreCheck
 from streamshard.operations.checks.torch_check import TorchFiles, deepspeed_owner
 from streamshard.operations.source.candidates import distributed_at, is_weights
 from streamshard.operations.source.sidecars import may_come_along
-from streamshard.operations.source.source import Source, find_tag, open_with
+from streamshard.operations.source.source import Source, find_tag, open_with, store_source
 
 Path_ = str | os.PathLike[str]
 
@@ -107,7 +107,7 @@ def look_at(request: Request, findings: Findings, sample: Sample) -> Looked:
         template = request.template
         if template is not None:
             return _look_at_dumps(request, template, findings, sample)
-        if is_file(root / "zarr.json") or store_files.may_be_store(root):
+        if is_file(root / "zarr.json") or may_be_store(root):
             return _look_at_store(request, root, findings, sample)
         if request.tag is None and is_weights(root):
             return _look_at_weights(request, root, findings)
@@ -119,22 +119,26 @@ def look_at(request: Request, findings: Findings, sample: Sample) -> Looked:
 
 def _look_at_store(request: Request, root: Path, findings: Findings, sample: Sample) -> Looked:
     list_ahead(root)
-    error: StreamshardError | None = None
-    try:
-        request.open().require_use_of_like()
-    except SourceNotFoundError as not_found:
-        if not store_files.may_be_store(root):
-            raise
-        error = not_found
-    except (SourceError, IntegrityError) as found:
-        error = found
-    if isinstance(error, UnsupportedError) and not zarr_reader.is_of_known_version(root):
-        findings.add_error(error, root)
-        return Looked("store", None, (), lambda: iter(()), {})
-    check = StoreCheck(root, findings, sample)
-    if error is not None:
+    index = StoreIndex(root)
+    errors = [*index.version_errors()]
+    for error in errors:
+        if isinstance(error, SourceNotFoundError) and not may_be_store(root):
+            raise error
+        if isinstance(error, UnsupportedError):
+            findings.add_error(error, root)
+            return Looked("store", None, (), lambda: iter(()), {})
+    for fault in (*index.metadata_faults(), *index.array_faults()):
+        findings.add_error(fault.error, fault.path)
+    if not findings.problems:
+        errors = errors or [*index.version_errors()]
+    if not (findings.problems or errors):
+        like = request.like.checkpoint if isinstance(request.like, Source) else request.like
+        replace(store_source(index, request.tag), like=like).require_use_of_like()
+    check = StoreCheck(index, findings, sample)
+    for error in errors:
         findings.add_unexplained(error, root)
-    return Looked("store", check.tag, check.files, check.units, check.decoders, check.codec_bytes)
+    tag = index.checkpoint.tag if index.checkpoint and index.is_described else None
+    return Looked("store", tag, check.files, check.units, check.decoders, index.codec_bytes)
 
 
 def _look_at_dumps(

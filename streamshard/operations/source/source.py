@@ -24,7 +24,7 @@ from streamshard.formats.deepspeed.dumps import dump_names, dump_reader
 from streamshard.formats.deepspeed.read import zero_reader
 from streamshard.formats.links import require_inside
 from streamshard.formats.pickle.inert import show
-from streamshard.formats.zarr import zarr_reader
+from streamshard.formats.zarr.store_index import StoreIndex
 from streamshard.io.entries import (
     exists,
     is_directory,
@@ -357,11 +357,15 @@ def _source(path: Path, kind: str, found: Reading) -> Source:
 
 def _open_store(root: Path, tag: str | None) -> Source:
     list_ahead(root)
-    store = zarr_reader.read(root)
-    if tag is not None and tag != store.checkpoint.tag:
-        message = f"{root}: holds tag '{store.checkpoint.tag}', not {show(tag)}"
-        raise UsageError(message)
+    return store_source(StoreIndex.opened(root), tag)
+
+
+def store_source(index: StoreIndex, tag: str | None = None) -> Source:
+    """Return what a store without faults holds."""
+    _, checkpoint = index.known()
+    if tag is not None and tag != checkpoint.tag:
+        raise UsageError(f"{index.root}: holds tag '{checkpoint.tag}', not {show(tag)}")
     return Source(
-        root, "store", store.checkpoint, store.cutting, store.files, store.decoders,
-        store.codec_bytes, rewritten=store.rewritten,
+        index.root, "store", checkpoint, index.cutting(), tuple(index.files), index.decoders,
+        index.codec_bytes, rewritten=tuple(index.rewritten),
     )  # fmt: skip

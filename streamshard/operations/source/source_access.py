@@ -14,7 +14,7 @@ from streamshard.engine.run.region import RegionFiller
 from streamshard.engine.run.source_reader import Decoder, SourceReader
 from streamshard.engine.run.work import Region
 from streamshard.errors import UsageError
-from streamshard.formats.zarr.rewritten_array import RewrittenPiece
+from streamshard.formats.zarr.rewritten import RewrittenPiece
 from streamshard.layout.cutting import Segments, coalesce, whole_segment
 from streamshard.layout.memory_plan import SCRATCH_BYTES
 from streamshard.model import ITEMSIZE, BlockDigests
