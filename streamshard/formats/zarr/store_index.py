@@ -25,6 +25,7 @@ from streamshard.errors import (
 )
 from streamshard.formats import strict_json
 from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.links import place_of
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.zarr import store_manifest, store_state
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, LIMIT_BYTES, BloscChunk, EncodedChunk
@@ -141,6 +142,7 @@ class StoreIndex:
         self.rewritten: dict[str, RewrittenArray] = {}
         self.not_ours: set[str] = set()
         """Paths of all arrays that another tool rewrote, also of those that cannot be read."""
+        self._place = place_of(root)
         self._directories: set[str] = set()
         """Directories that are known to lie in the store, with symbolic links resolved."""
 
@@ -235,35 +237,31 @@ class StoreIndex:
             builder.place(index, builder.slot(slot), piece_numel=numel)
         return builder.build()
 
-    def file_faults(self, path: str, nbytes: int | None) -> Iterator[Fault]:
-        """Look at a file: a regular one of this length is added."""
+    def look_at(self, path: str, nbytes: int | None) -> Fault | None:
+        """Add a regular file of this length; returns what is wrong with any other."""
         full = self.root / path
         directory = os.path.dirname(path)  # noqa: PTH120
-        error: StreamshardError
         try:
             if directory not in self._directories:
-                require_inside(full.parent, self.root)
+                if not place_of(full.parent).is_relative_to(self._place):
+                    require_inside(full.parent, self.root)
                 self._directories.add(directory)
             status = examine(full, follows=False)
         except (FileNotFoundError, NotADirectoryError):
-            error = IncompleteError(f"{full}: missing; {nbytes} bytes were written")
+            return Fault(full, IncompleteError(f"{full}: missing; {nbytes} bytes were written"))
         except OSError as failed:
-            error = SourceError(f"{full}: cannot be read ({failed.strerror})")
+            return Fault(full, SourceError(f"{full}: cannot be read ({failed.strerror})"))
         except SourceError as outside:
-            yield Fault(full.parent, outside)
-            return
-        else:
-            if not status.is_file:
-                error = CorruptFileError(
-                    f"{full}: not a regular file; copy the store with 'cp -rL'"
-                )
-            elif nbytes not in (None, status.nbytes):
-                error = IntegrityError(f"{full}: {status.nbytes} bytes, {nbytes} were written")
-            else:
-                self.numbers[path] = len(self.files)
-                self.files.append(status.source_file(full))
-                return
-        yield Fault(full, error)
+            return Fault(full.parent, outside)
+        if not status.is_file:
+            message = f"{full}: not a regular file; copy the store with 'cp -rL'"
+            return Fault(full, CorruptFileError(message))
+        if nbytes not in (None, status.nbytes):
+            message = f"{full}: {status.nbytes} bytes, {nbytes} were written"
+            return Fault(full, IntegrityError(message))
+        self.numbers[path] = len(self.files)
+        self.files.append(status.source_file(full))
+        return None
 
     def _read_manifest(self) -> Manifest:
         for path in MANIFEST_FILES:
@@ -301,31 +299,40 @@ class StoreIndex:
                 place = self.root / MANIFEST_FILES[1]
                 yield Fault(place, CorruptFileError(f"{place}: does not list {chunk.path}"))
                 continue
-            yield from self.file_faults(chunk.path, record.nbytes)
-            if chunk.path not in self.numbers:
-                continue
-            error = _record_error(self.root / chunk.path, chunk, record, manifest.codec)
-            if error is not None:
-                del self.numbers[chunk.path]
-                yield Fault(self.root / chunk.path, error)
-                continue
-            number = self.numbers[chunk.path]
-            self.decoders[number] = self._decoder(array, chunk, record, manifest.codec)
+            fault = self.look_at(chunk.path, record.nbytes)
+            if fault is None:
+                fault = self._add_decoder(array, chunk, record, manifest.codec)
+            if fault is not None:
+                yield fault
 
-    def _decoder(
+    def _add_decoder(
         self, array: StoredArray, chunk: StoredChunk, record: FileRecord, codec: str
-    ) -> ChunkDecoder:
-        if codec == "none":
-            return BlockDigests(chunk.nbytes, BLOCK_BYTES, record.crc32s)
-        # Twice, because the allocator keeps the memory of the previous chunk.
-        self.codec_bytes = max(self.codec_bytes, 2 * (chunk.nbytes + record.nbytes))
-        return EncodedChunk(
-            self.root / chunk.path,
+    ) -> Fault | None:
+        """Say how a chunk that was added last is decoded, or what is wrong with its record."""
+        number, crc32s = len(self.files) - 1, record.crc32s
+        full, is_raw = self.files[number].path, codec == "none"
+        blocks = -(-chunk.nbytes // BLOCK_BYTES) if is_raw else 1
+        message = ""
+        if is_raw and record.nbytes != chunk.nbytes + CHECKSUM_BYTES:
+            message = f"{record.nbytes} bytes for {chunk.nbytes} of content"
+        elif len(crc32s) != blocks:
+            message = f"the manifest lists {len(crc32s)} checksums where {blocks} belong"
+        if message:
+            del self.numbers[chunk.path]
+            return Fault(full, CorruptFileError(f"{full}: {message}"))
+        if is_raw:
+            self.decoders[number] = BlockDigests(chunk.nbytes, BLOCK_BYTES, crc32s)
+            return None
+        self.decoders[number] = EncodedChunk(
+            full,
             BloscChunk(codec, array.itemsize),
             stored_bytes=record.nbytes,
-            stored_crc32=int(record.crc32s[0]),
+            stored_crc32=int(crc32s[0]),
             content_bytes=chunk.nbytes,
         )
+        # Twice, because the allocator keeps the memory of the previous chunk.
+        self.codec_bytes = max(self.codec_bytes, 2 * (chunk.nbytes + record.nbytes))
+        return None
 
     def _add_rewritten(self, path: str, array: RewrittenArray) -> None:
         """Add an array that another tool rewrote, in pieces that are not its chunks."""
@@ -376,16 +383,3 @@ def _require_listed(
         if manifest.codec != "none" and nbytes > LIMIT_BYTES:
             message = f"chunks of {nbytes:,} bytes of {show(tensor.name)}, which is more than can"
             raise CorruptFileError(f"{message} be compressed")
-
-
-def _record_error(
-    full: Path, chunk: StoredChunk, record: FileRecord, codec: str
-) -> StreamshardError | None:
-    """Compare what the manifest says of a chunk with what the training state says."""
-    blocks = -(-chunk.nbytes // BLOCK_BYTES) if codec == "none" else 1
-    if codec == "none" and record.nbytes != chunk.nbytes + CHECKSUM_BYTES:
-        return CorruptFileError(f"{full}: {record.nbytes} bytes for {chunk.nbytes} of content")
-    if len(record.crc32s) != blocks:
-        message = f"{full}: the manifest lists {len(record.crc32s)} checksums where {blocks} belong"
-        return CorruptFileError(message)
-    return None

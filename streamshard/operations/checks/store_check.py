@@ -167,10 +167,12 @@ class StoreCheck:
 
     def _add_file(self, path: str, nbytes: int | None) -> bool:
         """Add a file, or what is wrong with it; tells whether it was serialized anew instead."""
-        for fault in self._index.file_faults(path, nbytes):
-            if isinstance(fault.error, IntegrityError) and self._is_serialized_anew(path):
-                return True
-            self._findings.add_error(fault.error, fault.path)
+        fault = self._index.look_at(path, nbytes)
+        if fault is None:
+            return False
+        if isinstance(fault.error, IntegrityError) and self._is_serialized_anew(path):
+            return True
+        self._findings.add_error(fault.error, fault.path)
         return False
 
     def _is_serialized_anew(self, path: str) -> bool:
