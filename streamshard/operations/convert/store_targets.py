@@ -14,6 +14,7 @@ from streamshard.engine.numeric.checksums import crc32
 from streamshard.engine.run.work import Fixed, Region, Span, SpanResult, TargetFile, Trailer
 from streamshard.errors import UnsupportedError
 from streamshard.formats.pickle.node_checks import of_file
+from streamshard.formats.torch.torch_file import ALIGNMENT
 from streamshard.formats.zarr import store_manifest, store_paths, store_state
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, BloscChunk, serialize_checksum
 from streamshard.formats.zarr.documents import (
@@ -34,7 +35,7 @@ from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord
 from streamshard.layout.cutting import Segments, coalesce
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.zero import ceil_div
-from streamshard.model import ITEMSIZE, Copies, Digest
+from streamshard.model import BLOB, FILE, ITEMSIZE, Copies, Digest, LogicalTensor
 from streamshard.operations.checks.structure import Request
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer import read_back
@@ -199,6 +200,16 @@ def record_of(data: bytes) -> FileRecord:
 def _fixed(files: Mapping[str, bytes]) -> Iterator[TargetFile]:
     for path, data in files.items():
         yield TargetFile(path, [Span(0, [Fixed(data)])])
+
+
+def chunk_of(tensor: LogicalTensor, chunk_bytes: int) -> tuple[int, ...]:
+    """Choose the chunk shape of a tensor; a file's raw bytes are cut where no element of it is."""
+    whole = chunk_shape(tensor.shape, ITEMSIZE[tensor.dtype], chunk_bytes)
+    if tensor.state not in (BLOB, FILE) or whole == tensor.shape or len(whole) != 1:
+        return whole
+    blocks = (ceil_div(tensor.numel, ALIGNMENT),)
+    (count,) = chunk_shape(blocks, ALIGNMENT, chunk_bytes)
+    return (min(count * ALIGNMENT, tensor.numel),) if tensor.numel else whole
 
 
 def chunk_shape(shape: tuple[int, ...], itemsize: int, chunk_bytes: int) -> tuple[int, ...]:

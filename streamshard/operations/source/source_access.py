@@ -19,7 +19,6 @@ from streamshard.layout.cutting import Segments, coalesce, whole_segment
 from streamshard.layout.memory_plan import SCRATCH_BYTES
 from streamshard.model import ITEMSIZE, BlockDigests
 from streamshard.operations.source.source import Source
-from streamshard.operations.source.tensors_in_files import Seam
 
 Array = NDArray[Any]
 _FILES_SHOWN: Final = 3
@@ -102,9 +101,8 @@ def _locate_whole(source: Source, number: int, name: str) -> tuple[int, int, int
     files = list(dict.fromkeys(copies.file.tolist()))
     why = []
     decoders = [source.decoders.get(file) for file in files]
-    pieces = len(copies) + any(isinstance(decoder, Seam) for decoder in decoders)
-    if pieces > 1:
-        why.append(f"is cut into {pieces:,} pieces")
+    if len(copies) > 1:
+        why.append(f"is cut into {len(copies):,} pieces")
     if any(isinstance(decoder, RewrittenPiece) for decoder in decoders):
         why.append("was rewritten by another tool")
     elif not all(map(_is_stored_plainly, decoders)):
@@ -123,7 +121,7 @@ def _locate_whole(source: Source, number: int, name: str) -> tuple[int, int, int
 
 
 def _is_stored_plainly(decoder: Decoder | None) -> bool:
-    return decoder is None or isinstance(decoder, BlockDigests | Seam)
+    return decoder is None or isinstance(decoder, BlockDigests)
 
 
 def _listed(source: Source, files: list[int]) -> str:
