@@ -148,7 +148,8 @@ class Cutting:
         """Tell of parts of tensors of bytes whether a piece may end inside of an element."""
         begin, piece = self.origin[files] + starts, self.piece_numel[files]
         is_cut = begin // piece != (begin + np.maximum(numels * itemsizes, 1) - 1) // piece
-        return is_cut & ((begin % itemsizes != 0) | (piece % itemsizes != 0))
+        found: NDArray[np.bool_] = is_cut & ((begin % itemsizes != 0) | (piece % itemsizes != 0))
+        return found
 
     def moved(self, tensors: Ints, files: Ints, offsets: Ints, numels: Ints) -> "Cutting":
         """Let some tensors lie elsewhere, each in one piece in a file."""

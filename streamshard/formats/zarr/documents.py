@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.zarr.chunks import EARLY_SETTINGS, blosc_settings
-from streamshard.formats.zarr.store_state import ChunkShapes, version_of
+from streamshard.formats.zarr.store_state import VERSION, ChunkShapes
 from streamshard.layout.zero import ceil_div
 from streamshard.model import BLOB, FILE, ITEMSIZE, MODULE, LogicalTensor
 
@@ -24,6 +24,8 @@ ROOT_DOCUMENT: Final = "zarr.json"
 """The root group's document. A node of this name would replace its parent's document."""
 ROOT_KEY: Final = "streamshard"
 """Attribute of the root group that makes a hierarchy a store."""
+VERSION_KEY: Final = "format_version"
+WEIGHTS_KEY: Final = "weights_only"
 STATE_PATH: Final = "meta/state"
 MANIFEST_PATH: Final = "meta/manifest"
 
@@ -115,10 +117,10 @@ def small_array_document(nbytes: int) -> bytes:
 
 def _attributes(checkpoint: Checkpoint) -> dict[str, Any]:
     layout = checkpoint.layout
-    dropped = {} if checkpoint.dropped is None else {"weights_only": asdict(checkpoint.dropped)}
+    dropped = {} if checkpoint.dropped is None else {WEIGHTS_KEY: asdict(checkpoint.dropped)}
     provenance = {field.name: getattr(layout, field.name) for field in fields(layout)}
     return {
-        "format_version": version_of(checkpoint),
+        VERSION_KEY: VERSION,
         "tag": checkpoint.tag,
         **dropped,
         "saved_by": {

@@ -5,7 +5,7 @@ What is wrong is yielded as errors: opening a store raises the first, and `verif
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -34,6 +34,8 @@ from streamshard.formats.zarr.documents import (
     ROOT_DOCUMENT,
     ROOT_KEY,
     STATE_PATH,
+    VERSION_KEY,
+    WEIGHTS_KEY,
     array_path,
     chunk_counts,
     chunk_keys,
@@ -166,21 +168,20 @@ class StoreIndex:
         """Compare the root's document with what is known of the store."""
         try:
             require_inside(self.root / ROOT_DOCUMENT, self.root)
-            found = _version(self.root)
+            found = _described(self.root)
         except SourceError as error:
             yield error
             return
         if found is None:
             message = f"{self.root}: a Zarr hierarchy, but not one that streamshard wrote"
             yield SourceNotFoundError(message)
-        elif found not in store_state.VERSIONS:
-            known = " and ".join(map(str, store_state.VERSIONS))
-            message = f"{self.root}: store format {show(found)}; this streamshard reads {known}"
-            yield UnsupportedError(f"{message}: use a newer one")
-        elif self.checkpoint and found != store_state.version_of(self.checkpoint):
-            message = f"{self.root / ROOT_DOCUMENT}: says format {show(found)}, and the training"
-            version = store_state.version_of(self.checkpoint)
-            yield CorruptFileError(f"{message} state is of {version}")
+        elif found[VERSION_KEY] != store_state.VERSION:
+            version, known = show(found[VERSION_KEY]), store_state.VERSION
+            message = f"{self.root}: store format {version}; this streamshard reads {known}: use"
+            yield UnsupportedError(f"{message} the one that wrote it")
+        elif self.checkpoint and (WEIGHTS_KEY in found) != (self.checkpoint.dropped is not None):
+            message = f"{self.root / ROOT_DOCUMENT}: does not tell as the training state does"
+            yield CorruptFileError(f"{message} whether the store holds weights only")
 
     def metadata_faults(self) -> Iterator[Fault]:
         """Read the manifest, then the training state, which needs it."""
@@ -349,7 +350,7 @@ class StoreIndex:
 
 def is_store(root: Path) -> bool:
     """Tell whether a Zarr hierarchy is one of streamshard's stores, of any version."""
-    return _version(root) is not None
+    return _described(root) is not None
 
 
 def may_be_store(root: Path) -> bool:
@@ -357,13 +358,14 @@ def may_be_store(root: Path) -> bool:
     return any(is_file(root / path) for path in (MANIFEST_FILES[1], STATE_FILES[1]))
 
 
-def _version(root: Path) -> object:
+def _described(root: Path) -> Mapping[str, Any] | None:
+    """Return what the root's document tells of a store; None if it is no store's."""
     try:
         document: Any = strict_json.parse(read_small(root / ROOT_DOCUMENT))
-        found: object = document["attributes"][ROOT_KEY]["format_version"]
+        found = document["attributes"][ROOT_KEY]
     except (KeyError, TypeError, ValueError):
         return None
-    return found
+    return found if isinstance(found, dict) and VERSION_KEY in found else None
 
 
 def _require_listed(
