@@ -294,15 +294,7 @@ class Computed:
     content: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """Content that lies in the file and in others, one part after the other."""
-
-    parts: tuple[tuple["SourceFile", int, int], ...]
-    """Each a file, a byte offset of its content, and a count of bytes."""
-
-
-Decoder = BlockDigests | Computed | Joined | Encoded
+Decoder = BlockDigests | Computed | Encoded
 
 
 @dataclass(frozen=True, slots=True)

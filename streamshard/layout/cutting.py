@@ -108,6 +108,42 @@ class Cutting:
             grid=None if self.grid is None else self.grid[rows],
         )
 
+    def with_parts(self, files: Ints, starts: Ints, numels: Ints, itemsizes: Ints) -> "Cutting":
+        """Add tensors behind the others that are parts of tensors of bytes.
+
+        Parameters
+        ----------
+        files, starts
+            The tensor of bytes that each is a part of, and its first byte there. Where it lies in
+            several pieces, none of them may end inside of an element; see `is_divided`.
+        """
+        begin, piece = self.origin[files] + starts, self.piece_numel[files]
+        number = np.where(numels > 0, begin // piece, 0)
+        is_whole = (numels == 0) | ((begin + numels * itemsizes - 1) // piece == number)
+        lead = self.lead[files]
+        return replace(
+            self,
+            origin=np.append(self.origin, np.where(is_whole, 0, begin // itemsizes)),
+            piece_numel=np.append(
+                self.piece_numel, np.where(is_whole, np.maximum(numels, 1), piece // itemsizes)
+            ),
+            itemsize=np.append(self.itemsize, itemsizes),
+            lead=np.append(self.lead, np.where(is_whole, lead + begin - number * piece, lead)),
+            first_piece=np.append(
+                self.first_piece, self.first_piece[files] + np.where(is_whole, number, 0)
+            ),
+            grid=None if self.grid is None else np.append(self.grid, np.full_like(files, -1)),
+        )
+
+    def is_divided(
+        self, files: Ints, starts: Ints, numels: Ints, itemsizes: Ints
+    ) -> NDArray[np.bool_]:
+        """Tell of parts of tensors of bytes whether a piece may end inside of an element."""
+        begin, piece = self.origin[files] + starts, self.piece_numel[files]
+        is_cut = begin // piece != (begin + np.maximum(numels * itemsizes, 1) - 1) // piece
+        found: NDArray[np.bool_] = is_cut & ((begin % itemsizes != 0) | (piece % itemsizes != 0))
+        return found
+
     def append(self, other: "Cutting", numels: Ints) -> "Cutting":
         """Add tensors of `numels` elements behind the others, of a regular cutting of files."""
         if self.of is not None:

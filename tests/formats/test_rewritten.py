@@ -31,7 +31,7 @@ from streamshard.errors import (
     UsageError,
 )
 from streamshard.formats.zarr.chunks import serialize_checksum
-from streamshard.formats.zarr.zarr_writer import small_array_document
+from streamshard.formats.zarr.documents import small_array_document
 from streamshard.operations.source.source import open_source
 from tests.fabricated import client_state, write
 from tests.job import Job
@@ -348,8 +348,8 @@ def test_our_own_chunks_are_refused_as_ever(store: Path, tmp_path: Path, damage:
     if damage == "gone":
         chunk.unlink()
     messages = {
-        "gone": "this chunk of the store cannot be read",
-        "cut": "bytes where",
+        "gone": "missing",
+        "cut": "bytes, ",
         "flipped": "damaged",
     }
     with pytest.raises((SourceError, IntegrityError), match=f"{ARRAY}/c/1/0: .*{messages[damage]}"):
@@ -368,7 +368,7 @@ def test_documents_serialized_anew_open_no_other_road(store: Path, tmp_path: Pat
     assert [problem.file for problem in streamshard.verify(store).problems] == [str(place)]
     place.write_text(json.dumps(json.loads(place.read_bytes())))
     (store / ARRAY / "c/1/0").unlink()
-    with pytest.raises(SourceError, match=f"{ARRAY}/c/1/0: this chunk of the store cannot be read"):
+    with pytest.raises(SourceError, match=f"{ARRAY}/c/1/0: missing"):
         written(store, tmp_path / "out")
 
 

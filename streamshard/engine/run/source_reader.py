@@ -3,7 +3,6 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import closing
 from typing import Final
 
 from streamshard.engine.numeric.checksums import crc32
@@ -15,7 +14,7 @@ from streamshard.io.files import require_same
 from streamshard.io.memory_map import map_range
 from streamshard.io.readable import OpenedFile
 from streamshard.io.retry import FROM_OUTSIDE, ignored, try_again
-from streamshard.model import BlockDigests, Computed, Encoded, Joined, SourceFile
+from streamshard.model import BlockDigests, Computed, Encoded, SourceFile
 
 _OPEN_FILES: Final = 64
 """Source files that one worker keeps open. A run may have more sources than a process may open."""
@@ -141,20 +140,8 @@ class SourceReader:
         if file in self._open:
             self._open.pop(file).close()
 
-    def _decode(self, file: int, decoder: Encoded | Joined) -> memoryview:
-        if isinstance(decoder, Joined):
-            return self._join(decoder)
+    def _decode(self, file: int, decoder: Encoded) -> memoryview:
         return decoder.decode(self._opened(file), self._stored, self._content)
-
-    def _join(self, joined: Joined) -> memoryview:
-        """Read the parts, each checked as its file is, by a reader that keeps what it decodes."""
-        view = self._content(sum(nbytes for _, _, nbytes in joined.parts))
-        at = 0
-        with closing(SourceReader([file for file, _, _ in joined.parts])) as reader:
-            for number, (_, offset, nbytes) in enumerate(joined.parts):
-                reader.read_into(number, offset, view[at : at + nbytes])
-                at += nbytes
-        return view
 
     def _read(self, file: int, offset: int, view: memoryview) -> None:
         opened = self._opened(file)

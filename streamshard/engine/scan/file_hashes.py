@@ -10,7 +10,6 @@ from streamshard.model import (
     BlockDigests,
     Computed,
     Encoded,
-    Joined,
     Memory,
     SourceFile,
     StoredBytes,
@@ -51,7 +50,7 @@ class FileHashes:
         return [self._watched(number, file) for number, file in enumerate(self._files)]
 
     def _watched(self, number: int, file: SourceFile) -> SourceFile:
-        if file.decoder is None or isinstance(file.decoder, BlockDigests | Computed | Joined):
+        if file.decoder is None or isinstance(file.decoder, BlockDigests | Computed):
             return file
         shown = _Shown(file.decoder, file.nbytes, partial(self.add, number, 0))
         return replace(file, decoder=shown)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -25,7 +25,7 @@ from streamshard.formats.deepspeed.read.validation import (
     validate_dumps,
 )
 from streamshard.formats.links import is_inside, require_regular
-from streamshard.formats.zarr import store_files, zarr_reader
+from streamshard.formats.zarr.store_index import StoreIndex, may_be_store
 from streamshard.io.entries import (
     identify,
     is_directory,
@@ -45,7 +45,13 @@ from streamshard.operations.checks.scan import Unit, scan
 from streamshard.operations.checks.store_check import StoreCheck
 from streamshard.operations.checks.torch_check import TorchFiles, deepspeed_owner
 from streamshard.operations.source.sidecars import may_come_along
-from streamshard.operations.source.source import Source, find_tag, open_with, recognized
+from streamshard.operations.source.source import (
+    Source,
+    find_tag,
+    open_with,
+    recognized,
+    store_source,
+)
 
 Path_ = str | os.PathLike[str]
 
@@ -133,7 +139,7 @@ def look_at(request: Request, findings: Findings, sample: Sample) -> Looked:
         template = request.template
         if template is not None:
             return _look_at_dumps(request, template, findings, sample)
-        if is_file(root / "zarr.json") or store_files.may_be_store(root):
+        if is_file(root / "zarr.json") or may_be_store(root):
             return _look_at_store(request, root, findings, sample)
         if found := recognized(root, request.tag):
             reader: Reader = found[0]
@@ -143,22 +149,26 @@ def look_at(request: Request, findings: Findings, sample: Sample) -> Looked:
 
 def _look_at_store(request: Request, root: Path, findings: Findings, sample: Sample) -> Looked:
     list_ahead(root)
-    error: StreamshardError | None = None
-    try:
-        request.open().require_use_of_like()
-    except SourceNotFoundError as not_found:
-        if not store_files.may_be_store(root):
-            raise
-        error = not_found
-    except (SourceError, IntegrityError) as found:
-        error = found
-    if isinstance(error, UnsupportedError) and not zarr_reader.is_of_known_version(root):
-        findings.add_error(error, root)
-        return Looked("store", None, (), lambda: iter(()))
-    check = StoreCheck(root, findings, sample)
-    if error is not None:
+    index = StoreIndex(root)
+    errors = [*index.version_errors()]
+    for error in errors:
+        if isinstance(error, SourceNotFoundError) and not may_be_store(root):
+            raise error
+        if isinstance(error, UnsupportedError):
+            findings.add_error(error, root)
+            return Looked("store", None, (), lambda: iter(()))
+    for fault in (*index.metadata_faults(), *index.array_faults()):
+        findings.add_error(fault.error, fault.path)
+    if not findings.problems:
+        errors = errors or [*index.version_errors()]
+    if not (findings.problems or errors):
+        like = request.like.checkpoint if isinstance(request.like, Source) else request.like
+        replace(store_source(index, request.tag), like=like).require_use_of_like()
+    check = StoreCheck(index, findings, sample)
+    for error in errors:
         findings.add_unexplained(error, root)
-    return Looked("store", check.tag, check.files, check.units, check.codec_bytes)
+    tag = index.checkpoint.tag if index.checkpoint and index.is_described else None
+    return Looked("store", tag, check.files, check.units, index.codec_bytes)
 
 
 def _look_at_dumps(

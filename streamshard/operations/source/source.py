@@ -27,7 +27,7 @@ from streamshard.formats.deepspeed.dumps import dump_names, dump_reader
 from streamshard.formats.deepspeed.read import zero_reader
 from streamshard.formats.links import require_inside
 from streamshard.formats.pickle.inert import show
-from streamshard.formats.zarr import zarr_reader
+from streamshard.formats.zarr.store_index import StoreIndex
 from streamshard.io.entries import (
     exists,
     is_directory,
@@ -355,11 +355,15 @@ def _open_native(run_dir: Path, tag_dir: Path, like: Checkpoint | None) -> Sourc
 
 def _open_store(root: Path, tag: str | None) -> Source:
     list_ahead(root)
-    store = zarr_reader.read(root)
-    if tag is not None and tag != store.checkpoint.tag:
-        message = f"{root}: holds tag '{store.checkpoint.tag}', not {show(tag)}"
-        raise UsageError(message)
+    return store_source(StoreIndex.opened(root), tag)
+
+
+def store_source(index: StoreIndex, tag: str | None = None) -> Source:
+    """Return what a store without faults holds."""
+    _, checkpoint = index.known()
+    if tag is not None and tag != checkpoint.tag:
+        raise UsageError(f"{index.root}: holds tag '{checkpoint.tag}', not {show(tag)}")
     return Source(
-        store.checkpoint, store.cutting, store.files, path=root, kind="store",
-        codec_bytes=store.codec_bytes, rewritten=store.rewritten,
+        checkpoint, index.cutting(), tuple(index.files), path=index.root, kind="store",
+        codec_bytes=index.codec_bytes, rewritten=tuple(index.rewritten),
     )  # fmt: skip

@@ -13,9 +13,8 @@ from streamshard.engine.numeric.cast import Cast
 from streamshard.engine.run.region import RegionFiller
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.errors import UsageError
-from streamshard.formats.zarr.rewritten_array import RewrittenPiece
+from streamshard.formats.zarr.rewritten import RewrittenPiece
 from streamshard.layout.memory_plan import SCRATCH_BYTES
-from streamshard.model import BlockDigests, Decoder, Joined
 from streamshard.operations.source.source import Source
 
 Array = NDArray[Any]
@@ -83,13 +82,12 @@ def _locate_whole(source: Source, number: int, name: str) -> tuple[int, int, int
     copies = source.region(number, 0, tensor.numel).copies
     files = list(dict.fromkeys(copies.file.tolist()))
     why = []
-    decoders = [source.files[file].decoder for file in files]
-    pieces = len(copies) + any(isinstance(decoder, Joined) for decoder in decoders)
-    if pieces > 1:
-        why.append(f"is cut into {pieces:,} pieces")
-    if any(isinstance(decoder, RewrittenPiece) for decoder in decoders):
+    held = [source.files[file] for file in files]
+    if len(copies) > 1:
+        why.append(f"is cut into {len(copies):,} pieces")
+    if any(isinstance(file.decoder, RewrittenPiece) for file in held):
         why.append("was rewritten by another tool")
-    elif not all(map(_is_stored_plainly, decoders)):
+    elif not all(file.is_plain for file in held):
         why.append("is compressed")
     if why:
         message = f"{name} {' and '.join(why)}, in {_listed(source, files)}, so it cannot be mapped"
@@ -102,10 +100,6 @@ def _locate_whole(source: Source, number: int, name: str) -> tuple[int, int, int
             f"one piece and open that: {way}"
         )
     return files[0], int(copies.source[0]), int(np.sum(copies.nbytes))
-
-
-def _is_stored_plainly(decoder: Decoder | None) -> bool:
-    return decoder is None or isinstance(decoder, BlockDigests | Joined)
 
 
 def _listed(source: Source, files: list[int]) -> str:

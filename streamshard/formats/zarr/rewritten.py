@@ -1,16 +1,23 @@
-"""Recognizes arrays and documents that another tool rewrote, such as zarr-python.
+"""Arrays and documents of a store that another tool rewrote, such as zarr-python.
 
 An array was rewritten if its zarr.json describes other chunks or codecs than streamshard wrote, and
-the same tensor. Everything else that differs is damage, and is judged as in any store.
+the same tensor. Everything else that differs is damage, and is judged as in any store. zarr-python
+decodes it. The sizes and checksums that the manifest records are those of files that are gone, but
+the digest of a tensor depends on neither chunks nor codecs: no element is delivered before all
+elements of its tensor have been read and compared with that digest.
 """
 
 import json
+import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import google_crc32c
+import numpy as np
 from isal import isal_zlib
 
 from streamshard.errors import (
@@ -29,15 +36,22 @@ from streamshard.formats.zarr.documents import (
     ROOT_DOCUMENT,
     array_document,
     array_path,
+    chunk_counts,
     forms,
+    small_array_document,
 )
-from streamshard.formats.zarr.rewritten_array import RewrittenArray
-from streamshard.formats.zarr.store_manifest import Manifest
+from streamshard.formats.zarr.store_manifest import FileRecord, Manifest
 from streamshard.formats.zarr.store_paths import read_checked, read_small
-from streamshard.formats.zarr.zarr_writer import small_array_document
 from streamshard.io.entries import entries_below, examine, identify
-from streamshard.model import ITEMSIZE, LogicalTensor, SourceFile
+from streamshard.model import ITEMSIZE, LogicalTensor, Memory, SourceFile, StoredBytes
 
+if TYPE_CHECKING:
+    from streamshard.formats.zarr.zarr_python import OpenArray
+
+_PIECE_BYTES: Final = 1 << 20
+"""Small chunks are decoded together up to this size."""
+_SHOWN: Final = 3
+"""How many missing chunks a message names."""
 _DOCUMENT_BYTES: Final = 1 << 20
 """More bytes than the document of any array has."""
 _SMALL_BYTES: Final = 1 << 24
@@ -57,6 +71,196 @@ _MAY_BE_ADDED: Final = {"group": ("consolidated_metadata",), "array": (_NAMES,)}
 """Keys that a document which another tool serialized anew may have besides ours."""
 
 
+@dataclass(slots=True)
+class RewrittenArray:
+    """An array that another tool rewrote, in pieces that are decoded as a whole.
+
+    A piece is a range of rows: indices of the first dimension. It has whole chunks only, so that
+    each chunk is decoded once, and is one range of elements in C order.
+    """
+
+    directory: Path
+    document: SourceFile
+    """Its zarr.json."""
+    content: bytes
+    """Content of its zarr.json."""
+    files: Mapping[str, SourceFile]
+    """All files of the directory except zarr.json, by path relative to it."""
+    shape: tuple[int, ...]
+    dtype: str
+    """The dtype as it is stored."""
+    chunk: tuple[int, ...]
+    """Shape of what one file holds: a chunk or a zarr shard."""
+    steps: int
+    """Count of codecs that take memory of their own, such as compressions."""
+    digest: str = ""
+    """Digest of all elements in the manifest."""
+    missing: set[str] = field(default_factory=set)
+    """Chunks that were missing when they were to be read; Zarr takes the fill value instead."""
+    _sums: list[tuple[int, int]] = field(default_factory=list)
+    """CRC-32 and CRC-32C of all elements up to the end of each piece, once they are compared."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave out the lock and what was read, so that it can be sent to another process."""
+        named = (self.directory, self.document, self.content, self.files, self.shape, self.dtype)
+        return RewrittenArray, (*named, self.chunk, self.steps, self.digest)
+
+    @property
+    def rows(self) -> int:
+        """Rows of one piece."""
+        chunk_rows = self.chunk[0] if self.chunk else 1
+        return chunk_rows * max(1, _PIECE_BYTES // max(1, chunk_rows * self._row_bytes))
+
+    @property
+    def _row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * ITEMSIZE[self.dtype]
+
+    @property
+    def numel(self) -> int:
+        """Elements of one piece; the last piece may have fewer."""
+        return min(math.prod(self.shape), self.rows * math.prod(self.shape[1:]))
+
+    @property
+    def pieces(self) -> int:
+        """Count of pieces."""
+        return -(-math.prod(self.shape) // max(1, self.numel))
+
+    @property
+    def chunks(self) -> int:
+        """Count of chunks, whether stored or not."""
+        return math.prod(chunk_counts(self.shape, self.chunk))
+
+    @property
+    def codec_bytes(self) -> int:
+        """Memory that decoding a piece takes."""
+        nbytes = math.prod(self.chunk) * ITEMSIZE[self.dtype]
+        stored = max((file.nbytes for file in self.files.values()), default=0)
+        # A codec holds what it reads, twice what it makes while that grows, and a copy. Around the
+        # codecs are the file and the chunk, twice because the allocator keeps those before them.
+        held = 2 * (nbytes + stored) + 5 * self.steps * nbytes
+        return self.numel * ITEMSIZE[self.dtype] + held
+
+    def piece_bytes(self, number: int) -> int:
+        """Return the size of a piece's elements."""
+        left = math.prod(self.shape) - number * self.numel
+        return min(self.numel, left) * ITEMSIZE[self.dtype]
+
+    def read(self, number: int, view: memoryview) -> None:
+        """Decode a piece into the front of a view; its elements are compared with nothing."""
+        first = number * self.rows
+        lengths = (min(self.rows, self.shape[0] - first), *self.shape[1:]) if self.shape else ()
+        out = np.frombuffer(view[: self.piece_bytes(number)], dtype=self.dtype).reshape(lengths)
+        opened = self.open()
+        for corner in product(*map(range, [0] * len(lengths), lengths, self.chunk)):
+            ends = map(min, (a + n for a, n in zip(corner, self.chunk, strict=True)), lengths)
+            here = tuple(slice(start, end) for start, end in zip(corner, ends, strict=True))
+            there = tuple(slice(s.start + first, s.stop + first) for s in here[:1]) + here[1:]
+            try:
+                out[here] = opened.read(there)
+            except (MemoryError, StreamshardError):
+                raise
+            except Exception as error:  # each codec has errors of its own
+                if isinstance(error, OSError) and error.errno is not None:
+                    raise
+                where = ", ".join(f"{s.start}:{s.stop}" for s in there)
+                message = f"{self.directory}: damaged: elements [{where}] cannot be decoded"
+                raise IntegrityError(f"{message} ({_first_line(error)})") from error
+        self.missing |= opened.missing
+
+    def read_compared(self, number: int, view: memoryview) -> None:
+        """Decode a piece, after all elements of the tensor were compared with their digest.
+
+        Parameters
+        ----------
+        view
+            As long as the first piece.
+        """
+        with self._lock:
+            if not self._sums:
+                self._compare(view)
+        self.read(number, view)
+        before = self._sums[number - 1] if number else (0, 0)
+        if _extended(before, view[: self.piece_bytes(number)]) != self._sums[number]:
+            message = f"{self.directory}: changed while it was being read. Stop what changes the"
+            raise IntegrityError(f"{message} source, and run again")
+
+    def _compare(self, view: memoryview) -> None:
+        sums, last = [], (0, 0)
+        for number in range(self.pieces):
+            self.read(number, view)
+            last = _extended(last, view[: self.piece_bytes(number)])
+            sums.append(last)
+        found = f"{last[0]:08x}{last[1]:08x}"
+        if found != self.digest:
+            raise IntegrityError(self.difference(found))
+        self._sums = sums
+
+    def difference(self, found: str) -> str:
+        """Say that the elements have another digest, and which chunks are missing."""
+        message = (
+            f"{self.directory}: rewritten by another tool, and not with the same elements: they "
+            f"have the digest {found}, {self.digest:.40} was recorded"
+        )
+        return f"{message}{self.told_missing}"
+
+    @property
+    def told_missing(self) -> str:
+        """What to add to a message about chunks that were missing; empty if none was."""
+        names = sorted(self.missing)
+        if not names:
+            return ""
+        more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+        shown = f"{', '.join(names[:_SHOWN])}{more}"
+        return f". Missing or empty, so that Zarr takes the fill value for them: {shown}"
+
+    def read_all(self) -> bytes:
+        """Decode a small array."""
+        data = bytearray(math.prod(self.shape) * ITEMSIZE[self.dtype])
+        step = self.numel * ITEMSIZE[self.dtype]
+        for number in range(self.pieces):
+            start = number * step
+            self.read(number, memoryview(data)[start : start + self.piece_bytes(number)])
+        return bytes(data)
+
+    def open(self) -> "OpenArray":
+        """Open the array with zarr-python, which is imported here for the first time."""
+        from streamshard.formats.zarr.zarr_python import OpenArray
+
+        try:
+            return OpenArray(self.content, self.files)
+        except Exception as error:
+            message = f"{self.document.path}: zarr-python cannot open this array"
+            raise UnsupportedError(f"{message}: {_first_line(error)}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class RewrittenPiece:
+    """A piece of a rewritten array, to be decoded as a whole."""
+
+    array: RewrittenArray
+    number: int
+    is_compared: bool = True
+    """Whether to compare the elements of the tensor with their digest first."""
+
+    def decode(self, file: StoredBytes, stored: Memory, content: Memory) -> memoryview:
+        """Return the elements of the piece."""
+        view = content(self.array.piece_bytes(0))
+        read = self.array.read_compared if self.is_compared else self.array.read
+        read(self.number, view)
+        return view[: self.array.piece_bytes(self.number)]
+
+
+def _extended(sums: tuple[int, int], view: memoryview) -> tuple[int, int]:
+    """Return the CRC-32 and the CRC-32C of bytes and the bytes after them."""
+    crc32c = google_crc32c.extend(sums[1], np.frombuffer(view, dtype=np.uint8))
+    return isal_zlib.crc32(view, sums[0]), crc32c
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__} {str(error).splitlines()[0] if str(error) else ''}".strip()
+
+
 def find_rewritten(
     root: Path, tensor: LogicalTensor, chunk: tuple[int, ...], manifest: Manifest
 ) -> RewrittenArray | None:
@@ -70,8 +274,7 @@ def find_rewritten(
     if record is None:
         return None
     # Most arrays are ours: their documents are only made to be compared.
-    expect = partial(array_document, tensor, chunk, manifest.codec)
-    found = _find(root, path, record.nbytes, expect)
+    found = _find(root, path, record.nbytes, lambda: array_document(tensor, chunk, manifest.codec))
     if found is None:
         return None
     digest = manifest.digests.get(path)
@@ -82,40 +285,42 @@ def find_rewritten(
     return found
 
 
-def read_small_array(root: Path, path: str, manifest: Manifest | None = None) -> bytes:
-    """Read a small array's content, also if another tool rewrote the array.
+class SmallArray(NamedTuple):
+    """The content of the manifest's or the training state's array."""
 
-    Parameters
-    ----------
-    manifest
-        Says what a rewritten array has to hold; without it, this is the manifest itself.
+    content: bytes
+    is_rewritten: bool
+
+
+def read_small_array(root: Path, path: str, manifest: Manifest | None = None) -> SmallArray:
+    """Read a small array; the manifest says what it has to hold if it was rewritten.
+
+    Without a manifest, this is the manifest itself.
     """
     try:
-        return read_checked(root / path / "c/0")
+        return SmallArray(read_checked(root / path / "c/0"), is_rewritten=False)
     except (IncompleteError, IntegrityError):
         found = _find_small(root, path)
         if found is None:
             raise
-    content = bytes(found.read_all())
+    content = found.read_all()
     if manifest is not None:
         stored = content + serialize_checksum(google_crc32c.value(content))
-        record = manifest.records.get(f"{path}/c/0")
-        if record is None or (len(stored), [isal_zlib.crc32(stored)]) != (
-            record.nbytes,
-            record.crc32s.tolist(),
-        ):
+        if not _is_recorded(stored, manifest.records.get(f"{path}/c/0")):
             message = f"{found.directory}: rewritten by another tool, and not with the same"
             message = f"{message} content: it is not what the manifest records"
             raise IntegrityError(f"{message}{found.told_missing}")
     elif found.missing:
         raise IncompleteError(f"{found.directory}: not whole{found.told_missing}")
-    return content
+    return SmallArray(content, is_rewritten=True)
 
 
-def is_small_rewritten(root: Path, path: str, content: bytes) -> bool:
-    """Tell whether another tool rewrote a small array, and with this content."""
-    found = _find_small(root, path)
-    return found is not None and found.read_all() == content
+def _is_recorded(stored: bytes, record: FileRecord | None) -> bool:
+    return (
+        record is not None
+        and len(stored) == record.nbytes
+        and [isal_zlib.crc32(stored)] == record.crc32s.tolist()
+    )
 
 
 def _find_small(root: Path, path: str) -> RewrittenArray | None:
@@ -123,8 +328,8 @@ def _find_small(root: Path, path: str) -> RewrittenArray | None:
     shape = document.get("shape") if document else None
     if not isinstance(shape, list) or len(shape) != 1 or not _is_length(shape[0]):
         return None
-    expect = partial(small_array_document, shape[0])
-    found = _find(root, path, len(expect()), expect)
+    ours = small_array_document(shape[0])
+    found = _find(root, path, len(ours), lambda: ours)
     if found is not None:
         stored = sum(file.nbytes for file in found.files.values())
         most = max(_SMALL_BYTES, _MOST_PER_STORED_BYTE * stored)
