@@ -310,7 +310,7 @@ class SourceFile:
     """Changes whenever the content does."""
     file_id: str
     """Tells the file from another one at its path; "0" where the place has nothing like it."""
-    decoder: Decoder | None = field(default=None, compare=False)
+    decoder: Decoder | None = field(default=None, compare=False, repr=False)
     """How its content is made of its bytes; None if these are the content."""
 
     @property
