@@ -16,7 +16,7 @@ from typing import Final
 
 from streamshard.engine.journals.journal import Journal
 from streamshard.engine.run.resident_memory import peak_bytes, resident_bytes, restart_peak
-from streamshard.errors import SourceError, StreamshardError
+from streamshard.errors import SourceError, StreamshardError, UnsupportedError
 from streamshard.formats import pickle_files, safetensors_file, strict_json
 from streamshard.formats.dcp import metadata_reader
 from streamshard.formats.deepspeed import ds_config, names, resume_settings
@@ -33,6 +33,7 @@ from streamshard.formats.zarr import (
     rewritten,
     store_manifest,
     store_state,
+    zarr_python,
 )
 from streamshard.io.lock import holder_in
 from streamshard.io.readable import ReadableFile
@@ -121,9 +122,10 @@ def zarr_documents(data: bytes, _: Path) -> None:
         shape = require_shape(document["shape"])
     except (KeyError, TypeError, ValueError):
         return
-    with suppress(AttributeError, KeyError, TypeError):
-        rewritten._require_known(document, Path("x"))
-        rewritten._chunk_shape(document, Path("x"))
+    try:
+        zarr_python._bounded(document.get("codecs"), [])
+    except ValueError as error:
+        raise UnsupportedError("of another codec") from error
     assert require_shape(list(shape)) == shape
 
 
