@@ -371,6 +371,8 @@ def _opened(
 
     try:
         return OpenArray(document, files)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{place}: {error}") from error
     except Exception as error:
         message = f"{place}: zarr-python cannot open this array"
         raise UnsupportedError(f"{message}: {_first_line(error)}") from error

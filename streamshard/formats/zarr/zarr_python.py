@@ -28,7 +28,7 @@ from zarr.core.array_spec import ArraySpec
 from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.registry import register_codec
 
-from streamshard.errors import CorruptFileError
+from streamshard.errors import CorruptFileError, UnsupportedError
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.zarr.documents import ROOT_DOCUMENT
 from streamshard.io.entries import open_readable
@@ -259,7 +259,8 @@ def _bounded(codecs: Any, names: list[str]) -> Any:  # noqa: ANN401
     codec = codecs if isinstance(codecs, dict) else {"name": codecs}
     name, settings = codec.get("name"), codec.get("configuration")
     if name not in _CODECS:
-        raise ValueError(f"the codec {show(name)} is not known; known are {', '.join(_CODECS)}")
+        message = f"rewritten with the codec {show(name)}, which is not known; known are"
+        raise UnsupportedError(f"{message} {', '.join(_CODECS)}")
     names.append(name)
     if name in _BOUNDED:
         return {"name": _PREFIX + name, "configuration": {}}
