@@ -60,14 +60,9 @@ _MOST_PER_STORED_BYTE: Final = 24
 """Manifests and training states are not compressed further than that."""
 _MOST_MISSING: Final = 1 << 18
 """More chunks than zarr-python leaves out of any tensor because all their elements are zero."""
-_CODECS: Final = ("bytes", "transpose", "sharding_indexed", "blosc", "gzip", "zstd", "crc32c")
-"""Codecs of Zarr's own. Others would have zarr-python load plug-ins."""
-_GROUP_KEYS: Final = ("zarr_format", "node_type", "attributes")
-"""Keys of a group's document that must be ours."""
-_ARRAY_KEYS: Final = ("zarr_format", "shape", "data_type", "fill_value", "attributes")
-"""Keys of an array's document that a rewritten array has in common with ours."""
-_NAMES: Final = "dimension_names"
-_MAY_BE_ADDED: Final = {"group": ("consolidated_metadata",), "array": (_NAMES,)}
+_COMMON: Final = ("zarr_format", "node_type", "shape", "data_type", "fill_value", "attributes")
+"""Keys of a document whose values must be ours, whoever wrote it."""
+_MAY_BE_ADDED: Final = {"consolidated_metadata", "dimension_names"}
 """Keys that a document which another tool serialized anew may have besides ours."""
 
 
@@ -82,8 +77,8 @@ class RewrittenArray:
     directory: Path
     document: SourceFile
     """Its zarr.json."""
-    content: bytes
-    """Content of its zarr.json."""
+    described: Mapping[str, Any]
+    """What its zarr.json says."""
     files: Mapping[str, SourceFile]
     """All files of the directory except zarr.json, by path relative to it."""
     shape: tuple[int, ...]
@@ -103,7 +98,7 @@ class RewrittenArray:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave out the lock and what was read, so that it can be sent to another process."""
-        named = (self.directory, self.document, self.content, self.files, self.shape, self.dtype)
+        named = (self.directory, self.document, self.described, self.files, self.shape, self.dtype)
         return RewrittenArray, (*named, self.chunk, self.steps, self.digest)
 
     @property
@@ -151,7 +146,7 @@ class RewrittenArray:
         first = number * self.rows
         lengths = (min(self.rows, self.shape[0] - first), *self.shape[1:]) if self.shape else ()
         out = np.frombuffer(view[: self.piece_bytes(number)], dtype=self.dtype).reshape(lengths)
-        opened = self.open()
+        opened = _opened(self.described, self.files, self.document.path)
         for corner in product(*map(range, [0] * len(lengths), lengths, self.chunk)):
             ends = map(min, (a + n for a, n in zip(corner, self.chunk, strict=True)), lengths)
             here = tuple(slice(start, end) for start, end in zip(corner, ends, strict=True))
@@ -222,16 +217,6 @@ class RewrittenArray:
             start = number * step
             self.read(number, memoryview(data)[start : start + self.piece_bytes(number)])
         return bytes(data)
-
-    def open(self) -> "OpenArray":
-        """Open the array with zarr-python, which is imported here for the first time."""
-        from streamshard.formats.zarr.zarr_python import OpenArray
-
-        try:
-            return OpenArray(self.content, self.files)
-        except Exception as error:
-            message = f"{self.document.path}: zarr-python cannot open this array"
-            raise UnsupportedError(f"{message}: {_first_line(error)}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +311,7 @@ def _is_recorded(stored: bytes, record: FileRecord | None) -> bool:
 def _find_small(root: Path, path: str) -> RewrittenArray | None:
     document = _parsed(root / path / ROOT_DOCUMENT)
     shape = document.get("shape") if document else None
-    if not isinstance(shape, list) or len(shape) != 1 or not _is_length(shape[0]):
+    if not isinstance(shape, list) or len(shape) != 1 or not (is_size(shape[0]) and shape[0]):
         return None
     ours = small_array_document(shape[0])
     found = _find(root, path, len(ours), lambda: ours)
@@ -355,26 +340,41 @@ def _find(root: Path, path: str, nbytes: int, expect: Callable[[], bytes]) -> Re
     expected = json.loads(expect())
     if _is_stored_alike(document, expected):
         return None
-    for key in _different(document, expected, _ARRAY_KEYS):
+    for key in _different(document, expected):
         message = f"{place}: rewritten with another {key}: {show(document.get(key))}, where"
         raise CorruptFileError(f"{message} {show(expected[key])} belongs")
-    _require_known(document, place)
+    files = _files(directory, root)
+    opened = _opened(document, files, place)
     found = RewrittenArray(
         directory,
         status.source_file(place),
-        read_small(place),
-        _files(directory, root),
+        document,
+        files,
         tuple(expected["shape"]),
         expected["data_type"],
-        _chunk_shape(document, place),
-        sum(name not in ("bytes", "sharding_indexed") for name in _names(document["codecs"])),
+        require_shape(opened.chunk),
+        opened.steps,
     )
-    missing = found.chunks - len(found.files)
+    missing = found.chunks - len(files)
     if missing > _MOST_MISSING:
-        message = f"{place}: {found.chunks:,} chunks, and {len(found.files):,} files of them"
+        message = f"{place}: {found.chunks:,} chunks, and {len(files):,} files of them"
         raise IncompleteError(f"{message}. Is the copy whole? Else rewrite it in larger chunks")
-    found.open()
     return found
+
+
+def _opened(
+    document: Mapping[str, Any], files: Mapping[str, SourceFile], place: Path
+) -> "OpenArray":
+    """Open an array with zarr-python, which is imported here for the first time."""
+    from streamshard.formats.zarr.zarr_python import OpenArray
+
+    try:
+        return OpenArray(document, files)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{place}: {error}") from error
+    except Exception as error:
+        message = f"{place}: zarr-python cannot open this array"
+        raise UnsupportedError(f"{message}: {_first_line(error)}") from error
 
 
 def _parsed(place: Path) -> dict[str, Any] | None:
@@ -396,21 +396,6 @@ def _files(directory: Path, root: Path) -> dict[str, SourceFile]:
             found[entry.path.relative_to(directory).as_posix()] = identify(entry.path)
     found.pop(ROOT_DOCUMENT)
     return found
-
-
-def _chunk_shape(document: Mapping[str, Any], place: Path) -> tuple[int, ...]:
-    grid = _named(document.get("chunk_grid"))
-    shape = grid["configuration"].get("chunk_shape")
-    if grid["name"] != "regular" or not isinstance(shape, list) or not all(map(_is_length, shape)):
-        message = f"{place}: rewritten with a chunk grid that is not known: {show(grid)}"
-        raise UnsupportedError(message)
-    if len(shape) != len(document["shape"]):
-        raise CorruptFileError(f"{place}: chunks of {show(shape)} in {show(document['shape'])}")
-    return require_shape(shape)
-
-
-def _is_length(value: object) -> bool:
-    return is_size(value) and value != 0
 
 
 def _is_stored_alike(document: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
@@ -440,22 +425,6 @@ def _named(extension: Any) -> dict[str, Any]:  # noqa: ANN401
     return {**extension, "name": extension.get("name"), "configuration": settings}
 
 
-def _require_known(document: Mapping[str, Any], place: Path) -> None:
-    """Refuse codecs that are not Zarr's own; of zarr shards, the inner codecs as well."""
-    for name in _names(document.get("codecs")):
-        if name not in _CODECS:
-            message = f"{place}: rewritten with the codec {show(name)}, which is not known; known"
-            raise UnsupportedError(f"{message} are {', '.join(_CODECS)}")
-
-
-def _names(codecs: Any) -> Iterator[object]:  # noqa: ANN401
-    for codec in codecs if isinstance(codecs, list) else [codecs]:
-        known = _named(codec)
-        yield known["name"]
-        for key in ("codecs", "index_codecs"):
-            yield from _names(known["configuration"].get(key, []))
-
-
 def is_serialized_anew(found: bytes, expected: bytes) -> bool:
     """Tell whether a document differs from ours only in how a JSON library laid it out.
 
@@ -467,23 +436,17 @@ def is_serialized_anew(found: bytes, expected: bytes) -> bool:
         return False
     if not isinstance(document, dict) or not any(found == text for text in _layouts(document)):
         return False
-    known = {*wanted, *_MAY_BE_ADDED[wanted["node_type"]]}
-    if document.keys() - known or document.get("storage_transformers") or document.get(_NAMES):
+    if document.keys() - wanted.keys() - _MAY_BE_ADDED or any(_different(document, wanted)):
         return False
-    if wanted["node_type"] == "group":
-        return not any(_different(document, wanted, _GROUP_KEYS))
-    if any(_different(document, wanted, ("node_type", *_ARRAY_KEYS))):
+    if document.get("storage_transformers") or document.get("dimension_names"):
         return False
-    return _is_stored_alike(document, wanted)
+    return wanted["node_type"] == "group" or _is_stored_alike(document, wanted)
 
 
-def _different(
-    document: Mapping[str, Any], wanted: Mapping[str, Any], keys: Sequence[str]
-) -> Iterator[str]:
+def _different(document: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
     """Yield the keys whose values differ; a document may leave out empty attributes."""
-    for key in keys:
-        if document.get(key, {} if key == "attributes" else None) != wanted[key]:
-            yield key
+    told = {"attributes": {}, **document}
+    return (key for key in _COMMON if key in wanted and told.get(key) != wanted[key])
 
 
 def _layouts(document: Mapping[str, Any]) -> Iterator[bytes]:
