@@ -128,7 +128,7 @@ def memory_errors() -> Iterator[None]:
         ) from None
 
 
-def raise_first(errors: Iterable[SourceError]) -> None:
+def raise_first(errors: Iterable[StreamshardError]) -> None:
     """Raise the first of the errors that a check yields, if there is one.
 
     A check yields errors so that opening can stop at the first, and `verify` can list them all.

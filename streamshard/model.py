@@ -8,10 +8,10 @@ and keys are in ``formats``.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -259,19 +259,21 @@ Memory = Callable[[int], memoryview]
 """Returns a buffer of the requested size in bytes. The next call invalidates its content."""
 
 
-@dataclass(frozen=True, slots=True)
-class SourceFile:
-    """A file to read from, with its size and identity when the plan was made.
+class StoredBytes(Protocol):
+    """The bytes of an open file, as a decoder reads them."""
 
-    Only the place that the file belongs to knows what its identity means; see `io.entries`.
-    """
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Fill a view from an offset; returns the bytes read, fewer only at the file's end."""
 
-    path: Path
-    nbytes: int
-    version: str
-    """Changes whenever the content does."""
-    file_id: str
-    """Tells the file from another one at its path; "0" where the place has nothing like it."""
+
+class Encoded(Protocol):
+    """How to decode content that can only be decoded as a whole."""
+
+    def decode(self, file: StoredBytes, stored: Memory, content: Memory) -> memoryview:
+        """Return the content, checked against its recorded checksums.
+
+        `stored` and `content` provide memory for the file's bytes, and for the decoded content.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +285,38 @@ class BlockDigests:
     block_bytes: int
     crc32s: NDArray[np.uint32]
     """One per block; the last block may be shorter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Content that was computed from the file and others when the run was planned."""
+
+    content: bytes
+
+
+Decoder = BlockDigests | Computed | Encoded
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file to read from: how it is read, and its size and identity when the plan was made.
+
+    Only the place that the file belongs to knows what its identity means; see `io.entries`.
+    """
+
+    path: Path
+    nbytes: int
+    version: str
+    """Changes whenever the content does."""
+    file_id: str
+    """Tells the file from another one at its path; "0" where the place has nothing like it."""
+    decoder: Decoder | None = field(default=None, compare=False, repr=False)
+    """How its content is made of its bytes; None if these are the content."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the file holds its content as it is."""
+        return self.decoder is None or isinstance(self.decoder, BlockDigests)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """Names the rooms around the core by text, so that the core imports none of them.
 
-This is the only module that imports by text.
+This is the only module that imports by text, except the package itself.
 """
 
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any, Final
 
@@ -12,9 +13,19 @@ UPLOADED_TARGET: Final = "streamshard.operations.transfer.uploaded_target:Upload
 """A target that comes into being by uploads; see `operations/transfer/staged_target.py`."""
 REQUIRE_FREE_OBJECTS: Final = "streamshard.operations.transfer.upload_state:require_free_objects"
 """Refuses a target in a bucket that exists; see `operations/transfer/target.py`."""
+_READERS: Final = (
+    "streamshard.operations.source.distributed_source:READER",
+    "streamshard.operations.source.weights_source:READER",
+)
+"""Readers of what is neither DeepSpeed's nor a store, in the order in which they are asked."""
 
 
 def load(name: str) -> Any:  # noqa: ANN401
-    """Return what a name above stands for."""
+    """Return what one of the names above stands for."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)
+
+
+def readers() -> Iterator[Any]:
+    """Yield the readers; see `operations.checks.structure.Reader`."""
+    return map(load, _READERS)

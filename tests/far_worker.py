@@ -2,10 +2,10 @@
 
 import pickle
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from streamshard.engine.run.source_reader import Decoder, SourceReader
+from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.window import Window
 from streamshard.engine.run.work import Span
 from streamshard.io.changes import open_sink
@@ -17,11 +17,9 @@ Task = tuple[str, int, Span, int]
 
 def perform(sources: bytes, task: bytes) -> bytes:
     """Write a span of a file; returns the result as a pickle."""
-    files: Sequence[SourceFile]
-    decoders: Mapping[int, Decoder]
-    files, decoders = pickle.loads(sources)
+    files: Sequence[SourceFile] = pickle.loads(sources)
     path, size, span, window_bytes = pickle.loads(task)
-    reader = SourceReader(files, decoders)
+    reader = SourceReader(files)
     buffer, scratch = (memoryview(bytearray(window_bytes)) for _ in range(2))
     file = open_sink(Path(path), is_new=False, nbytes=0)
     try:

@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from stat import S_IFDIR, S_IFREG
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 import pytest
 
 import streamshard as api
-from streamshard.io import entries
-from streamshard.io.readable import ByteSource, Entry, Status
+from streamshard.io import entries, place
+from streamshard.io.disk import Disk
+from streamshard.io.place import Place
+from streamshard.io.readable import Entry, Status
 from tests.cli.conftest import tree
 from tests.fabricated import write
 from tests.job import Job
@@ -65,7 +67,7 @@ class Opened:
         self.close()
 
 
-class Objects:
+class Objects(Disk):
     """An object store in memory, with etags in place of times; it has no links."""
 
     def __init__(self, root: Path) -> None:
@@ -92,7 +94,7 @@ class Objects:
         """Leave a path as it is."""
         return path
 
-    def open(self, path: Path, known: object = None) -> Opened:
+    def open(self, path: Path, known: object = None) -> Any:  # noqa: ANN401
         """Open an object."""
         self.examine(path, follows=True)
         return Opened(self, path)
@@ -105,12 +107,12 @@ class Objects:
 
 def put_away(root: Path, monkeypatch: pytest.MonkeyPatch) -> Objects:
     """Move a directory from the disk into an object store, at the same path."""
-    store, local = Objects(root), entries.source_of
+    store, local = Objects(root), place.place_of
 
-    def source_of(path: Path) -> ByteSource:
+    def place_of(path: Path) -> Place:
         return store if path.is_relative_to(root) else local(path)
 
-    monkeypatch.setattr(entries, "source_of", source_of)
+    monkeypatch.setattr(entries, "place_of", place_of)
     shutil.rmtree(root)
     return store
 

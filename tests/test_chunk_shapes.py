@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamshard.formats.zarr.documents import chunk_counts
-from streamshard.operations.convert.store_targets import chunk_shape
+from streamshard.model import FILE, LogicalTensor
+from streamshard.operations.convert.store_targets import chunk_of, chunk_shape
 
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 ITEMSIZES = st.sampled_from([1, 2, 4, 8, 16])
@@ -75,3 +76,14 @@ def test_known_chunks() -> None:
     assert chunk_shape((50257, 4096), 4, 64 << 20) == (3866, 4096)
     assert chunk_shape((1, 3, 100), 2, 100) == (1, 1, 50)
     assert chunk_shape((7,), 2, 6) == (3,)
+
+
+@given(st.integers(0, 5000), CHUNK_BYTES)
+def test_raw_bytes_are_cut_where_torch_aligns_tensors(nbytes: int, chunk_bytes: int) -> None:
+    shape = (nbytes,)
+    (chunk,) = chunk_of(LogicalTensor(FILE, "a", "uint8", shape), chunk_bytes)
+    if nbytes <= chunk_bytes:
+        assert chunk == max(nbytes, 1)
+    else:
+        assert chunk % 64 == 0 or chunk == nbytes
+        assert chunk <= max(chunk_bytes, 64)

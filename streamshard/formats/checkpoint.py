@@ -2,9 +2,11 @@
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Self
+
+import numpy as np
 
 from streamshard.errors import CorruptFileError
 from streamshard.formats.deepspeed import ds_config, names
@@ -321,3 +323,49 @@ class Reading:
     """The files that the cutting refers to."""
     is_elastic: bool = False
     """Whether the files were saved with `elastic_checkpoint`, without hyper-parameters."""
+
+    def take(
+        self, rows: Sequence[int], checkpoint: Checkpoint, left_out: Collection[int] = ()
+    ) -> Self:
+        """Return some of the tensors, which are the checkpoint's; files `left_out` have none."""
+        kept = [number for number in range(len(self.files)) if number not in left_out]
+        numbers = np.full(len(self.files), -1)
+        numbers[kept] = np.arange(len(kept))
+        cutting = self.cutting.take(np.array(rows, dtype=np.int64)).in_files(numbers)
+        files = tuple(self.files[number] for number in kept)
+        return replace(self, checkpoint=checkpoint, cutting=cutting, files=files)
+
+    def append(
+        self, tensors: Sequence[LogicalTensor], cutting: Cutting, files: Sequence[SourceFile]
+    ) -> Self:
+        """Add tensors that lie in other files behind the others; the cutting is of these files."""
+        first = len(self.files)
+        numels = np.array([tensor.numel for tensor in tensors], dtype=np.int64)
+        behind = cutting.in_files(np.arange(first, first + len(files)))
+        return replace(
+            self,
+            checkpoint=replace(self.checkpoint, tensors=(*self.checkpoint.tensors, *tensors)),
+            cutting=self.cutting.append(behind, numels),
+            files=(*self.files, *files),
+        )
+
+    def relocate(self, rows: Sequence[int], file: SourceFile, offsets: Sequence[int]) -> Self:
+        """Let some tensors lie in another file, each in one piece."""
+        tensors = [self.checkpoint.tensors[row] for row in rows]
+        columns = [
+            (len(self.files), offset, tensor.numel, ITEMSIZE[tensor.dtype])
+            for offset, tensor in zip(offsets, tensors, strict=True)
+        ]
+        other = Cutting.of_files(*np.array(columns, dtype=np.int64).reshape(-1, 4).T)
+        numels = np.array([tensor.numel for tensor in tensors], dtype=np.int64)
+        cutting = self.cutting.relocate(np.array(rows, dtype=np.int64), other, numels)
+        return replace(self, cutting=cutting, files=(*self.files, file))
+
+    def places_of(self, rows: Sequence[int]) -> tuple[Cutting, list[SourceFile]]:
+        """Return where some tensors of a regular cutting lie, and the files that hold them."""
+        numels = np.array([self.checkpoint.tensors[row].numel for row in rows], dtype=np.int64)
+        found = self.cutting.pieces_of(np.array(rows, dtype=np.int64), numels)
+        held = list(dict.fromkeys(found.file.tolist()))
+        numbers = np.full(len(self.files), -1)
+        numbers[held] = np.arange(len(held))
+        return found.in_files(numbers), [self.files[number] for number in held]

@@ -4,7 +4,7 @@ Such a directory holds weights alone. It tells neither which of them are trained
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +17,9 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.links import require_regular
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.pickle.node_checks import name_of, of_file
+from streamshard.formats.safetensors_file import Described, Stored
+from streamshard.formats.torch import torch_file
+from streamshard.formats.torch.torch_tensor import tensor_of
 from streamshard.io.entries import exists, identify, is_directory, paths_in, read_all
 from streamshard.layout.cutting import CuttingBuilder
 from streamshard.model import ITEMSIZE, MODULE, LogicalTensor, Slot, ZeroLayout
@@ -34,18 +37,15 @@ def is_pretrained(directory: Path) -> bool:
     return _main(listed) is not None and pretrained.is_weights_only(listed)
 
 
-def _main(listed: Collection[str]) -> str | None:
+def _main(listed: Collection[str], form: str = pretrained.SAFETENSORS) -> str | None:
     """Return the index, or the only file of weights."""
-    wanted = (
-        pretrained.index_file(pretrained.SAFETENSORS),
-        *pretrained.weight_files(pretrained.SAFETENSORS, 1),
-    )
+    wanted = (pretrained.index_file(form), *pretrained.weight_files(form, 1))
     return next((name for name in wanted if name in listed), None)
 
 
-def read(directory: Path) -> Reading:
+def read(directory: Path, form: str = pretrained.SAFETENSORS) -> Reading:
     """Open a directory of weights."""
-    main = _main([entry.name for entry in paths_in(directory)]) or ""
+    main = _main([entry.name for entry in paths_in(directory)], form) or ""
     where: Mapping[str, str] | None = None
     files = [main]
     if main.endswith(".json"):
@@ -60,7 +60,7 @@ def read(directory: Path) -> Reading:
             raise IncompleteError(f"{message} was published or exported")
         require_regular(path, directory)
         with of_file(path):
-            for stored in safetensors_file.read(path):
+            for stored in _stored(path, form):
                 held = stored.tensor
                 if where is not None and where.get(held.name) != name:
                     message = f"{path}: holds {show(held.name)}, which {main} says is in"
@@ -83,6 +83,19 @@ def read(directory: Path) -> Reading:
         foreign=_WHAT,
     )
     return Reading(checkpoint, builder.build(), tuple(identify(directory / f) for f in files))
+
+
+def _stored(path: Path, form: str) -> Iterable[Stored]:
+    """Read the names and places of the tensors in a file."""
+    if form == pretrained.SAFETENSORS:
+        return safetensors_file.read(path)
+    root, found = torch_file.read(path, 0).root, []
+    for key, node in root.items() if isinstance(root, dict) else ():
+        tensor = tensor_of(node)
+        if tensor is not None:
+            tensor.require_contiguous(f"{path}: {key}")
+            found.append(Stored(Described(key, tensor.dtype, tensor.shape), tensor.offset))
+    return found
 
 
 def _index(path: Path) -> Mapping[str, str]:

@@ -24,13 +24,14 @@ _ABSENT: Final = {errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP}
 
 
 def ahead_of(paths: Iterable[Path]) -> ReadAheadBytes:
-    """Return how far a worker reads ahead in files, which all are in one place."""
-    return max((place_of(path).read_ahead for path in paths), key=lambda one: one.ahead)
+    """Return how far a worker reads ahead in files: as far as where it takes longest."""
+    places = {place_of(path) for path in paths} or {place_of(Path())}
+    return max((place.read_ahead for place in places), key=lambda one: one.ahead)
 
 
 def request_bytes(paths: Iterable[Path]) -> int:
     """Return the memory that a worker needs for what it has requested: of local files none."""
-    return max((place_of(path).reading_bytes for path in paths), default=0)
+    return max((place.reading_bytes for place in {place_of(path) for path in paths}), default=0)
 
 
 def list_ahead(root: Path) -> None:

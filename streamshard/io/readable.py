@@ -11,7 +11,7 @@ from stat import S_ISDIR, S_ISLNK, S_ISREG
 from types import TracebackType
 from typing import BinaryIO, Final, Protocol, Self
 
-from streamshard.model import SourceFile
+from streamshard.model import Decoder, SourceFile
 
 _QUIET: Final = getattr(os, "O_NOATIME", 0)
 """Flag of open(2) that keeps the access time; allowed only for the owner of a file."""
@@ -52,9 +52,9 @@ class Status:
         """Permission bits."""
         return self.mode & 0o777
 
-    def source_file(self, path: Path) -> SourceFile:
+    def source_file(self, path: Path, decoder: Decoder | None = None) -> SourceFile:
         """Describe the file at a path as a source."""
-        return SourceFile(path, self.nbytes, self.version, str(self.file_id))
+        return SourceFile(path, self.nbytes, self.version, str(self.file_id), decoder)
 
     @classmethod
     def of(cls, stat: os.stat_result) -> "Status":

@@ -90,45 +90,101 @@ class Cutting:
             nbytes=np.concatenate([copies.nbytes, boxed.nbytes])[order],
         )
 
-    def with_files(self, files: Ints, nbytes: Ints) -> "Cutting":
-        """Add tensors of bytes behind the others, each of which is a whole file."""
-        zeros = np.zeros_like(files)
-        return self.with_places(files, zeros, nbytes, zeros + 1)
+    @classmethod
+    def of_files(cls, files: Ints, offsets: Ints, numels: Ints, itemsizes: Ints) -> "Cutting":
+        """Return where tensors lie that are each in one piece in a file."""
+        zeros, rows = np.zeros_like(files), np.arange(len(files))
+        return cls(zeros, np.maximum(numels, 1), itemsizes, zeros, rows, files, offsets)
 
-    def with_places(self, files: Ints, offsets: Ints, numels: Ints, itemsizes: Ints) -> "Cutting":
-        """Add tensors behind the others, each of which is in one piece in a file."""
-        zeros, numbers = np.zeros_like(files), np.arange(len(files))
-        inner = None
-        if self.of is not None:
-            inner = self.of.with_places(files, offsets, numels, itemsizes)
-            files, offsets = numbers + len(self.of.origin), zeros
+    def take(self, rows: Ints) -> "Cutting":
+        """Return where some of the tensors lie, in this order."""
         return replace(
             self,
-            origin=np.append(self.origin, zeros),
-            piece_numel=np.append(self.piece_numel, np.maximum(numels, 1)),
-            itemsize=np.append(self.itemsize, itemsizes),
-            lead=np.append(self.lead, zeros),
-            first_piece=np.append(self.first_piece, numbers + len(self.file)),
-            file=np.append(self.file, files),
-            offset=np.append(self.offset, offsets),
-            grid=None if self.grid is None else np.append(self.grid, zeros - 1),
-            of=inner,
+            origin=self.origin[rows],
+            piece_numel=self.piece_numel[rows],
+            itemsize=self.itemsize[rows],
+            lead=self.lead[rows],
+            first_piece=self.first_piece[rows],
+            grid=None if self.grid is None else self.grid[rows],
         )
 
-    def moved(self, tensors: Ints, files: Ints, offsets: Ints, numels: Ints) -> "Cutting":
-        """Let some tensors lie elsewhere, each in one piece in a file."""
-        added = self.with_places(files, offsets, numels, self.itemsize[tensors])
-        rows = np.arange(len(self.origin))
-        rows[tensors] = len(rows) + np.arange(len(tensors))
+    def with_parts(self, files: Ints, starts: Ints, numels: Ints, itemsizes: Ints) -> "Cutting":
+        """Add tensors behind the others that are parts of tensors of bytes.
+
+        Parameters
+        ----------
+        files, starts
+            The tensor of bytes that each is a part of, and its first byte there. Where it lies in
+            several pieces, none of them may end inside of an element; see `is_divided`.
+        """
+        begin, piece = self.origin[files] + starts, self.piece_numel[files]
+        number = np.where(numels > 0, begin // piece, 0)
+        is_whole = (numels == 0) | ((begin + numels * itemsizes - 1) // piece == number)
+        lead = self.lead[files]
         return replace(
-            added,
-            origin=added.origin[rows],
-            piece_numel=added.piece_numel[rows],
-            itemsize=added.itemsize[rows],
-            lead=added.lead[rows],
-            first_piece=added.first_piece[rows],
-            grid=None if added.grid is None else added.grid[rows],
+            self,
+            origin=np.append(self.origin, np.where(is_whole, 0, begin // itemsizes)),
+            piece_numel=np.append(
+                self.piece_numel, np.where(is_whole, np.maximum(numels, 1), piece // itemsizes)
+            ),
+            itemsize=np.append(self.itemsize, itemsizes),
+            lead=np.append(self.lead, np.where(is_whole, lead + begin - number * piece, lead)),
+            first_piece=np.append(
+                self.first_piece, self.first_piece[files] + np.where(is_whole, number, 0)
+            ),
+            grid=None if self.grid is None else np.append(self.grid, np.full_like(files, -1)),
         )
+
+    def is_divided(
+        self, files: Ints, starts: Ints, numels: Ints, itemsizes: Ints
+    ) -> NDArray[np.bool_]:
+        """Tell of parts of tensors of bytes whether a piece may end inside of an element."""
+        begin, piece = self.origin[files] + starts, self.piece_numel[files]
+        is_cut = begin // piece != (begin + np.maximum(numels * itemsizes, 1) - 1) // piece
+        found: NDArray[np.bool_] = is_cut & ((begin % itemsizes != 0) | (piece % itemsizes != 0))
+        return found
+
+    def append(self, other: "Cutting", numels: Ints) -> "Cutting":
+        """Add tensors of `numels` elements behind the others, of a regular cutting of files."""
+        if self.of is not None:
+            rows, zeros = np.arange(len(numels)) + len(self.of.origin), np.zeros_like(numels)
+            outer = Cutting.of_files(rows, zeros, numels, other.itemsize)
+            inner = self.of.append(other, numels)
+            return replace(replace(self, of=None).append(outer, numels), of=inner)
+        return replace(
+            self,
+            origin=np.append(self.origin, other.origin),
+            piece_numel=np.append(self.piece_numel, other.piece_numel),
+            itemsize=np.append(self.itemsize, other.itemsize),
+            lead=np.append(self.lead, other.lead),
+            first_piece=np.append(self.first_piece, other.first_piece + len(self.file)),
+            file=np.append(self.file, other.file),
+            offset=np.append(self.offset, other.offset),
+            grid=None if self.grid is None else np.append(self.grid, np.full_like(numels, -1)),
+        )
+
+    def relocate(self, rows: Ints, other: "Cutting", numels: Ints) -> "Cutting":
+        """Let some tensors lie where those of another cutting do; see `append`."""
+        order = np.arange(len(self.origin))
+        order[rows] = len(order) + np.arange(len(rows))
+        return self.append(other, numels).take(order)
+
+    def pieces_of(self, rows: Ints, numels: Ints) -> "Cutting":
+        """Return where some tensors of a regular cutting of files lie, with no other pieces."""
+        if self.of is not None or self.pieces(rows).any():
+            raise ValueError("these tensors are not cut regularly, or not in files")
+        origin, piece = self.origin[rows], self.piece_numel[rows]
+        counts = -(-(origin + numels) // piece)
+        first = np.cumsum(counts) - counts
+        pieces = np.repeat(self.first_piece[rows] - first, counts) + np.arange(counts.sum())
+        taken = replace(self.take(rows), first_piece=first)
+        return replace(taken, file=self.file[pieces], offset=self.offset[pieces])
+
+    def in_files(self, numbers: Ints) -> "Cutting":
+        """Return the same cutting where file k of the files has the number `numbers[k]`."""
+        if self.of is not None:
+            return replace(self, of=self.of.in_files(numbers))
+        return replace(self, file=numbers[self.file])
 
     def runs(self, numels: Sequence[int]) -> Ints:
         """Count the runs of each tensor that is cut into boxes; `numels` are their elements."""

@@ -13,7 +13,7 @@ from streamshard.engine.run.source_reader import SourceReader
 from streamshard.io.files import require_all_unchanged
 from streamshard.io.memory_map import detach_map
 from streamshard.io.object_path import is_object
-from streamshard.model import ITEMSIZE, BlockDigests
+from streamshard.model import ITEMSIZE
 from streamshard.operations.native.files_on_demand import FileContent, FilesOnDemand, StorageContent
 from streamshard.operations.source.source import Source
 
@@ -39,7 +39,7 @@ class ServedFiles:
         self._source = source
         self._files = files
         self._maps = maps
-        self._reader = SourceReader(source.files, source.decoders)
+        self._reader = SourceReader(source.files)
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._prepared: dict[str, FileContent] = {}
         self._sidecars = files.sidecars()
@@ -124,8 +124,7 @@ class ServedFiles:
         return mapped
 
     def _is_plain(self, file: int, offset: int, itemsize: int) -> bool:
-        decoder = self._source.decoders.get(file)
-        return (decoder is None or isinstance(decoder, BlockDigests)) and offset % itemsize == 0
+        return self._source.files[file].is_plain and offset % itemsize == 0
 
     def _read(self, storage: StorageContent) -> torch.UntypedStorage:
         made = torch.UntypedStorage(storage.nbytes)  # type: ignore[no-untyped-call]

@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 
 import streamshard as api
 from streamshard.engine.journals.journal import Journal, Written
-from streamshard.io import sink
+from streamshard.io import changes
 from streamshard.operations.compact.archive import weights_only
 from streamshard.operations.compact.archive.receipts import WEIGHTS_ONLY, Place
 from tests.compact.runs import bits, receipt_of, save, tag_of
@@ -107,7 +107,7 @@ class Nights(RuleBasedStateMachine):
     @rule(delete=st.booleans(), spans=st.integers(0, 9))
     def night_that_is_cut_off(self, delete: bool, spans: int) -> None:
         """Run, and be cut off after some spans of the archives, or some of their files."""
-        left, note, take = spans, Journal.note, sink.link_or_copy
+        left, note, take = spans, Journal.note, changes.link_or_copy
 
         def count() -> None:
             nonlocal left

@@ -13,7 +13,7 @@ import torch
 import streamshard as api
 from streamshard.model import Note, NoteKind
 from streamshard.operations.compact.archive.proof import Means, intact
-from streamshard.operations.compact.archive.receipts import Place
+from streamshard.operations.compact.archive.receipts import ArchivedTag
 from streamshard.operations.compact.run_directory import look_at
 from tests.compact.runs import (
     ALL,
@@ -159,7 +159,7 @@ def test_what_is_wanted_again_while_the_archive_is_read_stays(
 ) -> None:
     api.compact(run, archive, delete=True)
 
-    def late(place: Place, means: Means) -> str:
+    def late(place: ArchivedTag, means: Means) -> str:
         add_link(run)
         return intact(place, means)
 

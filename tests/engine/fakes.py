@@ -25,7 +25,7 @@ class FakeReader(SourceReader):
     """Reads from memory and remembers what it was asked for."""
 
     def __init__(self, contents: Sequence[bytes]) -> None:
-        super().__init__((), {})
+        super().__init__(())
         self.contents = contents
         self.calls: list[tuple[int, int, int]] = []
         """(file, offset, bytes) of each read."""

@@ -34,7 +34,7 @@ def test_what_was_written_is_dropped_from_memory(tmp_path: Path) -> None:
 def test_a_run_leaves_behind_what_it_is_told_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drops_behind: bool
 ) -> None:
-    monkeypatch.setattr("streamshard.io.sink.open_direct", lambda path, descriptor: -1)
+    monkeypatch.setattr("streamshard.io.disk.open_direct", lambda path, descriptor: -1)
     data = np.arange(NBYTES // 8, dtype=np.int64).tobytes()
     sources = on_disk(tmp_path, [data])
     path = sources[0].path
@@ -45,7 +45,7 @@ def test_a_run_leaves_behind_what_it_is_told_to(
     resources = Resources(1, MIB, MIB, drops_behind)
     region = Region(NBYTES, copies_of([(0, 0, 0, NBYTES)]))
     with opened(tmp_path / "out") as partial:
-        engine = Engine(sources, {}, resources, Told(), partial)
+        engine = Engine(sources, resources, Told(), partial)
         engine.run([TargetFile("file", [Span(0, [region])])])
     assert [is_cached(path), is_cached(tmp_path / "out" / "file")] == [not drops_behind] * 2
     assert (tmp_path / "out" / "file").read_bytes() == data
@@ -56,7 +56,7 @@ def test_what_another_worker_is_yet_to_read_stays(tmp_path: Path) -> None:
     path = sources[0].path
     with path.open("rb") as stream:
         os.fsync(stream.fileno())
-    reader = SourceReader(sources, {}, drops_behind=True)
+    reader = SourceReader(sources, drops_behind=True)
     for offset in range(16 * MIB, 24 * MIB, MIB):
         reader.read_into(0, offset, memoryview(bytearray(MIB)))
     reader.close()

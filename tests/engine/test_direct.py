@@ -167,7 +167,7 @@ def test_workers_that_share_a_file_share_blocks_of_it(target: Path) -> None:
         before = open_files()
         with opened(target.parent / "out") as partial:
             told = Told()
-            Engine(sources, {}, Resources(3, MIB, MIB), told, partial).run([file_of(lengths)])
+            Engine(sources, Resources(3, MIB, MIB), told, partial).run([file_of(lengths)])
         assert open_files() == before
         assert told.kept == run * len(wanted)
         assert run or not is_cached(found, MIB // 2)

@@ -4,13 +4,14 @@ import errno
 import os
 import zlib
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import replace
+from itertools import pairwise, zip_longest
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from streamshard.engine.run.source_reader import Decoder, SourceReader
+from streamshard.engine.run.source_reader import SourceReader
 from streamshard.errors import (
     CorruptFileError,
     IntegrityError,
@@ -19,10 +20,9 @@ from streamshard.errors import (
     TargetError,
 )
 from streamshard.io.files import target_errors
-from streamshard.io.readable import OpenedFile
 from streamshard.io.sink import open_target
 from streamshard.io.writable import write_all
-from streamshard.model import BlockDigests, Memory, SourceFile
+from streamshard.model import BlockDigests, Decoder, Memory, SourceFile, StoredBytes
 from tests.engine.fakes import on_disk
 from tests.held import open_files
 
@@ -30,7 +30,7 @@ DATA = bytes(1 + i * 37 % 255 for i in range(1000))
 
 
 def reader_of(files: Sequence[SourceFile], *decoders: Decoder) -> SourceReader:
-    return SourceReader(files, dict(enumerate(decoders)))
+    return SourceReader([replace(f, decoder=d) for f, d in zip_longest(files, decoders)])
 
 
 def read(reader: SourceReader, file: int, start: int, stop: int) -> bytes:
@@ -183,10 +183,11 @@ class Reversed:
         self.name = name
         self.log = log
 
-    def decode(self, file: OpenedFile, stored: Memory, content: Memory) -> memoryview:
+    def decode(self, file: StoredBytes, stored: Memory, content: Memory) -> memoryview:
         """Return the content, noting that it was asked for."""
         self.log.append(self.name)
-        return memoryview(file.read_at(0, 10_000)[::-1])
+        data = bytearray(10_000)
+        return memoryview(data[: file.read_into(memoryview(data), 0)][::-1])
 
 
 def test_an_encoded_file_is_decoded_once_while_it_is_wanted(tmp_path: Path) -> None:

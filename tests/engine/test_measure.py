@@ -58,7 +58,7 @@ def measured(
     for name, array in (("left", left), ("right", right)):
         path = place / name
         path.write_bytes(array.tobytes())
-        readers.append(SourceReader([identify(path)], {}))
+        readers.append(SourceReader([identify(path)]))
     zero = np.zeros(1, dtype=np.int64)
     region = Region(
         content_bytes=left.nbytes,

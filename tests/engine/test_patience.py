@@ -99,7 +99,7 @@ def test_a_source_is_opened_and_read_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     before = open_files()
-    reader = SourceReader(on_disk(tmp_path, [DATA]), {})
+    reader = SourceReader(on_disk(tmp_path, [DATA]))
     reader.read_into(0, 0, buffer(10))
     if call == "open":
         reader.close()

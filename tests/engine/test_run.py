@@ -7,6 +7,7 @@ import threading
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -58,7 +59,6 @@ class Run:
         self.root = directory / "out"
         self.told = Told()
         self.resources = Resources(workers, window, 8)
-        self.decoders: dict[int, BlockDigests] = {}
 
     def __call__(self, *files: TargetFile) -> None:
         self.over(files)
@@ -66,7 +66,7 @@ class Run:
     def over(self, files: Iterable[TargetFile]) -> int:
         """Run, or go on; returns the bytes that were there already."""
         with opened(self.root) as partial:
-            Engine(self.sources, self.decoders, self.resources, self.told, partial).run(files)
+            Engine(self.sources, self.resources, self.told, partial).run(files)
             return partial.kept_bytes
 
     def fails(self, kind: type[Exception], match: str, *files: TargetFile) -> None:
@@ -205,7 +205,7 @@ def test_a_damaged_source_stops_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path)
     wrong = copies_of([]).file.astype("uint32")
     wrong.resize(4)
-    run.decoders = {0: BlockDigests(250, 64, wrong)}
+    run.sources = (replace(run.sources[0], decoder=BlockDigests(250, 64, wrong)),)
     run.fails(IntegrityError, "source-0: bytes 0 to 64 are damaged", simple("a"), simple("b"))
 
 

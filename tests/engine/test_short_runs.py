@@ -72,7 +72,7 @@ def test_portions_of_any_size_hold_the_right_bytes(
 ) -> None:
     expected = wanted(copies, files)
     region = Region(len(expected), Copies(*np.array(copies, dtype=np.int64).T))
-    reader = SourceReader(files, {})
+    reader = SourceReader(files)
     filler = RegionFiller(region, reader, memoryview(bytearray(scratch)))
     made = b""
     for count in portions(len(expected), step):
@@ -98,7 +98,7 @@ def test_casts_are_made_of_what_was_put_together(
         target_itemsize=4,
         cast=cast_between("bfloat16", "float32"),
     )
-    reader = SourceReader(files, {})
+    reader = SourceReader(files)
     filler = RegionFiller(region, reader, memoryview(bytearray(4096)))
     made = b""
     for count in portions(2 * len(narrow), step):
@@ -114,7 +114,7 @@ def test_few_reads_are_made_for_many_runs(
 ) -> None:
     copies = [(row % 2, row // 2 * 16, row * 16, 16) for row in range(1000)]
     region = Region(16_000, Copies(*np.array(copies, dtype=np.int64).T))
-    reader, reads = SourceReader(files, {}), []
+    reader, reads = SourceReader(files), []
     read_into = reader.read_into
 
     def counted(file: int, offset: int, view: memoryview) -> None:

@@ -14,7 +14,7 @@ from zarr.storage import MemoryStore
 
 from streamshard.defaults import CODECS
 from streamshard.formats.zarr.documents import array_document, chunk_keys, group_document
-from streamshard.formats.zarr.rewritten_documents import is_serialized_anew
+from streamshard.formats.zarr.rewritten import is_serialized_anew
 from streamshard.model import ITEMSIZE, LogicalTensor
 
 STORED_AS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}

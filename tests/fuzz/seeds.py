@@ -13,7 +13,12 @@ import torch
 import streamshard
 from streamshard.cli.main import main
 from streamshard.io.lock import Holder
-from streamshard.operations.compact.archive.receipts import Check, Place, Receipt, SourceRecord
+from streamshard.operations.compact.archive.receipts import (
+    ArchivedTag,
+    Check,
+    Receipt,
+    SourceRecord,
+)
 from tests.fabricated import client_state, write
 from tests.fabricated_dcp import adamw
 from tests.fuzz.targets import TARGETS
@@ -59,7 +64,7 @@ def seeds(directory: Path) -> dict[str, list[bytes]]:
     receipt = Receipt(
         "t", "/run", 1, 2, "archived", source=(record,), checks=(Check("a", True, "2020"),)
     )
-    place = Place(directory, "x")
+    place = ArchivedTag(directory, "x")
     place.write_receipt(receipt)
     found = {
         "configs": [

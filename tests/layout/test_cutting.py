@@ -233,3 +233,29 @@ def test_clipping_a_target_into_pieces_keeps_every_byte(data: st.DataObject) -> 
         for element in elements(clip(whole, at, min(at + step, end), itemsize=itemsize), at)
     ]
     assert pieces == sorted(elements(whole, 0))
+
+
+@given(st.binary(max_size=200), st.integers(1, 40), st.sampled_from([1, 2, 4, 16]), st.data())
+def test_parts_of_tensors_of_bytes_lie_where_their_bytes_do(
+    content: bytes, piece: int, itemsize: int, data: st.DataObject
+) -> None:
+    """In several pieces only where none of them can end inside of an element."""
+    disk = [content[at : at + piece] for at in range(0, len(content), piece)]
+    builder = CuttingBuilder([1])
+    files = np.arange(len(disk), dtype=np.int64)
+    slot = builder.slot(Slot(files, np.zeros_like(files), np.full_like(files, piece)))
+    builder.place(0, slot, piece_numel=piece)
+    numel = data.draw(st.integers(0, len(content) // itemsize))
+    start = data.draw(st.integers(0, len(content) - numel * itemsize))
+    part = [np.array([number]) for number in (0, start, numel, itemsize)]
+    bounds = range(piece, len(content), piece)
+    stop = start + numel * itemsize
+    is_torn = any(start < bound < stop and (bound - start) % itemsize for bound in bounds)
+    if builder.build().is_divided(*part)[0]:
+        assert start // piece != (stop - 1) // piece
+        return
+    assert not is_torn
+    cutting = builder.build().with_parts(*part)
+    copies = cutting.locate(whole_segment(1, numel), target_itemsize=itemsize)
+    found, _ = apply(copies, disk, numel * itemsize)
+    assert found == content[start:stop]

@@ -16,7 +16,7 @@ import torch
 import streamshard
 from streamshard.errors import SourceNotFoundError, UsageError
 from streamshard.formats.zarr.chunks import serialize_checksum
-from streamshard.formats.zarr.zarr_writer import small_array_document
+from streamshard.formats.zarr.documents import small_array_document
 from tests.fabricated import client_state, edit, load, save, write
 from tests.job import TAG, Job
 from tests.test_stage_0 import stage_0

@@ -1,7 +1,7 @@
 """Writes target files: hands spans to workers, and does the rest in the order of their results."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,6 @@ from streamshard.engine.jobs.target_proof import BucketProof, StagedProof, Targe
 from streamshard.engine.journals.staged_files import Partial
 from streamshard.engine.run.endings import FileEndings
 from streamshard.engine.run.phases import SYNCING, WRITING, Watcher
-from streamshard.engine.run.source_reader import Decoder
 from streamshard.engine.run.span_writer import (
     FilledSpan,
     Resources,
@@ -218,12 +217,11 @@ class Engine:
     def __init__(
         self,
         sources: tuple[SourceFile, ...],
-        decoders: Mapping[int, Decoder],
         resources: Resources,
         watcher: Watcher,
         partial_target: Partial | Uploads,
     ) -> None:
-        self._tools = WritingTools(sources, decoders, resources)
+        self._tools = WritingTools(sources, resources)
         self._resources = resources
         self._watcher = watcher
         self._partial = partial_target

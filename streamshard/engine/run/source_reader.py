@@ -2,9 +2,8 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, Protocol
+from collections.abc import Sequence
+from typing import Final
 
 from streamshard.engine.numeric.checksums import crc32
 from streamshard.engine.run.buffers import ReusableBuffer
@@ -15,39 +14,12 @@ from streamshard.io.files import require_same
 from streamshard.io.memory_map import map_range
 from streamshard.io.readable import OpenedFile
 from streamshard.io.retry import FROM_OUTSIDE, ignored, try_again
-from streamshard.model import BlockDigests, Memory, SourceFile
+from streamshard.model import BlockDigests, Computed, Encoded, SourceFile
 
 _OPEN_FILES: Final = 64
 """Source files that one worker keeps open. A run may have more sources than a process may open."""
 _OPEN_TOGETHER: Final = 512
 """Source files that all workers keep open: half of the usual limit of a process."""
-
-
-class Encoded(Protocol):
-    """A file with encoded content, which can only be decoded as a whole."""
-
-    def decode(self, file: OpenedFile, stored: Memory, content: Memory) -> memoryview:
-        """Return the content, checked against its recorded checksums.
-
-        Parameters
-        ----------
-        stored, content
-            Provide memory for the file's bytes, and for the decoded content.
-        """
-
-
-Decoder = BlockDigests | Encoded
-
-
-@dataclass(frozen=True, slots=True)
-class HeldContent:
-    """Content that was computed when the run was planned, and is in no file."""
-
-    content: bytes
-
-    def decode(self, file: OpenedFile, stored: Memory, content: Memory) -> memoryview:
-        """Return the content, whatever the file holds."""
-        return memoryview(self.content)
 
 
 class SourceReader:
@@ -67,7 +39,6 @@ class SourceReader:
     def __init__(
         self,
         files: Sequence[SourceFile],
-        decoders: Mapping[int, Decoder],
         *,
         drops_behind: bool = False,
         workers: int = 1,
@@ -79,7 +50,6 @@ class SourceReader:
         """How far to read ahead."""
         self._drops_behind = drops_behind
         self._files = files
-        self._decoders = decoders
         self._open: OrderedDict[int, OpenedFile] = OrderedDict()
         self._decoded: tuple[int, memoryview] = (-1, memoryview(b""))
         """File that was decoded last, and its content, as the next read is likely from it too."""
@@ -113,7 +83,7 @@ class SourceReader:
             Whether the range is read first and compared with what was recorded of it, if anything
             was. No change after that is noticed.
         """
-        digests = self._decoders.get(file)
+        digests = self._files[file].decoder
         if is_checked and isinstance(digests, BlockDigests):
             buffer = memoryview(bytearray(min(nbytes, digests.block_bytes)))
             for start in range(offset, offset + nbytes, digests.block_bytes):
@@ -148,12 +118,14 @@ class SourceReader:
             raise
 
     def _fill(self, file: int, offset: int, view: memoryview) -> None:
-        decoder = self._decoders.get(file)
+        decoder = self._files[file].decoder
         try:
             if decoder is None:
                 self._read(file, offset, view)
             elif isinstance(decoder, BlockDigests):
                 self._read_checked(file, decoder, offset, view)
+            elif isinstance(decoder, Computed):
+                view[:] = decoder.content[offset : offset + len(view)]
             else:
                 if self._decoded[0] != file:
                     self._decoded = (-1, memoryview(b""))  # decoding overwrites the content

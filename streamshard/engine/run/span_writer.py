@@ -1,6 +1,5 @@
 """A worker that writes spans: into files that its process has open, or that another one made."""
 
-from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from streamshard.engine.jobs.source_proof import SourceProof
 from streamshard.engine.jobs.target_proof import TargetProof
 from streamshard.engine.journals.journal import Written
 from streamshard.engine.run import resident_memory
-from streamshard.engine.run.source_reader import Decoder, SourceReader
+from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.uploads import Uploaded, upload_file
 from streamshard.engine.run.window import Window, unwritten_bytes
 from streamshard.engine.run.work import Span, SpanResult, TargetFile
@@ -65,7 +64,6 @@ class WritingTools:
     """Describes the workers of a run that writes; see `Toolkit`."""
 
     sources: tuple[SourceFile, ...]
-    decoders: Mapping[int, Decoder]
     resources: Resources
     target: TargetProof | None = None
     """None if all workers are threads of the process that leads the run."""
@@ -94,7 +92,6 @@ class SpanWriter:
         self._stop = host.stop
         self._reader = SourceReader(
             tools.sources,
-            tools.decoders,
             drops_behind=resources.drops_behind,
             workers=host.workers,
             stop=host.stop,

@@ -1,14 +1,19 @@
 """SHA-256 of files that a worker reads from the first byte to the last, for something else."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from streamshard.engine.run.source_reader import Decoder, Encoded
-from streamshard.io.readable import OpenedFile
-from streamshard.model import BlockDigests, Memory, SourceFile
+from streamshard.model import (
+    BlockDigests,
+    Computed,
+    Encoded,
+    Memory,
+    SourceFile,
+    StoredBytes,
+)
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -40,14 +45,15 @@ class FileHashes:
         found, self._whole = self._whole, {}
         return found
 
-    def watching(self, decoders: Mapping[int, Decoder]) -> dict[int, Decoder]:
-        """Return decoders that add the stored bytes of their files, once they are decoded."""
-        return {
-            number: decoder
-            if isinstance(decoder, BlockDigests)
-            else _Shown(decoder, self._files[number].nbytes, partial(self.add, number, 0))
-            for number, decoder in decoders.items()
-        }
+    def watched(self) -> list[SourceFile]:
+        """Return the files, whose decoders add the stored bytes once they are decoded."""
+        return [self._watched(number, file) for number, file in enumerate(self._files)]
+
+    def _watched(self, number: int, file: SourceFile) -> SourceFile:
+        if file.decoder is None or isinstance(file.decoder, BlockDigests | Computed):
+            return file
+        shown = _Shown(file.decoder, file.nbytes, partial(self.add, number, 0))
+        return replace(file, decoder=shown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +65,7 @@ class _Shown:
     """Size of the file."""
     show: Callable[[memoryview], None]
 
-    def decode(self, file: OpenedFile, stored: Memory, content: Memory) -> memoryview:
+    def decode(self, file: StoredBytes, stored: Memory, content: Memory) -> memoryview:
         """Return the content."""
         held = memoryview(b"")
 

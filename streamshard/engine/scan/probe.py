@@ -1,6 +1,6 @@
 """Reads ranges of files, or regions, through one buffer to compute their checksums."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -8,10 +8,10 @@ from streamshard.engine.jobs.executor import Host
 from streamshard.engine.jobs.source_proof import SourceProof
 from streamshard.engine.numeric.checksums import RunningChecksums
 from streamshard.engine.run.region import RegionFiller
-from streamshard.engine.run.source_reader import Decoder, SourceReader
+from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.work import Region
 from streamshard.engine.scan.file_hashes import FileHashes
-from streamshard.model import BlockDigests, Digest, SourceFile
+from streamshard.model import Digest, SourceFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,6 @@ class ProbeTools:
     """Describes probes; see `Toolkit`."""
 
     files: Sequence[SourceFile]
-    decoders: Mapping[int, Decoder]
     window_bytes: int
     hashes: bool = False
     """Whether to compute the SHA-256 of files that are read from beginning to end."""
@@ -41,9 +40,8 @@ class Probe:
 
     def __init__(self, tools: ProbeTools, host: Host) -> None:
         self.hashes = FileHashes(tools.files) if tools.hashes else None
-        decoders = tools.decoders if self.hashes is None else self.hashes.watching(tools.decoders)
-        self._reader = SourceReader(tools.files, decoders, workers=host.workers, stop=host.stop)
-        self._is_decoded = {n for n, one in decoders.items() if not isinstance(one, BlockDigests)}
+        self._files = tools.files if self.hashes is None else self.hashes.watched()
+        self._reader = SourceReader(self._files, workers=host.workers, stop=host.stop)
         self._window = memoryview(bytearray(tools.window_bytes))
         self._progress = host.progress
 
@@ -88,7 +86,7 @@ class Probe:
         for at in range(start, stop, len(self._window)):
             view = self._window[: min(len(self._window), stop - at)]
             self._reader.read_into(file, at, view)
-            if self.hashes is not None and file not in self._is_decoded:
+            if self.hashes is not None and self._files[file].is_plain:
                 self.hashes.add(file, at, view)  # what is decoded is not what is stored
             self._progress(len(view))
             yield view

@@ -1,13 +1,13 @@
 """Reads two regions side by side, with one buffer for each."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from streamshard.engine.jobs.executor import Host
 from streamshard.engine.jobs.source_proof import SourceProof
 from streamshard.engine.run.region import ReadAhead, RegionFiller
-from streamshard.engine.run.source_reader import Decoder, SourceReader
+from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.work import Region
 from streamshard.model import SourceFile
 
@@ -66,14 +66,14 @@ class PairTools(Generic[K]):
     """Describes workers that read two sources; see `Toolkit`."""
 
     kind: type[K]
-    sides: Sequence[tuple[tuple[SourceFile, ...], Mapping[int, Decoder]]]
-    """Files and decoders of the left and of the right source."""
+    sides: Sequence[tuple[SourceFile, ...]]
+    """Files of the left and of the right source."""
     window_bytes: int
     scratch_bytes: int
 
     def prove(self) -> str:
         """Show that this process sees both sources; see `Toolkit.prove`."""
-        for files, _ in self.sides:
+        for files in self.sides:
             SourceProof.of(files).prove()
         return ""
 
@@ -83,8 +83,7 @@ class PairTools(Generic[K]):
     def make(self, host: Host) -> K:
         """Make a worker."""
         left, right = (
-            SourceReader(files, decoders, workers=host.workers, stop=host.stop)
-            for files, decoders in self.sides
+            SourceReader(files, workers=host.workers, stop=host.stop) for files in self.sides
         )
         return self.kind(
             left,

@@ -1,7 +1,7 @@
 """Compares existing files byte by byte with those that a run would write; writes nothing."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,7 +9,7 @@ from pathlib import Path
 from streamshard.engine.jobs.executor import Host, run_ordered
 from streamshard.engine.jobs.source_proof import SourceProof
 from streamshard.engine.run.endings import FileEndings
-from streamshard.engine.run.source_reader import Decoder, SourceReader
+from streamshard.engine.run.source_reader import SourceReader
 from streamshard.engine.run.window import DifferentError, Window
 from streamshard.engine.run.work import Span, SpanResult, TargetFile
 from streamshard.io.entries import identify, open_readable
@@ -24,7 +24,6 @@ class MatchingTools:
     """Describes matchers; see `Toolkit`."""
 
     sources: Sequence[SourceFile]
-    decoders: Mapping[int, Decoder]
     window_bytes: int
     scratch_bytes: int
 
@@ -44,9 +43,7 @@ class Matcher:
     """A worker that produces spans in memory, and compares them with files."""
 
     def __init__(self, tools: MatchingTools, host: Host) -> None:
-        self._reader = SourceReader(
-            tools.sources, tools.decoders, workers=host.workers, stop=host.stop
-        )
+        self._reader = SourceReader(tools.sources, workers=host.workers, stop=host.stop)
         sizes = tools.window_bytes, tools.scratch_bytes
         buffer, scratch = (memoryview(bytearray(size)) for size in sizes)
         self._window = Window(
@@ -75,7 +72,6 @@ def first_difference(
     root: Path,
     files: Iterable[TargetFile],
     sources: Sequence[SourceFile],
-    decoders: Mapping[int, Decoder],
     *,
     workers: int,
     window_bytes: int,
@@ -97,7 +93,7 @@ def first_difference(
                 yield partial(Matcher.result_of, there=there, span=span)
 
     end = 0
-    tools = MatchingTools(sources, decoders, window_bytes, scratch_bytes)
+    tools = MatchingTools(sources, window_bytes, scratch_bytes)
     for found in run_ordered(jobs(), tools, workers=workers, progress=progress):
         file, endings, is_last = waiting.popleft()
         if found is None:

@@ -4,6 +4,7 @@ It holds a model and the states of its optimizer, each tensor cut into boxes. It
 a DeepSpeed job needs besides: see `reference`.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -33,8 +34,8 @@ from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.io.entries import is_directory, paths_in
 from streamshard.layout.boxes import NotTiledError, grid_of
-from streamshard.layout.cutting import CuttingBuilder
-from streamshard.model import BLOB, ITEMSIZE, MASTER, MODULE, LogicalTensor, Note, Slot, ZeroLayout
+from streamshard.layout.cutting import Cutting, CuttingBuilder
+from streamshard.model import ITEMSIZE, MASTER, MODULE, LogicalTensor, Note, Slot, ZeroLayout
 
 _WHAT: Final = "a distributed checkpoint of PyTorch"
 _ACCELERATE: Final = (dcp_names.ACCELERATE_MODEL, dcp_names.ACCELERATE_OPTIMIZER)
@@ -103,6 +104,10 @@ def index_of(root: Path) -> Index:
     for part in parts:
         require_inside(part, root)
         require_inside(part / dcp_names.METADATA, root)
+    return _joined(parts)
+
+
+def _joined(parts: Sequence[Path]) -> Index:
     index = read_index(parts[0])
     for part in parts[1:]:
         index = join(index, read_index(part))
@@ -235,49 +240,51 @@ def _module_tensors(entries: Iterable[ModuleEntry]) -> list[LogicalTensor]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class BorrowedPlace:
-    """Where a tensor lies that is another checkpoint's."""
-
-    slot: Slot
-    piece_numel: int
-    origin: int
-    lead: int
+def cut(checkpoint: Checkpoint, found: Distributed) -> Reading:
+    """Compute the place of every element of every logical tensor."""
+    keys = [found.key_of(tensor) for tensor in checkpoint.tensors]
+    held = [(key, found.tensor(key), found.places[key]) for key in keys]
+    return Reading(checkpoint, _cutting(found.root, held), found.files.files)
 
 
-def cut(
-    checkpoint: Checkpoint, found: Distributed, borrowed: Sequence[BorrowedPlace] = ()
-) -> Reading:
-    """Compute the place of every element of every logical tensor.
+def read_keys(parts: Sequence[Path], as_bytes: Set[str] = frozenset()) -> Reading:
+    """Open all tensors of directories with an index by their keys, some of them as bytes."""
+    index = _joined(parts)
+    files = ItemFiles(index)
+    places = files.locate(index.tensors)
+    saved = {key: _as_bytes(t) if key in as_bytes else t for key, t in index.tensors.items()}
+    checkpoint = Checkpoint(
+        tag=parts[0].name,
+        layout=ZeroLayout(stage=0, world_size=len(files.files)),
+        tensors=tuple(LogicalTensor(MODULE, key, t.dtype, t.shape) for key, t in saved.items()),
+        families=(),
+        module_dtype="float32",
+        files=(),
+    )
+    held = [(key, tensor, places[key]) for key, tensor in saved.items()]
+    return Reading(checkpoint, _cutting(parts[0], held), files.files)
 
-    Parameters
-    ----------
-    borrowed
-        Places of the tensors of training state, in their order.
-    """
-    builder = CuttingBuilder([ITEMSIZE[tensor.dtype] for tensor in checkpoint.tensors])
-    others = iter(borrowed)
-    for number, tensor in enumerate(checkpoint.tensors):
-        if tensor.state == BLOB:
-            one = next(others)
-            slot = builder.slot(one.slot)
-            builder.place(
-                number, slot, piece_numel=one.piece_numel, origin=one.origin, lead=one.lead
-            )
-            continue
-        key = found.key_of(tensor)
-        saved, places = found.tensor(key), found.places[key]
-        if not tensor.numel:
+
+def _as_bytes(tensor: SavedTensor) -> SavedTensor:
+    """Return the bytes of a tensor, in a dimension behind its own."""
+    nbytes, ones = ITEMSIZE[tensor.dtype], np.ones((len(tensor.items), 1), dtype=np.int64)
+    offsets = np.hstack([tensor.offsets, ones * 0])
+    sizes = np.hstack([tensor.sizes, ones * nbytes])
+    return SavedTensor("uint8", (*tensor.shape, nbytes), offsets, sizes, tensor.items)
+
+
+def _cutting(root: Path, held: Sequence[tuple[str, SavedTensor, TensorPlaces]]) -> Cutting:
+    builder = CuttingBuilder([ITEMSIZE[saved.dtype] for _, saved, _ in held])
+    for number, (key, saved, places) in enumerate(held):
+        if not math.prod(saved.shape):
             nothing = np.zeros(1, dtype=np.int64)
             builder.place(number, builder.slot(Slot(nothing, nothing, nothing)), piece_numel=1)
             continue
         try:
             grid = grid_of(saved.shape, saved.offsets, saved.sizes)
         except NotTiledError as error:
-            message = (
-                f"{found.root / dcp_names.METADATA}: {show(key)} of {show(saved.shape)}: {error}"
-            )
+            message = f"{root / dcp_names.METADATA}: {show(key)} of {show(saved.shape)}: {error}"
             raise CorruptFileError(message) from error
         pieces = Slot(places.file, places.offset, np.prod(saved.sizes, axis=1, dtype=np.int64))
         builder.place_boxes(number, builder.slot(pieces), grid)
-    return Reading(checkpoint, builder.build(), found.files.files)
+    return builder.build()

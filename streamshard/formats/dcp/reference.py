@@ -7,7 +7,7 @@ must describe the same model: every difference is refused.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -24,7 +24,7 @@ from streamshard.formats.checkpoint import (
     Reading,
     ScalarState,
 )
-from streamshard.formats.dcp.dcp_reader import BorrowedPlace, Distributed, cut, open_distributed
+from streamshard.formats.dcp.dcp_reader import Distributed, cut, open_distributed
 from streamshard.formats.dcp.optimizer_state import SavedGroup, number_in
 from streamshard.formats.dcp.torch_optimizers import OF_TORCH
 from streamshard.formats.deepspeed import names
@@ -34,7 +34,7 @@ from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.torch_tensor import Storage
 from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.formats.torch.tree_copy import copied
-from streamshard.model import MODULE, LogicalTensor, Note, Slot, SourceFile, Whole
+from streamshard.model import MODULE, LogicalTensor, Note, Whole
 
 _STEP: Final = "step"
 _OF_DEEPSPEED: Final = "bias_correction"
@@ -43,16 +43,7 @@ _KINDS: Final = ("betas", "momentum", "alpha", "lr_decay")
 """Hyper-parameters that tell optimizers apart; a param group has as many of them as its kind."""
 
 
-@dataclass(frozen=True, slots=True)
-class Completed:
-    """A distributed checkpoint with all that a job needs."""
-
-    reading: Reading
-    borrowed: Mapping[int, int]
-    """File of the reference that holds some of the training state → its number in `reading`."""
-
-
-def read_like(root: Path, like: Reading) -> Completed:
+def read_like(root: Path, like: Reading) -> Reading:
     """Open a distributed checkpoint, and complete it by a reference checkpoint."""
     reference = like.checkpoint
     family = _only_family(root, reference)
@@ -65,7 +56,7 @@ def read_like(root: Path, like: Reading) -> Completed:
         entries = merging.entries()
         shapes = {name: found.weight(name).shape for name in known}
         tensors = [*optimizer_tensors(groups, shapes, ""), *merging.module_tensors(entries)]
-    blobs = _Blobs(like, first=len(tensors), first_file=len(found.files.files))
+    blobs = _Blobs(reference, first=len(tensors))
     model, optimizer = blobs.adopt((family.model_state, family.optimizer_file))
     completed = Family(
         name="",
@@ -78,16 +69,14 @@ def read_like(root: Path, like: Reading) -> Completed:
     checkpoint = replace(
         reference,
         tag=root.name,
-        tensors=(*tensors, *blobs.tensors),
+        tensors=tuple(tensors),
         families=(completed,),
         files=(),
         notes=tuple(map(Note, (*found.left_out, *merging.notes()))),
         accelerate_step=None,
         dropped=None,
     )
-    reading = cut(checkpoint, found, blobs.places)
-    files = (*reading.files, *blobs.files)
-    return Completed(replace(reading, files=files), blobs.borrowed)
+    return cut(checkpoint, found).append(blobs.tensors, *like.places_of(blobs.rows))
 
 
 def _only_family(root: Path, reference: Checkpoint) -> Family:
@@ -318,21 +307,14 @@ def _with_options(
 
 
 class _Blobs:
-    """The storages in the reference's training state, with their places in its files."""
+    """The storages in the reference's training state, as tensors behind those of the checkpoint."""
 
-    def __init__(self, like: Reading, *, first: int, first_file: int) -> None:
+    def __init__(self, like: Checkpoint, *, first: int) -> None:
         self._like = like
         self._first = first
-        self._first_file = first_file
         self.tensors: list[LogicalTensor] = []
-        self.places: list[BorrowedPlace] = []
-        """The pieces of each of the tensors."""
-        self.borrowed: dict[int, int] = {}
-
-    @property
-    def files(self) -> list[SourceFile]:
-        """The files of the reference that hold them."""
-        return [self._like.files[number] for number in self.borrowed]
+        self.rows: list[int] = []
+        """Their numbers in the reference."""
 
     def adopt(self, roots: tuple[Mapping[str, Node], ...]) -> tuple[Mapping[str, Node], ...]:
         """Copy training state, so that its storages are numbered as in the checkpoint made."""
@@ -343,17 +325,7 @@ class _Blobs:
         content = storage.content
         if not isinstance(content, Whole):
             return Storage(storage.dtype, storage.numel, content)
-        cutting, tensor = self._like.cutting, self._like.checkpoint.tensors[content.tensor]
-        columns = cutting.first_piece, cutting.origin, cutting.piece_numel, cutting.lead
-        first, origin, piece_numel, lead = (int(column[content.tensor]) for column in columns)
-        pieces = slice(first, first + -(-(origin + tensor.numel) // piece_numel))
-        files = [self._borrow(file) for file in cutting.file[pieces].tolist()]
-        numels = np.full(len(files), piece_numel, dtype=np.int64)
-        slot = Slot(np.array(files, dtype=np.int64), cutting.offset[pieces], numels)
-        self.places.append(BorrowedPlace(slot, piece_numel, origin, lead))
-        number = self._first + len(self.tensors)
-        self.tensors.append(replace(tensor, name=str(len(self.tensors)), family=""))
-        return Storage(storage.dtype, storage.numel, Whole(number))
-
-    def _borrow(self, file: int) -> int:
-        return self.borrowed.setdefault(file, self._first_file + len(self.borrowed))
+        tensor, number = self._like.tensors[content.tensor], len(self.tensors)
+        self.rows.append(content.tensor)
+        self.tensors.append(replace(tensor, name=str(number), family=""))
+        return Storage(storage.dtype, storage.numel, Whole(self._first + number))

@@ -36,7 +36,7 @@ _KNOWN: Final = LOOKED_INTO | {
 }  # fmt: skip
 """Records that torch writes besides the storages."""
 _PIECE_BYTES: Final = 1 << 20
-_ALIGNMENT: Final = 64
+ALIGNMENT: Final = 64
 _LIMIT_32: Final = 0xFFFFFFFF
 _FLAGS: Final = 0x0808
 """UTF-8 name; CRC and sizes follow the data."""
@@ -211,7 +211,7 @@ class Record:
     def data_start(self) -> int:
         """Byte offset of the data, which is aligned."""
         bare = self.start + _LOCAL.size + len(self.name.encode()) + len(self.zip64()) + 4
-        return bare + -bare % _ALIGNMENT
+        return bare + -bare % ALIGNMENT
 
     def header(self) -> bytes:
         """Serialize the local header with the padding that aligns the data."""
@@ -306,7 +306,7 @@ def lay_out(serialized: Serialized, stem: str) -> TorchLayout:
     contents: list[tuple[str, Storage | Literal]] = [
         (PICKLE, Literal(serialized.pickled)),
         (".format_version", Literal(b"1")),
-        (".storage_alignment", Literal(str(_ALIGNMENT).encode())),
+        (".storage_alignment", Literal(str(ALIGNMENT).encode())),
         ("byteorder", Literal(b"little")),
         *((f"data/{key}", storage) for key, storage in enumerate(serialized.storages)),
         ("version", Literal(b"3\n")),

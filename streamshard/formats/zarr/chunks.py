@@ -11,8 +11,7 @@ from isal import isal_zlib
 from numcodecs.blosc import Blosc
 
 from streamshard.errors import IntegrityError
-from streamshard.io.readable import OpenedFile
-from streamshard.model import Memory
+from streamshard.model import Memory, StoredBytes
 
 Stored = bytes | bytearray | memoryview
 
@@ -93,7 +92,7 @@ class EncodedChunk:
         """Name of the compression: `lz4`, `zstd`."""
         return self._codec.name
 
-    def decode(self, file: OpenedFile, stored: Memory, content: Memory) -> memoryview:
+    def decode(self, file: StoredBytes, stored: Memory, content: Memory) -> memoryview:
         """Read and decompress the chunk into the caller's memory."""
         data = stored(self._stored_bytes + 1)
         found = file.read_into(data, 0)

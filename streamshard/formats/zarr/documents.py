@@ -9,11 +9,14 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 from hashlib import sha256
 from typing import Any, Final
 from urllib.parse import quote
 
+from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.zarr.chunks import EARLY_SETTINGS, blosc_settings
+from streamshard.formats.zarr.store_state import VERSION, ChunkShapes
 from streamshard.layout.zero import ceil_div
 from streamshard.model import BLOB, FILE, ITEMSIZE, MODULE, LogicalTensor
 
@@ -21,6 +24,8 @@ ROOT_DOCUMENT: Final = "zarr.json"
 """The root group's document. A node of this name would replace its parent's document."""
 ROOT_KEY: Final = "streamshard"
 """Attribute of the root group that makes a hierarchy a store."""
+VERSION_KEY: Final = "format_version"
+WEIGHTS_KEY: Final = "weights_only"
 STATE_PATH: Final = "meta/state"
 MANIFEST_PATH: Final = "meta/manifest"
 
@@ -86,6 +91,45 @@ def array_document(tensor: LogicalTensor, chunk: tuple[int, ...], codec: str) ->
             "storage_transformers": [],
         }
     )
+
+
+def store_documents(
+    checkpoint: Checkpoint, chunk_shapes: ChunkShapes, codec: str
+) -> dict[str, bytes]:
+    """Serialize the zarr.json of every group and of every tensor's array, by path."""
+    found = {
+        "zarr.json": group_document({ROOT_KEY: _attributes(checkpoint)}),
+        "meta/zarr.json": group_document(),
+    }
+    for tensor, chunk in zip(checkpoint.tensors, chunk_shapes, strict=True):
+        path = array_path(tensor)
+        parents = path.split("/")[:-1]
+        for depth in range(1, len(parents) + 1):
+            found.setdefault("/".join(parents[:depth]) + "/zarr.json", group_document())
+        found[f"{path}/zarr.json"] = array_document(tensor, chunk, codec)
+    return found
+
+
+def small_array_document(nbytes: int) -> bytes:
+    """Serialize the zarr.json of raw bytes in one uncompressed chunk, whose key is `c/0`."""
+    return array_document(LogicalTensor(BLOB, "", "uint8", (nbytes,)), (nbytes,), "none")
+
+
+def _attributes(checkpoint: Checkpoint) -> dict[str, Any]:
+    layout = checkpoint.layout
+    dropped = {} if checkpoint.dropped is None else {WEIGHTS_KEY: asdict(checkpoint.dropped)}
+    provenance = {field.name: getattr(layout, field.name) for field in fields(layout)}
+    return {
+        VERSION_KEY: VERSION,
+        "tag": checkpoint.tag,
+        **dropped,
+        "saved_by": {
+            **provenance,
+            "model_parallel": len(checkpoint.families),
+            "expert_parallel": checkpoint.expert_parallel,
+            "module_dtype": checkpoint.module_dtype,
+        },
+    }
 
 
 def forms(document: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -43,14 +43,6 @@ from streamshard.model import (
 
 VERSION: Final = 1
 """Version of a store's format."""
-_WEIGHTS_ONLY_VERSION: Final = 2
-"""Version of a store without optimizer states. As version 1, older readers would take it for a
-checkpoint from before the first step."""
-_LAYERS_VERSION: Final = 3
-"""Version of a store that has the tensors of a pipeline's layers, not the layers' files."""
-VERSIONS: Final = (VERSION, _WEIGHTS_ONLY_VERSION, _LAYERS_VERSION)
-"""Versions that can be read."""
-
 _FLAT: Final = "flat"
 _SCALAR: Final = "scalar"
 _PLAIN: Final = "plain"
@@ -59,13 +51,6 @@ _LIMIT_COUNT: Final = 1 << 53
 
 ChunkShapes = Sequence[tuple[int, ...]]
 """Shape of the chunks of each logical tensor."""
-
-
-def version_of(checkpoint: Checkpoint) -> int:
-    """Return the format version of a checkpoint's store."""
-    if checkpoint.layers:
-        return _LAYERS_VERSION
-    return VERSION if checkpoint.dropped is None else _WEIGHTS_ONLY_VERSION
 
 
 def dump(
@@ -89,7 +74,7 @@ def dump(
         tensor = node.content.tensor
         return ("blob", node.dtype, node.numel, tensor if numbers is None else numbers[tensor])
 
-    # Present only where they are needed, so that the format of all other stores is unchanged.
+    # Present only where they are needed.
     dropped = {} if checkpoint.dropped is None else {"dropped": _values(checkpoint.dropped)}
     layers = {"layers": list(map(_values, checkpoint.layers))} if checkpoint.layers else {}
     return inert_dump.dump(
@@ -342,8 +327,6 @@ def _optional_count(value: Node) -> int | None:
 
 
 def _note(value: Node) -> Note:
-    if isinstance(value, str):  # as early stores have it
-        return Note(value)
     text, kind = value
     return Note(_text(text), NoteKind(_text(kind)))
 

@@ -28,12 +28,15 @@ from zarr.core.array_spec import ArraySpec
 from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.registry import register_codec
 
-from streamshard.errors import CorruptFileError
+from streamshard.errors import CorruptFileError, UnsupportedError
+from streamshard.formats.pickle.inert import show
 from streamshard.formats.zarr.documents import ROOT_DOCUMENT
 from streamshard.io.entries import open_readable
 from streamshard.io.files import require_same
 from streamshard.model import SourceFile
 
+_CODECS: Final = ("bytes", "transpose", "sharding_indexed", "blosc", "gzip", "zstd", "crc32c")
+"""Codecs of Zarr's own. Others would have zarr-python load plug-ins."""
 _PREFIX: Final = "streamshard.bounded."
 _SPARE_BYTES: Final = 1 << 16
 _BLOSC_SIZE: Final = slice(4, 8)
@@ -52,16 +55,22 @@ class OpenArray:
     Parameters
     ----------
     document
-        The content of its zarr.json.
+        What its zarr.json says.
     files
         The files in its directory, by path relative to it.
     """
 
-    def __init__(self, document: bytes, files: Mapping[str, SourceFile]) -> None:
-        parsed = json.loads(document)
-        parsed["codecs"] = _bounded(parsed["codecs"])
-        self._files = _ArrayFiles(json.dumps(parsed).encode(), files)
+    def __init__(self, document: Mapping[str, Any], files: Mapping[str, SourceFile]) -> None:
+        names: list[str] = []
+        bounded = {**document, "codecs": _bounded(document.get("codecs"), names)}
+        self._files = _ArrayFiles(json.dumps(bounded).encode(), files)
         self._array = zarr.open_array(self._files, mode="r", zarr_format=3)
+        self.chunk = self._array.shards or self._array.chunks
+        """Shape of what one file holds: a chunk or a zarr shard."""
+        if not all(self.chunk):
+            raise ValueError(f"chunks of {show(self.chunk)}")
+        self.steps = sum(name not in ("bytes", "sharding_indexed") for name in names)
+        """Count of codecs that take memory of their own, such as compressions."""
 
     def read(self, where: tuple[slice, ...]) -> NDArray[Any]:
         """Decode a part of the array."""
@@ -243,16 +252,19 @@ for _name, _codec in _BOUNDED.items():
     register_codec(_PREFIX + _name, _codec)
 
 
-def _bounded(codecs: Any) -> Any:  # noqa: ANN401
-    """Return a document's codecs with the compressions here in place of zarr-python's."""
-    if isinstance(codecs, dict):
-        name, settings = codecs.get("name"), codecs.get("configuration")
-        if name in _BOUNDED:
-            return {"name": _PREFIX + name, "configuration": {}}
-        if isinstance(settings, dict):
-            nested = {key: _bounded(settings[key]) for key in settings if key.endswith("codecs")}
-            return {**codecs, "configuration": {**settings, **nested}}
-        return codecs
+def _bounded(codecs: Any, names: list[str]) -> Any:  # noqa: ANN401
+    """Return codecs with the compressions here in place of zarr-python's, and note their names."""
     if isinstance(codecs, list):
-        return [_bounded(codec) for codec in codecs]
-    return {"name": _PREFIX + codecs, "configuration": {}} if codecs in _BOUNDED else codecs
+        return [_bounded(codec, names) for codec in codecs]
+    codec = codecs if isinstance(codecs, dict) else {"name": codecs}
+    name, settings = codec.get("name"), codec.get("configuration")
+    if name not in _CODECS:
+        message = f"rewritten with the codec {show(name)}, which is not known; known are"
+        raise UnsupportedError(f"{message} {', '.join(_CODECS)}")
+    names.append(name)
+    if name in _BOUNDED:
+        return {"name": _PREFIX + name, "configuration": {}}
+    if not isinstance(settings, dict):
+        return codec
+    nested = {key: _bounded(settings[key], names) for key in settings if key.endswith("codecs")}
+    return {**codec, "configuration": {**settings, **nested}}

@@ -17,7 +17,7 @@ from streamshard.errors import (
 )
 from streamshard.io.object_path import as_path
 
-MISSING: Final = "missing"
+_MISSING: Final = "missing"
 """A file that should exist does not."""
 EXTRA: Final = "extra"
 """A file exists that nothing lists."""
@@ -34,7 +34,7 @@ UNREADABLE: Final = "unreadable"
 
 _KINDS: Final[Mapping[type[StreamshardError], str]] = {
     CorruptFileError: MALFORMED,
-    IncompleteError: MISSING,
+    IncompleteError: _MISSING,
     DisagreementError: DISAGREEMENT,
     UnsupportedError: UNSUPPORTED,
     IntegrityError: DAMAGED,

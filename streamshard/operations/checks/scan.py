@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, Final
 
 from streamshard.engine.jobs.executor import Job, run_ordered
-from streamshard.engine.run.source_reader import Decoder
 from streamshard.engine.scan.probe import Probe, ProbeTools
 from streamshard.errors import StreamshardError
 from streamshard.layout.memory_plan import MemoryPlan
@@ -44,7 +43,6 @@ class Unit:
 def scan(
     units: Iterable[Unit],
     files: Sequence[SourceFile],
-    decoders: Mapping[int, Decoder],
     memory: MemoryPlan,
     progress: Callable[[int], None],
     hashed: Callable[[int, str], None] | None = None,
@@ -59,7 +57,7 @@ def scan(
     """
     waiting: deque[Unit] = deque()
     results: deque[Result] = deque()
-    tools = ProbeTools(files, decoders, memory.window_bytes, hashed is not None)
+    tools = ProbeTools(files, memory.window_bytes, hashed is not None)
     jobs = run_ordered(
         _jobs(units, waiting),
         tools,

@@ -1,12 +1,11 @@
 """Checks the structure of a checkpoint of any kind, and lists the units to read."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
-from streamshard.engine.run.source_reader import Decoder
 from streamshard.errors import (
     IntegrityError,
     SourceError,
@@ -17,7 +16,6 @@ from streamshard.errors import (
     release_frames,
 )
 from streamshard.formats.checkpoint import Checkpoint
-from streamshard.formats.dcp import dcp_reader
 from streamshard.formats.deepspeed import ds_config
 from streamshard.formats.deepspeed.dumps import dump_names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
@@ -27,7 +25,7 @@ from streamshard.formats.deepspeed.read.validation import (
     validate_dumps,
 )
 from streamshard.formats.links import is_inside, require_regular
-from streamshard.formats.zarr import store_files, zarr_reader
+from streamshard.formats.zarr.store_index import StoreIndex, may_be_store
 from streamshard.io.entries import (
     identify,
     is_directory,
@@ -42,14 +40,18 @@ from streamshard.io.object_path import as_path
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.sample import Sample
 from streamshard.model import SourceFile
-from streamshard.operations.checks.item_check import ItemFilesCheck
 from streamshard.operations.checks.problems import UNREADABLE, Findings
 from streamshard.operations.checks.scan import Unit, scan
 from streamshard.operations.checks.store_check import StoreCheck
 from streamshard.operations.checks.torch_check import TorchFiles, deepspeed_owner
-from streamshard.operations.source.candidates import distributed_at, is_weights
 from streamshard.operations.source.sidecars import may_come_along
-from streamshard.operations.source.source import Source, find_tag, open_with
+from streamshard.operations.source.source import (
+    Source,
+    find_tag,
+    open_with,
+    recognized,
+    store_source,
+)
 
 Path_ = str | os.PathLike[str]
 
@@ -85,7 +87,6 @@ class Looked:
     files: Sequence[SourceFile]
     units: Callable[[], Iterator[Unit]]
     """Yields the units to read."""
-    decoders: Mapping[int, Decoder]
     codec_bytes: int = 0
     source: Source | None = None
     """The opened shards; None if they cannot be opened, and for a store, which has digests."""
@@ -97,7 +98,38 @@ class Looked:
 
     def read(self, memory: MemoryPlan, progress: Callable[[int], None]) -> None:
         """Read everything that has checksums; problems are added to the findings."""
-        scan(self.units(), self.files, self.decoders, memory, progress)
+        scan(self.units(), self.files, memory, progress)
+
+
+class Reader(Protocol):
+    """Reads one kind of checkpoint that is neither DeepSpeed's nor a store; see `registry`."""
+
+    @property
+    def kind(self) -> str:
+        """What `Source.kind` says."""
+
+    def holds(self, directory: Path) -> bool:
+        """Tell whether a directory is one of the checkpoints to choose from around it."""
+
+    def recognizes(self, root: Path, tag: str | None) -> Path | None:
+        """Return the checkpoint's directory at a path, or of a tag in it; None if it is another."""
+
+    def open(self, place: Path, like: Source | None) -> Source:
+        """Open the checkpoint in a directory."""
+
+    def look_at(
+        self, place: Path, reopen: Callable[[], Source], findings: Findings, sample: Sample
+    ) -> Looked:
+        """Check its structure; all problems are added to the findings."""
+
+    def complete(
+        self, source: Source, config: ds_config.Config, stage: int | None, world_size: int
+    ) -> Checkpoint:
+        """Add what a job's config tells of the training state, where `completes`."""
+
+    @property
+    def completes(self) -> bool:
+        """Whether it can do so."""
 
 
 def look_at(request: Request, findings: Findings, sample: Sample) -> Looked:
@@ -107,34 +139,36 @@ def look_at(request: Request, findings: Findings, sample: Sample) -> Looked:
         template = request.template
         if template is not None:
             return _look_at_dumps(request, template, findings, sample)
-        if is_file(root / "zarr.json") or store_files.may_be_store(root):
+        if is_file(root / "zarr.json") or may_be_store(root):
             return _look_at_store(request, root, findings, sample)
-        if request.tag is None and is_weights(root):
-            return _look_at_weights(request, root, findings)
-        distributed = distributed_at(root, request.tag)
-        if distributed is not None:
-            return _look_at_distributed(request, distributed, findings, sample)
+        if found := recognized(root, request.tag):
+            reader: Reader = found[0]
+            return reader.look_at(found[1], request.open, findings, sample)
         return _look_at_native(request, root, findings, sample)
 
 
 def _look_at_store(request: Request, root: Path, findings: Findings, sample: Sample) -> Looked:
     list_ahead(root)
-    error: StreamshardError | None = None
-    try:
-        request.open().require_use_of_like()
-    except SourceNotFoundError as not_found:
-        if not store_files.may_be_store(root):
-            raise
-        error = not_found
-    except (SourceError, IntegrityError) as found:
-        error = found
-    if isinstance(error, UnsupportedError) and not zarr_reader.is_of_known_version(root):
-        findings.add_error(error, root)
-        return Looked("store", None, (), lambda: iter(()), {})
-    check = StoreCheck(root, findings, sample)
-    if error is not None:
+    index = StoreIndex(root)
+    errors = [*index.version_errors()]
+    for error in errors:
+        if isinstance(error, SourceNotFoundError) and not may_be_store(root):
+            raise error
+        if isinstance(error, UnsupportedError):
+            findings.add_error(error, root)
+            return Looked("store", None, (), lambda: iter(()))
+    for fault in (*index.metadata_faults(), *index.array_faults()):
+        findings.add_error(fault.error, fault.path)
+    if not findings.problems:
+        errors = errors or [*index.version_errors()]
+    if not (findings.problems or errors):
+        like = request.like.checkpoint if isinstance(request.like, Source) else request.like
+        replace(store_source(index, request.tag), like=like).require_use_of_like()
+    check = StoreCheck(index, findings, sample)
+    for error in errors:
         findings.add_unexplained(error, root)
-    return Looked("store", check.tag, check.files, check.units, check.decoders, check.codec_bytes)
+    tag = index.checkpoint.tag if index.checkpoint and index.is_described else None
+    return Looked("store", tag, check.files, check.units, index.codec_bytes)
 
 
 def _look_at_dumps(
@@ -155,7 +189,7 @@ def _look_at_dumps(
         _explain(error, findings, directory, validate_dumps(template, fit.others), fit)
         paths = fit.files
     torch = TorchFiles(_described(paths), template.rank_of, findings, sample)
-    return Looked("dumps", template.name, torch.files, torch.units, {}, source=opened)
+    return Looked("dumps", template.name, torch.files, torch.units, source=opened)
 
 
 def _look_at_native(request: Request, root: Path, findings: Findings, sample: Sample) -> Looked:
@@ -167,7 +201,7 @@ def _look_at_native(request: Request, root: Path, findings: Findings, sample: Sa
         if not is_directory(root):
             raise
         findings.add_error(error, root, [root / "latest"])
-        return Looked("native", None, (), lambda: iter(()), {})
+        return Looked("native", None, (), lambda: iter(()))
     try:
         opened = request.open()
         paths: Iterable[Path] = [file.path for file in opened.files]
@@ -184,42 +218,7 @@ def _look_at_native(request: Request, root: Path, findings: Findings, sample: Sa
         paths = fit.files
     torch = TorchFiles(_described(paths), deepspeed_owner, findings, sample)
     tag = tag_dir.relative_to(run_dir).as_posix()
-    return Looked("native", tag, torch.files, torch.units, {}, source=opened)
-
-
-def _look_at_weights(request: Request, root: Path, findings: Findings) -> Looked:
-    files: tuple[SourceFile, ...] = ()
-    opened: Source | None = None
-    try:
-        opened = request.open()
-        files = opened.files
-        findings.files += len(files)
-        findings.notes.append(
-            "Files in safetensors format keep no checksums: their headers and sizes were checked."
-        )
-    except SourceError as error:
-        release_frames(error)
-        findings.add_error(error, root, set(paths_in(root)))
-    return Looked("weights", root.name, files, lambda: iter(()), {}, source=opened)
-
-
-def _look_at_distributed(
-    request: Request, root: Path, findings: Findings, sample: Sample
-) -> Looked:
-    opened: Source | None = None
-    try:
-        opened = request.open()
-        findings.notes += opened.checkpoint.remarks
-    except (SourceError, IntegrityError) as error:
-        release_frames(error)
-        places = dcp_reader.parts_of(root)
-        findings.add_error(error, root, {p for part in places for p in paths_in(part)})
-    items: Mapping[Path, Sequence[tuple[int, int]]] = {}
-    # Without an index it is not known where items lie, which is a problem already.
-    with suppress(SourceError):
-        items = dcp_reader.index_of(root).by_file()
-    check = ItemFilesCheck.of(items, findings, sample)
-    return Looked("dcp", root.name, check.files, check.units, {}, source=opened)
+    return Looked("native", tag, torch.files, torch.units, source=opened)
 
 
 class _Fit:

@@ -5,14 +5,10 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from streamshard.engine.numeric import digests
-from streamshard.engine.run.work import Region
 from streamshard.engine.scan.probe import Probe
 from streamshard.errors import StreamshardError
 from streamshard.formats.zarr.documents import array_path
-from streamshard.layout.cutting import Segments, coalesce
 from streamshard.layout.sample import Sample
 from streamshard.model import ITEMSIZE
 from streamshard.operations.checks.problems import Findings
@@ -32,24 +28,14 @@ def tensor_units(source: Source, findings: Findings, sample: Sample) -> Iterator
         start, at = at, at + tensor.nbytes
         if not sample.holds(start, at, total):
             continue
-        itemsize = ITEMSIZE[tensor.dtype]
-        step = _PIECE_BYTES // itemsize
+        step = _PIECE_BYTES // ITEMSIZE[tensor.dtype]
         pieces = []
         for first in range(0, tensor.numel, step):
             stop = min(first + step, tensor.numel)
-            region = _region(source, index, first, stop, itemsize)
+            region = source.region(index, first, stop)
             read = partial(Probe.digest_of, region=region)
             pieces.append(ScanPiece(region.content_bytes, read))
         yield Unit(pieces, partial(_note, source.path, paths, findings, array_path(tensor)))
-
-
-def _region(source: Source, tensor: int, start: int, stop: int, itemsize: int) -> Region:
-    one = np.array([tensor], dtype=np.int64)
-    segments = Segments(one, np.array([start]), np.array([stop]), one * 0)
-    found = source.cutting.locate(segments, target_itemsize=itemsize)
-    copies = coalesce(found, itemsize=itemsize, target_itemsize=itemsize)
-    content_bytes = (stop - start) * itemsize
-    return Region(content_bytes, copies, source_itemsize=itemsize, target_itemsize=itemsize)
 
 
 def _note(

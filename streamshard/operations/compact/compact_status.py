@@ -16,7 +16,7 @@ from streamshard.io.object_path import as_path
 from streamshard.operations.compact.archive.receipts import (
     BEGUN,
     WEIGHTS_ONLY,
-    Place,
+    ArchivedTag,
     Receipt,
     moment_after,
 )
@@ -123,7 +123,7 @@ def compact_status(
 def _tags(run_dir: Path, archive_dir: Path, grace: timedelta) -> Iterator[TagStatus]:
     trash = trash_of(run_dir)
     in_trash, going = {*trash.tags()}, {*trash.going()}
-    for place in Place.all_in(archive_dir):
+    for place in ArchivedTag.all_in(archive_dir):
         step = step_of(place.tag)
         try:
             receipt = place.read_receipt()

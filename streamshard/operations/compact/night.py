@@ -28,7 +28,7 @@ from streamshard.operations.compact.archive.archive import Archiver
 from streamshard.operations.compact.archive.proof import Means, Proved
 from streamshard.operations.compact.archive.receipts import (
     BEGUN,
-    Place,
+    ArchivedTag,
     Receipt,
     remove_unfinished,
     show_moment,
@@ -153,7 +153,7 @@ class Compacting:
         directory, held = self._settings.archive_dir, set[str]()
         with suppress(TargetError):  # emptying the trash reports this error
             held = {*self._remover.trash.tags(), *self._remover.trash.going()}
-        if held and not any(is_there(Place(directory, tag).receipt) for tag in held):
+        if held and not any(is_there(ArchivedTag(directory, tag).receipt) for tag in held):
             message = f"{directory}: has no receipt of any of the {len(held):,} tags in the trash"
             message = f"{message} of {self._settings.run_dir}; is it mounted, and the one that they"
             raise IncompleteError(f"{message} were archived in? Nothing was done")
@@ -282,7 +282,7 @@ class Compacting:
 
     def _archived(self, tag: str) -> Receipt | None:
         """Return the receipt of a tag that is archived; None if it is not archived yet."""
-        place = Place(self._settings.archive_dir, tag)
+        place = ArchivedTag(self._settings.archive_dir, tag)
         receipt = place.read_receipt()
         if receipt is None or receipt.state == BEGUN:
             return None

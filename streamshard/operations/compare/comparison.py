@@ -1,23 +1,27 @@
 """Reads the matching tensors of two checkpoints, window by window, and reports differences."""
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 
-from streamshard.engine.jobs.executor import Job, run_ordered
+from streamshard.engine.jobs.executor import Job
+from streamshard.engine.run.phases import READING, Count
 from streamshard.engine.scan.equality import Comparator, Comparison, Mismatch
-from streamshard.engine.scan.region_pair import PairTools
-from streamshard.errors import StreamshardError
+from streamshard.errors import SourceError, StreamshardError
 from streamshard.layout.memory_plan import MIB, SCRATCH_BYTES, WINDOW_BYTES, MemoryPlan
 from streamshard.layout.sample import Sample
 from streamshard.model import ITEMSIZE
 from streamshard.operations.checks.problems import Difference, Findings
-from streamshard.operations.compare.matched_runs import RunPart, Runs, Side
+from streamshard.operations.compare.matched_runs import RunPart, Runs
 from streamshard.operations.compare.pairing import Pair
+from streamshard.operations.source.source import Source
+from streamshard.operations.transfer.execution import Limits
+from streamshard.operations.transfer.report import Progress
 
 EXTRA_BYTES: Final = WINDOW_BYTES + SCRATCH_BYTES + 2 * MIB
 """Memory that a worker takes besides one window and its scratch: both for the other side, and the
@@ -26,74 +30,117 @@ copies."""
 _Result = list[Mismatch] | StreamshardError
 
 
-class Comparing:
-    """Two opened checkpoints, and the pairs of tensors to compare.
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What two opened checkpoints were found to hold."""
 
-    Parameters
-    ----------
-    exactly
-        Whether the bits of a NaN are compared too where one side is a cast.
-    """
-
-    def __init__(
-        self, left: Side, right: Side, pairs: Sequence[Pair], *, exactly: bool = False
-    ) -> None:
-        self._runs = Runs(left, right, pairs)
-        self._exactly = exactly
+    differences: Sequence[Difference]
+    findings: Findings
+    """What could not be read."""
+    memory: MemoryPlan
+    nbytes: int
+    """Bytes that were compared on each side."""
+    bytes_read: int
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that are compared on each side."""
-        return self._runs.nbytes
+    def wrong(self) -> list[str]:
+        """What is wrong, in words: problems first."""
+        problems = [problem.message for problem in self.findings.problems]
+        return [*problems, *(difference.message for difference in self.differences)]
 
-    def run(
-        self, memory: MemoryPlan, findings: Findings, progress: Callable[[int], None]
-    ) -> list[Difference]:
-        """Compare all pairs; read errors are added to the findings."""
-        waiting: deque[Sequence[RunPart]] = deque()
-        counts: dict[int, tuple[int, int]] = {}
-        tools = PairTools(Comparator, self._runs.readable, memory.window_bytes, SCRATCH_BYTES // 2)
-        paths = {file.path for side in self._runs.sides for file in side.files}
-        results = run_ordered(
-            self._jobs(waiting),
-            tools,
-            workers=memory.workers,
-            progress=progress,
-            needed_bytes=memory.process_bytes,
-        )
-        for result in results:
-            parts = waiting.popleft()
-            if isinstance(result, StreamshardError):
-                findings.add_error(result, self._runs.sides[0].path, paths)
-                continue
-            for mismatch in result:
-                part = parts[mismatch.part]
-                _count(counts, self._runs.pairs[part.number], part, mismatch)
-        findings.tensors += len(self._runs.pairs)
-        return [
-            _difference(self._runs.pairs[number], *found)
-            for number, found in sorted(counts.items())
-        ]
+    def require_read(self) -> Self:
+        """Refuse what could not be read."""
+        if self.findings.problems:
+            raise SourceError(self.findings.problems[0].message)
+        return self
 
-    def _jobs(self, waiting: deque[Sequence[RunPart]]) -> Iterator[Job[Comparator, _Result]]:
-        for run in self._runs:
-            waiting.append(run)
-            yield self._job(run)
 
-    def _job(self, run: Sequence[RunPart]) -> Job[Comparator, _Result]:
-        try:
-            return partial(_compare, self._comparison(run))
-        except StreamshardError as error:
-            return partial(_return, error)
+def compare(
+    left: Source,
+    right: Source,
+    pairs: Sequence[Pair],
+    memory: MemoryPlan | Limits,
+    progress: Progress,
+    *,
+    phase: str = READING,
+    exactly: bool = False,
+) -> Compared:
+    """Read pairs of tensors of two opened checkpoints, and find the elements that differ.
 
-    def _comparison(self, run: Sequence[RunPart]) -> Comparison:
-        first = self._runs.pairs[run[0].number]
-        ratio = first.itemsize // ITEMSIZE[first.dtype]
-        ends = np.cumsum([part.stop - part.start for part in run])
-        left, right = self._runs.regions(run)
-        starts = np.concatenate([[0], ends[:-1]]) // ratio
-        any_nan = not self._exactly and first.left.dtype != first.right.dtype
-        return Comparison(left, right, starts, first.dtype, any_nan)
+    As a phase of a longer run it counts each pair of bytes once, else all that it reads. `exactly`
+    compares the bits of a NaN too where one side is a cast.
+    """
+    runs = Runs(left, right, pairs)
+    plan = memory if isinstance(memory, MemoryPlan) else fit_sides(memory, left, right)
+    findings = Findings()
+    read = Count(progress.advance if phase == READING else _BothSides(progress.advance).add)
+    progress.start(runs.nbytes * (2 if phase == READING else 1), phase)
+    try:
+        differences = _differences(runs, plan, findings, read.add, exactly=exactly)
+    finally:
+        if phase == READING:
+            progress.stop()
+    findings.tensors += len(pairs)
+    return Compared(differences, findings, plan, runs.nbytes, read.value)
+
+
+def fit_sides(limits: Limits, left: Source, right: Source, *, copies_bytes: int = 0) -> MemoryPlan:
+    """Fit the reading of two opened checkpoints into the memory limit."""
+    codec_bytes = left.codec_bytes + right.codec_bytes + EXTRA_BYTES
+    return limits.fit(codec_bytes, (*left.files, *right.files), copies_bytes)
+
+
+class _BothSides:
+    """Counts the bytes read on both sides of a comparison, and reports each pair of bytes once."""
+
+    def __init__(self, progress: Callable[[int], None]) -> None:
+        self._progress = progress
+        self._read = 0
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes of one side."""
+        with self._lock:
+            before, self._read = self._read, self._read + nbytes
+        self._progress((before + nbytes) // 2 - before // 2)
+
+
+def _differences(
+    runs: Runs,
+    memory: MemoryPlan,
+    findings: Findings,
+    progress: Callable[[int], None],
+    *,
+    exactly: bool,
+) -> list[Difference]:
+    counts: dict[int, tuple[int, int]] = {}
+    paths = {file.path for side in runs.sides for file in side.files}
+    job = partial(_job, runs, exactly=exactly)
+    for parts, result in runs.work(Comparator, job, memory, progress):
+        if isinstance(result, StreamshardError):
+            findings.add_error(result, runs.sides[0].path, paths)
+            continue
+        for mismatch in result:
+            part = parts[mismatch.part]
+            _count(counts, runs.pairs[part.number], part, mismatch)
+    return [_difference(runs.pairs[number], *found) for number, found in sorted(counts.items())]
+
+
+def _job(runs: Runs, run: Sequence[RunPart], *, exactly: bool) -> Job[Comparator, _Result]:
+    try:
+        return partial(_compare, _comparison(runs, run, exactly=exactly))
+    except StreamshardError as error:
+        return partial(_return, error)
+
+
+def _comparison(runs: Runs, run: Sequence[RunPart], *, exactly: bool) -> Comparison:
+    first = runs.pairs[run[0].number]
+    ratio = first.itemsize // ITEMSIZE[first.dtype]
+    ends = np.cumsum([part.stop - part.start for part in run])
+    left, right = runs.regions(run)
+    starts = np.concatenate([[0], ends[:-1]]) // ratio
+    any_nan = not exactly and first.left.dtype != first.right.dtype
+    return Comparison(left, right, starts, first.dtype, any_nan)
 
 
 def _compare(comparison: Comparison, comparator: Comparator) -> _Result:

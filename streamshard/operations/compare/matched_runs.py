@@ -1,19 +1,25 @@
 """Divides the pairs of tensors into runs; one worker reads a run from both sides."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, TypeVar
 
 import numpy as np
 
+from streamshard.engine.jobs.executor import Job, run_ordered
 from streamshard.engine.numeric.cast import comparing_cast
-from streamshard.engine.run.source_reader import Decoder
 from streamshard.engine.run.work import Region
-from streamshard.layout.cutting import Cutting, Segments, coalesce
-from streamshard.model import ITEMSIZE, SourceFile
+from streamshard.engine.scan.region_pair import PairReader, PairTools
+from streamshard.layout.cutting import Segments, coalesce
+from streamshard.layout.memory_plan import SCRATCH_BYTES, MemoryPlan
+from streamshard.model import ITEMSIZE
 from streamshard.operations.compare.pairing import Pair, SideElements
+from streamshard.operations.source.source import Source
+
+K = TypeVar("K", bound=PairReader)
+R = TypeVar("R")
 
 _RUN_BYTES: Final = 64 << 20
 """Length of a run, unless it consists of too many pieces."""
@@ -33,30 +39,6 @@ class RunPart:
     stop: int
 
 
-class Side(Protocol):
-    """Opened files, and the places of the tensors' elements in them."""
-
-    @property
-    def path(self) -> Path:
-        """Directory of the files."""
-
-    @property
-    def files(self) -> tuple[SourceFile, ...]:
-        """The files."""
-
-    @property
-    def decoders(self) -> Mapping[int, Decoder]:
-        """How to read files whose stored bytes are not the tensor's."""
-
-    @property
-    def codec_bytes(self) -> int:
-        """Memory that decoding one file takes; 0 if no file is decoded."""
-
-    @property
-    def cutting(self) -> Cutting:
-        """The place of every element."""
-
-
 class Runs:
     """The runs into which the pairs of two opened checkpoints are divided.
 
@@ -67,7 +49,7 @@ class Runs:
     """
 
     def __init__(
-        self, left: Side, right: Side, pairs: Sequence[Pair], *, block_numel: int = 1
+        self, left: Source, right: Source, pairs: Sequence[Pair], *, block_numel: int = 1
     ) -> None:
         self.sides = left, right
         # Pairs of the same dtypes and item size can share a window.
@@ -75,14 +57,36 @@ class Runs:
         self._block_numel = block_numel
 
     @property
-    def readable(self) -> list[tuple[tuple[SourceFile, ...], Mapping[int, Decoder]]]:
-        """The files and the decoders of each side."""
-        return [(side.files, side.decoders) for side in self.sides]
-
-    @property
     def nbytes(self) -> int:
         """Bytes that are compared on each side."""
         return sum(pair.nbytes for pair in self.pairs)
+
+    def work(
+        self,
+        kind: type[K],
+        job: Callable[[Sequence[RunPart]], Job[K, R]],
+        memory: MemoryPlan,
+        progress: Callable[[int], None],
+    ) -> Iterator[tuple[Sequence[RunPart], R]]:
+        """Have workers do a job for each run; yields the runs in order, each with its result."""
+        waiting: deque[Sequence[RunPart]] = deque()
+
+        def jobs() -> Iterator[Job[K, R]]:
+            for run in self:
+                waiting.append(run)
+                yield job(run)
+
+        files = [side.files for side in self.sides]
+        tools = PairTools(kind, files, memory.window_bytes, SCRATCH_BYTES // 2)
+        results = run_ordered(
+            jobs(),
+            tools,
+            workers=memory.workers,
+            progress=progress,
+            needed_bytes=memory.process_bytes,
+        )
+        for result in results:
+            yield waiting.popleft(), result
 
     def __iter__(self) -> Iterator[list[RunPart]]:
         """Yield runs of about equal length that do not take too many copies."""
@@ -127,10 +131,10 @@ class Runs:
         step = max(1, many // least // unit) * unit
         return step if self._block_numel == 1 else -(-max(step, least_numel) // block) * block
 
-    def _halves(self, pair: Pair) -> Iterator[tuple[Side, SideElements]]:
+    def _halves(self, pair: Pair) -> Iterator[tuple[Source, SideElements]]:
         return zip(self.sides, (pair.left, pair.right), strict=True)
 
-    def _piece_numel(self, side: Side, half: SideElements) -> int:
+    def _piece_numel(self, side: Source, half: SideElements) -> int:
         return int(side.cutting.piece_numel[half.tensor])
 
     def regions(self, run: Sequence[RunPart]) -> tuple[Region, Region]:
@@ -143,7 +147,7 @@ class Runs:
         )
 
     def _region(
-        self, side: Side, halves: Sequence[SideElements], run: Sequence[RunPart], first: Pair
+        self, side: Source, halves: Sequence[SideElements], run: Sequence[RunPart], first: Pair
     ) -> Region:
         """Return the region that fills the windows of one side."""
         source, target = ITEMSIZE[halves[0].dtype], ITEMSIZE[first.dtype]

@@ -12,7 +12,7 @@ from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pip
 from streamshard.io.object_path import as_path
 from streamshard.layout.memory_plan import MIB
 from streamshard.model import ITEMSIZE
-from streamshard.operations.convert.store_targets import StoreTargets, chunk_shape
+from streamshard.operations.convert.store_targets import StoreTargets, chunk_of
 from streamshard.operations.native.other_degrees import at_degrees
 from streamshard.operations.native.recut_source import tells_cut
 from streamshard.operations.source.source import Source
@@ -112,7 +112,7 @@ def store_output(opened: Source, *, verb: str, options: ConvertOptions) -> Outpu
     opened.require_training_state()
     checkpoint, codec = opened.checkpoint, options.codec
     tensors = checkpoint.tensors
-    shapes = [chunk_shape(t.shape, ITEMSIZE[t.dtype], options.chunk_size) for t in tensors]
+    shapes = [chunk_of(tensor, options.chunk_size) for tensor in tensors]
     both = zip(shapes, tensors, strict=True)
     largest = max((math.prod(shape) * ITEMSIZE[t.dtype] for shape, t in both), default=0)
     writer = StoreTargets(opened, shapes, codec)

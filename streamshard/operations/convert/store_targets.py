@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,45 +11,36 @@ import numpy as np
 
 from streamshard.engine.numeric import digests
 from streamshard.engine.numeric.checksums import crc32
-from streamshard.engine.run.work import Fixed, Region, Span, SpanResult, TargetFile, Trailer
+from streamshard.engine.run.work import Fixed, Span, SpanResult, TargetFile, Trailer
 from streamshard.errors import UnsupportedError
 from streamshard.formats.pickle.node_checks import of_file
-from streamshard.formats.zarr import store_manifest, store_paths, store_state, zarr_writer
+from streamshard.formats.torch.torch_file import ALIGNMENT
+from streamshard.formats.zarr import store_manifest, store_paths, store_state
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, BloscChunk, serialize_checksum
 from streamshard.formats.zarr.documents import (
     MANIFEST_PATH,
     ROOT_DOCUMENT,
     STATE_PATH,
     array_path,
-    chunk_counts,
-    chunk_keys,
+    small_array_document,
+    store_documents,
 )
-from streamshard.formats.zarr.store_files import MANIFEST_FILES, STATE_FILES
+from streamshard.formats.zarr.store_index import (
+    MANIFEST_FILES,
+    STATE_FILES,
+    StoredChunk,
+    stored_arrays,
+)
 from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord
-from streamshard.layout.cutting import Segments, coalesce
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.zero import ceil_div
-from streamshard.model import ITEMSIZE, Copies, Digest
+from streamshard.model import BLOB, FILE, ITEMSIZE, Digest, LogicalTensor
 from streamshard.operations.checks.structure import Request
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer import read_back
 from streamshard.operations.transfer.byte_accounting import ByteCounts
 from streamshard.operations.transfer.report import Progress, Report
 from streamshard.operations.transfer.target_writer import Pass
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A chunk to write."""
-
-    path: str
-    tensor: int
-    start: int
-    """First element."""
-    stop: int
-    """Element after the last; the chunk itself may reach past the tensor's end."""
-    nbytes: int
-    """Size of the content, including the part past the tensor's end."""
 
 
 class StoreTargets:
@@ -80,8 +71,8 @@ class StoreTargets:
         self._records.update({path: record_of(data) for path, data in documents.items()})
         self._root = documents.pop(ROOT_DOCUMENT)
         yield from _fixed(documents)
-        for chunk in self._chunks():
-            yield self._chunk_target(chunk)
+        for tensor, chunk in self._chunks():
+            yield self._chunk_target(tensor, chunk)
 
     def byte_counts(self) -> ByteCounts:
         """Count the bytes that are written; an upper bound if the store is compressed."""
@@ -110,7 +101,7 @@ class StoreTargets:
         documents = self._documents()
         store_state.require_readable(documents[STATE_FILES[1]][:-CHECKSUM_BYTES])
         records = {path: record_of(data) for path, data in documents.items()}
-        for chunk in self._chunks():
+        for _, chunk in self._chunks():
             blocks = -(-chunk.nbytes // BLOCK_BYTES) if self._codec == "none" else 1
             # Blosc stores incompressible data as it is, after a header.
             extra = CHECKSUM_BYTES if self._codec == "none" else CHECKSUM_BYTES + 16
@@ -151,55 +142,45 @@ class StoreTargets:
         """Serialize all files of a store except tensors' chunks and the manifest."""
         checkpoint = self._source.checkpoint
         state = store_state.dump(checkpoint, self._chunk_shapes)
-        documents = zarr_writer.documents(checkpoint, self._chunk_shapes, self._codec)
-        return {**documents, **small_array(STATE_PATH, state)}
+        found = store_documents(checkpoint, self._chunk_shapes, self._codec)
+        return {**found, **small_array(STATE_PATH, state)}
 
-    def _chunks(self) -> Iterator[Chunk]:
-        """Yield the chunks of all tensors, in the order of their elements."""
-        both = zip(self._source.checkpoint.tensors, self._chunk_shapes, strict=True)
-        for index, (tensor, shape) in enumerate(both):
-            step, itemsize = math.prod(shape), ITEMSIZE[tensor.dtype]
-            path = array_path(tensor)
-            for number, key in enumerate(chunk_keys(chunk_counts(tensor.shape, shape))):
-                start = number * step
-                stop = min(start + step, tensor.numel)
-                yield Chunk(f"{path}/{key}", index, start, stop, step * itemsize)
+    def _chunks(self) -> Iterator[tuple[int, StoredChunk]]:
+        """Yield the number of each tensor with its chunks, in the order of their elements."""
+        arrays = stored_arrays(self._source.checkpoint, self._chunk_shapes)
+        for number, array in enumerate(arrays):
+            for chunk in array.chunks():
+                yield number, chunk
 
-    def _chunk_target(self, chunk: Chunk) -> TargetFile:
-        dtype = self._source.checkpoint.tensors[chunk.tensor].dtype
+    def _chunk_target(self, tensor: int, chunk: StoredChunk) -> TargetFile:
+        dtype = self._source.checkpoint.tensors[tensor].dtype
         itemsize = ITEMSIZE[dtype]
         is_raw = self._codec == "none"
-        region = Region(
-            chunk.nbytes,
-            self._copies(chunk, itemsize),
+        region = replace(
+            self._source.region(tensor, chunk.start, chunk.stop),
+            content_bytes=chunk.nbytes,  # zeros past the tensor's end are stored too
             trailer=Trailer(is_crc32c=True),
             codec=None if is_raw else BloscChunk(self._codec, itemsize),
             takes_crc32c=True,
             block_bytes=BLOCK_BYTES if is_raw else 0,
         )
-        take = partial(self._take, chunk, itemsize)
+        take = partial(self._take, tensor, chunk, itemsize)
         return TargetFile(chunk.path, [Span(0, [region])], take=take)
 
-    def _copies(self, chunk: Chunk, itemsize: int) -> Copies:
-        one = np.array([chunk.tensor], dtype=np.int64)
-        segments = Segments(one, np.array([chunk.start]), np.array([chunk.stop]), one * 0)
-        found = self._source.cutting.locate(segments, target_itemsize=itemsize)
-        return coalesce(found, itemsize=itemsize, target_itemsize=itemsize)
-
-    def _take(self, chunk: Chunk, itemsize: int, result: SpanResult) -> None:
+    def _take(self, tensor: int, chunk: StoredChunk, itemsize: int, result: SpanResult) -> None:
         """Note a chunk, and the digest of its elements without the zeros past the tensor's end."""
         region, written = result.regions[0], result.written
         crc32s = np.array(region.blocks or [written.crc32], dtype=np.uint32)
         self._records[chunk.path] = FileRecord(written.nbytes, crc32s)
         past_end = chunk.nbytes - (chunk.stop - chunk.start) * itemsize
         found = digests.without_zeros(region.content, past_end)
-        self._digests[chunk.tensor, chunk.start] = found
+        self._digests[tensor, chunk.start] = found
 
 
 def small_array(path: str, data: bytes) -> dict[str, bytes]:
     """Serialize an array of raw bytes: its document and its only chunk, by path."""
     return {
-        f"{path}/zarr.json": zarr_writer.small_array_document(len(data)),
+        f"{path}/zarr.json": small_array_document(len(data)),
         f"{path}/c/0": data + serialize_checksum(google_crc32c.value(data)),
     }
 
@@ -212,6 +193,16 @@ def record_of(data: bytes) -> FileRecord:
 def _fixed(files: Mapping[str, bytes]) -> Iterator[TargetFile]:
     for path, data in files.items():
         yield TargetFile(path, [Span(0, [Fixed(data)])])
+
+
+def chunk_of(tensor: LogicalTensor, chunk_bytes: int) -> tuple[int, ...]:
+    """Choose the chunk shape of a tensor; a file's raw bytes are cut where no element of it is."""
+    whole = chunk_shape(tensor.shape, ITEMSIZE[tensor.dtype], chunk_bytes)
+    if tensor.state not in (BLOB, FILE) or whole == tensor.shape or len(whole) != 1:
+        return whole
+    blocks = (ceil_div(tensor.numel, ALIGNMENT),)
+    (count,) = chunk_shape(blocks, ALIGNMENT, chunk_bytes)
+    return (min(count * ALIGNMENT, tensor.numel),) if tensor.numel else whole
 
 
 def chunk_shape(shape: tuple[int, ...], itemsize: int, chunk_bytes: int) -> tuple[int, ...]:

@@ -2,25 +2,22 @@
 
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Final
 
-from streamshard.engine.jobs.executor import Job, run_ordered
+from streamshard.engine.jobs.executor import Job
 from streamshard.engine.numeric.cast import wider
 from streamshard.engine.run import resident_memory
 from streamshard.engine.run.phases import Count
 from streamshard.engine.scan.distance import BLOCK_NUMEL, NUMERIC, Measured, Measurement, Measurer
-from streamshard.engine.scan.region_pair import PairTools
 from streamshard.errors import UsageError
-from streamshard.io.entries import request_bytes
 from streamshard.io.object_path import as_path
-from streamshard.layout.memory_plan import SCRATCH_BYTES, MemoryPlan
+from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import FILE, ITEMSIZE, LogicalTensor
 from streamshard.operations.checks.structure import Request
-from streamshard.operations.compare.comparison import EXTRA_BYTES
+from streamshard.operations.compare.comparison import fit_sides
 from streamshard.operations.compare.matched_runs import RunPart, Runs
 from streamshard.operations.compare.matching import pair_up
 from streamshard.operations.compare.pairing import Pair, Pairing
@@ -35,6 +32,7 @@ from streamshard.operations.native.whole_source import in_equal_parts
 from streamshard.operations.source.source import Source, read_hints
 from streamshard.operations.source.unfinished import require_finished
 from streamshard.operations.transfer import execution
+from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Progress, Silent
 
 Path_ = str | os.PathLike[str]
@@ -102,6 +100,7 @@ def diff(
         require_finished(as_path(side))
     config, known = read_hints([left, right], source_ds_config_file, like)
     limit_bytes = execution.limit_or_default(memory_limit, floor_bytes)
+    limits = Limits(floor_bytes, limit_bytes, workers)
     one = Request(left, tag, config, known).open()
     other = Request(right, against_tag, config, known).open()
     one.require_use_of_like(needed=other.needs_like)
@@ -113,14 +112,7 @@ def diff(
         notes.append(f"Compared are tensors named {', '.join(params)}, and nothing else.")
     notes += _notes(pairing.pairs)
     measuring = _Measuring(one, other, pairing.pairs)
-    plan = execution.fit_memory(
-        floor_bytes=floor_bytes,
-        codec_bytes=one.codec_bytes + other.codec_bytes + EXTRA_BYTES,
-        workers=workers,
-        requests_bytes=request_bytes(file.path for file in (*one.files, *other.files)),
-        limit_bytes=limit_bytes,
-        copies_bytes=_TENSOR_BYTES * len(pairing.pairs),
-    )
+    plan = fit_sides(limits, one, other, copies_bytes=_TENSOR_BYTES * len(pairing.pairs))
     progress = progress or Silent()
     read = Count(progress.advance)
     try:
@@ -203,24 +195,13 @@ class _Measuring:
         """Measure all pairs."""
         pairs = self._runs.pairs
         totals = {pair: Totals(pair.nbytes // pair.itemsize) for pair in pairs}
-        waiting: deque[Sequence[RunPart]] = deque()
-        tools = PairTools(Measurer, self._runs.readable, plan.window_bytes, SCRATCH_BYTES // 2)
-        found_of_runs = run_ordered(
-            self._jobs(waiting),
-            tools,
-            workers=plan.workers,
-            progress=progress,
-            needed_bytes=plan.process_bytes,
-        )
-        for results in found_of_runs:
-            for part, found in zip(waiting.popleft(), results, strict=True):
+        for run, results in self._runs.work(Measurer, self._job, plan, progress):
+            for part, found in zip(run, results, strict=True):
                 totals[pairs[part.number]].add(found)
         return totals
 
-    def _jobs(self, waiting: deque[Sequence[RunPart]]) -> Iterator[Job[Measurer, list[Measured]]]:
-        for run in self._runs:
-            waiting.append(run)
-            yield partial(Measurer.measure, wanted=self._measurement(run))
+    def _job(self, run: Sequence[RunPart]) -> Job[Measurer, list[Measured]]:
+        return partial(Measurer.measure, wanted=self._measurement(run))
 
     def _measurement(self, run: Sequence[RunPart]) -> Measurement:
         first = self._runs.pairs[run[0].number]

@@ -3,13 +3,12 @@
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
 import numpy as np
 
-from streamshard.engine.numeric.cast import cast_between
 from streamshard.engine.run.work import Fixed, Region, Span, SpanResult, TargetFile, Trailer
 from streamshard.formats.dcp import dcp_items, dcp_names
 from streamshard.formats.dcp.dcp_items import ItemFrame
@@ -18,7 +17,6 @@ from streamshard.formats.dcp.dcp_metadata_writer import (
     PlacedEntry,
     serialize_metadata,
 )
-from streamshard.layout.cutting import Segments, coalesce
 from streamshard.layout.memory_plan import MIB
 from streamshard.model import BLOB, ITEMSIZE, Whole
 from streamshard.operations.export.dcp_contents import (
@@ -211,23 +209,12 @@ class DcpFiles:
         content = entry.content
         if not isinstance(content, Whole):
             raise TypeError("the elements of this tensor are known")
-        source, itemsize = self.source_dtype(entry), ITEMSIZE[entry.dtype]
-        source_itemsize, numel = ITEMSIZE[source], _content_bytes(entry, item.shape) // itemsize
-        # What a blob's cutting counts are bytes.
-        unit = itemsize if self.is_raw(content) else 1
-        one = np.array([content.tensor], dtype=np.int64)
-        start, stop = np.array([item.start * unit]), np.array([(item.start + numel) * unit])
-        segments = Segments(one, start, stop, one * 0)
-        copies = self._source.cutting.locate(segments, target_itemsize=itemsize // unit)
-        return Region(
-            content_bytes=numel * itemsize,
-            copies=coalesce(copies, itemsize=source_itemsize, target_itemsize=itemsize),
-            source_itemsize=source_itemsize,
-            target_itemsize=itemsize,
-            cast=cast_between(source, entry.dtype),
-            counts_overflow=True,
-            trailer=trailer,
-        )
+        itemsize, is_raw = ITEMSIZE[entry.dtype], self.is_raw(content)
+        unit = itemsize if is_raw else 1  # a blob is counted in bytes
+        start, numel = item.start, _content_bytes(entry, item.shape) // itemsize
+        held = start * unit, (start + numel) * unit
+        region = self._source.region(content.tensor, *held, None if is_raw else entry.dtype)
+        return replace(region, counts_overflow=True, trailer=trailer)
 
 
 def _parts(entry: DcpEntry) -> Iterator[tuple[int, tuple[int, ...], int]]:

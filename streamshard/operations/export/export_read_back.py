@@ -1,32 +1,31 @@
 """Reads the files of an export back from disk, and compares them with the source."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from streamshard.engine.run.phases import COMPARING, VERIFYING
-from streamshard.engine.run.source_reader import Decoder
 from streamshard.engine.scan.probe import Probe
-from streamshard.errors import StreamshardError
-from streamshard.formats import pretrained, safetensors_file
+from streamshard.errors import CorruptFileError, StreamshardError
+from streamshard.formats import pretrained, pretrained_reader
+from streamshard.formats.checkpoint import Reading
+from streamshard.formats.dcp import dcp_reader
 from streamshard.formats.dcp.dcp_items import ItemFrame
 from streamshard.formats.dcp.dcp_metadata_writer import key_of
-from streamshard.formats.safetensors_file import Described, Stored
 from streamshard.formats.torch import torch_file
-from streamshard.formats.torch.torch_tensor import tensor_of
 from streamshard.io.entries import identify, read_all
 from streamshard.io.files import target_errors
-from streamshard.layout.cutting import Cutting, CuttingBuilder
+from streamshard.layout.cutting import Cutting
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.sample import EVERYTHING
-from streamshard.model import BLOB, ITEMSIZE, Slot, SourceFile, Whole
+from streamshard.model import BLOB, FILE, ITEMSIZE, LogicalTensor, SourceFile, Whole
 from streamshard.operations.checks.problems import DAMAGED, Findings
 from streamshard.operations.checks.scan import Result, ScanPiece, Unit, scan
 from streamshard.operations.checks.torch_check import TorchFiles
-from streamshard.operations.compare.comparison import Comparing
+from streamshard.operations.compare.comparison import compare
 from streamshard.operations.compare.pairing import Pair, SideElements
 from streamshard.operations.export.dcp_contents import TensorEntry
 from streamshard.operations.export.dcp_files import DcpFiles
@@ -34,7 +33,6 @@ from streamshard.operations.export.model_sidecars import ModelSidecars
 from streamshard.operations.export.universal_files import UniversalFiles
 from streamshard.operations.export.weight_files import WeightFiles
 from streamshard.operations.source.source import Source
-from streamshard.operations.transfer.read_back import BothSides
 from streamshard.operations.transfer.report import Progress
 
 ExportFiles = WeightFiles | UniversalFiles | DcpFiles
@@ -49,192 +47,146 @@ def export_differences(
     progress: Progress,
 ) -> list[str]:
     """Read exported files back from disk, and describe how they differ from the source."""
-    read = _ReadBack(place, sidecars.source)
+    source, findings = sidecars.source, Findings()
     with target_errors(place):
-        found = [*_documents(files.documents(), place), *_companions(sidecars, read)]
-        if isinstance(files, DcpFiles):
-            found += _items(files, read)
-        elif isinstance(files, UniversalFiles):
-            found += _images(files, read)
-        else:
-            found += _weights(files, read)
-        return found or read.compare(memory, progress)
+        for name, data in files.documents().items():
+            if read_all(place / name) != data:
+                return [f"{name} is not what was written"]
+        written, nbytes, units = _opened(place, files, source, findings)
+        if nbytes:
+            progress.start(nbytes, VERIFYING)
+        scan(units, written.opened.files, memory, progress.advance)
+        written.add_companions(sidecars)
+        found = compare(written.opened, source, written.pairs, memory, progress, phase=COMPARING)
+    return [*(problem.message for problem in findings.problems), *found.wrong]
 
 
-@dataclass(frozen=True, slots=True)
 class _Written:
-    """The written files, as one side of a comparison."""
+    """Written files, and their tensors that should be equal to some of the source."""
 
-    path: Path
-    files: tuple[SourceFile, ...]
-    cutting: Cutting
-    decoders: Mapping[int, Decoder] = field(default_factory=dict)
-    codec_bytes: int = 0
-
-
-class _ReadBack:
-    """Collects the pairs that should be equal in the written files and in the source."""
-
-    def __init__(self, place: Path, source: Source) -> None:
-        self.place = place
+    def __init__(self, place: Path, source: Source, reading: Reading) -> None:
+        self.opened = Source.of(place, "weights", reading)
+        self.pairs: list[Pair] = []
         self._source = source
-        self._tensors = source.checkpoint.tensors
-        self._files: list[SourceFile] = []
-        self._torch_files: list[SourceFile] = []
-        self._slots: list[tuple[Slot, int]] = []
-        """Pieces of the left side of each pair, and their length."""
-        self._pairs: list[Pair] = []
-        self.items: list[WrittenItem] = []
-        """Items of a distributed checkpoint."""
 
-    def add(self, path: Path, *, is_torch: bool = False) -> int:
-        """Add a file, and return its size."""
-        self._files.append(identify(path))
-        if is_torch:
-            self._torch_files.append(self._files[-1])
-        return self._files[-1].nbytes
+    def pair(self, name: str, row: int, tensor: int, dtype: str) -> None:
+        """Pair a written tensor with one of the source's."""
+        held = self._source.checkpoint.tensors[tensor]
+        sides = SideElements(row, dtype), SideElements(tensor, held.dtype)
+        self.pairs.append(Pair(name, *sides, held.numel, dtype, ITEMSIZE[dtype]))
 
-    def pair(self, name: str, offset: int, tensor: int, dtype: str) -> None:
-        """Pair the data at an offset of the last added file with one of the source's tensors."""
-        numel = self._tensors[tensor].numel
-        self.pair_pieces(name, [(len(self._files) - 1, offset)], numel, tensor, dtype)
-
-    def pair_pieces(
-        self,
-        name: str,
-        pieces: Sequence[tuple[int, int]],
-        piece_numel: int,
-        tensor: int,
-        dtype: str,
-    ) -> None:
-        """Pair pieces of equal length, each (file, byte offset), with one of the source's tensors.
-
-        Parameters
-        ----------
-        piece_numel
-            Elements in each piece; the last may have fewer.
-        """
-        numel = self._tensors[tensor].numel
-        left = SideElements(len(self._pairs), dtype)
-        right = SideElements(tensor, self._tensors[tensor].dtype)
-        files, offsets = (np.array(column) for column in zip(*pieces, strict=True))
-        self._slots.append((Slot(files, offsets, np.full_like(files, piece_numel)), piece_numel))
-        self._pairs.append(Pair(name, left, right, numel, dtype, ITEMSIZE[dtype]))
-
-    def compare(self, memory: MemoryPlan, progress: Progress) -> list[str]:
-        """Read everything, and return the differences."""
-        findings = Findings()
-        checked = TorchFiles(self._torch_files, str, findings, EVERYTHING)
-        if self._torch_files:
-            progress.start(sum(file.nbytes for file in self._torch_files), VERIFYING)
-        scan(checked.units(), self._torch_files, {}, memory, progress.advance)
-        if self.items:
-            progress.start(sum(item.nbytes for item in self.items), VERIFYING)
-            units = _item_units(self.items, self._files, findings)
-            scan(units, self._files, {}, memory, progress.advance)
-        comparing = Comparing(self._written(), self._source, self._pairs)
-        progress.start(comparing.nbytes, COMPARING)
-        differences = comparing.run(memory, findings, BothSides(progress.advance).add)
-        return [*(p.message for p in findings.problems), *(d.message for d in differences)]
-
-    def _written(self) -> _Written:
-        builder = CuttingBuilder([pair.itemsize for pair in self._pairs])
-        for number, (slot, piece_numel) in enumerate(self._slots):
-            builder.place(number, builder.slot(slot), piece_numel=piece_numel)
-        return _Written(self.place, tuple(self._files), builder.build())
+    def add_companions(self, sidecars: ModelSidecars) -> None:
+        """Pair copied files with what they are copies of."""
+        first, place = len(self.opened.checkpoint.tensors), self.opened.path
+        files = [identify(place / one.path) for one in sidecars.found]
+        both = list(zip(sidecars.found, files, strict=True))
+        for row, (one, file) in enumerate(both, start=first):
+            if file.nbytes != self._source.checkpoint.tensors[one.tensor].numel:
+                message = f"{one.path} is not as long as what it is a copy of"
+                raise CorruptFileError(message)
+            self.pair(one.path, row, one.tensor, "uint8")
+        tensors = [LogicalTensor(FILE, one.path, "uint8", (file.nbytes,)) for one, file in both]
+        rows = [(number, 0, file.nbytes, 1) for number, file in enumerate(files)]
+        self.opened = self.opened.append(tensors, _pieces(rows), files)
 
 
-def _documents(documents: Mapping[str, bytes], place: Path) -> Iterator[str]:
-    for name, data in documents.items():
-        if read_all(place / name) != data:
-            yield f"{name} is not what was written"
+def _opened(
+    place: Path, files: ExportFiles, source: Source, findings: Findings
+) -> tuple[_Written, int, Iterable[Unit]]:
+    """Open what was written; the units check so many bytes that have checksums."""
+    if isinstance(files, DcpFiles):
+        items = [
+            WrittenItem(place / name, item.offset, files.frame(item))
+            for name, items in files.held.items()
+            for item in items
+        ]
+        _require_lengths(items)
+        written = _tensors(place, files, source)
+        units = _item_units(items, written.opened.files, findings)
+        return written, sum(item.nbytes for item in items), units
+    if isinstance(files, UniversalFiles):
+        written = _images(place, files, source)
+    else:
+        written = _weights(place, files, source)
+        if files.form == pretrained.SAFETENSORS:
+            return written, 0, ()
+    held = written.opened.files
+    units = TorchFiles(held, str, findings, EVERYTHING).units()
+    return written, sum(file.nbytes for file in held), units
 
 
-def _companions(sidecars: ModelSidecars, read: _ReadBack) -> Iterator[str]:
-    for one in sidecars.found:
-        if read.add(read.place / one.path) != sidecars.source.checkpoint.tensors[one.tensor].numel:
-            yield f"{one.path} is not as long as what it is a copy of"
-        read.pair(one.path, 0, one.tensor, "uint8")
+def _pieces(rows: Sequence[tuple[int, int, int, int]]) -> Cutting:
+    """Return the cutting of tensors in one piece: file, offset, elements, item size of each."""
+    return Cutting.of_files(*np.array(rows, dtype=np.int64).reshape(-1, 4).T)
 
 
-def _weights(files: WeightFiles, read: _ReadBack) -> Iterator[str]:
-    for name, weights in files.held.items():
-        found = {one.tensor.name: one for one in _stored(read, name, files.form)}
-        expected = {n: weight for weight in weights for n in files.names(weight)}
-        if found.keys() != expected.keys():
-            yield f"{name} does not hold the tensors that were written"
-            continue
-        for key, weight in expected.items():
-            offset = found[weight.names[0]].offset
-            if found[key] != Stored(Described(key, weight.dtype, weight.shape), offset):
-                yield f"{name} has another dtype, shape or place for '{key}'"
-        for weight in weights:
-            offset = found[weight.names[0]].offset
-            read.pair(weight.names[0], offset, weight.tensor, weight.dtype)
+def _weights(place: Path, files: WeightFiles, source: Source) -> _Written:
+    """Open the weights, and pair each with the source's."""
+    reading = pretrained_reader.read(place, files.form)
+    tensors, cutting = reading.checkpoint.tensors, reading.cutting
+    weights = [weight for held in files.held.values() for weight in held]
+    rows = {tensor.name: row for row, tensor in enumerate(tensors)}
+    expected = {name: weight for weight in weights for name in files.names(weight)}
+    if rows.keys() != expected.keys():
+        raise CorruptFileError(f"{place} does not hold the tensors that were written")
+    for name, weight in expected.items():
+        row, pieces = rows[name], cutting.first_piece[[rows[name], rows[weight.names[0]]]]
+        places = zip(cutting.file[pieces].tolist(), cutting.offset[pieces].tolist(), strict=True)
+        is_tied = len({*places}) == 1
+        if (tensors[row].dtype, tensors[row].shape, is_tied) != (weight.dtype, weight.shape, True):
+            raise CorruptFileError(f"{place} has another dtype, shape or place for '{name}'")
+    written = _Written(place, source, reading)
+    for weight in weights:
+        written.pair(weight.names[0], rows[weight.names[0]], weight.tensor, weight.dtype)
+    return written
 
 
-def _items(files: DcpFiles, read: _ReadBack) -> Iterator[str]:
-    """Add the items to be checked, and pair those of each tensor with the source."""
-    places: dict[int, list[tuple[int, int]]] = {}
-    entries: dict[int, tuple[TensorEntry, int]] = {}
-    for number, (name, items) in enumerate(files.held.items()):
-        wanted = items[-1].offset + items[-1].nbytes
-        if (nbytes := read.add(read.place / name)) != wanted:
-            yield f"{name} has {nbytes:,} bytes, and {wanted:,} were written"
-        for item in items:
-            entry, frame = item.entry, files.frame(item)
-            content = item.offset + len(frame.head)
-            read.items.append(WrittenItem(number, item.offset, frame))
-            if isinstance(entry, TensorEntry) and isinstance(entry.content, Whole):
-                places.setdefault(id(entry), []).append((number, content))
-                numel = frame.content_bytes // ITEMSIZE[entry.dtype]
-                entries.setdefault(id(entry), (entry, numel))
-    for key, (entry, numel) in entries.items():
-        if numel and isinstance(entry.content, Whole):
-            tensor, name = entry.content.tensor, key_of(entry.paths[0])
-            is_raw = files.is_raw(entry.content)
-            unit = ITEMSIZE[entry.dtype] if is_raw else 1
-            dtype = "uint8" if is_raw else entry.dtype
-            read.pair_pieces(name, places[key], numel * unit, tensor, dtype)
-
-
-def _stored(read: _ReadBack, name: str, form: str) -> Iterable[Stored]:
-    """Read the names and places of the tensors in a file of weights."""
-    path = read.place / name
-    read.add(path, is_torch=form == pretrained.TORCH)
-    if form == pretrained.SAFETENSORS:
-        return safetensors_file.read(path)
-    root = torch_file.read(path, 0).root
-    found = []
-    for key, node in root.items() if isinstance(root, dict) else ():
-        tensor = tensor_of(node)
-        if tensor is not None:
-            tensor.require_contiguous(f"{path}: {key}")
-            found.append(Stored(Described(key, tensor.dtype, tensor.shape), tensor.offset))
-    return found
-
-
-def _images(files: UniversalFiles, read: _ReadBack) -> Iterator[str]:
+def _images(place: Path, files: UniversalFiles, source: Source) -> _Written:
     """Pair the storages that hold one whole tensor; other storages are checked by checksum only."""
-    for name, pickled, whole in files.held():
-        path = read.place / name
-        read.add(path, is_torch=True)
-        found = torch_file.read(path, 0)
-        if torch_file.pickled(path, found) != pickled:
-            yield f"{name} is not what was written"
-            continue
+    rows: list[tuple[int, int, int, int]] = []
+    names: list[tuple[str, int, str]] = []
+    held = list(files.held())
+    for number, (name, pickled, whole) in enumerate(held):
+        found = torch_file.read(place / name, 0)
+        if torch_file.pickled(place / name, found) != pickled:
+            raise CorruptFileError(f"{name} is not what was written")
         for key, tensor in whole.items():
             storage = found.storages[key]
             is_raw = files.tensor(tensor).state == BLOB  # bytes, whatever its storage says
-            read.pair(name, storage.offset, tensor, "uint8" if is_raw else storage.dtype)
+            dtype = "uint8" if is_raw else storage.dtype
+            rows.append((number, storage.offset, files.tensor(tensor).numel, ITEMSIZE[dtype]))
+            names.append((name, tensor, dtype))
+    tensors = [replace(files.tensor(tensor), dtype=dtype) for _, tensor, dtype in names]
+    checkpoint = replace(source.checkpoint, tensors=tuple(tensors))
+    paths = [identify(place / name) for name, _, _ in held]
+    written = _Written(place, source, Reading(checkpoint, _pieces(rows), tuple(paths)))
+    for row, each in enumerate(names):
+        written.pair(each[0], row, *each[1:])
+    return written
+
+
+def _tensors(place: Path, files: DcpFiles, source: Source) -> _Written:
+    """Open the distributed checkpoint, and pair its tensors with the source's."""
+    entries = {
+        key_of(entry.paths[0]): (entry, entry.content)
+        for items in files.held.values()
+        for entry in (item.entry for item in items)
+        if isinstance(entry, TensorEntry) and isinstance(entry.content, Whole)
+    }
+    raw = {key for key, (_, content) in entries.items() if files.is_raw(content)}
+    parts = [(place / path).parent for path in files.documents()]
+    written = _Written(place, source, dcp_reader.read_keys(parts, raw))
+    rows = {tensor.name: row for row, tensor in enumerate(written.opened.checkpoint.tensors)}
+    for key, (entry, content) in entries.items():
+        written.pair(key, rows[key], content.tensor, "uint8" if key in raw else entry.dtype)
+    return written
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenItem:
     """An item, and its place."""
 
-    file: int
-    """Index of the file."""
+    path: Path
     offset: int
     frame: ItemFrame
     """Its bytes before and after the elements of its tensor."""
@@ -245,26 +197,34 @@ class WrittenItem:
         return self.frame.nbytes
 
 
+def _require_lengths(items: Sequence[WrittenItem]) -> None:
+    """Refuse files that do not end where their last item does."""
+    for path, end in {item.path: item.offset + item.nbytes for item in items}.items():
+        if (nbytes := identify(path).nbytes) != end:
+            raise CorruptFileError(f"{path.name} has {nbytes:,} bytes, and {end:,} were written")
+
+
 def _item_units(
     items: Sequence[WrittenItem], files: Sequence[SourceFile], findings: Findings
 ) -> Iterator[Unit]:
     """Yield the items to read: each must be as it was written, checksums included."""
+    numbers = {file.path: number for number, file in enumerate(files)}
     for item in items:
-        judge = partial(_judge, files[item.file].path, item, findings)
-        yield Unit([ScanPiece(item.nbytes, partial(_is_whole, item))], judge)
+        read = partial(_is_whole, item, numbers[item.path])
+        yield Unit([ScanPiece(item.nbytes, read)], partial(_judge, item, findings))
 
 
-def _is_whole(item: WrittenItem, probe: Probe) -> bool:
+def _is_whole(item: WrittenItem, file: int, probe: Probe) -> bool:
     frame, start = item.frame, item.offset + len(item.frame.head)
     stop, end = start + frame.content_bytes, item.offset + item.nbytes
-    checksum = probe.crc32(item.file, start, stop).to_bytes(4, "little")
-    return probe.read(item.file, item.offset, start) == frame.head and probe.read(
-        item.file, stop, end
+    checksum = probe.crc32(file, start, stop).to_bytes(4, "little")
+    return probe.read(file, item.offset, start) == frame.head and probe.read(
+        file, stop, end
     ) == checksum.join(frame.tail)
 
 
-def _judge(path: Path, item: WrittenItem, findings: Findings, results: Sequence[Result]) -> None:
-    found = results[0]
+def _judge(item: WrittenItem, findings: Findings, results: Sequence[Result]) -> None:
+    found, path = results[0], item.path
     if isinstance(found, StreamshardError):
         findings.add_error(found, path)
     elif not found:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
-from streamshard.engine.run.work import Region, Span, TargetFile
+from streamshard.engine.run.work import Span, TargetFile
 from streamshard.formats import pretrained
 from streamshard.formats.checkpoint import OtherFile
 from streamshard.formats.links import is_inside
 from streamshard.io.entries import examine, identify, is_file, is_link, paths_in
-from streamshard.layout.cutting import whole_segment
+from streamshard.layout.cutting import Cutting
 from streamshard.model import FILE, LogicalTensor
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.byte_accounting import ByteCounts
@@ -42,8 +42,7 @@ class ModelSidecars:
         """Yield the targets of the files."""
         for one in self.found:
             numel = self.source.checkpoint.tensors[one.tensor].numel
-            copies = self.source.cutting.locate(whole_segment(one.tensor, numel), target_itemsize=1)
-            span = Span(0, [Region(numel, copies)])
+            span = Span(0, [self.source.region(one.tensor, 0, numel)])
             yield TargetFile(one.path, [span], mode=one.mode)
 
     def added_to(self, byte_counts: ByteCounts) -> ByteCounts:
@@ -103,20 +102,12 @@ def _adopted(source: Source, beside: Mapping[str, Path]) -> Source:
     files = [identify(path) for path in beside.values()]
     tensors = [LogicalTensor(FILE, str(f.path), "uint8", (f.nbytes,)) for f in files]
     others = [OtherFile(str(f.path), examine(f.path).permissions) for f in files]
-    checkpoint = source.checkpoint
-    return replace(
-        source,
-        checkpoint=replace(
-            checkpoint,
-            tensors=(*checkpoint.tensors, *tensors),
-            files=(*checkpoint.files, *others),
-        ),
-        files=(*source.files, *files),
-        cutting=source.cutting.with_files(
-            np.arange(len(files), dtype=np.int64) + len(source.files),
-            np.array([f.nbytes for f in files], dtype=np.int64),
-        ),
-    )
+    zeros = np.zeros(len(files), dtype=np.int64)
+    nbytes = np.array([file.nbytes for file in files], dtype=np.int64)
+    cutting = Cutting.of_files(np.arange(len(files)), zeros, nbytes, zeros + 1)
+    added = source.append(tensors, cutting, files)
+    checkpoint = replace(added.checkpoint, files=(*added.checkpoint.files, *others))
+    return replace(added, checkpoint=checkpoint)
 
 
 def _notes(

@@ -9,14 +9,12 @@ from typing import Final
 
 import numpy as np
 
-from streamshard.engine.numeric.cast import cast_between
 from streamshard.engine.run.work import Fixed, Region, Span, SpanResult, TargetFile
 from streamshard.formats import pretrained, safetensors_file
 from streamshard.formats.safetensors_file import Described, SafetensorsLayout
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_file import Record, TorchLayout
 from streamshard.formats.torch.torch_tensor import Storage, make_tensor
-from streamshard.layout.cutting import Segments, coalesce
 from streamshard.layout.memory_plan import MIB
 from streamshard.model import ITEMSIZE, Literal, Whole
 from streamshard.operations.export.lazy_spans import (
@@ -176,19 +174,9 @@ class WeightFiles:
         return Span(run[0].offset, [self._region(piece) for piece in run])
 
     def _region(self, piece: _Piece) -> Region:
-        source = self._source.checkpoint.tensors[piece.weight.tensor].dtype
-        itemsize = ITEMSIZE[piece.weight.dtype]
-        one = np.array([piece.weight.tensor], dtype=np.int64)
-        segments = Segments(one, np.array([piece.start]), np.array([piece.stop]), one * 0)
-        copies = self._source.cutting.locate(segments, target_itemsize=itemsize)
-        return Region(
-            content_bytes=(piece.stop - piece.start) * itemsize,
-            copies=coalesce(copies, itemsize=ITEMSIZE[source], target_itemsize=itemsize),
-            source_itemsize=ITEMSIZE[source],
-            target_itemsize=itemsize,
-            cast=cast_between(source, piece.weight.dtype),
-            counts_overflow=True,
-        )
+        weight = piece.weight
+        region = self._source.region(weight.tensor, piece.start, piece.stop, weight.dtype)
+        return replace(region, counts_overflow=True)
 
     def _note_overflow(self, weight: Weight, count: int) -> None:
         name = weight.names[0]

@@ -17,7 +17,7 @@ from streamshard.formats.deepspeed.names import step_of
 from streamshard.formats.deepspeed.read.rank_files import find
 from streamshard.formats.pickle.inert import Call, Global, Node, show
 from streamshard.formats.zarr.chunks import EncodedChunk
-from streamshard.formats.zarr.rewritten_documents import remark
+from streamshard.formats.zarr.rewritten import remark
 from streamshard.io.entries import is_directory, is_file, listings_kept, paths_below, paths_in
 from streamshard.io.files import source_errors
 from streamshard.io.object_path import as_path
@@ -207,7 +207,7 @@ def _parameters(source: Source) -> Iterator[ParameterSummary]:
 
 def _codec(source: Source) -> str | None:
     """Return the codec of a store's chunks, read from its first chunk."""
-    decoder = next(iter(source.decoders.values()), None)
+    decoder = next((file.decoder for file in source.files if file.decoder is not None), None)
     return decoder.codec_name if isinstance(decoder, EncodedChunk) else None
 
 

@@ -187,7 +187,7 @@ def _in_store(root: Path, tag: str | None) -> Iterator[tuple[str, Finding]]:
     except (SourceError, IntegrityError) as error:
         yield FILE, Finding(0, {}, f"the files that the store keeps are not listed: {error}")
         return
-    reader = SourceReader(source.files, source.decoders)
+    reader = SourceReader(source.files)
     try:
         for index, tensor in enumerate(source.checkpoint.tensors):
             if tensor.state == FILE:

@@ -17,11 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamshard.engine.numeric.cast import cast_between, wider
-from streamshard.engine.run.source_reader import HeldContent
 from streamshard.errors import DisagreementError, UnsupportedError, UsageError
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAVED
 from streamshard.formats.deepspeed.model_parallel.parts import ModelParts
-from streamshard.model import BLOB, FILE, ITEMSIZE, MASTER, MODULE, Note
+from streamshard.model import BLOB, FILE, ITEMSIZE, MASTER, MODULE, Computed, Note
 from streamshard.operations.source.source import Source
 from streamshard.operations.source.source_access import SourceAccess
 from streamshard.sizes import counted
@@ -91,23 +90,17 @@ class _Means:
 
     def source(self) -> Source:
         """Return the checkpoint."""
-        source, file = self._source, len(self._source.files)
-        tensors, offsets = np.array(self._places, dtype=np.int64).reshape(-1, 2).T
-        numels = np.array([source.checkpoint.tensors[n].numel for n in tensors], dtype=np.int64)
+        source = self._source
         note = (
             f"{AVERAGE}: {counted(self._averaged, 'parameter')} became the mean of the copies on "
             f"{len(self._ranks)} tensor-parallel ranks, which differed in {self._differing:,} of "
             "the master weights. The job does not go on exactly as it would have without that."
         )
         checkpoint = replace(source.checkpoint, notes=(*source.checkpoint.notes, Note(note)))
-        return replace(
-            source,
-            checkpoint=checkpoint,
-            cutting=source.cutting.moved(tensors, np.full_like(tensors, file), offsets, numels),
-            # No file holds the means. What is opened for them is one that the run needs anyway.
-            files=(*source.files, source.files[0]),
-            decoders={**source.decoders, file: HeldContent(bytes(self._content))},
-        )
+        file = replace(source.files[0], decoder=Computed(bytes(self._content)))
+        rows, offsets = ([place[column] for place in self._places] for column in (0, 1))
+        made = source.relocate(rows, file, offsets)
+        return replace(made, checkpoint=checkpoint)
 
     @property
     def _ranks(self) -> range:

@@ -7,8 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 from streamshard.engine.run.phases import COMPARING
-from streamshard.errors import DisagreementError, SourceError, UsageError
-from streamshard.formats.checkpoint import Reading
+from streamshard.errors import DisagreementError, UsageError
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.model_parallel.affine_maps import has_maps
 from streamshard.formats.deepspeed.model_parallel.categories import has_categories
@@ -31,8 +30,7 @@ from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import ITEMSIZE
-from streamshard.operations.checks.problems import Findings
-from streamshard.operations.compare.comparison import Comparing
+from streamshard.operations.compare.comparison import compare
 from streamshard.operations.compare.pairing import Pair, SideElements, pair_of_copy
 from streamshard.operations.native.averaged_parameters import AVERAGE, require_averaged, with_means
 from streamshard.operations.source.layered import Layered, layered
@@ -96,12 +94,8 @@ class OtherDegrees:
         progress: Progress,
     ) -> None:
         """Compare pairs; `holders` says whose copies a pair is made of."""
-        findings, comparing = Findings(), Comparing(left, right, pairs)
-        progress.start(comparing.nbytes, COMPARING)
-        found = comparing.run(memory, findings, lambda nbytes: progress.advance(nbytes // 2))
-        if findings.problems:
-            raise SourceError(findings.problems[0].message)
-        if found:
+        compared = compare(left, right, pairs, memory, progress, phase=COMPARING).require_read()
+        if found := compared.differences:
             pair = next(pair for pair in pairs if pair.name == found[0].name)
             where = f"{found[0].message}, between {holders(pair)}"
             message = f"{self.original.path}: {where}. Copies must be equal: they have drifted"
@@ -147,11 +141,9 @@ def parts_of(
 
 def recut_source(laid: Layered, parts: ModelParts, like: ModelParts) -> OtherDegrees:
     opened = laid.source
-    reading = Reading(opened.checkpoint, opened.cutting, opened.files)
     with of_file(opened.path):
-        made = recut_checkpoint(reading, parts, like)
-        copies = copies_in_parts(reading, parts)
-    source = replace(opened, checkpoint=made.checkpoint, cutting=made.cutting)
+        source = recut_checkpoint(opened, parts, like)
+        copies = copies_in_parts(opened, parts)
     averaged = parts.averaged()
     return OtherDegrees(source, opened, like.degrees, copies, laid.copies, averaged=averaged)
 

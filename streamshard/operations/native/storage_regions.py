@@ -95,10 +95,9 @@ class NativeFiles:
         modes = {file.path: file.mode for file in self._source.checkpoint.files}
         for index, tensor in enumerate(self._tensors):
             if tensor.state == FILE and tensor.name in paths:
-                spans, segment = _StorageSpans(), whole_segment(index, tensor.numel)
+                spans = _StorageSpans()
                 for start, stop in _pieces(tensor.nbytes):
-                    copies = self._copies(clip(segment, start, stop, itemsize=1), 1, 1)
-                    spans.add(Region(stop - start, copies))
+                    spans.add(self._source.region(index, start, stop))
                 yield TargetFile(paths[tensor.name], spans.all(), mode=modes[tensor.name])
 
     def regions(

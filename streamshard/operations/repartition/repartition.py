@@ -1,16 +1,18 @@
 """`repartition`: writes native files for another world size, from shards or from a store."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
+from streamshard import registry
 from streamshard.errors import UnsupportedError, UsageError
-from streamshard.formats.dcp.config_completion import with_config
 from streamshard.formats.deepspeed import ds_config
 from streamshard.formats.deepspeed.ds_versions import given_version
 from streamshard.formats.deepspeed.dumps import dump_names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.deepspeed.model_parallel.cut_rules import read_rules
 from streamshard.io.object_path import as_path
+from streamshard.operations.checks.structure import Reader
 from streamshard.operations.native.other_degrees import at_degrees
 from streamshard.operations.native.resharding import Resharding, resharding_of
 from streamshard.operations.native.target_files import NativeWriter
@@ -181,14 +183,16 @@ def _with_training_state(
     opened: Source, options: RepartitionOptions, wanted: ds_config.Config | None
 ) -> Source:
     """Add what a DeepSpeed job needs to a source, from the job's config if that suffices."""
-    if opened.kind != "dcp" or not opened.checkpoint.foreign or wanted is None:
+    every: Iterator[Reader] = registry.readers()
+    reader = next((one for one in every if one.kind == opened.kind and one.completes), None)
+    if reader is None or not opened.checkpoint.foreign or wanted is None:
         opened.require_training_state()
         return opened
     if options.world_size is None:
         raise UsageError(f"{opened.path}: give --world-size, the count of ranks that will resume")
     stage, ranks = options.zero_stage, options.world_size
     try:
-        completed = with_config(opened.checkpoint, wanted, zero_stage=stage, world_size=ranks)
+        completed = reader.complete(opened, wanted, stage, ranks)
     except UnsupportedError as error:
         message = f"{opened.path}: {opened.checkpoint.foreign}; {error}"
         raise UnsupportedError(f"{message}: {SUPPLY}") from error

@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from streamshard import registry
 from streamshard.commands import command
 from streamshard.errors import SourceError
-from streamshard.formats import detect, pretrained_reader
-from streamshard.formats.dcp import dcp_reader
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.names import step_of
 from streamshard.io.entries import is_directory, is_file, paths_in
@@ -51,27 +50,10 @@ def _is_checkpoint(directory: Path) -> bool:
     if is_file(directory / "zarr.json"):
         return True
     if not has_shards(directory):
-        return bool(dcp_reader.parts_of(directory))
+        return any(reader.holds(directory) for reader in registry.readers())
     # DeepSpeed's universal checkpoints hold the model files of their source too.
     kinds = {parsed.kind for f in paths_in(directory) if (parsed := names.parse(f.name))}
     return "optim" in kinds or not is_directory(directory / "zero")
-
-
-def distributed_at(root: Path, tag: str | None) -> Path | None:
-    """Return the directory of PyTorch's distributed checkpoint at a path, or of a tag in it."""
-    place = root if tag is None else root / tag
-    if tag is not None and not (names.is_tag(tag) and is_directory(place)):
-        return None
-    if not dcp_reader.parts_of(place) or has_shards(place) or detect.is_megatron(place):
-        return None
-    return place
-
-
-def is_weights(root: Path) -> bool:
-    """Tell whether a directory holds a model's weights alone, and no checkpoint of DeepSpeed."""
-    if not pretrained_reader.is_pretrained(root) or has_shards(root):
-        return False
-    return not is_file(root / names.LATEST) and not find_candidates(root)
 
 
 def step_of_path(path: str) -> int | None:

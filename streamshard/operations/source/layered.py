@@ -1,18 +1,30 @@
-"""Reads the files of a pipeline's layers, where their tensors are needed one by one."""
+"""Reads the files of a pipeline's layers, where their tensors are needed one by one.
+
+A store cuts such a file into chunks at multiples of 64 bytes, to which torch aligns tensors. So no
+element lies in two chunks, and a tensor in a file is cut as regularly as the file is.
+"""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from streamshard.engine.run.source_reader import SourceReader
-from streamshard.formats.deepspeed.model_parallel.pipeline_layers import LayerCopy, with_layers
+from streamshard.errors import UnsupportedError
+from streamshard.formats.deepspeed.model_parallel.pipeline_layers import (
+    LayerCopy,
+    TensorInFile,
+    with_layers,
+)
+from streamshard.formats.pickle.inert import show
 from streamshard.io.entries import open_readable
 from streamshard.io.readable import Readable
-from streamshard.model import SourceFile
+from streamshard.layout.cutting import Cutting
+from streamshard.model import ITEMSIZE, SourceFile
 from streamshard.operations.source.source import Source
 from streamshard.operations.source.stored_file import StoredFile
-from streamshard.operations.source.tensors_in_files import with_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +42,22 @@ def layered(opened: Source) -> Layered:
         return Layered(opened)
     with closing(_KeptFiles(opened)) as kept:
         added = with_layers(opened.checkpoint, kept)
-    placed = with_parts(opened, added.parts)
-    return Layered(replace(placed, checkpoint=added.checkpoint), added.copies)
+    cutting = _with_parts(opened, added.parts)
+    return Layered(replace(opened, checkpoint=added.checkpoint, cutting=cutting), added.copies)
+
+
+def _with_parts(source: Source, parts: Sequence[TensorInFile]) -> Cutting:
+    rows = [(part.file, part.offset, part.numel, ITEMSIZE[part.dtype]) for part in parts]
+    columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+    divided = np.flatnonzero(source.cutting.is_divided(*columns))
+    if len(divided):
+        file = source.checkpoint.tensors[parts[divided[0]].file]
+        message = f"{source.path}: an element of a tensor in {show(file.name)} lies in two chunks:"
+        raise UnsupportedError(
+            f"{message} the file is not of torch's present format, or another tool rewrote it. "
+            f"Store it in one chunk (--chunk-size {file.nbytes}), or in multiples of 64 bytes"
+        )
+    return source.cutting.with_parts(*columns)
 
 
 class _KeptFiles:
@@ -39,7 +65,7 @@ class _KeptFiles:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._reader = SourceReader(source.files, source.decoders)
+        self._reader = SourceReader(source.files)
 
     def path(self, file: int) -> Path:
         """Return what messages call the file with this number of its logical tensor."""

@@ -1,14 +1,18 @@
 """Opens a source: finds the checkpoint at a path, and calls the reader of its format."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Self
 
+import numpy as np
+
+from streamshard import registry
 from streamshard.commands import command
-from streamshard.engine.run.source_reader import Decoder
+from streamshard.engine.numeric.cast import cast_between
+from streamshard.engine.run.work import Region
 from streamshard.errors import (
     IncompleteError,
     SourceError,
@@ -16,15 +20,14 @@ from streamshard.errors import (
     UnsupportedError,
     UsageError,
 )
-from streamshard.formats import detect, pretrained_reader
+from streamshard.formats import detect
 from streamshard.formats.checkpoint import Checkpoint, Reading
-from streamshard.formats.dcp import dcp_reader, reference
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.dumps import dump_names, dump_reader
 from streamshard.formats.deepspeed.read import zero_reader
 from streamshard.formats.links import require_inside
 from streamshard.formats.pickle.inert import show
-from streamshard.formats.zarr import zarr_reader
+from streamshard.formats.zarr.store_index import StoreIndex
 from streamshard.io.entries import (
     exists,
     is_directory,
@@ -37,13 +40,11 @@ from streamshard.io.entries import (
 from streamshard.io.files import source_errors
 from streamshard.io.object_path import as_path
 from streamshard.io.retry import try_again
-from streamshard.layout.cutting import Cutting
-from streamshard.model import Note, SourceFile
+from streamshard.layout.cutting import Segments, coalesce
+from streamshard.model import ITEMSIZE, Note
 from streamshard.operations.source.candidates import (
     choose_one,
-    distributed_at,
     find_candidates,
-    is_weights,
 )
 from streamshard.operations.source.sidecars import find_beside, has_shards
 from streamshard.operations.source.unfinished import require_finished
@@ -72,29 +73,44 @@ _MOST_DEEP: Final = 4
 """How many directories around a tag directory are searched for its run directory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source(Reading):
     """An opened checkpoint: its content, and the place of every element."""
 
     path: Path
     """The run directory, the store, or the directory of the dumps."""
     kind: str
     """`native`, `store`, `dumps`, `dcp` or `weights`."""
-    checkpoint: Checkpoint
-    cutting: Cutting
-    files: tuple[SourceFile, ...]
-    decoders: Mapping[int, Decoder]
-    """How to read files whose stored bytes are not the tensor's."""
     codec_bytes: int = 0
     """Memory that decoding one file takes."""
     like: Checkpoint | None = None
     """Reference checkpoint: another one of the same job, which supplies what this one lacks."""
     reference: "Source | None" = None
     """The same with the places of its tensors, where these are known."""
-    is_elastic: bool = False
-    """Whether its files were saved with `elastic_checkpoint`, without hyper-parameters."""
     rewritten: tuple[str, ...] = ()
     """Paths of a store's arrays that another tool rewrote."""
+
+    @classmethod
+    def of(cls, path: Path, kind: str, found: Reading) -> Self:
+        """Return what a reader found at a path."""
+        content = found.checkpoint, found.cutting, found.files, found.is_elastic
+        return cls(*content, path=path, kind=kind)
+
+    def region(self, tensor: int, start: int, stop: int, dtype: str | None = None) -> Region:
+        """Return the region that elements of a tensor fill; `dtype` if they are cast."""
+        held = self.checkpoint.tensors[tensor].dtype
+        made = dtype or held
+        one = np.array([tensor], dtype=np.int64)
+        segments = Segments(one, np.array([start]), np.array([stop]), np.zeros_like(one))
+        found = self.cutting.locate(segments, target_itemsize=ITEMSIZE[made])
+        copies = coalesce(found, itemsize=ITEMSIZE[held], target_itemsize=ITEMSIZE[made])
+        return Region(
+            content_bytes=(stop - start) * ITEMSIZE[made],
+            copies=copies,
+            source_itemsize=ITEMSIZE[held],
+            target_itemsize=ITEMSIZE[made],
+            cast=cast_between(held, made),
+        )
 
     @property
     def needs_like(self) -> bool:
@@ -247,32 +263,20 @@ def _open(
         if dump_names.is_source_template(str(path)):
             template = dump_names.parse_source(str(path))
             dumps = dump_reader.read(template, config, like)
-            opened = _source(template.directory, "dumps", dumps)
+            opened = Source.of(template.directory, "dumps", dumps)
         elif is_file(root / "zarr.json"):
             opened = _open_store(root, tag)
-        elif distributed := distributed_at(root, tag):
-            opened = _open_distributed(distributed, whole)
-        elif tag is None and is_weights(root):
-            opened = _source(root, "weights", pretrained_reader.read(root))
+        elif found := recognized(root, tag):
+            opened = found[0].open(found[1], whole)
         else:
             opened = _open_native(*find_tag(root, tag), like)
     return replace(opened, like=like, reference=whole)
 
 
-def _open_distributed(root: Path, like: Source | None) -> Source:
-    """Open a distributed checkpoint: as it is, or completed by a reference checkpoint."""
-    list_ahead(root)
-    if like is None:
-        return _source(root, "dcp", dcp_reader.read(root))
-    known = Reading(like.checkpoint, like.cutting, like.files)
-    completed = reference.read_like(root, known)
-    decoders = {
-        number: like.decoders[file]
-        for file, number in completed.borrowed.items()
-        if file in like.decoders
-    }
-    opened = _source(root, "dcp", completed.reading)
-    return replace(opened, decoders=decoders, codec_bytes=like.codec_bytes if decoders else 0)
+def recognized(root: Path, tag: str | None) -> tuple[Any, Path] | None:
+    """Return the reader of another kind of checkpoint, and its place; None if there is none."""
+    found = ((reader, reader.recognizes(root, tag)) for reader in registry.readers())
+    return next(((reader, place) for reader, place in found if place is not None), None)
 
 
 def find_tag(root: Path, tag: str | None) -> tuple[Path, Path]:
@@ -344,24 +348,22 @@ def _open_native(run_dir: Path, tag_dir: Path, like: Checkpoint | None) -> Sourc
         require_inside(path, run_dir, tag_dir)
     tag = tag_dir.relative_to(run_dir).as_posix()
     files, notes = find_beside(run_dir, tag)
-    found = _source(run_dir, "native", zero_reader.read(tag_dir, files, like, tag=tag))
+    found = Source.of(run_dir, "native", zero_reader.read(tag_dir, files, like, tag=tag))
     noted = (*found.checkpoint.notes, *map(Note, notes))
     return replace(found, checkpoint=replace(found.checkpoint, notes=noted))
 
 
-def _source(path: Path, kind: str, found: Reading) -> Source:
-    return Source(
-        path, kind, found.checkpoint, found.cutting, found.files, {}, is_elastic=found.is_elastic
-    )
-
-
 def _open_store(root: Path, tag: str | None) -> Source:
     list_ahead(root)
-    store = zarr_reader.read(root)
-    if tag is not None and tag != store.checkpoint.tag:
-        message = f"{root}: holds tag '{store.checkpoint.tag}', not {show(tag)}"
-        raise UsageError(message)
+    return store_source(StoreIndex.opened(root), tag)
+
+
+def store_source(index: StoreIndex, tag: str | None = None) -> Source:
+    """Return what a store without faults holds."""
+    _, checkpoint = index.known()
+    if tag is not None and tag != checkpoint.tag:
+        raise UsageError(f"{index.root}: holds tag '{checkpoint.tag}', not {show(tag)}")
     return Source(
-        root, "store", store.checkpoint, store.cutting, store.files, store.decoders,
-        store.codec_bytes, rewritten=store.rewritten,
+        checkpoint, index.cutting(), tuple(index.files), path=index.root, kind="store",
+        codec_bytes=index.codec_bytes, rewritten=tuple(index.rewritten),
     )  # fmt: skip

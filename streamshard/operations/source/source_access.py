@@ -11,15 +11,11 @@ from numpy.typing import NDArray
 from streamshard.commands import command
 from streamshard.engine.numeric.cast import Cast
 from streamshard.engine.run.region import RegionFiller
-from streamshard.engine.run.source_reader import Decoder, SourceReader
-from streamshard.engine.run.work import Region
+from streamshard.engine.run.source_reader import SourceReader
 from streamshard.errors import UsageError
-from streamshard.formats.zarr.rewritten_array import RewrittenPiece
-from streamshard.layout.cutting import Segments, coalesce, whole_segment
+from streamshard.formats.zarr.rewritten import RewrittenPiece
 from streamshard.layout.memory_plan import SCRATCH_BYTES
-from streamshard.model import ITEMSIZE, BlockDigests
 from streamshard.operations.source.source import Source
-from streamshard.operations.source.tensors_in_files import Seam
 
 Array = NDArray[Any]
 _FILES_SHOWN: Final = 3
@@ -30,7 +26,7 @@ class SourceAccess:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._reader = SourceReader(source.files, source.decoders)
+        self._reader = SourceReader(source.files)
         self._lock = threading.Lock()
         self._scratch = memoryview(b"")
         # Notebooks forget to close what they open.
@@ -48,7 +44,8 @@ class SourceAccess:
 
     def fill(self, out: Array, tensor: int, start: int, cast: Cast | None) -> None:
         """Fill an array, which lies in one piece, with elements of a tensor from `start` on."""
-        region = self._region(out, tensor, start, cast)
+        dtype = None if cast is None else cast.target
+        region = self._source.region(tensor, start, start + out.size, dtype)
         with self._lock:
             self._require_open()
             if not len(self._scratch):
@@ -70,20 +67,6 @@ class SourceAccess:
             message = f"{self._source.path}: has been closed; read inside the 'with' block"
             raise UsageError(message)
 
-    def _region(self, out: Array, tensor: int, start: int, cast: Cast | None) -> Region:
-        itemsize = ITEMSIZE[self._source.checkpoint.tensors[tensor].dtype]
-        numbers = (tensor, start, start + out.size, 0)
-        segments = Segments(*(np.array([number], dtype=np.int64) for number in numbers))
-        found = self._source.cutting.locate(segments, target_itemsize=out.itemsize)
-        copies = coalesce(found, itemsize=itemsize, target_itemsize=out.itemsize)
-        return Region(
-            content_bytes=out.nbytes,
-            copies=copies,
-            source_itemsize=itemsize,
-            target_itemsize=out.itemsize,
-            cast=cast,
-        )
-
 
 def _locate_whole(source: Source, number: int, name: str) -> tuple[int, int, int]:
     """Return the file that holds all of a tensor, where it begins there, and its size in bytes.
@@ -96,18 +79,15 @@ def _locate_whole(source: Source, number: int, name: str) -> tuple[int, int, int
         What to call it in messages.
     """
     tensor = source.checkpoint.tensors[number]
-    itemsize = ITEMSIZE[tensor.dtype]
-    found = source.cutting.locate(whole_segment(number, tensor.numel), target_itemsize=itemsize)
-    copies = coalesce(found, target_itemsize=itemsize, itemsize=itemsize)
+    copies = source.region(number, 0, tensor.numel).copies
     files = list(dict.fromkeys(copies.file.tolist()))
     why = []
-    decoders = [source.decoders.get(file) for file in files]
-    pieces = len(copies) + any(isinstance(decoder, Seam) for decoder in decoders)
-    if pieces > 1:
-        why.append(f"is cut into {pieces:,} pieces")
-    if any(isinstance(decoder, RewrittenPiece) for decoder in decoders):
+    held = [source.files[file] for file in files]
+    if len(copies) > 1:
+        why.append(f"is cut into {len(copies):,} pieces")
+    if any(isinstance(file.decoder, RewrittenPiece) for file in held):
         why.append("was rewritten by another tool")
-    elif not all(map(_is_stored_plainly, decoders)):
+    elif not all(file.is_plain for file in held):
         why.append("is compressed")
     if why:
         message = f"{name} {' and '.join(why)}, in {_listed(source, files)}, so it cannot be mapped"
@@ -120,10 +100,6 @@ def _locate_whole(source: Source, number: int, name: str) -> tuple[int, int, int
             f"one piece and open that: {way}"
         )
     return files[0], int(copies.source[0]), int(np.sum(copies.nbytes))
-
-
-def _is_stored_plainly(decoder: Decoder | None) -> bool:
-    return decoder is None or isinstance(decoder, BlockDigests | Seam)
 
 
 def _listed(source: Source, files: list[int]) -> str:

@@ -2,10 +2,7 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from streamshard.engine.run.source_reader import SourceReader
-from streamshard.layout.cutting import Segments
 from streamshard.operations.source.source import Source
 
 
@@ -25,9 +22,7 @@ class StoredFile:
     def read_at(self, offset: int, count: int) -> bytes:
         """Read bytes from an offset; fewer than `count` only at the end of the file."""
         stop = min(offset + count, self.nbytes)
-        one = np.array([self._tensor], dtype=np.int64)
-        wanted = Segments(one, np.array([offset]), np.array([stop]), np.zeros_like(one))
-        copies = self._source.cutting.locate(wanted, target_itemsize=1)
+        copies = self._source.region(self._tensor, offset, stop).copies
         data = bytearray(max(stop - offset, 0))
         rows = zip(copies.file, copies.source, copies.target, copies.nbytes, strict=True)
         for file, start, target, nbytes in rows:

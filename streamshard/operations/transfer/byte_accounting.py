@@ -52,7 +52,7 @@ def read_bytes(source: Source, times: NDArray[np.int64]) -> NDArray[np.int64]:
         copies = cutting.locate(Segments(some, zeros, numels[some], some), target_itemsize=0)
         # With target_itemsize=0, each copy's `target` stays the number of its tensor.
         np.add.at(found, copies.file, copies.nbytes * times[copies.target])
-    for number, decoder in source.decoders.items():
-        if isinstance(decoder, EncodedChunk) and found[number]:
-            found[number] = source.files[number].nbytes
+    for number, file in enumerate(source.files):
+        if isinstance(file.decoder, EncodedChunk) and found[number]:
+            found[number] = file.nbytes
     return found

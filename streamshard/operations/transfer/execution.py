@@ -111,7 +111,9 @@ class Limits:
     memory_limit: int | None
     workers: int | None
 
-    def fit(self, codec_bytes: int, files: Sequence[SourceFile] = ()) -> MemoryPlan:
+    def fit(
+        self, codec_bytes: int, files: Sequence[SourceFile] = (), copies_bytes: int = 0
+    ) -> MemoryPlan:
         """Fit a run that only reads into the memory limit; call it after everything is opened.
 
         Parameters
@@ -122,6 +124,7 @@ class Limits:
         return fit_memory(
             floor_bytes=self.floor_bytes,
             codec_bytes=codec_bytes,
+            copies_bytes=copies_bytes,
             workers=self.workers,
             requests_bytes=request_bytes(file.path for file in files),
             limit_bytes=limit_or_default(self.memory_limit, self.floor_bytes),
@@ -145,7 +148,7 @@ def run(
         _is_large(source),
         memory_plan.process_bytes,
     )
-    Engine(source.files, source.decoders, resources, progress, target.partial).run(files)
+    Engine(source.files, resources, progress, target.partial).run(files)
     # If a file changed during the run, the bytes read before and after do not belong together.
     require_all_unchanged(source.files)
 

@@ -101,7 +101,6 @@ class Wanted:
                 self.target,
                 files(),
                 self.source.files,
-                self.source.decoders,
                 workers=self.memory.workers,
                 window_bytes=self.memory.window_bytes,
                 scratch_bytes=SCRATCH_BYTES // 2,

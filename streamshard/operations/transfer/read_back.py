@@ -1,6 +1,5 @@
 """Reads the written files back from disk, and compares them with the source."""
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,27 +11,12 @@ from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.sample import EVERYTHING
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.structure import Request, look_at
-from streamshard.operations.compare.comparison import Comparing
+from streamshard.operations.compare.comparison import compare
 from streamshard.operations.compare.matching import pair_up
 from streamshard.operations.compare.pairing import pair_of_copy
 from streamshard.operations.source.layered import Layered, layered
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.report import Progress
-
-
-class BothSides:
-    """Counts the bytes read on both sides of a comparison, and reports each pair of bytes once."""
-
-    def __init__(self, progress: Callable[[int], None]) -> None:
-        self._progress = progress
-        self._read = 0
-        self._lock = threading.Lock()
-
-    def add(self, nbytes: int) -> None:
-        """Count bytes of one side."""
-        with self._lock:
-            before, self._read = self._read, self._read + nbytes
-        self._progress((before + nbytes) // 2 - before // 2)
 
 
 def require_no_differences(
@@ -77,12 +61,10 @@ def differences(
         again = layered(again.source)
     opened = again.source
     pairing = pair_up(opened, source, converted=True)
+    found = [compare(opened, source, pairing.pairs, memory, progress, phase=COMPARING)]
     # A module that several layers share is in the source once, and in each of their files.
-    copies = Comparing(opened, opened, [pair_of_copy(copy) for copy in again.copies])
-    comparing = Comparing(opened, source, pairing.pairs)
-    progress.start(comparing.nbytes + copies.nbytes, COMPARING)
-    both = BothSides(progress.advance).add
-    differences = list(pairing.differences)
-    for each in (comparing, copies):
-        differences += each.run(memory, findings, both)
-    return [*(p.message for p in findings.problems), *(d.message for d in differences)]
+    if pairs := [pair_of_copy(copy) for copy in again.copies]:
+        found.append(compare(opened, opened, pairs, memory, progress, phase=COMPARING))
+    problems = [problem.message for each in found for problem in each.findings.problems]
+    differences = [*pairing.differences, *(d for each in found for d in each.differences)]
+    return [*problems, *(difference.message for difference in differences)]

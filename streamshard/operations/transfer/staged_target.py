@@ -21,9 +21,12 @@ class StagedTarget(Protocol):
 
     path: Path
     """Where its files are until it is complete."""
-    partial: Partial | Uploads
     is_done: bool
     """Whether the target exists, and is what this run would make."""
+
+    @property
+    def partial(self) -> Partial | Uploads:
+        """Its files, and the journal of what is written."""
 
     @property
     def is_written(self) -> bool:

@@ -12,7 +12,7 @@ from streamshard.formats.dcp import dcp_names
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.frameworks import framework_of
-from streamshard.formats.zarr.zarr_reader import is_store
+from streamshard.formats.zarr.store_index import is_store
 from streamshard.io.entries import (
     exists,
     files_below,

@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 
 from streamshard import sizes
@@ -22,7 +21,7 @@ from streamshard.operations.checks.problems import Difference, Findings, Verific
 from streamshard.operations.checks.scan import scan
 from streamshard.operations.checks.structure import Request, look_at
 from streamshard.operations.checks.tensor_digests import tensor_units
-from streamshard.operations.compare.comparison import EXTRA_BYTES, Comparing, chosen
+from streamshard.operations.compare.comparison import EXTRA_BYTES, chosen, compare
 from streamshard.operations.compare.matching import pair_up
 from streamshard.operations.source.source import read_hints
 from streamshard.operations.source.unfinished import require_finished
@@ -103,7 +102,7 @@ def verify(
         files=run.findings.files,
         checked=run.findings.checked,
         tensors=run.findings.tensors,
-        bytes_read=run.read.value,
+        bytes_read=run.bytes_read,
         problems=tuple(run.findings.problems),
         differences=tuple(run.differences),
         digests=run.findings.digests,
@@ -137,7 +136,7 @@ class _Run:
         self.tag: str | None = None
         self.findings = Findings()
         self.differences: list[Difference] = []
-        self.read = Count(progress.advance)
+        self.bytes_read = 0
         self.projected_bytes = limits.floor_bytes
         self._limits = limits
         self._progress = progress
@@ -152,14 +151,16 @@ class _Run:
         self.projected_bytes = plan.projected_bytes
         source = checked.source if digests else None
 
-        def work() -> None:
-            checked.read(plan, self.read.add)
+        times, read = 1 if source is None else 2, Count(self._progress.advance)
+        self._progress.start(times * checked.nbytes // self.sample.parts)
+        try:
+            checked.read(plan, read.add)
             if source is not None:
                 units = tensor_units(source, self.findings, self.sample)
-                scan(units, source.files, source.decoders, plan, self.read.add)
-
-        times = 1 if source is None else 2
-        self._watched(times * checked.nbytes // self.sample.parts, work)
+                scan(units, source.files, plan, read.add)
+        finally:
+            self._progress.stop()
+        self.bytes_read = read.value
 
     def compare(self, request: Request, other: Request) -> None:
         """Compare the content of two checkpoints."""
@@ -181,19 +182,11 @@ class _Run:
         self.findings.files = len(left.files) + len(right.files)
         self.findings.notes += pairing.notes
         self.differences += pairing.differences
-        comparing = Comparing(left, right, chosen(pairing.pairs, self.sample))
-        codec_bytes = left.codec_bytes + right.codec_bytes + EXTRA_BYTES
-        plan = self._limits.fit(codec_bytes, (*left.files, *right.files))
-        self.projected_bytes = plan.projected_bytes
-
-        def work() -> None:
-            self.differences += comparing.run(plan, self.findings, self.read.add)
-
-        self._watched(2 * comparing.nbytes, work)
-
-    def _watched(self, total_bytes: int, work: Callable[[], None]) -> None:
-        self._progress.start(total_bytes)
-        try:
-            work()
-        finally:
-            self._progress.stop()
+        compared = compare(
+            left, right, chosen(pairing.pairs, self.sample), self._limits, self._progress
+        )
+        self.findings.problems += compared.findings.problems
+        self.findings.tensors = compared.findings.tensors
+        self.differences += compared.differences
+        self.bytes_read = compared.bytes_read
+        self.projected_bytes = compared.memory.projected_bytes

@@ -8,13 +8,14 @@ order, and which elements of them. Each of its tensors is put together from the 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError
 from streamshard.formats.checkpoint import (
     LIKE,
+    Checkpoint,
     Family,
     FlatState,
     LayerFile,
@@ -55,7 +56,10 @@ _MUST_AGREE: Final = ("lr_scheduler", "data_sampler", names.RANDOM_LTD, names.DS
 """Entries of a model file that differ between parts only if something is wrong."""
 
 
-def recut_checkpoint(source: Reading, parts: ModelParts, like: ModelParts) -> Reading:
+R = TypeVar("R", bound=Reading)
+
+
+def recut_checkpoint(source: R, parts: ModelParts, like: ModelParts) -> R:
     """Cut a checkpoint into the parts of a reference checkpoint, or of `whole_model`.
 
     Parameters
@@ -66,7 +70,8 @@ def recut_checkpoint(source: Reading, parts: ModelParts, like: ModelParts) -> Re
     merging = _MergedParts(parts, like)
     merging.require_same_tensors()
     merging.require_same_layers()
-    return _Building(source, parts, like, merging).reading()
+    checkpoint, cutting = _Building(source, parts, like, merging).made()
+    return replace(source, checkpoint=checkpoint, cutting=cutting)
 
 
 class _MergedParts:
@@ -210,7 +215,7 @@ class _Building:
             entry.name: entry.dtype for f in self._checkpoint.families for entry in f.module
         }
 
-    def reading(self) -> Reading:
+    def made(self) -> tuple[Checkpoint, Cutting]:
         """Make the checkpoint, and find the place of every element of it."""
         groups, state = self._merging.groups(), self._merging.model_state()
         optimizer = self._checkpoint.families[0].optimizer_file
@@ -238,11 +243,7 @@ class _Building:
             saved_parts=len(self._checkpoint.families),
             notes=(*self._checkpoint.notes, *map(Note, self._merging.notes())),
         )
-        return replace(
-            self._source,
-            checkpoint=checkpoint,
-            cutting=cutting_of(self._made, self._source.cutting),
-        )
+        return checkpoint, cutting_of(self._made, self._source.cutting)
 
     def _layers(self) -> tuple[LayerFile, ...]:
         """Return the reference's files of layers, with the target's tensors in them."""

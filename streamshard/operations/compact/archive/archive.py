@@ -25,7 +25,7 @@ from streamshard.operations.compact.archive.proof import Checks, Means, Proved, 
 from streamshard.operations.compact.archive.receipts import (
     ARCHIVED,
     BEGUN,
-    Place,
+    ArchivedTag,
     Receipt,
     SourceRecord,
     show_moment,
@@ -68,7 +68,7 @@ class Archiver:
             Whether to compare the tag with files that are rebuilt from the archive, which proves
             all that has to be proved before the tag is removed.
         """
-        place = Place(self.directory, tag)
+        place = ArchivedTag(self.directory, tag)
         if is_there(place.store) and place.read_receipt() is None:
             message = f"{place.store}: is there, and no receipt says that compact made it"
             raise TargetExistsError(f"{message}; move it away")
@@ -124,15 +124,9 @@ class Archiver:
         return found
 
     def _derived(self, opened: Source) -> set[int]:
-        pairs = omissions.may_follow(opened.checkpoint)
-        self.means.progress.start(sum(2 * candidate.pair.nbytes for candidate in pairs))
-        try:
-            memory = self.means.memory(files=opened.files)
-            return omissions.that_follow(opened, memory, self.means.progress)
-        finally:
-            self.means.progress.stop()
+        return omissions.that_follow(opened, self.means.limits, self.means.progress)
 
-    def _write(self, small: Source, place: Place, *, overwrite: bool = False) -> None:
+    def _write(self, small: Source, place: ArchivedTag, *, overwrite: bool = False) -> None:
         limits = self.means.limits
         options = replace(
             self.storing,
@@ -147,7 +141,12 @@ class Archiver:
         plan.run(self.means.progress)
 
     def _seal(
-        self, receipt: Receipt, small: Source, place: Place, before: Checks, whole: Source | None
+        self,
+        receipt: Receipt,
+        small: Source,
+        place: ArchivedTag,
+        before: Checks,
+        whole: Source | None,
     ) -> tuple[Receipt, Proved | None]:
         """Hash an archive and its source, prove the archive, and write the receipt."""
         checks = Checks(before.done)
@@ -185,7 +184,7 @@ class Archiver:
         place.write_receipt(sealed)
         return sealed, Proved(looks, sealed.checks) if comes_back else None
 
-    def _comes_back(self, whole: Source, place: Place, checks: Checks) -> bool:
+    def _comes_back(self, whole: Source, place: ArchivedTag, checks: Checks) -> bool:
         """Tell whether an archive gives back its tag; if not, its removal says why."""
         attempt = Checks()
         with suppress(StreamshardError):
@@ -194,7 +193,7 @@ class Archiver:
             return True
         return False
 
-    def _sums(self, place: Place) -> dict[str, str]:
+    def _sums(self, place: ArchivedTag) -> dict[str, str]:
         found = place.files()
         digests = self.means.hash_all([place.store / path for path in found], place.store)
         return dict(zip(found, digests, strict=True))
@@ -223,7 +222,7 @@ class Sharing:
     Objects have no links, so an archive in a bucket shares nothing.
     """
 
-    place: Place
+    place: ArchivedTag
     means: Means
 
     def share(self, sums: dict[str, str]) -> list[str]:
@@ -242,7 +241,7 @@ class Sharing:
     def _earlier(self) -> dict[str, Path]:
         """Return SHA-256 → a file that has it, according to the lists of earlier archives."""
         found: dict[str, Path] = {}
-        for other in Place.all_in(self.place.directory):
+        for other in ArchivedTag.all_in(self.place.directory):
             if other.tag == self.place.tag:
                 continue
             with suppress(SourceError):  # its files are then stored once more

@@ -1,21 +1,18 @@
 """Leaves tensors out of an opened checkpoint, such as module weights proved to be casts."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import dataclass
 
 from streamshard.engine.numeric.cast import cast_between
-from streamshard.errors import SourceError, UnsupportedError
+from streamshard.errors import UnsupportedError
 from streamshard.formats.checkpoint import Checkpoint, Family
 from streamshard.formats.zarr import store_state
 from streamshard.formats.zarr.documents import array_path
-from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import FILE, ITEMSIZE, MASTER, MODULE
-from streamshard.operations.checks.problems import Findings
-from streamshard.operations.compare.comparison import Comparing
+from streamshard.operations.compare.comparison import compare
 from streamshard.operations.compare.pairing import Pair, SideElements
 from streamshard.operations.source.source import Source
+from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Progress
 
 
@@ -62,14 +59,12 @@ def _candidate(
     return Candidate(numbers[1], pair)
 
 
-def that_follow(source: Source, memory: MemoryPlan, progress: Progress) -> set[int]:
+def that_follow(source: Source, limits: Limits, progress: Progress) -> set[int]:
     """Compare all module weights with their master weights; return those that are exact casts."""
     candidates = may_follow(source.checkpoint)
-    findings = Findings()
-    comparing = Comparing(source, source, [c.pair for c in candidates], exactly=True)
-    differing = {d.name for d in comparing.run(memory, findings, progress.advance)}
-    if findings.problems:
-        raise SourceError(findings.problems[0].message)
+    pairs = [candidate.pair for candidate in candidates]
+    found = compare(source, source, pairs, limits, progress, exactly=True).require_read()
+    differing = {difference.name for difference in found.differences}
     return {c.number for c in candidates if c.pair.name not in differing}
 
 
@@ -90,24 +85,9 @@ def tag_only(source: Source) -> Source:
 
 def narrowed(source: Source, left_out: Collection[int]) -> Source:
     """Return a source without some tensors, and without the sidecars among them."""
-    checkpoint, cutting = source.checkpoint, source.cutting
-    kept = [number for number in range(len(checkpoint.tensors)) if number not in left_out]
-    rows = np.array(kept, dtype=np.int64)
-    alone = _alone(source, left_out)
-    files = tuple(file for number, file in enumerate(source.files) if number not in alone)
-    # No row that is kept refers to a file that is left out.
-    numbers = np.cumsum([number not in alone for number in range(len(source.files))]) - 1
-    cutting = replace(
-        cutting,
-        origin=cutting.origin[rows],
-        piece_numel=cutting.piece_numel[rows],
-        itemsize=cutting.itemsize[rows],
-        lead=cutting.lead[rows],
-        first_piece=cutting.first_piece[rows],
-        file=numbers[cutting.file],
-    )
-    smaller = store_state.without(checkpoint, left_out)
-    return replace(source, checkpoint=smaller, cutting=cutting, files=files)
+    kept = [number for number in range(len(source.checkpoint.tensors)) if number not in left_out]
+    checkpoint = store_state.without(source.checkpoint, left_out)
+    return source.take(kept, checkpoint, _alone(source, left_out))
 
 
 def _alone(source: Source, left_out: Collection[int]) -> set[int]:

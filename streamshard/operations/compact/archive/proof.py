@@ -31,9 +31,9 @@ from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.scan import scan
 from streamshard.operations.checks.structure import Request, look_at
 from streamshard.operations.compact.archive import omissions
-from streamshard.operations.compact.archive.receipts import Check, Place, Receipt, show_moment
+from streamshard.operations.compact.archive.receipts import ArchivedTag, Check, Receipt, show_moment
 from streamshard.operations.compact.run_directory import looks_of
-from streamshard.operations.compare.comparison import EXTRA_BYTES, Comparing
+from streamshard.operations.compare.comparison import EXTRA_BYTES, compare
 from streamshard.operations.compare.matching import pair_up
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.transfer import execution
@@ -71,7 +71,7 @@ class ArchiveReading:
         try:
             plan = self.memory(looked.codec_bytes, looked.files)
             units, advance = looked.units(), self.progress.advance
-            scan(units, looked.files, looked.decoders, plan, advance, note)
+            scan(units, looked.files, plan, advance, note)
         finally:
             self.progress.stop()
         return whole
@@ -102,7 +102,7 @@ class Proved:
     """Looks of the archive before the proof read it."""
     checks: tuple[Check, ...]
 
-    def still(self, place: Place) -> str:
+    def still(self, place: ArchivedTag) -> str:
         """Require that the archive looks as it did before it was read."""
         with source_errors(place.store):
             is_same = self.looks == looks_of(place.store)
@@ -148,7 +148,7 @@ class Means:
 
 
 def prove(
-    source: Source, place: Place, means: Means, checks: Checks, *, tag_only: bool = False
+    source: Source, place: ArchivedTag, means: Means, checks: Checks, *, tag_only: bool = False
 ) -> Source:
     """Compare an archive with its records, and all but tensor data with its source.
 
@@ -176,14 +176,14 @@ def prove(
     return archive
 
 
-def _synced(place: Place) -> str:
+def _synced(place: ArchivedTag) -> str:
     with target_errors(place.store):
         sync_tree(place.store)
         sync_path(place.directory)
     return ""
 
 
-def intact(place: Place, means: Means, reading: ArchiveReading | None = None) -> str:
+def intact(place: ArchivedTag, means: Means, reading: ArchiveReading | None = None) -> str:
     """Require that every file of an archive has its SHA-256, read bypassing the page cache.
 
     Parameters
@@ -207,7 +207,7 @@ def intact(place: Place, means: Means, reading: ArchiveReading | None = None) ->
     return f"{len(found):,} files"
 
 
-def same_archive(receipt: Receipt, place: Place) -> str:
+def same_archive(receipt: Receipt, place: ArchivedTag) -> str:
     """Require that an archive is the one that was compared with its source."""
     if place.sums_sha256() != receipt.sums_sha256:
         message = f"{place.sums}: not the list of the archive that was compared with {receipt.tag}"
@@ -217,7 +217,7 @@ def same_archive(receipt: Receipt, place: Place) -> str:
     return receipt.sums_sha256
 
 
-def same_objects(receipt: Receipt, place: Place) -> str:
+def same_objects(receipt: Receipt, place: ArchivedTag) -> str:
     """Require that the objects of an archive are the very ones that were compared with its source.
 
     On a disk there are none. Objects that were written again since prove nothing of an earlier
@@ -257,19 +257,12 @@ def _serialized(checkpoint: Checkpoint) -> bytes:
 def content_equal(archive: Source, source: Source, means: Means) -> str:
     """Require that both sides are equal in every bit of every tensor, and in everything else."""
     pairing = pair_up(archive, source)
-    findings = Findings()
-    comparing = Comparing(archive, source, pairing.pairs)
-    means.progress.start(2 * comparing.nbytes)
-    try:
-        plan = means.memory(archive.codec_bytes, (*archive.files, *source.files))
-        differences = comparing.run(plan, findings, means.progress.advance)
-    finally:
-        means.progress.stop()
-    wrong = [problem.message for problem in findings.problems]
-    wrong += [found.message for found in (*pairing.differences, *differences)]
+    found = compare(archive, source, pairing.pairs, means.limits, means.progress)
+    wrong = [problem.message for problem in found.findings.problems]
+    wrong += [one.message for one in (*pairing.differences, *found.differences)]
     if wrong:
         raise IntegrityError(f"{archive.path}: not what {source.path} holds: {wrong[0]}")
-    return f"{len(pairing.pairs):,} tensors, {comparing.nbytes:,} bytes"
+    return f"{len(pairing.pairs):,} tensors, {found.nbytes:,} bytes"
 
 
 def sha256_of(

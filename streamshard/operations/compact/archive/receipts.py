@@ -136,7 +136,7 @@ class Receipt:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ArchivedTag:
     """The paths of a tag's archive and of the files beside it."""
 
     directory: Path
@@ -145,7 +145,7 @@ class Place:
     """Whether it is the archive without optimizer states, which has another name."""
 
     @classmethod
-    def all_in(cls, directory: Path) -> "list[Place]":
+    def all_in(cls, directory: Path) -> "list[ArchivedTag]":
         """List the places of all archives that have a receipt."""
         with source_errors(directory):
             found = paths_in(directory) if exists(directory) else iter(())
@@ -173,7 +173,7 @@ class Place:
         """The receipt, which records the checks."""
         return self.directory / f"{self._name}{_RECEIPT}"
 
-    def held(self, receipt: Receipt) -> "Place":
+    def held(self, receipt: Receipt) -> "ArchivedTag":
         """Return the place of the archive that a receipt says is complete: full or only weights."""
         return replace(self, of_weights=receipt.state == WEIGHTS_ONLY)
 

@@ -38,8 +38,8 @@ from streamshard.operations.compact.archive.receipts import (
     DROPPING,
     PURGED,
     WEIGHTS_ONLY,
+    ArchivedTag,
     Check,
-    Place,
     Receipt,
     age_at,
     show_moment,
@@ -68,7 +68,7 @@ class Dropper:
 
     def archives(self) -> list[str]:
         """List the tags that have a receipt."""
-        return [place.tag for place in Place.all_in(self.directory)]
+        return [place.tag for place in ArchivedTag.all_in(self.directory)]
 
     def is_due(self, tag: str, least_age: timedelta) -> bool:
         """Tell whether to drop the states of an archive, or to remove the rest of a full archive.
@@ -76,7 +76,7 @@ class Dropper:
         States are never dropped while the original exists anywhere, or unless the receipt says that
         it was removed.
         """
-        place = Place(self.directory, tag)
+        place = ArchivedTag(self.directory, tag)
         receipt = place.read_receipt()
         if receipt is None or receipt.state not in (PURGED, DROPPING, WEIGHTS_ONLY):
             return False
@@ -93,7 +93,7 @@ class Dropper:
 
     def drop(self, tag: str, *, is_dry_run: bool) -> CompactedTag:
         """Drop the states of an archive that is due, and return the result."""
-        full = Place(self.directory, tag)
+        full = ArchivedTag(self.directory, tag)
         receipt = full.read_receipt()
         if receipt is None:
             raise CorruptFileError(f"{full.receipt}: gone while it was looked at")
@@ -125,7 +125,7 @@ class Dropper:
             dropped_bytes=nbytes,
         )
 
-    def _make(self, receipt: Receipt, full: Place, left: Remainder) -> Receipt:
+    def _make(self, receipt: Receipt, full: ArchivedTag, left: Remainder) -> Receipt:
         """Make and prove the archive of weights, and let the receipt name it."""
         checks = Checks()
         before = tuple(check for check in receipt.checks if check.holds)
@@ -149,7 +149,7 @@ class Dropper:
             full.write_receipt(replace(receipt, checks=(*before, *checks.done)))
             raise
 
-    def _begin(self, receipt: Receipt, full: Place, left: Remainder) -> Receipt:
+    def _begin(self, receipt: Receipt, full: ArchivedTag, left: Remainder) -> Receipt:
         """Record that files under the names of the archive of weights are ours from now on."""
         if receipt.state == DROPPING:
             return receipt
@@ -166,7 +166,7 @@ class Dropper:
     def _seal(
         self,
         receipt: Receipt,
-        full: Place,
+        full: ArchivedTag,
         left: Remainder,
         checks: Checks,
         before: tuple[Check, ...],
@@ -202,7 +202,7 @@ class Dropper:
         weights.write_receipt(sealed)
         return sealed
 
-    def _remove_full(self, full: Place) -> None:
+    def _remove_full(self, full: ArchivedTag) -> None:
         """Remove a full archive, after the archive of weights was checked once more."""
         intact(replace(full, of_weights=True), self.means)
         store, going, _ = self._remains(full)
@@ -219,7 +219,7 @@ class Dropper:
             remove(going)
             sync_path(self.directory)
 
-    def _remains(self, full: Place) -> tuple[Path, Path, Path]:
+    def _remains(self, full: ArchivedTag) -> tuple[Path, Path, Path]:
         """List the paths that may be left of a full archive."""
         going = full.store.with_name(f"{names.OWN_PREFIX}.going.{full.store.name}")
         return full.store, going, full.sums
@@ -243,7 +243,9 @@ class Dropper:
         return ""
 
 
-def _same_files(full: Place, weights: Place, sums: dict[str, str], left: Remainder) -> str:
+def _same_files(
+    full: ArchivedTag, weights: ArchivedTag, sums: dict[str, str], left: Remainder
+) -> str:
     """Require that the kept files have their recorded SHA-256."""
     recorded, kept = full.read_sums(), left.kept()
     for path in kept:

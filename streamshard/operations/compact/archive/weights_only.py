@@ -3,18 +3,21 @@
 No tensor is decoded: kept tensors have the same chunks, and so the same files.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from streamshard.errors import raise_first
 from streamshard.formats.checkpoint import Checkpoint, Dropped
-from streamshard.formats.zarr import store_files, store_manifest, store_state, zarr_writer
+from streamshard.formats.zarr import store_manifest, store_state
 from streamshard.formats.zarr.documents import (
     MANIFEST_PATH,
     ROOT_DOCUMENT,
     STATE_PATH,
     array_path,
+    store_documents,
 )
+from streamshard.formats.zarr.store_index import StoredArray, StoreIndex
 from streamshard.formats.zarr.store_manifest import FileRecord, Manifest
 from streamshard.io.changes import (
     discard,
@@ -73,8 +76,8 @@ class Remainder:
     """The rest, read from the full store."""
     manifest: Manifest
     """Manifest of the full store."""
-    shapes: store_state.ChunkShapes
-    """Chunk shapes of all tensors of the full store."""
+    arrays: Sequence[StoredArray]
+    """Arrays of all tensors of the full store."""
 
     @classmethod
     def of(cls, store: Path, *, at: str, why: str) -> "Remainder":
@@ -82,36 +85,24 @@ class Remainder:
         full = open_source(store)
         full.require_as_written()
         with source_errors(store):
-            manifest = store_files.read_manifest(store)
-            _, shapes = store_files.read_state(store, manifest)
-        return cls(full, without_states(full, at=at, why=why), manifest, shapes)
+            index = StoreIndex(store)
+            raise_first(fault.error for fault in index.metadata_faults())
+            manifest, _ = index.known()
+        return cls(full, without_states(full, at=at, why=why), manifest, index.arrays)
 
     def kept(self) -> dict[str, FileRecord]:
         """Return the files of the full store that are kept as they are: those of kept tensors."""
-        arrays = {array_path(tensor) for tensor in self.source.checkpoint.tensors}
-        known = self.manifest.records
-        places = store_files.places(self.full.checkpoint, self.shapes)
-        paths = [
-            path
-            for array, chunks in places
-            if array in arrays
-            for path in (f"{array}/zarr.json", *(chunk.path for chunk in chunks))
-        ]
-        return {path: known[path] for path in paths}
+        return self._records(are_kept=True)
 
     @property
     def dropped_bytes(self) -> int:
         """Bytes of the files of dropped tensors."""
-        arrays = {array_path(tensor) for tensor in self.source.checkpoint.tensors}
-        dropped = {array_path(t) for t in self.full.checkpoint.tensors} - arrays
-        places = store_files.places(self.full.checkpoint, self.shapes)
-        paths = [
-            path
-            for array, chunks in places
-            if array in dropped
-            for path in (f"{array}/zarr.json", *(chunk.path for chunk in chunks))
-        ]
-        return sum(self.manifest.records[path].nbytes for path in paths)
+        return sum(record.nbytes for record in self._records(are_kept=False).values())
+
+    def _records(self, *, are_kept: bool) -> dict[str, FileRecord]:
+        kept = {array_path(tensor) for tensor in self.source.checkpoint.tensors}
+        arrays = [array for array in self.arrays if (array.path in kept) == are_kept]
+        return {path: self.manifest.records[path] for array in arrays for path in array.paths()}
 
     def write(self, target: Path) -> None:
         """Write the store durably; the partial store of an earlier run is removed first.
@@ -150,11 +141,11 @@ class Remainder:
     def _documents(self) -> Mapping[str, bytes]:
         """Serialize the files that do not belong to kept tensors, by path."""
         small, kept, codec = self.source.checkpoint, self.kept(), self.manifest.codec
-        numbers = {array_path(t): n for n, t in enumerate(self.full.checkpoint.tensors)}
+        known = {array.path: array.chunk for array in self.arrays}
         arrays = [array_path(tensor) for tensor in small.tensors]
-        shapes = [self.shapes[numbers[array]] for array in arrays]
+        shapes = [known[array] for array in arrays]
         written = {
-            **zarr_writer.documents(small, shapes, codec),
+            **store_documents(small, shapes, codec),
             **small_array(STATE_PATH, store_state.dump(small, shapes)),
         }
         written = {path: data for path, data in written.items() if path not in kept}

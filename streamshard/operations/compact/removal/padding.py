@@ -37,7 +37,7 @@ def padding_alike(source: Source) -> str:
     if checkpoint.layout.stage == 3:
         return "stage 3: never initialised"
     index, nbytes = checkpoint.tensor_index(), 0
-    reader = SourceReader(source.files, source.decoders)
+    reader = SourceReader(source.files)
     try:
         for family in checkpoint.families:
             for padding in _paddings(source, family, index):

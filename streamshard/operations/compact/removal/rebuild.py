@@ -14,7 +14,7 @@ from streamshard.io.object_path import ObjectPath, is_object
 from streamshard.io.objects.stray_uploads import abort_strays
 from streamshard.operations.compact.archive import omissions
 from streamshard.operations.compact.archive.proof import Means, content_equal, state_equal
-from streamshard.operations.compact.archive.receipts import Place
+from streamshard.operations.compact.archive.receipts import ArchivedTag
 from streamshard.operations.repartition.repartition import plan_repartition
 from streamshard.operations.source.source import Source, open_source
 
@@ -22,7 +22,9 @@ _REBUILT: Final = f"{names.OWN_PREFIX}.rebuilt"
 _RUN: Final = "run"
 
 
-def rebuilt_equal(source: Source, place: Place, means: Means, *, tag_only: bool = False) -> str:
+def rebuilt_equal(
+    source: Source, place: ArchivedTag, means: Means, *, tag_only: bool = False
+) -> str:
     """Write native files from an archive, compare them with the tag, and remove them.
 
     Meanwhile they take as much space beside the archive as the tag itself, in a bucket too.
@@ -67,7 +69,7 @@ def remove_rebuilt(directory: Path) -> None:
             abort_strays(rebuilt)
 
 
-def _rebuild(place: Place, rebuilt_dir: Path, means: Means) -> None:
+def _rebuild(place: ArchivedTag, rebuilt_dir: Path, means: Means) -> None:
     limits = means.limits
     try:
         plan = plan_repartition(

@@ -24,7 +24,7 @@ from streamshard.operations.compact.archive.receipts import (
     PURGED,
     TRASHED,
     WEIGHTS_ONLY,
-    Place,
+    ArchivedTag,
     Receipt,
     age_at,
     show_moment,
@@ -57,9 +57,9 @@ class Remover:
         """The trash of the run directory."""
         return trash_of(self.run_dir)
 
-    def place(self, tag: str) -> Place:
+    def place(self, tag: str) -> ArchivedTag:
         """Return the place of a tag's archive."""
-        return Place(self.directory, tag)
+        return ArchivedTag(self.directory, tag)
 
     def remove(
         self, tag: str, still_free: Callable[[], str], proved: Proved | None = None

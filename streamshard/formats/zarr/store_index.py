@@ -1,0 +1,383 @@
+"""Looks at the files that a store's manifest and training state list, each file once.
+
+What is wrong is yielded as errors: opening a store raises the first, and `verify` lists them all.
+"""
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from streamshard.defaults import CODECS
+from streamshard.errors import (
+    CorruptFileError,
+    IncompleteError,
+    IntegrityError,
+    SourceError,
+    SourceNotFoundError,
+    StreamshardError,
+    UnsupportedError,
+    raise_first,
+)
+from streamshard.formats import strict_json
+from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.links import place_of
+from streamshard.formats.pickle.inert import show
+from streamshard.formats.zarr import store_manifest, store_state
+from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, LIMIT_BYTES, BloscChunk, EncodedChunk
+from streamshard.formats.zarr.documents import (
+    MANIFEST_PATH,
+    ROOT_DOCUMENT,
+    ROOT_KEY,
+    STATE_PATH,
+    VERSION_KEY,
+    WEIGHTS_KEY,
+    array_path,
+    chunk_counts,
+    chunk_keys,
+)
+from streamshard.formats.zarr.rewritten import (
+    RewrittenArray,
+    RewrittenPiece,
+    find_rewritten,
+    read_small_array,
+)
+from streamshard.formats.zarr.store_manifest import BLOCK_BYTES, FileRecord, Manifest
+from streamshard.formats.zarr.store_paths import read_small, require_inside
+from streamshard.io.entries import examine, is_file
+from streamshard.layout.cutting import Cutting, CuttingBuilder
+from streamshard.model import ITEMSIZE, BlockDigests, Decoder, LogicalTensor, Slot, SourceFile
+
+MANIFEST_FILES: Final = (f"{MANIFEST_PATH}/zarr.json", f"{MANIFEST_PATH}/c/0")
+"""Files that the manifest itself does not list."""
+STATE_FILES: Final = (f"{STATE_PATH}/zarr.json", f"{STATE_PATH}/c/0")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is wrong with a store."""
+
+    path: Path
+    """The file at fault, or a directory if the message names a file in it."""
+    error: StreamshardError
+
+
+class StoredChunk(NamedTuple):
+    """A chunk as the training state describes it."""
+
+    path: str
+    start: int
+    """First element."""
+    stop: int
+    """Element after the last; the chunk itself may reach past the tensor's end."""
+    nbytes: int
+    """Size of the content, including the part past the tensor's end."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """The array of a tensor as the training state describes it."""
+
+    tensor: LogicalTensor
+    path: str
+    chunk: tuple[int, ...]
+    """Shape of a chunk."""
+
+    @property
+    def itemsize(self) -> int:
+        """Size of an element in bytes."""
+        return ITEMSIZE[self.tensor.dtype]
+
+    @property
+    def count(self) -> int:
+        """Count of the chunks."""
+        return math.prod(chunk_counts(self.tensor.shape, self.chunk))
+
+    def chunks(self) -> Iterator[StoredChunk]:
+        """Yield the chunks in the order of their elements."""
+        step, end, path = math.prod(self.chunk), self.tensor.numel, self.path
+        nbytes = step * self.itemsize
+        keys = chunk_keys(chunk_counts(self.tensor.shape, self.chunk))
+        for number, key in enumerate(keys):
+            start = number * step
+            yield StoredChunk(f"{path}/{key}", start, min(start + step, end), nbytes)
+
+    def paths(self) -> Iterator[str]:
+        """Yield the paths of its document and of its chunks."""
+        yield f"{self.path}/{ROOT_DOCUMENT}"
+        yield from (chunk.path for chunk in self.chunks())
+
+
+def stored_arrays(checkpoint: Checkpoint, shapes: store_state.ChunkShapes) -> list[StoredArray]:
+    """List the arrays of a checkpoint's tensors, in the same order."""
+    both = zip(checkpoint.tensors, shapes, strict=True)
+    return [StoredArray(tensor, array_path(tensor), shape) for tensor, shape in both]
+
+
+class StoreIndex:
+    """A store, of which more is known with each method that yields what is wrong with it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.manifest: Manifest | None = None
+        self.checkpoint: Checkpoint | None = None
+        self.shapes: store_state.ChunkShapes = ()
+        self.content_bytes: dict[str, int] = {}
+        """Size of the manifest and of the training state by the path of their arrays."""
+        self.is_described = False
+        """Whether the arrays are known: the manifest, the training state and the codec are."""
+        self.arrays: Sequence[StoredArray] = ()
+        self.files: list[SourceFile] = []
+        self.codec_bytes = 0
+        """Memory that decoding one file takes."""
+        self.numbers: dict[str, int] = {}
+        """Path → number of each file that is there with its recorded length."""
+        self.first: dict[str, int] = {}
+        """Path of an array → number of the file of its first chunk or piece; the others follow."""
+        self.rewritten: dict[str, RewrittenArray] = {}
+        self.not_ours: set[str] = set()
+        """Paths of all arrays that another tool rewrote, also of those that cannot be read."""
+        self._place = place_of(root)
+        self._directories: set[str] = set()
+        """Directories that are known to lie in the store, with symbolic links resolved."""
+
+    @classmethod
+    def opened(cls, root: Path) -> "StoreIndex":
+        """Open a store; raises the first error."""
+        index = cls(root)
+        raise_first(index.version_errors())
+        raise_first(fault.error for fault in index.metadata_faults())
+        raise_first(index.version_errors())
+        raise_first(fault.error for fault in index.array_faults())
+        return index
+
+    def known(self) -> tuple[Manifest, Checkpoint]:
+        """Return the manifest and the training state of a store that has both."""
+        if self.manifest is None or self.checkpoint is None:
+            raise IncompleteError(f"{self.root}: neither manifest nor training state was read")
+        return self.manifest, self.checkpoint
+
+    def version_errors(self) -> Iterator[StreamshardError]:
+        """Compare the root's document with what is known of the store."""
+        try:
+            require_inside(self.root / ROOT_DOCUMENT, self.root)
+            found = _described(self.root)
+        except SourceError as error:
+            yield error
+            return
+        if found is None:
+            message = f"{self.root}: a Zarr hierarchy, but not one that streamshard wrote"
+            yield SourceNotFoundError(message)
+        elif found[VERSION_KEY] != store_state.VERSION:
+            version, known = show(found[VERSION_KEY]), store_state.VERSION
+            message = f"{self.root}: store format {version}; this streamshard reads {known}: use"
+            yield UnsupportedError(f"{message} the one that wrote it")
+        elif self.checkpoint and (WEIGHTS_KEY in found) != (self.checkpoint.dropped is not None):
+            message = f"{self.root / ROOT_DOCUMENT}: does not tell as the training state does"
+            yield CorruptFileError(f"{message} whether the store holds weights only")
+
+    def metadata_faults(self) -> Iterator[Fault]:
+        """Read the manifest, then the training state, which needs it."""
+        try:
+            self.manifest = self._read_manifest()
+        except (SourceError, IntegrityError) as error:
+            yield Fault(self.root / MANIFEST_PATH, error)
+            return
+        try:
+            self.checkpoint, self.shapes = self._read_state(self.manifest)
+        except (SourceError, IntegrityError) as error:
+            yield Fault(self.root / STATE_PATH, error)
+            return
+        if self.manifest.codec in CODECS:
+            self.arrays = stored_arrays(self.checkpoint, self.shapes)
+            self.is_described = True
+            return
+        place = self.root / MANIFEST_FILES[1]
+        message = f"{place}: compressed with {show(self.manifest.codec)}, which is not known"
+        yield Fault(place, UnsupportedError(message))
+
+    def array_faults(self) -> Iterator[Fault]:
+        """Look at the chunks of all arrays. Zarr would read a missing chunk as zeros."""
+        if self.manifest is None:
+            return
+        for array in self.arrays:
+            self.first[array.path] = len(self.files)
+            try:
+                found = find_rewritten(self.root, array.tensor, array.chunk, self.manifest)
+            except (SourceError, IntegrityError) as error:
+                self.not_ours.add(array.path)
+                yield Fault(self.root / array.path, error)
+                continue
+            if found is not None:
+                self._add_rewritten(array.path, found)
+            else:
+                yield from self._chunk_faults(array, self.manifest)
+
+    def cutting(self) -> Cutting:
+        """Say where the elements of all tensors lie in a store without faults."""
+        builder = CuttingBuilder([array.itemsize for array in self.arrays])
+        for index, array in enumerate(self.arrays):
+            rewritten = self.rewritten.get(array.path)
+            if rewritten is None:
+                count, numel = array.count, math.prod(array.chunk)
+            else:
+                count, numel = rewritten.pieces, rewritten.numel
+            first = self.first[array.path]
+            slot = Slot(
+                files=np.arange(first, first + count, dtype=np.int64),
+                offsets=np.zeros(count, dtype=np.int64),
+                numels=np.full(count, numel, dtype=np.int64),
+            )
+            builder.place(index, builder.slot(slot), piece_numel=numel)
+        return builder.build()
+
+    def look_at(
+        self, path: str, nbytes: int | None, decoder: Decoder | None = None
+    ) -> Fault | None:
+        """Add a regular file of this length; returns what is wrong with any other."""
+        full = self.root / path
+        directory = os.path.dirname(path)  # noqa: PTH120
+        try:
+            if directory not in self._directories:
+                if not place_of(full.parent).is_relative_to(self._place):
+                    require_inside(full.parent, self.root)
+                self._directories.add(directory)
+            status = examine(full, follows=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return Fault(full, IncompleteError(f"{full}: missing; {nbytes} bytes were written"))
+        except OSError as failed:
+            return Fault(full, SourceError(f"{full}: cannot be read ({failed.strerror})"))
+        except SourceError as outside:
+            return Fault(full.parent, outside)
+        if not status.is_file:
+            message = f"{full}: not a regular file; copy the store with 'cp -rL'"
+            return Fault(full, CorruptFileError(message))
+        if nbytes not in (None, status.nbytes):
+            message = f"{full}: {status.nbytes} bytes, {nbytes} were written"
+            return Fault(full, IntegrityError(message))
+        self.numbers[path] = len(self.files)
+        self.files.append(status.source_file(full, decoder))
+        return None
+
+    def _read_manifest(self) -> Manifest:
+        for path in MANIFEST_FILES:
+            require_inside(self.root / path, self.root)
+        content = self._read_small(MANIFEST_PATH)
+        try:
+            return store_manifest.read(content)
+        except CorruptFileError as error:
+            raise CorruptFileError(f"{self.root / MANIFEST_FILES[1]}: {error}") from error
+
+    def _read_state(self, manifest: Manifest) -> tuple[Checkpoint, store_state.ChunkShapes]:
+        """Read the training state, whose tensors have no more chunks than the manifest lists."""
+        place = self.root / STATE_FILES[1]
+        require_inside(place, self.root)
+        content = self._read_small(STATE_PATH, manifest)
+        try:
+            checkpoint, shapes = store_state.load(content)
+            _require_listed(checkpoint, shapes, manifest)
+        except (CorruptFileError, UnsupportedError, ValueError) as error:
+            kind = UnsupportedError if isinstance(error, UnsupportedError) else CorruptFileError
+            raise kind(f"{place}: {error}") from error
+        return checkpoint, shapes
+
+    def _read_small(self, path: str, manifest: Manifest | None = None) -> bytes:
+        content, is_rewritten = read_small_array(self.root, path, manifest)
+        self.content_bytes[path] = len(content)
+        if is_rewritten:
+            self.not_ours.add(path)
+        return content
+
+    def _chunk_faults(self, array: StoredArray, manifest: Manifest) -> Iterator[Fault]:
+        for chunk in array.chunks():
+            record = manifest.records.get(chunk.path)
+            if record is None:
+                place = self.root / MANIFEST_FILES[1]
+                yield Fault(place, CorruptFileError(f"{place}: does not list {chunk.path}"))
+                continue
+            decoder = self._decoder(array, chunk, record, manifest.codec)
+            wrong = decoder if isinstance(decoder, CorruptFileError) else None
+            known = None if isinstance(decoder, CorruptFileError) else decoder
+            fault = self.look_at(chunk.path, record.nbytes, known)
+            if fault is None and wrong is not None:
+                del self.numbers[chunk.path]
+                fault = Fault(self.root / chunk.path, wrong)
+            if fault is not None:
+                yield fault
+
+    def _decoder(
+        self, array: StoredArray, chunk: StoredChunk, record: FileRecord, codec: str
+    ) -> Decoder | CorruptFileError:
+        """Say how a chunk is decoded, or what is wrong with its record."""
+        full, crc32s, is_raw = self.root / chunk.path, record.crc32s, codec == "none"
+        blocks = -(-chunk.nbytes // BLOCK_BYTES) if is_raw else 1
+        if is_raw and record.nbytes != chunk.nbytes + CHECKSUM_BYTES:
+            message = f"{full}: {record.nbytes} bytes for {chunk.nbytes} of content"
+            return CorruptFileError(message)
+        if len(crc32s) != blocks:
+            message = f"{full}: the manifest lists {len(crc32s)} checksums where {blocks} belong"
+            return CorruptFileError(message)
+        if is_raw:
+            return BlockDigests(chunk.nbytes, BLOCK_BYTES, crc32s)
+        # Twice, because the allocator keeps the memory of the previous chunk.
+        self.codec_bytes = max(self.codec_bytes, 2 * (chunk.nbytes + record.nbytes))
+        return EncodedChunk(
+            full,
+            BloscChunk(codec, array.itemsize),
+            stored_bytes=record.nbytes,
+            stored_crc32=int(crc32s[0]),
+            content_bytes=chunk.nbytes,
+        )
+
+    def _add_rewritten(self, path: str, array: RewrittenArray) -> None:
+        """Add an array that another tool rewrote, in pieces that are not its chunks."""
+        self.not_ours.add(path)
+        self.rewritten[path] = array
+        for number in range(array.pieces):
+            self.files.append(replace(array.document, decoder=RewrittenPiece(array, number)))
+        # Nothing is read from these; the run ends with an error if one of them changes.
+        self.files += array.files.values()
+        self.codec_bytes = max(self.codec_bytes, array.codec_bytes)
+
+
+def is_store(root: Path) -> bool:
+    """Tell whether a Zarr hierarchy is one of streamshard's stores, of any version."""
+    return _described(root) is not None
+
+
+def may_be_store(root: Path) -> bool:
+    """Tell whether a directory looks like a store, which may be damaged."""
+    return any(is_file(root / path) for path in (MANIFEST_FILES[1], STATE_FILES[1]))
+
+
+def _described(root: Path) -> Mapping[str, Any] | None:
+    """Return what the root's document tells of a store; None if it is no store's."""
+    try:
+        document: Any = strict_json.parse(read_small(root / ROOT_DOCUMENT))
+        found = document["attributes"][ROOT_KEY]
+    except (KeyError, TypeError, ValueError):
+        return None
+    return found if isinstance(found, dict) and VERSION_KEY in found else None
+
+
+def _require_listed(
+    checkpoint: Checkpoint, shapes: store_state.ChunkShapes, manifest: Manifest
+) -> None:
+    """Refuse chunks that are too many or too large before anything is made for each of them."""
+    files, chunks = len(manifest.records), 0
+    for tensor, shape in zip(checkpoint.tensors, shapes, strict=True):
+        if len(shape) != len(tensor.shape) or not math.prod(shape):
+            message = f"chunks of {show(shape)} for {tensor.name} of {show(tensor.shape)}"
+            raise CorruptFileError(message)
+        chunks += math.prod(chunk_counts(tensor.shape, shape))
+        if chunks > files:
+            message = f"{chunks:,} chunks up to {show(tensor.name)}, where the manifest lists"
+            raise CorruptFileError(f"{message} {files:,} files")
+        nbytes = math.prod(shape) * ITEMSIZE[tensor.dtype]
+        if manifest.codec != "none" and nbytes > LIMIT_BYTES:
+            message = f"chunks of {nbytes:,} bytes of {show(tensor.name)}, which is more than can"
+            raise CorruptFileError(f"{message} be compressed")

@@ -1,0 +1,72 @@
+"""Reads distributed checkpoints of PyTorch, as they are or completed."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from streamshard.errors import IntegrityError, SourceError, release_frames
+from streamshard.formats import detect
+from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.dcp import dcp_reader, reference
+from streamshard.formats.dcp.config_completion import with_config
+from streamshard.formats.deepspeed import ds_config, names
+from streamshard.io.entries import is_directory, list_ahead, paths_in
+from streamshard.layout.sample import Sample
+from streamshard.operations.checks.item_check import ItemFilesCheck
+from streamshard.operations.checks.problems import Findings
+from streamshard.operations.checks.structure import Looked, Reader
+from streamshard.operations.source.sidecars import has_shards
+from streamshard.operations.source.source import Source
+
+
+class _DistributedReader:
+    kind = "dcp"
+    completes = True
+
+    def holds(self, directory: Path) -> bool:
+        return bool(dcp_reader.parts_of(directory))
+
+    def recognizes(self, root: Path, tag: str | None) -> Path | None:
+        place = root if tag is None else root / tag
+        if tag is not None and not (names.is_tag(tag) and is_directory(place)):
+            return None
+        if not self.holds(place) or has_shards(place) or detect.is_megatron(place):
+            return None
+        return place
+
+    def open(self, place: Path, like: Source | None) -> Source:
+        """Open it as it is, or completed by a reference checkpoint."""
+        list_ahead(place)
+        if like is None:
+            return Source.of(place, self.kind, dcp_reader.read(place))
+        opened = Source.of(place, self.kind, reference.read_like(place, like))
+        is_decoded = any(file.decoder is not None for file in opened.files)
+        return replace(opened, codec_bytes=like.codec_bytes if is_decoded else 0)
+
+    def complete(
+        self, source: Source, config: ds_config.Config, stage: int | None, world_size: int
+    ) -> Checkpoint:
+        return with_config(source.checkpoint, config, zero_stage=stage, world_size=world_size)
+
+    def look_at(
+        self, place: Path, reopen: Callable[[], Source], findings: Findings, sample: Sample
+    ) -> Looked:
+        opened: Source | None = None
+        try:
+            opened = reopen()
+            findings.notes += opened.checkpoint.remarks
+        except (SourceError, IntegrityError) as error:
+            release_frames(error)
+            places = dcp_reader.parts_of(place)
+            findings.add_error(error, place, {p for part in places for p in paths_in(part)})
+        items: Mapping[Path, Sequence[tuple[int, int]]] = {}
+        # Without an index it is not known where items lie, which is a problem already.
+        with suppress(SourceError):
+            items = dcp_reader.index_of(place).by_file()
+        check = ItemFilesCheck.of(items, findings, sample)
+        return Looked(self.kind, place.name, check.files, check.units, source=opened)
+
+
+READER: Final[Reader] = _DistributedReader()
