@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import streamshard as api
-from streamshard.operations.compact.archive.receipts import ARCHIVED, Place
+from streamshard.operations.compact.archive.receipts import ARCHIVED, ArchivedTag
 from tests.fabricated import load, write
 from tests.job import Job
 from tests.test_repartition_fabricated import bits, differences
@@ -45,7 +45,7 @@ def test_it_is_no_other_archive_where_a_tool_laid_its_documents_out_anew(tmp_pat
 
 
 def test_its_receipt_is_read() -> None:
-    receipt = Place(GOLDEN, TAG).read_receipt()
+    receipt = ArchivedTag(GOLDEN, TAG).read_receipt()
     assert receipt is not None
     assert (receipt.state, receipt.derived) == (ARCHIVED, ("module/embed.weight",))
     assert len(receipt.below_tag()) == 3

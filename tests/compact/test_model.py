@@ -28,7 +28,7 @@ import streamshard as api
 from streamshard.engine.journals.journal import Journal, Written
 from streamshard.io import changes
 from streamshard.operations.compact.archive import weights_only
-from streamshard.operations.compact.archive.receipts import WEIGHTS_ONLY, Place
+from streamshard.operations.compact.archive.receipts import WEIGHTS_ONLY, ArchivedTag
 from tests.compact.runs import bits, receipt_of, save, tag_of
 from tests.job import Job
 
@@ -201,7 +201,7 @@ class Nights(RuleBasedStateMachine):
         """Tag → its archive, full or of the weights alone, as the receipt says."""
         found = {}
         for path in self.archive.glob("*.receipt.json"):
-            place = Place(self.archive, path.name.removesuffix(".receipt.json"))
+            place = ArchivedTag(self.archive, path.name.removesuffix(".receipt.json"))
             receipt = place.read_receipt()
             assert receipt is not None
             assert receipt.state != WEIGHTS_ONLY or place.tag in self.purged
