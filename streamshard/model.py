@@ -198,44 +198,6 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
-class PartitionOf:
-    """A rank's partition of one state of a flat group (stages 1 and 2)."""
-
-    group: int
-    state: str
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class WholesOf:
-    """One state, whole, of each parameter that a rank owns a part of (Muon at stages 1 and 2)."""
-
-    group: int
-    state: str
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class ShardsOf:
-    """A rank's part of one state of a sub-group: its shard of each parameter (stage 3)."""
-
-    sub_group: int
-    state: str
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class ShardOf:
-    """The shard of a single tensor that belongs to the file's rank (stage 3, frozen weights)."""
-
-    tensor: int
-
-
-Content = Literal | Whole | PartitionOf | WholesOf | ShardsOf | ShardOf
-"""What fills a storage of a target file. Zeros fill the rest of the storage, if there is one."""
-
-
-@dataclass(frozen=True, slots=True)
 class Copies:
     """Byte runs to copy, ordered by target offset; parallel arrays.
 

@@ -9,7 +9,7 @@ array arithmetic finds the fragments of any range, and no list of all fragments 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,6 +31,29 @@ class Segments:
     stop: Ints
     target: Ints
     """Byte offset where element `start` is written."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Share:
+    """A rank's share of the elements of tensors; zeros fill the rest of its storage."""
+
+    tensors: Ints
+    """Those that are cut among all ranks, or those that the rank has whole."""
+    dtype: str
+    """Of the elements in the source."""
+    segments_of: Callable[[int, int], Segments]
+    """Find the segments of a rank, for elements of an item size in the target."""
+    rank: int | None
+    """None for the rank whose file holds it."""
+    is_cut: bool = True
+    """Whether all ranks together hold each element once."""
+
+    def segments(self, rank: int | None, *, itemsize: int) -> Segments:
+        """Return the segments that fill it, in the file of a rank."""
+        own = rank if self.rank is None else self.rank
+        if own is None:
+            raise TypeError("a share of no rank")
+        return self.segments_of(own, itemsize)
 
 
 @dataclass(frozen=True, slots=True)

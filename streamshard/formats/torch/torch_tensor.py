@@ -9,7 +9,8 @@ from typing import Final
 from streamshard.errors import CorruptFileError, UnsupportedError
 from streamshard.formats.pickle.inert import Call, Global, Node, show
 from streamshard.formats.shapes import LIMIT_DIMENSIONS, LIMIT_NUMEL, is_size, require_shape
-from streamshard.model import ITEMSIZE, Content
+from streamshard.layout.cutting import Share
+from streamshard.model import ITEMSIZE, Literal, Whole
 
 _STORAGE_DTYPES: Final[Mapping[str, str]] = {
     "DoubleStorage": "float64",
@@ -41,6 +42,10 @@ _TENSOR: Final = Global("torch", "Tensor")
 _TENSOR_CLASS: Final = Global("torch._tensor", "Tensor")
 SIZE: Final = Global("torch", "Size")
 """torch's class of shapes."""
+
+
+Content = Literal | Whole | Share
+"""What fills a storage of a target file."""
 
 
 @dataclass(eq=False, slots=True)

@@ -64,10 +64,11 @@ class UniversalFiles:
                 module_dtype=checkpoint.module_dtype,
                 is_bf16=checkpoint.is_bf16,
                 cut=cut,
+                index=checkpoint.tensor_index(),
             )
         )
         self._units = max(len(cut.sub_groups), len(self._family.groups))
-        self.native = NativeFiles(source, self._layout.world_size, [cut])
+        self.native = NativeFiles(source)
         self._latest = {names.LATEST_UNIVERSAL: checkpoint.tag.encode()}
 
     @property
@@ -98,7 +99,7 @@ class UniversalFiles:
 
     def byte_counts(self) -> ByteCounts:
         """Count the bytes that are written, and how often each tensor is read."""
-        byte_counts = NativeByteCounter(self._source, self.native)
+        byte_counts = NativeByteCounter(self._source)
         byte_counts.add((image, [image.path]) for image in self.images.all())
         for path, data in self._latest.items():
             byte_counts.add_bytes(path, len(data))

@@ -1,41 +1,26 @@
 """Turns serialized torch files into work: each storage becomes regions with their copies."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import PurePosixPath
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
-
-import numpy as np
-from numpy.typing import NDArray
 
 from streamshard.engine.numeric.cast import cast_between
 from streamshard.engine.run.work import Fixed, Region, Span, TargetFile, Trailer
-from streamshard.formats.checkpoint import Checkpoint
-from streamshard.formats.deepspeed.cut.family_cut import FamilyCut
 from streamshard.formats.deepspeed.write.zero_writer import FileImage
-from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import Storage
 from streamshard.layout.cutting import (
     Segments,
+    Share,
     clip,
     coalesce,
-    owned_segments,
-    partition_segments,
-    shard_segments,
     whole_segment,
 )
 from streamshard.model import (
     BLOB,
     FILE,
     ITEMSIZE,
-    MASTER,
-    Content,
     Copies,
     Literal,
-    PartitionOf,
-    ShardOf,
-    ShardsOf,
     Whole,
-    WholesOf,
 )
 from streamshard.operations.native import torch_records
 from streamshard.operations.source.source import Source
@@ -45,23 +30,15 @@ _SPAN_BYTES: Final = 256 << 20
 
 
 class NativeFiles:
-    """Fills the files of a target from a source, according to how the target is cut."""
+    """Fills the files of a target from a source."""
 
-    def __init__(self, source: Source, world_size: int, cuts: Sequence[FamilyCut]) -> None:
+    def __init__(self, source: Source) -> None:
         self._source = source
-        self._world_size = world_size
-        self._cuts = cuts
         self._tensors = source.checkpoint.tensors
-        self._numels = np.array([tensor.numel for tensor in self._tensors], dtype=np.int64)
-        self._members = _members(source.checkpoint)
-
-    def lay_out(self, image: FileImage) -> torch_file.TorchLayout:
-        """Lay out a file, which determines its size and its pickle."""
-        return torch_file.lay_out(image.serialized, PurePosixPath(image.path).stem)
 
     def torch_target(self, image: FileImage) -> TargetFile:
         """Return the target of one serialized file."""
-        layout = self.lay_out(image)
+        layout = image.lay_out()
         spans, late = _StorageSpans(), []
         for record in layout.records:
             storage, content = record.content, torch_records.content_of(record)
@@ -79,17 +56,6 @@ class NativeFiles:
                 spans.skip_to(record.end)
         return TargetFile(image.path, spans.all(), [*late, torch_records.zip_ending(layout)])
 
-    def fill(self, content: Content, image: FileImage) -> NDArray[np.int64]:
-        """List the tensors in a cut storage: of all ranks together, or of its rank (`WholesOf`)."""
-        if isinstance(content, PartitionOf):
-            return self._members[image.family, content.group, content.state]
-        if isinstance(content, ShardsOf):
-            unit = self._cuts[image.family].sub_groups[content.sub_group]
-            return self._members[image.family, unit.group, content.state][unit.first : unit.stop]
-        if isinstance(content, ShardOf):
-            return np.array([content.tensor])
-        return self._segments(content, image, itemsize=1).tensor
-
     def other_targets(self, paths: Mapping[str, str]) -> Iterator[TargetFile]:
         """Yield the targets of the sidecars; `paths` maps each name to the path in the target."""
         modes = {file.path: file.mode for file in self._source.checkpoint.files}
@@ -103,14 +69,17 @@ class NativeFiles:
     def regions(
         self,
         storage: Storage,
-        content: Content,
+        content: Whole | Share,
         image: FileImage,
         trailer: Trailer | None = None,
     ) -> Iterator[Region]:
         """Yield the regions of a storage, in order; a single region may have a trailer."""
         source_dtype, target_dtype = self._dtypes(storage, content)
         source_itemsize, target_itemsize = ITEMSIZE[source_dtype], ITEMSIZE[target_dtype]
-        segments = self._segments(content, image, target_itemsize)
+        if isinstance(content, Share):
+            segments = content.segments(image.rank, itemsize=target_itemsize)
+        else:
+            segments = whole_segment(content.tensor, self._tensors[content.tensor].numel)
         for start, stop in _pieces(storage.nbytes):
             piece = clip(segments, start, stop, itemsize=target_itemsize)
             yield Region(
@@ -122,34 +91,13 @@ class NativeFiles:
                 trailer=trailer,
             )
 
-    def _dtypes(self, storage: Storage, content: Content) -> tuple[str, str]:
+    def _dtypes(self, storage: Storage, content: Whole | Share) -> tuple[str, str]:
         """Return the dtypes of a storage's elements in the source and in the target."""
-        if isinstance(content, Whole | ShardOf):
-            tensor = self._tensors[content.tensor]
-            # A blob is bytes, whatever dtype its storage has.
-            return tensor.dtype, tensor.dtype if tensor.state == BLOB else storage.dtype
-        return storage.dtype, storage.dtype
-
-    def _segments(self, content: Content, image: FileImage, itemsize: int) -> Segments:
-        family = image.family
-        if isinstance(content, Whole):
-            return whole_segment(content.tensor, self._tensors[content.tensor].numel)
-        if isinstance(content, PartitionOf | WholesOf):
-            group = self._cuts[family].flat_groups[content.group]
-            members = self._members[family, content.group, content.state]
-            cut = partition_segments if isinstance(content, PartitionOf) else owned_segments
-            return cut(group, content.rank, members, itemsize=itemsize)
-        if isinstance(content, ShardsOf):
-            unit = self._cuts[family].sub_groups[content.sub_group]
-            members = self._members[family, unit.group, content.state]
-            return self._shards(members[unit.first : unit.stop], content.rank, itemsize)
-        if isinstance(content, ShardOf) and image.rank is not None:
-            return self._shards(np.array([content.tensor]), image.rank, itemsize)
-        raise TypeError(f"{content} is not a range of logical tensors")
-
-    def _shards(self, tensors: NDArray[np.int64], rank: int, itemsize: int) -> Segments:
-        numels = self._numels[tensors]
-        return shard_segments(numels, self._world_size, rank, tensors, itemsize=itemsize)
+        if isinstance(content, Share):
+            return content.dtype, storage.dtype
+        tensor = self._tensors[content.tensor]
+        # A blob is bytes, whatever dtype its storage has.
+        return tensor.dtype, tensor.dtype if tensor.state == BLOB else storage.dtype
 
     def _copies(self, segments: Segments, source_itemsize: int, target_itemsize: int) -> Copies:
         copies = self._source.cutting.locate(segments, target_itemsize=target_itemsize)
@@ -193,16 +141,3 @@ def _pieces(nbytes: int) -> Iterator[tuple[int, int]]:
     """Cut a count of bytes into pieces (start, stop); zero bytes are one piece."""
     for start in range(0, max(nbytes, 1), _SPAN_BYTES):
         yield start, min(start + _SPAN_BYTES, nbytes)
-
-
-def _members(checkpoint: Checkpoint) -> dict[tuple[int, int, str], NDArray[np.int64]]:
-    """Return (family, group, state) → logical tensor of each parameter, in the group's order."""
-    index = checkpoint.tensor_index()
-    return {
-        (number, place, state): np.array(
-            [index[family.name, state, name] for name in group.params], dtype=np.int64
-        )
-        for number, family in enumerate(checkpoint.families)
-        for place, group in enumerate(family.groups)
-        for state in (MASTER, *group.flat_states())
-    }

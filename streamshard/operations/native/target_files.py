@@ -70,7 +70,7 @@ class NativeWriter:
             images.append(StepImages(checkpoint.accelerate_step, resized.new_steps))
         if checkpoint.layers:
             images.append(LayerImages(checkpoint))
-        counts = count_bytes(source, files, images, resized, has_latest=template is None)
+        counts = count_bytes(source, images, resized, has_latest=template is None)
         return cls(source, settings, template, resized, files, images, counts)
 
     def byte_counts(self) -> ByteCounts:
@@ -119,7 +119,7 @@ class NativeWriter:
 def targets_of(source: Source, settings: TargetSettings) -> tuple[list[ZeroTarget], NativeFiles]:
     """Cut each family of a checkpoint according to the settings."""
     checkpoint, layout = source.checkpoint, settings.layout
-    dtype = settings.module_dtype
+    dtype, index = settings.module_dtype, checkpoint.tensor_index()
     cuts = [cut_family(checkpoint, family, layout, dtype) for family in checkpoint.families]
     targets = [
         ZeroTarget(
@@ -131,7 +131,8 @@ def targets_of(source: Source, settings: TargetSettings) -> tuple[list[ZeroTarge
             module_dtype=settings.module_dtype,
             is_bf16=settings.is_bf16,
             cut=cut,
+            index=index,
         )
         for mp_rank, (family, cut) in enumerate(zip(checkpoint.families, cuts, strict=True))
     ]
-    return targets, NativeFiles(source, layout.world_size, cuts)
+    return targets, NativeFiles(source)

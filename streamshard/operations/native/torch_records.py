@@ -5,8 +5,8 @@ from typing import Final
 from streamshard.engine.numeric.checksums import crc32
 from streamshard.engine.run.work import Ending, Fixed, Trailer
 from streamshard.formats.torch.torch_file import Record, TorchLayout
-from streamshard.formats.torch.torch_tensor import Storage
-from streamshard.model import Content, Literal
+from streamshard.formats.torch.torch_tensor import Content, Storage
+from streamshard.model import Literal
 
 _CRC32: Final = slice(4, 8)
 """Place of the CRC-32 in a record's descriptor."""

@@ -3,6 +3,8 @@
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
+import numpy as np
+
 from streamshard.errors import UnsupportedError
 from streamshard.formats.checkpoint import ModuleEntry
 from streamshard.formats.deepspeed import names
@@ -10,7 +12,8 @@ from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.pickle.inert_dump import dump
 from streamshard.formats.torch.torch_tensor import Storage, make_size, make_tensor
-from streamshard.model import MASTER, MODULE, Content, Literal, ShardOf, Whole
+from streamshard.layout.cutting import Share, shard_segments
+from streamshard.model import MASTER, MODULE, Literal, Whole
 
 
 class ModuleWriter:
@@ -25,7 +28,7 @@ class ModuleWriter:
         self._module_dtype = target.module_dtype
         self._flat_groups = target.cut.flat_groups
         self._sub_groups = target.cut.sub_groups
-        self._index = self._source.tensor_index()
+        self._index = target.index
         # DeepSpeed clones a model with experts to save it: shapes become tuples, nothing is shared.
         self._is_cloned = bool(self._family.model_state.get(names.EXPERT_COUNTS))
         self._shape: Callable[[tuple[int, ...]], Node] = tuple if self._is_cloned else make_size
@@ -145,7 +148,7 @@ class ModuleWriter:
         is_weight = entry.kind != "buffer" and entry.dtype == self._source.module_dtype
         return self._module_dtype if is_weight else entry.dtype
 
-    def _entry_content(self, entry: ModuleEntry) -> Content:
+    def _entry_content(self, entry: ModuleEntry) -> Whole:
         """Use the module's own bits if the checkpoint has them, else a cast of the masters."""
         kept = self._index.get((self._family.name, MODULE, entry.name))
         if kept is None or (entry.kind == "param" and entry.dtype != self._module_dtype):
@@ -202,9 +205,20 @@ class ModuleWriter:
             if self._is_cloned:
                 return self._module_entry(entry, {})
             return make_tensor(module[entry.name].args[0], entry.shape)
-        tensor = self._index[self._family.name, MODULE, entry.name]
-        numel = -(-self._source.tensors[tensor].numel // self._layout.world_size)
-        storage = Storage(self._entry_dtype(entry), numel, ShardOf(tensor))
+        number, world_size = (
+            self._index[self._family.name, MODULE, entry.name],
+            self._layout.world_size,
+        )
+        tensor = self._source.tensors[number]
+        tensors, numels = np.array([number]), np.array([tensor.numel])
+        share = Share(
+            tensors,
+            tensor.dtype,
+            lambda own, size: shard_segments(numels, world_size, own, tensors, itemsize=size),
+            rank=None,
+        )
+        numel = -(-tensor.numel // world_size)
+        storage = Storage(self._entry_dtype(entry), numel, share)
         return make_tensor(storage, (numel,))
 
 

@@ -1,26 +1,27 @@
 """Serializes optimizer files: the `state_dict` of a ZeRO optimizer on each rank of a target."""
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final
+
+import numpy as np
 
 from streamshard.formats.checkpoint import FlatState, ParamGroup, ScalarState
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
 from streamshard.formats.pickle.inert import Call, Global, Node
 from streamshard.formats.torch.torch_tensor import Storage, make_tensor
-from streamshard.layout.zero import FlatGroup
-from streamshard.model import (
-    MASTER,
-    Content,
-    Literal,
-    PartitionOf,
-    RankPartition,
-    ShardsOf,
-    SubGroup,
-    WholesOf,
-    ZeroLayout,
+from streamshard.layout.cutting import (
+    Ints,
+    Segments,
+    Share,
+    owned_segments,
+    partition_segments,
+    shard_segments,
 )
+from streamshard.layout.zero import FlatGroup
+from streamshard.model import MASTER, Literal, RankPartition, SubGroup, ZeroLayout
 
 _LOSS_SCALER: Final = Global("deepspeed.runtime.fp16.loss_scaler", "LossScaler")
 _FRAGMENT_ADDRESS: Final = Global("deepspeed.utils.tensor_fragment", "fragment_address")
@@ -70,6 +71,9 @@ class OptimizerWriter:
 
     def __init__(self, target: ZeroTarget) -> None:
         self._family = target.family
+        self._index = target.index
+        self._tensors = target.checkpoint.tensors
+        self._members: dict[tuple[int, str], tuple[Ints, Ints]] = {}
         self._source_layout = target.checkpoint.layout
         self._layout = target.layout
         self._config = target.config
@@ -137,8 +141,8 @@ class OptimizerWriter:
             cuts.append((flat, sharer))
             own = flat.cut(sharer)
             padding = 0 if self._layout.bf16_optimizer else own.padding
-            content = PartitionOf(group, MASTER, sharer)
-            storage = Storage(held.master_dtype, own.numel - padding, content)
+            share = self._partition(group, sharer, MASTER, held.master_dtype)
+            storage = Storage(held.master_dtype, own.numel - padding, share)
             masters.append(make_tensor(storage, (storage.numel,), requires_grad=True))
             if held.states is not None:
                 states[held.number] = self._states(group, held, own, sharer)
@@ -164,9 +168,13 @@ class OptimizerWriter:
         states: dict[str, Node] = {}
         for key, value in (held.states or {}).items():
             if key not in whole:
-                states[key] = self._state(value, own.numel, PartitionOf(group, key, sharer))
+                states[key] = self._state(
+                    value, own.numel, partial(self._partition, group, sharer, key)
+                )
             elif own.whole_numel:
-                states[key] = self._state(value, own.whole_numel, WholesOf(group, key, sharer))
+                states[key] = self._state(
+                    value, own.whole_numel, partial(self._owned, group, sharer, key)
+                )
         return None if whole and not states else states
 
     def _group_padding(self, flat: FlatGroup, rank: int) -> int:
@@ -190,7 +198,8 @@ class OptimizerWriter:
         for unit, sub_group in enumerate(self._sub_groups):
             held = self._family.groups[sub_group.group]
             members[sub_group.group].append(unit)
-            storage = Storage(held.master_dtype, sub_group.numel, ShardsOf(unit, MASTER, rank))
+            share = self._shards(sub_group, rank, MASTER, held.master_dtype)
+            storage = Storage(held.master_dtype, sub_group.numel, share)
             masters.append(
                 make_tensor(
                     storage,
@@ -201,7 +210,9 @@ class OptimizerWriter:
             )
             if held.states is not None:
                 states[unit] = {
-                    key: self._state(value, sub_group.numel, ShardsOf(unit, key, rank))
+                    key: self._state(
+                        value, sub_group.numel, partial(self._shards, sub_group, rank, key)
+                    )
                     for key, value in held.states.items()
                 }
         return {
@@ -222,9 +233,48 @@ class OptimizerWriter:
             return {}
         return {"ds_id": f"{ids[ends[0]]}_{ids[ends[1]]}"}
 
-    def _state(self, value: Node, numel: int, content: Content) -> Node:
+    def _members_of(self, group: int, state: str) -> tuple[Ints, Ints]:
+        """Return the logical tensors of a group's parameters, in its order, and their lengths."""
+        if (group, state) not in self._members:
+            params = self._family.groups[group].params
+            tensors = [self._index[self._family.name, state, name] for name in params]
+            numels = [self._tensors[tensor].numel for tensor in tensors]
+            found = np.array(tensors, dtype=np.int64), np.array(numels, dtype=np.int64)
+            self._members[group, state] = found
+        return self._members[group, state]
+
+    def _partition(self, group: int, sharer: int, state: str, dtype: str) -> Share:
+        """Describe a rank's partition of one state of a flat group (stages 1 and 2)."""
+        flat, (members, _) = self._flat_groups[group], self._members_of(group, state)
+
+        def segments(rank: int, itemsize: int) -> Segments:
+            return partition_segments(flat, rank, members, itemsize=itemsize)
+
+        return Share(members, dtype, segments, sharer)
+
+    def _owned(self, group: int, sharer: int, state: str, dtype: str) -> Share:
+        """Describe a state, whole, of each parameter that a rank has a part of (Muon)."""
+        flat, (members, _) = self._flat_groups[group], self._members_of(group, state)
+
+        def segments(rank: int, itemsize: int) -> Segments:
+            return owned_segments(flat, rank, members, itemsize=itemsize)
+
+        owned = members[np.asarray(flat.owned(sharer), dtype=np.int64)]
+        return Share(owned, dtype, segments, sharer, is_cut=False)
+
+    def _shards(self, unit: SubGroup, rank: int, state: str, dtype: str) -> Share:
+        """Describe a rank's shard of one state of each parameter of a sub-group (stage 3)."""
+        both, world_size = self._members_of(unit.group, state), self._layout.world_size
+        members, numels = (each[unit.first : unit.stop] for each in both)
+
+        def segments(own: int, itemsize: int) -> Segments:
+            return shard_segments(numels, world_size, own, members, itemsize=itemsize)
+
+        return Share(members, dtype, segments, rank)
+
+    def _state(self, value: Node, numel: int, share_of: Callable[[str], Share]) -> Node:
         if isinstance(value, FlatState):
-            return make_tensor(Storage(value.dtype, numel, content), (numel,))
+            return make_tensor(Storage(value.dtype, numel, share_of(value.dtype)), (numel,))
         if isinstance(value, ScalarState):
             # A separate storage for each group: the optimizer would advance a shared step tensor
             # once per group.

@@ -36,7 +36,7 @@ class UniversalImages:
         self._target = target
         self._family = target.family
         self._is_stage_3 = target.layout.stage == 3
-        self._index = target.checkpoint.tensor_index()
+        self._index = target.index
         for group in self._family.groups:
             self._require_loadable(group)
             for name in group.params:

@@ -25,3 +25,5 @@ class ZeroTarget:
     """Whether the resuming engine has bf16 on: it then looks for other file names."""
     cut: FamilyCut
     """How the layout cuts the family."""
+    index: Mapping[tuple[str, str, str], int]
+    """The checkpoint's `tensor_index`."""

@@ -6,6 +6,7 @@ Nothing here holds tensor data: each storage describes the content that fills it
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import PurePosixPath
 from typing import Protocol
 
 from streamshard.formats.checkpoint import Checkpoint
@@ -13,7 +14,7 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.write.module_writer import ModuleWriter
 from streamshard.formats.deepspeed.write.optimizer_writer import OptimizerWriter
 from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
-from streamshard.formats.torch.torch_file import Serialized, serialize
+from streamshard.formats.torch.torch_file import Serialized, TorchLayout, lay_out, serialize
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +25,12 @@ class FileImage:
     """Relative to the run directory."""
     serialized: Serialized
     """Shared by all ranks whose objects differ only in the content of their storages."""
-    family: int = 0
-    """Number of the family whose content the file holds."""
     rank: int | None = None
     """Rank whose content fills a shared `serialized`; else None."""
+
+    def lay_out(self) -> TorchLayout:
+        """Lay out the file, which determines its size and its pickle."""
+        return lay_out(self.serialized, PurePosixPath(self.path).stem)
 
 
 class WholeImages:
@@ -41,7 +44,7 @@ class WholeImages:
         target = self._target
         path = f"{target.checkpoint.tag}/{names.model_file(None, target.mp_rank)}"
         writer = ModuleWriter(target)
-        return {path: lambda: FileImage(path, serialize(writer.file(None)), target.mp_rank)}
+        return {path: lambda: FileImage(path, serialize(writer.file(None)))}
 
     def all(self) -> Iterator[FileImage]:
         """Yield all files."""
@@ -122,7 +125,7 @@ class NativeImages:
         return f"{self._target.checkpoint.tag}/{name}"
 
     def _image(self, name: str, serialized: Serialized, rank: int | None = None) -> FileImage:
-        return FileImage(self._path(name), serialized, self._target.mp_rank, rank)
+        return FileImage(self._path(name), serialized, rank)
 
 
 def _alike(ranks: Iterable[int], key: Callable[[int], Hashable]) -> Iterator[list[int]]:
