@@ -40,6 +40,7 @@ class Finished:
     """Exit code; of a process that a signal killed, its number below zero."""
     out: str
     err: str
+    cpu_seconds: float = 0
     peak_bytes: int = 0
     """Highest resident memory, with what the server had loaded."""
     loaded_bytes: int = 0
@@ -73,9 +74,9 @@ def run_forked(*arguments: str, script: str = "") -> Finished:
         }
         server.stdin.write(f"{json.dumps(given)}\n")
         server.stdin.flush()
-        code, peak_bytes, loaded_bytes = json.loads(server.stdout.readline())
+        code, *measured = json.loads(server.stdout.readline())
         out, err = (stream.read_text() for stream in streams)
-        return Finished(code, out, err, peak_bytes, loaded_bytes)
+        return Finished(code, out, err, *measured)
 
 
 @cache
@@ -103,7 +104,8 @@ def _serve() -> None:
             _be_program(json.loads(line))
         _, status, usage = os.wait4(child, 0)
         code = os.waitstatus_to_exitcode(status)
-        ended = [code, usage.ru_maxrss * 1024, loaded_bytes]
+        seconds = usage.ru_utime + usage.ru_stime
+        ended = [code, seconds, usage.ru_maxrss * 1024, loaded_bytes]
         sys.stdout.write(f"{json.dumps(ended)}\n")
         sys.stdout.flush()
 

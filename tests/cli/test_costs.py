@@ -7,7 +7,7 @@ import gzip
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ import pytest
 from numcodecs import Blosc, Zstd
 
 import streamshard
-from benchmarks._measure import STREAMSHARD, Measured, measure
+from benchmarks._measure import STREAMSHARD, measure
 from tests.cli.hostile import MIB
 from tests.fabricated import write
+from tests.forked import Finished, run_forked
 from tests.job import Job
 
 ARRAY = "state/exp_avg/embed.weight"
@@ -28,11 +29,11 @@ PER_BYTE = 80
 """Bytes of memory that a byte of input may take, besides those that any input may."""
 
 
-def cost(verb: str, *arguments: object) -> Measured:
+def cost(verb: str, *arguments: object) -> Finished:
     """Run a verb under a memory limit, unless it has none; a traceback fails the test."""
     limit = ["--memory-limit", "64MiB"] if verb in ("repartition", "verify") else []
-    done = measure("timeout", "120", *STREAMSHARD, verb, *limit, *map(str, arguments))
-    assert "Traceback" not in done.stderr, done.stderr
+    done = run_forked(verb, *limit, *map(str, arguments))
+    assert "Traceback" not in done.err, done.err
     return done
 
 
@@ -46,7 +47,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def floor(honest: Path) -> Measured:
+def floor(honest: Path) -> Finished:
     """Measure what it takes to read an honest store that zarr-python rewrote."""
     store = honest.parent / "rewritten.zarr"
     shutil.copytree(honest, store)
@@ -101,22 +102,24 @@ def unsized_zstd(count: int) -> bytes:
     return b"\x28\xb5\x2f\xfd\x00\x58" + blocks * (count // (1 << 17) - 1) + last
 
 
-BOMBS: dict[str, tuple[list[Any], bytes]] = {
-    "zstd": ([ZSTD], Zstd().encode(bytes(BOMB_BYTES))),
-    "zstd behind an honest frame": (
-        [ZSTD],
-        Zstd().encode(bytes(176)) + Zstd().encode(bytes(BOMB_BYTES)),
-    ),
-    "zstd of a size not told": ([ZSTD], unsized_zstd(BOMB_BYTES)),
-    "gzip": ([GZIP], gzip.compress(bytes(BOMB_BYTES), 1)),
-    "gzip, many members": ([GZIP], gzip.compress(bytes(MIB), 1) * 512),
-    "gzip, empty members": ([GZIP], gzip.compress(b"") * 100_000 + b"\x1f\x8b"),
-    "blosc": ([BLOSC], bytes(Blosc("zstd").encode(bytes(BOMB_BYTES)))),
-    "zstd in gzip": ([ZSTD, GZIP], gzip.compress(Zstd().encode(bytes(BOMB_BYTES)))),
-    "in a zarr shard": (
-        [],
-        Zstd().encode(bytes(BOMB_BYTES)),
-    ),
+def packed(data: bytes) -> bytes:
+    return gzip.compress(data, 1)
+
+
+def zeros() -> bytes:
+    return Zstd().encode(bytes(BOMB_BYTES))
+
+
+BOMBS: dict[str, tuple[list[Any], Callable[[], bytes]]] = {
+    "zstd": ([ZSTD], zeros),
+    "zstd behind an honest frame": ([ZSTD], lambda: Zstd().encode(bytes(176)) + zeros()),
+    "zstd of a size not told": ([ZSTD], lambda: unsized_zstd(BOMB_BYTES)),
+    "gzip": ([GZIP], lambda: packed(bytes(BOMB_BYTES))),
+    "gzip, many members": ([GZIP], lambda: packed(bytes(MIB)) * (BOMB_BYTES // MIB)),
+    "gzip, empty members": ([GZIP], lambda: packed(b"") * 100_000 + b"\x1f\x8b"),
+    "blosc": ([BLOSC], lambda: bytes(Blosc("zstd").encode(bytes(BOMB_BYTES)))),
+    "zstd in gzip": ([ZSTD, GZIP], lambda: packed(zeros())),
+    "in a zarr shard": ([], zeros),
 }
 
 
@@ -128,9 +131,10 @@ def sharded(codecs: list[Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_no_frame_is_decoded_further_than_its_chunk(
-    store: Path, tmp_path: Path, floor: Measured, bomb: str
+    store: Path, tmp_path: Path, floor: Finished, bomb: str
 ) -> None:
-    codecs, data = BOMBS[bomb]
+    codecs, make = BOMBS[bomb]
+    data = make()
     if codecs:
         replace_array(store, ARRAY, codecs, [11, 4], data)
     else:
@@ -143,17 +147,17 @@ def test_no_frame_is_decoded_further_than_its_chunk(
         place.write_text(json.dumps(document))
     for verb, *rest in (["verify"], ["repartition", tmp_path / "out", "--world-size", 3]):
         done = cost(str(verb), store, *rest)
-        assert done.exit_code == 6, done.stderr
+        assert done.code == 6, done.err
         most = floor.peak_bytes + FREE_BYTES + PER_BYTE * bytes_below(store)
         assert done.peak_bytes < min(most, floor.peak_bytes + BOMB_BYTES // 4)
         assert done.cpu_seconds < floor.cpu_seconds + 2
-        assert "cannot be decoded" in done.stderr + done.stdout
+        assert "cannot be decoded" in done.err + done.out
 
 
 @pytest.mark.parametrize("what", ["meta/manifest", "meta/state"])
 @pytest.mark.parametrize("kind", ["shape", "chunks", "many chunks"])
 def test_a_small_array_that_claims_much_is_refused(
-    store: Path, floor: Measured, what: str, kind: str
+    store: Path, floor: Finished, what: str, kind: str
 ) -> None:
     content = (store / what / "c/0").read_bytes()[:-4]
     claimed = 1 << 29
@@ -168,7 +172,7 @@ def test_a_small_array_that_claims_much_is_refused(
     for verb, code in (("inspect", 3), ("verify", 6), ("repartition", 3)):
         rest = ["--world-size", 3, store.parent / "out"] if verb == "repartition" else []
         done = cost(verb, store, *rest)
-        assert done.exit_code == code, done.stderr
+        assert done.code == code, done.err
         assert done.peak_bytes < floor.peak_bytes + FREE_BYTES
         assert done.cpu_seconds < floor.cpu_seconds + 2
 
