@@ -1,6 +1,6 @@
 """The two ways in which a target comes into being: by a rename, or by a commit record."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -20,7 +20,7 @@ def staged(
     identity: RunIdentity,
     *,
     nbytes: int,
-    paths: Callable[[], Collection[str]],
+    sizes: Callable[[], Mapping[str, int]],
     overwrite: bool,
     lock: bool,
     template: Template | None = None,
@@ -31,8 +31,8 @@ def staged(
     ----------
     nbytes
         Size of all its files.
-    paths
-        Lists the files, relative to the target.
+    sizes
+        Lists the files, relative to the target, with their sizes.
     lock
         Whether to keep other runs from writing it.
     template
@@ -46,7 +46,7 @@ def staged(
             own,
             identity,
             nbytes=nbytes,
-            paths=paths,
+            sizes=sizes,
             overwrite=overwrite,
             template=template,
         )
