@@ -107,7 +107,7 @@ def packed(data: bytes) -> bytes:
 
 
 def zeros() -> bytes:
-    return Zstd().encode(bytes(BOMB_BYTES))
+    return bytes(Zstd().encode(bytes(BOMB_BYTES)))
 
 
 BOMBS: dict[str, tuple[list[Any], Callable[[], bytes]]] = {

@@ -114,6 +114,31 @@ def test_asked_to_stop_it_keeps_what_there_is_and_says_so(
     assert 0 < report["kept_bytes"] < report["bytes_written"]
 
 
+@pytest.mark.parametrize("verb", ["stage 3", "convert"])
+def test_what_is_unfinished_is_called_so(
+    saved: Callable[[int], Path], store: Path, tmp_path: Path, verb: str
+) -> None:
+    """Neither a folder of it nor a file counts as a checkpoint."""
+    shutil.copytree(saved(3), tmp_path / "run")
+    command = VERBS[verb](saved, store, tmp_path / "out.zarr")
+    partial = tmp_path / "out.zarr.partial"
+    assert cut_off("note", 2, command, signals=[signal.SIGINT]).code == 128 + signal.SIGINT
+    for words in (["inspect"], ["inspect", "--json"], ["verify"], ["diff", tmp_path / "run"]):
+        done = streamshard(*words, partial)
+        assert done.code == 3, done.err
+        assert (
+            f"{partial}: unfinished: a run is writing it, or was cut off; run the same" in done.err
+        )
+        assert done.out == ""
+    listed = streamshard("inspect", tmp_path, "--json")
+    assert listed.code == 0, listed.err
+    found = {one["path"]: one["is_whole"] for one in json.loads(listed.out)["checkpoints"]}
+    assert found == {"run": True, partial.name: False}
+    refused = streamshard("convert", tmp_path, tmp_path / "other.zarr")
+    assert refused.err.strip().endswith(f"Give the one in it: {tmp_path}/run")
+    assert streamshard(*command).code == 0
+
+
 def test_asked_twice_it_stops_at_once(saved: Callable[[int], Path], tmp_path: Path) -> None:
     command = ("repartition", saved(3), tmp_path / "out", "--world-size", 3, "--workers", 1)
     done = cut_off("note", 2, command, signals=[signal.SIGTERM, signal.SIGTERM])

@@ -60,6 +60,10 @@ class Bucket:
         content: bytes = self._client.get_object(Bucket=self.name, Key=key)["Body"].read()
         return content
 
+    def begin_upload(self, key: str) -> None:
+        """Begin an upload in parts."""
+        self._client.create_multipart_upload(Bucket=self.name, Key=key)
+
     def uploads(self) -> list[str]:
         """List the keys of uploads that are neither complete nor aborted."""
         found = self._client.list_multipart_uploads(Bucket=self.name).get("Uploads", ())

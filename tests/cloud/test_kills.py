@@ -1,10 +1,12 @@
 """A run that is killed at any request is continued by the same command, and leaves nothing over."""
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -144,28 +146,155 @@ def test_starting_afresh_removes_nothing_of_others(bucket: Bucket, run: Path) ->
     assert bucket.get_bytes("out/global_step2000/saved.pt") == b"a month of training"
 
 
-def test_parts_of_a_killed_upload_are_aborted(bucket: Bucket, tmp_path: Path) -> None:
-    source, target = write(LARGE, tmp_path / "run"), f"{bucket.url}/out"
-    words = ("repartition", str(source), target, "--world-size", "1", "--zero-stage", "1")
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, bytes]]:
+    """A run whose optimizer file is uploaded in parts, and what its target has to hold."""
+    place = tmp_path_factory.mktemp("large")
+    source = write(LARGE, place / "run")
+    api.repartition(source, place / "local", world_size=1, zero_stage=1)
+    return str(source), files_of(place / "local")
 
-    def hold_third_part(request: Request) -> Fault | None:
-        return Fault.HELD if "partNumber=3" in request.path else None
 
-    bucket.proxy.plan = hold_third_part
-    with bucket.proxy.settled():
+def begins_parts(request: Request) -> bool:
+    return request.method == "POST" and "?uploads" in request.path
+
+
+def sends_part(request: Request) -> bool:
+    return "partNumber=3" in request.path
+
+
+def completes(request: Request) -> bool:
+    return request.method == "POST" and "uploadId=" in request.path
+
+
+def comes_after_parts(request: Request) -> bool:
+    """Tell whether a request is for what is uploaded after the parts."""
+    return request.method == "PUT" and request.path.endswith("/latest")
+
+
+@pytest.mark.parametrize("is_carried_out", [False, True], ids=["lost", "late"])
+@pytest.mark.parametrize("is_at", [begins_parts, sends_part, completes, comes_after_parts])
+def test_a_run_killed_in_an_upload_in_parts_goes_on(
+    bucket: Bucket,
+    large: tuple[str, dict[str, bytes]],
+    is_at: Callable[[Request], bool],
+    is_carried_out: bool,
+) -> None:
+    """The service carries out the request that was under way, or never gets it."""
+    source, wanted = large
+    target, proxy = f"{bucket.url}/out", bucket.proxy
+    words = ("repartition", source, target, "--world-size", "1", "--zero-stage", "1")
+
+    def hold(request: Request) -> Fault | None:
+        if not is_at(request):
+            return None
+        proxy.holding.set()
+        proxy.go_on.wait()
+        return None if is_carried_out else Fault.CLOSED
+
+    proxy.plan = hold
+    with proxy.settled():
         with started(*words) as process:
-            assert bucket.proxy.holding.wait(WAIT)
+            assert proxy.holding.wait(WAIT)
             process.kill()
             process.wait(WAIT)
-        bucket.proxy.reset()
-    assert len(bucket.uploads()) == 1
+        proxy.reset()
+    by_request = [
+        (begins_parts, is_carried_out),
+        (sends_part, True),
+        (completes, not is_carried_out),
+    ]
+    assert bool(bucket.uploads()) == any(left for at, left in by_request if at is is_at)
+    assert RECORD not in bucket.get("out")
+    with pytest.raises(IncompleteError, match="unfinished"):
+        api.inspect(target)
     with started(*words) as process:
         assert process.wait(WAIT) == 0
     assert bucket.uploads() == []
-    api.repartition(source, tmp_path / "local", world_size=1, zero_stage=1)
-    wanted, found = files_of(tmp_path / "local"), content(bucket, "out")
-    assert {path: data for path, data in found.items() if data != wanted[path]} == {}
-    assert found.keys() == wanted.keys()
+    assert content(bucket, "out") == wanted
+    assert bucket.keys(".streamshard.lock") == set()
+
+
+@pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT"])
+def test_parts_are_aborted_below_the_target_too(
+    bucket: Bucket, run: Path, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There copies of the largest objects are made of parts."""
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    monkeypatch.setenv(variable, bucket.proxy.url)
+    target = f"{bucket.url}/out"
+    api.repartition(run, target, world_size=3)
+    puts_latest = ("PUT", f"/{bucket.name}/out/latest")
+    bucket.proxy.plan = lambda one: Fault.DENIED if (one.method, one.path) == puts_latest else None
+    with pytest.raises(api.StreamshardError):
+        api.repartition(run, target, world_size=2, overwrite=True)
+    bucket.proxy.reset()
+    for key in ("out/large", "out.partial/large"):
+        bucket.begin_upload(key)
+    notes = api.repartition(run, target, world_size=2).notes
+    assert "parts of an upload" not in " ".join(notes)
+    assert bucket.uploads() == []
+
+
+def test_parts_that_cannot_be_listed_are_named(
+    bucket: Bucket, large: tuple[str, dict[str, bytes]]
+) -> None:
+    source, wanted = large
+    target = f"{bucket.url}/out"
+
+    def denied(*parts: str) -> Callable[[Request], Fault | None]:
+        return lambda one: Fault.DENIED if any(part in one.path for part in parts) else None
+
+    bucket.proxy.plan = denied("/latest")
+    with pytest.raises(api.StreamshardError):
+        api.repartition(source, target, world_size=1, zero_stage=1)
+    bucket.proxy.plan = denied("?uploads&")
+    done = run_forked("repartition", source, target, "--world-size", "1", "--zero-stage", "1")
+    assert done.code == 0, done.err
+    said = " ".join(done.out.split())
+    assert "may have left parts of an upload" in said
+    assert "(AbortIncompleteMultipartUpload); the service answers AccessDenied" in said
+    assert content(bucket, "out") == wanted
+
+
+def test_a_lock_that_a_killed_run_was_removing(bucket: Bucket, run: Path) -> None:
+    """The run's target is complete. The next run takes the lock over, or says how to remove it."""
+    target, proxy, lock = f"{bucket.url}/out", bucket.proxy, ".streamshard.lock.out"
+    words = ("repartition", str(run), target, "--world-size", "3")
+
+    def never_removed(request: Request) -> Fault | None:
+        # The names of what is removed are not in the path. The journal is removed before it.
+        removes = request.method == "POST" and "?delete" in request.path
+        if not removes or bucket.keys("out/.streamshard.journal/"):
+            return None
+        proxy.holding.set()
+        proxy.go_on.wait()
+        return Fault.CLOSED
+
+    proxy.plan = never_removed
+    with proxy.settled(), started(*words) as process:
+        assert proxy.holding.wait(WAIT)
+        process.kill()
+        process.wait(WAIT)
+        proxy.reset()
+    wanted, left = content(bucket, "out"), bucket.get_bytes(lock)
+    assert run_forked(*words, "--if-needed").code == 0
+    assert run_forked(*words).code == TargetExistsError.exit_code
+    assert run_forked(*words, "--overwrite").code == 0
+    assert not bucket.keys(lock)
+    elsewhere = {**json.loads(left), "host": "elsewhere", "boot": "another", "namespace": "pid:[1]"}
+    bucket.put_bytes(lock, json.dumps(elsewhere).encode())
+    refused = run_forked(*words, "--overwrite")
+    assert refused.code == TargetLockedError.exit_code
+    assert f"process {elsewhere['process']} on elsewhere, since" in refused.err
+    advised = re.search(
+        rf"if it is gone remove the object {bucket.url}/(\S+)$", refused.err.strip()
+    )
+    assert advised is not None, refused.err
+    bucket.remove(advised[1])
+    assert run_forked(*words, "--overwrite").code == 0
+    assert content(bucket, "out") == wanted
+    assert not bucket.keys(lock)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -12,12 +12,12 @@ import pytest
 from obstore.store import from_url
 
 import streamshard as api
-from streamshard.errors import TargetError, TargetExistsError, TargetLockedError
+from streamshard.errors import IncompleteError, TargetError, TargetExistsError, TargetLockedError
 from streamshard.io.objects import clients
 from tests.cloud.conftest import files_of
 from tests.cloud.proxy import Fault, FaultProxy, Request
 from tests.cloud.services import Azurite, FakeGCS, Moto, SeaweedFS, Service
-from tests.cloud.test_kills import WAIT, started
+from tests.cloud.test_kills import LARGE, WAIT, started
 from tests.compact.runs import NO_GRACE, STEPS, make_run, tag_of
 from tests.engine.test_lock import dead_process
 from tests.fabricated import write
@@ -182,6 +182,34 @@ def test_a_killed_run_goes_on(place: Place, run: Path) -> None:
     assert process.returncode == 0, errors
     assert content(place) == local(run, 3)
     assert len(place.get()) == len(local(run, 3)) + 1
+
+
+def completes(request: Request) -> bool:
+    """Tell whether a request makes parts one object."""
+    return "comp=blocklist" in request.path or (
+        request.method == "POST" and "uploadId=" in request.path
+    )
+
+
+@on(SeaweedFS, Azurite)
+def test_a_run_killed_as_it_completes_an_upload_in_parts_goes_on(
+    place: Place, tmp_path: Path
+) -> None:
+    run = write(LARGE, tmp_path / "run")
+    words = ("repartition", str(run), f"{place.url}/out", "--world-size", "1")
+    place.proxy.plan = lambda request: Fault.HELD if completes(request) else None
+    with place.proxy.settled():
+        with started(*words) as process:
+            assert place.proxy.holding.wait(WAIT)
+            process.kill()
+            process.wait(WAIT)
+        place.proxy.reset()
+    with pytest.raises(IncompleteError, match="unfinished"):
+        api.inspect(f"{place.url}/out")
+    with started(*words) as process:
+        _, errors = process.communicate(timeout=WAIT)
+    assert process.returncode == 0, errors
+    assert content(place) == local(run, 1)
 
 
 @on(Moto, FakeGCS)

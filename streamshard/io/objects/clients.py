@@ -160,6 +160,12 @@ def _profile() -> dict[str, Any]:
     return {"credential_provider": Boto3CredentialProvider()}
 
 
+def s3_options() -> dict[str, str | None]:
+    """Return what boto3 does not itself read of what configures obstore."""
+    address = next((os.environ[name] for name in _ADDRESSES["s3"] if os.environ.get(name)), None)
+    return {"endpoint_url": address, "region_name": os.environ.get("AWS_REGION")}
+
+
 @contextmanager
 def _object_errors(path: ObjectPath) -> Iterator[None]:
     """Turn obstore's errors into system errors that name the object.

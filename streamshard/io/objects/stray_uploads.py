@@ -1,21 +1,21 @@
 """Aborts uploads in parts that a killed run left: they are in no listing, and cost their storage.
 
-obstore cannot list them, so this asks boto3 where it is installed. Elsewhere they stay until the
-service's own rule removes them: Azure does so after a week, other services by a lifecycle rule.
+obstore cannot list them, so this asks boto3, which knows those of S3. Azure removes them after a
+week; elsewhere they stay until a rule of the bucket removes them.
 """
 
-from contextlib import suppress
-
 from streamshard.io.object_path import ObjectPath
+from streamshard.io.objects.clients import s3_options
 
 
-def abort_strays(root: ObjectPath) -> int:
-    """Abort all uploads to objects below a path of S3; returns how many there were.
+def abort_strays(*roots: ObjectPath) -> str:
+    """Abort all uploads to objects below paths of one bucket; returns why that cannot be done.
 
     They are no one's any more: the caller holds the target's lock.
     """
-    if not root.bucket.startswith("s3:"):
-        return 0
+    scheme = roots[0].bucket.partition(":")[0]
+    if scheme != "s3":
+        return "" if scheme == "az" else "Google's are not listed by obstore"
     try:
         import boto3  # type: ignore[import-untyped]
         from botocore.exceptions import (  # type: ignore[import-untyped]
@@ -23,16 +23,19 @@ def abort_strays(root: ObjectPath) -> int:
             ClientError,
         )
     except ImportError:
-        return 0
-    bucket, prefix, found = root.parts[1], f"{root.key}/", 0
-    # A service that cannot list them, or does not allow it, keeps no one from writing.
-    with suppress(BotoCoreError, ClientError):
-        client = boto3.client("s3")
+        return "without boto3 they are not found: pip install 'streamshard[cloud]'"
+    try:
+        client = boto3.client("s3", **s3_options())
         pages = client.get_paginator("list_multipart_uploads")
-        for page in pages.paginate(Bucket=bucket, Prefix=prefix):
-            for upload in page.get("Uploads", ()):
-                client.abort_multipart_upload(
-                    Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"]
-                )
-                found += 1
-    return found
+        for root in roots:
+            bucket = root.parts[1]
+            for page in pages.paginate(Bucket=bucket, Prefix=f"{root.key}/"):
+                for upload in page.get("Uploads", ()):
+                    client.abort_multipart_upload(
+                        Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"]
+                    )
+    except ClientError as error:
+        return f"the service answers {error.response.get('Error', {}).get('Code', 'with an error')}"
+    except BotoCoreError as error:
+        return type(error).__name__
+    return ""

@@ -85,7 +85,7 @@ def _directory(root: Path, error: SourceError) -> CheckpointList | None:
 
 
 def _is_tag(place: Path) -> bool:
-    return not is_file(place / names.LATEST)
+    return not is_file(place / names.LATEST) and not is_unfinished(place)
 
 
 def _incomplete(request: Request) -> IncompleteCheckpoint:

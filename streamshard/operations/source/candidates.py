@@ -11,6 +11,7 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.names import step_of
 from streamshard.io.entries import is_directory, is_file, paths_in
 from streamshard.operations.source.sidecars import has_shards
+from streamshard.operations.source.unfinished import is_unfinished
 
 _MOST_NAMED: Final = 8
 _SUFFIXES: Final = (".zarr", ".ckpt")
@@ -39,7 +40,7 @@ def find_candidates(root: Path) -> list[str]:
 
 def _candidates_at(entry: Path) -> Iterator[str]:
     """Yield the checkpoint that a directory is, or the checkpoints in it."""
-    if _is_checkpoint(entry) or is_file(entry / names.LATEST):
+    if is_unfinished(entry) or _is_checkpoint(entry) or is_file(entry / names.LATEST):
         yield entry.name
         return
     inside = [place for place in paths_in(entry) if is_directory(place)]
@@ -69,7 +70,7 @@ def step_of_path(path: str) -> int | None:
 
 def choose_one(error: SourceError, root: Path) -> SourceError:
     """Add to an error which checkpoints are in a directory that is none itself, newest first."""
-    found = find_candidates(root)[::-1]
+    found = [name for name in find_candidates(root)[::-1] if not is_unfinished(root / name)]
     if not found:
         return type(error)(f"{error}. Give the directory that holds 'latest', or a tag directory")
     if len(found) == 1:

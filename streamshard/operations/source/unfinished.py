@@ -1,14 +1,16 @@
-"""Targets in a bucket: what says that one is finished, and what that one is not.
+"""What says that a target is finished, and what that it is not.
 
-Nothing can be renamed there, so a run uploads to the target's own paths. Its journal lies among
-them until a last object, the commit record, says that all of them are there. Whatever lies next to
-that record, the target exists.
+On a disk a run writes to a path next to the target, where its journal lies until that says that
+everything is there. In a bucket nothing can be renamed, so a run uploads to the target's own paths.
+Its journal lies among them until a last object, the commit record, says that all of them are there.
+Whatever lies next to that record, the target exists.
 """
 
 import errno
 from pathlib import Path
 from typing import Final
 
+from streamshard.engine.journals.journal import Journal
 from streamshard.engine.journals.upload_journal import header_of
 from streamshard.errors import IncompleteError
 from streamshard.formats.deepspeed import names
@@ -24,9 +26,9 @@ COMMITTED: Final = f"{names.OWN_PREFIX}.committed"
 
 
 def is_unfinished(target: Path) -> bool:
-    """Tell whether a run is uploading to a path, or was cut off there."""
+    """Tell whether a run is writing to a path, or was cut off there."""
     if not is_object(target):
-        return False
+        return has_journal(target) and not Journal(target / JOURNAL).is_whole
     found = set[str]()
     with ignored({errno.ENOENT, errno.ENOTSUP}):  # nothing is there, or a web server lists nothing
         found = {path.name for path in paths_in(target)}
@@ -40,9 +42,9 @@ def has_journal(target: Path) -> bool:
 
 
 def require_finished(path: Path) -> None:
-    """Refuse what a run has not uploaded completely."""
+    """Refuse what a run has not written completely."""
     with source_errors(path):
         unfinished = is_unfinished(path)
     if unfinished:
-        message = f"{path}: unfinished: a run is writing it, or was cut off. The command that it"
-        raise IncompleteError(f"{message} was made with goes on with it")
+        message = f"{path}: unfinished: a run is writing it, or was cut off"
+        raise IncompleteError(f"{message}; run the same command again to go on")

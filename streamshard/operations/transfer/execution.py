@@ -177,4 +177,5 @@ def measured(
         kept_bytes=target.kept_bytes,
         peak_bytes=resident_memory.peak_bytes(),
         seconds=time.monotonic() - began,
+        notes=(*report.notes, *target.notes),
     )

@@ -78,7 +78,7 @@ class TransferPlan:
             self.target,
             self.identity,
             nbytes=self.report.bytes_written,
-            paths=self.sizes,
+            sizes=self.sizes,
             overwrite=options.overwrite,
             lock=options.lock,
             template=self.output.template,

@@ -1,6 +1,6 @@
 """The two ways in which a target comes into being: by a rename, or by a commit record."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -21,6 +21,7 @@ class StagedTarget(Protocol):
 
     path: Path
     """Where its files are until it is complete."""
+    notes: tuple[str, ...]
     is_done: bool
     """Whether the target exists, and is what this run would make."""
 
@@ -56,7 +57,7 @@ def staged(
     identity: RunIdentity,
     *,
     nbytes: int,
-    paths: Callable[[], Collection[str]],
+    sizes: Callable[[], Mapping[str, int]],
     overwrite: bool,
     lock: bool,
     template: Template | None = None,
@@ -67,8 +68,8 @@ def staged(
     ----------
     nbytes
         Size of all its files.
-    paths
-        Lists the files, relative to the target.
+    sizes
+        Lists the files, relative to the target, with their sizes.
     lock
         Whether to keep other runs from writing it.
     template
@@ -82,7 +83,7 @@ def staged(
             own,
             identity,
             nbytes=nbytes,
-            paths=paths,
+            sizes=sizes,
             overwrite=overwrite,
             template=template,
         )

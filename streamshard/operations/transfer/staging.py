@@ -81,6 +81,8 @@ class PartialTarget:
         self._is_own = False
         """Whether the partial target belongs to this run, or to the earlier run it continues."""
         self.path = partial_of(self._target)
+        self.notes: tuple[str, ...] = ()
+        """What the user should know of what an earlier run left."""
 
     def __enter__(self) -> Self:
         with target_errors(self.path), ExitStack() as stack:

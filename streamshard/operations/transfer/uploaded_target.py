@@ -12,7 +12,7 @@ command finishes each of them:
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +29,7 @@ from streamshard.io.lock import AnyLock
 from streamshard.io.object_path import ObjectPath, object_of
 from streamshard.io.objects.listings import is_no_marker
 from streamshard.io.objects.object_changes import copy_object, for_each, moved, objects_below
-from streamshard.io.objects.object_upload import create
+from streamshard.io.objects.object_upload import create, upload_requests
 from streamshard.io.objects.stray_uploads import abort_strays
 from streamshard.io.readable import Entry
 from streamshard.io.retry import FROM_OUTSIDE, ignored
@@ -41,6 +41,10 @@ from streamshard.operations.transfer.upload_state import UploadState
 _FORMAT: Final = 1
 _LAST: Final = (names.LATEST, "zarr.json")
 """Objects that make a directory a checkpoint or a store."""
+_STRAYS: Final = (
+    "{}: the run that was cut off may have left parts of an upload, which cost their storage until "
+    "a rule of the bucket removes them (AbortIncompleteMultipartUpload); {}"
+)
 
 
 class UploadedTarget:
@@ -53,12 +57,12 @@ class UploadedTarget:
         identity: RunIdentity,
         *,
         nbytes: int,
-        paths: Callable[[], Collection[str]],
+        sizes: Callable[[], Mapping[str, int]],
         overwrite: bool,
         template: Template | None = None,
     ) -> None:
         self._target = target
-        self._paths = paths
+        self._sizes = sizes
         self._identity = identity
         self._nbytes = nbytes
         self._overwrite = overwrite
@@ -70,6 +74,8 @@ class UploadedTarget:
         """Whether there was any object at the target's path or below it."""
         self.is_done = False
         """Whether the target exists, and is what this run would make."""
+        self.notes: tuple[str, ...] = ()
+        """What the user should know of what an earlier run left."""
 
     def __enter__(self) -> Self:
         with target_errors(self._target), ExitStack() as stack:
@@ -104,17 +110,24 @@ class UploadedTarget:
         if self._overwrite or header is None:
             if header is not None:
                 self._clear()
-                abort_strays(object_of(self.path))
+                self._abort_strays()
             self.journal.begin(self._identity.header)
         else:
             difference = self._identity.difference(header)
             if difference is not None:
                 message = f"{self.path}: {difference}. Run that one again to finish it, or give"
                 raise TargetExistsError(f"{message} --overwrite to start afresh")
-            abort_strays(object_of(self.path))
+            self._abort_strays()
             self._forget_changed()
         self._is_own = True
         self.partial = Uploads(self.path, self.journal)
+
+    def _abort_strays(self) -> None:
+        """Abort uploads in parts of the earlier run, or say that some may be left."""
+        # Copies of the largest objects are made of parts too, below the target.
+        why = abort_strays(object_of(self.path), self._target)
+        if why and any(upload_requests(nbytes) > 1 for nbytes in self._sizes().values()):
+            self.notes = (_STRAYS.format(self._target, why),)
 
     def _forget_changed(self) -> None:
         """Forget recorded objects that are gone, or are others now: they are uploaded again."""
@@ -132,7 +145,7 @@ class UploadedTarget:
 
     def _own(self) -> set[str]:
         """Return the relative paths of all objects that this run, or the one it continues, made."""
-        return {*self._paths(), *self.journal.paths()}
+        return {*self._sizes(), *self.journal.paths()}
 
     def _require_alone(self) -> None:
         """Refuse to complete a target in which there are objects of others."""
