@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from streamshard.errors import CorruptFileError, UsageError
+from streamshard.errors import CorruptFileError, Option, UsageError
 from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import ds_versions
 from streamshard.formats.deepspeed.config_section import AUTO, Section
@@ -19,6 +19,8 @@ from streamshard.io.entries import read_document
 from streamshard.model import ZeroLayout
 
 Config = Mapping[str, Any]
+GIVEN: Final = Option("ds_config_file", what="the config")
+"""What messages call the config of the job that is to resume."""
 
 _DEFAULT_SUB_GROUP_SIZE: Final = 1_000_000_000
 

@@ -11,6 +11,7 @@ from streamshard.commands import command
 from streamshard.engine.run.source_reader import Decoder
 from streamshard.errors import (
     IncompleteError,
+    Option,
     SourceError,
     SourceNotFoundError,
     UnsupportedError,
@@ -57,15 +58,6 @@ _UNTOLD: Final = (
     "what else a DeepSpeed job needs: the order of the parameters in the optimizer, which "
     "tensors are frozen weights and which buffers, which names are tied, the DeepSpeed config, the "
     "loss scaler, the learning rate scheduler and the counters of steps"
-)
-SUPPLY: Final = (
-    "give --like RUN, a ZeRO checkpoint of the job that is to resume. Start that job, let it save "
-    "before its first step, and give what it saved"
-)
-"""How to supply what a distributed checkpoint lacks."""
-_CONFIG: Final = (
-    ". All of its tensors are trained, so --ds-config with the job's config may do for "
-    "'streamshard repartition'"
 )
 
 _MOST_DEEP: Final = 4
@@ -115,8 +107,14 @@ class Source:
             raise UnsupportedError(f"{message} a job begins with them, and resumes from nothing")
         if self.checkpoint.foreign:
             message = f"{self.path}: {self.checkpoint.foreign}, which does not tell {_UNTOLD}"
-            config = "" if self.checkpoint.unrecorded else _CONFIG
-            raise UnsupportedError(f"{message}: {SUPPLY}{config}")
+            raise UnsupportedError(f"{message}: {supply()}{self._config_advice()}")
+
+    def _config_advice(self) -> str:
+        """Say what may do if all tensors are trained, so that only a config is lacking."""
+        if self.checkpoint.unrecorded:
+            return ""
+        with_config = f"{Option('ds_config_file')} with the job's config may do for"
+        return f". All of its tensors are trained, so {with_config} 'streamshard repartition'"
 
     def require_states(self) -> None:
         """Refuse a store whose optimizer states were dropped."""
@@ -143,14 +141,22 @@ class Source:
             those of its job.
         """
         if self.like is not None and not (self.needs_like or needed):
-            message = f"{self.path}: needs no reference checkpoint; leave --like out"
+            message = f"{self.path}: needs no reference checkpoint; leave {Option('like')} out"
             if len(self.like.families) == len(self.checkpoint.families):
                 if if_needed:
                     return
             else:
-                message = f"{message}, or ask for its degrees with --tensor-parallel or"
-                message = f"{message} --pipeline-parallel"
+                degrees = f"{Option('tensor_parallel')} or {Option('pipeline_parallel')}"
+                message = f"{message}, or ask for its degrees with {degrees}"
             raise UsageError(message)
+
+
+def supply() -> str:
+    """Say how to supply what a distributed checkpoint lacks."""
+    return (
+        f"give {Option('like', 'RUN')}, a ZeRO checkpoint of the job that is to resume. Start that "
+        "job, let it save before its first step, and give what it saved"
+    )
 
 
 def open_source(
@@ -200,20 +206,21 @@ def read_hints(
 ) -> tuple[ds_config.Config | None, Source | None]:
     """Read the config and the reference checkpoint to open sources with; see `open_source`."""
     if ds_config_file is not None and not any(dump_names.is_source_template(str(p)) for p in paths):
-        message = f"{paths[0]}: is not a set of raw dumps; leave --source-ds-config out"
-        raise UsageError(message)
+        message = f"{paths[0]}: is not a set of raw dumps"
+        raise UsageError(f"{message}; leave {Option('source_ds_config_file')} out")
     known = open_source(like) if like is not None else None
     config = ds_config.read_file(as_path(ds_config_file)) if ds_config_file else None
     if known is None or (takes_model and known.kind == "weights"):
         return config, known
     if known.checkpoint.foreign:
         message = f"{like}: {known.checkpoint.foreign}, which does not tell what is lacking; give"
-        message = f"{message} a checkpoint that DeepSpeed saved with --like"
+        message = f"{message} a checkpoint that DeepSpeed saved with {Option('like')}"
         model = ". A base model is compared by 'export' alone" if known.kind == "weights" else ""
         raise UsageError(f"{message}{model}")
     if not known.checkpoint.layout.stage:
         message = f"{like}: saved without ZeRO (stage 0), which does not name the parameters of its"
-        raise UsageError(f"{message} optimizer; give a checkpoint of stage 1, 2 or 3 with --like")
+        message = f"{message} optimizer; give a checkpoint of stage 1, 2 or 3"
+        raise UsageError(f"{message} with {Option('like')}")
     return config, known
 
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from streamshard.engine.journals.journal import Journal
 from streamshard.engine.journals.upload_journal import UploadJournal
-from streamshard.errors import NoSpaceError, TargetExistsError, UsageError
+from streamshard.errors import NoSpaceError, Option, TargetExistsError, UsageError
 from streamshard.formats import pretrained
 from streamshard.formats.dcp import dcp_names
 from streamshard.formats.deepspeed import names
@@ -40,6 +40,8 @@ from streamshard.model import SourceFile
 from streamshard.operations.source.unfinished import COMMITTED, JOURNAL
 
 LOCK: Final = f"{names.OWN_PREFIX}.lock"
+
+_OVERWRITE: Final = Option("overwrite", True)
 
 
 def partial_of(target: Path) -> Path:
@@ -79,7 +81,7 @@ def require_separate(source: Path, files: Sequence[SourceFile], target: Path) ->
 
 
 def require_other(source: str | os.PathLike[str], target: Path) -> None:
-    """Refuse a target that is the source, before a message advises --overwrite."""
+    """Refuse a target that is the source, before a message advises to overwrite."""
     if resolve(target) == resolve(as_path(source)):
         raise UsageError(f"{target}: is the source itself; choose another place")
 
@@ -110,7 +112,7 @@ def _require_free(target: Path, *, overwrite: bool, template: Template | None) -
     partial, replaced = partial_of(target), replaced_of(target)
     begun = Journal(partial / JOURNAL)
     if lexists(replaced) and not (is_vacant(target) and replaces(begun)):
-        message = f"{replaced}: is in the way, and was not left by an --overwrite that was cut off"
+        message = f"{replaced}: is in the way, and was not left by a run that was cut off"
         raise TargetExistsError(f"{message}; move it, or choose another target")
     is_of_a_run = is_real_directory(partial) and (
         begun.header is not None or _may_be_cleared(partial)
@@ -123,9 +125,9 @@ def _require_free(target: Path, *, overwrite: bool, template: Template | None) -
     if is_vacant(target):
         return
     if not overwrite and not replaces(begun):
-        raise TargetExistsError(f"{target}: exists; use --overwrite to replace it")
+        raise TargetExistsError(f"{target}: exists; use {_OVERWRITE} to replace it")
     if not _is_ours(target, template):
-        message = f"{target}: holds more than one checkpoint or store of ours, so --overwrite will"
+        message = f"{target}: holds more than one checkpoint or store of ours, so {_OVERWRITE} will"
         raise TargetExistsError(f"{message} not replace it; remove it yourself")
 
 
@@ -153,9 +155,9 @@ def _require_replaceable(
     # A run that was killed right after it had completed the target left its journal there.
     is_just_done = upload.is_committed and upload.journal.header is not None
     if not overwrite and not replaces(begun) and not is_just_done:
-        raise TargetExistsError(f"{target}: exists; use --overwrite to replace it")
+        raise TargetExistsError(f"{target}: exists; use {_OVERWRITE} to replace it")
     if not _is_ours(target, template) and not begun.is_whole:
-        message = f"{target}: holds more than one checkpoint or store of ours, so --overwrite will"
+        message = f"{target}: holds more than one checkpoint or store of ours, so {_OVERWRITE} will"
         raise TargetExistsError(f"{message} not replace it; remove it yourself")
 
 

@@ -10,6 +10,7 @@ from streamshard.engine.run import resident_memory
 from streamshard.engine.run.phases import Count
 from streamshard.errors import (
     IntegrityError,
+    Option,
     SourceError,
     SourceNotFoundError,
     UnsupportedError,
@@ -80,7 +81,8 @@ def verify(
     floor_bytes = resident_memory.resident_bytes()
     resident_memory.restart_peak()
     if digests and against is not None:
-        raise UsageError("--digests: tensors that are compared are not digested; leave one out")
+        message = "tensors that are compared are not digested; leave one out"
+        raise UsageError(f"{Option('digests')}: {message}")
     paths = [path] if against is None else [path, against]
     for one in paths:
         require_finished(as_path(one))
@@ -123,7 +125,7 @@ def _sample(text: str | None) -> Sample:
     try:
         part, parts = sizes.parse_part(text)
     except ValueError as error:
-        raise UsageError(f"--sample {error}") from error
+        raise UsageError(f"{Option('sample')} {error}") from error
     today = datetime.now(UTC).toordinal()
     return Sample(today % parts + 1 if part is None else part, parts)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
-from streamshard.errors import DisagreementError, UnsupportedError
+from streamshard.errors import DisagreementError, Option, UnsupportedError
 from streamshard.formats.checkpoint import LIKE, Checkpoint, Family, Reading
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.cut.zero_cutting import SourceMap, cut_source
@@ -44,7 +44,7 @@ ASSUMED: Final = (
 """What was assumed of dumps that were read without a config."""
 _REPEAT: Final = (
     "If it was on, what was written is wrong: repeat this with the config of the job that saved "
-    "them, --source-ds-config FILE."
+    "them."
 )
 _LOADING: Final = (
     "To resume, call optimizer.load_state_dict(dumps) on every rank, with the list of all ranks' "
@@ -145,7 +145,7 @@ def _require_known_momentum(
         message = (
             f"{path}: trained with Muon, whose '{names.MOMENTUM}' is kept in one way with "
             "offload_optimizer and in another without, and dumps do not tell which of them was "
-            "on: give the config of the job that saved them with --source-ds-config"
+            f"on: give the config of the job that saved them with {Option('source_ds_config_file')}"
         )
         raise UnsupportedError(message)
 
@@ -176,7 +176,7 @@ def _units_like(
         message = (
             f"{path}: dumps of stage 3 contain neither names nor shapes of the parameters, without "
             "which their padding cannot be told from data; give any DeepSpeed checkpoint of the "
-            "same model and optimizer with --like"
+            f"same model and optimizer with {Option('like')}"
         )
         raise UnsupportedError(message)
     units: list[Shapes] = []
@@ -213,7 +213,7 @@ def _require_known_order(like: Checkpoint, path: Path) -> None:
     for group, shapes in zip(family.groups, like.group_shapes(family), strict=True):
         if like.layout.stage < 3 and family.is_muon(group) and len({*shapes.values()}) > 1:
             message = f"{path}: trained with Muon, whose parameters stages 1 and 2 order by size"
-            raise UnsupportedError(f"{message}: give a checkpoint of stage 3 with --like")
+            raise UnsupportedError(f"{message}: give a checkpoint of stage 3 with {Option('like')}")
 
 
 def _numel(shape: tuple[int, ...]) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from streamshard.errors import DisagreementError, UnsupportedError
+from streamshard.errors import DisagreementError, Option, UnsupportedError
 from streamshard.formats.checkpoint import LIKE, Family
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read.rank_files import require
@@ -36,7 +36,8 @@ def make_rigid(
         message = (
             f"{paths[0]}: saved with elastic_checkpoint, which keeps no hyper-parameters of the "
             "optimizer (learning rate, betas, weight decay): give another checkpoint of the same "
-            "job with --like, saved without elastic_checkpoint, before or after; theirs are taken"
+            f"job with {Option('like')}, saved without elastic_checkpoint, before or after; theirs "
+            "are taken"
         )
         raise UnsupportedError(message)
     groups = like.wrapped_optimizer["param_groups"]

@@ -13,7 +13,7 @@ from streamshard.errors import (
     raise_first,
 )
 from streamshard.formats import frameworks
-from streamshard.formats.checkpoint import Checkpoint, Family, OtherFile, Reading
+from streamshard.formats.checkpoint import LIKE, Checkpoint, Family, OtherFile, Reading
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.cut.family_cut import undo_round_robin
 from streamshard.formats.deepspeed.cut.zero_cutting import SourceMap, cut_source
@@ -120,8 +120,8 @@ def _read_shards(
 def _part_of(like: Checkpoint | None, number: int, shards: ShardSet) -> Family | None:
     """Return a part of the model in a reference checkpoint that has the same parts."""
     if like is not None and len(like.families) != len(shards.families):
-        message = f"{shards.tag_dir}: {len(shards.families)} parts of the model, the checkpoint"
-        raise DisagreementError(f"{message} given with --like has {len(like.families)}")
+        message = f"{shards.tag_dir}: {len(shards.families)} parts of the model, {LIKE}"
+        raise DisagreementError(f"{message} has {len(like.families)}")
     return like.families[number] if like is not None else None
 
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from streamshard.errors import CorruptFileError, TargetError, TargetExistsError, UsageError
+from streamshard.commands import command
+from streamshard.errors import CorruptFileError, Option, TargetError, TargetExistsError, UsageError
 from streamshard.formats.deepspeed import names
 from streamshard.io.durability import sync_path
 from streamshard.io.entries import examine, exists, is_link, lexists, listed_below, paths_in
@@ -31,7 +32,9 @@ from streamshard.operations.compact.archive.receipts import SourceRecord
 
 _TRASH: Final = f"{names.OWN_PREFIX}.trash"
 _GOING: Final = f"{names.OWN_PREFIX}.going"
-_MARK: Final = b"streamshard compact --undelete brings this tag back, unless it is in .going\n"
+_MARK: Final = (
+    f"{command('compact', undelete=True)} brings this tag back, unless it is in .going\n".encode()
+)
 """What marks hold, for whoever looks into one; compact goes by their names."""
 
 
@@ -86,7 +89,9 @@ class Trash:
             self._make(self._place)
             if lexists(target):
                 message = f"{target}: another save of this tag is in the trash"
-                raise TargetExistsError(f"{message}; --purge or --undelete that one first")
+                raise TargetExistsError(
+                    f"{message}; {Option('purge')} or {Option('undelete')} that one first"
+                )
             if examine(source).device != examine(self._place).device:
                 message = f"{self._place}: on another file system than {source}"
                 raise TargetError(f"{message}, so that a tag could not be moved there at once")
