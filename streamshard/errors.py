@@ -22,6 +22,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import PurePath
 from typing import ClassVar, Final, NamedTuple
 
 
@@ -70,6 +71,16 @@ class StreamshardError(Exception):
     """Base of every error that the input, the target or the caller causes."""
 
     exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: object = "", *, path: PurePath | None = None) -> None:
+        super().__init__(message)
+        self.path = path
+        """File or directory that the error is about, where that is known."""
+
+    def __str__(self) -> str:
+        """Return the message, which begins with the path."""
+        message = super().__str__()
+        return message if self.path is None else f"{self.path}: {message}"
 
 
 class UsageError(StreamshardError):

@@ -135,24 +135,24 @@ def read(path: Path) -> Sequence[Stored]:
         head = file.read_at(0, _LENGTH.size)
         length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else nbytes
         if length > min(LIMIT_BYTES, nbytes - _LENGTH.size):
-            raise CorruptFileError(f"{path}: no whole safetensors file ({nbytes} bytes)")
+            raise CorruptFileError(f"no whole safetensors file ({nbytes} bytes)", path=path)
         serialized = file.read_at(_LENGTH.size, length)
     try:
         header = strict_json.parse(serialized)
         start = _LENGTH.size + length
         found = [_stored(name, held, start) for name, held in header.items() if name != _METADATA]
     except (AttributeError, CorruptFileError, KeyError, TypeError, ValueError) as error:
-        message = f"{path}: its header is not a safetensors header ({error})"
-        raise CorruptFileError(message) from error
+        message = f"its header is not a safetensors header ({error})"
+        raise CorruptFileError(message, path=path) from error
     found.sort(key=lambda one: (one.offset, one.tensor.nbytes))
     at = start
     for one in found:
         if one.offset != at:
-            message = f"{path}: {show(one.tensor.name)} begins at byte {one.offset}, not at {at}"
-            raise CorruptFileError(message)
+            message = f"{show(one.tensor.name)} begins at byte {one.offset}, not at {at}"
+            raise CorruptFileError(message, path=path)
         at += one.tensor.nbytes
     if at != nbytes:
-        raise CorruptFileError(f"{path}: {nbytes} bytes, its header describes {at}")
+        raise CorruptFileError(f"{nbytes} bytes, its header describes {at}", path=path)
     return found
 
 

@@ -158,7 +158,7 @@ def test_two_sets_of_files_in_one_place(fresh: Callable[[str], Path]) -> None:
     twice.write_bytes(twice.read_bytes()[:-100])
     found = streamshard.verify(run)
     assert ("malformed", twice.name) in kinds_of(found)
-    assert any("both claim to be of one rank" in problem.message for problem in found.problems)
+    assert any("claims to be of one rank with" in problem.message for problem in found.problems)
 
 
 def test_without_zero_no_optimizer_file_is_missing(tmp_path: Path) -> None:

@@ -135,8 +135,8 @@ def read_index(directory: Path) -> Index:
     try:
         nbytes = examine(path).nbytes
     except FileNotFoundError as error:
-        message = f"{path}: missing; torch writes it last, so this save did not come to its end"
-        raise IncompleteError(f"{message}: take an earlier checkpoint") from error
+        message = "missing; torch writes it last, so this save did not come to its end"
+        raise IncompleteError(f"{message}: take an earlier checkpoint", path=path) from error
     with of_file(path):
         if nbytes > inert_load.LIMIT_BYTES:
             raise UnsupportedError(f"{nbytes:,} bytes, {inert_load.LIMIT_BYTES:,} is most")

@@ -128,8 +128,10 @@ class RewrittenArray:
                 if isinstance(error, OSError) and error.errno is not None:
                     raise
                 where = ", ".join(f"{s.start}:{s.stop}" for s in there)
-                message = f"{self.directory}: damaged: elements [{where}] cannot be decoded"
-                raise IntegrityError(f"{message} ({_first_line(error)})") from error
+                message = f"damaged: elements [{where}] cannot be decoded"
+                raise IntegrityError(
+                    f"{message} ({_first_line(error)})", path=self.directory
+                ) from error
         self.missing |= opened.missing
 
     def read_compared(self, number: int, view: memoryview) -> None:
@@ -146,8 +148,8 @@ class RewrittenArray:
         self.read(number, view)
         before = self._sums[number - 1] if number else (0, 0)
         if _extended(before, view[: self.piece_bytes(number)]) != self._sums[number]:
-            message = f"{self.directory}: changed while it was being read. Stop what changes the"
-            raise IntegrityError(f"{message} source, and run again")
+            message = "changed while it was being read. Stop what changes the"
+            raise IntegrityError(f"{message} source, and run again", path=self.directory)
 
     def _compare(self, view: memoryview) -> None:
         sums, last = [], (0, 0)
@@ -194,8 +196,10 @@ class RewrittenArray:
         try:
             return OpenArray(self.content, self.files)
         except Exception as error:
-            message = f"{self.document.path}: zarr-python cannot open this array"
-            raise UnsupportedError(f"{message}: {_first_line(error)}") from error
+            message = "zarr-python cannot open this array"
+            raise UnsupportedError(
+                f"{message}: {_first_line(error)}", path=self.document.path
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,8 +76,10 @@ def find_rewritten(
         return None
     digest = manifest.digests.get(path)
     if digest is None:
-        message = f"{found.document.path}: rewritten by another tool; the manifest has no digest"
-        raise UnsupportedError(f"{message} with which its elements could be compared")
+        message = "rewritten by another tool; the manifest has no digest"
+        raise UnsupportedError(
+            f"{message} with which its elements could be compared", path=found.document.path
+        )
     found.digest = digest
     return found
 
@@ -104,11 +106,11 @@ def read_small_array(root: Path, path: str, manifest: Manifest | None = None) ->
             record.nbytes,
             record.crc32s.tolist(),
         ):
-            message = f"{found.directory}: rewritten by another tool, and not with the same"
+            message = "rewritten by another tool, and not with the same"
             message = f"{message} content: it is not what the manifest records"
-            raise IntegrityError(f"{message}{found.told_missing}")
+            raise IntegrityError(f"{message}{found.told_missing}", path=found.directory)
     elif found.missing:
-        raise IncompleteError(f"{found.directory}: not whole{found.told_missing}")
+        raise IncompleteError(f"not whole{found.told_missing}", path=found.directory)
     return content
 
 
@@ -130,8 +132,10 @@ def _find_small(root: Path, path: str) -> RewrittenArray | None:
         most = max(_SMALL_BYTES, _MOST_PER_STORED_BYTE * stored)
         if max(*found.shape, *found.chunk) > most:
             claimed = f"{found.shape[0]:,} bytes in chunks of {found.chunk[0]:,}"
-            message = f"{found.directory}: claims {claimed}, and its files have {stored:,}"
-            raise CorruptFileError(f"{message}: {most:,} is most. Store it without compression")
+            message = f"claims {claimed}, and its files have {stored:,}"
+            raise CorruptFileError(
+                f"{message}: {most:,} is most. Store it without compression", path=found.directory
+            )
     return found
 
 
@@ -151,8 +155,8 @@ def _find(root: Path, path: str, nbytes: int, expect: Callable[[], bytes]) -> Re
     if _is_stored_alike(document, expected):
         return None
     for key in _different(document, expected, _ARRAY_KEYS):
-        message = f"{place}: rewritten with another {key}: {show(document.get(key))}, where"
-        raise CorruptFileError(f"{message} {show(expected[key])} belongs")
+        message = f"rewritten with another {key}: {show(document.get(key))}, where"
+        raise CorruptFileError(f"{message} {show(expected[key])} belongs", path=place)
     _require_known(document, place)
     found = RewrittenArray(
         directory,
@@ -166,8 +170,10 @@ def _find(root: Path, path: str, nbytes: int, expect: Callable[[], bytes]) -> Re
     )
     missing = found.chunks - len(found.files)
     if missing > _MOST_MISSING:
-        message = f"{place}: {found.chunks:,} chunks, and {len(found.files):,} files of them"
-        raise IncompleteError(f"{message}. Is the copy whole? Else rewrite it in larger chunks")
+        message = f"{found.chunks:,} chunks, and {len(found.files):,} files of them"
+        raise IncompleteError(
+            f"{message}. Is the copy whole? Else rewrite it in larger chunks", path=place
+        )
     found.open()
     return found
 
@@ -197,10 +203,10 @@ def _chunk_shape(document: Mapping[str, Any], place: Path) -> tuple[int, ...]:
     grid = _named(document.get("chunk_grid"))
     shape = grid["configuration"].get("chunk_shape")
     if grid["name"] != "regular" or not isinstance(shape, list) or not all(map(_is_length, shape)):
-        message = f"{place}: rewritten with a chunk grid that is not known: {show(grid)}"
-        raise UnsupportedError(message)
+        message = f"rewritten with a chunk grid that is not known: {show(grid)}"
+        raise UnsupportedError(message, path=place)
     if len(shape) != len(document["shape"]):
-        raise CorruptFileError(f"{place}: chunks of {show(shape)} in {show(document['shape'])}")
+        raise CorruptFileError(f"chunks of {show(shape)} in {show(document['shape'])}", path=place)
     return require_shape(shape)
 
 
@@ -239,8 +245,8 @@ def _require_known(document: Mapping[str, Any], place: Path) -> None:
     """Refuse codecs that are not Zarr's own; of zarr shards, the inner codecs as well."""
     for name in _names(document.get("codecs")):
         if name not in _CODECS:
-            message = f"{place}: rewritten with the codec {show(name)}, which is not known; known"
-            raise UnsupportedError(f"{message} are {', '.join(_CODECS)}")
+            message = f"rewritten with the codec {show(name)}, which is not known; known"
+            raise UnsupportedError(f"{message} are {', '.join(_CODECS)}", path=place)
 
 
 def _names(codecs: Any) -> Iterator[object]:  # noqa: ANN401

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from streamshard.errors import CorruptFileError, UnsupportedError
+from streamshard.errors import CorruptFileError
 from streamshard.formats import strict_json
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.pickle.inert import show
+from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.zarr import store_manifest, store_state, zarr_writer
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, LIMIT_BYTES
 from streamshard.formats.zarr.documents import (
@@ -59,15 +60,15 @@ def read_manifest(root: Path) -> Manifest:
     for path in MANIFEST_FILES:
         require_inside(root / path, root)
     data = read_small_array(root, MANIFEST_PATH)
-    try:
+    with of_file(root / MANIFEST_FILES[1]):
         manifest = store_manifest.read(data)
-    except CorruptFileError as error:
-        raise CorruptFileError(f"{root / MANIFEST_FILES[1]}: {error}") from error
     document = root / MANIFEST_FILES[0]
     found, expected = read_small(document), zarr_writer.small_array_document(len(data))
     is_ours = found == expected or is_serialized_anew(found, expected)
     if not is_ours and not is_small_rewritten(root, MANIFEST_PATH, data):
-        raise CorruptFileError(f"{document}: not the document of a manifest of {len(data)} bytes")
+        raise CorruptFileError(
+            f"not the document of a manifest of {len(data)} bytes", path=document
+        )
     return manifest
 
 
@@ -77,13 +78,14 @@ def read_state(root: Path, manifest: Manifest) -> tuple[Checkpoint, store_state.
     The tensors together have no more chunks than the manifest lists files. No chunk is too large
     to be compressed.
     """
-    try:
-        require_inside(root / STATE_FILES[1], root)
-        checkpoint, shapes = store_state.load(read_small_array(root, STATE_PATH, manifest))
-        _require_listed(checkpoint, shapes, manifest)
-    except (CorruptFileError, UnsupportedError, ValueError) as error:
-        kind = UnsupportedError if isinstance(error, UnsupportedError) else CorruptFileError
-        raise kind(f"{root / STATE_FILES[1]}: {error}") from error
+    path = root / STATE_FILES[1]
+    with of_file(path):
+        try:
+            require_inside(path, root)
+            checkpoint, shapes = store_state.load(read_small_array(root, STATE_PATH, manifest))
+            _require_listed(checkpoint, shapes, manifest)
+        except ValueError as error:
+            raise CorruptFileError(str(error), path=path) from error
     return checkpoint, shapes
 
 

@@ -19,6 +19,7 @@ from streamshard.errors import (
 from streamshard.formats import strict_json
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.pickle.inert import show
+from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.zarr import store_manifest, store_state
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, BloscChunk, EncodedChunk
 from streamshard.formats.zarr.documents import (
@@ -59,17 +60,17 @@ def read(root: Path) -> Store:
     for path in (ROOT_DOCUMENT, f"{MANIFEST_PATH}/c/0", f"{STATE_PATH}/c/0"):
         require_inside(root / path, root)
     _require_version(root)
-    try:
+    with of_file(root):
         manifest = store_manifest.read(read_small_array(root, MANIFEST_PATH))
         checkpoint, chunk_shapes = store_state.load(read_small_array(root, STATE_PATH, manifest))
-    except (CorruptFileError, UnsupportedError) as error:
-        raise type(error)(f"{root}: {error}") from error
     if _version(root) != store_state.version_of(checkpoint):
-        message = f"{root / ROOT_DOCUMENT}: says format {show(_version(root))}, and the training"
-        raise CorruptFileError(f"{message} state is of {store_state.version_of(checkpoint)}")
+        message = f"says format {show(_version(root))}, and the training"
+        raise CorruptFileError(
+            f"{message} state is of {store_state.version_of(checkpoint)}", path=root / ROOT_DOCUMENT
+        )
     if manifest.codec not in CODECS:
         raise UnsupportedError(
-            f"{root}: compressed with {show(manifest.codec)}, which is not known"
+            f"compressed with {show(manifest.codec)}, which is not known", path=root
         )
     return _StoreReader(root, checkpoint, manifest).open(chunk_shapes)
 
@@ -96,12 +97,12 @@ def _version(root: Path) -> object:
 def _require_version(root: Path) -> None:
     found = _version(root)
     if found is None:
-        message = f"{root}: a Zarr hierarchy, but not one that streamshard wrote"
-        raise SourceNotFoundError(message)
+        message = "a Zarr hierarchy, but not one that streamshard wrote"
+        raise SourceNotFoundError(message, path=root)
     if found not in store_state.VERSIONS:
         known = " and ".join(map(str, store_state.VERSIONS))
-        message = f"{root}: store format {show(found)}; this streamshard reads {known}"
-        raise UnsupportedError(f"{message}: use a newer one")
+        message = f"store format {show(found)}; this streamshard reads {known}"
+        raise UnsupportedError(f"{message}: use a newer one", path=root)
 
 
 class _StoreReader:
@@ -122,8 +123,8 @@ class _StoreReader:
         for index, (tensor, shape) in enumerate(both):
             numel = math.prod(shape)
             if len(shape) != len(tensor.shape) or not numel:
-                message = f"{self._root}: chunks of {show(shape)} for {tensor.name}"
-                raise CorruptFileError(f"{message} of {show(tensor.shape)}")
+                message = f"chunks of {show(shape)} for {tensor.name}"
+                raise CorruptFileError(f"{message} of {show(tensor.shape)}", path=self._root)
             rewritten = find_rewritten(self._root, tensor, shape, self._manifest)
             if rewritten is not None:
                 slot = self._add_rewritten(rewritten, array_path(tensor))
@@ -131,8 +132,10 @@ class _StoreReader:
                 continue
             counts = chunk_counts(tensor.shape, shape)
             if math.prod(counts) > len(self._records):
-                message = f"{self._root}: {math.prod(counts):,} chunks of {tensor.name}, where the"
-                raise CorruptFileError(f"{message} manifest lists {len(self._records):,} files")
+                message = f"{math.prod(counts):,} chunks of {tensor.name}, where the"
+                raise CorruptFileError(
+                    f"{message} manifest lists {len(self._records):,} files", path=self._root
+                )
             keys = chunk_keys(counts)
             first = len(self._files)
             array = array_path(tensor)
@@ -175,30 +178,36 @@ class _StoreReader:
         """Add one chunk. It must be complete: Zarr would read a missing chunk as zeros."""
         full, record = self._root / path, self._records.get(path)
         if record is None:
-            raise CorruptFileError(f"{full}: a chunk that the manifest does not list")
+            raise CorruptFileError("a chunk that the manifest does not list", path=full)
         try:
             stat = examine(full, follows=False)
         except OSError as error:
-            message = f"{full}: this chunk of the store cannot be read ({error.strerror})"
-            raise SourceError(message) from error
+            message = f"this chunk of the store cannot be read ({error.strerror})"
+            raise SourceError(message, path=full) from error
         if not stat.is_file:
-            raise SourceError(f"{full}: not a regular file; copy the store with 'cp -rL'")
+            raise SourceError("not a regular file; copy the store with 'cp -rL'", path=full)
         if stat.nbytes != record.nbytes:
-            message = f"{full}: {stat.nbytes} bytes where {record.nbytes} were written"
-            raise IntegrityError(message)
+            message = f"{stat.nbytes} bytes where {record.nbytes} were written"
+            raise IntegrityError(message, path=full)
         content_bytes = numel * itemsize
         if self._codec == "none":
             if record.nbytes != content_bytes + CHECKSUM_BYTES:
-                raise CorruptFileError(f"{full}: {record.nbytes} bytes for {content_bytes} of data")
+                raise CorruptFileError(
+                    f"{record.nbytes} bytes for {content_bytes} of data", path=full
+                )
             block = store_manifest.BLOCK_BYTES
             if len(record.crc32s) != -(-content_bytes // block):
-                raise CorruptFileError(f"{full}: the manifest lists {len(record.crc32s)} checksums")
+                raise CorruptFileError(
+                    f"the manifest lists {len(record.crc32s)} checksums", path=full
+                )
             digests = BlockDigests(content_bytes, block, record.crc32s)
             self._decoders[len(self._files)] = digests
         else:
             codec = BloscChunk(self._codec, itemsize)
             if len(record.crc32s) != 1:
-                raise CorruptFileError(f"{full}: the manifest lists {len(record.crc32s)} checksums")
+                raise CorruptFileError(
+                    f"the manifest lists {len(record.crc32s)} checksums", path=full
+                )
             chunk = EncodedChunk(
                 full,
                 codec,

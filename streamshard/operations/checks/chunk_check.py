@@ -44,10 +44,10 @@ class ChunkCheck:
             try:
                 return probe.digests(self.file, [0, self.place.own_bytes]), b""
             except (RuntimeError, ValueError) as error:
-                raise IntegrityError(f"{self.path}: cannot be decompressed ({error})") from error
+                raise IntegrityError(f"cannot be decompressed ({error})", path=self.path) from error
         end = self.place.nbytes
         if end + CHECKSUM_BYTES != self.record.nbytes:
-            raise IntegrityError(f"{self.path}: {self.record.nbytes} bytes for {end} of content")
+            raise IntegrityError(f"{self.record.nbytes} bytes for {end} of content", path=self.path)
         return probe.digests(self.file, self._cuts()), probe.read(
             self.file, end, end + CHECKSUM_BYTES
         )

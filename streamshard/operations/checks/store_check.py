@@ -88,8 +88,7 @@ class StoreCheck:
         try:
             return store_files.read_manifest(self._root)
         except (SourceError, IntegrityError) as error:
-            files = [self._root / path for path in MANIFEST_FILES]
-            self._findings.add_error(error, self._root, files)
+            self._findings.add_error(error, self._root)
             return None
 
     def _present(self) -> set[str]:
@@ -162,8 +161,7 @@ class StoreCheck:
     def _compare_state(self, manifest: Manifest, state: _State | StreamshardError) -> None:
         """Compare the tensors in the training state with the manifest."""
         if isinstance(state, StreamshardError):
-            files = [self._root / path for path in store_files.STATE_FILES]
-            self._findings.add_error(state, self._root, files)
+            self._findings.add_error(state, self._root)
             return
         checkpoint, shapes = state
         if manifest.codec not in CODECS:

@@ -166,7 +166,7 @@ def _look_at_native(request: Request, root: Path, findings: Findings, sample: Sa
     except SourceError as error:
         if not is_directory(root):
             raise
-        findings.add_error(error, root, [root / "latest"])
+        findings.add_error(error, root)
         return Looked("native", None, (), lambda: iter(()), {})
     try:
         opened = request.open()
@@ -199,7 +199,7 @@ def _look_at_weights(request: Request, root: Path, findings: Findings) -> Looked
         )
     except SourceError as error:
         release_frames(error)
-        findings.add_error(error, root, set(paths_in(root)))
+        findings.add_error(error, root)
     return Looked("weights", root.name, files, lambda: iter(()), {}, source=opened)
 
 
@@ -212,8 +212,7 @@ def _look_at_distributed(
         findings.notes += opened.checkpoint.remarks
     except (SourceError, IntegrityError) as error:
         release_frames(error)
-        places = dcp_reader.parts_of(root)
-        findings.add_error(error, root, {p for part in places for p in paths_in(part)})
+        findings.add_error(error, root)
     items: Mapping[Path, Sequence[tuple[int, int]]] = {}
     # Without an index it is not known where items lie, which is a problem already.
     with suppress(SourceError):
@@ -247,13 +246,12 @@ def _explain(
     error: StreamshardError, findings: Findings, place: Path, errors: SetErrors, fit: _Fit
 ) -> None:
     """Add all problems of a set of shards that cannot be opened."""
-    files = {*fit.files, *fit.others}
     # For an unsupported kind of checkpoint it is not known which files belong together, so such
     # problems are left out. But if a single file is refused, that is the reason, whatever the kind.
     is_of_a_kind = isinstance(error, UnsupportedError) and not (errors.own or fit.others)
     for found in (*errors.own, *(() if is_of_a_kind else errors.together)):
-        findings.add_error(found, place, files)
-    findings.add_unexplained(error, place, files)
+        findings.add_error(found, place)
+    findings.add_unexplained(error, place)
 
 
 def _described(paths: Iterable[Path]) -> list[SourceFile]:

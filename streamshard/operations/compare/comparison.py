@@ -53,7 +53,6 @@ class Comparing:
         waiting: deque[Sequence[RunPart]] = deque()
         counts: dict[int, tuple[int, int]] = {}
         tools = PairTools(Comparator, self._runs.readable, memory.window_bytes, SCRATCH_BYTES // 2)
-        paths = {file.path for side in self._runs.sides for file in side.files}
         results = run_ordered(
             self._jobs(waiting),
             tools,
@@ -64,7 +63,7 @@ class Comparing:
         for result in results:
             parts = waiting.popleft()
             if isinstance(result, StreamshardError):
-                findings.add_error(result, self._runs.sides[0].path, paths)
+                findings.add_error(result, self._runs.sides[0].path)
                 continue
             for mismatch in result:
                 part = parts[mismatch.part]

@@ -103,11 +103,13 @@ class Source:
     def require_training_state(self) -> None:
         """Refuse a source that lacks what a DeepSpeed job needs besides tensors."""
         if self.kind == "weights":
-            message = f"{self.path}: {self.checkpoint.foreign}, without an optimizer's state:"
-            raise UnsupportedError(f"{message} a job begins with them, and resumes from nothing")
+            message = f"{self.checkpoint.foreign}, without an optimizer's state:"
+            raise UnsupportedError(
+                f"{message} a job begins with them, and resumes from nothing", path=self.path
+            )
         if self.checkpoint.foreign:
-            message = f"{self.path}: {self.checkpoint.foreign}, which does not tell {_UNTOLD}"
-            raise UnsupportedError(f"{message}: {supply()}{self._config_advice()}")
+            message = f"{self.checkpoint.foreign}, which does not tell {_UNTOLD}"
+            raise UnsupportedError(f"{message}: {supply()}{self._config_advice()}", path=self.path)
 
     def _config_advice(self) -> str:
         """Say what may do if all tensors are trained, so that only a config is lacking."""
@@ -120,15 +122,18 @@ class Source:
         """Refuse a store whose optimizer states were dropped."""
         dropped = self.checkpoint.dropped
         if dropped is not None:
-            message = f"{self.path}: holds weights only: {dropped}, so no job can resume from it"
+            message = f"holds weights only: {dropped}, so no job can resume from it"
             way = command("export", self.path, "OUT")
-            raise UnsupportedError(f"{message}. Its weights are written by: {way}")
+            raise UnsupportedError(f"{message}. Its weights are written by: {way}", path=self.path)
 
     def require_as_written(self) -> None:
         """Refuse a store in which another tool rewrote an array."""
         if self.rewritten:
-            message = f"{self.path / self.rewritten[0]}: rewritten by another tool: no archive that"
-            raise UnsupportedError(f"{message} proves anything. Put back what streamshard wrote")
+            message = "rewritten by another tool: no archive that"
+            raise UnsupportedError(
+                f"{message} proves anything. Put back what streamshard wrote",
+                path=self.path / self.rewritten[0],
+            )
 
     def require_use_of_like(self, *, needed: bool = False, if_needed: bool = False) -> None:
         """Refuse a reference checkpoint that is not needed.
@@ -141,14 +146,14 @@ class Source:
             those of its job.
         """
         if self.like is not None and not (self.needs_like or needed):
-            message = f"{self.path}: needs no reference checkpoint; leave {Option('like')} out"
+            message = f"needs no reference checkpoint; leave {Option('like')} out"
             if len(self.like.families) == len(self.checkpoint.families):
                 if if_needed:
                     return
             else:
                 degrees = f"{Option('tensor_parallel')} or {Option('pipeline_parallel')}"
                 message = f"{message}, or ask for its degrees with {degrees}"
-            raise UsageError(message)
+            raise UsageError(message, path=self.path)
 
 
 def supply() -> str:
@@ -285,21 +290,21 @@ def _open_distributed(root: Path, like: Source | None) -> Source:
 def find_tag(root: Path, tag: str | None) -> tuple[Path, Path]:
     """Return the run directory and the tag directory in it."""
     if not exists(root):
-        raise SourceNotFoundError(f"{root}: no such file or directory")
+        raise SourceNotFoundError("no such file or directory", path=root)
     if not is_directory(root):
         what = detect.file(root)
         if what is not None:
-            raise UnsupportedError(f"{root}: {what}")
-        message = f"{root}: a file; give the run directory, the tag directory or a .zarr store"
-        raise SourceNotFoundError(message)
+            raise UnsupportedError(f"{what}", path=root)
+        message = "a file; give the run directory, the tag directory or a .zarr store"
+        raise SourceNotFoundError(message, path=root)
     if tag is None and has_shards(root):
         return _run_directory_of(root.absolute()), root.absolute()
     if tag is None:
         tag = _latest(root)
     elif not names.is_tag(tag):
-        raise SourceError(f"{root}: tag {show(tag)} is not a path of a directory in it")
+        raise SourceError(f"tag {show(tag)} is not a path of a directory in it", path=root)
     elif not is_directory(root / tag):
-        raise choose_one(SourceNotFoundError(f"{root / tag}: no such tag directory"), root)
+        raise choose_one(SourceNotFoundError("no such tag directory", path=root / tag), root)
     require_inside(root / tag, root)
     if not has_shards(root / tag) and find_candidates(root / tag):
         # A framework's directory around a checkpoint, such as HF Trainer's `checkpoint-500`.
@@ -327,22 +332,20 @@ def _latest(root: Path) -> str:
     if not is_file(latest):
         what = None if find_candidates(root) else detect.directory(root)
         if what is not None:
-            raise UnsupportedError(f"{root}: {what}")
-        message = f"{root}: no 'latest' file and no shards in it"
-        raise choose_one(SourceNotFoundError(message), root)
+            raise UnsupportedError(f"{what}", path=root)
+        message = "no 'latest' file and no shards in it"
+        raise choose_one(SourceNotFoundError(message, path=root), root)
     require_inside(latest, root)
     tag = read_all(latest, names.LATEST_BYTES).decode(errors="replace").strip()
     if not tag:
-        message = f"{latest}: empty, as a save that was killed leaves it"
-        raise choose_one(IncompleteError(message), root)
+        message = "empty, as a save that was killed leaves it"
+        raise choose_one(IncompleteError(message, path=latest), root)
     if not names.is_tag(tag):
-        message = (
-            f"{latest}: names {show(tag)}, which is not a name or leads out of the run directory"
-        )
-        raise choose_one(SourceError(message), root)
+        message = f"names {show(tag)}, which is not a name or leads out of the run directory"
+        raise choose_one(SourceError(message, path=latest), root)
     if not is_directory(root / tag):
-        message = f"{latest}: names {show(tag)}, which is not there"
-        raise choose_one(IncompleteError(message), root)
+        message = f"names {show(tag)}, which is not there"
+        raise choose_one(IncompleteError(message, path=latest), root)
     return tag
 
 
@@ -366,8 +369,8 @@ def _open_store(root: Path, tag: str | None) -> Source:
     list_ahead(root)
     store = zarr_reader.read(root)
     if tag is not None and tag != store.checkpoint.tag:
-        message = f"{root}: holds tag '{store.checkpoint.tag}', not {show(tag)}"
-        raise UsageError(message)
+        message = f"holds tag '{store.checkpoint.tag}', not {show(tag)}"
+        raise UsageError(message, path=root)
     return Source(
         root, "store", store.checkpoint, store.cutting, store.files, store.decoders,
         store.codec_bytes, rewritten=store.rewritten,

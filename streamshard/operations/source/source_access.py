@@ -67,8 +67,8 @@ class SourceAccess:
 
     def _require_open(self) -> None:
         if not self.is_open:
-            message = f"{self._source.path}: has been closed; read inside the 'with' block"
-            raise UsageError(message)
+            message = "has been closed; read inside the 'with' block"
+            raise UsageError(message, path=self._source.path)
 
     def _region(self, out: Array, tensor: int, start: int, cast: Cast | None) -> Region:
         itemsize = ITEMSIZE[self._source.checkpoint.tensors[tensor].dtype]

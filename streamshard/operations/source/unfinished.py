@@ -44,5 +44,5 @@ def require_finished(path: Path) -> None:
     with source_errors(path):
         unfinished = is_unfinished(path)
     if unfinished:
-        message = f"{path}: unfinished: a run is writing it, or was cut off. The command that it"
-        raise IncompleteError(f"{message} was made with goes on with it")
+        message = "unfinished: a run is writing it, or was cut off. The command that it"
+        raise IncompleteError(f"{message} was made with goes on with it", path=path)

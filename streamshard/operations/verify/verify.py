@@ -16,7 +16,6 @@ from streamshard.errors import (
     UnsupportedError,
     UsageError,
 )
-from streamshard.io.entries import entries_below, is_denied, is_directory
 from streamshard.io.objects.object_path import as_path
 from streamshard.layout.sample import EVERYTHING, Sample
 from streamshard.operations.checks.problems import Difference, Findings, Verification
@@ -171,10 +170,7 @@ class _Run:
         except (SourceNotFoundError, UnsupportedError):
             raise
         except (SourceError, IntegrityError) as error:
-            place = as_path(request.path)
-            found = entries_below(place, skips=is_denied) if is_directory(place) else ()
-            files = {entry.path for entry in found}
-            self.findings.add_error(error, place, files)
+            self.findings.add_error(error, as_path(request.path))
             self.projected_bytes = self._limits.fit(EXTRA_BYTES).projected_bytes
             return
         self.kind, self.tag = left.kind, left.checkpoint.tag

@@ -117,8 +117,8 @@ def read_rules(path: Path | None) -> CutRules | None:
     try:
         return CutRules(read_document(path).decode("utf-8-sig"), str(path))
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
+        raise UsageError(f"cannot be read ({error.strerror})", path=path) from error
     except CorruptFileError as error:
         raise UsageError(str(error)) from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not a file of rules ({error})") from error
+        raise UsageError(f"not a file of rules ({error})", path=path) from error
