@@ -78,9 +78,8 @@ def _connected(address: str, threads: int) -> Iterator["Client"]:
             where = {"address": stack.enter_context(_local_cluster(address, threads))}
         elif address.endswith(".json"):
             if not exists(Path(address)):
-                raise UsageError(
-                    f"{Option('address', address)}: no such file; has the scheduler started?"
-                )
+                message = f"{Option('address', address)}: no such file; has the scheduler started?"
+                raise UsageError(message)
             where = {"scheduler_file": address}
         elif ":" in address:
             where = {"address": address}

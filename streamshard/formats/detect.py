@@ -111,20 +111,26 @@ def _torch_file(path: Path) -> str | None:
     root = torch_file.read(path, -1).root
     if not isinstance(root, dict):
         return None
-    if names.FLAT_GROUPS in root or names.FLAT_GROUPS_3 in root:
-        return f"a raw dump of one rank's optimizer; give all ranks' by a template{_template(path)}"
-    whole = kind_of_whole_dump(root)
-    if whole is not None:
-        return (
-            f"{whole}, which ZeRO did not partition. If the files of all ranks hold the same, "
-            "any of them loads on any count of ranks; a template shows whether they do"
-            f"{_template(path)}"
-        )
+    if (dump := _dump(root, path, "a raw dump of one rank's optimizer")) is not None:
+        return dump
     if names.OPTIMIZER in root:
         return f"one file of a DeepSpeed checkpoint; give its directory, {path.parent}"
     if "pytorch-lightning_version" in root:
         return f"a Lightning checkpoint in one file, saved without ZeRO; {_NOTHING_CUT}"
     return None
+
+
+def _dump(root: Mapping[str, Node], path: Path, cut: str) -> str | None:
+    """Describe a dump of an optimizer, as `cut` if ZeRO partitioned it; None for any other file."""
+    if names.FLAT_GROUPS in root or names.FLAT_GROUPS_3 in root:
+        return f"{cut}; give all ranks' by a template{_template(path)}"
+    whole = kind_of_whole_dump(root)
+    if whole is None:
+        return None
+    return (
+        f"{whole}, which ZeRO did not partition. If the files of all ranks hold the same, any of "
+        f"them loads on any count of ranks; a template shows whether they do{_template(path)}"
+    )
 
 
 def part_of_rank(path: Path) -> str | None:
@@ -214,11 +220,12 @@ def _dumps(path: Path) -> str | None:
         if is_link(entry) or not is_file(entry):
             continue
         try:
-            text = _torch_file(entry)
+            root = torch_file.read(entry, -1).root
         except (SourceError, OSError):
             continue
-        if text is not None and "a template" in text:
-            return text.replace("a raw dump of one rank's optimizer", "raw dumps of the optimizer")
+        found = _dump(root, entry, "raw dumps of the optimizer") if isinstance(root, dict) else None
+        if found is not None:
+            return found
     return None
 
 

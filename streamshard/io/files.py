@@ -63,8 +63,6 @@ def target_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         place = as_path(error.filename or path)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            message = f"no space left on the target's file system ({error.strerror})"
-            raise NoSpaceError(
-                f"{message}; free some and run the same command again", path=place
-            ) from error
+            message = f"no space left on the target's file system ({error.strerror}); free some and"
+            raise NoSpaceError(f"{message} run the same command again", path=place) from error
         raise TargetError(f"cannot be written ({error.strerror})", path=place) from error

@@ -65,9 +65,8 @@ def load_plan(
     if difference is not None:
         own = plan.identity.header
         same = all(own[key] == saved.identity[key] for key in ("format", "options"))
-        raise (SourceError if same else UsageError)(
-            f"{place}: {difference}. Make a new plan with {_NEW_PLAN}"
-        )
+        message = f"{place}: {difference}. Make a new plan with {_NEW_PLAN}"
+        raise SourceError if same else UsageError(message)
     sizes = plan.sizes()
     if plan_file.plan_digest(sizes) != saved.sizes:
         message = f"{place}: was to write {saved.bytes_written:,} bytes into {saved.files:,} files"

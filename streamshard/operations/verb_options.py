@@ -84,9 +84,8 @@ class ConvertOptions(TransferOptions):
         if self.codec not in CODECS:
             raise UsageError(f"{Option('codec', self.codec)}: choose one of {', '.join(CODECS)}")
         if self.chunk_size < 1:
-            raise UsageError(
-                f"{Option('chunk_size', self.chunk_size)}: at least one byte is needed"
-            )
+            message = f"{Option('chunk_size', self.chunk_size)}: at least one byte is needed"
+            raise UsageError(message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,9 +33,8 @@ class SourceProof:
             try:
                 found = examine(file.path)
             except OSError as error:
-                raise SourceError(
-                    f"cannot be read here ({error.strerror})", path=file.path
-                ) from error
+                message = f"cannot be read here ({error.strerror})"
+                raise SourceError(message, path=file.path) from error
             seen = found.source_file(file.path)
             if seen != file:
                 message = f"is another file here ({_described(seen)}) than where the"

@@ -98,10 +98,8 @@ class StagedProof:
         except OSError:
             found = b""
         if found != self.token.encode():
-            message = "is another directory here than where the run is"
-            raise TargetError(
-                f"{message} led, or the run has ended; {_OTHER}", path=self.directory.parent
-            )
+            message = "is another directory here than where the run is led, or the run has ended;"
+            raise TargetError(f"{message} {_OTHER}", path=self.directory.parent)
 
     def shares_cache(self) -> bool:
         """Whether what is written here is synced when the leader syncs the target."""

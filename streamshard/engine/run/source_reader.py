@@ -226,11 +226,8 @@ class SourceReader:
     ) -> None:
         if crc32(content) != digests.crc32s[block]:
             start = block * digests.block_bytes
-            message = f"bytes {start} to {start + len(content)} are"
-            raise IntegrityError(
-                f"{message} damaged: they are not those that were written",
-                path=self._files[file].path,
-            )
+            message = f"bytes {start} to {start + len(content)} are damaged: they are not those"
+            raise IntegrityError(f"{message} that were written", path=self._files[file].path)
 
     def _opened(self, file: int) -> OpenedFile:
         if file in self._open:

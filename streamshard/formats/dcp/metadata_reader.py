@@ -226,9 +226,8 @@ class _IndexReader:
                 self._items.pop((name, offsets), None)
                 self._empty += 1
                 if self._empty > _MOST_EMPTY:
-                    raise UnsupportedError(
-                        f"lists more than {_MOST_EMPTY:,} boxes without elements"
-                    )
+                    message = f"lists more than {_MOST_EMPTY:,} boxes without elements"
+                    raise UnsupportedError(message)
                 continue
             boxes.append((offsets, sizes))
             items.append(self._take(name, offsets))

@@ -107,10 +107,8 @@ def _only_family(root: Path, reference: Checkpoint) -> Family:
     ):
         what = "was saved without frozen weights (exclude_frozen_parameters)"
     if what is not None:
-        message = f"{LIKE} {what}; give a whole ZeRO checkpoint of the job that is to"
-        raise UnsupportedError(
-            f"{message} resume, such as one that it saves before its first step", path=root
-        )
+        message = f"{LIKE} {what}; give a whole ZeRO checkpoint of the job that is to resume, such"
+        raise UnsupportedError(f"{message} as one that it saves before its first step", path=root)
     return family
 
 

@@ -58,10 +58,8 @@ def read_file(path: Path) -> Config:
         raise UsageError("not a DeepSpeed config: the JSON in it is not an object", path=path)
     found = mistyped(config)
     if found is not None:
-        message = f"{show(found[0])} is no known key; did you mean {found[1]!r}? Correct it"
-        raise UsageError(
-            f"{message} there, as DeepSpeed would ignore or refuse it as well", path=path
-        )
+        message = f"{show(found[0])} is no known key; did you mean {found[1]!r}? Correct it there,"
+        raise UsageError(f"{message} as DeepSpeed would ignore or refuse it as well", path=path)
     return config
 
 

@@ -103,9 +103,8 @@ class EncodedChunk:
         data = data[:-1]
         # A chunk with a correct checksum of its own may still be another chunk.
         if isal_zlib.crc32(data) != self._stored_crc32:
-            raise IntegrityError(
-                "damaged: its bytes are not those in the manifest", path=self._path
-            )
+            message = "damaged: its bytes are not those in the manifest"
+            raise IntegrityError(message, path=self._path)
         view = content(self._content_bytes)
         encoded = require_checksum(data, self._path)
         try:

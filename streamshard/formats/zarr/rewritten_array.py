@@ -128,10 +128,8 @@ class RewrittenArray:
                 if isinstance(error, OSError) and error.errno is not None:
                     raise
                 where = ", ".join(f"{s.start}:{s.stop}" for s in there)
-                message = f"damaged: elements [{where}] cannot be decoded"
-                raise IntegrityError(
-                    f"{message} ({_first_line(error)})", path=self.directory
-                ) from error
+                message = f"damaged: elements [{where}] cannot be decoded ({_first_line(error)})"
+                raise IntegrityError(message, path=self.directory) from error
         self.missing |= opened.missing
 
     def read_compared(self, number: int, view: memoryview) -> None:
@@ -196,10 +194,8 @@ class RewrittenArray:
         try:
             return OpenArray(self.content, self.files)
         except Exception as error:
-            message = "zarr-python cannot open this array"
-            raise UnsupportedError(
-                f"{message}: {_first_line(error)}", path=self.document.path
-            ) from error
+            message = f"zarr-python cannot open this array: {_first_line(error)}"
+            raise UnsupportedError(message, path=self.document.path) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,10 +76,8 @@ def find_rewritten(
         return None
     digest = manifest.digests.get(path)
     if digest is None:
-        message = "rewritten by another tool; the manifest has no digest"
-        raise UnsupportedError(
-            f"{message} with which its elements could be compared", path=found.document.path
-        )
+        message = "rewritten by another tool; the manifest has no digest with which its elements"
+        raise UnsupportedError(f"{message} could be compared", path=found.document.path)
     found.digest = digest
     return found
 
@@ -132,10 +130,8 @@ def _find_small(root: Path, path: str) -> RewrittenArray | None:
         most = max(_SMALL_BYTES, _MOST_PER_STORED_BYTE * stored)
         if max(*found.shape, *found.chunk) > most:
             claimed = f"{found.shape[0]:,} bytes in chunks of {found.chunk[0]:,}"
-            message = f"claims {claimed}, and its files have {stored:,}"
-            raise CorruptFileError(
-                f"{message}: {most:,} is most. Store it without compression", path=found.directory
-            )
+            message = f"claims {claimed}, and its files have {stored:,}: {most:,} is most. Store it"
+            raise CorruptFileError(f"{message} without compression", path=found.directory)
     return found
 
 
@@ -170,10 +166,8 @@ def _find(root: Path, path: str, nbytes: int, expect: Callable[[], bytes]) -> Re
     )
     missing = found.chunks - len(found.files)
     if missing > _MOST_MISSING:
-        message = f"{found.chunks:,} chunks, and {len(found.files):,} files of them"
-        raise IncompleteError(
-            f"{message}. Is the copy whole? Else rewrite it in larger chunks", path=place
-        )
+        message = f"{found.chunks:,} chunks, and {len(found.files):,} files of them. Is the copy"
+        raise IncompleteError(f"{message} whole? Else rewrite it in larger chunks", path=place)
     found.open()
     return found
 

@@ -66,9 +66,8 @@ def read_manifest(root: Path) -> Manifest:
     found, expected = read_small(document), zarr_writer.small_array_document(len(data))
     is_ours = found == expected or is_serialized_anew(found, expected)
     if not is_ours and not is_small_rewritten(root, MANIFEST_PATH, data):
-        raise CorruptFileError(
-            f"not the document of a manifest of {len(data)} bytes", path=document
-        )
+        message = f"not the document of a manifest of {len(data)} bytes"
+        raise CorruptFileError(message, path=document)
     return manifest
 
 

@@ -69,9 +69,8 @@ def read(root: Path) -> Store:
             f"{message} state is of {store_state.version_of(checkpoint)}", path=root / ROOT_DOCUMENT
         )
     if manifest.codec not in CODECS:
-        raise UnsupportedError(
-            f"compressed with {show(manifest.codec)}, which is not known", path=root
-        )
+        message = f"compressed with {show(manifest.codec)}, which is not known"
+        raise UnsupportedError(message, path=root)
     return _StoreReader(root, checkpoint, manifest).open(chunk_shapes)
 
 
@@ -132,10 +131,8 @@ class _StoreReader:
                 continue
             counts = chunk_counts(tensor.shape, shape)
             if math.prod(counts) > len(self._records):
-                message = f"{math.prod(counts):,} chunks of {tensor.name}, where the"
-                raise CorruptFileError(
-                    f"{message} manifest lists {len(self._records):,} files", path=self._root
-                )
+                message = f"{math.prod(counts):,} chunks of {tensor.name}, where the manifest lists"
+                raise CorruptFileError(f"{message} {len(self._records):,} files", path=self._root)
             keys = chunk_keys(counts)
             first = len(self._files)
             array = array_path(tensor)
@@ -192,22 +189,19 @@ class _StoreReader:
         content_bytes = numel * itemsize
         if self._codec == "none":
             if record.nbytes != content_bytes + CHECKSUM_BYTES:
-                raise CorruptFileError(
-                    f"{record.nbytes} bytes for {content_bytes} of data", path=full
-                )
+                message = f"{record.nbytes} bytes for {content_bytes} of data"
+                raise CorruptFileError(message, path=full)
             block = store_manifest.BLOCK_BYTES
             if len(record.crc32s) != -(-content_bytes // block):
-                raise CorruptFileError(
-                    f"the manifest lists {len(record.crc32s)} checksums", path=full
-                )
+                message = f"the manifest lists {len(record.crc32s)} checksums"
+                raise CorruptFileError(message, path=full)
             digests = BlockDigests(content_bytes, block, record.crc32s)
             self._decoders[len(self._files)] = digests
         else:
             codec = BloscChunk(self._codec, itemsize)
             if len(record.crc32s) != 1:
-                raise CorruptFileError(
-                    f"the manifest lists {len(record.crc32s)} checksums", path=full
-                )
+                message = f"the manifest lists {len(record.crc32s)} checksums"
+                raise CorruptFileError(message, path=full)
             chunk = EncodedChunk(
                 full,
                 codec,

@@ -44,9 +44,8 @@ class PictureFiles:
                 if lexists(path) and not self.overwrite:
                     raise TargetExistsError(f"{path}: exists; use {_OVERWRITE} to replace it")
                 if lexists(path) and not is_file(path):
-                    raise TargetExistsError(
-                        f"{path}: is not a file, so {_OVERWRITE} will not replace it"
-                    )
+                    message = f"{path}: is not a file, so {_OVERWRITE} will not replace it"
+                    raise TargetExistsError(message)
 
     def draw(
         self, source: Source, world_size: int | None, zero_stage: int | None

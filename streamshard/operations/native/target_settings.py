@@ -226,9 +226,8 @@ def _require_carried_parts(checkpoint: Checkpoint, stage: int, dtype: str) -> No
         return
     kind = "pipeline" if pipeline else "expert"
     if stage == 3 or (stage == 2 and pipeline):
-        raise UsageError(
-            f"stage {stage} does not train with {kind} parallelism, as this checkpoint was"
-        )
+        message = f"stage {stage} does not train with {kind} parallelism, as this checkpoint was"
+        raise UsageError(message)
     if dtype != checkpoint.module_dtype:
         message = f"the checkpoint was trained in {checkpoint.module_dtype} with {kind} parallelism"
         raise UsageError(f"{message}, whose weights cannot be taken to {dtype}; keep the dtype")

@@ -41,10 +41,8 @@ def find_beside(run_dir: Path, tag: str) -> tuple[list[tuple[Path, str]], list[s
     for directory in sorted(d for d in entries if is_real_directory(d)):
         if has_shards(directory) or directory.name == tag.partition("/")[0]:
             if framework == frameworks.ACCELERATE and directory.name != tag.partition("/")[0]:
-                message = "a second model of one Accelerate checkpoint, which is not"
-                raise UnsupportedError(
-                    f"{message} supported; save each model by itself", path=directory
-                )
+                message = "a second model of one Accelerate checkpoint, which is not supported;"
+                raise UnsupportedError(f"{message} save each model by itself", path=directory)
             continue
         inside = _carried(paths_below(directory), run_dir, left)
         found += [(path, path.relative_to(run_dir).as_posix()) for path in inside]

@@ -103,10 +103,8 @@ class Source:
     def require_training_state(self) -> None:
         """Refuse a source that lacks what a DeepSpeed job needs besides tensors."""
         if self.kind == "weights":
-            message = f"{self.checkpoint.foreign}, without an optimizer's state:"
-            raise UnsupportedError(
-                f"{message} a job begins with them, and resumes from nothing", path=self.path
-            )
+            message = f"{self.checkpoint.foreign}, without an optimizer's state: a job begins with"
+            raise UnsupportedError(f"{message} them, and resumes from nothing", path=self.path)
         if self.checkpoint.foreign:
             message = f"{self.checkpoint.foreign}, which does not tell {_UNTOLD}"
             raise UnsupportedError(f"{message}: {supply()}{self._config_advice()}", path=self.path)

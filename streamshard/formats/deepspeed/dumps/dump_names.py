@@ -57,10 +57,8 @@ class Template:
         for rank in range(len(ranks)):
             if rank not in ranks:
                 missing = self.directory / self.file_name(rank)
-                message = f"missing, while ranks up to {max(filter(None, ranks))} exist"
-                raise IncompleteError(
-                    f"{message}; copy it from the node that saved it", path=missing
-                )
+                message = f"missing, while ranks up to {max(filter(None, ranks))} exist; copy it"
+                raise IncompleteError(f"{message} from the node that saved it", path=missing)
         return tuple(self.directory / self.file_name(rank) for rank in range(len(ranks)))
 
 

@@ -162,10 +162,8 @@ def _check_world_size(states: Sequence[Mapping[str, Node]], paths: Sequence[Path
     for state, path in zip(states, paths, strict=True):
         for count in rank_counts(state, path):
             if count != len(states):
-                message = f"dumped by {show(count)} ranks, but there are {len(states)} dumps"
-                raise DisagreementError(
-                    f"{message}; all ranks' dumps of one step are needed", path=path
-                )
+                message = f"dumped by {show(count)} ranks, but there are {len(states)} dumps; all"
+                raise DisagreementError(f"{message} ranks' dumps of one step are needed", path=path)
 
 
 def _units_like(
@@ -234,10 +232,8 @@ def _refuse_other_kinds(states: Sequence[Mapping[str, Node]], paths: Sequence[Pa
     if kind is not None:
         _refuse_whole(states, paths, kind)
     if not is_cut(states[0]) and names.OPTIMIZER not in states[0]:
-        message = "not a dump of an optimizer's state that ZeRO partitioned"
-        raise UnsupportedError(
-            f"{message}; give a template of files that hold one each", path=paths[0]
-        )
+        message = "not a dump of an optimizer's state that ZeRO partitioned; give a template of"
+        raise UnsupportedError(f"{message} files that hold one each", path=paths[0])
 
 
 def _refuse_whole(

@@ -102,9 +102,8 @@ def _read(text: str, named: str) -> Iterator[tuple[str, _OneRule]]:
             )
         digits = re.findall(r"\d+", found["sizes"] or "")
         if len(digits) > _MOST_SIZES or any(len(size) > _MOST_DIGITS for size in digits):
-            raise UsageError(
-                f"{named}, line {number}: at most {_MOST_SIZES:,} sizes, of {_MOST_DIGITS} digits"
-            )
+            message = f"{named}, line {number}: at most {_MOST_SIZES:,} sizes, of {_MOST_DIGITS}"
+            raise UsageError(f"{message} digits")
         sizes = [int(size) for size in digits]
         dimension = found["split"] or found["sub"]
         yield pattern, _OneRule(None if dimension is None else int(dimension), sizes)

@@ -59,10 +59,8 @@ def _rigid(state: dict[str, Node], path: Path, groups: Sequence[Mapping[str, Any
     serialized = []
     for number, group in enumerate(groups):
         if ("step" in group) != counted:
-            message = f"of another optimizer than {LIKE}: one of"
-            raise DisagreementError(
-                f"{message} the two counts steps in its param groups", path=path
-            )
+            message = f"of another optimizer than {LIKE}: one of the two counts steps in its param"
+            raise DisagreementError(f"{message} groups", path=path)
         own = {"step": step} if counted else {}
         serialized.append({**group, **own, "params": [number]})
     return {"state": {k: v for k, v in enumerate(held) if v}, "param_groups": serialized}

@@ -61,9 +61,8 @@ class ModuleReader:
         # With pipeline parallelism each layer's weights are in a separate file.
         self._module: dict[str, Node] = {} if module is None else module
         if not isinstance(self._module, dict):
-            raise CorruptFileError(
-                f"its '{names.MODULE_STATE}' is not a state dict", path=self._path
-            )
+            message = f"its '{names.MODULE_STATE}' is not a state dict"
+            raise CorruptFileError(message, path=self._path)
         self._frozen_shapes: dict[str, Node] = self._first.get(names.FROZEN_SHAPES) or {}
         self.tied: Mapping[str, str] = self._as_in_module(
             self._first.get(names.SHARED_PARAMS) or tied

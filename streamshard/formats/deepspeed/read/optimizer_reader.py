@@ -71,10 +71,8 @@ class OptimizerReader:
         """Refuse files that leave out padding of the masters and do not record how much."""
         for rank, path in enumerate(self._paths):
             if self._strips_masters(rank) and names.GROUP_PADDINGS not in self._states[rank]:
-                message = f"no '{names.GROUP_PADDINGS}' in it; saved before DeepSpeed 0.7"
-                raise UnsupportedError(
-                    f"{message}, which is not supported. {SAVE_AGAIN}", path=path
-                )
+                message = f"no '{names.GROUP_PADDINGS}' in it; saved before DeepSpeed 0.7, which is"
+                raise UnsupportedError(f"{message} not supported. {SAVE_AGAIN}", path=path)
 
     def _inner_state(self, state: Mapping[str, Node], key: str, path: Path) -> Mapping[str, Node]:
         inner = require(state, key, path)
@@ -111,10 +109,8 @@ class OptimizerReader:
         """Read the param groups; `units` names the parameters of each unit."""
         for rank, masters in enumerate(self._masters):
             if len(masters) != len(units):
-                message = f"{len(masters)} flat groups for {len(units)}"
-                raise DisagreementError(
-                    f"{message} groups of parameter shapes", path=self._paths[rank]
-                )
+                message = f"{len(masters)} flat groups for {len(units)} groups of parameter shapes"
+                raise DisagreementError(message, path=self._paths[rank])
         self._check_hyper_parameters()
         found: list[ParamGroup] = []
         experts = names.count_local_experts(chain.from_iterable(units))
@@ -223,10 +219,8 @@ class OptimizerReader:
         with of_file(self._paths[first]):
             keys = [name_of(key) for key in held[first]]
         if len(keys) > _STATES_LIMIT:
-            message = f"{len(keys)} states of one group"
-            raise UnsupportedError(
-                f"{message}, which no optimizer is known to have", path=self._paths[first]
-            )
+            message = f"{len(keys)} states of one group, which no optimizer is known to have"
+            raise UnsupportedError(message, path=self._paths[first])
         for rank, states in held.items():
             if list(states) != keys:
                 message = (

@@ -104,10 +104,8 @@ def _require_same_frozen(file: ModelFile, entries: Sequence[ModuleEntry], stage:
     for key in (names.FROZEN_SHAPES, names.FROZEN_FRAGMENTS):
         for name, node in (file.root.get(key) or {}).items():
             if name in extra:
-                message = f"the frozen weight '{name}' is not stored as its elements"
-                raise UnsupportedError(
-                    f"{message} in a row. Make it contiguous before saving", path=file.path
-                )
+                message = f"the frozen weight '{name}' is not stored as its elements in a row. Make"
+                raise UnsupportedError(f"{message} it contiguous before saving", path=file.path)
             message = f"'{key}' lists {show(name)}"
             if name not in frozen:
                 found = "is a buffer or trained there" if name in module else "is not there"

@@ -153,10 +153,8 @@ def _check_parts(shards: ShardSet, families: Sequence[Family]) -> None:
         torch_file.read(path, -1)
     present = {path.name for path in shards.model_parts}
     if model[names.MODULE_STATE] is None and not present:
-        message = "no layer_*-model_states.pt file, in which a pipeline keeps"
-        raise IncompleteError(
-            f"{message} the weights: copy them from the nodes that saved them", path=shards.tag_dir
-        )
+        message = "no layer_*-model_states.pt file, in which a pipeline keeps the weights: copy"
+        raise IncompleteError(f"{message} them from the nodes that saved them", path=shards.tag_dir)
     if model[names.MODULE_STATE] is None:
         listed = [listed_in(family) for family in families]
         raise_first(missing_layers(shards.tag_dir, listed, present))
@@ -168,11 +166,8 @@ def _check_parts(shards: ShardSet, families: Sequence[Family]) -> None:
             for files in shards.families:
                 wanted = names.expert_file(layer, expert, files.mp_rank)
                 if wanted not in present:
-                    message = f"missing; layer {layer} has {count}"
-                    raise IncompleteError(
-                        f"{message} experts: copy it from the node that saved it",
-                        path=shards.tag_dir / wanted,
-                    )
+                    message = f"missing; layer {layer} has {count} experts: copy it from the node"
+                    raise IncompleteError(f"{message} that saved it", path=shards.tag_dir / wanted)
 
 
 def _accelerate_step(others: Sequence[tuple[Path, str]], world_size: int) -> int | None:

@@ -88,10 +88,8 @@ class Trash:
         with target_errors(target):
             self._make(self._place)
             if lexists(target):
-                message = f"{target}: another save of this tag is in the trash"
-                raise TargetExistsError(
-                    f"{message}; {Option('purge')} or {Option('undelete')} that one first"
-                )
+                message = f"{target}: another save of this tag is in the trash; {Option('purge')}"
+                raise TargetExistsError(f"{message} or {Option('undelete')} that one first")
             if examine(source).device != examine(self._place).device:
                 message = f"{self._place}: on another file system than {source}"
                 raise TargetError(f"{message}, so that a tag could not be moved there at once")
