@@ -66,7 +66,7 @@ def load_plan(
         own = plan.identity.header
         same = all(own[key] == saved.identity[key] for key in ("format", "options"))
         message = f"{place}: {difference}. Make a new plan with {_NEW_PLAN}"
-        raise SourceError if same else UsageError(message)
+        raise (SourceError if same else UsageError)(message)
     sizes = plan.sizes()
     if plan_file.plan_digest(sizes) != saved.sizes:
         message = f"{place}: was to write {saved.bytes_written:,} bytes into {saved.files:,} files"
