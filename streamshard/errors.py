@@ -20,15 +20,67 @@
     └── ClusterError            7   the workers of a cluster are gone, or cannot be reached
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from pathlib import PurePath
+from typing import ClassVar, Final, NamedTuple
+
+
+class Option(NamedTuple):
+    """An option of a verb in a message: whoever calls the verb has a word of their own for it.
+
+    A message names the keyword, with a value or not; `worded` decides how that reads.
+
+    >>> f"exists; use {Option('overwrite', True)}, or leave {Option('like')} out"
+    'exists; use overwrite=True, or leave like= out'
+    """
+
+    name: str
+    """The keyword, or a call that takes its place, such as `plan.save()`."""
+    value: object = None
+    what: str = ""
+    """What the option gives, if the message is about that and not about the option."""
+
+    def __str__(self) -> str:
+        """Return the words of the caller."""
+        return _WORDS[-1](self)
+
+
+def keyword(option: Option) -> str:
+    """Word an option as Python does."""
+    value = "" if option.value is None else option.value
+    text = option.name if option.name.endswith(")") else f"{option.name}={value}"
+    return f"{option.what} given with {text}" if option.what else text
+
+
+_WORDS: Final[list[Callable[[Option], str]]] = [keyword]
+"""How options are worded: the last one counts, in all threads, as a run has several."""
+
+
+@contextmanager
+def worded(words: Callable[[Option], str]) -> Iterator[None]:
+    """Word options in another way than Python's, in all messages that are made meanwhile."""
+    _WORDS.append(words)
+    try:
+        yield
+    finally:
+        _WORDS.remove(words)
 
 
 class StreamshardError(Exception):
     """Base of every error that the input, the target or the caller causes."""
 
     exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: object = "", *, path: PurePath | None = None) -> None:
+        super().__init__(message)
+        self.path = path
+        """File or directory that the error is about, where that is known."""
+
+    def __str__(self) -> str:
+        """Return the message, which begins with the path."""
+        message = super().__str__()
+        return message if self.path is None else f"{self.path}: {message}"
 
 
 class UsageError(StreamshardError):
@@ -124,7 +176,8 @@ def memory_errors() -> Iterator[None]:
         message = "the system has no more memory for this run, whose process may be limited"
         raise MemoryLimitError(
             f"{message} (ulimit -v, a cgroup): run it where more is free, or with a lower "
-            "--memory-limit or fewer --workers. What was written is kept, and a rerun goes on"
+            f"{Option('memory_limit')} or fewer {Option('workers')}. What was written is kept, and "
+            "a rerun goes on"
         ) from None
 
 

@@ -256,7 +256,7 @@ def test_true_is_not_one(tmp_path: Path) -> None:
     run = write(Job(stage=2, world_size=3), tmp_path / "run")
     edit(optimizer(run, 2), lambda file: file["optimizer_state_dict"].update(overflow=0))
     for way in [nowhere, *WAYS]:
-        with way(), pytest.raises(SourceError, match=r"rank_2_.*disagree about overflow"):
+        with way(), pytest.raises(SourceError, match=r"rank_2_.*disagrees with .* about overflow"):
             open_source(run)
 
 

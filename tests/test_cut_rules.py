@@ -67,7 +67,7 @@ def test_a_job_that_cuts_its_layers_itself_changes_its_degree(
     wanted = untold(write(with_degree(TWO, degree, 2), tmp_path / "wanted"))
     options: dict[str, Any] = {"cut_rules_file": rules, "world_size": 2 * degree}
     if degree > 1:
-        with pytest.raises(UsageError, match="say here --like RUN as well"):
+        with pytest.raises(UsageError, match="say here like=RUN as well"):
             streamshard.repartition(run, tmp_path / "out", tensor_parallel=degree, **options)
         options["like"] = wanted
     streamshard.repartition(run, tmp_path / "out", tensor_parallel=degree, verify=True, **options)
@@ -80,7 +80,7 @@ def test_a_job_that_cuts_its_layers_itself_changes_its_degree(
 def test_rules_put_whole_tensors_together(tmp_path: Path, rules: Path) -> None:
     run = untold(write(TWO, tmp_path / "run"))
     whole = write(with_degree(TWO, 1, 3), tmp_path / "whole")
-    with pytest.raises(UnsupportedError, match="Tell it with --cut-rules"):
+    with pytest.raises(UnsupportedError, match="Tell it with cut_rules_file="):
         streamshard.export(run, tmp_path / "none")
     streamshard.export(run, tmp_path / "a", cut_rules_file=rules)
     streamshard.export(whole, tmp_path / "b")
@@ -179,7 +179,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_rule(tmp_path: Path) -> None:
 def test_rules_that_nothing_is_cut_by_are_refused(tmp_path: Path, rules: Path) -> None:
     run, out = write(TWO, tmp_path / "run"), tmp_path / "out"
     single = write(Job(), tmp_path / "single")
-    message = "--cut-rules: no tensor is cut otherwise, or put together"
+    message = "cut_rules_file=: no tensor is cut otherwise, or put together"
     for degree in (None, 2):
         with pytest.raises(UsageError, match=message):
             streamshard.repartition(

@@ -74,7 +74,7 @@ def test_the_files_hold_what_was_saved(stage: int, tmp_path: Path) -> None:
     report = streamshard.repartition(
         tmp_path / "dcp", tmp_path / "out", world_size=3, ds_config_file=config, verify=True
     )
-    assert any("Made from --ds-config" in note for note in report.notes)
+    assert any("Made from the job's config" in note for note in report.notes)
     assert streamshard.verify(tmp_path / "out", against=tmp_path / "dcp").is_good
     shown = streamshard.inspect(tmp_path / "out")
     assert (shown.world_size, shown.zero_stage, shown.tag) == (3, stage, "dcp")
@@ -169,7 +169,7 @@ def test_what_is_missing_is_listed(
 ) -> None:
     save(tmp_path)
     config = config_file(tmp_path, **changes)
-    with pytest.raises(UnsupportedError, match=f"{message}.*: give --like RUN"):
+    with pytest.raises(UnsupportedError, match=f"{message}.*: give like=RUN"):
         streamshard.repartition(
             tmp_path / "dcp", tmp_path / "out", world_size=2, ds_config_file=config
         )
@@ -178,9 +178,9 @@ def test_what_is_missing_is_listed(
 
 def test_without_a_config_the_message_names_it_where_it_may_do(tmp_path: Path) -> None:
     plain(tmp_path)
-    with pytest.raises(UnsupportedError, match="--ds-config with the job's config may do"):
+    with pytest.raises(UnsupportedError, match="ds_config_file= with the job's config may do"):
         streamshard.convert(tmp_path / "dcp", tmp_path / "out.zarr")
-    with pytest.raises(UsageError, match="give --world-size"):
+    with pytest.raises(UsageError, match="give world_size="):
         streamshard.repartition(
             tmp_path / "dcp", tmp_path / "out", ds_config_file=config_file(tmp_path)
         )

@@ -163,7 +163,7 @@ def test_two_models_are_refused(tmp_path: Path) -> None:
 def test_what_a_job_needs_besides_is_asked_for(verb: str, tmp_path: Path) -> None:
     adamw(SHAPES).write(tmp_path / "c")
     sizes = {"world_size": 2} if verb == "repartition" else {}
-    with pytest.raises(UnsupportedError, match=r"order of the parameters.*--like RUN"):
+    with pytest.raises(UnsupportedError, match=r"order of the parameters.*like=RUN"):
         getattr(streamshard, verb)(tmp_path / "c", tmp_path / "out", **sizes)
     assert not (tmp_path / "out").exists()
 

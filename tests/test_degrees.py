@@ -61,7 +61,7 @@ def test_the_road_over_a_store_leads_to_the_same_files(
     like = write(with_degree(job, degree, 2), tmp_path / "like")
     report = streamshard.convert(run, store, codec=codec, chunk_size=64)
     assert report.source_world_size == 6
-    assert "With --tensor-parallel 1 it holds whole tensors" in report.notes[-1]
+    assert "With tensor_parallel=1 it holds whole tensors" in report.notes[-1]
     for source, out in ((run, "direct"), (store, "of-store")):
         streamshard.repartition(
             source, tmp_path / out, world_size=2 * degree, tensor_parallel=degree, like=like
@@ -357,7 +357,7 @@ def other_name(job: TensorJob) -> TensorJob:
 LIKES: dict[str, tuple[Callable[[TensorJob], TensorJob], str]] = {
     "shape": (other_shape, r"'block\.1\.bias' is not the same tensor as in the checkpoint given"),
     "group": (other_group, r"'block\.1\.bias' is in param group 1, in the checkpoint given with"),
-    "name": (other_name, r"lacks what the checkpoint given with --like has: block.2.bias"),
+    "name": (other_name, r"lacks what the checkpoint given with like= has: block.2.bias"),
 }
 
 
@@ -376,15 +376,15 @@ def test_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     out, config = tmp_path / "out", tmp_path / "ds_config.json"
     config.write_text(json.dumps({**ds_config(TWO), "tensor_parallel": {"autotp_size": 2}}))
     for world_size, options, message in (
-        (3, {"tensor_parallel": 3}, "and say here --like RUN as well"),
-        (3, {"tensor_parallel": 3, "like": like}, "was saved with --tensor-parallel 1"),
-        (2, {"tensor_parallel": 0}, "--tensor-parallel 0: at least one rank is needed"),
+        (3, {"tensor_parallel": 3}, "and say here like=RUN as well"),
+        (3, {"tensor_parallel": 3, "like": like}, "was saved with tensor_parallel=1"),
+        (2, {"tensor_parallel": 0}, "tensor_parallel=0: at least one rank is needed"),
         (4, {"tensor_parallel": 10**20}, "more than 4,096 ranks for each replica of the model"),
-        (4, {"pipeline_parallel": 2}, "--pipeline-parallel 2: but it is not of a pipeline"),
-        (6, {"like": like}, "or ask for its degrees with --tensor-parallel or --pipeline-parallel"),
-        (6, {"like": like, "if_needed": True}, "leave --like out, or ask for its degrees"),
-        (4, {"like": like}, "needs no reference checkpoint; leave --like out"),
-        (3, {}, "or let 'streamshard repartition' change the number of parts with --tensor-"),
+        (4, {"pipeline_parallel": 2}, "pipeline_parallel=2: but it is not of a pipeline"),
+        (6, {"like": like}, "or ask for its degrees with tensor_parallel= or pipeline_parallel="),
+        (6, {"like": like, "if_needed": True}, "leave like= out, or ask for its degrees"),
+        (4, {"like": like}, "needs no reference checkpoint; leave like= out"),
+        (3, {}, "or let 'streamshard repartition' change the number of parts with tensor_"),
         (2, {"tensor_parallel": 1, "like": like, "ds_config_file": config}, "says autotp_size 2;"),
     ):
         with pytest.raises(UsageError) as caught:

@@ -131,9 +131,9 @@ OTHERS: dict[str, tuple[Job, Callable[[dict[str, Any]], object] | None, str]] = 
     "fewer-groups": (
         replace(JOB, groups=((*JOB.groups[0], *JOB.groups[1]),)),
         None,
-        "2 groups, the checkpoint given with --like has 1 groups",
+        "2 groups, the checkpoint given with like= has 1 groups",
     ),
-    "other-parts": (replace(JOB, parts=2), None, "1 parts of the model, .* --like has 2"),
+    "other-parts": (replace(JOB, parts=2), None, "1 parts of the model, .* like= has 2"),
     "another-optimizer": (JOB, lambda group: group.update(step=3), "of another optimizer than"),
 }
 
@@ -151,7 +151,7 @@ def test_the_other_checkpoint_must_be_of_the_same_job(
 def test_hyper_parameters_that_are_tensors_stay_where_they_are(tmp_path: Path) -> None:
     run = write(JOB, tmp_path / "run")
     like = rigid(JOB, tmp_path / "like", lambda group: group.update(lr=torch.tensor(0.5)))
-    with pytest.raises(UnsupportedError, match="--like are tensors"):
+    with pytest.raises(UnsupportedError, match="like= are tensors"):
         streamshard.repartition(run, tmp_path / "out", world_size=2, like=like)
 
 

@@ -289,17 +289,17 @@ def _other_degree(run: Path) -> None:
         (
             replace(EXPERT, experts=_by_tensor(EXPERT.experts)),
             None,
-            "param group 2 of experts is not ordered expert by expert.*give with --like",
+            "param group 2 of experts is not ordered expert by expert.*give with like=",
         ),
         (
             EXPERT,
             _in_model(lambda content: content["module"].move_to_end("embed.weight")),
-            "param group 0 is not in the order of the module.*give with --like",
+            "param group 0 is not in the order of the module.*give with like=",
         ),
         (
             replace(spread(EXPERT, 4, 4), groups=((("embed.weight", (11, 4)),),)),
             None,
-            "in the order of the module, or sorted by size, the largest first.*give with --like",
+            "in the order of the module, or sorted by size, the largest first.*give with like=",
         ),
     ],
 )
@@ -320,9 +320,9 @@ def test_what_cannot_be_spread_is_refused(
 @pytest.mark.parametrize(
     ("degree", "world_size", "message"),
     [
-        (3, 6, "--expert-parallel 3: .*deepspeed_experts' has 4 experts.* give 1, 2, 4"),
-        (0, 4, "--expert-parallel 0: .* give 1, 2, 4"),
-        (4, 6, r"--world-size 6: .*over 4 ranks.*multiple of 4 \(4, 8, 12"),
+        (3, 6, "expert_parallel=3: .*deepspeed_experts' has 4 experts.* give 1, 2, 4"),
+        (0, 4, "expert_parallel=0: .* give 1, 2, 4"),
+        (4, 6, r"world_size=6: .*over 4 ranks.*multiple of 4 \(4, 8, 12"),
     ],
 )
 def test_counts_that_do_not_divide_are_refused(
@@ -337,7 +337,7 @@ def test_counts_that_do_not_divide_are_refused(
 
 def test_ranks_that_the_parts_do_not_divide_are_refused(tmp_path: Path) -> None:
     run = write(SHARED, tmp_path / "run")
-    message = r"over 4 ranks \(--expert-parallel\) of each of 2 tensor .* multiple of 8 \(8, 16, 24"
+    message = r"over 4 ranks \(expert_parallel=\) of each of 2 tensor .* multiple of 8 \(8, 16, 24"
     with pytest.raises(UsageError, match=message):
         streamshard.repartition(run, tmp_path / "out", world_size=4, expert_parallel=4)
 
@@ -430,13 +430,13 @@ def test_a_reference_of_another_job_is_refused(tmp_path: Path) -> None:
         return caught
 
     one = refusal(EXPERT, "same")
-    assert one.match("given with --like has its experts over 2 ranks, and 4 are asked for")
+    assert one.match("given with like= has its experts over 2 ranks, and 4 are asked for")
     other = replace(spread(EXPERT, 4, 4), groups=(EXPERT.groups[1], EXPERT.groups[0]))
     assert refusal(other, "other").errisinstance(DisagreementError)
     two = refusal(Job(world_size=4), "dense")
-    assert two.match("given with --like: the model has no experts")
+    assert two.match("given with like=: the model has no experts")
     parts = refusal(spread(SHARED, 4, 4), "parts")
-    assert parts.match("given with --like is of a model in 2 parts, and this one in 1, which stay")
+    assert parts.match("given with like= is of a model in 2 parts, and this one in 1, which stay")
 
 
 DIVIDED = replace(EXPERT, max_group=40, rates="base_lrs")

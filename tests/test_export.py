@@ -189,15 +189,15 @@ def test_prefixes_are_taken_off(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
-    ("--include layer", {"include": ["layer"]}),
-    ("--exclude nothing", {"exclude": ["nothing.*"]}),
-    ("--keep-dtype norms", {"keep_dtype": ["norms.*"]}),
-    ("--strip-prefix module", {"strip_prefix": ["module."]}),
+    ("include=['layer", {"include": ["layer"]}),
+    ("exclude=['nothing", {"exclude": ["nothing.*"]}),
+    ("keep_dtype=['norms", {"keep_dtype": ["norms.*"]}),
+    ("strip_prefix=['module", {"strip_prefix": ["module."]}),
     ("leave nothing", {"exclude": ["*"]}),
     ("as 'weight'", {"strip_prefix": ["embed.", "head."], "format": "torch"}),
-    ("--dtype fp8", {"dtype": "fp8"}),
-    ("--format gguf", {"format": "gguf"}),
-    ("--max-shard-size 0", {"max_shard_size": 0}),
+    ("dtype=fp8", {"dtype": "fp8"}),
+    ("format=gguf", {"format": "gguf"}),
+    ("max_shard_size=0", {"max_shard_size": 0}),
 ]
 
 

@@ -238,15 +238,15 @@ def test_what_overflows_is_counted_and_named(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[Job, dict[str, Any]]] = {
     "2 tensor or pipeline parallel parts": (Job(stage=2, parts=2), {}),
     "experts": (Job(stage=2, experts=EXPERTS, expert_parallel=2), {}),
-    "--include: is for files of weights": (Job(), {"include": ["embed*"]}),
-    "--exclude: is for files of weights": (Job(), {"exclude": ["embed*"]}),
-    "--max-shard-size: is for files of weights": (Job(), {"max_shard_size": 100}),
-    "--layout: is for a distributed checkpoint": (
+    "include=: is for files of weights": (Job(), {"include": ["embed*"]}),
+    "exclude=: is for files of weights": (Job(), {"exclude": ["embed*"]}),
+    "max_shard_size=: is for files of weights": (Job(), {"max_shard_size": 100}),
+    "layout=: is for a distributed checkpoint": (
         Job(), {"format": "safetensors", "layout": "titan"},
     ),
-    "--ranks: is for a distributed checkpoint": (Job(), {"format": "torch", "ranks": 2}),
-    "--ranks 0": (Job(), {"ranks": 0}),
-    "--layout fsdp": (Job(), {"layout": "fsdp"}),
+    "ranks=: is for a distributed checkpoint": (Job(), {"format": "torch", "ranks": 2}),
+    "ranks=0": (Job(), {"ranks": 0}),
+    "layout=fsdp": (Job(), {"layout": "fsdp"}),
 }  # fmt: skip
 
 

@@ -196,7 +196,7 @@ def test_both_spellings_of_one_rank_are_refused(tmp_path: Path) -> None:
     source = write(Job(), tmp_path / "source")
     path = next((source / TAG).glob("*rank_0*optim_states.pt"))
     shutil.copy(path, path.with_name(path.name.replace("_optim", "optim")))
-    with pytest.raises(IncompleteError, match="both claim to be of one rank"):
+    with pytest.raises(IncompleteError, match="claims to be of one rank with"):
         streamshard.repartition(source, tmp_path / "out", world_size=3)
 
 
@@ -204,7 +204,7 @@ def test_stage_0_keeps_its_stage_unless_told_otherwise(tmp_path: Path) -> None:
     source = respell(Job(stage=1, world_size=4), tmp_path / "source", as_bf16_optimizer)
     report = streamshard.repartition(source, tmp_path / "as-saved", world_size=3)
     assert "DeepSpeed before 0.17.6" in report.notes[0]
-    assert "--zero-stage" in report.notes[0]
+    assert "zero_stage=" in report.notes[0]
     report = streamshard.repartition(source, tmp_path / "stage-1", world_size=3, zero_stage=1)
     assert "0.17.6" not in report.notes[0]
     wanted = write(Job(stage=1, world_size=3), tmp_path / "wanted")

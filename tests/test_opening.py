@@ -407,7 +407,7 @@ def test_without_torch_the_message_says_what_works(
 def test_options_are_those_of_inspect(made: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(SourceNotFoundError, match="no such tag directory"):
         streamshard.open(made("native-2"), tag="global_step8")
-    with pytest.raises(UsageError, match="leave --like out"):
+    with pytest.raises(UsageError, match="leave like= out"):
         streamshard.open(made("native-2"), like=made("native-3"))
 
 

@@ -271,7 +271,7 @@ def test_inspect_counts_stages(tmp_path: Path) -> None:
 def test_tensor_parallel_stages_of_which_nothing_tells_the_cut(tmp_path: Path) -> None:
     run = write_pipe(replace(TWO, tensor=2), tmp_path / "run")
     what = "cut among 2 tensor-parallel ranks, and no 'universal_checkpoint_info'"
-    with pytest.raises(UnsupportedError, match=f"{what} .*--cut-rules. {AS_SAVED}"):
+    with pytest.raises(UnsupportedError, match=f"{what} .*cut_rules_file=. {AS_SAVED}"):
         streamshard.repartition(
             run,
             tmp_path / "out",
@@ -334,7 +334,7 @@ def test_pipelines_stay_at_stage_1(tmp_path: Path, stage: int) -> None:
 @pytest.mark.parametrize("form", ["universal", "dcp"])
 def test_forms_that_take_no_pipeline(tmp_path: Path, form: str) -> None:
     run = write_pipe(TWO, tmp_path / "run")
-    with pytest.raises(UnsupportedError, match="give --format safetensors or torch"):
+    with pytest.raises(UnsupportedError, match="give format=safetensors or torch"):
         streamshard.export(run, tmp_path / "out", format=form)
     streamshard.export(run, tmp_path / "out", format="torch")
 
@@ -404,7 +404,7 @@ def test_rules_tell_the_cut(tmp_path: Path) -> None:
     streamshard.export(run, tmp_path / "exported", dtype="fp32", cut_rules_file=rules)
     assert load_file(tmp_path / "exported" / "model.safetensors").keys() == of_model(TWO).keys()
     options = {"pipeline_parallel": 1, "like": write_pipe(OTHERS["one-stage"], tmp_path / "one")}
-    with pytest.raises(UsageError, match="--cut-rules: no tensor is cut otherwise"):
+    with pytest.raises(UsageError, match="cut_rules_file=: no tensor is cut otherwise"):
         streamshard.repartition(
             run, tmp_path / "none", world_size=2, cut_rules_file=rules, **options
         )

@@ -161,7 +161,7 @@ def test_a_config_that_has_changed_is_told() -> None:
     Path("ds.json").write_text(json.dumps(config))
     plan_repartition(ds_config_file="ds.json").save("plan.json")
     Path("ds.json").write_text(json.dumps({**config, "zero_optimization": {"stage": 1}}))
-    with pytest.raises(UsageError, match=r"plan\.json: .*--zero-stage 2.*--zero-stage 1"):
+    with pytest.raises(UsageError, match=r"plan\.json: .*zero_stage=2.*zero_stage=1"):
         streamshard.load_plan("plan.json")
 
 
@@ -219,7 +219,7 @@ def test_a_plan_says_how_to_replace_what_is_there() -> None:
     with pytest.raises(TargetExistsError) as caught:
         streamshard.load_plan("plan.json")
     (note,) = caught.value.__notes__
-    assert "Make a new plan with --dry-run --plan-out, and with --overwrite" in note
+    assert "Make a new plan with plan.save(), and with overwrite=True" in note
 
 
 def _without(key: str) -> Callable[[Content], None]:
@@ -259,7 +259,7 @@ DAMAGE: dict[str, tuple[Callable[[Content], None], str]] = {
     "files of half a digest": (_with("purpose", "files", value="AAAA"), "'purpose' cannot"),
     "a count below 0": (_with("files", value=-1), "'files' cannot"),
     "other sizes": (_with("sizes", value="0"), "would write .* bytes into 6 files, or others"),
-    "another option": (_with("options", "world_size", value=2), "--world-size 3.*--world-size 2"),
+    "another option": (_with("options", "world_size", value=2), "world_size=3.*world_size=2"),
     "another journal": (_with("purpose", "format", value=9), "another version of streamshard"),
 }
 

@@ -119,12 +119,12 @@ def test_an_export_is_compared_with_its_base_model(tmp_path: Path) -> None:
         (
             {"embed.bias": None},
             {},
-            r"run: the base model .* lacks embed\.bias: leave out with --excl",
+            r"run: the base model .* lacks embed\.bias: leave out with excl",
         ),
         ({"embed.bias": torch.zeros(2)}, {}, r"'embed\.bias' is \[1\], in the base model .* \[2\]"),
         ({"more": torch.zeros(2)}, {}, r"run: lacks more, which the base model"),
         ({}, {"strip_prefix": ["block.0."]}, r"lacks attn\.weight, mlp.*and"),
-        ({}, {"format": "dcp"}, "compared with those of files of weights alone; leave --like out"),
+        ({}, {"format": "dcp"}, "compared with those of files of weights alone; leave like= out"),
     ],
 )
 def test_another_model_than_the_base_is_refused(

@@ -126,11 +126,11 @@ def test_what_is_not_known_is_asked_for(tmp_path: Path, name: str) -> None:
         edit_parts(run, told_twice)
     elif name != "no config":
         (run / "config.json").write_text({"no heads": "{}", "no json": "{"}[name])
-    with pytest.raises(UsageError, match=f"--tensor-parallel {degree} .* --like RUN as well"):
+    with pytest.raises(UsageError, match=f"tensor_parallel={degree} .* like=RUN as well"):
         streamshard.repartition(run, tmp_path / "out", world_size=8, tensor_parallel=degree)
 
 
 def test_lists_alone_do_not_tell_of_other_degrees(tmp_path: Path) -> None:
     run = write(replace(EVEN, in_lists=True, client_state={}).told(), tmp_path / "run")
-    with pytest.raises(UsageError, match="say here --like RUN as well"):
+    with pytest.raises(UsageError, match="say here like=RUN as well"):
         streamshard.repartition(run, tmp_path / "out", world_size=6, tensor_parallel=2)

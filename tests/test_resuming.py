@@ -31,7 +31,7 @@ def test_a_job_that_would_not_load_the_files_is_told(
     with pytest.raises(UsageError) as refusal:
         streamshard.repartition(run, tmp_path / "out", world_size=4, ds_config_file=path)
     assert refusal.value.exit_code == 2
-    assert "the given config" in str(refusal.value)
+    assert "the config given with ds_config_file=" in str(refusal.value)
     assert what in str(refusal.value)
     assert remedy in str(refusal.value)
     assert not (tmp_path / "out").exists()
@@ -88,7 +88,7 @@ def test_another_degree_of_parallelism_is_refused(
     path = write_config(tmp_path, run)
     path.write_text(json.dumps(json.loads(path.read_text()) | given))
     edit_all(run, "*.pt", config(**saved))
-    with pytest.raises(UsageError, match=f"the given config .*{message}"):
+    with pytest.raises(UsageError, match=f"the config given with ds_config_file= .*{message}"):
         streamshard.repartition(run, tmp_path / "out", world_size=8, ds_config_file=path)
     assert not (tmp_path / "out").exists()
 

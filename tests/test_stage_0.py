@@ -167,21 +167,21 @@ REFUSED: list[tuple[Callable[[Path, Path], object], type[Exception], str]] = [
     (
         lambda run, out: streamshard.export(run, out, dtype="fp32"),
         UsageError,
-        "export them with --dtype bf16",
+        "export them with dtype=bf16",
     ),
     (
         lambda run, out: streamshard.export(run, out, dtype="bf16", frozen=False),
         UsageError,
-        "--no-frozen: .* name them with --exclude",
+        "frozen=False: .* name them with exclude=",
     ),
     (lambda run, out: streamshard.inspect(run, svg=out), UsageError, "nothing to draw"),
-    (lambda run, out: streamshard.inspect(run, rank=0), UsageError, "--param shows where"),
+    (lambda run, out: streamshard.inspect(run, rank=0), UsageError, "params= shows where"),
     (
         lambda run, out: streamshard.repartition(
             write(replace(JOB, elastic=True), run.with_name("elastic")), out, world_size=2, like=run
         ),
         UsageError,
-        "give a checkpoint of stage 1, 2 or 3 with --like",
+        "give a checkpoint of stage 1, 2 or 3 with like=",
     ),
 ]
 

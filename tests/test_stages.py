@@ -69,17 +69,32 @@ def test_stages_begin_where_the_list_says(
 @pytest.mark.parametrize(
     ("job", "starts", "kind", "message"),
     [
-        (TWO, (), UsageError, "--stages : give the first layer of each stage, ascending from 0"),
-        (TWO, (1, 3), UsageError, "--stages 1,3: give the first layer of each stage, ascending"),
-        (TWO, (0, 4, 4), UsageError, "--stages 0,4,4: give the first layer of each stage, asc"),
-        (TWO, (0, 3), UsageError, "--stages 0,3: there its stages begin already; leave it out"),
-        (TWO, (0, 6), UsageError, "--stages 0,6: the last layer that is known is 5"),
-        (UNSHARED, (0, 1), UsageError, "--stages 0,1: stage 0, from layer 0 on, would have no pa"),
+        (TWO, (), UsageError, r"stages=\(\): give the first layer of each stage, ascending from 0"),
+        (
+            TWO,
+            (1, 3),
+            UsageError,
+            r"stages=\(1, 3\): give the first layer of each stage, ascending",
+        ),
+        (
+            TWO,
+            (0, 4, 4),
+            UsageError,
+            r"stages=\(0, 4, 4\): give the first layer of each stage",
+        ),
+        (TWO, (0, 3), UsageError, r"stages=\(0, 3\): there its stages begin already; leave it out"),
+        (TWO, (0, 6), UsageError, r"stages=\(0, 6\): the last layer that is known is 5"),
+        (
+            UNSHARED,
+            (0, 1),
+            UsageError,
+            r"stages=\(0, 1\): stage 0, from layer 0 on, would have no",
+        ),
         (
             replace(UNSHARED, layers=(BLOCK, BLOCK, BLOCK, BLOCK, (("bias", (3,)),))),
             (0, 2, 4),
             UsageError,
-            "--stages 0,2,4: stage 2, from layer 4 on, would have no parameters of param group 0;",
+            r"stages=\(0, 2, 4\): stage 2, from layer 4 on, would have no parameters of",
         ),
         (
             replace(TWO, layers=("embed", None, BLOCK, BLOCK, None, BLOCK, "embed")),
@@ -113,7 +128,7 @@ def test_what_is_not_certain_is_refused(
         moved(run, job, starts)
     if kind is UnsupportedError:
         assert str(run) in str(caught.value)
-        advice = f"In place of --stages, say --pipeline-parallel {len(starts)}, and start that job"
+        advice = f"In place of stages=, say pipeline_parallel={len(starts)}, and start that job"
         assert advice in str(caught.value)
         like = write_pipe(replace(job, starts=starts), tmp_path / "like")
         streamshard.repartition(
@@ -222,13 +237,13 @@ def test_ties_go_with_their_layer(tmp_path: Path, starts: tuple[int, ...], *, ke
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pipeline_parallel": 3}, "--stages 0,4: are 2 stages, and --pipeline-parallel says 3"),
+        ({"pipeline_parallel": 3}, r"stages=\(0, 4\): are 2 stages, and pipeline_parallel= says 3"),
         (
             {"tensor_parallel": 2},
-            "--stages 0,4: does not tell how tensor-parallel ranks cut tensors in a job",
+            r"stages=\(0, 4\): does not tell how tensor-parallel ranks cut tensors in a job",
         ),
-        ({"like": True}, "--stages 0,4: the checkpoint given with --like tells that too"),
-        ({"cut_rules_file": True}, "--cut-rules: no tensor is cut otherwise"),
+        ({"like": True}, r"stages=\(0, 4\): the checkpoint given with like= tells that too"),
+        ({"cut_rules_file": True}, "cut_rules_file=: no tensor is cut otherwise"),
     ],
 )
 def test_options_that_do_not_go_with_stages(
@@ -245,7 +260,7 @@ def test_options_that_do_not_go_with_stages(
 @pytest.mark.parametrize("job", [Job(world_size=2), TensorJob(parts=2, world_size=2).told()])
 def test_a_job_without_a_pipeline_has_no_stages(tmp_path: Path, job: Job) -> None:
     run = write(job, tmp_path / "run")
-    with pytest.raises(UsageError, match="--stages 0,4: but it is not of a pipeline"):
+    with pytest.raises(UsageError, match=r"stages=\[0, 4\]: but it is not of a pipeline"):
         streamshard.repartition(run, tmp_path / "out", world_size=4, stages=[0, 4])
 
 
@@ -259,12 +274,12 @@ def test_one_stage_needs_no_list(tmp_path: Path) -> None:
 def test_without_a_list_the_message_names_it(tmp_path: Path) -> None:
     run, out = write_pipe(TWO, tmp_path / "run"), tmp_path / "out"
     with pytest.raises(
-        UsageError, match=r"say here --like RUN as well; or list with --stages the first layer"
+        UsageError, match=r"say here like=RUN as well; or list with stages= the first layer"
     ):
         streamshard.repartition(run, out, world_size=3, pipeline_parallel=3)
     with pytest.raises(UsageError) as caught:
         streamshard.repartition(run, out, world_size=3, tensor_parallel=2)
-    assert "--stages" not in str(caught.value)
+    assert "stages=" not in str(caught.value)
 
 
 def test_experts_and_stages_do_not_change_together(tmp_path: Path) -> None:
@@ -275,7 +290,7 @@ def test_experts_and_stages_do_not_change_together(tmp_path: Path) -> None:
     streamshard.repartition(run, out, expert_parallel=1, **options)  # its own: it has no experts
     job = Job(world_size=2, tied={}, experts=EXPERTS, expert_parallel=2)
     experts = write(job, tmp_path / "experts")
-    asked = "--expert-parallel 1 with --tensor-parallel 2 --pipeline-parallel 1"
+    asked = "expert_parallel=1 with tensor_parallel=2 pipeline_parallel=1"
     with pytest.raises(UnsupportedError, match=f"{asked}: experts are spread anew only at the"):
         streamshard.repartition(
             experts, tmp_path / "none", world_size=4, tensor_parallel=2, expert_parallel=1

@@ -334,7 +334,7 @@ def test_nvme_offload_that_swapped_nothing_is_resharded(tmp_path: Path) -> None:
     run = write(STAGE_3, tmp_path / "run")
     edit_all(run, "*.pt", zero(offload_optimizer=NVME))
     (run / TAG / "offloaded_tensors" / "rank00").mkdir(parents=True)
-    with pytest.raises(UsageError, match=r"kept in the checkpoint has .*nvme.*--ds-config"):
+    with pytest.raises(UsageError, match=r"kept in the checkpoint has .*nvme.*ds_config_file="):
         streamshard.repartition(run, tmp_path / "out", world_size=3)
     wanted = write(replace(STAGE_3, world_size=3, garbage=False), tmp_path / "wanted")
     config_file = write_config(tmp_path, wanted)

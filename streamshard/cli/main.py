@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from streamshard.cli.completion import completion_script
+from streamshard.cli.flags import flag
 from streamshard.cli.notice import notify, require_command
 from streamshard.cli.options import require_sense
 from streamshard.cli.parser import arguments_of, parse_command
@@ -40,6 +41,7 @@ from streamshard.errors import (
     TargetLockedError,
     UsageError,
     memory_errors,
+    worded,
 )
 from streamshard.io.throttle import yield_to_others
 from streamshard.operations import apply
@@ -73,7 +75,8 @@ def carry_out(arguments: argparse.Namespace, signals: Signals) -> int:
     """Run one verb to its end, or until a signal asks it to stop; returns the exit code."""
     try:
         signals.take()
-        code = _run(arguments)
+        with worded(flag):
+            code = _run(arguments)
         signals.over(code)
     except KeyboardInterrupt as error:
         number = error.number if isinstance(error, StoppedBySignal) else signal.SIGINT

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from streamshard.batches import mapped_by
 from streamshard.engine.jobs.batch_jobs import on_workers
 from streamshard.engine.jobs.executor import runs_on
-from streamshard.errors import ClusterError, UsageError
+from streamshard.errors import ClusterError, Option, UsageError
 from streamshard.io.entries import exists
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def executor(client: "Client | str", *, workers: int | None = None) -> Iterator[
     Parameters
     ----------
     client
-        A client of the cluster, which stays open; or what `--dask` takes: the address of a
+        A client of the cluster, which stays open; or the address of a
         scheduler, the path of a scheduler file, or `local:N` for N new processes of this machine.
     workers
         Threads of each process of `local:N`; by default one.
@@ -78,20 +78,21 @@ def _connected(address: str, threads: int) -> Iterator["Client"]:
             where = {"address": stack.enter_context(_local_cluster(address, threads))}
         elif address.endswith(".json"):
             if not exists(Path(address)):
-                raise UsageError(f"--dask {address}: no such file; has the scheduler started?")
+                message = f"{Option('address', address)}: no such file; has the scheduler started?"
+                raise UsageError(message)
             where = {"scheduler_file": address}
         elif ":" in address:
             where = {"address": address}
         else:
             message = "an address (tcp://host:8786), a scheduler file (*.json) or local:N"
-            raise UsageError(f"--dask {address}: not {message}")
+            raise UsageError(f"{Option('address', address)}: not {message}")
         stack.enter_context(_silent_client())
         try:
             options = {"timeout": _CONNECT_SECONDS, "set_as_default": False}
             connect: Any = Client
             client = stack.enter_context(connect(**where, **options))
         except (OSError, ValueError) as error:
-            raise ClusterError(f"--dask {address}: nobody answers ({error})") from error
+            raise ClusterError(f"{Option('address', address)}: nobody answers ({error})") from error
         yield client
 
 
@@ -116,7 +117,7 @@ def _local_cluster(address: str, threads: int) -> Iterator[str]:
 
     number = address.removeprefix(_LOCAL)
     if not number.isdecimal() or not int(number):
-        raise UsageError(f"--dask {address}: local:N, with the number of processes")
+        raise UsageError(f"{Option('address', address)}: local:N, with the number of processes")
     start: Any = LocalCluster
     with start(
         n_workers=int(number),

@@ -230,7 +230,7 @@ def _require_memory(spec: RunSpec, worker: Worker) -> None:
             f"this run needs {-(-spec.needed_bytes // _MIB)} MiB more in each process"
         )
         raise MemoryLimitError(
-            f"{message}. Give the workers more memory or fewer threads, or a smaller --memory-limit"
+            f"{message}. Give the workers more memory or fewer threads, or the run a lower limit"
         )
 
 

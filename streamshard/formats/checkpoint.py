@@ -8,23 +8,41 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from streamshard.errors import CorruptFileError
+from streamshard.commands import command
+from streamshard.errors import CorruptFileError, Option
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.ds_versions import Version, recorded_version
 from streamshard.formats.pickle.dangerous import dangerous_in
 from streamshard.formats.pickle.inert import Node
 from streamshard.layout.cutting import Cutting
-from streamshard.model import ITEMSIZE, MASTER, LogicalTensor, Note, SourceFile, ZeroLayout
+from streamshard.model import (
+    ITEMSIZE,
+    MASTER,
+    LogicalTensor,
+    Note,
+    NoteKind,
+    SourceFile,
+    ZeroLayout,
+)
 
-LIKE: Final = "the checkpoint given with --like"
+LIKE: Final = Option("like", what="the checkpoint")
 """What messages call a reference checkpoint: another one, which supplies what the source lacks."""
 
 
 _DANGER: Final = (
     ", which runs what the file says as soon as a job loads it. Nothing of it was run here, and it "
-    "is carried as it is. 'streamshard inspect --pickles' lists the files: load none of them "
+    "is carried as it is. '"
+    + command("inspect", pickles=True)
+    + "' lists the files: load none of them "
     "unless you know why it is there."
 )
+
+
+def _remark(note: Note) -> str:
+    """Return a note's text. What is assumed of dumps may be given, which no file can say."""
+    if note.kind is not NoteKind.ASSUMED:
+        return note.text
+    return f"{note.text} It is given with {Option('source_ds_config_file')}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +252,7 @@ class Checkpoint:
     @property
     def remarks(self) -> tuple[str, ...]:
         """Return the texts of the notes. If states were dropped, the first remark says so."""
-        noted = (*(note.text for note in self.notes), *self.warnings)
+        noted = (*map(_remark, self.notes), *self.warnings)
         if self.dropped is None:
             return noted
         return (f"Weights only: {self.dropped}. No job can resume from it.", *noted)

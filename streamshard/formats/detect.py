@@ -111,20 +111,26 @@ def _torch_file(path: Path) -> str | None:
     root = torch_file.read(path, -1).root
     if not isinstance(root, dict):
         return None
-    if names.FLAT_GROUPS in root or names.FLAT_GROUPS_3 in root:
-        return f"a raw dump of one rank's optimizer; give all ranks' by a template{_template(path)}"
-    whole = kind_of_whole_dump(root)
-    if whole is not None:
-        return (
-            f"{whole}, which ZeRO did not partition. If the files of all ranks hold the same, "
-            "any of them loads on any count of ranks; a template shows whether they do"
-            f"{_template(path)}"
-        )
+    if (dump := _dump(root, path, "a raw dump of one rank's optimizer")) is not None:
+        return dump
     if names.OPTIMIZER in root:
         return f"one file of a DeepSpeed checkpoint; give its directory, {path.parent}"
     if "pytorch-lightning_version" in root:
         return f"a Lightning checkpoint in one file, saved without ZeRO; {_NOTHING_CUT}"
     return None
+
+
+def _dump(root: Mapping[str, Node], path: Path, cut: str) -> str | None:
+    """Describe a dump of an optimizer, as `cut` if ZeRO partitioned it; None for any other file."""
+    if names.FLAT_GROUPS in root or names.FLAT_GROUPS_3 in root:
+        return f"{cut}; give all ranks' by a template{_template(path)}"
+    whole = kind_of_whole_dump(root)
+    if whole is None:
+        return None
+    return (
+        f"{whole}, which ZeRO did not partition. If the files of all ranks hold the same, any of "
+        f"them loads on any count of ranks; a template shows whether they do{_template(path)}"
+    )
 
 
 def part_of_rank(path: Path) -> str | None:
@@ -214,11 +220,12 @@ def _dumps(path: Path) -> str | None:
         if is_link(entry) or not is_file(entry):
             continue
         try:
-            text = _torch_file(entry)
+            root = torch_file.read(entry, -1).root
         except (SourceError, OSError):
             continue
-        if text is not None and "a template" in text:
-            return text.replace("a raw dump of one rank's optimizer", "raw dumps of the optimizer")
+        found = _dump(root, entry, "raw dumps of the optimizer") if isinstance(root, dict) else None
+        if found is not None:
+            return found
     return None
 
 
@@ -270,27 +277,28 @@ def without_shards(tag_dir: Path, models: Sequence[Path], parts: Sequence[Path])
     # Weights beside DeepSpeed's model files are not the whole checkpoint.
     text = _universal(tag_dir) if models else directory(tag_dir)
     if text is not None:
-        return UnsupportedError(f"{tag_dir}: {text}")
+        return UnsupportedError(f"{text}", path=tag_dir)
     if any(path.name.startswith(names.WHOLE_EXPERT_OPTIMIZER) for path in parts):
         count = "any multiple of the expert-parallel size"
-        return UnsupportedError(f"{tag_dir}: {_STAGE_0}. {_AS_IT_IS} on {count}")
+        return UnsupportedError(f"{_STAGE_0}. {_AS_IT_IS} on {count}", path=tag_dir)
     if not models:
-        return IncompleteError(f"{tag_dir}: no DeepSpeed checkpoint files in it")
+        return IncompleteError("no DeepSpeed checkpoint files in it", path=tag_dir)
     root = torch_file.read(models[0], -1).root
     model: dict[str, Node] = root if isinstance(root, dict) else {}
     kept = model.get(names.DS_CONFIG)
     config = kept if isinstance(kept, dict) else {}
     # With a ZeRO stage, an entry of this name is client state.
     if model.get(names.WHOLE_OPTIMIZER) is not None and not ds_config.zero_stage(config):
-        return UnsupportedError(f"{models[0]}: {_STAGE_0}. {_AS_IT_IS} on any count of them")
+        return UnsupportedError(f"{_STAGE_0}. {_AS_IT_IS} on any count of them", path=models[0])
     if config and not ds_config.zero_stage(config) and not _had_bf16_optimizer(model, config):
         return UnsupportedError(
-            f"{models[0]}: {_STAGE_0}, and no optimizer's state is in it: in bf16, DeepSpeed "
+            f"{_STAGE_0}, and no optimizer's state is in it: in bf16, DeepSpeed "
             "0.17.6 to 0.18.4 left it out. Load it as it is, with load_optimizer_states=False, on "
-            "any count of them; the optimizer starts again without state"
+            "any count of them; the optimizer starts again without state",
+            path=models[0],
         )
-    message = f"{tag_dir}: no *_optim_states.pt file, of which each rank saved one"
-    return IncompleteError(f"{message}: copy them from the nodes that saved them")
+    message = "no *_optim_states.pt file, of which each rank saved one"
+    return IncompleteError(f"{message}: copy them from the nodes that saved them", path=tag_dir)
 
 
 _STAGE_0: Final = "saved without ZeRO (stage 0), which cuts nothing among data-parallel ranks"

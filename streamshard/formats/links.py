@@ -10,18 +10,18 @@ def require_inside(path: Path, *roots: Path) -> None:
     """Refuse a symbolic link that leads out of the directories that the user gave."""
     if not is_inside(path, *roots):
         message = (
-            f"{path}: a symbolic link that leads out of {roots[0]}, to {place_of(path)}: what is "
+            f"a symbolic link that leads out of {roots[0]}, to {place_of(path)}: what is "
             "read has to lie in the checkpoint itself. Give the directory that the link leads to, "
             "or copy the checkpoint with 'cp -rL'"
         )
-        raise SourceError(message)
+        raise SourceError(message, path=path)
 
 
 def require_regular(path: Path, *roots: Path) -> None:
     """Refuse a path that is not a regular file, or leads out of the directories."""
     require_inside(path, *roots)
     if not examine(path).is_file:
-        raise CorruptFileError(f"{path}: not a regular file; move it away, or put a copy there")
+        raise CorruptFileError("not a regular file; move it away, or put a copy there", path=path)
 
 
 def is_inside(path: Path, *roots: Path) -> bool:

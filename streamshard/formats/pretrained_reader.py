@@ -56,15 +56,15 @@ def read(directory: Path, form: str = pretrained.SAFETENSORS) -> Reading:
     for number, name in enumerate(files):
         path = directory / name
         if not exists(path):
-            message = f"{path}: missing, {main} lists tensors in it; get it from where the model"
-            raise IncompleteError(f"{message} was published or exported")
+            message = f"missing, {main} lists tensors in it; get it from where the model"
+            raise IncompleteError(f"{message} was published or exported", path=path)
         require_regular(path, directory)
         with of_file(path):
             for stored in _stored(path, form):
                 held = stored.tensor
                 if where is not None and where.get(held.name) != name:
-                    message = f"{path}: holds {show(held.name)}, which {main} says is in"
-                    raise DisagreementError(f"{message} {show(where.get(held.name))}")
+                    message = f"holds {show(held.name)}, which {main} says is in"
+                    raise DisagreementError(f"{message} {show(where.get(held.name))}", path=path)
                 tensors.append(LogicalTensor(MODULE, name_of(held.name), held.dtype, held.shape))
                 slots.append(Slot(np.array([number]), np.array([stored.offset]), np.array([1])))
     _require_complete(directory / main, tensors, where)
@@ -102,15 +102,15 @@ def _index(path: Path) -> Mapping[str, str]:
     """Read which file holds each tensor."""
     data = read_all(path, _LIMIT_INDEX + 1)
     if len(data) > _LIMIT_INDEX:
-        raise CorruptFileError(f"{path}: an index of more than {_LIMIT_INDEX:,} bytes")
+        raise CorruptFileError(f"an index of more than {_LIMIT_INDEX:,} bytes", path=path)
     try:
         listed = strict_json.parse(data)["weight_map"]
         found = {str(name): file for name, file in listed.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CorruptFileError(f"{path}: not an index of safetensors files ({error})") from error
+        raise CorruptFileError(f"not an index of safetensors files ({error})", path=path) from error
     for file in found.values():
         if not isinstance(file, str) or not file.isprintable() or not names.is_name(file):
-            raise CorruptFileError(f"{path}: {show(file)} is not the name of a file beside it")
+            raise CorruptFileError(f"{show(file)} is not the name of a file beside it", path=path)
     return found
 
 

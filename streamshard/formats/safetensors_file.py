@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from streamshard.errors import CorruptFileError, UnsupportedError
+from streamshard.errors import CorruptFileError, Option, UnsupportedError
 from streamshard.formats import strict_json
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.shapes import is_size, require_shape
@@ -94,10 +94,11 @@ def lay_out(tensors: Iterable[Described]) -> SafetensorsLayout:
     for tensor in described:
         if tensor.dtype not in _DTYPES:
             message = f"'{tensor.name}' is {tensor.dtype}, which safetensors has no name for"
-            raise UnsupportedError(f"{message}: leave it out with --exclude, or use --format torch")
+            way = f"leave it out with {Option('exclude')}, or use {Option('format', 'torch')}"
+            raise UnsupportedError(f"{message}: {way}")
         if tensor.name == _METADATA or not _is_text(tensor.name):
             message = f"safetensors cannot name a tensor {tensor.name!r}"
-            raise UnsupportedError(f"{message}: leave it out with --exclude")
+            raise UnsupportedError(f"{message}: leave it out with {Option('exclude')}")
     described.sort(key=lambda tensor: (_ORDER[tensor.dtype], tensor.name))
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
     ends, at = [], 0
@@ -113,7 +114,8 @@ def lay_out(tensors: Iterable[Described]) -> SafetensorsLayout:
     serialized += b" " * (-len(serialized) % _ALIGNMENT)
     if len(serialized) > LIMIT_BYTES:
         message = f"{len(described):,} tensors take a header of {len(serialized):,} bytes, where"
-        raise UnsupportedError(f"{message} {LIMIT_BYTES:,} is most: use a smaller --max-shard-size")
+        message = f"{message} {LIMIT_BYTES:,} is most"
+        raise UnsupportedError(f"{message}: use a smaller {Option('max_shard_size')}")
     start = _LENGTH.size + len(serialized)
     both = zip(described, ends, strict=True)
     return SafetensorsLayout(
@@ -133,24 +135,24 @@ def read(path: Path) -> Sequence[Stored]:
         head = file.read_at(0, _LENGTH.size)
         length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else nbytes
         if length > min(LIMIT_BYTES, nbytes - _LENGTH.size):
-            raise CorruptFileError(f"{path}: no whole safetensors file ({nbytes} bytes)")
+            raise CorruptFileError(f"no whole safetensors file ({nbytes} bytes)", path=path)
         serialized = file.read_at(_LENGTH.size, length)
     try:
         header = strict_json.parse(serialized)
         start = _LENGTH.size + length
         found = [_stored(name, held, start) for name, held in header.items() if name != _METADATA]
     except (AttributeError, CorruptFileError, KeyError, TypeError, ValueError) as error:
-        message = f"{path}: its header is not a safetensors header ({error})"
-        raise CorruptFileError(message) from error
+        message = f"its header is not a safetensors header ({error})"
+        raise CorruptFileError(message, path=path) from error
     found.sort(key=lambda one: (one.offset, one.tensor.nbytes))
     at = start
     for one in found:
         if one.offset != at:
-            message = f"{path}: {show(one.tensor.name)} begins at byte {one.offset}, not at {at}"
-            raise CorruptFileError(message)
+            message = f"{show(one.tensor.name)} begins at byte {one.offset}, not at {at}"
+            raise CorruptFileError(message, path=path)
         at += one.tensor.nbytes
     if at != nbytes:
-        raise CorruptFileError(f"{path}: {nbytes} bytes, its header describes {at}")
+        raise CorruptFileError(f"{nbytes} bytes, its header describes {at}", path=path)
     return found
 
 

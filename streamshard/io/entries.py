@@ -218,5 +218,5 @@ def read_document(path: Path, most: int = _DOCUMENT_BYTES) -> bytes:
     """Read a file that is small, whoever wrote it."""
     data = read_all(path, most + 1)
     if len(data) > most:
-        raise CorruptFileError(f"{path}: more than {most:,} bytes, which no such file has")
+        raise CorruptFileError(f"more than {most:,} bytes, which no such file has", path=path)
     return data

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from streamshard.errors import CorruptFileError, NoSpaceError, SourceError, TargetError
 from streamshard.io.entries import examine, list_ahead, listings_kept
+from streamshard.io.object_path import as_path
 from streamshard.io.readable import Status
 from streamshard.model import SourceFile
 
@@ -16,7 +17,7 @@ def require_unchanged(source: SourceFile) -> None:
     try:
         status = examine(source.path)
     except OSError as error:
-        raise SourceError(f"{source.path}: gone during the run ({error.strerror})") from error
+        raise SourceError(f"gone during the run ({error.strerror})", path=source.path) from error
     require_same(source, status)
 
 
@@ -38,10 +39,10 @@ def require_same(source: SourceFile, status: Status) -> None:
     """Refuse a file whose size or version is not that of the plan; see `require_unchanged`."""
     if (status.nbytes, status.version) != (source.nbytes, source.version):
         message = (
-            f"{source.path}: changed while it was being read ({source.nbytes} bytes when the run "
+            f"changed while it was being read ({source.nbytes} bytes when the run "
             f"began, {status.nbytes} now). Is the job still saving? Run again when it has finished"
         )
-        raise CorruptFileError(message)
+        raise CorruptFileError(message, path=source.path)
 
 
 @contextmanager
@@ -50,8 +51,8 @@ def source_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        place = error.filename or path
-        raise SourceError(f"{place}: cannot be read ({error.strerror})") from error
+        place = as_path(error.filename or path)
+        raise SourceError(f"cannot be read ({error.strerror})", path=place) from error
 
 
 @contextmanager
@@ -60,8 +61,8 @@ def target_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        place = error.filename or path
+        place = as_path(error.filename or path)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            message = f"{place}: no space left on the target's file system ({error.strerror})"
-            raise NoSpaceError(f"{message}; free some and run the same command again") from error
-        raise TargetError(f"{place}: cannot be written ({error.strerror})") from error
+            message = f"no space left on the target's file system ({error.strerror}); free some and"
+            raise NoSpaceError(f"{message} run the same command again", path=place) from error
+        raise TargetError(f"cannot be written ({error.strerror})", path=place) from error

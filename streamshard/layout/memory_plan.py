@@ -9,7 +9,7 @@ interpreter and its libraries). The limit applies to the memory above the floor.
 from dataclasses import dataclass
 from typing import Final
 
-from streamshard.errors import MemoryLimitError
+from streamshard.errors import MemoryLimitError, Option
 
 MIB: Final = 1 << 20
 WINDOW_BYTES: Final = MIB
@@ -64,9 +64,9 @@ def plan_memory(
         message = (
             f"this run needs {least} MiB above the {floor_bytes // MIB} MiB of the "
             f"program itself, the limit is {limit_bytes // MIB} MiB; "
-            f"use --memory-limit {least}MiB"
+            f"use {Option('memory_limit', least * MIB)}"
         )
         if workers > 1:
-            message += " or --workers 1"
+            message += f" or {Option('workers', 1)}"
         raise MemoryLimitError(f"{message}. Nothing was read or written")
     return MemoryPlan(floor_bytes, metadata_bytes, workers, window, codec_bytes, requests_bytes)

@@ -1,27 +1,27 @@
 """Reads a live engine: its config, and its place among the ranks."""
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import deepspeed
 from deepspeed import comm
 
-from streamshard.errors import StreamshardError, UnsupportedError
+from streamshard.errors import Option, UnsupportedError, keyword, worded
 from streamshard.formats.deepspeed import ds_config
 from streamshard.formats.deepspeed.ds_versions import recorded_version
 from streamshard.operations.native.resharding import Resharding, resharding_of
 from streamshard.operations.source.source import Source
 
 _OWN_WORDS: Final = {
-    "--world-size": "world size",
-    ": leave --expert-parallel out": "",
-    "--expert-parallel": "expert parallel size",
-    "the given config": "the engine's config",
-    "with --like": "with 'streamshard repartition --like'",
+    "world_size": "world size",
+    "expert_parallel": "expert parallel size",
+    "ds_config_file": "the engine's config",
+    "tensor_parallel": "--tensor-parallel",
+    "pipeline_parallel": "--pipeline-parallel",
+    "like": "'streamshard repartition --like'",
 }
-"""What messages call the options of the command line, and what stands for them here."""
+"""What stands here for options of `repartition`, or where to give them."""
 
 Engine = Any
 """A `DeepSpeedEngine`; what it is depends on the version of DeepSpeed."""
@@ -56,16 +56,16 @@ def without_auto(config: ds_config.Config) -> ds_config.Config:
     return ds_config.resolved(config, {})
 
 
-@contextmanager
-def in_words_of_a_call(words: Mapping[str, str]) -> Iterator[None]:
-    """Name in an error what stands for the options of the command line."""
-    try:
-        yield
-    except StreamshardError as error:
-        text = str(error)
-        for option, own in words.items():
-            text = text.replace(option, own)
-        raise type(error)(text) from error
+def own_words(words: Mapping[str, str]) -> Callable[[Option], str]:
+    """Return how to word options for which something else stands here."""
+
+    def word(option: Option) -> str:
+        own = words.get(option.name)
+        if own is None:
+            return keyword(option)
+        return own if option.what or option.value is None else f"{own} {option.value}"
+
+    return word
 
 
 def resharding_for(engine: Engine, opened: Source, world_size: int) -> Resharding:
@@ -79,7 +79,7 @@ def resharding_for(engine: Engine, opened: Source, world_size: int) -> Reshardin
     experts = _expert_parallel_of(engine)
     if experts == opened.checkpoint.expert_parallel:
         experts = None
-    with in_words_of_a_call(_OWN_WORDS):
+    with worded(own_words(_OWN_WORDS)):
         return resharding_of(
             opened,
             world_size,

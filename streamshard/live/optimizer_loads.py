@@ -16,13 +16,13 @@ from streamshard.errors import (
     DisagreementError,
     UnsupportedError,
     UsageError,
+    worded,
 )
-from streamshard.formats.checkpoint import LIKE
 from streamshard.formats.deepspeed.ds_versions import recorded_version
 from streamshard.formats.deepspeed.dumps.dump_reader import ASSUMED
 from streamshard.io.object_path import as_path
 from streamshard.live.consensus import Agreement, say
-from streamshard.live.live_engine import in_words_of_a_call
+from streamshard.live.live_engine import own_words
 from streamshard.live.live_optimizer import (
     LiveOptimizer,
     Optimizer,
@@ -41,11 +41,10 @@ from streamshard.operations.native.resharding import Resharding, resharding_of
 from streamshard.operations.source.source import Source, open_with, read_hints
 
 _OWN_WORDS: Final = {
-    LIKE: "this job's optimizer",
-    "the given config": "this job's config",
-    "--source-ds-config": "source_ds_config_file",
+    "like": "this job's optimizer",
+    "ds_config_file": "this job's config",
 }
-"""What messages call the options of the command line, and what stands for them here."""
+"""What stands here for options of `repartition`."""
 _ROUND_ROBIN: Final = (
     "If it was on, the states that were loaded are wrong: load again with the config of the job "
     "that saved the dumps, source_ds_config_file."
@@ -113,7 +112,7 @@ class _OptimizerLoad:
         found: Resharding | None = None
         with self._agreement.step():
             if distributed.get_rank() == 0:
-                with in_words_of_a_call(_OWN_WORDS):
+                with worded(own_words(_OWN_WORDS)):
                     found = self._open(path, config_file, held)
         resharding = self._agreement.share(found)
         read_bytes = self._load(resharding, held)

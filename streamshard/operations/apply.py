@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from streamshard.errors import SourceError, TargetExistsError, UsageError
+from streamshard.errors import Option, SourceError, TargetExistsError, UsageError
 from streamshard.io.object_path import as_path
 from streamshard.operations.convert.convert import plan_convert
 from streamshard.operations.export.export import plan_export
@@ -18,7 +18,7 @@ PLANNERS: Final[Mapping[str, Callable[..., TransferPlan]]] = {
     "export": plan_export,
 }
 """The function that plans each verb that writes."""
-_ANEW: Final = "Make a new plan with --dry-run --plan-out"
+_NEW_PLAN: Final = Option("plan.save()")
 
 
 def load_plan(
@@ -27,7 +27,7 @@ def load_plan(
     memory_limit: int | None = None,
     workers: int | None = None,
 ) -> TransferPlan:
-    """Read a plan that `--plan-out` or `plan.save` wrote, and plan it again; writes nothing.
+    """Read a plan that `plan.save` wrote, and plan it again; writes nothing.
 
     Call `run` of the result to carry out the plan. If that run is interrupted, apply the plan
     again, or run the command that the plan was made with: either one continues the run.
@@ -57,16 +57,21 @@ def load_plan(
         plan = PLANNERS[saved.verb](saved.source, saved.target, **options)
     except TargetExistsError as error:
         if not options["overwrite"]:
-            error.add_note(f"{place}: was made without --overwrite. {_ANEW}, and with --overwrite")
+            replace = Option("overwrite", True)
+            message = f"{place}: was made without {replace}. Make a new plan with {_NEW_PLAN}, and"
+            error.add_note(f"{message} with {replace}")
         raise
     difference = plan.identity.difference(saved.identity)
     if difference is not None:
         own = plan.identity.header
         same = all(own[key] == saved.identity[key] for key in ("format", "options"))
-        raise (SourceError if same else UsageError)(f"{place}: {difference}. {_ANEW}")
+        message = f"{place}: {difference}. Make a new plan with {_NEW_PLAN}"
+        raise (SourceError if same else UsageError)(message)
     sizes = plan.sizes()
     if plan_file.plan_digest(sizes) != saved.sizes:
         message = f"{place}: was to write {saved.bytes_written:,} bytes into {saved.files:,} files"
         now = f"{sum(sizes.values()):,} bytes into {len(sizes):,} files"
-        raise UsageError(f"{message}, and would write {now}, or others, now. {_ANEW}")
+        raise UsageError(
+            f"{message}, and would write {now}, or others, now. Make a new plan with {_NEW_PLAN}"
+        )
     return plan

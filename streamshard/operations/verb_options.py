@@ -20,7 +20,7 @@ from streamshard.defaults import (
     FORMATS,
     LAYOUTS,
 )
-from streamshard.errors import UsageError
+from streamshard.errors import Option, UsageError
 from streamshard.operations.transfer.report import Progress, Report
 
 Path_ = str | os.PathLike[str]
@@ -82,9 +82,10 @@ class ConvertOptions(TransferOptions):
 
     def __post_init__(self) -> None:
         if self.codec not in CODECS:
-            raise UsageError(f"--codec {self.codec}: choose one of {', '.join(CODECS)}")
+            raise UsageError(f"{Option('codec', self.codec)}: choose one of {', '.join(CODECS)}")
         if self.chunk_size < 1:
-            raise UsageError(f"--chunk-size {self.chunk_size}: at least one byte is needed")
+            message = f"{Option('chunk_size', self.chunk_size)}: at least one byte is needed"
+            raise UsageError(message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,15 +107,17 @@ class ExportOptions(TransferOptions):
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise UsageError(f"--dtype {self.dtype}: choose one of {', '.join(DTYPES)}")
+            raise UsageError(f"{Option('dtype', self.dtype)}: choose one of {', '.join(DTYPES)}")
         if self.format not in FORMATS:
-            raise UsageError(f"--format {self.format}: choose one of {', '.join(FORMATS)}")
+            raise UsageError(f"{Option('format', self.format)}: choose one of {', '.join(FORMATS)}")
         if self.layout not in LAYOUTS:
-            raise UsageError(f"--layout {self.layout}: choose one of {', '.join(LAYOUTS)}")
+            raise UsageError(f"{Option('layout', self.layout)}: choose one of {', '.join(LAYOUTS)}")
         if self.ranks < 1:
-            raise UsageError(f"--ranks {self.ranks}: at least one is needed")
+            raise UsageError(f"{Option('ranks', self.ranks)}: at least one is needed")
         if self.max_shard_size < 1:
-            message = f"--max-shard-size {self.max_shard_size}: at least one byte is needed"
+            message = (
+                f"{Option('max_shard_size', self.max_shard_size)}: at least one byte is needed"
+            )
             raise UsageError(message)
         for name in ("include", "exclude", "keep_dtype", "strip_prefix"):
             object.__setattr__(self, name, tuple(getattr(self, name)))

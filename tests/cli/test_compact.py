@@ -108,7 +108,7 @@ def test_the_trash_is_emptied_by_hand_after_the_grace_time(run: Path, tmp_path: 
     for more in ("-n", "-q"):
         done = streamshard("compact", run, archive, "--purge", FIRST, more)
         since = rf"{FIRST}: failed: in the trash since 20[0-9: -]+ UTC, --grace is 7d; "
-        said = re.search(f"{since}give '--grace 0s' too to remove it for good now\n", done.err)
+        said = re.search(f"{since}give --grace 0s too to remove it for good now\n", done.err)
         assert (done.code, said is not None) == (2, True)
         assert bits(tmp_path) == before
     done = streamshard("compact", run, archive, "--purge", FIRST, "--grace", "0s")

@@ -177,7 +177,7 @@ def test_a_hostile_name_is_only_text(tmp_path: Path) -> None:
 def test_a_picture_that_exists_is_replaced_only_if_asked(tmp_path: Path) -> None:
     run, file = write(SMALL, tmp_path / "run"), tmp_path / "cut.svg"
     file.write_text("mine")
-    with pytest.raises(TargetExistsError, match="exists; use --overwrite"):
+    with pytest.raises(TargetExistsError, match="exists; use overwrite=True"):
         streamshard.inspect(run, svg=file)
     assert file.read_text() == "mine"
     found = streamshard.inspect(run, svg=file, overwrite=True)

@@ -119,7 +119,7 @@ def test_a_target_is_replaced_when_asked(place: Place, run: Path) -> None:
     api.repartition(run, target, world_size=3)
     assert content(place) == local(run, 3)
     for number in (2, 3, 2):
-        with pytest.raises(TargetExistsError, match="--overwrite"):
+        with pytest.raises(TargetExistsError, match="overwrite=True"):
             api.repartition(run, target, world_size=number)
         api.repartition(run, target, world_size=number, overwrite=True)
         assert content(place) == local(run, number)
@@ -134,7 +134,7 @@ def test_a_record_counts(place: Place, run: Path) -> None:
         place.put(f"out/{JOURNAL}/{name}", b"left")
     before = place.get()
     assert api.inspect(target).world_size == 3
-    with pytest.raises(TargetExistsError, match="--overwrite"):
+    with pytest.raises(TargetExistsError, match="overwrite=True"):
         api.repartition(run, target, world_size=2)
     assert place.get() == before
     found = api.repartition(run, target, world_size=3, if_needed=True)
@@ -217,7 +217,7 @@ def test_no_lock_where_conditions_are_ignored(place: Place, run: Path) -> None:
     """Of other services the client signs the condition, so that no proxy can leave it out."""
     target = f"{place.url}/out"
     place.proxy.plan = lambda request: Fault.UNCONDITIONAL
-    with pytest.raises(TargetError, match=r"ignores conditions of uploads.*--no-lock"):
+    with pytest.raises(TargetError, match=r"ignores conditions of uploads.*lock=False"):
         api.repartition(run, target, world_size=3)
     assert place.get() == {}
     api.repartition(run, target, world_size=3, lock=False)
@@ -234,7 +234,7 @@ def test_no_lock_is_taken_over_where_the_version_is_ignored(place: Place, run: P
         return Fault.UNCONDITIONAL if request.method == "PUT" and next(requests) else None
 
     place.proxy.plan = ignore_all_but_the_first
-    with pytest.raises(TargetError, match=r"ignores conditions of uploads.*--no-lock"):
+    with pytest.raises(TargetError, match=r"ignores conditions of uploads.*lock=False"):
         api.repartition(run, f"{place.url}/out", world_size=3)
     assert place.get() == {".streamshard.lock.out": lock}
     place.proxy.reset()

@@ -86,7 +86,7 @@ def test_open_and_diff(run: Path, bucket: Bucket) -> None:
 def test_overwrite_replaces_all(run: Path, bucket: Bucket, tmp_path: Path) -> None:
     target = f"{bucket.url}/out"
     api.repartition(run, target, world_size=3)
-    with pytest.raises(TargetExistsError, match="--overwrite"):
+    with pytest.raises(TargetExistsError, match="overwrite=True"):
         api.repartition(run, target, world_size=2)
     api.repartition(run, target, world_size=2, overwrite=True)
     api.repartition(run, tmp_path / "local", world_size=2)

@@ -110,7 +110,7 @@ def test_a_target_that_is_there_already_is_compared_by_the_workers(
     data = bytearray(path.read_bytes())
     data[-2000] ^= 1
     path.write_bytes(data)
-    with pytest.raises(streamshard.StreamshardError, match=r"exists; use --overwrite") as caught:
+    with pytest.raises(streamshard.StreamshardError, match=r"exists; use overwrite=True") as caught:
         on(cluster, "repartition", run, tmp_path / "out", **options)
     assert path.name in "".join(caught.value.__notes__)
 

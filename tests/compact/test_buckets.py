@@ -317,7 +317,7 @@ def test_a_tag_in_the_trash_of_a_bucket_stays_whole(buckets: Sides) -> None:
     assert buckets.receipt()["state"] == "archived"
     assert actions(buckets.compact(3, delete=True))[FIRST] == "deleted"
     buckets.run.write("latest", FIRST.encode())
-    with pytest.raises(SourceError, match="is in the trash; --undelete"):
+    with pytest.raises(SourceError, match="is in the trash; undelete="):
         buckets.compact(20, delete=True)
     assert buckets.original() == bits(buckets.tmp / "made" / FIRST)
 
@@ -618,7 +618,7 @@ def test_what_is_ambiguous_can_be_acknowledged(buckets: Sides) -> None:
 def test_what_was_uploaded_lately_stays(buckets: Sides) -> None:
     found = api.compact(buckets.run.where, buckets.archive.where, delete=True)
     assert set(actions(found).values()) == {"kept"}
-    assert "--min-age is 2h" in found.tags[0].reason
+    assert "min_age= is 2h" in found.tags[0].reason
 
 
 def test_what_is_uploaded_during_the_night_stays(

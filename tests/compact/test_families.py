@@ -161,8 +161,8 @@ def test_one_that_is_deleted_or_saved_now_stays(tmp_path: Path) -> None:
     shutil.copytree(output / "checkpoint-1000", output / "checkpoint-1100")
     (output / "checkpoint-1100" / "latest").unlink()
     found = {tag.tag: tag for tag in compact(output, tmp_path / "archive").tags}
-    assert "ago, --min-age" in found["checkpoint-100"].reason
-    assert "ago, --min-age" in found["checkpoint-1100"].reason
+    assert "ago, min_age=" in found["checkpoint-100"].reason
+    assert "ago, min_age=" in found["checkpoint-1100"].reason
     assert {tag.action for tag in found.values()} == {"kept", "archived"}
     assert found["checkpoint-200"].action == "archived"
     age(output / "checkpoint-1100", 10)
@@ -206,7 +206,7 @@ def test_a_file_that_no_archive_would_hold_keeps_the_checkpoint(tmp_path: Path) 
 def test_two_kinds_of_numbers_are_refused(tmp_path: Path) -> None:
     output = make_output(make_output(tmp_path / "output", "step_{}"), "epoch_{}")
     age(output / "epoch_1000", 40)  # so that it is not the one saved last
-    with pytest.raises(SourceError, match="keep them apart, or choose with --tags"):
+    with pytest.raises(SourceError, match="keep them apart, or choose with tags="):
         compact(output, tmp_path / "archive")
     found = actions(compact(output, tmp_path / "archive", tags="epoch_*0", delete=True))
     assert found == {f"epoch_{s}": "deleted" for s in STEPS[:2]} | {

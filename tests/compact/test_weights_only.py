@@ -164,7 +164,7 @@ def test_what_is_not_long_gone_keeps_its_states(tmp_path: Path) -> None:
     found = night(run, archive, 90, keep_every=80)
     assert (found.tags[-1].tag, found.tags[-1].reason) == (FIRST, "a multiple of 80")
     assert night(run, archive, 90, keep_tags=["*8?"]).tags[-1].action == "kept"
-    assert night(run, archive, 90, max_delete=0).tags[-1].reason == "--max-delete 0 is reached"
+    assert night(run, archive, 90, max_delete=0).tags[-1].reason == "max_delete=0 is reached"
     assert bits(archive) == full
     night(run, archive, 90)
     assert receipt_of(archive, FIRST)["state"] == "weights only"

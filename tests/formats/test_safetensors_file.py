@@ -66,7 +66,7 @@ def test_what_the_library_wrote_is_read(name: str, tmp_path: Path) -> None:
 
 def test_what_the_format_cannot_say_is_refused() -> None:
     for name, dtype in (("w", "complex128"), ("__metadata__", "float32"), ("\ud800", "float32")):
-        with pytest.raises(UnsupportedError, match="--exclude"):
+        with pytest.raises(UnsupportedError, match="exclude="):
             lay_out([Described(name, dtype, (1,))])
 
 

@@ -48,10 +48,10 @@ def smallest_limit(metadata: int, codec: int, workers: int, limit: int) -> int |
         message = str(error)
     else:
         return None
-    named = re.search(r"use --memory-limit (\d+)MiB( or --workers 1)?\.", message)
+    named = re.search(r"use memory_limit=(\d+)( or workers=1)?\.", message)
     assert named
     assert bool(named[2]) == (workers > 1)
-    return int(named[1])
+    return int(named[1]) // MIB
 
 
 @given(SIZES, SIZES, st.integers(1, 9), st.integers(0, 2000 * MIB))
@@ -77,7 +77,7 @@ def test_the_smallest_limit_is_named_when_it_is_a_whole_mebibyte(workers: int) -
     codec = MIB - MIN_WINDOW_BYTES
     exact = SLACK_BYTES + workers * (SCRATCH_BYTES + MIB)
     assert fit(metadata=0, codec=codec, workers=workers, limit=exact).window_bytes
-    with pytest.raises(MemoryLimitError, match=f"--memory-limit {exact // MIB}MiB"):
+    with pytest.raises(MemoryLimitError, match=f"memory_limit={exact}"):
         fit(metadata=0, codec=codec, workers=workers, limit=exact - 1)
 
 

@@ -110,7 +110,7 @@ def test_the_weights_it_is_to_begin_another_stage_from(
     """The message names `export`; in 16 bits it writes what the module holds, and no cast of it."""
     source = saved / case.name
     if case.dtype != "fp32":
-        with pytest.raises(Exception, match=f"export them with --dtype {case.dtype}"):
+        with pytest.raises(Exception, match=f"export them with dtype={case.dtype}"):
             streamshard.export(source, tmp_path / "wide")
     streamshard.export(source, tmp_path / "out", dtype=case.dtype, format="torch")
     exported = torch.load(tmp_path / "out" / "pytorch_model.bin")

@@ -33,11 +33,12 @@ class SourceProof:
             try:
                 found = examine(file.path)
             except OSError as error:
-                raise SourceError(f"{file.path}: cannot be read here ({error.strerror})") from error
+                message = f"cannot be read here ({error.strerror})"
+                raise SourceError(message, path=file.path) from error
             seen = found.source_file(file.path)
             if seen != file:
-                message = f"{file.path}: is another file here ({_described(seen)}) than where the"
-                raise SourceError(f"{message} run was planned ({_described(file)})")
+                message = f"is another file here ({_described(seen)}) than where the"
+                raise SourceError(f"{message} run was planned ({_described(file)})", path=file.path)
         return ""
 
     def accept(self, evidence: str) -> None:

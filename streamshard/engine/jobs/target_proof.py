@@ -71,8 +71,8 @@ class StagedProof:
         try:
             _write(place, answer)
         except OSError as error:
-            message = f"{self.directory.parent}: cannot be written here ({error.strerror})"
-            raise TargetError(message) from error
+            message = f"cannot be written here ({error.strerror})"
+            raise TargetError(message, path=self.directory.parent) from error
         return answer
 
     def accept(self, evidence: str) -> None:
@@ -83,8 +83,8 @@ class StagedProof:
         except OSError:
             found = b""
         if found != evidence.encode():
-            message = f"{self.directory.parent}: what was written there is not seen where the run"
-            raise TargetError(f"{message} is led; {_OTHER}")
+            message = "what was written there is not seen where the run"
+            raise TargetError(f"{message} is led; {_OTHER}", path=self.directory.parent)
 
     def require_current(self) -> None:
         """Require that the run goes on, in the directory that is seen here.
@@ -97,8 +97,8 @@ class StagedProof:
         except OSError:
             found = b""
         if found != self.token.encode():
-            message = f"{self.directory.parent}: is another directory here than where the run is"
-            raise TargetError(f"{message} led, or the run has ended; {_OTHER}")
+            message = "is another directory here than where the run is led, or the run has ended;"
+            raise TargetError(f"{message} {_OTHER}", path=self.directory.parent)
 
     def shares_cache(self) -> bool:
         """Whether what is written here is synced when the leader syncs the target."""
@@ -138,10 +138,10 @@ class BucketProof:
         try:
             found = read_all(self.place)
         except OSError as error:
-            raise TargetError(f"{self.place}: cannot be read here ({error.strerror})") from error
+            raise TargetError(f"cannot be read here ({error.strerror})", path=self.place) from error
         if found != self.content:
-            message = f"{self.place}: is another run's here; are the endpoint and the credentials"
-            raise TargetError(f"{message} the same on all machines?")
+            message = "is another run's here; are the endpoint and the credentials"
+            raise TargetError(f"{message} the same on all machines?", path=self.place)
 
 
 TargetProof = StagedProof | BucketProof

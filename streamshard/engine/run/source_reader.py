@@ -69,8 +69,8 @@ class SourceReader:
         try:
             try_again(lambda: self._fill(file, offset, view), self._stop)
         except OSError as error:
-            message = f"{self._files[file].path}: cannot be read ({error.strerror})"
-            raise SourceError(message) from error
+            message = f"cannot be read ({error.strerror})"
+            raise SourceError(message, path=self._files[file].path) from error
 
     def map(
         self, file: int, offset: int, nbytes: int, *, is_private: bool, is_checked: bool
@@ -91,16 +91,16 @@ class SourceReader:
         try:
             return try_again(lambda: self._map(file, offset, nbytes, is_private), self._stop)
         except OSError as error:
-            message = f"{self._files[file].path}: cannot be mapped ({error.strerror})"
-            raise SourceError(message) from error
+            message = f"cannot be mapped ({error.strerror})"
+            raise SourceError(message, path=self._files[file].path) from error
 
     def require_unchanged(self, file: int) -> None:
         """Open a file, without reading from it."""
         try:
             try_again(lambda: self._opened(file), self._stop)
         except OSError as error:
-            message = f"{self._files[file].path}: cannot be opened ({error.strerror})"
-            raise SourceError(message) from error
+            message = f"cannot be opened ({error.strerror})"
+            raise SourceError(message, path=self._files[file].path) from error
 
     def will_need(self, file: int, offset: int, nbytes: int) -> None:
         """Have the system read a range that is needed soon; its errors are ignored."""
@@ -149,10 +149,10 @@ class SourceReader:
         if done < len(view):
             source = self._files[file]
             message = (
-                f"{source.path}: ends at byte {offset + done}; it had {source.nbytes} bytes "
+                f"ends at byte {offset + done}; it had {source.nbytes} bytes "
                 "when the run began. Something is changing the source: stop that and run again"
             )
-            raise CorruptFileError(message)
+            raise CorruptFileError(message, path=source.path)
         if self._drops_behind and len(view) >= page_cache.LEAST_BYTES:
             self._drop_read(file, opened.descriptor, offset, offset + len(view))
 
@@ -198,8 +198,8 @@ class SourceReader:
     ) -> None:
         if crc32(content) != digests.crc32s[block]:
             start = block * digests.block_bytes
-            message = f"{self._files[file].path}: bytes {start} to {start + len(content)} are"
-            raise IntegrityError(f"{message} damaged: they are not those that were written")
+            message = f"bytes {start} to {start + len(content)} are damaged: they are not those"
+            raise IntegrityError(f"{message} that were written", path=self._files[file].path)
 
     def _opened(self, file: int) -> OpenedFile:
         if file in self._open:

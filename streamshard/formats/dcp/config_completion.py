@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from streamshard.errors import UnsupportedError
+from streamshard.errors import Option, UnsupportedError
 from streamshard.formats.checkpoint import Checkpoint, Family
 from streamshard.formats.dcp.torch_optimizers import OF_TORCH
 from streamshard.formats.deepspeed import ds_config, names
@@ -57,7 +57,8 @@ def with_config(
     if stage not in (1, 2, 3):
         missing.append("the ZeRO stage: the config sets none")
     if missing:
-        raise UnsupportedError(f"with --ds-config these are still missing: {'; '.join(missing)}")
+        message = f"with {Option('ds_config_file')} these are still missing"
+        raise UnsupportedError(f"{message}: {'; '.join(missing)}")
     (read,) = checkpoint.families
     dtype = ds_config.module_dtype(config)
     family = replace(
@@ -180,7 +181,7 @@ def _optimizer_state(
 
 def _notes() -> Iterator[str]:
     yield (
-        "Made from --ds-config, without a checkpoint of the job: the engine's counters begin at "
+        "Made from the job's config, without a checkpoint of it: the engine's counters begin at "
         "0, and there is no client state."
     )
     yield (

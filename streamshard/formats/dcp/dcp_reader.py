@@ -93,8 +93,8 @@ def parts_of(root: Path) -> list[Path]:
     inside = [root / name for name in _ACCELERATE]
     found = [place for place in inside if is_directory(place) and is_distributed(_names(place))]
     if found and found[0] != inside[0]:
-        message = f"{root}: holds the optimizer alone, {_ACCELERATE[0]} is not next to it"
-        raise IncompleteError(message)
+        message = f"holds the optimizer alone, {_ACCELERATE[0]} is not next to it"
+        raise IncompleteError(message, path=root)
     return found
 
 
@@ -283,8 +283,8 @@ def _cutting(root: Path, held: Sequence[tuple[str, SavedTensor, TensorPlaces]]) 
         try:
             grid = grid_of(saved.shape, saved.offsets, saved.sizes)
         except NotTiledError as error:
-            message = f"{root / dcp_names.METADATA}: {show(key)} of {show(saved.shape)}: {error}"
-            raise CorruptFileError(message) from error
+            message = f"{show(key)} of {show(saved.shape)}: {error}"
+            raise CorruptFileError(message, path=root / dcp_names.METADATA) from error
         pieces = Slot(places.file, places.offset, np.prod(saved.sizes, axis=1, dtype=np.int64))
         builder.place_boxes(number, builder.slot(pieces), grid)
     return builder.build()

@@ -24,6 +24,7 @@ from streamshard.formats.dcp.dcp_names import METADATA
 from streamshard.formats.dcp.metadata_reader import Index, SavedTensor
 from streamshard.formats.links import require_regular
 from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch import torch_file, zip_audit
 from streamshard.formats.torch.torch_file import TorchFile
 from streamshard.formats.torch.torch_tensor import Tensor, tensor_of
@@ -143,8 +144,8 @@ def _blanked(data: bytes, holes: Iterable[tuple[int, int]]) -> bytes:
 
 def missing_file(path: Path) -> IncompleteError:
     """Return the error of a file that is listed and is not there."""
-    message = f"{path}: missing, {path.with_name(METADATA)} lists items in it; copy it from the"
-    return IncompleteError(f"{message} node that saved it")
+    message = f"missing, {path.with_name(METADATA)} lists items in it; copy it from the"
+    return IncompleteError(f"{message} node that saved it", path=path)
 
 
 def _identified(path: Path) -> SourceFile:
@@ -178,17 +179,21 @@ class ItemFiles:
         sizes = np.array([f.nbytes for f in self.files], dtype=np.int64)
         for at in np.flatnonzero(offset + nbytes > sizes[file])[:1].tolist():
             path, end = self._paths[file[at]], int(offset[at] + nbytes[at])
-            message = f"{path}: {sizes[file[at]]:,} bytes, {METADATA} lists an item to"
-            yield CorruptFileError(f"{message} byte {end:,}. Was it cut off? Copy it again")
+            message = f"{sizes[file[at]]:,} bytes, {METADATA} lists an item to"
+            yield CorruptFileError(
+                f"{message} byte {end:,}. Was it cut off? Copy it again", path=path
+            )
         same = file[1:] == file[:-1]
         # Tied names share one item: then both its ends are equal.
         equal = same & (offset[1:] == offset[:-1]) & (nbytes[1:] == nbytes[:-1])
         for at in np.flatnonzero(same & ~equal & (offset[1:] < (offset + nbytes)[:-1]))[
             :1
         ].tolist():
-            message = f"{self._paths[file[at]]}: {METADATA} lists items of bytes"
+            message = f"{METADATA} lists items of bytes"
             one, other = (f"{offset[n]:,} to {offset[n] + nbytes[n]:,}" for n in (at, at + 1))
-            yield CorruptFileError(f"{message} {one} and of {other}, which overlap")
+            yield CorruptFileError(
+                f"{message} {one} and of {other}, which overlap", path=self._paths[file[at]]
+            )
 
     def locate(self, tensors: Mapping[str, SavedTensor]) -> dict[str, TensorPlaces]:
         """Find the elements of tensors by the headers of their items, file by file."""
@@ -228,13 +233,14 @@ class ItemFiles:
     ) -> None:
         """Find the byte offset of the first element of a box."""
         file = int(tensor.items.file[box])
-        items, what = tensor.items, f"{self._paths[file]}: the item of {show(name)}"
+        items, what = tensor.items, f"the item of {show(name)}"
         start = int(items.offset[box])
         item = _ItemBytes(source, start, int(items.nbytes[box]))
         shape = tuple(tensor.sizes[box].tolist())
         frame = self._frames.get((item.nbytes, tensor.dtype, shape))
         if frame is None or not frame.is_around(item):
-            frame = self._parsed(item, f"{what} at byte {start:,}", tensor.dtype, shape)
+            with of_file(self._paths[file]):
+                frame = self._parsed(item, f"{what} at byte {start:,}", tensor.dtype, shape)
         found_at.offset[box] = start + frame.start
         if not shape:
             found_at.scalar = item.read_at(frame.start, ITEMSIZE[tensor.dtype])
@@ -264,8 +270,9 @@ class ItemFiles:
         for source, some in self._together(rows):
             for file, start, nbytes, number, _ in some:
                 name = wanted[number]
-                what = f"{self._paths[file]}: the item of {show(name)} at byte {start:,}"
-                found[name] = self._value(source, start, nbytes, what)
+                with of_file(self._paths[file]):
+                    what = f"the item of {show(name)} at byte {start:,}"
+                    found[name] = self._value(source, start, nbytes, what)
         return found
 
     def _value(self, source: Readable, start: int, nbytes: int, what: str) -> Node:

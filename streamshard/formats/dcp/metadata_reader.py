@@ -135,8 +135,8 @@ def read_index(directory: Path) -> Index:
     try:
         nbytes = examine(path).nbytes
     except FileNotFoundError as error:
-        message = f"{path}: missing; torch writes it last, so this save did not come to its end"
-        raise IncompleteError(f"{message}: take an earlier checkpoint") from error
+        message = "missing; torch writes it last, so this save did not come to its end"
+        raise IncompleteError(f"{message}: take an earlier checkpoint", path=path) from error
     with of_file(path):
         if nbytes > inert_load.LIMIT_BYTES:
             raise UnsupportedError(f"{nbytes:,} bytes, {inert_load.LIMIT_BYTES:,} is most")
@@ -226,9 +226,8 @@ class _IndexReader:
                 self._items.pop((name, offsets), None)
                 self._empty += 1
                 if self._empty > _MOST_EMPTY:
-                    raise UnsupportedError(
-                        f"lists more than {_MOST_EMPTY:,} boxes without elements"
-                    )
+                    message = f"lists more than {_MOST_EMPTY:,} boxes without elements"
+                    raise UnsupportedError(message)
                 continue
             boxes.append((offsets, sizes))
             items.append(self._take(name, offsets))

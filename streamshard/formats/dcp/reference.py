@@ -96,8 +96,8 @@ def _only_family(root: Path, reference: Checkpoint) -> Family:
     ):
         what = "was saved without frozen weights (exclude_frozen_parameters)"
     if what is not None:
-        message = f"{root}: {LIKE} {what}; give a whole ZeRO checkpoint of the job that is to"
-        raise UnsupportedError(f"{message} resume, such as one that it saves before its first step")
+        message = f"{LIKE} {what}; give a whole ZeRO checkpoint of the job that is to resume, such"
+        raise UnsupportedError(f"{message} as one that it saves before its first step", path=root)
     return family
 
 
@@ -260,19 +260,20 @@ class _Merging:
         """Say what is the reference's."""
         steps = self._family.model_state.get("global_steps")
         yield (
-            f"Of {LIKE} (at {self._reference.tag}) are: the order of the parameters, the config, "
-            "what is frozen, a buffer or tied, the loss scaler, the learning rate scheduler, "
+            f"Of the reference checkpoint (at {self._reference.tag}) are: the order of the "
+            "parameters, the config, what is frozen, a buffer or tied, the loss scaler, the "
+            "learning rate scheduler, "
             f"client state, and the counters of the engine (global_steps {show(steps)})."
         )
         if self._unlike:
             yield (
                 f"Hyper-parameters that one side lacks: {show_few(sorted(self._unlike))}. Written "
-                f"are those that {LIKE} has, with its own values where these are lacking."
+                f"are those that the reference has, with its own values where these are lacking."
             )
         if self._cast:
             yield (
-                f"Not trained, and kept in another dtype by {LIKE}: {show_few(self._cast)}. They "
-                "are cast to that dtype."
+                f"Not trained, and kept in another dtype by the reference: {show_few(self._cast)}. "
+                "They are cast to that dtype."
             )
 
 

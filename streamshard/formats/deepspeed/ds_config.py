@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from streamshard.errors import CorruptFileError, UsageError
+from streamshard.errors import CorruptFileError, Option, UsageError
 from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import ds_versions
 from streamshard.formats.deepspeed.config_section import AUTO, Section
@@ -19,6 +19,8 @@ from streamshard.io.entries import read_document
 from streamshard.model import ZeroLayout
 
 Config = Mapping[str, Any]
+GIVEN: Final = Option("ds_config_file", what="the config")
+"""What messages call the config of the job that is to resume."""
 
 _DEFAULT_SUB_GROUP_SIZE: Final = 1_000_000_000
 
@@ -47,17 +49,17 @@ def read_file(path: Path) -> Config:
     try:
         config = strict_json.parse(read_document(path))
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
+        raise UsageError(f"cannot be read ({error.strerror})", path=path) from error
     except CorruptFileError as error:
         raise UsageError(str(error)) from error
     except ValueError as error:
-        raise UsageError(f"{path}: not a DeepSpeed config in JSON ({error})") from error
+        raise UsageError(f"not a DeepSpeed config in JSON ({error})", path=path) from error
     if not isinstance(config, dict):
-        raise UsageError(f"{path}: not a DeepSpeed config: the JSON in it is not an object")
+        raise UsageError("not a DeepSpeed config: the JSON in it is not an object", path=path)
     found = mistyped(config)
     if found is not None:
-        message = f"{path}: {show(found[0])} is no known key; did you mean {found[1]!r}? Correct it"
-        raise UsageError(f"{message} there, as DeepSpeed would ignore or refuse it as well")
+        message = f"{show(found[0])} is no known key; did you mean {found[1]!r}? Correct it there,"
+        raise UsageError(f"{message} as DeepSpeed would ignore or refuse it as well", path=path)
     return config
 
 

@@ -6,7 +6,7 @@ Found by comparing the releases 0.9.0 to 0.19.8, function by function; the comme
 import re
 from typing import Final
 
-from streamshard.errors import UsageError
+from streamshard.errors import Option, UsageError
 from streamshard.formats.pickle.inert import Node, show
 
 Version = tuple[int, int, int]
@@ -59,5 +59,6 @@ def given_version(text: str | None) -> Version | None:
     """Read a version that a user gives."""
     found = recorded_version(text)
     if text is not None and found is None:
-        raise UsageError(f"--ds-version {show(text)}: give a release of DeepSpeed, such as 0.16.9")
+        asked = Option("ds_version", show(text))
+        raise UsageError(f"{asked}: give a release of DeepSpeed, such as 0.16.9")
     return found

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
 
-from streamshard.errors import DisagreementError, UnsupportedError, UsageError
+from streamshard.errors import DisagreementError, Option, UnsupportedError, UsageError
 from streamshard.formats.checkpoint import LIKE, Checkpoint, Family, ParamGroup
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.expert_groups import (
@@ -34,19 +34,15 @@ from streamshard.formats.deepspeed.expert_groups import (
     undivided_groups,
 )
 from streamshard.formats.deepspeed.expert_order import (
-    SUPPLY,
     GroupContent,
     order_of_module,
     order_of_reference,
+    supply,
 )
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pipeline
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.sizes import counted
 
-_NO_EXPERTS: Final = (
-    "the model has no experts of DeepSpeed's MoE layers in its param groups, so that none can be "
-    "spread over ranks: leave --expert-parallel out"
-)
 _LOCAL_EXPERT: Final = re.compile(r"deepspeed_experts\\*\.\d")
 """In the name of an expert's parameter, or in a regular expression of it."""
 
@@ -71,7 +67,7 @@ def _has_experts(checkpoint: Checkpoint) -> bool:
 def expert_degree(checkpoint: Checkpoint) -> int:
     """Return over how many ranks the experts of a checkpoint are spread."""
     if not _has_experts(checkpoint):
-        raise UsageError(_NO_EXPERTS)
+        raise _no_experts()
     objection = _objection_to_spreading(checkpoint)
     if objection:
         message = f"its experts cannot be spread over another count of ranks: {objection}"
@@ -82,11 +78,16 @@ def expert_degree(checkpoint: Checkpoint) -> int:
         groups = undivided_groups(first)
     degrees = {group.template.expert_parallel for group in groups if group.has_experts}
     if not degrees:
-        raise UsageError(_NO_EXPERTS)
+        raise _no_experts()
     if len(degrees) > 1:
         message = f"has layers with expert parallel sizes {sorted(degrees)}"
         raise UnsupportedError(f"{message}, of which not one alone changes. {AS_SAVED}")
     return degrees.pop()
+
+
+def _no_experts() -> UsageError:
+    message = "the model has no experts of DeepSpeed's MoE layers in its param groups, so that none"
+    return UsageError(f"{message} can be spread over ranks ({Option('expert_parallel')})")
 
 
 def with_expert_degree(
@@ -168,7 +169,8 @@ def _require_even(layers: Iterable[ExpertLayer], degree: int) -> None:
     for layer in layers:
         if degree < 1 or layer.count % degree:
             fitting = [n for n in range(1, layer.count + 1) if layer.count % n == 0]
-            message = f"--expert-parallel {degree}: '{layer.name[:-1]}' has {layer.count} experts"
+            asked = Option("expert_parallel", degree)
+            message = f"{asked}: '{layer.name[:-1]}' has {layer.count} experts"
             choice = ", ".join(map(str, fitting))
             raise UsageError(f"{message}, of which each rank must have as many: give {choice}")
 
@@ -177,14 +179,14 @@ def _require_degree(like: Checkpoint, degree: int, parts: int) -> None:
     """Refuse a reference with another count of expert ranks, or of parts of the model."""
     if len(like.families) != parts:
         message = f"{LIKE} is of a model in {counted(len(like.families), 'part')}, and this one in"
-        raise UsageError(f"{message} {parts}, which stay as they are: {SUPPLY}")
+        raise UsageError(f"{message} {parts}, which stay as they are: {supply()}")
     try:
         theirs = expert_degree(like)
     except (UnsupportedError, UsageError) as error:
         raise type(error)(f"{LIKE}: {error}") from error
     if theirs != degree:
         message = f"{LIKE} has its experts over {counted(theirs, 'rank')}, and {degree} are asked"
-        raise UsageError(f"{message} for: {SUPPLY}")
+        raise UsageError(f"{message} for: {supply()}")
 
 
 def _with_groups(
@@ -243,7 +245,7 @@ def spread_note(own: int, degree: int, like: Checkpoint | None) -> str:
     """Say how the experts were spread, and where their order is from."""
     text = f"The experts, which {counted(own, 'rank')} shared, are spread over {degree}."
     if like is not None:
-        return f"{text} Their order is that of {LIKE}, at {like.tag}."
+        return f"{text} Their order is that of the reference checkpoint, at {like.tag}."
     return f"{text} Their order is the module's, as it is in the source."
 
 

@@ -7,9 +7,9 @@ gives the same one for the target. Else a reference checkpoint of the target's j
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
-from streamshard.errors import DisagreementError, UnsupportedError
+from streamshard.errors import DisagreementError, Option, UnsupportedError
 from streamshard.formats.checkpoint import LIKE, Checkpoint, Family
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.expert_groups import (
@@ -22,10 +22,14 @@ from streamshard.formats.deepspeed.expert_groups import (
 )
 from streamshard.sizes import counted
 
-SUPPLY: Final = (
-    "give with --like a checkpoint that the job with this many expert ranks saved: start that job, "
-    "let it save before its first step, and give what it saved"
-)
+
+def supply() -> str:
+    """Say how to give the order of the parameters."""
+    return (
+        f"give with {Option('like')} a checkpoint that the job with this many expert ranks saved: "
+        "start that job, let it save before its first step, and give what it saved"
+    )
+
 
 Key = Callable[[str], Any]
 
@@ -59,7 +63,7 @@ def order_of_module(
     if doubt:
         message = "in which order, and in which param groups, a job with"
         message = f"{message} {counted(degree, 'expert rank')} has its experts is unknown"
-        raise UnsupportedError(f"{message}: {doubt}. For that, {SUPPLY}")
+        raise UnsupportedError(f"{message}: {doubt}. For that, {supply()}")
     return rule.target()
 
 

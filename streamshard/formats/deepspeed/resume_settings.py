@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from streamshard.errors import Option
 from streamshard.formats.deepspeed import ds_config, ds_versions
 from streamshard.formats.deepspeed.ds_config import Features
 from streamshard.formats.deepspeed.ds_versions import Version
@@ -124,7 +125,7 @@ def _tensor_parallel(job: Resuming, features: Features) -> str | None:
     return (
         f"has tensor_parallel.autotp_size {features.tensor_parallel}, the checkpoint was saved "
         f"with {saved}: set it to {saved}, or let 'streamshard repartition' change the degree with "
-        f"--tensor-parallel {features.tensor_parallel}"
+        f"{Option('tensor_parallel', features.tensor_parallel)}"
     )
 
 

@@ -1,7 +1,7 @@
 """Refuses ZeRO checkpoints that cannot be resharded, before any work is done.
 
-Each rule detects one feature of the job that saved. It returns what the feature is and what the
-user can do. The comments name the DeepSpeed code (0.19.8 unless stated otherwise).
+Each rule detects one feature of the job that saved. It returns an error that says what the feature
+is and what the user can do. The comments name the DeepSpeed code (0.19.8 unless stated otherwise).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,27 +42,27 @@ class Saved:
 def refuse(saved: Saved) -> None:
     """Refuse files of a job with a feature that cannot be resharded."""
     for rule in _RULES:
-        message = rule(saved)
-        if message is not None:
-            raise UnsupportedError(message)
+        error = rule(saved)
+        if error is not None:
+            raise error
 
 
 def refuse_uncut(saved: Saved) -> None:
     """Refuse a model file of stage 0 of a job with a feature that cannot be resharded."""
-    message = _sharded_base_weights(saved)
-    if message is not None:
-        raise UnsupportedError(message)
+    error = _sharded_base_weights(saved)
+    if error is not None:
+        raise error
 
 
 def refuse_files(tag_dir: Path, others: Iterable[Path]) -> None:
     """Refuse a tag directory because of files that are not ZeRO's own."""
     for path in others:
         if count := names.writer_parts(path.name):
-            raise UnsupportedError(f"{path}: {_ONE_PART if count == 1 else _PARTS}")
+            raise UnsupportedError(_ONE_PART if count == 1 else _PARTS, path=path)
     # `DeepSpeedEngine.save_checkpoint` copies the swap folder; through 0.16 its name has no rank.
     for path in others:
         if path.relative_to(tag_dir).parts[0] == names.SWAP_DIR:
-            raise UnsupportedError(f"{path}: {_SWAPPED}")
+            raise UnsupportedError(_SWAPPED, path=path)
 
 
 # `CheckpointWriterFactory.create_writer`: below stage 3, independent of the rest of the config.
@@ -89,7 +89,10 @@ _SAVE_ANEW: Final = (
 )
 
 
-def _swapped_out(saved: Saved) -> str | None:
+_SUPER: Final = "SuperOffload (offload_optimizer.super_offload) saves none"
+
+
+def _swapped_out(saved: Saved) -> UnsupportedError | None:
     # `OptimizerStateSwapInfo.release_memory` of `runtime/swap_tensor/optimizer_utils.py` leaves an
     # empty tensor for a sub-group that was swapped out. Other sub-groups are never empty.
     if saved.stage < 3:
@@ -99,11 +102,11 @@ def _swapped_out(saved: Saved) -> str | None:
             with of_file(path):
                 master = tensor_of(node)
             if master is not None and master.numel == 0:
-                return f"{path}: sub-group {unit} is empty: {_SWAPPED}"
+                return UnsupportedError(f"sub-group {unit} is empty: {_SWAPPED}", path=path)
     return None
 
 
-def _states_elsewhere(saved: Saved) -> str | None:
+def _states_elsewhere(saved: Saved) -> UnsupportedError | None:
     # `DeepSpeedZeroOptimizer_Stage3._optimizer_step` uses a second optimizer for the sub-groups
     # that `ratio` leaves on the device. `SuperOffloadOptimizer_Stage3` steps all sub-groups in
     # separate processes. `_rigid_state_dict` saves the states of neither.
@@ -111,15 +114,16 @@ def _states_elsewhere(saved: Saved) -> str | None:
     if not missing:
         return None
     features = ds_config.features(saved.config)
-    where = f"{saved.optimizer_paths[0]}: no optimizer state of sub-groups {show(missing)}"
+    path, where = saved.optimizer_paths[0], f"no optimizer state of sub-groups {show(missing)}"
     if features.super_offload:
-        return f"{where}: SuperOffload (offload_optimizer.super_offload) saves none. {_SAVE_ANEW}"
+        return UnsupportedError(f"{where}: {_SUPER}. {_SAVE_ANEW}", path=path)
     if features.offload_ratio < 1:
         reason = f"offload_optimizer.ratio {features.offload_ratio:g} leaves them on the device"
-        return f"{where}: {reason}, and DeepSpeed does not save them. {_SAVE_ANEW}"
+        message = f"{where}: {reason}, and DeepSpeed does not save them. {_SAVE_ANEW}"
+        return UnsupportedError(message, path=path)
     if not saved.config:
         reason = "offload_optimizer.ratio below 1 and super_offload keep such states out of files"
-        return f"{where}, while others have it: {reason}. {_SAVE_ANEW}"
+        return UnsupportedError(f"{where}, while others have it: {reason}. {_SAVE_ANEW}", path=path)
     return None
 
 
@@ -140,7 +144,7 @@ def _has_stepped(model: Mapping[str, Node]) -> bool:
     return isinstance(steps, int) and isinstance(skipped, int) and steps > skipped
 
 
-def _late_groups(saved: Saved) -> str | None:
+def _late_groups(saved: Saved) -> UnsupportedError | None:
     # No ZeRO optimizer has an `add_param_group`. A group that a user adds to the wrapped optimizer
     # after `deepspeed.initialize()` is not partitioned and, at stages 1 and 2, not trained.
     key, flats = (
@@ -162,29 +166,31 @@ def _late_groups(saved: Saved) -> str | None:
     weights = "load_checkpoint(..., load_module_only=True) takes the weights from it, on any ranks"
     if saved.stage == 3:
         weights = "take the weights that engine.save_16bit_model() writes on the ranks that saved"
-    return (
-        f"{saved.optimizer_paths[0]}: param groups {show(late)} of {len(groups)} were added to the "
+    return UnsupportedError(
+        f"param groups {show(late)} of {len(groups)} were added to the "
         "wrapped optimizer after deepspeed.initialize(), so that ZeRO did not cut them, and no "
         "master weights of them are saved. For a start without optimizer state, give the optimizer "
-        f"all its groups before deepspeed.initialize(), and {weights}"
+        f"all its groups before deepspeed.initialize(), and {weights}",
+        path=saved.optimizer_paths[0],
     )
 
 
-def _zenflow(saved: Saved) -> str | None:
+def _zenflow(saved: Saved) -> UnsupportedError | None:
     # At stages 1 and 2 `runtime/zenflow/zenflow_utils.py` flattens matrices transposed; at stage 3
     # `engine_stage3.py` transposes the parameters themselves. No stage saves the optimizer of the
     # selected columns. The files look like those of other jobs.
     if not ds_config.features(saved.config).zenflow:
         return None
-    return (
-        f"{saved.optimizer_paths[0]}: trained with ZenFlow (zero_optimization.zenflow), which "
+    return UnsupportedError(
+        "trained with ZenFlow (zero_optimization.zenflow), which "
         "stores matrices transposed and leaves part of the optimizer's state out. Resume on the "
         "ranks that saved it; engine.save_16bit_model() writes the weights there, for a start "
-        "without optimizer state"
+        "without optimizer state",
+        path=saved.optimizer_paths[0],
     )
 
 
-def _mics(saved: Saved) -> str | None:
+def _mics(saved: Saved) -> UnsupportedError | None:
     # `runtime/zero/mics.py` of DeepSpeed through 0.19.6: all groups of ranks hold the same states,
     # and one group saves them.
     if saved.stage < 3 or not saved.models:
@@ -193,15 +199,16 @@ def _mics(saved: Saved) -> str | None:
     alone = all(state.get(names.PARTITION_COUNT) == shards for state in saved.states)
     if not alone or trained == shards or ds_config.features(saved.config).mics_shard_size != shards:
         return None
-    return (
-        f"{saved.optimizer_paths[0]}: trained with MiCS (mics_shard_size {shards}) on "
+    return UnsupportedError(
+        f"trained with MiCS (mics_shard_size {shards}) on "
         f"{show(trained)} ranks, which is not supported, nor by DeepSpeed from 0.19.7 on. Resume "
         "there with an older one; the checkpoint's zero_to_fp32.py writes the weights, for a start "
-        "without optimizer state"
+        "without optimizer state",
+        path=saved.optimizer_paths[0],
     )
 
 
-def _auto_experts(saved: Saved) -> str | None:
+def _auto_experts(saved: Saved) -> UnsupportedError | None:
     # `DeepSpeedEngine._save_moe_checkpoint`, and at stage 3
     # `DeepSpeedZeroOptimizer_Stage3._zero3_partition_group_metadata`.
     models = zip(saved.models, saved.model_paths, strict=True)
@@ -212,10 +219,10 @@ def _auto_experts(saved: Saved) -> str | None:
     if not found:
         return None
     key, path = found[0]
-    return f"{path}: trained with AutoEP ('{key}' says so), {_OWN_EXPERTS}"
+    return UnsupportedError(f"trained with AutoEP ('{key}' says so), {_OWN_EXPERTS}", path=path)
 
 
-def _unnumbered_experts(saved: Saved) -> str | None:
+def _unnumbered_experts(saved: Saved) -> UnsupportedError | None:
     # `module_inject/auto_ep_layer.py` fuses the experts of a rank under a name that all ranks use.
     # Raw dumps have no other sign of AutoEP.
     state = saved.states[0]
@@ -228,12 +235,13 @@ def _unnumbered_experts(saved: Saved) -> str | None:
             continue
         for name in mapping:
             if not names.count_local_experts([name]):
-                message = f"{saved.optimizer_paths[0]}: {show(name)} is of experts without numbers"
-                return f"{message}, as of AutoEP, {_OWN_EXPERTS}"
+                message = f"{show(name)} is of experts without numbers"
+                message = f"{message}, as of AutoEP, {_OWN_EXPERTS}"
+                return UnsupportedError(message, path=saved.optimizer_paths[0])
     return None
 
 
-def _experts_across_parts(saved: Saved) -> str | None:
+def _experts_across_parts(saved: Saved) -> UnsupportedError | None:
     # Without `enable_expert_tensor_parallelism`, `MoE._create_process_groups` has
     # `_create_expert_and_data_parallel` of `utils/groups.py` divide all ranks, tensor-parallel ones
     # too. Then these have other experts, or share the partitions of the same ones. Either way
@@ -245,8 +253,9 @@ def _experts_across_parts(saved: Saved) -> str | None:
         for group, sharing in zip(wrapped["param_groups"], counts, strict=False):
             shared = names.expert_ranks(group)
             if shared is not None and shared * sharing > saved.ranks:
-                message = f"{path}: the experts of param group {show(group['name'])} are on"
-                return f"{message} {shared * sharing} ranks, {_ACROSS_PARTS}"
+                message = f"the experts of param group {show(group['name'])} are on"
+                message = f"{message} {shared * sharing} ranks, {_ACROSS_PARTS}"
+                return UnsupportedError(message, path=path)
     return None
 
 
@@ -262,7 +271,7 @@ _OWN_EXPERTS: Final = (
 )
 
 
-def _sharded_base_weights(saved: Saved) -> str | None:
+def _sharded_base_weights(saved: Saved) -> UnsupportedError | None:
     # `LoRAOptimizedLinear` of `deepspeed/linear/optimized_linear.py` with `base_weight_sharding`:
     # each rank has a different part of the frozen weight, and DeepSpeed saves only one rank's.
     if not saved.models:
@@ -276,11 +285,12 @@ def _sharded_base_weights(saved: Saved) -> str | None:
             continue
         numel = shape[-1] * shapes[second][0]
         if prod(shapes[base]) != numel:
-            return (
-                f"{saved.model_paths[0]}: {show(base)} has {prod(shapes[base])} of {numel} "
+            return UnsupportedError(
+                f"{show(base)} has {prod(shapes[base])} of {numel} "
                 "elements: OptimizedLinear's base_weight_sharding keeps a part on each rank, of "
                 "which DeepSpeed saves one. Save with exclude_frozen_parameters=True, and take the "
-                "frozen weights from the model that the training began with"
+                "frozen weights from the model that the training began with",
+                path=saved.model_paths[0],
             )
     return None
 
@@ -297,7 +307,7 @@ def _shapes(model: Mapping[str, Node]) -> dict[str, Shape]:
     return held | {name_of(name): shape_of(s) for unit in listed for name, s in unit.items()}
 
 
-def _second_optimizer(saved: Saved) -> str | None:
+def _second_optimizer(saved: Saved) -> UnsupportedError | None:
     # Without a ZeRO stage `DeepSpeedEngine._common_checkpoint_state` saves the optimizer's state in
     # the model file; a pipeline in bf16 then still has a BF16_Optimizer. In other jobs the entry is
     # None, or client state that a user saved under this name.
@@ -306,23 +316,25 @@ def _second_optimizer(saved: Saved) -> str | None:
     model, is_bf16_optimizer = saved.models[0], names.ZERO_STAGE not in saved.states[0]
     if not is_bf16_optimizer or ds_config.zero_stage(saved.config) or model.get(names.MODULE_STATE):
         return None
-    return (
-        f"{saved.model_paths[0]}: holds an optimizer's state beside the ranks' own files, as a "
+    return UnsupportedError(
+        "holds an optimizer's state beside the ranks' own files, as a "
         "pipeline in bf16 saves it without a ZeRO stage; DeepSpeed itself cannot load that. "
-        "Train with stage 1"
+        "Train with stage 1",
+        path=saved.model_paths[0],
     )
 
 
-def _replaced(saved: Saved) -> str | None:
+def _replaced(saved: Saved) -> UnsupportedError | None:
     # In `DeepSpeedEngine._save_checkpoint` client state replaces DeepSpeed's entries of that name.
     for model, path in zip(saved.models, saved.model_paths, strict=True):
         for key, is_own in _FORMS.items():
             held = model.get(key)
             if held is not None and not is_own(held):
-                return (
-                    f"{path}: '{key}' holds {show(held)}, and not what DeepSpeed saves under that "
+                return UnsupportedError(
+                    f"'{key}' holds {show(held)}, and not what DeepSpeed saves under that "
                     "name: it is client state of that name, or damaged. Save again with a "
-                    "client_state that names it otherwise"
+                    "client_state that names it otherwise",
+                    path=path,
                 )
     return None
 
@@ -351,7 +363,7 @@ _FORMS: Final[Mapping[str, Callable[[Node], bool]]] = {
 }
 """Interpreted entry → test for the type that DeepSpeed saves there. None is always allowed."""
 
-_RULES: Final[tuple[Callable[[Saved], str | None], ...]] = (
+_RULES: Final[tuple[Callable[[Saved], UnsupportedError | None], ...]] = (
     _replaced,
     _second_optimizer,
     _late_groups,

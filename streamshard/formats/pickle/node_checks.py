@@ -54,13 +54,13 @@ def name_of(node: Node) -> str:
 
 @contextmanager
 def of_file(path: Path) -> Iterator[None]:
-    """Add the file's path to errors about its content."""
+    """Make errors about a file's content say so, unless they are about another path."""
     try:
         yield
     except (CorruptFileError, DisagreementError, UnsupportedError) as error:
-        if str(path) in str(error):
+        if error.path is not None:
             raise
-        raise type(error)(f"{path}: {error}") from error
+        raise type(error)(*error.args, path=path) from error
 
 
 def _is_text(text: str) -> bool:

@@ -19,6 +19,7 @@ from typing import Final
 from streamshard.errors import CorruptFileError, UnsupportedError
 from streamshard.formats.pickle import inert_dump, inert_load
 from streamshard.formats.pickle.inert import Node, show
+from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.pickle.opcode_arguments import EndedTooEarlyError
 from streamshard.formats.torch import legacy_file, zip_directory
 from streamshard.formats.torch.torch_tensor import Storage, storage_from_id, storage_id
@@ -85,20 +86,17 @@ def read_content(source: Readable, path: Path, file: int) -> TorchFile:
     path
         What messages call the file.
     """
-    try:
-        # As torch does, decide by the first bytes: the end may look like the other format.
-        if legacy_file.is_legacy(source.read_at(0, len(zip_directory.MAGIC))):
-            found = TorchFile(*legacy_file.read(source), is_legacy=True)
-        else:
-            found = read_archive(source)
-    except EndedTooEarlyError as error:
-        message = (
-            f"{path}: not a whole torch file ({error}; {source.nbytes} bytes). "
-            "Was the save interrupted? Copy the file again or take an earlier tag"
-        )
-        raise CorruptFileError(message) from error
-    except (CorruptFileError, UnsupportedError) as error:
-        raise type(error)(f"{path}: {error}") from error
+    with of_file(path):
+        try:
+            # As torch does, decide by the first bytes: the end may look like the other format.
+            if legacy_file.is_legacy(source.read_at(0, len(zip_directory.MAGIC))):
+                found = TorchFile(*legacy_file.read(source), is_legacy=True)
+            else:
+                found = read_archive(source)
+        except EndedTooEarlyError as error:
+            message = f"not a whole torch file ({error}; {source.nbytes} bytes). Was the save"
+            message = f"{message} interrupted? Copy the file again or take an earlier tag"
+            raise CorruptFileError(message) from error
     for storage in found.storages.values():
         storage.file = file
     return found
@@ -127,7 +125,7 @@ def checksum_in(source: Readable, storage: Storage, path: Path) -> int:
     while left:
         piece = source.read_at(storage.offset + storage.nbytes - left, min(left, _PIECE_BYTES))
         if not piece:
-            raise CorruptFileError(f"{path}: ends {left} bytes before its last storage")
+            raise CorruptFileError(f"ends {left} bytes before its last storage", path=path)
         found, left = zlib.crc32(piece, found), left - len(piece)
     return found
 

@@ -97,18 +97,19 @@ class EncodedChunk:
         data = stored(self._stored_bytes + 1)
         found = file.read_into(data, 0)
         if found != self._stored_bytes:
-            message = f"{self._path}: {found} bytes where {self._stored_bytes} were written"
-            raise IntegrityError(message)
+            message = f"{found} bytes where {self._stored_bytes} were written"
+            raise IntegrityError(message, path=self._path)
         data = data[:-1]
         # A chunk with a correct checksum of its own may still be another chunk.
         if isal_zlib.crc32(data) != self._stored_crc32:
-            raise IntegrityError(f"{self._path}: damaged: its bytes are not those in the manifest")
+            message = "damaged: its bytes are not those in the manifest"
+            raise IntegrityError(message, path=self._path)
         view = content(self._content_bytes)
         encoded = require_checksum(data, self._path)
         try:
             self._codec.decode(encoded, view)
         except IntegrityError as error:
-            raise IntegrityError(f"{self._path}: {error}") from error
+            raise IntegrityError(f"{error}", path=self._path) from error
         return view
 
 
@@ -117,5 +118,5 @@ def require_checksum(stored: Stored, path: Path) -> memoryview:
     data, end = memoryview(stored)[:-CHECKSUM_BYTES], stored[-CHECKSUM_BYTES:]
     found = google_crc32c.value(np.frombuffer(data, dtype=np.uint8)) if len(data) else 0
     if len(stored) < CHECKSUM_BYTES or end != serialize_checksum(found):
-        raise IntegrityError(f"{path}: damaged: its bytes do not match the checksum at its end")
+        raise IntegrityError("damaged: its bytes do not match the checksum at its end", path=path)
     return data

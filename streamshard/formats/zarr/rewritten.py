@@ -159,8 +159,8 @@ class RewrittenArray:
                 if isinstance(error, OSError) and error.errno is not None:
                     raise
                 where = ", ".join(f"{s.start}:{s.stop}" for s in there)
-                message = f"{self.directory}: damaged: elements [{where}] cannot be decoded"
-                raise IntegrityError(f"{message} ({_first_line(error)})") from error
+                message = f"damaged: elements [{where}] cannot be decoded ({_first_line(error)})"
+                raise IntegrityError(message, path=self.directory) from error
         self.missing |= opened.missing
 
     def read_compared(self, number: int, view: memoryview) -> None:
@@ -177,8 +177,8 @@ class RewrittenArray:
         self.read(number, view)
         before = self._sums[number - 1] if number else (0, 0)
         if _extended(before, view[: self.piece_bytes(number)]) != self._sums[number]:
-            message = f"{self.directory}: changed while it was being read. Stop what changes the"
-            raise IntegrityError(f"{message} source, and run again")
+            message = "changed while it was being read. Stop what changes the"
+            raise IntegrityError(f"{message} source, and run again", path=self.directory)
 
     def _compare(self, view: memoryview) -> None:
         sums, last = [], (0, 0)
@@ -264,8 +264,10 @@ def find_rewritten(
         return None
     digest = manifest.digests.get(path)
     if digest is None:
-        message = f"{found.document.path}: rewritten by another tool; the manifest has no digest"
-        raise UnsupportedError(f"{message} with which its elements could be compared")
+        message = "rewritten by another tool; the manifest has no digest"
+        raise UnsupportedError(
+            f"{message} with which its elements could be compared", path=found.document.path
+        )
     found.digest = digest
     return found
 
@@ -292,11 +294,11 @@ def read_small_array(root: Path, path: str, manifest: Manifest | None = None) ->
     if manifest is not None:
         stored = content + serialize_checksum(google_crc32c.value(content))
         if not _is_recorded(stored, manifest.records.get(f"{path}/c/0")):
-            message = f"{found.directory}: rewritten by another tool, and not with the same"
+            message = "rewritten by another tool, and not with the same"
             message = f"{message} content: it is not what the manifest records"
-            raise IntegrityError(f"{message}{found.told_missing}")
+            raise IntegrityError(f"{message}{found.told_missing}", path=found.directory)
     elif found.missing:
-        raise IncompleteError(f"{found.directory}: not whole{found.told_missing}")
+        raise IncompleteError(f"not whole{found.told_missing}", path=found.directory)
     return SmallArray(content, is_rewritten=True)
 
 
@@ -320,8 +322,8 @@ def _find_small(root: Path, path: str) -> RewrittenArray | None:
         most = max(_SMALL_BYTES, _MOST_PER_STORED_BYTE * stored)
         if max(*found.shape, *found.chunk) > most:
             claimed = f"{found.shape[0]:,} bytes in chunks of {found.chunk[0]:,}"
-            message = f"{found.directory}: claims {claimed}, and its files have {stored:,}"
-            raise CorruptFileError(f"{message}: {most:,} is most. Store it without compression")
+            message = f"claims {claimed}, and its files have {stored:,}: {most:,} is most. Store it"
+            raise CorruptFileError(f"{message} without compression", path=found.directory)
     return found
 
 
@@ -341,8 +343,8 @@ def _find(root: Path, path: str, nbytes: int, expect: Callable[[], bytes]) -> Re
     if _is_stored_alike(document, expected):
         return None
     for key in _different(document, expected):
-        message = f"{place}: rewritten with another {key}: {show(document.get(key))}, where"
-        raise CorruptFileError(f"{message} {show(expected[key])} belongs")
+        message = f"rewritten with another {key}: {show(document.get(key))}, where"
+        raise CorruptFileError(f"{message} {show(expected[key])} belongs", path=place)
     files = _files(directory, root)
     opened = _opened(document, files, place)
     found = RewrittenArray(
@@ -357,8 +359,10 @@ def _find(root: Path, path: str, nbytes: int, expect: Callable[[], bytes]) -> Re
     )
     missing = found.chunks - len(files)
     if missing > _MOST_MISSING:
-        message = f"{place}: {found.chunks:,} chunks, and {len(files):,} files of them"
-        raise IncompleteError(f"{message}. Is the copy whole? Else rewrite it in larger chunks")
+        message = f"{found.chunks:,} chunks, and {len(files):,} files of them"
+        raise IncompleteError(
+            f"{message}. Is the copy whole? Else rewrite it in larger chunks", path=place
+        )
     return found
 
 
@@ -371,10 +375,10 @@ def _opened(
     try:
         return OpenArray(document, files)
     except UnsupportedError as error:
-        raise UnsupportedError(f"{place}: {error}") from error
+        raise UnsupportedError(str(error), path=place) from error
     except Exception as error:
-        message = f"{place}: zarr-python cannot open this array"
-        raise UnsupportedError(f"{message}: {_first_line(error)}") from error
+        message = f"zarr-python cannot open this array: {_first_line(error)}"
+        raise UnsupportedError(message, path=place) from error
 
 
 def _parsed(place: Path) -> dict[str, Any] | None:

@@ -158,7 +158,7 @@ class StoreIndex:
     def known(self) -> tuple[Manifest, Checkpoint]:
         """Return the manifest and the training state of a store that has both."""
         if self.manifest is None or self.checkpoint is None:
-            raise IncompleteError(f"{self.root}: neither manifest nor training state was read")
+            raise IncompleteError("neither manifest nor training state was read", path=self.root)
         return self.manifest, self.checkpoint
 
     def version_errors(self) -> Iterator[StreamshardError]:
@@ -170,15 +170,17 @@ class StoreIndex:
             yield error
             return
         if found is None:
-            message = f"{self.root}: a Zarr hierarchy, but not one that streamshard wrote"
-            yield SourceNotFoundError(message)
+            message = "a Zarr hierarchy, but not one that streamshard wrote"
+            yield SourceNotFoundError(message, path=self.root)
         elif found[VERSION_KEY] != store_state.VERSION:
             version, known = show(found[VERSION_KEY]), store_state.VERSION
-            message = f"{self.root}: store format {version}; this streamshard reads {known}: use"
-            yield UnsupportedError(f"{message} the one that wrote it")
+            message = f"store format {version}; this streamshard reads {known}: use"
+            yield UnsupportedError(f"{message} the one that wrote it", path=self.root)
         elif self.checkpoint and (WEIGHTS_KEY in found) != (self.checkpoint.dropped is not None):
-            message = f"{self.root / ROOT_DOCUMENT}: does not tell as the training state does"
-            yield CorruptFileError(f"{message} whether the store holds weights only")
+            message = "does not tell as the training state does"
+            yield CorruptFileError(
+                f"{message} whether the store holds weights only", path=self.root / ROOT_DOCUMENT
+            )
 
     def metadata_faults(self) -> Iterator[Fault]:
         """Read the manifest, then the training state, which needs it."""
@@ -197,8 +199,8 @@ class StoreIndex:
             self.is_described = True
             return
         place = self.root / MANIFEST_FILES[1]
-        message = f"{place}: compressed with {show(self.manifest.codec)}, which is not known"
-        yield Fault(place, UnsupportedError(message))
+        message = f"compressed with {show(self.manifest.codec)}, which is not known"
+        yield Fault(place, UnsupportedError(message, path=place))
 
     def array_faults(self) -> Iterator[Fault]:
         """Look at the chunks of all arrays. Zarr would read a missing chunk as zeros."""
@@ -248,17 +250,17 @@ class StoreIndex:
                 self._directories.add(directory)
             status = examine(full, follows=False)
         except (FileNotFoundError, NotADirectoryError):
-            return Fault(full, IncompleteError(f"{full}: missing; {nbytes} bytes were written"))
+            return Fault(full, IncompleteError(f"missing; {nbytes} bytes were written", path=full))
         except OSError as failed:
-            return Fault(full, SourceError(f"{full}: cannot be read ({failed.strerror})"))
+            return Fault(full, SourceError(f"cannot be read ({failed.strerror})", path=full))
         except SourceError as outside:
             return Fault(full.parent, outside)
         if not status.is_file:
-            message = f"{full}: not a regular file; copy the store with 'cp -rL'"
-            return Fault(full, CorruptFileError(message))
+            message = "not a regular file; copy the store with 'cp -rL'"
+            return Fault(full, CorruptFileError(message, path=full))
         if nbytes not in (None, status.nbytes):
-            message = f"{full}: {status.nbytes} bytes, {nbytes} were written"
-            return Fault(full, IntegrityError(message))
+            message = f"{status.nbytes} bytes, {nbytes} were written"
+            return Fault(full, IntegrityError(message, path=full))
         self.numbers[path] = len(self.files)
         self.files.append(status.source_file(full, decoder))
         return None
@@ -270,7 +272,7 @@ class StoreIndex:
         try:
             return store_manifest.read(content)
         except CorruptFileError as error:
-            raise CorruptFileError(f"{self.root / MANIFEST_FILES[1]}: {error}") from error
+            raise CorruptFileError(f"{error}", path=self.root / MANIFEST_FILES[1]) from error
 
     def _read_state(self, manifest: Manifest) -> tuple[Checkpoint, store_state.ChunkShapes]:
         """Read the training state, whose tensors have no more chunks than the manifest lists."""
@@ -297,7 +299,7 @@ class StoreIndex:
             record = manifest.records.get(chunk.path)
             if record is None:
                 place = self.root / MANIFEST_FILES[1]
-                yield Fault(place, CorruptFileError(f"{place}: does not list {chunk.path}"))
+                yield Fault(place, CorruptFileError(f"does not list {chunk.path}", path=place))
                 continue
             decoder = self._decoder(array, chunk, record, manifest.codec)
             wrong = decoder if isinstance(decoder, CorruptFileError) else None
@@ -316,11 +318,11 @@ class StoreIndex:
         full, crc32s, is_raw = self.root / chunk.path, record.crc32s, codec == "none"
         blocks = -(-chunk.nbytes // BLOCK_BYTES) if is_raw else 1
         if is_raw and record.nbytes != chunk.nbytes + CHECKSUM_BYTES:
-            message = f"{full}: {record.nbytes} bytes for {chunk.nbytes} of content"
-            return CorruptFileError(message)
+            message = f"{record.nbytes} bytes for {chunk.nbytes} of content"
+            return CorruptFileError(message, path=full)
         if len(crc32s) != blocks:
-            message = f"{full}: the manifest lists {len(crc32s)} checksums where {blocks} belong"
-            return CorruptFileError(message)
+            message = f"the manifest lists {len(crc32s)} checksums where {blocks} belong"
+            return CorruptFileError(message, path=full)
         if is_raw:
             return BlockDigests(chunk.nbytes, BLOCK_BYTES, crc32s)
         # Twice, because the allocator keeps the memory of the previous chunk.

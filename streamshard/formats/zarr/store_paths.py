@@ -15,8 +15,8 @@ LIMIT_BYTES: Final = 1 << 30
 def require_inside(path: Path, root: Path) -> None:
     """Refuse a path in which a symbolic link leads out of the store."""
     if not is_inside(path, root):
-        message = f"{path}: a symbolic link leads out of the store here, to {place_of(path)}"
-        raise SourceError(f"{message}; copy the store with 'cp -rL'")
+        message = f"a symbolic link leads out of the store here, to {place_of(path)}"
+        raise SourceError(f"{message}; copy the store with 'cp -rL'", path=path)
 
 
 def read_small(path: Path) -> bytes:
@@ -24,11 +24,11 @@ def read_small(path: Path) -> bytes:
     try:
         stat = examine(path)
     except (FileNotFoundError, NotADirectoryError):
-        raise IncompleteError(f"{path}: missing; the store is not whole") from None
+        raise IncompleteError("missing; the store is not whole", path=path) from None
     if not stat.is_file:
-        raise CorruptFileError(f"{path}: not a regular file")
+        raise CorruptFileError("not a regular file", path=path)
     if stat.nbytes > LIMIT_BYTES:
-        raise CorruptFileError(f"{path}: {stat.nbytes:,} bytes, where {LIMIT_BYTES:,} is most")
+        raise CorruptFileError(f"{stat.nbytes:,} bytes, where {LIMIT_BYTES:,} is most", path=path)
     return read_all(path)
 
 

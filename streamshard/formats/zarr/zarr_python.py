@@ -152,7 +152,7 @@ def _read(file: SourceFile, start: int, stop: int) -> bytearray:
     with open_readable(file.path) as opened:
         require_same(file, opened.status())
         if opened.read_into(memoryview(data), start) != len(data):
-            raise CorruptFileError(f"{file.path}: ends before byte {stop}")
+            raise CorruptFileError(f"ends before byte {stop}", path=file.path)
     return data
 
 

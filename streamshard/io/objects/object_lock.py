@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from streamshard.errors import TargetError, TargetLockedError
+from streamshard.errors import Option, TargetError, TargetLockedError
 from streamshard.io.lock import Holder, holder_in, is_gone
 from streamshard.io.object_path import ObjectPath, object_of
 from streamshard.io.objects.object_upload import Version, get_small, put, remove_object
@@ -99,7 +99,7 @@ class ObjectLock:
     def _unsafe(self, does: str) -> TargetError:
         message = f"{self._what}: its service {does} conditions of uploads (such as If-None-Match)"
         message = f"{message}, so no lock can keep two runs from writing there at once. If no other"
-        return TargetError(f"{message} run does, give --no-lock")
+        return TargetError(f"{message} run does, give {Option('lock', False)}")
 
     def _require_gone(self, content: bytes) -> None:
         holder = holder_in(_without_token(content))

@@ -57,7 +57,7 @@ def get(path: ObjectPath, start: int, stop: int, expected: Status) -> memoryview
     try:
         result, data = call(path, lambda client: _received(client.get(path.key, options=options)))
     except FileNotFoundError:
-        raise CorruptFileError(f"{path}: removed while it was being read") from None
+        raise CorruptFileError("removed while it was being read", path=path) from None
     except OSError as error:
         if error.errno == errno.EBUSY:
             raise _changed(path) from None
@@ -77,8 +77,9 @@ def _received(result: "GetResult") -> "tuple[GetResult, memoryview]":
 
 def _changed(path: ObjectPath) -> CorruptFileError:
     return CorruptFileError(
-        f"{path}: replaced by another object while it was being read. Is the job still saving? "
-        "Run again when it has finished"
+        "replaced by another object while it was being read. Is the job still saving? "
+        "Run again when it has finished",
+        path=path,
     )
 
 

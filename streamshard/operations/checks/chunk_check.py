@@ -46,7 +46,7 @@ class ChunkCheck:
             try:
                 return probe.digests(self.file, [0, self.own_bytes]), b""
             except (RuntimeError, ValueError) as error:
-                raise IntegrityError(f"{self.path}: cannot be decompressed ({error})") from error
+                raise IntegrityError(f"cannot be decompressed ({error})", path=self.path) from error
         end = self.nbytes
         return probe.digests(self.file, self._cuts()), probe.read(
             self.file, end, end + CHECKSUM_BYTES

@@ -36,7 +36,7 @@ class ItemFilesCheck(TorchFiles):
             if is_file(path):
                 files.append(identify(path))
             else:
-                findings.add_error(missing_file(path), path, {path})
+                findings.add_error(missing_file(path), path)
         return cls(files, lambda _: None, findings, sample, items=items)
 
     def _records(self, path: Path) -> Sequence[StoredRecord]:

@@ -1,9 +1,8 @@
 """The problems that `verify` finds, and the result that it returns."""
 
-import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import PurePath
 from typing import Final
 
 from streamshard.errors import (
@@ -15,7 +14,6 @@ from streamshard.errors import (
     UnsupportedError,
     UsageError,
 )
-from streamshard.io.object_path import as_path
 
 _MISSING: Final = "missing"
 """A file that should exist does not."""
@@ -124,43 +122,19 @@ class Findings:
     tensors: int = 0
     _known: set[Problem] = field(default_factory=set)
 
-    def add(self, kind: str, file: Path, message: str) -> None:
+    def add(self, kind: str, file: PurePath, message: str) -> None:
         """Add a problem of a file, unless it is known already."""
         problem = Problem(kind, str(file), message)
         if problem not in self._known:
             self._known.add(problem)
             self.problems.append(problem)
 
-    def add_error(self, error: StreamshardError, place: Path, files: Collection[Path] = ()) -> None:
-        """Add an error that stopped a reader.
-
-        Parameters
-        ----------
-        place
-            Path to report if the message names none of the files.
-        files
-            Files that the message may name: the one that it names first has the problem. Pass a set
-            if there are many.
-        """
+    def add_error(self, error: StreamshardError, place: PurePath) -> None:
+        """Add an error that stopped a reader; `place` is reported if it is about no path."""
         kind = next((k for t, k in _KINDS.items() if isinstance(error, t)), UNREADABLE)
-        self.add(kind, _named(str(error), place, files), str(error))
+        self.add(kind, error.path or place, str(error))
 
-    def add_unexplained(
-        self, error: StreamshardError, place: Path, files: Collection[Path] = ()
-    ) -> None:
+    def add_unexplained(self, error: StreamshardError, place: PurePath) -> None:
         """Add an error that stopped a reader, unless there is a problem already."""
         if not self.problems:
-            self.add_error(error, place, files)
-
-
-def _named(message: str, place: Path, files: Collection[Path]) -> Path:
-    """Return the file that a message names first: one of the files, or a path below the place."""
-    head = message.partition(": ")[0]
-    if as_path(head) in files:
-        return as_path(head)
-    places = {path: message.find(str(path)) for path in files}
-    named = [path for path, at in places.items() if at >= 0]
-    if not named and head.startswith(f"{place}{os.sep}"):
-        return as_path(head)  # such as a missing file
-    # If one path is the beginning of another, the longest is meant.
-    return min(named, key=lambda path: (places[path], -len(str(path))), default=place)
+            self.add_error(error, place)

@@ -200,7 +200,7 @@ def _look_at_native(request: Request, root: Path, findings: Findings, sample: Sa
     except SourceError as error:
         if not is_directory(root):
             raise
-        findings.add_error(error, root, [root / "latest"])
+        findings.add_error(error, root)
         return Looked("native", None, (), lambda: iter(()))
     try:
         opened = request.open()
@@ -246,13 +246,12 @@ def _explain(
     error: StreamshardError, findings: Findings, place: Path, errors: SetErrors, fit: _Fit
 ) -> None:
     """Add all problems of a set of shards that cannot be opened."""
-    files = {*fit.files, *fit.others}
     # For an unsupported kind of checkpoint it is not known which files belong together, so such
     # problems are left out. But if a single file is refused, that is the reason, whatever the kind.
     is_of_a_kind = isinstance(error, UnsupportedError) and not (errors.own or fit.others)
     for found in (*errors.own, *(() if is_of_a_kind else errors.together)):
-        findings.add_error(found, place, files)
-    findings.add_unexplained(error, place, files)
+        findings.add_error(found, place)
+    findings.add_unexplained(error, place)
 
 
 def _described(paths: Iterable[Path]) -> list[SourceFile]:

@@ -1,6 +1,6 @@
 """Computes the digest of every logical tensor of a checkpoint, however it is cut."""
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -23,7 +23,6 @@ def tensor_units(source: Source, findings: Findings, sample: Sample) -> Iterator
     """Yield a unit for every tensor in the sample; its digest is added to the findings."""
     tensors = source.checkpoint.tensors
     total, at = sum(tensor.nbytes for tensor in tensors), 0
-    paths = {file.path for file in source.files}
     for index, tensor in enumerate(tensors):
         start, at = at, at + tensor.nbytes
         if not sample.holds(start, at, total):
@@ -35,14 +34,12 @@ def tensor_units(source: Source, findings: Findings, sample: Sample) -> Iterator
             region = source.region(index, first, stop)
             read = partial(Probe.digest_of, region=region)
             pieces.append(ScanPiece(region.content_bytes, read))
-        yield Unit(pieces, partial(_note, source.path, paths, findings, array_path(tensor)))
+        yield Unit(pieces, partial(_note, source.path, findings, array_path(tensor)))
 
 
-def _note(
-    place: Path, paths: Set[Path], findings: Findings, name: str, results: Sequence[Result]
-) -> None:
+def _note(place: Path, findings: Findings, name: str, results: Sequence[Result]) -> None:
     for result in results:
         if isinstance(result, StreamshardError):
-            findings.add_error(result, place, paths)
+            findings.add_error(result, place)
             return
     findings.digests[name] = digests.joined(results).text

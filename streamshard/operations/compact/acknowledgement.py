@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from streamshard.commands import command
-from streamshard.errors import CorruptFileError, SourceError, UsageError
+from streamshard.errors import CorruptFileError, Option, SourceError, UsageError
 from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import names
 from streamshard.formats.links import require_regular
@@ -54,8 +54,11 @@ class Acknowledging:
         if choice.verdict == tag_choice.KEPT:
             raise UsageError(f"kept anyway ({choice.reason}), so there is nothing to acknowledge")
         if choice.verdict == tag_choice.CANDIDATE:
-            message = "it can be opened, and no rule keeps it"
-            raise UsageError(f"{message}; '--keep-tag {tag.name}' in every run leaves it alone")
+            message, keep = (
+                "it can be opened, and no rule keeps it",
+                Option("keep_tags", [tag.name]),
+            )
+            raise UsageError(f"{message}; {keep} in every run leaves it alone")
         if not is_dry_run:
             noted = _Acknowledgement.of(tag, show_moment(now))
             data = json.dumps({"format": _FORMAT, **asdict(noted)}, indent=1).encode()
@@ -72,7 +75,7 @@ class Acknowledging:
         if known is not None and known == _Acknowledgement.of(tag, known.at):
             reason = f"{choice.reason}; acknowledged {known.at[:10]}"
             return CompactedTag(tag.name, choice.step, compact_report.KEPT, reason)
-        way = command("compact", self.run_dir, self.directory, "--acknowledge", tag.name)
+        way = command("compact", self.run_dir, self.directory, acknowledge=tag.name)
         advice = f"To leave it as it is: {way}"
         if known is not None:
             advice = f"It is not as it was when it was acknowledged on {known.at[:10]}. {advice}"

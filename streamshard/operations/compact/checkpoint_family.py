@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path, PureWindowsPath
 from typing import Any, Final
 
-from streamshard.errors import CorruptFileError, IncompleteError, UnsupportedError
+from streamshard.errors import CorruptFileError, IncompleteError, Option, UnsupportedError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.frameworks import TRAINER_STATE
 from streamshard.io.entries import (
@@ -61,7 +61,8 @@ def units_in(output_dir: Path, hidden: Container[Path], pattern: str | None = No
     if len(kinds) > 1:
         message = f"{output_dir}: holds checkpoints named {kinds[0]} and {kinds[1]}, whose"
         raise UnsupportedError(
-            f"{message} numbers do not tell which is newer; keep them apart, or choose with --tags"
+            f"{message} numbers do not tell which is newer; keep them apart, or choose with "
+            f"{Option('tags')}"
         )
     return found
 

@@ -10,7 +10,7 @@ from typing import Final
 from streamshard.defaults import DEFAULT_CHUNK_BYTES, DEFAULT_GRACE, DEFAULT_MIN_AGE
 from streamshard.engine.jobs.executor import limited_to
 from streamshard.engine.run import resident_memory
-from streamshard.errors import UsageError
+from streamshard.errors import Option, UsageError
 from streamshard.io.entries import resolve
 from streamshard.io.files import target_errors
 from streamshard.io.object_path import as_path, is_object
@@ -29,11 +29,13 @@ from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Progress, Silent
 from streamshard.operations.transfer.target import nearest_directory
 from streamshard.operations.verb_options import ConvertOptions
-from streamshard.sizes import counted, show_bytes, show_duration
+from streamshard.sizes import counted, show_bytes
 
 Path_ = str | os.PathLike[str]
 
 _LEAST_KEPT: Final = 2
+
+_DELETE: Final = Option("delete", True)
 
 
 def compact(
@@ -127,15 +129,17 @@ def compact(
         now, min_age=min_age, grace=grace, weights_only_older_than=weights_only_older_than
     )
     if keep_last < _LEAST_KEPT:
-        raise UsageError(f"--keep-last {keep_last}: at least {_LEAST_KEPT}, as one may be damaged")
+        asked = Option("keep_last", keep_last)
+        raise UsageError(f"{asked}: at least {_LEAST_KEPT}, as one may be damaged")
     if keep_every is not None and keep_every < 1:
-        raise UsageError(f"--keep-every {keep_every}: at least 1")
+        raise UsageError(f"{Option('keep_every', keep_every)}: at least 1")
     if max_delete is not None and max_delete < 0:
-        raise UsageError(f"--max-delete {max_delete}: at least 0")
+        raise UsageError(f"{Option('max_delete', max_delete)}: at least 0")
     if bytes_per_second is not None and bytes_per_second < 1:
-        raise UsageError(f"--bwlimit {bytes_per_second}: at least one byte a second")
+        asked = Option("bytes_per_second", bytes_per_second)
+        raise UsageError(f"{asked}: at least one byte a second")
     if workers is not None and workers < 1:
-        raise UsageError(f"--workers {workers}: at least one is needed")
+        raise UsageError(f"{Option('workers', workers)}: at least one is needed")
     floor_bytes = resident_memory.resident_bytes()
     min_age_ns = int(min_age.total_seconds() * 10**9)
     settings = Settings(
@@ -157,14 +161,14 @@ def compact(
         require_pattern(tags)
         if settings.is_by_hand:
             message = "chooses for nights by the rules; with the names of tags, leave it out"
-            raise UsageError(f"--tags {tags}: {message}")
+            raise UsageError(f"{Option('tags', tags)}: {message}")
     _require_apart(settings.run_dir, settings.archive_dir)
     tag_progress = TagProgress(progress or Silent(), bytes_per_second)
     with limited_to(bytes_per_second):
         found = tuple(Compacting(settings, now or datetime.now(UTC), tag_progress).run())
     seconds = time.monotonic() - began
     patterns = () if settings.is_by_hand else keep_tags
-    notes = [*_unmatched(patterns, found), *_about_trash(found, show_duration(grace))]
+    notes = [*_unmatched(patterns, found), *_about_trash(found, grace)]
     if dry_run:
         notes += _about_space(settings.archive_dir, found)
         notes += _about_requests(settings, found)
@@ -175,16 +179,18 @@ def _unmatched(patterns: Sequence[str], tags: Sequence[CompactedTag]) -> Iterato
     """Report patterns that match no tag: one may be mistyped, and its tag is not kept."""
     for pattern in patterns:
         if not any(matches(tag.tag, pattern) for tag in tags):
-            yield f"--keep-tag {pattern}: no tag has such a name"
+            yield f"{Option('keep_tags', [pattern])}: no tag has such a name"
 
 
-def _about_trash(tags: Sequence[CompactedTag], grace: str) -> Iterator[str]:
+def _about_trash(tags: Sequence[CompactedTag], grace: timedelta) -> Iterator[str]:
     """Say what a later run will do with tags that were moved into the trash or brought back."""
     actions = {tag.action for tag in tags}
     if DELETED in actions:
-        yield f"space in the trash is freed by the first run with --delete after --grace {grace}"
+        after = Option("grace", grace)
+        yield f"space in the trash is freed by the first run with {_DELETE} after {after}"
     if BROUGHT_BACK in actions:
-        yield "a run with --delete moves it to the trash again, unless --keep-tag names it"
+        keeps = Option("keep_tags")
+        yield f"a run with {_DELETE} moves it to the trash again, unless {keeps} names it"
 
 
 def _about_space(archive_dir: Path, tags: Sequence[CompactedTag]) -> Iterator[str]:

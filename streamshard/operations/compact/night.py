@@ -10,6 +10,7 @@ from typing import Final
 from streamshard.errors import (
     CorruptFileError,
     IncompleteError,
+    Option,
     SourceError,
     SourceNotFoundError,
     StreamshardError,
@@ -46,7 +47,6 @@ from streamshard.operations.compact.tag_progress import TagProgress
 from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.target import is_there
 from streamshard.operations.verb_options import ConvertOptions
-from streamshard.sizes import show_duration
 
 _LOCK: Final = f"{names.OWN_PREFIX}.lock"
 _MOST_NAMED: Final = 4
@@ -177,8 +177,8 @@ class Compacting:
             trash.require(tag)
             waits = self._remover.waits(tag, self._settings.grace)
             if waits:
-                message = f"in the trash {waits}; give '--grace 0s' too to remove it for good now"
-                raise UsageError(message)
+                now = Option("grace", timedelta())
+                raise UsageError(f"in the trash {waits}; give {now} too to remove it for good now")
 
     def _attempt(
         self,
@@ -226,7 +226,8 @@ class Compacting:
         known = [tag.name for tag in (*run.tags, *run.trashed)]
         if known and not any(map(rules.considers, known)):
             more = ", …" if len(known) > _MOST_NAMED else ""
-            message = f"{self._settings.run_dir}: --tags {rules.tags} matches no tag; there are"
+            asked = Option("tags", rules.tags)
+            message = f"{self._settings.run_dir}: {asked} matches no tag; there are"
             raise SourceNotFoundError(f"{message} {', '.join(known[:_MOST_NAMED])}{more}")
         reason = refusal(run)
         if reason is not None:
@@ -308,7 +309,8 @@ class Compacting:
         if not self._settings.delete:
             return found
         if not self._may_delete():
-            return replace(found, reason=f"--max-delete {self._settings.max_delete:,} is reached")
+            most = Option("max_delete", self._settings.max_delete)
+            return replace(found, reason=f"{most} is reached")
         if not self._settings.dry_run:
             self._remover.remove(choice.tag.name, lambda: again.still_free(choice), proved)
         self._deleted.add(choice.tag.name)
@@ -316,7 +318,7 @@ class Compacting:
 
     def _empty_trash(self, again: Again) -> Iterator[CompactedTag]:
         """Remove the tags for good whose grace time in the trash is over."""
-        trash, grace = self._remover.trash, show_duration(self._settings.grace)
+        trash, no_delete = self._remover.trash, f"no {Option('delete', True)}"
 
         def purge(tag: str) -> None:
             self._remover.purge(tag, lambda: again.still_unwanted(tag))
@@ -329,7 +331,7 @@ class Compacting:
             return
         for tag in sorted(held, key=lambda t: (step_of(t) or -1, t)):
             if not self._settings.delete:
-                yield CompactedTag(tag, step_of(tag), compact_report.IN_TRASH, "no --delete")
+                yield CompactedTag(tag, step_of(tag), compact_report.IN_TRASH, no_delete)
                 continue
             try:
                 is_going = tag in trash.going()
@@ -341,10 +343,10 @@ class Compacting:
             if waits:
                 yield CompactedTag(tag, step_of(tag), compact_report.IN_TRASH, waits)
             elif kept is not None:
-                reason = f"{kept}; --undelete brings it back"
+                reason = f"{kept}; {Option('undelete')} brings it back"
                 yield CompactedTag(tag, step_of(tag), compact_report.IN_TRASH, reason)
             else:
-                reason = f"in the trash for longer than --grace {grace}"
+                reason = f"in the trash for longer than {Option('grace', self._settings.grace)}"
                 yield self._attempt(tag, compact_report.PURGED, reason, purge)
 
     def _drop_states(self, run: Run, least_age: timedelta) -> Iterator[CompactedTag]:
@@ -361,7 +363,7 @@ class Compacting:
                     continue
                 reason = tag_choice.protection(tag, run, self._settings.rules)
                 if reason is None and most is not None and count >= most:
-                    reason = f"--max-delete {most:,} is reached"
+                    reason = f"{Option('max_delete', most)} is reached"
                 if reason is not None:
                     yield CompactedTag(tag, step_of(tag), compact_report.KEPT, reason)
                     continue

@@ -1,4 +1,4 @@
-"""The record of the last night, beside the archives: what `--status` and `--notify` report."""
+"""The record of the last night, beside the archives: what status and notices report."""
 
 import json
 import time
@@ -50,7 +50,7 @@ class Night:
     grace_seconds: int = 0
     """Time that tags stay in the trash."""
     deletes: bool = False
-    """Whether `--delete` was given."""
+    """Whether it was to remove originals."""
     exit_code: int = 0
     error: str = ""
     """Why nothing more was done; empty if every tag had its turn."""

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import Final
 
-from streamshard.errors import UsageError
+from streamshard.errors import Option, UsageError
 from streamshard.formats.deepspeed.names import step_of
 from streamshard.sizes import show_duration, show_time
 
@@ -107,7 +107,8 @@ def refusal(run: Run) -> str | None:
         return "no 'latest' file says which tag is needed; give the directory that holds it"
     if run.latest not in {tag.name for tag in run.tags}:
         if run.latest in {tag.name for tag in run.trashed}:
-            return f"'latest' names {run.latest}, which is in the trash; --undelete brings it back"
+            back = Option("undelete")
+            return f"'latest' names {run.latest}, which is in the trash; {back} brings it back"
         return f"'latest' names {run.latest}, which is not a tag with shards here"
     if step_of(run.latest) is None and run.is_family:
         return "no complete checkpoint has a step in its name, as in 'epoch=1-step=10.ckpt'"
@@ -165,7 +166,7 @@ def _young(tag: Tag, rules: Rules, now_ns: int) -> Iterator[str]:
     age = now_ns - tag.changed_ns
     if age < rules.min_age_ns:
         least = show_duration(timedelta(seconds=rules.min_age_ns // 10**9))
-        yield f"changed {show_time(max(0, age) // 10**9)} ago, --min-age is {least}"
+        yield f"changed {show_time(max(0, age) // 10**9)} ago, {Option('min_age')} is {least}"
 
 
 def _unclear(tag: Tag, run: Run, step: int | None) -> Iterator[str]:
@@ -206,12 +207,12 @@ def _matching(name: str, patterns: Sequence[str]) -> Iterator[str]:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Tell whether a tag has the name or matches the pattern that `--keep-tag` gives."""
+    """Tell whether a tag has the name or matches the pattern of a tag to keep."""
     return name == pattern or fnmatchcase(name, pattern)
 
 
 def is_like(name: str, pattern: str) -> bool:
-    """Tell whether a tag is one that the pattern of `--tags` matches, directory by directory.
+    """Tell whether a tag is one that a pattern matches, directory by directory.
 
     >>> [is_like("run1/global_step5", p) for p in ("run*/global_step*", "run*", "*")]
     [True, False, False]
@@ -221,10 +222,10 @@ def is_like(name: str, pattern: str) -> bool:
 
 
 def require_pattern(pattern: str) -> None:
-    """Require that a pattern of `--tags` is a path below the run directory."""
-    path = PurePosixPath(pattern)
+    """Require that a pattern of tags to consider is a path below the run directory."""
+    path, asked = PurePosixPath(pattern), Option("tags", pattern)
     if not path.parts or path.is_absolute() or "://" in pattern:
-        raise UsageError(f"--tags {pattern}: has to be relative to RUN_DIR, as 'global_step*'")
+        raise UsageError(f"{asked}: has to be relative to RUN_DIR, as 'global_step*'")
     if any(part in ("..", "**") for part in path.parts):
-        message = f"--tags {pattern}: '..' and '**' are not allowed; use a '*' for each level"
+        message = f"{asked}: '..' and '**' are not allowed; use a '*' for each level"
         raise UsageError(message)

@@ -114,11 +114,10 @@ def _differences(
     exactly: bool,
 ) -> list[Difference]:
     counts: dict[int, tuple[int, int]] = {}
-    paths = {file.path for side in runs.sides for file in side.files}
     job = partial(_job, runs, exactly=exactly)
     for parts, result in runs.work(Comparator, job, memory, progress):
         if isinstance(result, StreamshardError):
-            findings.add_error(result, runs.sides[0].path, paths)
+            findings.add_error(result, runs.sides[0].path)
             continue
         for mismatch in result:
             part = parts[mismatch.part]

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from streamshard.errors import SourceError
+from streamshard.errors import Option, SourceError
 from streamshard.formats.deepspeed.model_parallel.cut_rules import read_rules
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import is_pipeline
 from streamshard.io.object_path import as_path
@@ -87,7 +87,7 @@ def _prepare(options: ConvertOptions, opened: Source) -> Output:
         output = store_output(opened, verb="convert", options=options)
         return replace(output, notes=(*output.notes, *_kept_apart(opened)))
     output = store_output(cut_anew.source, verb="convert", options=options)
-    own = {"--cut-rules": rules.text} if rules else {}
+    own = {"cut_rules_file": rules.text} if rules else {}
     return replace(
         output,
         options={**output.options, **cut_anew.options, **own},
@@ -103,7 +103,7 @@ def _kept_apart(opened: Source) -> Iterator[str]:
         if parts > 1 and not is_pipeline(opened.checkpoint) and tells_cut(opened):
             yield (
                 f"The store keeps what each of {parts} tensor-parallel ranks has. With "
-                "--tensor-parallel 1 it holds whole tensors, for any Zarr library."
+                f"{Option('tensor_parallel', 1)} it holds whole tensors, for any Zarr library."
             )
 
 
@@ -121,9 +121,9 @@ def store_output(opened: Source, *, verb: str, options: ConvertOptions) -> Outpu
         writer=writer,
         options={
             "verb": verb,
-            "--tag": checkpoint.tag,
-            "--codec": codec,
-            "--chunk-size": str(options.chunk_size),
+            "tag": checkpoint.tag,
+            "codec": codec,
+            "chunk_size": str(options.chunk_size),
         },
         source_world_size=checkpoint.ranks,
         notes=checkpoint.remarks,

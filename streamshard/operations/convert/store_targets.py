@@ -12,7 +12,7 @@ import numpy as np
 from streamshard.engine.numeric import digests
 from streamshard.engine.numeric.checksums import crc32
 from streamshard.engine.run.work import Fixed, Span, SpanResult, TargetFile, Trailer
-from streamshard.errors import UnsupportedError
+from streamshard.errors import Option, UnsupportedError
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.torch_file import ALIGNMENT
 from streamshard.formats.zarr import store_manifest, store_paths, store_state
@@ -117,7 +117,7 @@ class StoreTargets:
             if sizes[path] > store_paths.LIMIT_BYTES:
                 message = f"{path} of its store would have {sizes[path]:,} bytes, and"
                 message = f"{message} {store_paths.LIMIT_BYTES:,} is most that is read"
-                raise UnsupportedError(f"{message}; use a larger --chunk-size")
+                raise UnsupportedError(f"{message}; use a larger {Option('chunk_size')}")
         return sizes
 
     def manifest(self) -> Iterator[TargetFile]:

@@ -12,7 +12,7 @@ from streamshard.engine.numeric.cast import wider
 from streamshard.engine.run import resident_memory
 from streamshard.engine.run.phases import Count
 from streamshard.engine.scan.distance import BLOCK_NUMEL, NUMERIC, Measured, Measurement, Measurer
-from streamshard.errors import UsageError
+from streamshard.errors import Option, UsageError
 from streamshard.io.object_path import as_path
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.model import FILE, ITEMSIZE, LogicalTensor
@@ -149,7 +149,7 @@ def _choose(pairing: Pairing, one: Source, other: Source, patterns: Sequence[str
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in held):
             example = f"; one is '{held[0]}'" if held else ""
-            raise UsageError(f"--param {pattern}: no tensor has such a name{example}")
+            raise UsageError(f"{Option('params', [pattern])}: no tensor has such a name{example}")
 
     def is_wanted(tensor: LogicalTensor | None) -> bool:
         found = () if tensor is None else names.of(tensor)

@@ -69,7 +69,7 @@ class StateDiff:
 
 @dataclass(frozen=True, slots=True)
 class DiffReport:
-    """The differences between two checkpoints, as `verify --against` finds them, with measures."""
+    """The differences between two checkpoints, as `verify` finds them, with measures."""
 
     left: str
     right: str

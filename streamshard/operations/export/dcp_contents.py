@@ -159,7 +159,7 @@ class _OptimizerEntries:
     def all(self) -> Iterator[DcpEntry]:
         """Yield state after state, each in the order of the parameters, then param groups."""
         groups, index = self.family.groups, self.checkpoint.tensor_index()
-        # A parameter may be stored under another name: --strip-prefix.
+        # A parameter may be stored under another name: a prefix may be stripped.
         first = {weight.tensor: weight.names[0] for weight in self.weights.weights}
         names = [
             [first[index[self.family.name, MASTER, name]] for name in group.params]

@@ -9,7 +9,7 @@ from typing import Final, Self
 
 from streamshard.defaults import DTYPES
 from streamshard.engine.run.work import TargetFile
-from streamshard.errors import DisagreementError, UnsupportedError, UsageError
+from streamshard.errors import DisagreementError, Option, UnsupportedError, UsageError
 from streamshard.formats import pretrained
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed import names
@@ -43,6 +43,7 @@ UNIVERSAL: Final = "universal"
 _DCP: Final = "dcp"
 _ONLY_FOR_WEIGHTS: Final = ("max_shard_size", "include", "exclude")
 _ONLY_FOR_DCP: Final = ("layout", "ranks")
+_MODEL: Final = Option("like", what="the base model")
 _MOST_NAMED: Final = 4
 """Most tensors that a note names."""
 
@@ -95,7 +96,7 @@ class ExportWriter:
         more = f" and {len(found) - _MOST_NAMED:,} more" if len(found) > _MOST_NAMED else ""
         note = (
             f"{count:,} finite elements are too large for {report.dtype} and became infinite, in "
-            f"{named}{more}: use bf16, or leave them as they are with --keep-dtype."
+            f"{named}{more}: use bf16, or leave them as they are with {Option('keep_dtype')}."
         )
         return replace(report, overflowed=count, notes=(note, *report.notes))
 
@@ -177,17 +178,23 @@ def _prepare(options: ExportOptions, opened: Source) -> Output:
     is_model = opened.like is not None and bool(opened.like.foreign)
     opened.require_use_of_like(needed=is_model)
     if is_model and options.format in (UNIVERSAL, _DCP):
-        message = f"--format {options.format}: names and shapes of a base model are compared with"
-        raise UsageError(f"{message} those of files of weights alone; leave --like out")
+        message = (
+            f"{Option('format', options.format)}: names and shapes of a base model are compared"
+        )
+        message = f"{message} with those of files of weights alone"
+        raise UsageError(f"{message}; leave {Option('like')} out")
     rules_file = options.cut_rules_file
     rules = read_rules(as_path(rules_file) if rules_file else None)
     joined = whole(opened, rules, average=options.average)
     if joined is not None:
         if options.format in (UNIVERSAL, _DCP) and is_pipeline(opened.checkpoint):
-            message = f"{opened.path}: a pipeline, which --format {options.format} does not write"
-            raise UnsupportedError(f"{message}: give --format safetensors or torch")
+            message = (
+                f"{opened.path}: a pipeline, which {Option('format', options.format)} does not"
+            )
+            form = Option("format", pretrained.SAFETENSORS)
+            raise UnsupportedError(f"{message} write: give {form} or {pretrained.TORCH}")
         output = _prepare(replace(options, cut_rules_file=None, average=False), joined.source)
-        own = {AVERAGE: ""} if options.average else {}
+        own = {AVERAGE.name: ""} if options.average else {}
         return replace(output, options={**output.options, **own}, check=joined.require_equal_copies)
     make = {UNIVERSAL: _universal, _DCP: _dcp}.get(options.format, _weights)
     try:
@@ -212,8 +219,8 @@ def _weights(source: Source, options: ExportOptions) -> Output:
 def _universal(source: Source, options: ExportOptions) -> Output:
     own, default = inspect.get_annotations(ExportOptions), ExportOptions(format=UNIVERSAL)
     if any(getattr(options, name) != getattr(default, name) for name in own):
-        message = f"--format {UNIVERSAL}: holds the whole checkpoint as it is, in files of its own"
-        raise UsageError(f"{message}; of the options that shape weights none has a meaning")
+        message = f"{Option('format', UNIVERSAL)}: holds the whole checkpoint as it is, in files of"
+        raise UsageError(f"{message} its own; of the options that shape weights none has a meaning")
     files = UniversalFiles(source)
     writer = ExportWriter.of(files, ModelSidecars(source, (), ()))
     return _output(writer, options, files.tensors(), tuple(files.notes()))
@@ -233,7 +240,7 @@ def _require_defaults(options: ExportOptions, names: Sequence[str], what: str) -
     default = ExportOptions()
     for name in names:
         if getattr(options, name) != getattr(default, name):
-            raise UsageError(f"--{name.replace('_', '-')}: is for {what}; leave it out")
+            raise UsageError(f"{Option(name)}: is for {what}; leave it out")
 
 
 def _output(
@@ -245,17 +252,17 @@ def _output(
         writer=writer,
         options={
             "verb": "export",
-            "--tag": source.checkpoint.tag,
-            "--format": options.format,
-            "--dtype": DTYPES[options.dtype],
-            "--max-shard-size": str(options.max_shard_size),
-            "--include": " ".join(options.include),
-            "--exclude": " ".join(options.exclude),
-            "--keep-dtype": " ".join(options.keep_dtype),
-            "--strip-prefix": " ".join(options.strip_prefix),
-            "--no-frozen": str(not options.frozen),
-            "--layout": options.layout,
-            "--ranks": str(options.ranks),
+            "tag": source.checkpoint.tag,
+            "format": options.format,
+            "dtype": DTYPES[options.dtype],
+            "max_shard_size": str(options.max_shard_size),
+            "include": " ".join(options.include),
+            "exclude": " ".join(options.exclude),
+            "keep_dtype": " ".join(options.keep_dtype),
+            "strip_prefix": " ".join(options.strip_prefix),
+            "frozen": str(options.frozen),
+            "layout": options.layout,
+            "ranks": str(options.ranks),
         },
         source_world_size=source.checkpoint.ranks,
         tensors=tensors,
@@ -285,20 +292,22 @@ def _require_same_model(
     shapes = {entry.name: entry.shape for entry in model.families[0].module}
     unknown = [weight.names[0] for weight in weights if not shapes.keys() & {*weight.names}]
     if unknown:
-        message = f"the base model given with --like lacks {show_few(unknown)}: leave out with"
+        message = (
+            f"{_MODEL} lacks {show_few(unknown)}: leave out with {Option('exclude')} what is not"
+        )
         raise DisagreementError(
-            f"{message} --exclude what is not its own, and take prefixes away with --strip-prefix"
+            f"{message} its own, and take prefixes away with {Option('strip_prefix')}"
         )
     for weight in weights:
         for name in weight.names:
             if shapes.get(name, weight.shape) != weight.shape:
-                message = f"'{name}' is {list(weight.shape)}, in the base model given with --like"
+                message = f"'{name}' is {list(weight.shape)}, in {_MODEL}"
                 raise DisagreementError(f"{message} {list(shapes[name])}")
     written = {name for weight in weights for name in weight.names}
     is_part = options.include or options.exclude or not options.frozen
     missing = [] if is_part else [name for name in shapes if name not in written]
     if missing:
-        message = f"lacks {show_few(missing)}, which the base model given with --like has"
+        message = f"lacks {show_few(missing)}, which {_MODEL} has"
         raise DisagreementError(message)
 
 

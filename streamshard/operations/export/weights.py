@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from streamshard.defaults import DTYPES
 from streamshard.engine.numeric.cast import cast_between
-from streamshard.errors import UnsupportedError, UsageError
+from streamshard.errors import Option, UnsupportedError, UsageError
 from streamshard.formats.checkpoint import Checkpoint, Family, ModuleEntry
 from streamshard.formats.deepspeed import names
 from streamshard.formats.torch.torch_tensor import tensor_of
@@ -89,7 +89,8 @@ def choose_weights(
         if held
     ]
     if not chosen:
-        raise UsageError("--include, --exclude and --no-frozen leave nothing of the model")
+        given = f"{Option('include')}, {Option('exclude')} and {Option('frozen', False)}"
+        raise UsageError(f"{given} leave nothing of the model")
     _require_different([name for weight in chosen for name in weight.names])
     return Weights(tuple(chosen), tuple(_notes(family, checkpoint)))
 
@@ -103,8 +104,8 @@ def _require_told(
     """
     where = "saved without ZeRO (stage 0), which does not tell"
     if not options.frozen:
-        message = f"--no-frozen: {where} which weights are frozen; name them with --exclude"
-        raise UsageError(message)
+        message = f"{Option('frozen', False)}: {where} which weights are frozen"
+        raise UsageError(f"{message}; name them with {Option('exclude')}")
     for one in found:
         dtype = checkpoint.tensors[one.tensor].dtype
         is_narrow = one.kind == "weight" and dtype in ("bfloat16", "float16")
@@ -112,7 +113,8 @@ def _require_told(
         if is_narrow and is_cast and any(_is_taken(name, options) for name in one.names):
             wide = next(short for short, name in DTYPES.items() if name == dtype)
             message = f"{where} which master weights are those of '{one.names[0]}', whose {dtype}"
-            raise UsageError(f"{message} weights would be cast: export them with --dtype {wide}")
+            message = f"{message} weights would be cast: export them with"
+            raise UsageError(f"{message} {Option('dtype', wide)}")
 
 
 def only_family(checkpoint: Checkpoint, *, takes_experts: bool = False) -> Family:
@@ -130,10 +132,11 @@ def only_family(checkpoint: Checkpoint, *, takes_experts: bool = False) -> Famil
     if len(checkpoint.families) > 1:
         message = f"the model is in {len(checkpoint.families)} tensor or pipeline parallel parts"
         message = f"{message}, and its files do not tell how to put them together. Tell it with"
-        raise UnsupportedError(f"{message} --cut-rules; streamshard.open reads them one by one")
+        rules = Option("cut_rules_file")
+        raise UnsupportedError(f"{message} {rules}; streamshard.open reads them one by one")
     if family.model_state.get(names.EXPERT_COUNTS) and not takes_experts:
         message = "the model has experts in files of their own: exported as safetensors or with"
-        raise UnsupportedError(f"{message} --format torch, not yet in this format")
+        raise UnsupportedError(f"{message} {Option('format', 'torch')}, not yet in this format")
     return family
 
 
@@ -173,21 +176,21 @@ def _require_no_tensor(family: Family, entry: ModuleEntry) -> None:
 def _require_sense(found: Sequence[str], options: ExportOptions) -> None:
     """Refuse patterns and prefixes that match no tensor's name: they are probably misspelled."""
     given = {
-        "--include": options.include,
-        "--exclude": options.exclude,
-        "--keep-dtype": options.keep_dtype,
+        "include": options.include,
+        "exclude": options.exclude,
+        "keep_dtype": options.keep_dtype,
     }
     example = found[0] if found else ""
     for option, patterns in given.items():
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in found):
-                message = f"{option} {pattern}: no tensor has such a name; one is '{example}'"
-                raise UsageError(message)
+                message = f"{Option(option, [pattern])}: no tensor has such a name"
+                raise UsageError(f"{message}; one is '{example}'")
     for number, prefix in enumerate(options.strip_prefix):
         before = ExportOptions(strip_prefix=options.strip_prefix[:number])
         if not any(_stripped(name, before).startswith(prefix) for name in found):
-            message = f"--strip-prefix {prefix}: no tensor's name begins so; one is '{example}'"
-            raise UsageError(message)
+            message = f"{Option('strip_prefix', [prefix])}: no tensor's name begins so"
+            raise UsageError(f"{message}; one is '{example}'")
 
 
 def _is_taken(name: str, options: ExportOptions) -> bool:
@@ -213,7 +216,8 @@ def _dtype(source: str, held: Sequence[str], options: ExportOptions) -> str:
     try:
         cast_between(source, DTYPES[options.dtype])
     except UnsupportedError as error:
-        message = f"'{held[0]}': {error}; leave it as it is with --keep-dtype '{held[0]}'"
+        way = Option("keep_dtype", [held[0]])
+        message = f"'{held[0]}': {error}; leave it as it is with {way}"
         raise UnsupportedError(message) from error
     return DTYPES[options.dtype]
 
@@ -222,8 +226,10 @@ def _require_different(found: Sequence[str]) -> None:
     seen: set[str] = set()
     for name in found:
         if not name or name in seen:
-            message = f"--strip-prefix leaves two tensors, or one without a name, as '{name}'"
-            raise UsageError(f"{message}: leave one of them out with --exclude")
+            message = (
+                f"{Option('strip_prefix')} leaves two tensors, or one without a name, as '{name}'"
+            )
+            raise UsageError(f"{message}: leave one of them out with {Option('exclude')}")
         seen.add(name)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from streamshard.errors import SourceError, UsageError
+from streamshard.errors import Option, SourceError, UsageError
 from streamshard.formats.checkpoint import Checkpoint, FlatState, ParamGroup, ScalarState
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.cut import muon_order
@@ -89,8 +89,9 @@ def inspect(
     files.require_free()
     is_resized = world_size is not None or zero_stage is not None
     if is_resized and not files.paths:
-        message = "--world-size and --zero-stage shape a picture: say where with --svg FILE"
-        raise UsageError(f"{message} or --html FILE")
+        given = f"{Option('world_size')} and {Option('zero_stage')}"
+        where = f"{Option('svg', 'FILE')} or {Option('html', 'FILE')}"
+        raise UsageError(f"{given} shape a picture: say where with {where}")
     opened = open_source(source, tag, ds_config_file=source_ds_config_file, like=like)
     stage = zero_stage or opened.checkpoint.layout.stage
     opened.require_use_of_like(
@@ -291,7 +292,8 @@ def _newer_tags(run_dir: Path, tag: str) -> Iterator[str]:
             if has_shards(entry):
                 find(entry)
                 later = entry.relative_to(run_dir).as_posix()
-                yield f"{entry}: a later step than the one shown here; --tag {later} shows it."
+                shows = Option("tag", later)
+                yield f"{entry}: a later step than the one shown here; {shows} shows it."
         except SourceError as error:
             yield f"A later save is not whole: {error}."
         except OSError as error:

@@ -1,4 +1,4 @@
-"""The report of `inspect`. Field names are the keys of `--json`: they stay, new ones may come."""
+"""The report of `inspect`. Field names are the keys of its JSON: they stay, new ones may come."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -303,14 +303,14 @@ class Inspection:
     """For a store whose optimizer states were dropped: which, when and why; no job can resume from
     it. None for other sources."""
     details: tuple[ParameterDetail, ...] = ()
-    """The tensors that `--param` names."""
+    """The tensors that `params` names."""
     rank: RankDetail | None = None
-    """The rank that `--rank` names."""
+    """The rank that `rank` names."""
     weights: int = 0
     """Weights of which the files do not record whether they are trained, as without ZeRO (stage 0);
     they are not among `parameters`."""
     pictures: tuple[FileSummary, ...] = ()
-    """Pictures that were written (`--svg`, `--html`), with their sizes."""
+    """Pictures that were written (`svg`, `html`), with their sizes."""
     checkpoints: tuple[CheckpointSummary, ...] = ()
     """All checkpoints in the run directory, if the source is a run directory, in order of steps."""
 

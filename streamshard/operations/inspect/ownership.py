@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from streamshard.errors import UsageError
+from streamshard.errors import Option, UsageError
 from streamshard.formats.checkpoint import Checkpoint, Family, ModuleEntry, ParamGroup
 from streamshard.formats.deepspeed import names
 from streamshard.layout.cutting import whole_segment
@@ -74,7 +74,8 @@ def parameter_details(source: Source, patterns: Sequence[str]) -> tuple[Paramete
     known = [one.name for one in found]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in known):
-            raise UsageError(f"--param {pattern}: {_no_such_name(pattern, known)}")
+            asked = Option("params", [pattern])
+            raise UsageError(f"{asked}: {_no_such_name(pattern, known)}")
     index, ranks = source.checkpoint.tensor_index(), _ranks_of_files(source)
     return tuple(
         _detail(source, one, index, ranks)
@@ -172,16 +173,16 @@ def _ranks_of_files(source: Source) -> list[int | None]:
 
 def rank_detail(source: Source, rank: int) -> RankDetail:
     """Describe the part of the optimizer that one data-parallel rank holds."""
-    layout = source.checkpoint.layout
+    layout, asked = source.checkpoint.layout, Option("rank", rank)
     if not source.is_of_ranks:
         what, pieces = ("a store", "chunks") if source.kind == "store" else ("this", "pieces")
-        message = f"--rank {rank}: {what} is not cut among ranks of ZeRO, so there is none to look"
-        raise UsageError(f"{message} at; --param shows the {pieces}")
+        message = f"{asked}: {what} is not cut among ranks of ZeRO, so there is none to look"
+        raise UsageError(f"{message} at; {Option('params')} shows the {pieces}")
     if not layout.stage:
-        message = f"--rank {rank}: saved without ZeRO (stage 0), where every rank holds everything"
-        raise UsageError(f"{message}; --param shows where the tensors lie")
+        message = f"{asked}: saved without ZeRO (stage 0), where every rank holds everything"
+        raise UsageError(f"{message}; {Option('params')} shows where the tensors lie")
     if not 0 <= rank < layout.world_size:
-        message = f"--rank {rank}: there are the data-parallel ranks 0 to {layout.world_size - 1}"
+        message = f"{asked}: there are the data-parallel ranks 0 to {layout.world_size - 1}"
         raise UsageError(message)
     ranks = _ranks_of_files(source)
     own = {relative(source, number) for number, held in enumerate(ranks) if held == rank}

@@ -1,4 +1,4 @@
-"""`inspect --pickles`: lists every name that a checkpoint's pickles import, and loads none."""
+"""Lists every name that a checkpoint's pickles import, and loads none."""
 
 import os
 from collections import Counter

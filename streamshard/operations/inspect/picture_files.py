@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from streamshard.drawing.page import page
 from streamshard.drawing.svg import svg
-from streamshard.errors import TargetError, TargetExistsError, UsageError
+from streamshard.errors import Option, TargetError, TargetExistsError, UsageError
 from streamshard.io.changes import remove_file, write_durably
 from streamshard.io.entries import is_directory, is_file, lexists
 from streamshard.io.files import target_errors
@@ -13,6 +14,8 @@ from streamshard.operations.inspect.cut_picture import picture_of
 from streamshard.operations.inspect.inspect_report import FileSummary
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.target import partial_of, require_separate
+
+_OVERWRITE: Final = Option("overwrite", True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +34,17 @@ class PictureFiles:
     def require_free(self) -> None:
         """Refuse files that exist, unless they may be replaced."""
         if len(set(self.paths)) < len(self.paths):
-            raise UsageError(f"{self.svg}: cannot be --svg and --html at once")
+            raise UsageError(f"{self.svg}: cannot be {Option('svg')} and {Option('html')} at once")
         for path in self.paths:
             with target_errors(path):
                 if not is_directory(path.parent):
                     message = f"{path}: there is no directory {path.parent}; make it first"
                     raise TargetError(message)
                 if lexists(path) and not self.overwrite:
-                    raise TargetExistsError(f"{path}: exists; use --overwrite to replace it")
+                    raise TargetExistsError(f"{path}: exists; use {_OVERWRITE} to replace it")
                 if lexists(path) and not is_file(path):
-                    raise TargetExistsError(
-                        f"{path}: is not a file, so --overwrite will not replace it"
-                    )
+                    message = f"{path}: is not a file, so {_OVERWRITE} will not replace it"
+                    raise TargetExistsError(message)
 
     def draw(
         self, source: Source, world_size: int | None, zero_stage: int | None

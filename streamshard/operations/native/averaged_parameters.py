@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamshard.engine.numeric.cast import cast_between, wider
-from streamshard.errors import DisagreementError, UnsupportedError, UsageError
+from streamshard.errors import DisagreementError, Option, UnsupportedError, UsageError
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAVED
 from streamshard.formats.deepspeed.model_parallel.parts import ModelParts
 from streamshard.model import BLOB, FILE, ITEMSIZE, MASTER, MODULE, Computed, Note
@@ -25,7 +25,7 @@ from streamshard.operations.source.source import Source
 from streamshard.operations.source.source_access import SourceAccess
 from streamshard.sizes import counted
 
-AVERAGE: Final = "--average"
+AVERAGE: Final = Option("average", True)
 _STEP_NUMEL: Final = 1 << 16
 """Elements of which the mean is computed together."""
 _MOST_BYTES: Final = 256 << 20
@@ -92,7 +92,7 @@ class _Means:
         """Return the checkpoint."""
         source = self._source
         note = (
-            f"{AVERAGE}: {counted(self._averaged, 'parameter')} became the mean of the copies on "
+            f"Averaged: {counted(self._averaged, 'parameter')} became the mean of the copies on "
             f"{len(self._ranks)} tensor-parallel ranks, which differed in {self._differing:,} of "
             "the master weights. The job does not go on exactly as it would have without that."
         )

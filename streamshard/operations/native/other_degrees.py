@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from streamshard.errors import StreamshardError, UnsupportedError, UsageError
+from streamshard.errors import Option, StreamshardError, UnsupportedError, UsageError
 from streamshard.formats import strict_json
 from streamshard.formats.checkpoint import LIKE
 from streamshard.formats.deepspeed.expert_degree import is_own_degree
@@ -28,7 +28,6 @@ from streamshard.formats.deepspeed.model_parallel.stage_starts import (
     STAGES,
     count_stages,
     have_equal_stages,
-    listed,
     with_stages,
 )
 from streamshard.formats.deepspeed.model_parallel.whole_model import whole_model
@@ -48,10 +47,6 @@ from streamshard.operations.source.layered import layered
 from streamshard.operations.source.source import Source
 from streamshard.operations.source.source_access import SourceAccess
 
-_SUPPLY = (
-    'start that job, let it call engine.save_checkpoint("RUN") before its first step, and say here '
-    "--like RUN as well"
-)
 _MOST_RANKS: Final = 1 << 12
 """More ranks than share a model in any job."""
 _MOST_BYTES: Final = 1 << 20
@@ -113,15 +108,15 @@ def at_degrees(
         return replace(recut_source(laid, parts, like), stages=stages)
     if if_needed:
         return None
-    message = f"{opened.path}: {STAGES} {listed(stages)}: there its stages begin already"
+    message = f"{opened.path}: {Option(STAGES, stages)}: there its stages begin already"
     raise UsageError(f"{message}; leave it out")
 
 
 def _require_ranks(opened: Source, *degrees: int | None) -> None:
     """Refuse impossible degrees, and sources that have none."""
-    for flag, degree in zip(("tensor", "pipeline"), degrees, strict=True):
+    for name, degree in zip(("tensor_parallel", "pipeline_parallel"), degrees, strict=True):
         if degree is not None and degree < 1:
-            raise UsageError(f"--{flag}-parallel {degree}: at least one rank is needed")
+            raise UsageError(f"{Option(name, degree)}: at least one rank is needed")
     if opened.kind not in ("native", "store"):
         message = f"{opened.path}: only what an engine saved can be cut for other degrees, and this"
         raise UnsupportedError(f"{message} is neither its files nor a store of them")
@@ -137,13 +132,15 @@ def _require_changeable(
     opened: Source, wanted: Degrees, own: Degrees, expert_parallel: int | None
 ) -> None:
     if wanted.pipeline > 1 and not is_pipeline(opened.checkpoint):
-        message = f"--pipeline-parallel {wanted.pipeline}: but it is not of a pipeline"
+        asked = Option("pipeline_parallel", wanted.pipeline)
+        message = f"{asked}: but it is not of a pipeline"
         raise UsageError(f"{message} (PipelineModule); leave it out")
     if expert_parallel is not None and not is_own_degree(opened.checkpoint, expert_parallel):
-        message = f"--expert-parallel {expert_parallel} with {wanted}: experts are spread anew"
+        asked = Option("expert_parallel", expert_parallel)
+        message = f"{asked} with {wanted}: experts are spread anew"
         raise UnsupportedError(f"{message} only at the other degrees of the source, {own}")
     if opened.is_elastic:
-        message = "saved with elastic_checkpoint, whose --like supplies hyper-parameters"
+        message = "saved with elastic_checkpoint, whose reference supplies hyper-parameters"
         raise UnsupportedError(f"{message}: its degrees cannot change")
 
 
@@ -159,7 +156,7 @@ def _require_use_of_stages(
     opened: Source, stages: Sequence[int], wanted: Degrees, *, keeps_shards: bool
 ) -> None:
     """Refuse a list of stages where there are none, or where it does not tell all."""
-    asked = f"{opened.path}: {STAGES} {listed(stages)}"
+    asked = f"{opened.path}: {Option(STAGES, stages)}"
     if not is_pipeline(opened.checkpoint):
         raise UsageError(f"{asked}: but it is not of a pipeline (PipelineModule); leave it out")
     if opened.like is not None:
@@ -183,7 +180,15 @@ def _parts_of_stages(opened: Source, parts: ModelParts, stages: Sequence[int]) -
 
 
 def _instead(stages: Sequence[int]) -> str:
-    return f"In place of {STAGES}, say --pipeline-parallel {len(stages)}, and {_SUPPLY}"
+    degree = Option("pipeline_parallel", len(stages))
+    return f"In place of {Option(STAGES)}, say {degree}, and {_supply()}"
+
+
+def _supply() -> str:
+    return (
+        'start that job, let it call engine.save_checkpoint("RUN") before its first step, and say '
+        f"here {Option('like', 'RUN')} as well"
+    )
 
 
 def _target_parts(
@@ -202,9 +207,9 @@ def _target_parts(
                 if found is not None:
                     return found
         message = f"{opened.path}: saved with {parts.degrees}, and nothing tells how a job with"
-        message = f"{message} {wanted} cuts the model: {_SUPPLY}"
+        message = f"{message} {wanted} cuts the model: {_supply()}"
         if is_pipeline(opened.checkpoint) and wanted.tensor == parts.degrees.tensor:
-            message = f"{message}; or list with {STAGES} the first layer of each stage"
+            message = f"{message}; or list with {Option(STAGES)} the first layer of each stage"
         elif has_maps(universal_info(opened)) and kv_heads(opened) is None:
             message = (
                 f"{message}. If AutoTP cut by heads, the model's {CONFIG} in {opened.path} may do"
@@ -221,7 +226,7 @@ def _target_parts(
         raise type(error)(f"{LIKE}: {error}") from error
     if like.degrees != wanted:
         message = f"{LIKE} was saved with {like.degrees}, and {wanted} are asked for"
-        raise UsageError(f"{message}: {_SUPPLY}")
+        raise UsageError(f"{message}: {_supply()}")
     return like
 
 

@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 from streamshard.engine.run.phases import COMPARING
-from streamshard.errors import DisagreementError, UsageError
+from streamshard.errors import DisagreementError, Option, UsageError
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.model_parallel.affine_maps import has_maps
 from streamshard.formats.deepspeed.model_parallel.categories import has_categories
@@ -61,7 +61,11 @@ class OtherDegrees:
     def options(self) -> dict[str, str]:
         """The options that ask for this."""
         stages = {} if self.stages is None else {STAGES: listed(self.stages)}
-        return {**self.degrees.options, **stages, **({AVERAGE: ""} if self.takes_means else {})}
+        return {
+            **self.degrees.options,
+            **stages,
+            **({AVERAGE.name: ""} if self.takes_means else {}),
+        }
 
     def require_config(self, wanted: ds_config.Config | None) -> None:
         """Refuse a config of a job with another tensor parallel degree (AutoTP)."""
@@ -69,7 +73,8 @@ class OtherDegrees:
             return
         configured = ds_config.features(wanted).tensor_parallel
         if configured != self.degrees.tensor:
-            message = f"--tensor-parallel {self.degrees.tensor}, but the given config says"
+            asked = Option("tensor_parallel", self.degrees.tensor)
+            message = f"{asked}, but {ds_config.GIVEN} says"
             raise UsageError(f"{message} autotp_size {configured}; make them agree")
 
     def require_equal_copies(self, memory: MemoryPlan, progress: Progress) -> None:
@@ -162,7 +167,9 @@ def tells_cut(opened: Source) -> bool:
 
 def require_unused(rules: CutRules | None, *, average: bool) -> None:
     if rules is not None:
-        message = "--cut-rules: no tensor is cut otherwise, or put together, in what is asked for"
-        raise UsageError(f"{message}; leave it out")
+        message = (
+            f"{Option('cut_rules_file')}: no tensor is cut otherwise, or put together, in what is"
+        )
+        raise UsageError(f"{message} asked for; leave it out")
     if average:
         require_averaged(())

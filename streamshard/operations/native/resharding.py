@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from streamshard.errors import UnsupportedError, UsageError
+from streamshard.errors import Option, UnsupportedError, UsageError
 from streamshard.formats import frameworks
 from streamshard.formats.deepspeed import ds_config
 from streamshard.formats.deepspeed.cut import muon_order
@@ -163,10 +163,11 @@ def _at_expert_degree(opened: Source, degree: int | None, world_size: int) -> So
             raise UnsupportedError(f"{message} elastic_checkpoint. {AS_SAVED}")
         parts = len(opened.checkpoint.families)
         if degree > 0 and world_size % (degree * parts):
-            message = f"--world-size {world_size}: the experts are to be spread over {degree} ranks"
+            asked, spread = Option("world_size", world_size), Option("expert_parallel")
+            message = f"{asked}: the experts are to be spread over {degree} ranks"
             beside = f" of each of {parts} tensor parallel parts" if parts > 1 else ""
             few = ", ".join(str(degree * parts * k) for k in (1, 2, 3))
-            message = f"{message} (--expert-parallel){beside}: give a multiple of"
+            message = f"{message} ({spread}){beside}: give a multiple of"
             raise UsageError(f"{message} {degree * parts} ({few}, …)")
         checkpoint = with_expert_degree(opened.checkpoint, degree, opened.like)
     note = spread_note(expert_degree(opened.checkpoint), degree, opened.like)

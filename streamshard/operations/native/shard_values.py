@@ -4,7 +4,7 @@ from contextlib import closing
 
 import numpy as np
 
-from streamshard.errors import UnsupportedError
+from streamshard.errors import Option, UnsupportedError
 from streamshard.formats.deepspeed.model_parallel.parts import ModelParts
 from streamshard.model import ITEMSIZE, MASTER, MODULE
 from streamshard.operations.source.source import Source
@@ -28,7 +28,8 @@ def require_different_shards(source: Source, parts: ModelParts) -> None:
             if all(_are_equal(source, access, first, other) for other in others):
                 raise UnsupportedError(
                     f"'{name}' is the same on all ranks, and no list says whether each has all of "
-                    f"it or a part: tell 'streamshard repartition' or 'export' with --cut-rules"
+                    f"it or a part: tell 'streamshard repartition' or 'export' with "
+                    f"{Option('cut_rules_file')}"
                 )
 
 

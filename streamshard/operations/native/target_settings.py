@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from streamshard.errors import UnsupportedError, UsageError
+from streamshard.errors import Option, UnsupportedError, UsageError
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed import ds_config, names, resume_settings
 from streamshard.formats.deepspeed.ds_versions import Version
@@ -21,11 +21,15 @@ _NAMELESS: Final = (
     "so its states cannot be cut for another stage: resume at stage 0, or begin at another stage "
     "from the weights that 'streamshard export' writes"
 )
-_STAGE_0: Final = (
-    "The config says ZeRO stage 0. DeepSpeed before 0.17.6 resumes from these files with that "
-    "config, because it partitioned the states of bf16 training as at stage 1. Later versions do "
-    "not: for them give --zero-stage 1, 2 or 3, and set the same stage in the job's config."
-)
+
+
+def _stage_0_note() -> str:
+    return (
+        "The config says ZeRO stage 0. DeepSpeed before 0.17.6 resumes from these files with that "
+        "config, because it partitioned the states of bf16 training as at stage 1. Later versions "
+        f"do not: for them give {Option('zero_stage')} 1, 2 or 3, and set the same stage in the "
+        "job's config."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,7 @@ def target_settings(
     wanted: ds_config.Config | None,
     ds_version: Version | None = None,
 ) -> TargetSettings:
-    """Decide the target's settings: from the flags, else the given config, else the kept one.
+    """Decide the target's settings: from the options, else the given config, else the kept one.
 
     Parameters
     ----------
@@ -90,7 +94,7 @@ def target_settings(
     _require_resumable(checkpoint, config, layout, version, given=wanted is not None)
     note = _settings_note(checkpoint, layout, dtype, wanted)
     if as_saved and saved_stage == 0 and not _is_pipeline(checkpoint):
-        note = f"{note} {_STAGE_0}"
+        note = f"{note} {_stage_0_note()}"
     notes = (note, *left_out(checkpoint, stage), *resume_settings.notes(config))
     return TargetSettings(layout, config, dtype, is_bf16, notes)
 
@@ -125,7 +129,7 @@ def _uncut_settings(
     if checkpoint.replicas > 1:
         config = ds_config.with_data_parallel_size(config, dp_world_size)
     if ds_config.module_dtype(config) != dtype:
-        message = f"the checkpoint was trained in {dtype} without ZeRO, the given config trains in"
+        message = f"the checkpoint was trained in {dtype} without ZeRO, {ds_config.GIVEN} trains in"
         message = f"{message} {ds_config.module_dtype(config)}: its optimizer's state is of another"
         raise UsageError(f"{message} kind; keep the dtype")
     layout = ds_config.zero_layout(config, stage=0, world_size=dp_world_size)
@@ -161,9 +165,10 @@ def _require_resumable(
     if objection is None:
         return
     if given:
-        raise UsageError(f"the given config {objection}")
+        raise UsageError(f"{ds_config.GIVEN} {objection}")
     message = f"the config kept in the checkpoint {objection}"
-    raise UsageError(f"{message}. Do so in the job's config, and give the file with --ds-config")
+    message = f"{message}. Do so in the job's config, and give the file with"
+    raise UsageError(f"{message} {Option('ds_config_file')}")
 
 
 def _other_sequences(
@@ -221,9 +226,8 @@ def _require_carried_parts(checkpoint: Checkpoint, stage: int, dtype: str) -> No
         return
     kind = "pipeline" if pipeline else "expert"
     if stage == 3 or (stage == 2 and pipeline):
-        raise UsageError(
-            f"stage {stage} does not train with {kind} parallelism, as this checkpoint was"
-        )
+        message = f"stage {stage} does not train with {kind} parallelism, as this checkpoint was"
+        raise UsageError(message)
     if dtype != checkpoint.module_dtype:
         message = f"the checkpoint was trained in {checkpoint.module_dtype} with {kind} parallelism"
         raise UsageError(f"{message}, whose weights cannot be taken to {dtype}; keep the dtype")
@@ -233,34 +237,36 @@ def require_allowed(checkpoint: Checkpoint, world_size: int) -> int:
     """Return the data-parallel size for a count of all ranks."""
     parts, experts = len(checkpoint.families), checkpoint.expert_parallel
     replicas = checkpoint.replicas
-    unit = parts * experts * replicas
+    unit, asked = parts * experts * replicas, Option("world_size", world_size)
     if world_size > _MOST_RANKS:
-        message = f"--world-size {world_size}: above {_MOST_RANKS:,}, the most ranks that files"
+        message = f"{asked}: above {_MOST_RANKS:,}, the most ranks that files"
         raise UsageError(f"{message} are written for; give the count of GPUs that will resume")
     if world_size < 1 or world_size % unit:
         held = [f"is in {parts} tensor or pipeline parallel parts"] if parts > 1 else []
         held += [f"has its experts spread over {experts} ranks"] if experts > 1 else []
         held += [f"is trained on sequences cut among {replicas} ranks"] if replicas > 1 else []
-        message = f"--world-size {world_size}: the model {' and '.join(held)}"
+        message = f"{asked}: the model {' and '.join(held)}"
         if unit == 1:
-            raise UsageError(f"--world-size {world_size}: at least one rank is needed")
+            raise UsageError(f"{asked}: at least one rank is needed")
         few = ", ".join(str(unit * k) for k in (1, 2, 3))
         message = f"{message}: give a multiple of {unit} ({few}, …)"
         if parts > 1:
             message = f"{message}, or let 'streamshard repartition' change the number of parts with"
-            raise UsageError(f"{message} --tensor-parallel or --pipeline-parallel")
+            degrees = f"{Option('tensor_parallel')} or {Option('pipeline_parallel')}"
+            raise UsageError(f"{message} {degrees}")
         raise UsageError(message)
     return world_size // (parts * replicas)
 
 
 def _agreed_stage(in_config: int | None, requested: int | None) -> int:
-    """Return the stage of the given config, and require that it agrees with the flag, if given."""
+    """Return the stage of the given config, and require that it agrees with what is asked for."""
     if in_config is not None and requested is not None and in_config != requested:
-        message = f"--zero-stage {requested}, but the given config says stage {in_config}"
+        asked = Option("zero_stage", requested)
+        message = f"{asked}, but {ds_config.GIVEN} says stage {in_config}"
         raise UsageError(f"{message}; make them agree")
     stage = requested or in_config
     if stage not in (1, 2, 3):
-        message = f"the given config asks for ZeRO stage {stage or 0}, which partitions nothing"
+        message = f"{ds_config.GIVEN} asks for ZeRO stage {stage or 0}, which partitions nothing"
         raise UsageError(f"{message}; give the whole config of the job that will resume")
     return stage
 
@@ -273,9 +279,9 @@ def _require_known_order(
     layout = ds_config.zero_layout(config, stage=stage, world_size=1, version=version)
     if unknown and (layout.round_robin or layout.parameter_alignment):
         message = (
-            "the given config has round_robin_gradients or parameter_alignment on, and the dumps "
+            f"{ds_config.GIVEN} has round_robin_gradients or parameter_alignment on, and the dumps "
             "do not tell whether they were saved so: give the config of the job that saved them "
-            "with --source-ds-config"
+            f"with {Option('source_ds_config_file')}"
         )
         raise UsageError(message)
 
@@ -289,7 +295,7 @@ def _require_same_scaling(checkpoint: Checkpoint, target: str) -> None:
         source = "float16" if dynamic else target
     if source != target and "float16" in (source, target):
         message = (
-            f"the checkpoint was trained in {source}, the given config trains in {target}: "
+            f"the checkpoint was trained in {source}, {ds_config.GIVEN} trains in {target}: "
             "the loss scale that fp16 training needs cannot be made up"
         )
         raise UsageError(message)
@@ -300,7 +306,7 @@ def _settings_note(
 ) -> str:
     where = "the config kept in the checkpoint, then DeepSpeed's defaults"
     if wanted is not None:
-        where = "the given --ds-config, then DeepSpeed's defaults"
+        where = f"{ds_config.GIVEN}, then DeepSpeed's defaults"
     elif not checkpoint.config:
         where = "DeepSpeed's defaults, as the checkpoint keeps no config"
     shape = f"sub_group_size {layout.sub_group_size:,}"

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 from streamshard import registry
-from streamshard.errors import UnsupportedError, UsageError
+from streamshard.errors import Option, UnsupportedError, UsageError
 from streamshard.formats.deepspeed import ds_config
 from streamshard.formats.deepspeed.ds_versions import given_version
 from streamshard.formats.deepspeed.dumps import dump_names
@@ -16,7 +16,7 @@ from streamshard.operations.checks.structure import Reader
 from streamshard.operations.native.other_degrees import at_degrees
 from streamshard.operations.native.resharding import Resharding, resharding_of
 from streamshard.operations.native.target_files import NativeWriter
-from streamshard.operations.source.source import SUPPLY, Source
+from streamshard.operations.source.source import Source, supply
 from streamshard.operations.transfer import needed
 from streamshard.operations.transfer.plan import TransferPlan, plan_transfer
 from streamshard.operations.transfer.plan_file import Command
@@ -155,13 +155,13 @@ def _prepare(
         writer=NativeWriter.of(opened, settings, template, resized),
         options={
             "verb": "repartition",
-            "--tag": checkpoint.tag,
-            "--world-size": str(world_size),
-            **({"--expert-parallel": str(experts)} if found.spreads_experts else {}),
+            "tag": checkpoint.tag,
+            "world_size": str(world_size),
+            **({"expert_parallel": str(experts)} if found.spreads_experts else {}),
             **({} if degrees is None else degrees.options),
-            **({} if rules is None else {"--cut-rules": rules.text}),
-            "--zero-stage": str(stage),
-            "--ds-config": digest_of_settings(shaping),
+            **({} if rules is None else {"cut_rules_file": rules.text}),
+            "zero_stage": str(stage),
+            "ds_config_file": digest_of_settings(shaping),
             **({"OUT": template.name} if template else {}),
         },
         named=target,
@@ -189,13 +189,14 @@ def _with_training_state(
         opened.require_training_state()
         return opened
     if options.world_size is None:
-        raise UsageError(f"{opened.path}: give --world-size, the count of ranks that will resume")
+        message = f"{opened.path}: give {Option('world_size')}, the count of ranks that will resume"
+        raise UsageError(message)
     stage, ranks = options.zero_stage, options.world_size
     try:
         completed = reader.complete(opened, wanted, stage, ranks)
     except UnsupportedError as error:
         message = f"{opened.path}: {opened.checkpoint.foreign}; {error}"
-        raise UnsupportedError(f"{message}: {SUPPLY}") from error
+        raise UnsupportedError(f"{message}: {supply()}") from error
     return replace(opened, checkpoint=completed)
 
 
@@ -208,7 +209,7 @@ def _own_world_size(source: Source) -> int:
     if source.is_of_ranks:
         ranks = counted(source.checkpoint.ranks, "rank")
         message = f"{source.path}: has files for {ranks} already; say with"
-        raise UsageError(f"{message} --world-size for how many they are to be written")
+        raise UsageError(f"{message} {Option('world_size')} for how many they are to be written")
     return source.checkpoint.ranks
 
 

@@ -71,13 +71,15 @@ def step_of_path(path: str) -> int | None:
 def choose_one(error: SourceError, root: Path) -> SourceError:
     """Add to an error which checkpoints are in a directory that is none itself, newest first."""
     found = [name for name in find_candidates(root)[::-1] if not is_unfinished(root / name)]
+    said = error.args[0]
     if not found:
-        return type(error)(f"{error}. Give the directory that holds 'latest', or a tag directory")
+        message = f"{said}. Give the directory that holds 'latest', or a tag directory"
+        return type(error)(message, path=error.path)
     if len(found) == 1:
-        return type(error)(f"{error}. Give the one in it: {root / found[0]}")
+        return type(error)(f"{said}. Give the one in it: {root / found[0]}", path=error.path)
     named = ", ".join(found[:_MOST_NAMED])
     more = f" and {len(found) - _MOST_NAMED:,} more" if len(found) > _MOST_NAMED else ""
-    message = f"{error}. Give one of the {len(found):,} checkpoints in it, such as"
-    chosen = type(error)(f"{message} {root / found[0]}: {named}{more}")
+    message = f"{said}. Give one of the {len(found):,} checkpoints in it, such as"
+    chosen = type(error)(f"{message} {root / found[0]}: {named}{more}", path=error.path)
     chosen.add_note(f"Which are complete says: {command('inspect', root)}")
     return chosen

@@ -12,7 +12,7 @@ from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.dcp import dcp_reader, reference
 from streamshard.formats.dcp.config_completion import with_config
 from streamshard.formats.deepspeed import ds_config, names
-from streamshard.io.entries import is_directory, list_ahead, paths_in
+from streamshard.io.entries import is_directory, list_ahead
 from streamshard.layout.sample import Sample
 from streamshard.operations.checks.item_check import ItemFilesCheck
 from streamshard.operations.checks.problems import Findings
@@ -59,8 +59,7 @@ class _DistributedReader:
             findings.notes += opened.checkpoint.remarks
         except (SourceError, IntegrityError) as error:
             release_frames(error)
-            places = dcp_reader.parts_of(place)
-            findings.add_error(error, place, {p for part in places for p in paths_in(part)})
+            findings.add_error(error, place)
         items: Mapping[Path, Sequence[tuple[int, int]]] = {}
         # Without an index it is not known where items lie, which is a problem already.
         with suppress(SourceError):

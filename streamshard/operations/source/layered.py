@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from streamshard.engine.run.source_reader import SourceReader
-from streamshard.errors import UnsupportedError
+from streamshard.errors import Option, UnsupportedError
 from streamshard.formats.deepspeed.model_parallel.pipeline_layers import (
     LayerCopy,
     TensorInFile,
@@ -55,7 +55,8 @@ def _with_parts(source: Source, parts: Sequence[TensorInFile]) -> Cutting:
         message = f"{source.path}: an element of a tensor in {show(file.name)} lies in two chunks:"
         raise UnsupportedError(
             f"{message} the file is not of torch's present format, or another tool rewrote it. "
-            f"Store it in one chunk (--chunk-size {file.nbytes}), or in multiples of 64 bytes"
+            f"Store it in one chunk ({Option('chunk_size', file.nbytes)}), or in multiples of 64 "
+            "bytes"
         )
     return source.cutting.with_parts(*columns)
 

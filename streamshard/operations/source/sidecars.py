@@ -32,8 +32,8 @@ def find_beside(run_dir: Path, tag: str) -> tuple[list[tuple[Path, str]], list[s
     found = [(path, path.name) for path in _carried(entries, run_dir, left)]
     for _, name in found:
         if not name.isprintable() or any("\ud800" <= letter <= "\udfff" for letter in name):
-            message = f"{run_dir}: file {name!r} has a name that is not text; rename or move it"
-            raise UnsupportedError(message)
+            message = f"file {name!r} has a name that is not text; rename or move it"
+            raise UnsupportedError(message, path=run_dir)
     framework = frameworks.framework_of(tag, [name for _, name in found])
     if framework is None:
         return found, _notes(left, run_dir)
@@ -41,8 +41,8 @@ def find_beside(run_dir: Path, tag: str) -> tuple[list[tuple[Path, str]], list[s
     for directory in sorted(d for d in entries if is_real_directory(d)):
         if has_shards(directory) or directory.name == tag.partition("/")[0]:
             if framework == frameworks.ACCELERATE and directory.name != tag.partition("/")[0]:
-                message = f"{directory}: a second model of one Accelerate checkpoint, which is not"
-                raise UnsupportedError(f"{message} supported; save each model by itself")
+                message = "a second model of one Accelerate checkpoint, which is not supported;"
+                raise UnsupportedError(f"{message} save each model by itself", path=directory)
             continue
         inside = _carried(paths_below(directory), run_dir, left)
         found += [(path, path.relative_to(run_dir).as_posix()) for path in inside]

@@ -15,6 +15,7 @@ from streamshard.engine.numeric.cast import cast_between
 from streamshard.engine.run.work import Region
 from streamshard.errors import (
     IncompleteError,
+    Option,
     SourceError,
     SourceNotFoundError,
     UnsupportedError,
@@ -58,15 +59,6 @@ _UNTOLD: Final = (
     "what else a DeepSpeed job needs: the order of the parameters in the optimizer, which "
     "tensors are frozen weights and which buffers, which names are tied, the DeepSpeed config, the "
     "loss scaler, the learning rate scheduler and the counters of steps"
-)
-SUPPLY: Final = (
-    "give --like RUN, a ZeRO checkpoint of the job that is to resume. Start that job, let it save "
-    "before its first step, and give what it saved"
-)
-"""How to supply what a distributed checkpoint lacks."""
-_CONFIG: Final = (
-    ". All of its tensors are trained, so --ds-config with the job's config may do for "
-    "'streamshard repartition'"
 )
 
 _MOST_DEEP: Final = 4
@@ -127,26 +119,35 @@ class Source(Reading):
     def require_training_state(self) -> None:
         """Refuse a source that lacks what a DeepSpeed job needs besides tensors."""
         if self.kind == "weights":
-            message = f"{self.path}: {self.checkpoint.foreign}, without an optimizer's state:"
-            raise UnsupportedError(f"{message} a job begins with them, and resumes from nothing")
+            message = f"{self.checkpoint.foreign}, without an optimizer's state: a job begins with"
+            raise UnsupportedError(f"{message} them, and resumes from nothing", path=self.path)
         if self.checkpoint.foreign:
-            message = f"{self.path}: {self.checkpoint.foreign}, which does not tell {_UNTOLD}"
-            config = "" if self.checkpoint.unrecorded else _CONFIG
-            raise UnsupportedError(f"{message}: {SUPPLY}{config}")
+            message = f"{self.checkpoint.foreign}, which does not tell {_UNTOLD}"
+            raise UnsupportedError(f"{message}: {supply()}{self._config_advice()}", path=self.path)
+
+    def _config_advice(self) -> str:
+        """Say what may do if all tensors are trained, so that only a config is lacking."""
+        if self.checkpoint.unrecorded:
+            return ""
+        with_config = f"{Option('ds_config_file')} with the job's config may do for"
+        return f". All of its tensors are trained, so {with_config} 'streamshard repartition'"
 
     def require_states(self) -> None:
         """Refuse a store whose optimizer states were dropped."""
         dropped = self.checkpoint.dropped
         if dropped is not None:
-            message = f"{self.path}: holds weights only: {dropped}, so no job can resume from it"
+            message = f"holds weights only: {dropped}, so no job can resume from it"
             way = command("export", self.path, "OUT")
-            raise UnsupportedError(f"{message}. Its weights are written by: {way}")
+            raise UnsupportedError(f"{message}. Its weights are written by: {way}", path=self.path)
 
     def require_as_written(self) -> None:
         """Refuse a store in which another tool rewrote an array."""
         if self.rewritten:
-            message = f"{self.path / self.rewritten[0]}: rewritten by another tool: no archive that"
-            raise UnsupportedError(f"{message} proves anything. Put back what streamshard wrote")
+            message = "rewritten by another tool: no archive that"
+            raise UnsupportedError(
+                f"{message} proves anything. Put back what streamshard wrote",
+                path=self.path / self.rewritten[0],
+            )
 
     def require_use_of_like(self, *, needed: bool = False, if_needed: bool = False) -> None:
         """Refuse a reference checkpoint that is not needed.
@@ -159,14 +160,22 @@ class Source(Reading):
             those of its job.
         """
         if self.like is not None and not (self.needs_like or needed):
-            message = f"{self.path}: needs no reference checkpoint; leave --like out"
+            message = f"needs no reference checkpoint; leave {Option('like')} out"
             if len(self.like.families) == len(self.checkpoint.families):
                 if if_needed:
                     return
             else:
-                message = f"{message}, or ask for its degrees with --tensor-parallel or"
-                message = f"{message} --pipeline-parallel"
-            raise UsageError(message)
+                degrees = f"{Option('tensor_parallel')} or {Option('pipeline_parallel')}"
+                message = f"{message}, or ask for its degrees with {degrees}"
+            raise UsageError(message, path=self.path)
+
+
+def supply() -> str:
+    """Say how to supply what a distributed checkpoint lacks."""
+    return (
+        f"give {Option('like', 'RUN')}, a ZeRO checkpoint of the job that is to resume. Start that "
+        "job, let it save before its first step, and give what it saved"
+    )
 
 
 def open_source(
@@ -216,20 +225,21 @@ def read_hints(
 ) -> tuple[ds_config.Config | None, Source | None]:
     """Read the config and the reference checkpoint to open sources with; see `open_source`."""
     if ds_config_file is not None and not any(dump_names.is_source_template(str(p)) for p in paths):
-        message = f"{paths[0]}: is not a set of raw dumps; leave --source-ds-config out"
-        raise UsageError(message)
+        message = f"{paths[0]}: is not a set of raw dumps"
+        raise UsageError(f"{message}; leave {Option('source_ds_config_file')} out")
     known = open_source(like) if like is not None else None
     config = ds_config.read_file(as_path(ds_config_file)) if ds_config_file else None
     if known is None or (takes_model and known.kind == "weights"):
         return config, known
     if known.checkpoint.foreign:
         message = f"{like}: {known.checkpoint.foreign}, which does not tell what is lacking; give"
-        message = f"{message} a checkpoint that DeepSpeed saved with --like"
+        message = f"{message} a checkpoint that DeepSpeed saved with {Option('like')}"
         model = ". A base model is compared by 'export' alone" if known.kind == "weights" else ""
         raise UsageError(f"{message}{model}")
     if not known.checkpoint.layout.stage:
         message = f"{like}: saved without ZeRO (stage 0), which does not name the parameters of its"
-        raise UsageError(f"{message} optimizer; give a checkpoint of stage 1, 2 or 3 with --like")
+        message = f"{message} optimizer; give a checkpoint of stage 1, 2 or 3"
+        raise UsageError(f"{message} with {Option('like')}")
     return config, known
 
 
@@ -282,21 +292,21 @@ def recognized(root: Path, tag: str | None) -> tuple[Any, Path] | None:
 def find_tag(root: Path, tag: str | None) -> tuple[Path, Path]:
     """Return the run directory and the tag directory in it."""
     if not exists(root):
-        raise SourceNotFoundError(f"{root}: no such file or directory")
+        raise SourceNotFoundError("no such file or directory", path=root)
     if not is_directory(root):
         what = detect.file(root)
         if what is not None:
-            raise UnsupportedError(f"{root}: {what}")
-        message = f"{root}: a file; give the run directory, the tag directory or a .zarr store"
-        raise SourceNotFoundError(message)
+            raise UnsupportedError(f"{what}", path=root)
+        message = "a file; give the run directory, the tag directory or a .zarr store"
+        raise SourceNotFoundError(message, path=root)
     if tag is None and has_shards(root):
         return _run_directory_of(root.absolute()), root.absolute()
     if tag is None:
         tag = _latest(root)
     elif not names.is_tag(tag):
-        raise SourceError(f"{root}: tag {show(tag)} is not a path of a directory in it")
+        raise SourceError(f"tag {show(tag)} is not a path of a directory in it", path=root)
     elif not is_directory(root / tag):
-        raise choose_one(SourceNotFoundError(f"{root / tag}: no such tag directory"), root)
+        raise choose_one(SourceNotFoundError("no such tag directory", path=root / tag), root)
     require_inside(root / tag, root)
     if not has_shards(root / tag) and find_candidates(root / tag):
         # A framework's directory around a checkpoint, such as HF Trainer's `checkpoint-500`.
@@ -324,22 +334,20 @@ def _latest(root: Path) -> str:
     if not is_file(latest):
         what = None if find_candidates(root) else detect.directory(root)
         if what is not None:
-            raise UnsupportedError(f"{root}: {what}")
-        message = f"{root}: no 'latest' file and no shards in it"
-        raise choose_one(SourceNotFoundError(message), root)
+            raise UnsupportedError(f"{what}", path=root)
+        message = "no 'latest' file and no shards in it"
+        raise choose_one(SourceNotFoundError(message, path=root), root)
     require_inside(latest, root)
     tag = read_all(latest, names.LATEST_BYTES).decode(errors="replace").strip()
     if not tag:
-        message = f"{latest}: empty, as a save that was killed leaves it"
-        raise choose_one(IncompleteError(message), root)
+        message = "empty, as a save that was killed leaves it"
+        raise choose_one(IncompleteError(message, path=latest), root)
     if not names.is_tag(tag):
-        message = (
-            f"{latest}: names {show(tag)}, which is not a name or leads out of the run directory"
-        )
-        raise choose_one(SourceError(message), root)
+        message = f"names {show(tag)}, which is not a name or leads out of the run directory"
+        raise choose_one(SourceError(message, path=latest), root)
     if not is_directory(root / tag):
-        message = f"{latest}: names {show(tag)}, which is not there"
-        raise choose_one(IncompleteError(message), root)
+        message = f"names {show(tag)}, which is not there"
+        raise choose_one(IncompleteError(message, path=latest), root)
     return tag
 
 
@@ -362,7 +370,8 @@ def store_source(index: StoreIndex, tag: str | None = None) -> Source:
     """Return what a store without faults holds."""
     _, checkpoint = index.known()
     if tag is not None and tag != checkpoint.tag:
-        raise UsageError(f"{index.root}: holds tag '{checkpoint.tag}', not {show(tag)}")
+        message = f"holds tag '{checkpoint.tag}', not {show(tag)}"
+        raise UsageError(message, path=index.root)
     return Source(
         checkpoint, index.cutting(), tuple(index.files), path=index.root, kind="store",
         codec_bytes=index.codec_bytes, rewritten=tuple(index.rewritten),

@@ -64,8 +64,8 @@ class SourceAccess:
 
     def _require_open(self) -> None:
         if not self.is_open:
-            message = f"{self._source.path}: has been closed; read inside the 'with' block"
-            raise UsageError(message)
+            message = "has been closed; read inside the 'with' block"
+            raise UsageError(message, path=self._source.path)
 
 
 def _locate_whole(source: Source, number: int, name: str) -> tuple[int, int, int]:
@@ -91,10 +91,12 @@ def _locate_whole(source: Source, number: int, name: str) -> tuple[int, int, int
         why.append("is compressed")
     if why:
         message = f"{name} {' and '.join(why)}, in {_listed(source, files)}, so it cannot be mapped"
-        plain = ("--codec", "none", "--chunk-size", tensor.nbytes)
+        plain = {"codec": "none", "chunk_size": tensor.nbytes}
         tag = source.checkpoint.tag
-        where = [source.path / tag] if source.checkpoint.is_dumps else [source.path, "--tag", tag]
-        way = command("convert", where[0], "NEW.zarr", *where[1:], *plain)
+        if source.checkpoint.is_dumps:
+            way = command("convert", source.path / tag, "NEW.zarr", **plain)
+        else:
+            way = command("convert", source.path, "NEW.zarr", tag=tag, **plain)
         raise UsageError(
             f"{message}. Read it with [...], .bits() or .torch(), or make a store that holds it in "
             f"one piece and open that: {way}"

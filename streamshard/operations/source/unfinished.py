@@ -46,5 +46,5 @@ def require_finished(path: Path) -> None:
     with source_errors(path):
         unfinished = is_unfinished(path)
     if unfinished:
-        message = f"{path}: unfinished: a run is writing it, or was cut off"
-        raise IncompleteError(f"{message}; run the same command again to go on")
+        message = "unfinished: a run is writing it, or was cut off"
+        raise IncompleteError(f"{message}; run the same command again to go on", path=path)

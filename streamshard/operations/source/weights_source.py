@@ -8,7 +8,7 @@ from streamshard.errors import SourceError, release_frames
 from streamshard.formats import pretrained_reader
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed import ds_config, names
-from streamshard.io.entries import is_file, paths_in
+from streamshard.io.entries import is_file
 from streamshard.layout.sample import Sample
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.structure import Looked, Reader
@@ -45,7 +45,7 @@ class _WeightsReader:
             opened = reopen()
         except SourceError as error:
             release_frames(error)
-            findings.add_error(error, place, set(paths_in(place)))
+            findings.add_error(error, place)
             return Looked(self.kind, place.name, (), lambda: iter(()))
         findings.files += len(opened.files)
         findings.notes.append(

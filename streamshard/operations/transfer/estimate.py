@@ -1,6 +1,6 @@
 """Estimates a run before it starts: files, memory, time, disk space, parts left out or made.
 
-`--dry-run` shows the estimate, and with `--json` prints it under the key `outlook`.
+A dry run shows the estimate; its JSON document has it under the key `outlook`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -13,7 +13,7 @@ from streamshard.engine.run.phases import WRITING
 from streamshard.engine.run.runner import Engine
 from streamshard.engine.run.span_writer import Resources
 from streamshard.engine.run.work import TargetFile
-from streamshard.errors import MemoryLimitError, UsageError
+from streamshard.errors import MemoryLimitError, Option, UsageError
 from streamshard.io.entries import request_bytes
 from streamshard.io.files import require_all_unchanged
 from streamshard.layout.memory_plan import MIB, SCRATCH_BYTES, MemoryPlan, plan_memory
@@ -78,7 +78,7 @@ def fit_memory(
         Memory of one worker for requests to an object store.
     """
     if workers is not None and workers < 1:
-        raise UsageError(f"--workers {workers}: at least one is needed")
+        raise UsageError(f"{Option('workers', workers)}: at least one is needed")
     workers = workers or current_executor().workers
     held_bytes = (1 + reopened) * max(0, resident_memory.peak_bytes() - floor_bytes) + copies_bytes
     if requests_bytes:

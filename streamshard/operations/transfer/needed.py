@@ -1,4 +1,4 @@
-"""`--if-needed`: finds out whether the target already holds what a run would write.
+"""`if_needed`: finds out whether the target already holds what a run would write.
 
 Nothing is recorded in a target for this. Every file is compared, byte by byte, with the bytes that
 the run would write. That proves more than a name, a size or a date, whoever wrote the files, and

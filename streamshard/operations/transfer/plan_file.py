@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, Self
 
-from streamshard.errors import TargetError, TargetExistsError, UsageError
+from streamshard.errors import Option, TargetError, TargetExistsError, UsageError
 from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import names
 from streamshard.io.changes import remove_file, write_durably
@@ -206,10 +206,11 @@ def read(path: Path) -> SavedPlan:
     except ValueError as error:
         raise UsageError(f"{path}: not a plan of streamshard's ({error})") from error
     if not isinstance(document, dict) or document.get("kind") != _KIND:
-        raise UsageError(f"{path}: not a plan of streamshard's; --plan-out makes one")
+        makes = Option("plan.save()")
+        raise UsageError(f"{path}: not a plan of streamshard's; {makes} makes one")
     if document.get("version") != _VERSION:
         message = f"{path}: a plan of version {document.get('version')!r}, this is {_VERSION}"
-        raise UsageError(f"{message}; make a new plan with --dry-run --plan-out")
+        raise UsageError(f"{message}; make a new plan with {Option('plan.save()')}")
     try:
         return _saved(document)
     except _MalformedError as error:

@@ -37,7 +37,7 @@ class Silent:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The result of a run, or of its plan. The field names are the keys of `--json`."""
+    """The result of a run, or of its plan. The field names are the keys of the JSON document."""
 
     verb: str
     source: str

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from typing import Any, Final, Self
 
+from streamshard.errors import Option
 from streamshard.formats.zarr import store_state
 from streamshard.model import SourceFile
 from streamshard.operations.source.source import Source
@@ -14,6 +15,7 @@ _FORMAT: Final = 2
 """Rises whenever the same run makes other bytes: 2 came with Blosc's present settings."""
 _DIGEST_BYTES: Final = 8
 _MOST_SHOWN: Final = 40
+_TARGET: Final = "OUT"
 _LIMIT_FORMAT: Final = 1 << 53
 
 
@@ -100,10 +102,17 @@ def _digest(file: SourceFile) -> bytes:
 def _told(key: str, options: Mapping[str, str]) -> str:
     """Describe an option as the user writes it."""
     if key not in options:
-        return f"no {key}"
+        return f"no {_named(key)}"
     if key == "verb":
         return f"the verb {options[key]}"
-    return f"another {key}" if len(options[key]) > _MOST_SHOWN else f"{key} {options[key]}".rstrip()
+    if len(options[key]) > _MOST_SHOWN:
+        return f"another {_named(key)}"
+    return str(_named(key, options[key] or None))
+
+
+def _named(key: str, value: str | None = None) -> Option | str:
+    """Word an option, or `OUT`, which is none."""
+    return f"{key} {value}" if key == _TARGET else Option(key, value)
 
 
 def digest_of_settings(value: object) -> str:

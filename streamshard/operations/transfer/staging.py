@@ -6,7 +6,7 @@ At any moment the disk is in one of these states, and the same command finishes 
   the parts that are written.
 - OUT.partial has a journal that says it is complete: it is renamed to OUT, which may exist if it is
   empty.
-- With `--overwrite`, OUT.replaced exists, and OUT does not, or is empty because someone made it
+- With `overwrite`, OUT.replaced exists, and OUT does not, or is empty because someone made it
   since: OUT.replaced is renamed back to OUT.
 - OUT has that journal still in it: OUT.replaced is removed, then the journal.
 """
@@ -19,7 +19,7 @@ from typing import Final, Self
 from streamshard.engine.jobs.target_proof import PROOF_PREFIX
 from streamshard.engine.journals.journal import Journal
 from streamshard.engine.journals.staged_files import Partial
-from streamshard.errors import NotAsWrittenError, TargetExistsError
+from streamshard.errors import NotAsWrittenError, Option, TargetExistsError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.changes import (
@@ -124,7 +124,7 @@ class PartialTarget:
             difference = self._identity.difference(header)
             if difference is not None:
                 message = f"{self.path}: {difference}. Run that one again to finish it, or give"
-                raise TargetExistsError(f"{message} --overwrite to start afresh")
+                raise TargetExistsError(f"{message} {Option('overwrite', True)} to start afresh")
             self._is_own = True
             self._become_like_empty()
             self.journal.proceed()
@@ -170,7 +170,7 @@ class PartialTarget:
         if isinstance(error, NotAsWrittenError):
             discard(self.path)
         elif error is not None and not self.journal.is_empty and self._is_there():
-            how = "without --overwrite" if self._overwrite else "again"
+            how = f"without {Option('overwrite', True)}" if self._overwrite else "again"
             error.add_note(
                 f"{self.path}: keeps what was written; run the same command {how} to go on"
             )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from streamshard.engine.journals.journal import Journal
-from streamshard.errors import NoSpaceError, TargetExistsError, UsageError
+from streamshard.errors import NoSpaceError, Option, TargetExistsError, UsageError
 from streamshard.formats import pretrained
 from streamshard.formats.dcp import dcp_names
 from streamshard.formats.deepspeed import names
@@ -34,6 +34,8 @@ from streamshard.operations.source.unfinished import COMMITTED, JOURNAL
 from streamshard.registry import REQUIRE_FREE_OBJECTS, load
 
 LOCK: Final = f"{names.OWN_PREFIX}.lock"
+
+_OVERWRITE: Final = Option("overwrite", True)
 
 
 def partial_of(target: Path) -> Path:
@@ -73,7 +75,7 @@ def require_separate(source: Path, files: Sequence[SourceFile], target: Path) ->
 
 
 def require_other(source: str | os.PathLike[str], target: Path) -> None:
-    """Refuse a target that is the source, before a message advises --overwrite."""
+    """Refuse a target that is the source, before a message advises to overwrite."""
     if resolve(target) == resolve(as_path(source)):
         raise UsageError(f"{target}: is the source itself; choose another place")
 
@@ -104,7 +106,7 @@ def _require_free(target: Path, *, overwrite: bool, template: Template | None) -
     partial, replaced = partial_of(target), replaced_of(target)
     begun = Journal(partial / JOURNAL)
     if lexists(replaced) and not (is_vacant(target) and replaces(begun.header)):
-        message = f"{replaced}: is in the way, and was not left by an --overwrite that was cut off"
+        message = f"{replaced}: is in the way, and was not left by a run that was cut off"
         raise TargetExistsError(f"{message}; move it, or choose another target")
     is_of_a_run = is_real_directory(partial) and (
         begun.header is not None or _may_be_cleared(partial)
@@ -117,9 +119,9 @@ def _require_free(target: Path, *, overwrite: bool, template: Template | None) -
     if is_vacant(target):
         return
     if not overwrite and not replaces(begun.header):
-        raise TargetExistsError(f"{target}: exists; use --overwrite to replace it")
+        raise TargetExistsError(f"{target}: exists; use {_OVERWRITE} to replace it")
     if not is_ours(target, template):
-        message = f"{target}: holds more than one checkpoint or store of ours, so --overwrite will"
+        message = f"{target}: holds more than one checkpoint or store of ours, so {_OVERWRITE} will"
         raise TargetExistsError(f"{message} not replace it; remove it yourself")
 
 

@@ -1,9 +1,10 @@
 """How far a target in a bucket is, and whether a run may write there."""
 
 from dataclasses import dataclass
+from typing import Final
 
 from streamshard.engine.journals.upload_journal import UploadJournal
-from streamshard.errors import TargetExistsError
+from streamshard.errors import Option, TargetExistsError
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.entries import has_file, list_ahead, listings_kept
 from streamshard.io.object_path import ObjectPath, object_of
@@ -11,6 +12,8 @@ from streamshard.io.objects.clients import together
 from streamshard.io.objects.listings import has_content, holds_objects
 from streamshard.operations.source.unfinished import COMMITTED, JOURNAL
 from streamshard.operations.transfer.target import is_ours, partial_of, replaces
+
+_OVERWRITE: Final = Option("overwrite", True)
 
 
 def require_free_objects(target: ObjectPath, *, overwrite: bool, template: Template | None) -> None:
@@ -35,9 +38,9 @@ def _require_replaceable(
     # A run that was killed right after it had completed the target left its journal there.
     is_just_done = upload.is_committed and upload.journal.header is not None
     if not overwrite and not replaces(begun.header) and not is_just_done:
-        raise TargetExistsError(f"{target}: exists; use --overwrite to replace it")
+        raise TargetExistsError(f"{target}: exists; use {_OVERWRITE} to replace it")
     if not is_ours(target, template) and not begun.is_whole:
-        message = f"{target}: holds more than one checkpoint or store of ours, so --overwrite will"
+        message = f"{target}: holds more than one checkpoint or store of ours, so {_OVERWRITE} will"
         raise TargetExistsError(f"{message} not replace it; remove it yourself")
 
 

@@ -5,7 +5,7 @@ command finishes each of them:
 
 - OUT has no objects, or a journal of those that are uploaded: the target does not exist yet.
 - OUT has a commit record: the target exists. A journal beside it is removed.
-- With `--overwrite`, OUT.partial has what will replace OUT, and its journal says how much of it.
+- With `overwrite`, OUT.partial has what will replace OUT, and its journal says how much of it.
   If the journal says that everything is there, the objects of OUT are replaced, one by one, by
   copies that the service makes. Until the commit record is back, OUT has no `latest` and no root
   document, so that nothing is read from it by mistake; then OUT.partial is removed.
@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from streamshard.engine.run.uploads import Uploads
-from streamshard.errors import NotAsWrittenError, TargetExistsError
+from streamshard.errors import NotAsWrittenError, Option, TargetExistsError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.io.changes import remove_file, write_new
@@ -116,7 +116,7 @@ class UploadedTarget:
             difference = self._identity.difference(header)
             if difference is not None:
                 message = f"{self.path}: {difference}. Run that one again to finish it, or give"
-                raise TargetExistsError(f"{message} --overwrite to start afresh")
+                raise TargetExistsError(f"{message} {Option('overwrite', True)} to start afresh")
             self._abort_strays()
             self._forget_changed()
         self._is_own = True
@@ -184,7 +184,7 @@ class UploadedTarget:
         if self.journal.is_empty:
             self._clear()
             return
-        how = "without --overwrite" if self._overwrite else "again"
+        how = f"without {Option('overwrite', True)}" if self._overwrite else "again"
         error.add_note(f"{self.path}: keeps what was uploaded; run the same command {how} to go on")
 
     def commit(self, latest: str | None = None) -> None:

@@ -9,12 +9,12 @@ from streamshard.engine.run import resident_memory
 from streamshard.engine.run.phases import Count
 from streamshard.errors import (
     IntegrityError,
+    Option,
     SourceError,
     SourceNotFoundError,
     UnsupportedError,
     UsageError,
 )
-from streamshard.io.entries import entries_below, is_denied, is_directory
 from streamshard.io.object_path import as_path
 from streamshard.layout.sample import EVERYTHING, Sample
 from streamshard.operations.checks.problems import Difference, Findings, Verification
@@ -79,7 +79,8 @@ def verify(
     floor_bytes = resident_memory.resident_bytes()
     resident_memory.restart_peak()
     if digests and against is not None:
-        raise UsageError("--digests: tensors that are compared are not digested; leave one out")
+        message = "tensors that are compared are not digested; leave one out"
+        raise UsageError(f"{Option('digests')}: {message}")
     paths = [path] if against is None else [path, against]
     for one in paths:
         require_finished(as_path(one))
@@ -122,7 +123,7 @@ def _sample(text: str | None) -> Sample:
     try:
         part, parts = sizes.parse_part(text)
     except ValueError as error:
-        raise UsageError(f"--sample {error}") from error
+        raise UsageError(f"{Option('sample')} {error}") from error
     today = datetime.now(UTC).toordinal()
     return Sample(today % parts + 1 if part is None else part, parts)
 
@@ -170,10 +171,7 @@ class _Run:
         except (SourceNotFoundError, UnsupportedError):
             raise
         except (SourceError, IntegrityError) as error:
-            place = as_path(request.path)
-            found = entries_below(place, skips=is_denied) if is_directory(place) else ()
-            files = {entry.path for entry in found}
-            self.findings.add_error(error, place, files)
+            self.findings.add_error(error, as_path(request.path))
             self.projected_bytes = self._limits.fit(EXTRA_BYTES).projected_bytes
             return
         self.kind, self.tag = left.kind, left.checkpoint.tag

@@ -58,11 +58,11 @@ class WholeMomentum:
             if numel and padding:
                 path = self._files[int(self._slot.files[rank])].path
                 message = (
-                    f"{path}: saved with elastic_checkpoint, which cuts the last {padding} of "
+                    f"saved with elastic_checkpoint, which cuts the last {padding} of "
                     f"{numel} elements off Muon's momentum on this rank, as if they were padding: "
                     "they are lost. Save without elastic_checkpoint"
                 )
-                raise UnsupportedError(message)
+                raise UnsupportedError(message, path=path)
 
     def place(self, tensors: NDArray[np.int64], builder: CuttingBuilder) -> None:
         """Place the momentum of every parameter.
@@ -93,15 +93,14 @@ def _require_alike(one: tuple[SourceFile, int], other: tuple[SourceFile, int], n
     for start in {0, nbytes - span}:
         first, second = (_read(file, offset + start, span) for file, offset in (one, other))
         if first != second:
-            message = f"{one[0].path} and {other[0].path} disagree about the momentum of a"
-            raise DisagreementError(
-                f"{message} parameter that both ranks hold: they are not of one step of one run"
-            )
+            message = f"disagrees with {other[0].path} about the momentum of a parameter that both"
+            message = f"{message} ranks hold: they are not of one step of one run"
+            raise DisagreementError(message, path=one[0].path)
 
 
 def _read(file: SourceFile, offset: int, nbytes: int) -> bytes:
     with open_readable(file.path) as opened:
         data = opened.read_at(offset, nbytes)
     if len(data) != nbytes:
-        raise CorruptFileError(f"{file.path}: ends before byte {offset + nbytes}")
+        raise CorruptFileError(f"ends before byte {offset + nbytes}", path=file.path)
     return data

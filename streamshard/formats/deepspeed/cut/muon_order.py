@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from streamshard.errors import DisagreementError, UnsupportedError
-from streamshard.formats.checkpoint import Checkpoint, Family
+from streamshard.errors import DisagreementError, Option, UnsupportedError
+from streamshard.formats.checkpoint import LIKE, Checkpoint, Family
 from streamshard.layout.zero import muon_order
 
 
@@ -35,8 +35,8 @@ def in_order_of(checkpoint: Checkpoint, stage: int, like: Checkpoint | None) -> 
                 f"trained at stage {checkpoint.layout.stage} with Muon, whose parameters stage 3 "
                 "has in the order in which the training script passes them if it makes the model "
                 "under zero.Init, and by size if it does not; files of stages 1 and 2 do not tell "
-                "the former. Give a checkpoint that the job saved at stage 3 with --like (before "
-                "its first step will do), or stay at stages 1 and 2"
+                f"the former. Give with {Option('like')} a checkpoint that the job saved at stage "
+                "3 (before its first step will do), or stay at stages 1 and 2"
             )
             raise UnsupportedError(message)
         orders = [_order_of(family, like, n) for n, family in enumerate(checkpoint.families)]
@@ -70,7 +70,7 @@ def _order_of(family: Family, like: Checkpoint, number: int) -> dict[int, tuple[
     for place, group in enumerate(family.groups):
         params = theirs[place].params if place < len(theirs) else ()
         if {*params} != {*group.params}:
-            message = f"param group {group.number} of the checkpoint given with --like has other"
+            message = f"param group {group.number} of {LIKE} has other"
             raise DisagreementError(f"{message} parameters: it is not of the same job")
         if family.is_muon(group):
             found[place] = params

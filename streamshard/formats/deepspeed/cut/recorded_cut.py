@@ -59,7 +59,7 @@ def _slices(node: Node, path: Path) -> tuple[tuple[tuple[str, int, int], ...], .
                 for m in node
             )
     except (AttributeError, KeyError, TypeError) as error:
-        raise CorruptFileError(f"{path}: '{names.SLICE_MAPPINGS}' is unreadable") from error
+        raise CorruptFileError(f"'{names.SLICE_MAPPINGS}' is unreadable", path=path) from error
 
 
 def _slice(name: Node, start: Node, numel: Node) -> tuple[str, int, int]:

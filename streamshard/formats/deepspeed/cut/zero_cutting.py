@@ -146,10 +146,11 @@ class _Placing:
         }
         for key, (found, expected) in computed.items():
             if found is not None and found not in expected:
-                message = f"{recorded.path}: its {key} are not those of the layout that its"
+                message = f"its {key} are not those of the layout that its"
                 raise DisagreementError(
                     f"{message} ds_config describes ({_LAYOUT_KEYS}). Was the config changed "
-                    "after the save?"
+                    "after the save?",
+                    path=recorded.path,
                 )
 
     def sub_groups(self) -> None:
@@ -191,8 +192,9 @@ def _require_lengths(
     for rank, (found, expected) in enumerate(zip(slot.numels.tolist(), lengths, strict=True)):
         if found != expected:
             path = files[int(slot.files[rank])].path
-            message = f"{path}: {what} has {found} elements on rank {rank}, {expected} belong there"
+            message = f"{what} has {found} elements on rank {rank}, {expected} belong there"
             raise CorruptFileError(
                 f"{message}. Is the ds_config in the checkpoint ({_LAYOUT_KEYS}) that of the run "
-                "that saved it?"
+                "that saved it?",
+                path=path,
             )

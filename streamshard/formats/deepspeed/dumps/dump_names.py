@@ -49,7 +49,7 @@ class Template:
         """List the files of all ranks."""
         where = self.directory / self.name
         if not is_directory(self.directory):
-            raise SourceNotFoundError(f"{self.directory}: no such directory")
+            raise SourceNotFoundError("no such directory", path=self.directory)
         ranks = {self.rank_of(entry.name) for entry in paths_in(self.directory)} - {None}
         if not ranks:
             message = f"{where}: no file of this name for any rank{hint_of_templates(where)}"
@@ -57,8 +57,8 @@ class Template:
         for rank in range(len(ranks)):
             if rank not in ranks:
                 missing = self.directory / self.file_name(rank)
-                message = f"{missing}: missing, while ranks up to {max(filter(None, ranks))} exist"
-                raise IncompleteError(f"{message}; copy it from the node that saved it")
+                message = f"missing, while ranks up to {max(filter(None, ranks))} exist; copy it"
+                raise IncompleteError(f"{message} from the node that saved it", path=missing)
         return tuple(self.directory / self.file_name(rank) for rank in range(len(ranks)))
 
 
@@ -174,7 +174,7 @@ def _as_padded(template: Template) -> Template:
 
 def _files_in(directory: Path) -> list[str]:
     if not is_directory(directory):
-        raise SourceNotFoundError(f"{directory}: no such directory")
+        raise SourceNotFoundError("no such directory", path=directory)
     return sorted(entry.name for entry in paths_in(directory) if is_file(entry))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
-from streamshard.errors import DisagreementError, UnsupportedError
+from streamshard.errors import DisagreementError, Option, UnsupportedError
 from streamshard.formats.checkpoint import LIKE, Checkpoint, Family, Reading
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.cut.zero_cutting import SourceMap, cut_source
@@ -44,7 +44,7 @@ ASSUMED: Final = (
 """What was assumed of dumps that were read without a config."""
 _REPEAT: Final = (
     "If it was on, what was written is wrong: repeat this with the config of the job that saved "
-    "them, --source-ds-config FILE."
+    "them."
 )
 _LOADING: Final = (
     "To resume, call optimizer.load_state_dict(dumps) on every rank, with the list of all ranks' "
@@ -82,8 +82,8 @@ def _read_ranks(
     _refuse_other_kinds(states, paths)
     for state, path in zip(states, paths, strict=True):
         if names.OPTIMIZER in state and names.FLAT_GROUPS_3 not in state:
-            message = f"{path}: a DeepSpeed checkpoint file, not a dump; give its directory instead"
-            raise UnsupportedError(message)
+            message = "a DeepSpeed checkpoint file, not a dump; give its directory instead"
+            raise UnsupportedError(message, path=path)
     stage = stage_of(states, paths)
     refuse(Saved(stage, config or {}, states, paths))
     elastic = elastic_reader.is_elastic(states)
@@ -143,11 +143,11 @@ def _require_known_momentum(
     """Refuse Muon without a config: how to store its momentum for resuming is then unknown."""
     if config is None and any(family.whole_states(group, layout) for group in family.groups):
         message = (
-            f"{path}: trained with Muon, whose '{names.MOMENTUM}' is kept in one way with "
+            f"trained with Muon, whose '{names.MOMENTUM}' is kept in one way with "
             "offload_optimizer and in another without, and dumps do not tell which of them was "
-            "on: give the config of the job that saved them with --source-ds-config"
+            f"on: give the config of the job that saved them with {Option('source_ds_config_file')}"
         )
-        raise UnsupportedError(message)
+        raise UnsupportedError(message, path=path)
 
 
 def _notes(layout: ZeroLayout, config: ds_config.Config | None) -> Iterator[Note]:
@@ -162,10 +162,8 @@ def _check_world_size(states: Sequence[Mapping[str, Node]], paths: Sequence[Path
     for state, path in zip(states, paths, strict=True):
         for count in rank_counts(state, path):
             if count != len(states):
-                message = (
-                    f"{path}: dumped by {show(count)} ranks, but there are {len(states)} dumps"
-                )
-                raise DisagreementError(f"{message}; all ranks' dumps of one step are needed")
+                message = f"dumped by {show(count)} ranks, but there are {len(states)} dumps; all"
+                raise DisagreementError(f"{message} ranks' dumps of one step are needed", path=path)
 
 
 def _units_like(
@@ -174,18 +172,18 @@ def _units_like(
     """Assign the reference checkpoint's parameters to the sub-groups, by length."""
     if like is None:
         message = (
-            f"{path}: dumps of stage 3 contain neither names nor shapes of the parameters, without "
+            f"dumps of stage 3 contain neither names nor shapes of the parameters, without "
             "which their padding cannot be told from data; give any DeepSpeed checkpoint of the "
-            "same model and optimizer with --like"
+            f"same model and optimizer with {Option('like')}"
         )
-        raise UnsupportedError(message)
+        raise UnsupportedError(message, path=path)
     units: list[Shapes] = []
     lengths = optimizer.lengths()
     members = optimizer.members(len(lengths))
     family = like.families[0]
     if len(members) != len(family.groups):
-        message = f"{path}: {len(members)} param groups, {LIKE} has"
-        raise DisagreementError(f"{message} {len(family.groups)}")
+        message = f"{len(members)} param groups, {LIKE} has"
+        raise DisagreementError(f"{message} {len(family.groups)}", path=path)
     _require_known_order(like, path)
     for group, (own, shapes) in enumerate(zip(members, like.group_shapes(family), strict=True)):
         params = list(shapes.items())
@@ -197,13 +195,13 @@ def _units_like(
                 held[name] = shape
                 left -= -(-_numel(shape) // world_size)
             if left != 0:
-                message = f"{path}: sub-group {unit} holds {lengths[unit]} elements, the parameters"
+                message = f"sub-group {unit} holds {lengths[unit]} elements, the parameters"
                 found = lengths[unit] - left
-                raise DisagreementError(f"{message} of {LIKE} add up to {found}")
+                raise DisagreementError(f"{message} of {LIKE} add up to {found}", path=path)
             units.append(held)
         if params:
-            message = f"{path}: param group {group} has no room for '{params[0][0]}', which"
-            raise DisagreementError(f"{message} {LIKE} has in it")
+            message = f"param group {group} has no room for '{params[0][0]}', which"
+            raise DisagreementError(f"{message} {LIKE} has in it", path=path)
     return units
 
 
@@ -212,8 +210,10 @@ def _require_known_order(like: Checkpoint, path: Path) -> None:
     family = like.families[0]
     for group, shapes in zip(family.groups, like.group_shapes(family), strict=True):
         if like.layout.stage < 3 and family.is_muon(group) and len({*shapes.values()}) > 1:
-            message = f"{path}: trained with Muon, whose parameters stages 1 and 2 order by size"
-            raise UnsupportedError(f"{message}: give a checkpoint of stage 3 with --like")
+            message = "trained with Muon, whose parameters stages 1 and 2 order by size"
+            raise UnsupportedError(
+                f"{message}: give a checkpoint of stage 3 with {Option('like')}", path=path
+            )
 
 
 def _numel(shape: tuple[int, ...]) -> int:
@@ -227,13 +227,13 @@ def _refuse_other_kinds(states: Sequence[Mapping[str, Node]], paths: Sequence[Pa
     """Refuse files that are not ZeRO's."""
     part = part_of_rank(paths[0])
     if part is not None:
-        raise UnsupportedError(f"{paths[0]}: one of the {part}")
+        raise UnsupportedError(f"one of the {part}", path=paths[0])
     kind = kind_of_whole_dump(states[0])
     if kind is not None:
         _refuse_whole(states, paths, kind)
     if not is_cut(states[0]) and names.OPTIMIZER not in states[0]:
-        message = f"{paths[0]}: not a dump of an optimizer's state that ZeRO partitioned"
-        raise UnsupportedError(f"{message}; give a template of files that hold one each")
+        message = "not a dump of an optimizer's state that ZeRO partitioned; give a template of"
+        raise UnsupportedError(f"{message} files that hold one each", path=paths[0])
 
 
 def _refuse_whole(
@@ -249,12 +249,16 @@ def _refuse_whole(
         wrong = [key for key in {**first, **other} if first.get(key) != other.get(key)]
         if wrong:
             message = (
-                f"{path}: {kind}, which ZeRO did not partition, and {paths[0]} holds other values "
+                f"{kind}, which ZeRO did not partition, and {paths[0]} holds other values "
                 f"of {show_few(wrong)}. Such files are of different steps or runs, or the ranks "
                 "were not data-parallel alone (tensor parallelism, FSDP), which is not resharded"
             )
-            raise UnsupportedError(f"{message}: load each rank's own file on as many ranks")
+            raise UnsupportedError(
+                f"{message}: load each rank's own file on as many ranks", path=path
+            )
     same = f"all {len(states)} files hold the same" if len(states) > 1 else "of one rank"
-    message = f"{paths[0]}: {kind}, {same}: nothing in it is partitioned, so it needs no resharding"
+    message = f"{kind}, {same}: nothing in it is partitioned, so it needs no resharding"
     load = f"optimizer.load_state_dict(torch.load({str(paths[0])!r}))"
-    raise UnsupportedError(f"{message}. Any rank's file will do, on any count of ranks: {load}")
+    raise UnsupportedError(
+        f"{message}. Any rank's file will do, on any count of ranks: {load}", path=paths[0]
+    )

@@ -102,9 +102,8 @@ def _read(text: str, named: str) -> Iterator[tuple[str, _OneRule]]:
             )
         digits = re.findall(r"\d+", found["sizes"] or "")
         if len(digits) > _MOST_SIZES or any(len(size) > _MOST_DIGITS for size in digits):
-            raise UsageError(
-                f"{named}, line {number}: at most {_MOST_SIZES:,} sizes, of {_MOST_DIGITS} digits"
-            )
+            message = f"{named}, line {number}: at most {_MOST_SIZES:,} sizes, of {_MOST_DIGITS}"
+            raise UsageError(f"{message} digits")
         sizes = [int(size) for size in digits]
         dimension = found["split"] or found["sub"]
         yield pattern, _OneRule(None if dimension is None else int(dimension), sizes)
@@ -117,8 +116,8 @@ def read_rules(path: Path | None) -> CutRules | None:
     try:
         return CutRules(read_document(path).decode("utf-8-sig"), str(path))
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
+        raise UsageError(f"cannot be read ({error.strerror})", path=path) from error
     except CorruptFileError as error:
         raise UsageError(str(error)) from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not a file of rules ({error})") from error
+        raise UsageError(f"not a file of rules ({error})", path=path) from error

@@ -61,8 +61,8 @@ def missing_layers(
             if not present[layer] & {rank, None}:
                 axis = f"-model_{rank:02d}" if has_axis else ""
                 path = tag_dir / f"layer_{layer:02d}{axis}-model_states.pt"
-                message = f"{path}: missing, in which '{name}' is"
-                yield IncompleteError(f"{message}: copy it from the node that saved it")
+                message = f"missing, in which '{name}' is"
+                yield IncompleteError(f"{message}: copy it from the node that saved it", path=path)
 
 
 def _first_of_each(listed: Iterable[str]) -> dict[int, str]:

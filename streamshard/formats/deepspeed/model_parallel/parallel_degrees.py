@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Final
 
-from streamshard.errors import DisagreementError
+from streamshard.errors import DisagreementError, Option
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed import names
 from streamshard.formats.pickle.inert import show
@@ -35,7 +35,7 @@ class Degrees:
     @property
     def options(self) -> dict[str, str]:
         """The options that ask for these degrees."""
-        return {"--tensor-parallel": f"{self.tensor}", "--pipeline-parallel": f"{self.pipeline}"}
+        return {"tensor_parallel": f"{self.tensor}", "pipeline_parallel": f"{self.pipeline}"}
 
     def place(self, part: int) -> str:
         """Name the place of a part of the model; empty if it is the only one.
@@ -49,7 +49,8 @@ class Degrees:
 
     def __str__(self) -> str:
         """Return both degrees as options."""
-        return " ".join(f"{option} {value}" for option, value in self.options.items())
+        asked = Option("tensor_parallel", self.tensor), Option("pipeline_parallel", self.pipeline)
+        return " ".join(map(str, asked))
 
 
 def is_pipeline(checkpoint: Checkpoint) -> bool:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from streamshard.errors import DisagreementError, UnsupportedError
+from streamshard.errors import DisagreementError, Option, UnsupportedError
 from streamshard.formats.checkpoint import Checkpoint, Family, ModuleEntry
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.affine_maps import AffineMaps, has_maps
@@ -74,7 +74,7 @@ class ModelParts:
             raise UnsupportedError(
                 f"{message} '{names.UNIVERSAL_INFO}' in its model files tells how, as what AutoTP "
                 f"saves does, and what other jobs save for the universal checkpoint. Tell it with "
-                f"--cut-rules. {AS_SAVED}"
+                f"{Option('cut_rules_file')}. {AS_SAVED}"
             )
         for other in others:
             if fingerprint(other) != fingerprint(told):

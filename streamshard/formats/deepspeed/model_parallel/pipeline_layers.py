@@ -266,8 +266,10 @@ class _OneRank:
             return found[0] if found else own
         beside = [name for name in held if f"{found[0]}{name}" not in self._shapes]
         if beside:
-            message = f"{file.path}: has '{beside[0]}' of a module that several layers share, of"
-            raise UnsupportedError(f"{message} {show_few(found)}, which are alike: not known which")
+            message = f"has '{beside[0]}' of a module that several layers share, of"
+            raise UnsupportedError(
+                f"{message} {show_few(found)}, which are alike: not known which", path=file.path
+            )
         return None
 
     def _is_of(self, prefix: str, held: Mapping[str, Node]) -> bool:

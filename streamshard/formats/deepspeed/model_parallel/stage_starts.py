@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Final, TypeAlias
 
-from streamshard.errors import DisagreementError, UnsupportedError, UsageError
+from streamshard.errors import DisagreementError, Option, UnsupportedError, UsageError
 from streamshard.formats.checkpoint import Checkpoint, Family, ModuleEntry, ParamGroup
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import layer_numbers
@@ -25,7 +25,7 @@ from streamshard.formats.torch.tree_comparison import show_few
 from streamshard.model import MASTER, MODULE
 from streamshard.sizes import counted
 
-STAGES: Final = "--stages"
+STAGES: Final = "stages"
 """The option that tells with which layers stages begin."""
 _MOST_LAYERS: Final = 1_000_000
 """More layers than any model has."""
@@ -50,12 +50,13 @@ def count_stages(starts: Sequence[int], degree: int | None) -> int:
     degree
         The pipeline degree, if it was given too.
     """
-    asked = f"{STAGES} {listed(starts)}"
+    asked = Option(STAGES, starts)
     if not starts or starts[0] != 0 or any(one >= other for one, other in pairwise(starts)):
         raise UsageError(f"{asked}: give the first layer of each stage, ascending from 0: 0,4,7")
     if degree not in (None, len(starts)):
-        message = f"{asked}: are {counted(len(starts), 'stage')}, and --pipeline-parallel says"
-        raise UsageError(f"{message} {degree}; make them agree, or leave it out")
+        message = f"{asked}: are {counted(len(starts), 'stage')}, and"
+        says = Option("pipeline_parallel")
+        raise UsageError(f"{message} {says} says {degree}; make them agree, or leave it out")
     return len(starts)
 
 
@@ -156,13 +157,13 @@ class _Stages:
     def split(self, starts: Sequence[int]) -> Iterator[Family]:
         """Yield each stage that begins at one of the layers, without name and degrees."""
         if starts[-1] > self._last:
-            message = f"{STAGES} {listed(starts)}: the last layer that is known is {self._last}"
+            message = f"{Option(STAGES, starts)}: the last layer that is known is {self._last}"
             raise UsageError(f"{message}, and a stage needs one; list other layers")
         found = []
         for stage, (start, stop) in enumerate(pairwise([*starts, self._behind])):
             made = self._stage(range(start, stop))
             if (lacked := self._lacked_by(made)) is not None:
-                message = f"{STAGES} {listed(starts)}: stage {stage}, from layer {start} on"
+                message = f"{Option(STAGES, starts)}: stage {stage}, from layer {start} on"
                 raise UsageError(f"{message}, would have no parameters {lacked}; list other layers")
             found.append(made)
         tells = [_places(family) for family in found]

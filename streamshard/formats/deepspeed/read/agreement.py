@@ -38,8 +38,8 @@ def family_stage(states: Sequence[Mapping[str, Node]], files: FamilyFiles) -> in
     """Return the ZeRO stage. Refuse model files that do not fit this stage."""
     stage = stage_of(states, files.optimizer_files)
     if (stage == 3) != (len(files.model_files) > 1 or "zero_pp" in files.model_files[0].name):
-        message = f"{files.model_files[0]} does not belong to optimizer files of stage {stage}"
-        raise DisagreementError(message)
+        message = f"does not belong to optimizer files of stage {stage}"
+        raise DisagreementError(message, path=files.model_files[0])
     return stage
 
 
@@ -49,10 +49,10 @@ def stage_of(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> int
     stages = [_enum_value(state.get(names.ZERO_STAGE, 1)) for state in states]
     for stage, path in zip(stages, paths, strict=True):
         if stage not in (1, 2, 3):
-            raise UnsupportedError(f"{path}: ZeRO stage {show(stage)} is not known")
+            raise UnsupportedError(f"ZeRO stage {show(stage)} is not known", path=path)
         if stage != stages[0]:
-            message = f"{path} is of ZeRO stage {stage}, {paths[0]} of {stages[0]}"
-            raise DisagreementError(f"{message}; move away the files of the older run")
+            message = f"of ZeRO stage {stage}, {paths[0]} of {stages[0]}"
+            raise DisagreementError(f"{message}; move away the files of the older run", path=path)
     return int(stages[0])
 
 
@@ -84,9 +84,7 @@ def check_world_size(
     for world_size, path in said:
         if world_size == found:
             continue
-        message = (
-            f"{path} was saved by {show(world_size)} ranks, but there are {found} optimizer files"
-        )
+        message = f"saved by {show(world_size)} ranks, but there are {found} optimizer files"
         if isinstance(world_size, int) and world_size > found:
             last = files.optimizer_files[-1]
             missing = last.with_name(
@@ -96,7 +94,7 @@ def check_world_size(
         else:
             surplus = files.optimizer_files[world_size if isinstance(world_size, int) else 0]
             message += f"; {surplus} is of another world size: move it and its siblings away"
-        raise DisagreementError(message)
+        raise DisagreementError(message, path=path)
 
 
 def rank_counts(state: Mapping[str, Node], path: Path) -> list[Node]:
@@ -166,8 +164,8 @@ def differing(one: Facts, other: Facts) -> list[Node]:
 
 def disagreement(path: Path, reference: Path, what: str) -> DisagreementError:
     """Return the error of two files that record different values of something."""
-    message = f"{path} and {reference} disagree about {what}"
-    return DisagreementError(f"{message}: they are not of one step of one run")
+    message = f"disagrees with {reference} about {what}: they are not of one step of one run"
+    return DisagreementError(message, path=path)
 
 
 def check_agreement(states: Sequence[Mapping[str, Node]], paths: Sequence[Path]) -> None:

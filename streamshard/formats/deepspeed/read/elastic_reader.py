@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from streamshard.errors import DisagreementError, UnsupportedError
+from streamshard.errors import DisagreementError, Option, UnsupportedError
 from streamshard.formats.checkpoint import LIKE, Family
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read.rank_files import require
@@ -34,15 +34,16 @@ def make_rigid(
     """
     if like is None:
         message = (
-            f"{paths[0]}: saved with elastic_checkpoint, which keeps no hyper-parameters of the "
+            f"saved with elastic_checkpoint, which keeps no hyper-parameters of the "
             "optimizer (learning rate, betas, weight decay): give another checkpoint of the same "
-            "job with --like, saved without elastic_checkpoint, before or after; theirs are taken"
+            f"job with {Option('like')}, saved without elastic_checkpoint, before or after; theirs "
+            "are taken"
         )
-        raise UnsupportedError(message)
+        raise UnsupportedError(message, path=paths[0])
     groups = like.wrapped_optimizer["param_groups"]
     if next(storages_in(groups), None) is not None:
-        message = f"{paths[0]}: saved with elastic_checkpoint, and the hyper-parameters of"
-        raise UnsupportedError(f"{message} {LIKE} are tensors; not supported")
+        message = "saved with elastic_checkpoint, and the hyper-parameters of"
+        raise UnsupportedError(f"{message} {LIKE} are tensors; not supported", path=paths[0])
     for state, path in zip(states, paths, strict=True):
         state[names.BASE_OPTIMIZER] = _rigid(state, path, groups)
 
@@ -51,15 +52,15 @@ def _rigid(state: dict[str, Node], path: Path, groups: Sequence[Mapping[str, Any
     held = require(state, names.BASE_OPTIMIZER, path)
     if not isinstance(held, list) or len(held) != len(groups):
         count = f"{len(held)} groups" if isinstance(held, list) else "no elastic_checkpoint"
-        message = f"{path}: {count}, {LIKE} has {len(groups)} groups"
-        raise DisagreementError(message)
+        message = f"{count}, {LIKE} has {len(groups)} groups"
+        raise DisagreementError(message, path=path)
     counted = names.ELASTIC_STEP in state
     step = state.pop(names.ELASTIC_STEP, None)
     serialized = []
     for number, group in enumerate(groups):
         if ("step" in group) != counted:
-            message = f"{path}: of another optimizer than {LIKE}: one of"
-            raise DisagreementError(f"{message} the two counts steps in its param groups")
+            message = f"of another optimizer than {LIKE}: one of the two counts steps in its param"
+            raise DisagreementError(f"{message} groups", path=path)
         own = {"step": step} if counted else {}
         serialized.append({**group, **own, "params": [number]})
     return {"state": {k: v for k, v in enumerate(held) if v}, "param_groups": serialized}
@@ -78,7 +79,7 @@ def require_same_groups(params: Sequence[Sequence[str]], like: Family, path: Pat
         other = set(own) ^ set(theirs[number])
         if other:
             message = (
-                f"{path}: parameter '{min(other)}' is in param group {number} either here or in "
+                f"parameter '{min(other)}' is in param group {number} either here or in "
                 f"{LIKE}, but not in both: not of the same job"
             )
-            raise DisagreementError(message)
+            raise DisagreementError(message, path=path)

@@ -173,8 +173,8 @@ def _param_shapes(
             recorded_units(optimizer, files.optimizer_files), first[names.MODULE_STATE]
         )
     if not isinstance(units, list) or not all(isinstance(unit, dict) for unit in units):
-        message = f"{files.model_files[0]}: no parameter shapes; saved before DeepSpeed 0.6?"
-        raise UnsupportedError(f"{message} {SAVE_AGAIN}")
+        message = "no parameter shapes; saved before DeepSpeed 0.6?"
+        raise UnsupportedError(f"{message} {SAVE_AGAIN}", path=files.model_files[0])
     compared = (names.PARAM_SHAPES, "global_steps")
     for file, wrong in differences(models, lambda file: {k: file.root.get(k) for k in compared}):
         raise disagreement(file.path, models[0].path, str(wrong[0]))
@@ -190,11 +190,11 @@ def recorded_units(optimizer: OptimizerReader, paths: Sequence[Path]) -> list[Sh
     found: list[dict[str, int]] = []
     for recorded, path in zip(optimizer.recorded(), paths, strict=True):
         if recorded.slices is None:
-            message = f"{path}: saved by a DeepSpeed before 0.7.4, which did not name parameters"
-            raise UnsupportedError(message)
+            message = "saved by a DeepSpeed before 0.7.4, which did not name parameters"
+            raise UnsupportedError(message, path=path)
         if any(any(group) for group in recorded.alignments or ()):
-            message = f"{path}: saved with parameter_alignment, which only a model file explains"
-            raise UnsupportedError(message)
+            message = "saved with parameter_alignment, which only a model file explains"
+            raise UnsupportedError(message, path=path)
         found = found or [{} for _ in recorded.slices]
         for unit, slices in zip(found, recorded.slices, strict=True):
             for name, _, numel in slices:

@@ -61,8 +61,8 @@ def fingerprints(
         if spent > _FREE_BYTES:
             together = together or len(pickled(list(nodes.values()), checksum))
             if spent > _FREE_BYTES + _LIMIT_AGAIN * together:
-                message = f"{path}: holds entries that share their parts without end"
-                raise UnsupportedError(message)
+                message = "holds entries that share their parts without end"
+                raise UnsupportedError(message, path=path)
     return found
 
 

@@ -61,7 +61,8 @@ class ModuleReader:
         # With pipeline parallelism each layer's weights are in a separate file.
         self._module: dict[str, Node] = {} if module is None else module
         if not isinstance(self._module, dict):
-            raise CorruptFileError(f"{self._path}: its '{names.MODULE_STATE}' is not a state dict")
+            message = f"its '{names.MODULE_STATE}' is not a state dict"
+            raise CorruptFileError(message, path=self._path)
         self._frozen_shapes: dict[str, Node] = self._first.get(names.FROZEN_SHAPES) or {}
         self.tied: Mapping[str, str] = self._as_in_module(
             self._first.get(names.SHARED_PARAMS) or tied
@@ -102,11 +103,12 @@ class ModuleReader:
                 continue
             if self._stage != 3 and shapes.get(name, tensor.shape) != tensor.shape:
                 where = names.FROZEN_SHAPES if name in frozen else names.PARAM_SHAPES
-                message = f"{self._path}: '{name}' has shape {tensor.shape}, and among its"
+                message = f"'{name}' has shape {tensor.shape}, and among its"
                 message = f"{message} '{where}' {shapes[name]}"
                 why = "damaged, or the module saves it otherwise than it trains it"
                 raise DisagreementError(
-                    f"{message}: {why}; take another copy, or save again without what reshapes it"
+                    f"{message}: {why}; take another copy, or save again without what reshapes it",
+                    path=self._path,
                 )
             alias = self._alias_of(name, tensor, seen, shapes)
             kind = "alias" if alias else self._kind(name, buffers, trained)
@@ -212,7 +214,7 @@ class ModuleReader:
         node = (file.root.get(names.FROZEN_FRAGMENTS) or {}).get(entry.name)
         with of_file(file.path):
             shard = tensor_of(node)
-        what = f"{file.path}: weight of '{entry.name}'"
+        what = f"weight of '{entry.name}'"
         if shard is None:
             message = (
                 f"{what} is in no file: neither trained nor listed as tied to another, and "
@@ -223,7 +225,7 @@ class ModuleReader:
                     f"{what} is in no file: it is frozen or tied to another, neither of which "
                     f"stage 3 saved before DeepSpeed 0.9.2. {SAVE_AGAIN}"
                 )
-            raise UnsupportedError(message)
+            raise UnsupportedError(message, path=file.path)
         if shard.dtype != dtype:
             message = (
                 f"{what} is kept as {shard.dtype} for {dtype}: quantised by "
@@ -231,18 +233,19 @@ class ModuleReader:
                 "does not save. Save with exclude_frozen_parameters=True, and take the frozen "
                 "weights from the model that the training began with"
             )
-            raise UnsupportedError(message)
-        return shard.require_contiguous(what)
+            raise UnsupportedError(message, path=file.path)
+        with of_file(file.path):
+            return shard.require_contiguous(what)
 
     def _compare_ranks(self, entries: Sequence[ModuleEntry]) -> None:
         """Note the entries besides the shards about which the ranks' files disagree."""
         for file in self._files[1:]:
             module = file.root.get(names.MODULE_STATE)
             if not isinstance(module, dict):
-                raise CorruptFileError(f"{file.path}: holds no module state")
+                raise CorruptFileError("holds no module state", path=file.path)
             if list(module) != list(self._module):
-                message = f"{file.path} and {self._path} hold different modules"
-                raise DisagreementError(message)
+                message = f"holds another module than {self._path}"
+                raise DisagreementError(message, path=file.path)
         kept = [entry.name for entry in entries if entry.kind in ("buffer", "extra")]
 
         def common(file: ModelFile) -> dict[Node, Node]:

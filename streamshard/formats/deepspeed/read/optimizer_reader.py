@@ -71,13 +71,13 @@ class OptimizerReader:
         """Refuse files that leave out padding of the masters and do not record how much."""
         for rank, path in enumerate(self._paths):
             if self._strips_masters(rank) and names.GROUP_PADDINGS not in self._states[rank]:
-                message = f"{path}: no '{names.GROUP_PADDINGS}' in it; saved before DeepSpeed 0.7"
-                raise UnsupportedError(f"{message}, which is not supported. {SAVE_AGAIN}")
+                message = f"no '{names.GROUP_PADDINGS}' in it; saved before DeepSpeed 0.7, which is"
+                raise UnsupportedError(f"{message} not supported. {SAVE_AGAIN}", path=path)
 
     def _inner_state(self, state: Mapping[str, Node], key: str, path: Path) -> Mapping[str, Node]:
         inner = require(state, key, path)
         if not isinstance(inner, dict) or not {"state", "param_groups"} <= inner.keys():
-            raise CorruptFileError(f"{path}: '{key}' is not the state dict of an optimizer")
+            raise CorruptFileError(f"'{key}' is not the state dict of an optimizer", path=path)
         return inner
 
     def _require_known(self) -> None:
@@ -92,23 +92,25 @@ class OptimizerReader:
             if not unknown and fingerprint(beside) != fingerprint(plain[0]):
                 unknown = list({**plain[0], **beside})
             if unknown:
-                message = f"{self._paths[rank]}: its optimizer keeps {show(unknown)} besides the"
+                message = f"its optimizer keeps {show(unknown)} besides the"
                 message = f"{message} states of its groups, and no file says whether that is cut"
-                raise UnsupportedError(f"{message}; this optimizer is not supported")
+                raise UnsupportedError(
+                    f"{message}; this optimizer is not supported", path=self._paths[rank]
+                )
 
     def _flat(self, node: Node, what: str, path: Path) -> Tensor:
         with of_file(path):
             tensor = tensor_of(node)
         if tensor is None or len(tensor.shape) != 1:
-            raise CorruptFileError(f"{path}: {what} is not a flat tensor")
+            raise CorruptFileError(f"{what} is not a flat tensor", path=path)
         return tensor.require_contiguous(f"{path}: {what}")
 
     def groups(self, units: Sequence[Sequence[str]]) -> tuple[ParamGroup, ...]:
         """Read the param groups; `units` names the parameters of each unit."""
         for rank, masters in enumerate(self._masters):
             if len(masters) != len(units):
-                message = f"{self._paths[rank]}: {len(masters)} flat groups for {len(units)}"
-                raise DisagreementError(f"{message} groups of parameter shapes")
+                message = f"{len(masters)} flat groups for {len(units)} groups of parameter shapes"
+                raise DisagreementError(message, path=self._paths[rank])
         self._check_hyper_parameters()
         found: list[ParamGroup] = []
         experts = names.count_local_experts(chain.from_iterable(units))
@@ -141,11 +143,11 @@ class OptimizerReader:
             for key, value in (group.states or {}).items():
                 if key in flat and isinstance(value, ScalarState):
                     message = (
-                        f"{self._paths[0]}: optimizer state '{key}' of group {group.number} is a "
+                        f"optimizer state '{key}' of group {group.number} is a "
                         "scalar, and in another group has one element for each of the parameters' "
                         "or looks so; this optimizer is not supported"
                     )
-                    raise UnsupportedError(message)
+                    raise UnsupportedError(message, path=self._paths[0])
 
     @property
     def is_bf16_optimizer(self) -> bool:
@@ -160,11 +162,11 @@ class OptimizerReader:
         for state, path in zip(self._states, self._paths, strict=True):
             sharing = require(state, names.PARTITION_COUNT, path)[number]
             if sharing < 1 or world_size % sharing:
-                message = f"{path}: experts of param group {number} shared by {sharing} ranks"
-                raise DisagreementError(f"{message}, which do not divide {world_size}")
+                message = f"experts of param group {number} shared by {sharing} ranks"
+                raise DisagreementError(f"{message}, which do not divide {world_size}", path=path)
             if sharing != self._states[0][names.PARTITION_COUNT][number]:
-                message = f"{path} and {self._paths[0]} disagree about {names.PARTITION_COUNT}"
-                raise DisagreementError(message)
+                message = f"disagrees with {self._paths[0]} about {names.PARTITION_COUNT}"
+                raise DisagreementError(message, path=path)
         return int(world_size // sharing)
 
     def _states_of(
@@ -180,16 +182,16 @@ class OptimizerReader:
         ]
         for other in states[1:]:
             if other != states[0]:
-                message = f"{self._paths[0]}: sub-groups of a param group differ in state"
-                raise DisagreementError(message)
+                message = "sub-groups of a param group differ in state"
+                raise DisagreementError(message, path=self._paths[0])
         return states[0] if states else None
 
     def members(self, unit_count: int) -> list[list[int]]:
         """Return the units of each param group."""
         listed = [group.get("params") for group in self._inner[0]["param_groups"]]
         if list(chain.from_iterable(listed)) != list(range(unit_count)):
-            message = f"{self._paths[0]}: param groups do not number {unit_count} groups"
-            raise CorruptFileError(message)
+            message = f"param groups do not number {unit_count} groups"
+            raise CorruptFileError(message, path=self._paths[0])
         return [list(params) for params in listed]
 
     def lengths(self) -> list[int]:
@@ -217,15 +219,15 @@ class OptimizerReader:
         with of_file(self._paths[first]):
             keys = [name_of(key) for key in held[first]]
         if len(keys) > _STATES_LIMIT:
-            message = f"{self._paths[first]}: {len(keys)} states of one group"
-            raise UnsupportedError(f"{message}, which no optimizer is known to have")
+            message = f"{len(keys)} states of one group, which no optimizer is known to have"
+            raise UnsupportedError(message, path=self._paths[first])
         for rank, states in held.items():
             if list(states) != keys:
                 message = (
-                    f"{self._paths[rank]}: states {show(list(states))} of group {unit}, where "
+                    f"states {show(list(states))} of group {unit}, where "
                     f"{self._paths[first]} has {show(keys)}"
                 )
-                raise DisagreementError(message)
+                raise DisagreementError(message, path=self._paths[rank])
         return {
             key: self._state(unit, slot, key, {rank: held[rank][key] for rank in held}, ranks)
             for key in held[first]
@@ -281,8 +283,10 @@ class OptimizerReader:
         dtype = next(iter(tensors.values())).dtype
         for rank, tensor in tensors.items():
             if tensor.dtype != dtype:
-                message = f"{self._paths[rank]}: {state} of group {slot} is {tensor.dtype}"
-                raise DisagreementError(f"{message}, on rank {next(iter(tensors))} {dtype}")
+                message = f"{state} of group {slot} is {tensor.dtype}"
+                raise DisagreementError(
+                    f"{message}, on rank {next(iter(tensors))} {dtype}", path=self._paths[rank]
+                )
         places = [tensors.get(rank, self._masters[rank][0]) for rank in ranks]
         self.slots[slot, state] = Slot(
             files=np.array([t.storage.file for t in places], dtype=np.int64),

@@ -106,8 +106,8 @@ class TagFiles:
             return
         first = family.optimizer.setdefault(parsed.dp_rank, path)
         if first != path:
-            message = f"{path} and {first} both claim to be of one rank"
-            self._doubles.append(IncompleteError(f"{message}; move away the set that is older"))
+            message = f"claims to be of one rank with {first}; move away the set that is older"
+            self._doubles.append(IncompleteError(message, path=path))
 
     def family(self, mp_rank: int) -> _RankFiles:
         """Return the files of one part of the model."""
@@ -117,8 +117,9 @@ class TagFiles:
         """Find files of two runs."""
         yield from self._doubles
         if len(self.prefixes) > 1:
-            both = " and ".join(str(path) for path in self.prefixes.values())
-            yield IncompleteError(f"{both} are of different runs; move away the set that is older")
+            first, *others = self.prefixes.values()
+            message = f"of another run than {' and '.join(map(str, others))}"
+            yield IncompleteError(f"{message}; move away the set that is older", path=first)
 
     def _lacks_experts(self, mp_rank: int) -> bool:
         """Tell whether other parts of the model have files of experts, and this one has none."""
@@ -147,12 +148,12 @@ class TagFiles:
         held = {rank: path for rank, path in found.model.items() if rank is not None}
         if None in found.model:
             for path in list(held.values())[:1]:
-                message = f"{path} is of stage 3, {found.model[None]} of stage 1 or 2: two runs in"
-                yield IncompleteError(f"{message} one place; move away the set that is older")
+                message = f"of stage 3, {found.model[None]} of stage 1 or 2: two runs in one place"
+                yield IncompleteError(f"{message}; move away the set that is older", path=path)
         elif not held:
             missing = self.tag_dir / names.model_file(None, mp_rank)
             hint = _NEVER_SAVED if self._lacks_experts(mp_rank) else ""
-            yield IncompleteError(f"{missing}: the model file is missing{hint}")
+            yield IncompleteError(f"the model file is missing{hint}", path=missing)
         else:
             yield from self._incomplete_models(mp_rank, held, ranks, of, optimizer_of)
 
@@ -173,9 +174,9 @@ class TagFiles:
         yield from missing_ranks(fit, ranks, file_of, of)
         for rank, path in held.items():
             if rank not in fit:
-                message = f"{path}: no optimizer file of this rank; left over from another world"
+                message = "no optimizer file of this rank; left over from another world"
                 message = f"{message} size? Move it away, or restore {optimizer_of(rank).name}"
-                yield IncompleteError(message)
+                yield IncompleteError(message, path=path)
 
 
 def missing_ranks(
@@ -191,8 +192,8 @@ def missing_ranks(
                 who, what = f"rank {rank}{of} is missing", "it"
             else:
                 who, what = f"ranks {rank} to {gap.stop - 1}{of} are missing", "them"
-            message = f"{file_of(rank)}: {who}; copy {what} from the node that saved {what}"
-            yield IncompleteError(f"{message}, or take an earlier tag")
+            message = f"{who}; copy {what} from the node that saved {what}"
+            yield IncompleteError(f"{message}, or take an earlier tag", path=file_of(rank))
 
 
 def find(tag_dir: Path) -> ShardSet:
@@ -264,8 +265,8 @@ class SourceFiles:
         with open_readable(self.path_of(storage)) as file:
             data = file.read_at(offset, nbytes)
         if len(data) != nbytes:
-            message = f"{self.path_of(storage)}: ends before byte {offset + nbytes}"
-            raise CorruptFileError(message)
+            message = f"ends before byte {offset + nbytes}"
+            raise CorruptFileError(message, path=self.path_of(storage))
         return data
 
 
@@ -278,7 +279,7 @@ def require_dict(found: TorchFile, path: Path) -> TorchFile:
     """Require that a torch file holds a dict, in which the usual keys can be looked up."""
     root = found.root
     if not isinstance(root, dict):
-        raise CorruptFileError(f"{path}: holds a {type(root).__name__} where a dict belongs")
+        raise CorruptFileError(f"holds a {type(root).__name__} where a dict belongs", path=path)
     with of_file(path):
         require_unrolled(root[key] for key in names.LOOKED_INTO if key in root)
     return found
@@ -287,6 +288,6 @@ def require_dict(found: TorchFile, path: Path) -> TorchFile:
 def require(mapping: Mapping[str, Node], key: str, path: Path) -> Node:
     """Look up a key that every file of this kind has."""
     if key not in mapping:
-        message = f"{path}: no '{key}' in it, which every checkpoint of its kind has"
-        raise CorruptFileError(message)
+        message = f"no '{key}' in it, which every checkpoint of its kind has"
+        raise CorruptFileError(message, path=path)
     return mapping[key]

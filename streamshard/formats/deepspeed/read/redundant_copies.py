@@ -90,10 +90,10 @@ def _require_placeholders(file: ModelFile, entries: Sequence[ModuleEntry]) -> No
         is_cut = entry.kind in ("param", "frozen", "alias")
         if is_cut and weight is not None and weight.numel > 0:
             message = (
-                f"{file.path}: '{names.MODULE_STATE}' has {weight.numel:,} values of "
+                f"'{names.MODULE_STATE}' has {weight.numel:,} values of "
                 f"'{entry.name}', where stage 3 leaves 0 and keeps the weight in fragments"
             )
-            raise DisagreementError(f"{message}; {_OTHER_COPY}")
+            raise DisagreementError(f"{message}; {_OTHER_COPY}", path=file.path)
 
 
 def _require_same_frozen(file: ModelFile, entries: Sequence[ModuleEntry], stage: int) -> None:
@@ -104,20 +104,20 @@ def _require_same_frozen(file: ModelFile, entries: Sequence[ModuleEntry], stage:
     for key in (names.FROZEN_SHAPES, names.FROZEN_FRAGMENTS):
         for name, node in (file.root.get(key) or {}).items():
             if name in extra:
-                message = f"{file.path}: the frozen weight '{name}' is not stored as its elements"
-                raise UnsupportedError(f"{message} in a row. Make it contiguous before saving")
-            message = f"{file.path}: '{key}' lists {show(name)}"
+                message = f"the frozen weight '{name}' is not stored as its elements in a row. Make"
+                raise UnsupportedError(f"{message} it contiguous before saving", path=file.path)
+            message = f"'{key}' lists {show(name)}"
             if name not in frozen:
                 found = "is a buffer or trained there" if name in module else "is not there"
                 message = f"{message}, which '{names.MODULE_STATE}' does not: it {found}"
-                raise DisagreementError(f"{message}; {_OTHER_COPY}")
+                raise DisagreementError(f"{message}; {_OTHER_COPY}", path=file.path)
             if stage == 3 or key == names.FROZEN_SHAPES:
                 continue
             with of_file(file.path):
                 is_same = alike(tensor_of(node), tensor_of(module[name]))
             if not is_same:
                 message = f"{message} with other values than '{names.MODULE_STATE}' has of it"
-                raise DisagreementError(f"{message}; {_OTHER_COPY}")
+                raise DisagreementError(f"{message}; {_OTHER_COPY}", path=file.path)
 
 
 def _frozen_shapes(file: ModelFile) -> dict[str, tuple[int, ...]]:

@@ -42,8 +42,8 @@ def read_family(
     kept = model.get(names.DS_CONFIG)
     config = dict(kept) if isinstance(kept, dict) else {}
     if not is_stage_0(file.path):
-        message = f"{file.path}: holds no optimizer's state, as another part of the model does"
-        raise DisagreementError(f"{message}: they are not of one run")
+        message = "holds no optimizer's state, as another part of the model does"
+        raise DisagreementError(f"{message}: they are not of one run", path=file.path)
     refuse_uncut(Saved(0, config, (), (), [model], [file.path]))
     layout = ds_config.zero_layout(config, stage=0, world_size=_world_size(file))
     module = ModuleReader([file], 0, {})
@@ -70,6 +70,6 @@ def _world_size(file: ModelFile) -> int:
     model: Mapping[str, Node] = file.root
     count = require(model, names.DP_WORLD_SIZE, file.path)
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        message = f"{file.path}: its '{names.DP_WORLD_SIZE}' is {show(count)}, which is not a count"
-        raise CorruptFileError(message)
+        message = f"its '{names.DP_WORLD_SIZE}' is {show(count)}, which is not a count"
+        raise CorruptFileError(message, path=file.path)
     return count

@@ -65,7 +65,8 @@ class HeldState:
             with of_file(self.paths[rank]):
                 return torch_tensor.tensor_of(self.nodes[rank])
         except UnsupportedError as error:
-            raise UnsupportedError(f"{self._place(rank)}: {error}. {_ANEW}") from error
+            message = f"{self.what}: {error}. {_ANEW}"
+            raise UnsupportedError(message, path=self.paths[rank]) from error
 
     def _place(self, rank: int) -> str:
         return f"{self.paths[rank]}: {self.what}"

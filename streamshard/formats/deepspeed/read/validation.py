@@ -167,7 +167,7 @@ def _readable(paths: Iterable[Path], errors: list[SourceError]) -> Iterator[tupl
             errors.append(error)
             continue
         except OSError as error:
-            errors.append(SourceError(f"{path}: cannot be read ({error.strerror})"))
+            errors.append(SourceError(f"cannot be read ({error.strerror})", path=path))
             continue
         yield path, root
 
@@ -297,6 +297,8 @@ def _usual_count(counts: Mapping[Path, Node], errors: list[SourceError]) -> int:
     usual = _most_common(counts.values(), int) or 0
     for path, count in counts.items():
         if count not in (usual, None):
-            message = f"{path}: was saved by {show(count)} ranks, most other files by {usual}"
-            errors.append(DisagreementError(f"{message}; move away the files of the other run"))
+            message = f"was saved by {show(count)} ranks, most other files by {usual}"
+            errors.append(
+                DisagreementError(f"{message}; move away the files of the other run", path=path)
+            )
     return usual

@@ -13,7 +13,7 @@ from streamshard.errors import (
     raise_first,
 )
 from streamshard.formats import frameworks
-from streamshard.formats.checkpoint import Checkpoint, Family, OtherFile, Reading
+from streamshard.formats.checkpoint import LIKE, Checkpoint, Family, OtherFile, Reading
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.cut.family_cut import undo_round_robin
 from streamshard.formats.deepspeed.cut.zero_cutting import SourceMap, cut_source
@@ -57,7 +57,7 @@ def read(
             ]
             return _read_shards(tag, shards, [*run_files, *inside], like)
         except UsageError as error:  # in the config that the checkpoint keeps
-            raise CorruptFileError(f"{tag_dir}: {error}") from error
+            raise CorruptFileError(f"{error}", path=tag_dir) from error
 
 
 @contextmanager
@@ -69,8 +69,8 @@ def malformed(place: Path) -> Iterator[None]:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # The missing key may be an arbitrary value from the file, so shorten it.
         said = show(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-        message = f"{place}: not laid out as DeepSpeed does it ({type(error).__name__}: {said})"
-        raise CorruptFileError(message) from error
+        message = f"not laid out as DeepSpeed does it ({type(error).__name__}: {said})"
+        raise CorruptFileError(message, path=place) from error
 
 
 def _read_shards(
@@ -120,8 +120,8 @@ def _read_shards(
 def _part_of(like: Checkpoint | None, number: int, shards: ShardSet) -> Family | None:
     """Return a part of the model in a reference checkpoint that has the same parts."""
     if like is not None and len(like.families) != len(shards.families):
-        message = f"{shards.tag_dir}: {len(shards.families)} parts of the model, the checkpoint"
-        raise DisagreementError(f"{message} given with --like has {len(like.families)}")
+        message = f"{len(shards.families)} parts of the model, {LIKE}"
+        raise DisagreementError(f"{message} has {len(like.families)}", path=shards.tag_dir)
     return like.families[number] if like is not None else None
 
 
@@ -141,8 +141,8 @@ def _check_families(readings: Sequence[FamilyReading], shards: ShardSet) -> None
             raise DisagreementError(f"{message}: they are not of one run")
     saved = models[0].get(names.MP_WORLD_SIZE, len(models))
     if saved != len(models):
-        message = f"{paths[0]}: one of {show(saved)} tensor or pipeline parallel parts of the model"
-        raise IncompleteError(f"{message}, but there are files of {len(models)}")
+        message = f"one of {show(saved)} tensor or pipeline parallel parts of the model"
+        raise IncompleteError(f"{message}, but there are files of {len(models)}", path=paths[0])
     _check_parts(shards, [reading.family for reading in readings])
 
 
@@ -153,8 +153,8 @@ def _check_parts(shards: ShardSet, families: Sequence[Family]) -> None:
         torch_file.read(path, -1)
     present = {path.name for path in shards.model_parts}
     if model[names.MODULE_STATE] is None and not present:
-        message = f"{shards.tag_dir}: no layer_*-model_states.pt file, in which a pipeline keeps"
-        raise IncompleteError(f"{message} the weights: copy them from the nodes that saved them")
+        message = "no layer_*-model_states.pt file, in which a pipeline keeps the weights: copy"
+        raise IncompleteError(f"{message} them from the nodes that saved them", path=shards.tag_dir)
     if model[names.MODULE_STATE] is None:
         listed = [listed_in(family) for family in families]
         raise_first(missing_layers(shards.tag_dir, listed, present))
@@ -166,8 +166,8 @@ def _check_parts(shards: ShardSet, families: Sequence[Family]) -> None:
             for files in shards.families:
                 wanted = names.expert_file(layer, expert, files.mp_rank)
                 if wanted not in present:
-                    message = f"{shards.tag_dir / wanted}: missing; layer {layer} has {count}"
-                    raise IncompleteError(f"{message} experts: copy it from the node that saved it")
+                    message = f"missing; layer {layer} has {count} experts: copy it from the node"
+                    raise IncompleteError(f"{message} that saved it", path=shards.tag_dir / wanted)
 
 
 def _accelerate_step(others: Sequence[tuple[Path, str]], world_size: int) -> int | None:

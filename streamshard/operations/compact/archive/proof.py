@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.engine.run import resident_memory
-from streamshard.errors import CorruptFileError, IntegrityError, StreamshardError
+from streamshard.errors import CorruptFileError, IntegrityError, Option, StreamshardError
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.zarr import store_state
 from streamshard.io.changes import sync_path, sync_tree
@@ -41,6 +41,8 @@ from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Progress
 
 _READ_BYTES: Final = 1 << 20
+
+_UNDELETE: Final = Option("undelete")
 
 
 @dataclass(slots=True)
@@ -213,7 +215,7 @@ def same_archive(receipt: Receipt, place: ArchivedTag) -> str:
         message = f"{place.sums}: not the list of the archive that was compared with {receipt.tag}"
         if not receipt.sums_sha256:
             message = f"{place.receipt}: does not say which archive was compared with {receipt.tag}"
-        raise CorruptFileError(f"{message}; put that back, or --undelete it and run again")
+        raise CorruptFileError(f"{message}; put that back, or {_UNDELETE} it and run again")
     return receipt.sums_sha256
 
 
@@ -228,7 +230,7 @@ def same_objects(receipt: Receipt, place: ArchivedTag) -> str:
         if known.get(path) != now.get(path):
             message = f"{place.store / path}: has etag {now.get(path) or 'none'}, and had"
             message = f"{message} {known.get(path) or 'none'} when it was compared with"
-            raise CorruptFileError(f"{message} {receipt.tag}; --undelete that one and run again")
+            raise CorruptFileError(f"{message} {receipt.tag}; {_UNDELETE} that one and run again")
     return f"{len(now):,} objects"
 
 

@@ -51,7 +51,7 @@ from streamshard.operations.compact.run_directory import Identity
 from streamshard.operations.transfer.target import is_there, partial_of
 from streamshard.sizes import show_bytes
 
-_WHY: Final = "by compact, as --weights-only-older-than asked for"
+_WHY: Final = "by compact, which was to keep only the weights after a time"
 
 
 @dataclass(frozen=True, slots=True)

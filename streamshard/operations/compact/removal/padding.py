@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamshard.engine.run.source_reader import SourceReader
-from streamshard.errors import UnsupportedError
+from streamshard.errors import Option, UnsupportedError
 from streamshard.formats.checkpoint import Family
 from streamshard.formats.deepspeed.cut.family_cut import flat_groups
 from streamshard.layout.cutting import Segments
@@ -93,4 +93,5 @@ def _require_alike(padding: _Padding, source: Source, reader: SourceReader) -> N
                 f"{source.files[file].path}: {padding.what}: what lies behind the parameters is "
                 "taken for padding, and is not one value throughout"
             )
-            raise UnsupportedError(f"{message}: an archive would lack it. --keep-tag keeps the tag")
+            keeps = Option("keep_tags")
+            raise UnsupportedError(f"{message}: an archive would lack it. {keeps} keeps the tag")

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from streamshard.engine.run import resident_memory
-from streamshard.errors import CorruptFileError, SourceError, StreamshardError
+from streamshard.errors import CorruptFileError, Option, SourceError, StreamshardError
 from streamshard.formats.deepspeed import names
 from streamshard.operations.compact.archive import omissions
 from streamshard.operations.compact.archive.proof import (
@@ -162,7 +162,7 @@ class Remover:
         except (ValueError, OverflowError) as error:
             message = f"{self.place(tag).receipt}: does not say since when {tag} is in the trash"
             raise CorruptFileError(message) from error
-        return f"since {since:%Y-%m-%d %H:%M} UTC, --grace is {show_duration(grace)}"
+        return f"since {since:%Y-%m-%d %H:%M} UTC, {Option('grace')} is {show_duration(grace)}"
 
     def purge(self, tag: str, unwanted: Callable[[], str] | None = None) -> None:
         """Remove a tag in the trash for good, if its archive is still as it was.

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from streamshard.errors import CorruptFileError, TargetError, TargetExistsError, UsageError
+from streamshard.commands import command
+from streamshard.errors import CorruptFileError, Option, TargetError, TargetExistsError, UsageError
 from streamshard.formats.deepspeed import names
 from streamshard.io.changes import make_directory, remove, remove_file, rename, sync_path, write_new
 from streamshard.io.entries import examine, exists, is_link, lexists, listed_below, paths_in
@@ -30,7 +31,9 @@ from streamshard.operations.compact.archive.receipts import SourceRecord
 
 _TRASH: Final = f"{names.OWN_PREFIX}.trash"
 _GOING: Final = f"{names.OWN_PREFIX}.going"
-_MARK: Final = b"streamshard compact --undelete brings this tag back, unless it is in .going\n"
+_MARK: Final = (
+    f"{command('compact', undelete=True)} brings this tag back, unless it is in .going\n".encode()
+)
 """What marks hold, for whoever looks into one; compact goes by their names."""
 
 
@@ -84,8 +87,8 @@ class Trash:
         with target_errors(target):
             self._make(self._place)
             if lexists(target):
-                message = f"{target}: another save of this tag is in the trash"
-                raise TargetExistsError(f"{message}; --purge or --undelete that one first")
+                message = f"{target}: another save of this tag is in the trash; {Option('purge')}"
+                raise TargetExistsError(f"{message} or {Option('undelete')} that one first")
             if examine(source).device != examine(self._place).device:
                 message = f"{self._place}: on another file system than {source}"
                 raise TargetError(f"{message}, so that a tag could not be moved there at once")
