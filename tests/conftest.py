@@ -32,6 +32,7 @@ SHARING: Final = {
 
 
 LONGEST: Final = (
+    "tests/compact/test_bucket_races.py",
     "tests/compact/test_buckets.py",
     "tests/faults/test_every_call.py",
     "tests/test_memory.py",

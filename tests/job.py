@@ -210,6 +210,10 @@ def values(state: str, name: str, shape: tuple[int, ...]) -> Tensor:
     return (numbers.to(torch.float32) / 4096 - 1024).reshape(shape)
 
 
+LEAN = Job(groups=((("embed.weight", (11, 4)),),), frozen=(("old", (3,)),), tied={})
+"""Has a tensor of each kind, for where each one costs requests."""
+
+
 def buffers() -> dict[str, Tensor]:
     """Make the module's buffers, of several dtypes; one is a scalar, one is empty."""
     return {

@@ -3,6 +3,7 @@
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from streamshard.io.objects import clients
 from tests.cloud.conftest import Bucket, files_of
 from tests.cloud.proxy import LEAKED, Fault, Request
 from tests.fabricated import write
-from tests.job import Job
+from tests.job import LEAN
 
 STEP = 1 if "EVERY_REQUEST" in os.environ else 9
 """Every so manieth request is broken; `nox -s faults` breaks all of them."""
@@ -28,7 +29,7 @@ Run = Callable[[str], object]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    made = write(Job(stage=3), tmp_path / "run")
+    made = write(replace(LEAN, stage=3), tmp_path / "run")
     (made / "zero_to_fp32.py").chmod(0o644)
     return made
 

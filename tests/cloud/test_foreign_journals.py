@@ -14,7 +14,7 @@ from streamshard.operations.source.unfinished import JOURNAL
 from tests.cloud.conftest import Bucket, files_of
 from tests.cloud.proxy import Fault
 from tests.fabricated import write
-from tests.job import Job
+from tests.job import LEAN
 
 DIGEST = [1, 2, 3]
 LINES: dict[str, list[Any]] = {
@@ -36,7 +36,7 @@ LINES: dict[str, list[Any]] = {
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    return write(Job(stage=2), tmp_path / "run")
+    return write(LEAN, tmp_path / "run")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from tests.cloud.proxy import Fault, Request
 from tests.cloud.test_faults import RECORD, content
 from tests.fabricated import write
 from tests.forked import run_forked
-from tests.job import Job
+from tests.job import LEAN, Job
 
 EVERY = "EVERY_REQUEST" in os.environ
 """Whether a run is killed at every request, and not at a few."""
@@ -31,7 +32,7 @@ LARGE = Job(stage=2, world_size=1, groups=((("embed.weight", (6_000_000,)),),))
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    return write(Job(stage=3), tmp_path / "run")
+    return write(replace(LEAN, stage=3), tmp_path / "run")
 
 
 @contextmanager
@@ -120,7 +121,7 @@ def test_an_object_that_changed_meanwhile_is_uploaded_again(bucket: Bucket, run:
     with pytest.raises(api.StreamshardError):
         api.convert(run, target)
     bucket.proxy.reset()
-    chunk = min(key for key in bucket.keys("out.zarr/state") if key.endswith("/c/0"))
+    chunk = min(key for key in bucket.keys("out.zarr/state") if key.endswith("/c/0/0"))
     bucket.put_bytes(chunk, bytes(len(bucket.get_bytes(chunk))))
     bucket.put_bytes("out.zarr/state/stranger", b"not ours")
     with pytest.raises(TargetExistsError, match=r"stranger: came to .* move it away"):

@@ -21,7 +21,7 @@ from tests.cloud.test_kills import LARGE, WAIT, started
 from tests.compact.runs import NO_GRACE, STEPS, make_run, tag_of
 from tests.engine.test_lock import dead_process
 from tests.fabricated import write
-from tests.job import Job
+from tests.job import LEAN
 
 RECORD = ".streamshard.committed"
 JOURNAL = ".streamshard.journal"
@@ -94,7 +94,7 @@ def place(
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    made = write(Job(stage=2), tmp_path / "run")
+    made = write(LEAN, tmp_path / "run")
     (made / "zero_to_fp32.py").chmod(0o644)  # an object has no permission bits
     return made
 
@@ -257,7 +257,7 @@ def test_directories_of_azure(place: Place, run: Path) -> None:
 @others_than_moto
 def test_nights(place: Place, tmp_path: Path) -> None:
     """Tags are archived, and their originals removed, with both sides in the bucket."""
-    run = make_run(tmp_path / "run")
+    run = make_run(tmp_path / "run", LEAN)
     for path in run.rglob("*"):
         if path.is_file():
             place.put(f"runs/7b/{path.relative_to(run).as_posix()}", path.read_bytes())

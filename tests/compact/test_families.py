@@ -20,12 +20,17 @@ STEPS = (100, 200, 300, 900, 1000)
 LIGHTNING = "epoch=1-step={}.ckpt"
 
 
-def make_output(output: Path, pattern: str = "checkpoint-{}", best: str | None = None) -> Path:
+def make_output(
+    output: Path,
+    pattern: str = "checkpoint-{}",
+    best: str | None = None,
+    job: Job | None = None,
+) -> Path:
     """Save as HF Trainer or, with another pattern, others would, oldest first."""
     for number, step in enumerate(STEPS):
         unit = output / pattern.format(step)
         unit.parent.mkdir(exist_ok=True)
-        save(unit, step)
+        save(unit, step, job)
         if pattern == "checkpoint-{}":
             document = {"best_model_checkpoint": best, "loss": float("nan")}
             (unit / "trainer_state.json").write_text(json.dumps(document))

@@ -62,7 +62,10 @@ def test_a_copy_from_another_process_is_written_as_the_same_bytes(
 @given(graphs(PLAIN))
 def test_bytes_are_those_of_the_standard_pickler(graph: object) -> None:
     data = pickle.dumps(graph, protocol=2)
-    assert dump(load(data)) == data
+    ours = dump(load(data))
+    if sys.version_info >= (3, 13):  # which numbers in the memo what nothing takes from there
+        data, ours = pickletools.optimize(data), pickletools.optimize(ours)
+    assert ours == data
 
 
 def test_equal_strings_and_names_are_written_once_whatever_object_holds_them() -> None:

@@ -18,7 +18,7 @@ from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_file import Record, TorchLayout
 from streamshard.formats.torch.torch_tensor import tensor_of
 from streamshard.model import Literal
-from tests.formats.graphs import Outer
+from tests.formats.graphs import Record as Kept
 
 GIB = 1 << 30
 END_BYTES = 56 + 20 + 22
@@ -38,7 +38,7 @@ def attributed() -> object:
 
 OBJECTS: dict[str, Any] = {
     "nothing": lambda: None,
-    "no tensors": lambda: {"step": 7, "betas": (0.9, 0.95), "object": Outer.Inner([1, 2])},
+    "no tensors": lambda: {"step": 7, "betas": (0.9, 0.95), "object": Kept([1, 2])},
     "one": lambda: torch.arange(7),
     "dtypes": lambda: [
         torch.ones(n, dtype=getattr(torch, dtype))
