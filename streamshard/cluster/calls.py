@@ -19,6 +19,8 @@ CallFuture = Any
 """Dask's own types: a client, and the future of a call. Their methods have no types."""
 
 POLL_SECONDS: Final = 0.5
+_SILENT_SECONDS: Final = 300.0
+"""A scheduler that is busy, and alive, answers sooner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class Calls:
 
     def __init__(self, client: DaskClient, token: str) -> None:
         self.client = client
+        self._address = client.scheduler.address
         self._token = token
         self._numbers = count(1)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -75,9 +78,12 @@ class Calls:
 
     def next(self) -> Event:
         """Wait for the next event."""
-        event = self._events.get()
+        try:
+            event = self._events.get(timeout=_SILENT_SECONDS)
+        except queue.Empty:
+            raise _silent(self._address) from None
         if event.subject is None and isinstance(event.found, BaseException):
-            raise lost(f"the cluster's scheduler does not answer ({event.found})")
+            raise lost(f"{self._address}: the scheduler does not answer ({event.found})")
         return event
 
     def take_back(self, left: Iterable[CallFuture]) -> None:
@@ -114,6 +120,17 @@ class Calls:
             await asyncio.sleep(POLL_SECONDS)
 
 
+def asked(client: DaskClient, question: Callable[..., Any]) -> Any:  # noqa: ANN401
+    """Return what the scheduler answers to a question of its own interface."""
+    address = client.scheduler.address
+    try:
+        return client.sync(question, workers=None, callback_timeout=_SILENT_SECONDS)
+    except TimeoutError:
+        raise _silent(address) from None
+    except OSError as error:
+        raise lost(f"{address}: the scheduler does not answer ({error})") from error
+
+
 def is_cancelled(error: object) -> bool:
     """Tell whether a call was taken back, by whoever did it."""
     return isinstance(error, (asyncio.CancelledError, futures.CancelledError))
@@ -122,6 +139,12 @@ def is_cancelled(error: object) -> bool:
 def lost(what: str) -> ClusterError:
     """Return the error for a cluster that is lost while a run is under way."""
     return ClusterError(f"{what}; run the same command again to go on")
+
+
+def _silent(address: str) -> ClusterError:
+    """Return the error for a scheduler that is connected and says nothing."""
+    what = f"{address}: the scheduler has not answered for {_SILENT_SECONDS:.0f} seconds"
+    return lost(f"{what}. Let it go on, start another one, or run without a cluster")
 
 
 def _large_graphs() -> AbstractContextManager[object]:

@@ -18,7 +18,15 @@ from typing import Any, Final
 
 from distributed import KilledWorker
 
-from streamshard.cluster.calls import CallFuture, Calls, DaskClient, Event, is_cancelled, lost
+from streamshard.cluster.calls import (
+    CallFuture,
+    Calls,
+    DaskClient,
+    Event,
+    asked,
+    is_cancelled,
+    lost,
+)
 from streamshard.cluster.membership import Membership, explained, most_threads
 from streamshard.cluster.worker_rate import WorkerRate
 from streamshard.cluster.worker_run import Outcome, RunSpec, UnknownRunError, perform
@@ -255,7 +263,8 @@ class _ClusterRun:
         fit = self._members.fit()
         if not slow or not fit:
             return
-        running: dict[str, list[str]] = self._calls.client.processing()
+        client = self._calls.client
+        running: dict[str, list[str]] = asked(client, client.scheduler.processing)
         where = {key: worker for worker, keys in running.items() for key in keys}
         for task in slow:
             others = fit - {where.get(one.future.key, "") for one in task.tries}

@@ -20,6 +20,7 @@ from streamshard.cluster.calls import (
     Calls,
     DaskClient,
     Event,
+    asked,
     is_cancelled,
 )
 from streamshard.cluster.worker_run import Outcome, prove
@@ -184,7 +185,7 @@ class Membership:
 def most_threads(client: DaskClient) -> int:
     """Return the threads of the largest worker; waits until there is one."""
     end = time.monotonic() + _NO_WORKERS_SECONDS
-    while not (found := client.nthreads()):
+    while not (found := asked(client, client.scheduler.ncores)):
         if time.monotonic() > end:
             raise _no_workers(client.scheduler.address)
         time.sleep(POLL_SECONDS)

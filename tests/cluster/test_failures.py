@@ -167,13 +167,14 @@ COMMAND = """
 import signal
 import sys
 from streamshard.operations.native import storage_regions
-from streamshard.cluster import connections, dask_executor
+from streamshard.cluster import calls, dask_executor
 from streamshard.cli.main import main
 storage_regions._SPAN_BYTES = 1024
 plain = dask_executor.DaskExecutor.__init__
 def slow(self, client, **options):
     plain(self, client, worker_bytes_per_second=20_000)
 dask_executor.DaskExecutor.__init__ = slow
+calls._SILENT_SECONDS = float(sys.argv.pop(1))
 if __name__ == "__main__":
     # Whoever runs the tests in the background may have it ignored, which is inherited.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -182,13 +183,15 @@ if __name__ == "__main__":
 
 
 @contextmanager
-def command(client: Client | str, run: Path) -> Iterator[subprocess.Popen[str]]:
+def command(
+    client: Client | str, run: Path, *, silent_seconds: int = 300
+) -> Iterator[subprocess.Popen[str]]:
     """Run a slow repartition as a process of its own, until something is written."""
     address = client if isinstance(client, str) else client.scheduler_info()["address"]
     out = run.parent / "out"
     arguments = ["repartition", run, out, "--world-size", "3", "--dask", address]
     process = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, *map(str, arguments)],
+        [sys.executable, "-c", COMMAND, str(silent_seconds), *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stderr=subprocess.PIPE,
         text=True,
@@ -227,8 +230,12 @@ def test_a_run_whose_leader_was_killed_goes_on(cluster: Client, run: Path, with_
     goes_on(run, cluster if with_dask else None)
 
 
-def test_a_run_whose_scheduler_was_killed_goes_on(
-    run: Path, tmp_path_factory: pytest.TempPathFactory
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [(signal.SIGKILL, ""), (signal.SIGSTOP, "the scheduler has not answered for 10 seconds")],
+)
+def test_a_run_without_its_scheduler_goes_on(
+    run: Path, tmp_path_factory: pytest.TempPathFactory, number: signal.Signals, reason: str
 ) -> None:
     """The run's message is all that is said, and nothing of Dask's."""
     described = tmp_path_factory.mktemp("scheduler") / "scheduler.json"
@@ -242,8 +249,8 @@ def test_a_run_whose_scheduler_was_killed_goes_on(
             assert programs[0].poll() is None
         address = json.loads(described.read_text())["address"]
         programs.append(subprocess.Popen([*dask, "worker", address, *options], **quiet))
-        with command(address, run) as process:
-            programs[0].kill()
+        with command(address, run, silent_seconds=10) as process:
+            programs[0].send_signal(number)
             _, said = process.communicate(timeout=60)
     finally:
         for program in programs:
@@ -252,6 +259,7 @@ def test_a_run_whose_scheduler_was_killed_goes_on(
     assert process.returncode == ClusterError.exit_code, said
     assert "Traceback" not in said
     assert "run the same command again to go on" in said
+    assert reason in said
     goes_on(run, None)
 
 
@@ -273,7 +281,7 @@ def test_ctrl_c_reaches_all_processes_of_a_terminal(run: Path) -> None:
         os.killpg(process.pid, signal.SIGINT)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert said.splitlines()[0] == "streamshard: interrupted by SIGINT"
+    assert "streamshard: interrupted by SIGINT" in said.splitlines()
     assert "Traceback" not in said
     goes_on(run, None)
 
