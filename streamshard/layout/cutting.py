@@ -41,8 +41,8 @@ class Share:
     """Those that are cut among all ranks, or those that the rank has whole."""
     dtype: str
     """Of the elements in the source."""
-    segments_of: Callable[[int, int], Segments]
-    """Find the segments of a rank, for elements of an item size in the target."""
+    segments_of: Callable[..., Segments]
+    """Find the segments of a `rank`, for an `itemsize` in the target; can be pickled."""
     rank: int | None
     """None for the rank whose file holds it."""
     is_cut: bool = True
@@ -53,7 +53,7 @@ class Share:
         own = rank if self.rank is None else self.rank
         if own is None:
             raise TypeError("a share of no rank")
-        return self.segments_of(own, itemsize)
+        return self.segments_of(rank=own, itemsize=itemsize)
 
 
 @dataclass(frozen=True, slots=True)

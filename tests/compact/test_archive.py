@@ -13,6 +13,7 @@ import zarr
 
 import streamshard as api
 from streamshard.errors import IntegrityError
+from streamshard.io.disk import Disk
 from streamshard.operations.compact.archive.proof import state_equal
 from streamshard.operations.source.source import open_source
 from tests.compact.runs import STEPS, age, bits, make_run, save, tag_of
@@ -196,7 +197,7 @@ def test_without_links_everything_is_stored(
     def refuse(known: Path, path: Path) -> None:
         raise PermissionError(1, "Operation not permitted", str(path))
 
-    monkeypatch.setattr("streamshard.operations.compact.archive.archive.make_link", refuse)
+    monkeypatch.setattr(Disk, "make_link", staticmethod(refuse))
     run = make_run(tmp_path / "run", steps=(1, 2, 3, 4, 5))
     found = api.compact(run, tmp_path / "archive", delete=True)
     assert [tag.action for tag in found.tags[:2]] == ["deleted", "deleted"]

@@ -22,7 +22,7 @@ from streamshard.formats.deepspeed.names import step_of
 from streamshard.io.changes import lock_at, make_directory
 from streamshard.io.entries import paths_like
 from streamshard.io.files import target_errors
-from streamshard.io.objects.object_lock import remove_dead_locks
+from streamshard.io.place import place_of
 from streamshard.operations.compact import compact_report, tag_choice
 from streamshard.operations.compact.acknowledgement import Acknowledging
 from streamshard.operations.compact.archive.archive import Archiver
@@ -117,7 +117,8 @@ class Compacting:
                     stack.callback(lock.release)
                 if settings.storing.lock:
                     with target_errors(settings.archive_dir):
-                        remove_dead_locks(paths_like(settings.archive_dir, f"{_LOCK}.*"))
+                        dead = paths_like(settings.archive_dir, f"{_LOCK}.*")
+                        place_of(settings.archive_dir).remove_dead_locks(dead)
                 remove_unfinished(settings.archive_dir)
                 remove_rebuilt(settings.archive_dir)
                 self._acknowledging.remove_unfinished()

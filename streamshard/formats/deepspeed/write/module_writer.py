@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 
@@ -214,7 +215,7 @@ class ModuleWriter:
         share = Share(
             tensors,
             tensor.dtype,
-            lambda own, size: shard_segments(numels, world_size, own, tensors, itemsize=size),
+            partial(shard_segments, numels, world_size, tensors=tensors),
             rank=None,
         )
         numel = -(-tensor.numel // world_size)

@@ -14,7 +14,6 @@ from streamshard.formats.pickle.inert import Call, Global, Node
 from streamshard.formats.torch.torch_tensor import Storage, make_tensor
 from streamshard.layout.cutting import (
     Ints,
-    Segments,
     Share,
     owned_segments,
     partition_segments,
@@ -246,19 +245,13 @@ class OptimizerWriter:
     def _partition(self, group: int, sharer: int, state: str, dtype: str) -> Share:
         """Describe a rank's partition of one state of a flat group (stages 1 and 2)."""
         flat, (members, _) = self._flat_groups[group], self._members_of(group, state)
-
-        def segments(rank: int, itemsize: int) -> Segments:
-            return partition_segments(flat, rank, members, itemsize=itemsize)
-
+        segments = partial(partition_segments, flat, tensors=members)
         return Share(members, dtype, segments, sharer)
 
     def _owned(self, group: int, sharer: int, state: str, dtype: str) -> Share:
         """Describe a state, whole, of each parameter that a rank has a part of (Muon)."""
         flat, (members, _) = self._flat_groups[group], self._members_of(group, state)
-
-        def segments(rank: int, itemsize: int) -> Segments:
-            return owned_segments(flat, rank, members, itemsize=itemsize)
-
+        segments = partial(owned_segments, flat, tensors=members)
         owned = members[np.asarray(flat.owned(sharer), dtype=np.int64)]
         return Share(owned, dtype, segments, sharer, is_cut=False)
 
@@ -266,10 +259,7 @@ class OptimizerWriter:
         """Describe a rank's shard of one state of each parameter of a sub-group (stage 3)."""
         both, world_size = self._members_of(unit.group, state), self._layout.world_size
         members, numels = (each[unit.first : unit.stop] for each in both)
-
-        def segments(own: int, itemsize: int) -> Segments:
-            return shard_segments(numels, world_size, own, members, itemsize=itemsize)
-
+        segments = partial(shard_segments, numels, world_size, tensors=members)
         return Share(members, dtype, segments, rank)
 
     def _state(self, value: Node, numel: int, share_of: Callable[[str], Share]) -> Node:
