@@ -324,16 +324,17 @@ def _notes_of(engine: Engine, resharding: Resharding, *, goes_on: bool) -> tuple
     checkpoint = resharding.source.checkpoint
     mixed = [note.text for note in checkpoint.notes if note.kind is NoteKind.MIXED and goes_on]
     if resharding.has_these_files():
-        return tuple(mixed)
+        return (*checkpoint.warnings, *mixed)
     of_content = [note.text for note in checkpoint.notes if note.kind is NoteKind.LEFT_OUT]
     if not goes_on:
-        return tuple(of_content)
+        return (*checkpoint.warnings, *of_content)
     job = BatchPlan(
         engine.train_batch_size(),
         engine.train_micro_batch_size_per_gpu(),
         engine.gradient_accumulation_steps(),
     )
     return (
+        *checkpoint.warnings,
         *mixed,
         *of_content,
         *left_out(checkpoint, resharding.settings.layout.stage),

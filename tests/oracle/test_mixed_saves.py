@@ -1,10 +1,12 @@
 """A job that dies while it saves a tag for the second time leaves files of two saves."""
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import streamshard
 from tests.oracle.cases import BF16_OPTIMIZER, SUB_GROUPS
@@ -56,6 +58,27 @@ def test_files_of_one_save_are_not(case: Case, saves: Path, tmp_path: Path) -> N
     assert "of two saves" not in " ".join(
         streamshard.repartition(whole, tmp_path / "out", world_size=3).notes
     )
+
+
+class Harmless:
+    """Is pickled as a call of a function, as hostile files have it."""
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return os.getcwd, ()
+
+
+def test_a_live_load_warns_once_of_what_files_call(saves: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(saves / f"{BF16_OPTIMIZER.name}-3", tmp_path / "run")
+    for path in (run / TAG).glob("*model_states.pt"):
+        torch.save({**torch.load(path, weights_only=False), "planted": Harmless()}, path)
+    for ranks in (2, 3):
+        logs = tmp_path / f"at{ranks}"
+        resume = Resume(BF16_OPTIMIZER, run, tmp_path / f"{ranks}.pt", reshards=True)
+        require_success(run_jobs(ranks, [resume], logs))
+        said = [path.read_text() for path in sorted(logs.glob("*/rank*.log"))]
+        assert ["DANGER: the training state calls posix.getcwd" in text for text in said] == [
+            rank == 0 for rank in range(ranks)
+        ]
 
 
 def test_a_live_load_says_so_at_any_count_of_ranks(saves: Path, tmp_path: Path) -> None:
