@@ -1,6 +1,7 @@
 """Without a reference, a job's cut at another degree is AutoTP's own, or the change is refused."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ def test_equal_parts_are_put_together_without_a_reference(tmp_path: Path) -> Non
 def test_the_model_s_config_tells_the_heads(tmp_path: Path, inner: bool) -> None:
     run = write(with_degree(EVEN, 2, 2), tmp_path / "run")
     wanted = write(EVEN, tmp_path / "wanted")
-    heads: dict[str, Any] = {"num_key_value_heads": 4}
+    heads: dict[str, Any] = {"num_key_value_heads": 4, "time_step_limit": [0.0, math.inf]}
     for place in (run, wanted):
         (place / "config.json").write_text(json.dumps({"text_config": heads} if inner else heads))
     streamshard.convert(run, tmp_path / "store")

@@ -1,5 +1,6 @@
 """Takes a checkpoint to other tensor and pipeline parallel degrees."""
 
+import json
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -8,7 +9,6 @@ from typing import Final
 import numpy as np
 
 from streamshard.errors import Option, StreamshardError, UnsupportedError, UsageError
-from streamshard.formats import strict_json
 from streamshard.formats.checkpoint import LIKE
 from streamshard.formats.deepspeed.expert_degree import is_own_degree
 from streamshard.formats.deepspeed.model_parallel.affine_maps import has_maps
@@ -248,8 +248,8 @@ def kv_heads(source: Source) -> int | None:
 
 def _kv_heads(content: bytes) -> int | None:
     try:
-        config = strict_json.parse(content)
-    except ValueError:
+        config = json.loads(content)  # as transformers reads it, which writes Infinity too
+    except (RecursionError, ValueError):
         return None
     inner = config.get("text_config") if isinstance(config, dict) else None
     held = inner if isinstance(inner, dict) else config
