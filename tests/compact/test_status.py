@@ -14,7 +14,7 @@ import pytest
 import streamshard as api
 from streamshard.cli.main import main
 from streamshard.errors import CorruptFileError, SourceNotFoundError, TargetError
-from streamshard.operations.compact import night_record
+from streamshard.operations.compact import night_record, record
 from tests.compact.runs import FIRST, NO_GRACE, RECORD, STEPS, make_run, receipt_of
 
 NOTE = """
@@ -110,7 +110,7 @@ def test_a_record_that_cannot_be_written_is_one_result_more(
     def refuse(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(night_record, "write_durably", refuse)
+    monkeypatch.setattr(record, "write_durably", refuse)
     found = api.compact(run, tmp_path / "archive")
     assert {tag.action for tag in found.tags if tag.tag == FIRST} == {"archived"}
     (problem,) = found.problems
