@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any, NoReturn, TypeVar, cast
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from typing import Any, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -16,14 +17,44 @@ def parse(data: bytes) -> Any:  # noqa: ANN401
         raise ValueError("nested too deeply") from error
 
 
-def make(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Make a dataclass of plain values, and check those that are a number, a text or a flag."""
-    made: Any = kind(**values)
-    for one in fields(made):
-        value = getattr(made, one.name)
-        if one.type in (bool, int, str) and type(value) is not one.type:
-            raise ValueError(f"{one.name} is {value!r:.80}")
-    return cast(T, made)
+def make(kind: type[T], value: object) -> T:
+    """Make a dataclass of parsed JSON; an error says which field has no value of its type.
+
+    Fields may be texts, whole numbers, flags, dataclasses of these, `tuple[X, ...]` and
+    `Mapping[str, X]`.
+    """
+    return cast(T, _made(kind, value, "$"))
+
+
+def _made(kind: Any, value: Any, at: str) -> Any:  # noqa: ANN401
+    if is_dataclass(kind):
+        types = _types(cast("type", kind))
+        given = _of_type(dict, value, at)
+        required = {f.name for f in fields(kind) if f.default is f.default_factory is MISSING}
+        for name in (*(required - given.keys()), *(given.keys() - types.keys())):
+            raise ValueError(f"{at}.{name} is {'missing' if name in required else 'unknown'}")
+        return cast("Any", kind)(
+            **{n: _made(types[n], one, f"{at}.{n}") for n, one in given.items()}
+        )
+    if get_origin(kind) is tuple:
+        items, inner = _of_type(list, value, at), get_args(kind)[0]
+        return tuple(_made(inner, one, f"{at}[{n}]") for n, one in enumerate(items))
+    if get_origin(kind) is Mapping:
+        inner = get_args(kind)[1]
+        return {n: _made(inner, one, f"{at}.{n}") for n, one in _of_type(dict, value, at).items()}
+    return _of_type(kind, value, at)
+
+
+@cache
+def _types(kind: type) -> Mapping[str, Any]:
+    found = get_type_hints(kind)
+    return {field.name: found[field.name] for field in fields(kind)}
+
+
+def _of_type(kind: type[T], value: object, at: str) -> T:
+    if type(value) is not kind:
+        raise ValueError(f"{at} is {value!r:.80}")
+    return value
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

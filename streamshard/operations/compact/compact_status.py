@@ -20,7 +20,7 @@ from streamshard.operations.compact.archive.receipts import (
     Receipt,
     moment_after,
 )
-from streamshard.operations.compact.night_record import Night, NightRecord
+from streamshard.operations.compact.night_record import Night, record_of
 from streamshard.operations.compact.removal.trash import Trash, trash_of
 from streamshard.operations.compact.run_directory import Identity
 
@@ -105,7 +105,7 @@ def compact_status(
         is_new = not exists(archive) and not [*trash.tags(), *trash.going()]
     if not is_new:
         Identity.of(archive)
-    night = NightRecord(archive).read()
+    night = Night.read(record_of(archive))
     grace = timedelta(seconds=night.grace_seconds) if night else DEFAULT_GRACE
     found = sorted(_tags(run, archive, grace), key=lambda tag: (tag.step or -1, tag.tag))
     gone = [tag for tag in found if tag.state in GONE]

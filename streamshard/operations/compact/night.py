@@ -31,12 +31,12 @@ from streamshard.operations.compact.archive.receipts import (
     BEGUN,
     ArchivedTag,
     Receipt,
-    remove_unfinished,
     show_moment,
 )
 from streamshard.operations.compact.archive.state_removal import Dropper
 from streamshard.operations.compact.compact_report import CompactedTag
 from streamshard.operations.compact.night_record import Night, recorded
+from streamshard.operations.compact.record import remove_unfinished
 from streamshard.operations.compact.removal.originals import unchanged
 from streamshard.operations.compact.removal.rebuild import remove_rebuilt
 from streamshard.operations.compact.removal.removal import Remover
@@ -121,7 +121,6 @@ class Compacting:
                         place_of(settings.archive_dir).remove_dead_locks(dead)
                 remove_unfinished(settings.archive_dir)
                 remove_rebuilt(settings.archive_dir)
-                self._acknowledging.remove_unfinished()
             if settings.is_by_hand:
                 yield from self._by_hand()
             elif settings.dry_run:

@@ -1,28 +1,22 @@
 """The record of the last night, beside the archives: what status and notices report."""
 
-import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from streamshard.errors import CorruptFileError, StreamshardError, TargetError
-from streamshard.formats import strict_json
+from streamshard.errors import StreamshardError, TargetError
 from streamshard.formats.deepspeed import names
-from streamshard.formats.links import require_regular
-from streamshard.io.changes import write_durably
-from streamshard.io.entries import exists, read_document
-from streamshard.io.files import source_errors, target_errors
 from streamshard.io.object_path import as_path
 from streamshard.operations.compact import compact_report
-from streamshard.operations.compact.archive.receipts import require_moments, show_moment
+from streamshard.operations.compact.archive.receipts import show_moment
 from streamshard.operations.compact.compact_report import CompactedTag
+from streamshard.operations.compact.record import JsonRecord, require_moments
 
-_FORMAT: Final = 1
 _NAME: Final = f"{names.OWN_PREFIX}.night.json"
 
 
@@ -38,7 +32,7 @@ class TagProblem:
 
 
 @dataclass(frozen=True, slots=True)
-class Night:
+class Night(JsonRecord):
     """The outcome of one run of `compact` by the rules."""
 
     run_dir: str
@@ -63,36 +57,14 @@ class Night:
         """Whether something is ambiguous or failed."""
         return bool(self.error or self.problems)
 
+    def require_sound(self) -> None:
+        """Refuse times without a time zone."""
+        require_moments(self.began, self.ended)
 
-@dataclass(frozen=True, slots=True)
-class NightRecord:
-    """The file that holds the last outcome."""
 
-    directory: Path
-    """Directory of the archives."""
-
-    @property
-    def path(self) -> Path:
-        """Its path."""
-        return self.directory / _NAME
-
-    def write(self, night: Night) -> None:
-        """Write it durably."""
-        data = json.dumps({"format": _FORMAT, **asdict(night)}, indent=1).encode()
-        with target_errors(self.path):
-            write_durably(self.path, data, self.path.with_name(f"{_NAME}.partial"))
-
-    def read(self) -> Night | None:
-        """Read it; None if no night has left one."""
-        try:
-            with source_errors(self.path):
-                if not exists(self.path):
-                    return None
-                require_regular(self.path, self.directory)
-                return _parse(strict_json.parse(read_document(self.path)))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            message = f"{self.path}: not as streamshard writes it ({error}); remove it"
-            raise CorruptFileError(message) from error
+def record_of(archive_dir: Path) -> Path:
+    """Return the path of the record in a directory of archives."""
+    return archive_dir / _NAME
 
 
 def recorded(tags: Iterator[CompactedTag], night: Night, now: datetime) -> Iterator[CompactedTag]:
@@ -100,16 +72,16 @@ def recorded(tags: Iterator[CompactedTag], night: Night, now: datetime) -> Itera
 
     What cannot be recorded stops nothing; in the end it is one result more.
     """
-    record = NightRecord(as_path(night.archive_dir))
+    path = record_of(as_path(night.archive_dir))
     done: list[CompactedTag] = []
     start = time.monotonic()
 
     def write(error: StreamshardError | None = None) -> None:
         at = show_moment(now + timedelta(seconds=time.monotonic() - start))
-        record.write(ended(night, done, error, at))
+        ended(night, done, error, at).write(path)
 
     with suppress(TargetError):
-        record.write(night)
+        night.write(path)
     try:
         for tag in tags:
             done.append(tag)
@@ -147,13 +119,3 @@ def ended(
         actions=dict(Counter(tag.action for tag in tags)),
         problems=tuple(TagProblem(t.tag, t.action, t.reason, t.exit_code) for t in problems),
     )
-
-
-def _parse(document: Any) -> Night:  # noqa: ANN401
-    if document.pop("format") != _FORMAT:
-        raise ValueError("of another version")
-    actions = {str(action): int(count) for action, count in document.pop("actions").items()}
-    problems = tuple(strict_json.make(TagProblem, one) for one in document.pop("problems"))
-    night = replace(strict_json.make(Night, document), actions=actions, problems=problems)
-    require_moments(night.began, night.ended)
-    return night

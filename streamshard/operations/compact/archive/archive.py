@@ -83,7 +83,9 @@ class Archiver:
         records = records_of(opened, self.run_dir)
         whole = opened if rebuilds else None
         here = Identity.of(self.run_dir)
-        begun = Receipt(tag, str(self.run_dir), here.device, here.inode, BEGUN)
+        begun = Receipt(
+            tag, str(self.run_dir), here.device, here.inode, BEGUN, source=(), checks=()
+        )
         place.write_receipt(begun)
         derived = self._derived(opened)
         small = omissions.narrowed(opened, derived)

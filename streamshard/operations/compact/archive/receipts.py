@@ -1,28 +1,27 @@
 """Reads and writes the files beside an archive: the SHA-256 of its files, and its receipt."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Final
+from typing import ClassVar, Final
 
 from streamshard.errors import CorruptFileError
-from streamshard.formats import strict_json
 from streamshard.formats.deepspeed import names
-from streamshard.formats.links import require_regular
-from streamshard.io.changes import remove_file, write_durably
-from streamshard.io.entries import exists, listed_below, paths_in, paths_like, read_document
-from streamshard.io.files import source_errors, target_errors
+from streamshard.io.entries import exists, listed_below, paths_in, read_document
+from streamshard.io.files import source_errors
 from streamshard.io.object_path import is_object
 from streamshard.io.readable import Status
+from streamshard.operations.compact.record import (
+    MOST_BYTES,
+    JsonRecord,
+    require_moments,
+    write_beside,
+)
 
-_FORMAT: Final = 1
 _SUM_LETTERS: Final = 64
 _MOST_BYTES: Final = 1 << 63
-_LONGEST_BYTES: Final = 256 << 20
-"""More bytes than a receipt or a list of sums has, with a line for each file."""
 
 _TIME: Final = "time of change"
 _LOOKS: Final = {
@@ -63,7 +62,7 @@ class SourceRecord:
 
     @classmethod
     def of(cls, path: str, status: Status) -> "SourceRecord":
-        """Record what is known of a file without reading it."""
+        """JsonRecord what is known of a file without reading it."""
         ids = status.file_id, status.device
         return cls(path, status.nbytes, status.modified_ns, *ids, etag=etag_of(status))
 
@@ -90,8 +89,10 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Receipt:
+class Receipt(JsonRecord):
     """The record of one tag and its archive."""
+
+    ADVICE: ClassVar[str] = "look into it"
 
     tag: str
     run_dir: str
@@ -103,7 +104,7 @@ class Receipt:
     """Time of archiving, in UTC as all times here; empty before it."""
     trashed: str = ""
     purged: str = ""
-    source: tuple[SourceRecord, ...] = ()
+    source: tuple[SourceRecord, ...] = field(kw_only=True)
     derived: tuple[str, ...] = ()
     """Arrays that are left out because they are exact casts of others."""
     left_out: tuple[str, ...] = ()
@@ -123,7 +124,14 @@ class Receipt:
     original; empty in receipts of early versions."""
     etags: Mapping[str, str] = field(default_factory=dict)
     """Path in the archive → etag of its object then; empty for an archive on a disk."""
-    checks: tuple[Check, ...] = ()
+    checks: tuple[Check, ...] = field(kw_only=True)
+
+    def require_sound(self) -> None:
+        """Refuse times without a time zone, and sizes that nothing has."""
+        require_moments(self.archived, self.trashed, self.purged, self.dropped)
+        sizes = self.source_bytes, self.archive_bytes, self.shared_bytes, self.full_bytes
+        if not all(0 <= nbytes < _MOST_BYTES for nbytes in sizes):
+            raise ValueError("holds a size that nothing has")
 
     def below_tag(self) -> dict[str, SourceRecord]:
         """Return the files of the tag directory by their path in it."""
@@ -179,30 +187,21 @@ class ArchivedTag:
 
     def write_receipt(self, receipt: Receipt) -> None:
         """Write the receipt durably."""
-        data = json.dumps({"format": _FORMAT, **asdict(receipt)}, indent=1).encode()
-        self._write(self.receipt, data)
+        receipt.write(self.receipt)
 
     def read_receipt(self) -> Receipt | None:
         """Read the receipt; None if there is none."""
-        try:
-            with source_errors(self.receipt):
-                if not exists(self.receipt):
-                    return None
-                require_regular(self.receipt, self.directory)
-                return _read(read_document(self.receipt, _LONGEST_BYTES))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            message = f"{self.receipt}: not as streamshard writes it ({error}); look into it"
-            raise CorruptFileError(message) from error
+        return Receipt.read(self.receipt)
 
     def write_sums(self, sums: Mapping[str, str]) -> None:
         """Write the list durably; `sums` has the SHA-256 of every file by its path in the store."""
         lines = (_line(f"{self.store.name}/{path}", digest) for path, digest in sums.items())
-        self._write(self.sums, "".join(lines).encode("utf-8", "surrogateescape"))
+        write_beside(self.sums, "".join(lines).encode("utf-8", "surrogateescape"))
 
     def read_sums(self) -> dict[str, str]:
         """Read the list; returns the SHA-256 of every file by its path in the store."""
         with source_errors(self.sums):
-            text = read_document(self.sums, _LONGEST_BYTES).decode("utf-8", "surrogateescape")
+            text = read_document(self.sums, MOST_BYTES).decode("utf-8", "surrogateescape")
         prefix = f"{self.store.name}/"
         found = dict(map(_parse, text.splitlines()))
         if not found or not all(path.startswith(prefix) for path in found):
@@ -212,7 +211,7 @@ class ArchivedTag:
     def sums_sha256(self) -> str:
         """Compute the SHA-256 of the list itself, which identifies the whole archive."""
         with source_errors(self.sums):
-            return sha256(read_document(self.sums, _LONGEST_BYTES)).hexdigest()
+            return sha256(read_document(self.sums, MOST_BYTES)).hexdigest()
 
     def statuses(self) -> dict[str, Status]:
         """Return the present status of each file of the archive by its path in the store."""
@@ -229,44 +228,6 @@ class ArchivedTag:
         if not is_object(self.store):
             return {}
         return {path: etag_of(status) for path, status in sorted(self.statuses().items())}
-
-    def _write(self, path: Path, data: bytes) -> None:
-        with target_errors(path):
-            write_durably(path, data, path.with_name(f"{names.OWN_PREFIX}.{path.name}"))
-
-
-def remove_unfinished(directory: Path) -> None:
-    """Remove unfinished files of interrupted runs; no other run may be active."""
-    with target_errors(directory):
-        for ending in ("receipt.json", "sha256"):
-            for path in paths_like(directory, f"{names.OWN_PREFIX}.*.{ending}"):
-                remove_file(path)
-
-
-def _read(data: bytes) -> Receipt:
-    document: Any = strict_json.parse(data)
-    if document.pop("format") != _FORMAT:
-        raise ValueError("of another version")
-    source = [strict_json.make(SourceRecord, item) for item in document.pop("source")]
-    checks = [strict_json.make(Check, item) for item in document.pop("checks")]
-    # Receipts of versions before archives without states lack "dropped_states".
-    named = ("derived", "left_out", "dropped_states")
-    derived, left_out, dropped = (tuple(map(str, document.pop(key, ()))) for key in named)
-    receipt = replace(strict_json.make(Receipt, document), derived=derived, left_out=left_out)
-    receipt = replace(receipt, dropped_states=dropped)
-    require_moments(receipt.archived, receipt.trashed, receipt.purged, receipt.dropped)
-    sizes = receipt.source_bytes, receipt.archive_bytes, receipt.shared_bytes, receipt.full_bytes
-    if not all(0 <= nbytes < _MOST_BYTES for nbytes in sizes):
-        raise ValueError("holds a size that nothing has")
-    etags = {str(path): str(etag) for path, etag in receipt.etags.items()}
-    return replace(receipt, source=tuple(source), checks=tuple(checks), etags=etags)
-
-
-def require_moments(*moments: str) -> None:
-    """Refuse texts that are neither empty nor times with a time zone."""
-    for moment in filter(None, moments):
-        if datetime.fromisoformat(moment).tzinfo is None:
-            raise ValueError(f"{moment!r} is without a time zone")
 
 
 def etag_of(status: Status) -> str:
