@@ -14,6 +14,7 @@ import pytest
 import streamshard as api
 from streamshard.cli.main import main
 from streamshard.errors import CorruptFileError, SourceNotFoundError, TargetError
+from streamshard.io.changes import write_durably
 from streamshard.operations.compact import night_record, record
 from tests.compact.runs import FIRST, NO_GRACE, RECORD, STEPS, make_run, receipt_of
 
@@ -107,12 +108,10 @@ def test_a_night_that_was_killed_has_not_ended(
 def test_a_record_that_cannot_be_written_is_one_result_more(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = record.write_durably
-
     def refuse(path: Path, data: bytes, temporary: Path) -> None:
         if path.name == RECORD:
             raise OSError(28, "No space left on device")
-        write(path, data, temporary)
+        write_durably(path, data, temporary)
 
     monkeypatch.setattr(record, "write_durably", refuse)
     found = api.compact(run, tmp_path / "archive")
