@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import streamshard as package
+from streamshard.errors import CorruptFileError
 from streamshard.formats.zarr import store_state
 from tests.cli.conftest import streamshard
 from tests.cli.hostile import (
@@ -207,6 +208,9 @@ def test_more_chunks_than_files_are_not_counted_out(store: Path) -> None:
     restate(store, lambda c: c, lambda shapes: [(1,) * len(shape) for shape in shapes])
     done = streamshard("verify", store)
     require_told(done, "chunks up to", "where the manifest lists", "meta/state/c/0")
+    with pytest.raises(CorruptFileError) as raised:
+        package.inspect(store)
+    assert raised.value.path == store / "meta/state/c/0"
 
 
 def test_chunks_that_nothing_can_compress_are_a_problem_of_the_store(

@@ -284,7 +284,7 @@ class StoreIndex:
             _require_listed(checkpoint, shapes, manifest)
         except (CorruptFileError, UnsupportedError, ValueError) as error:
             kind = UnsupportedError if isinstance(error, UnsupportedError) else CorruptFileError
-            raise kind(f"{place}: {error}") from error
+            raise kind(str(error), path=place) from error
         return checkpoint, shapes
 
     def _read_small(self, path: str, manifest: Manifest | None = None) -> bytes:
