@@ -30,7 +30,7 @@ if typing.TYPE_CHECKING:
     from streamshard.operations.read.open_checkpoint import OpenCheckpoint, Parameter, open
     from streamshard.operations.repartition.repartition import plan_repartition, repartition
     from streamshard.operations.source.lazy_tensor import LazyTensor
-    from streamshard.operations.transfer.estimate import Outlook
+    from streamshard.operations.transfer.estimate import Estimate
     from streamshard.operations.transfer.report import Report
     from streamshard.operations.verify.verify import verify
 
@@ -41,12 +41,12 @@ __all__ = [
     "DiffReport",
     "Difference",
     "Distance",
+    "Estimate",
     "Inspection",
     "LazyTensor",
     "NamedGlobal",
     "Night",
     "OpenCheckpoint",
-    "Outlook",
     "Parameter",
     "PickleListing",
     "PickledFile",
@@ -86,7 +86,7 @@ _HOMES = {
     "NamedGlobal": "operations.inspect.pickle_report",
     "Night": "operations.compact.night_record",
     "OpenCheckpoint": "operations.read.open_checkpoint",
-    "Outlook": "operations.transfer.estimate",
+    "Estimate": "operations.transfer.estimate",
     "Parameter": "operations.read.open_checkpoint",
     "PickleListing": "operations.inspect.pickle_report",
     "PickledFile": "operations.inspect.pickle_report",

@@ -19,7 +19,7 @@ def program() -> NoReturn:
     from streamshard.cli.parser import parse_command
 
     streams.open_what_was_closed()
-    streams.forgive_standard_error()
+    streams.ignore_broken_stderr()
     arguments = parse_command(sys.argv[1:])
     from streamshard.cli import main
 

@@ -81,11 +81,11 @@ class LogicalTensor:
     state: str
     """`fp32`, `exp_avg`, … for optimizer state; `module`, `blob` or `file` for the rest."""
     name: str
-    """Parameter or buffer name, unique in its family; for `file` the path relative to the run
+    """Parameter or buffer name, unique in its model part; for `file` the path relative to the run
     directory."""
     dtype: str
     shape: tuple[int, ...]
-    family: str = ""
+    model_part: str = ""
     """The model-parallel part that owns it, where tensor or pipeline parallelism makes several."""
 
     @property
@@ -120,7 +120,7 @@ class ZeroLayout:
     stage: int
     """0 without ZeRO: then nothing is cut, and every rank has the whole state."""
     world_size: int
-    """Size of the (sequence-)data-parallel group; it is the same in every family."""
+    """Size of the (sequence-)data-parallel group; it is the same in every model part."""
     round_robin: bool = False
     """`round_robin_gradients`; stages 1 and 2 only."""
     parameter_alignment: bool = False

@@ -18,7 +18,7 @@ from tests.fabricated_parts import TensorJob
 from tests.fabricated_pipes import PipeJob, write_pipe
 from tests.job import TAG, Job
 from tests.test_degrees import with_degree
-from tests.test_families import compare
+from tests.test_model_parts import compare
 from tests.test_pipelines import CUTS
 
 NAMES = ("block.1.bias", "embed.bias")

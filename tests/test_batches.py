@@ -101,10 +101,10 @@ def described(source: Source) -> dict[str, object]:
         return node.dtype, node.numel, *place
 
     checkpoint, cutting = source.checkpoint, source.cutting
-    files = [(f.model_state, f.optimizer_file) for f in checkpoint.families]
-    bare = [replace(f, model_state={}, optimizer_file={}) for f in checkpoint.families]
+    files = [(f.model_state, f.optimizer_file) for f in checkpoint.model_parts]
+    bare = [replace(f, model_state={}, optimizer_file={}) for f in checkpoint.model_parts]
     return {
-        "checkpoint": replace(checkpoint, families=tuple(bare)),
+        "checkpoint": replace(checkpoint, model_parts=tuple(bare)),
         "objects": dump(files, persistent_id),
         "cutting": {
             name: np.asarray(getattr(cutting, name)).tolist() for name in cutting.__slots__

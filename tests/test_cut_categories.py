@@ -25,7 +25,7 @@ from tests.fabricated import write
 from tests.fabricated_parts import TensorJob
 from tests.job import TAG
 from tests.test_degrees import edit_parts, with_degree
-from tests.test_families import compare
+from tests.test_model_parts import compare
 
 Info = dict[str, Any]
 NAME = "language_model.encoder.layers.11.mlp.weight"

@@ -17,7 +17,7 @@ from tests.fabricated import write
 from tests.fabricated_parts import TensorJob
 from tests.job import TAG, Job
 from tests.test_degrees import edit_parts, with_degree
-from tests.test_families import compare
+from tests.test_model_parts import compare
 
 RULES = r"""
 # Each as the job's own code cuts it.

@@ -17,7 +17,7 @@ from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAV
 from tests.fabricated import edit, write
 from tests.fabricated_parts import TensorJob
 from tests.job import EXPERTS, TAG, Job, ds_config
-from tests.test_families import compare
+from tests.test_model_parts import compare
 
 TWO = TensorJob(parts=2, world_size=3).told()
 Edit = Callable[[dict[str, Any]], object]

@@ -26,7 +26,7 @@ from streamshard.operations.compare.matching import pair_up
 from streamshard.operations.source.source import open_source
 from tests.fabricated import edit, optimizer_file, write
 from tests.job import TAG, Job
-from tests.test_families import JOBS
+from tests.test_model_parts import JOBS
 from tests.verify.conftest import SMALL, write_dumps
 
 LARGE = Job(

@@ -18,7 +18,7 @@ from streamshard.errors import (
 )
 from tests.fabricated import load, optimizer_file, save, write
 from tests.job import EXPERTS, MOMENTUM, TAG, Job
-from tests.test_families import compare
+from tests.test_model_parts import compare
 
 GROUPS = (
     (

@@ -273,7 +273,7 @@ def test_only_the_bytes_that_are_asked_for_are_read(tmp_path: Path) -> None:
                 (np.s_[:100:2, 3], 99 * 256),  # and 2 KiB
             ):
                 assert bytes_read(partial(tensor.numpy, key)) == 4 * count
-            assert bytes_read(partial(look_around, ckpt)) == 0
+            assert bytes_read(partial(find_remains, ckpt)) == 0
     for codec in ("none", "zstd"):
         store = tmp_path / f"{codec}.zarr"
         streamshard.convert(tmp_path / "2", store, codec=codec, chunk_size=1 << 18)
@@ -288,7 +288,7 @@ def two_places(tensor: LazyTensor) -> None:
     assert tensor[2999].shape == tensor[300:310][0].shape
 
 
-def look_around(ckpt: OpenCheckpoint) -> None:
+def find_remains(ckpt: OpenCheckpoint) -> None:
     """Ask for all that needs no tensor data."""
     for parameter in ckpt.values():
         assert repr(parameter)

@@ -8,9 +8,9 @@ import pytest
 import streamshard
 from streamshard.cli.text.estimate_text import plan_text
 from streamshard.operations.transfer.estimate import (
+    Estimate,
     FileBytes,
     MemoryParts,
-    Outlook,
     Space,
     TimeEstimate,
 )
@@ -29,7 +29,7 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
 
 
-def filled(told: Outlook) -> Outlook:
+def filled(told: Estimate) -> Estimate:
     """Fill in what differs from machine to machine."""
     return replace(told, memory=MEMORY, time=TIME, space=SPACE)
 
@@ -117,7 +117,7 @@ left out """
 def test_a_plan_to_repartition() -> None:
     write(Job(stage=3, world_size=4), Path("run"))
     plan = streamshard.plan_repartition("run", "out", world_size=3, zero_stage=2, verify=True)
-    told = filled(plan.outlook(measures_disk=False))
+    told = filled(plan.estimate(measures_disk=False))
     assert plan_text(plan.report, told, verbose=False) == REPARTITION
 
 
@@ -125,7 +125,7 @@ def test_a_plan_to_export_with_all_files_where_nothing_can_be_measured() -> None
     write(Job(stage=2), Path("run"))
     plan = streamshard.plan_export("run", "model", dtype="bf16")
     time = TimeEstimate(None, GIB, MIB, 0, 0, 0, 0, "/data: cannot be written (Permission denied)")
-    told = replace(filled(plan.outlook(measures_disk=False)), time=time)
+    told = replace(filled(plan.estimate(measures_disk=False)), time=time)
     told = replace(told, space=replace(SPACE, begun_bytes=3 * GIB))
     text = plan_text(plan.report, told, verbose=True)
     assert text.startswith(EXPORT)
@@ -137,7 +137,7 @@ def test_files_of_ranks_that_are_gone_take_a_line() -> None:
     for rank in range(4):
         Path(f"run/rng_state_{rank}.pth").write_bytes(bytes(500 + rank))
     plan = streamshard.plan_repartition("run", "out", world_size=2)
-    lines = plan_text(plan.report, filled(plan.outlook(measures_disk=False)), verbose=False)
+    lines = plan_text(plan.report, filled(plan.estimate(measures_disk=False)), verbose=False)
     assert (
         "rng_state_{2..3}.pth       2       1,005  of a rank that the target does not have"
         in lines.split("\n")
@@ -150,7 +150,7 @@ def test_thousands_of_files_take_a_few_lines() -> None:
     names = [f"state/fp32/{part}.{layer}/c/{n}" for part in "abcdefghijklmnop" for layer in range(9)
              for n in range(9)]  # fmt: skip
     many = tuple(FileBytes(name, number) for number, name in enumerate(names))
-    told = replace(filled(plan.outlook(measures_disk=False)), writes=many)
+    told = replace(filled(plan.estimate(measures_disk=False)), writes=many)
     lines = plan_text(plan.report, told, verbose=False).split("\n")
     assert "writes, in state/fp32   files    bytes" in lines
     assert "p.{0..8}/c/{0..8}          81  101,655" in lines

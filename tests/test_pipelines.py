@@ -26,7 +26,7 @@ from streamshard.operations.compact.archive.weights_only import Remainder
 from tests.fabricated import edit, load, save, write
 from tests.fabricated_pipes import BLOCK, SHARED, PipeJob, is_trained, layer_file, write_pipe
 from tests.job import TAG, Job
-from tests.test_families import compare
+from tests.test_model_parts import compare
 
 TWO = PipeJob(world_size=3)
 OTHERS = {

@@ -18,7 +18,7 @@ from tests.fabricated import write
 from tests.fabricated_parts import TensorJob
 from tests.job import TAG
 from tests.test_degrees import edit_parts, maps_of, with_degree
-from tests.test_families import compare
+from tests.test_model_parts import compare
 
 DEGREES = st.integers(2, 9)
 

@@ -80,7 +80,7 @@ def test_a_source_without_some_tensors_holds_the_others(
     tmp_path: Path, opened: Callable[[Path], Source]
 ) -> None:
     source = opened(tmp_path / "run")
-    trained = {e.name for family in source.checkpoint.families for e in family.module
+    trained = {e.name for model_part in source.checkpoint.model_parts for e in model_part.module
                if e.kind == "param"}  # fmt: skip
     left_out = {
         number

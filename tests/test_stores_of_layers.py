@@ -27,7 +27,7 @@ from tests.fabricated import edit, load
 from tests.fabricated_pipes import PipeJob, layer_file, write_pipe
 from tests.job import TAG, Shapes
 from tests.samples import sampled
-from tests.test_families import compare
+from tests.test_model_parts import compare
 
 WIDE: Shapes = (("up", (5, 30)), ("bias", (3,)), ("old", (40, 2)), ("running", (4,)))
 """Tensors of more bytes than the smallest chunk has."""

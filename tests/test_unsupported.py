@@ -18,7 +18,7 @@ import streamshard
 from streamshard.errors import DisagreementError, UnsupportedError, UsageError
 from tests.fabricated import load, save, write
 from tests.job import EXPERTS, TAG, Job
-from tests.test_families import compare
+from tests.test_model_parts import compare
 
 Content = dict[str, Any]
 Edit = Callable[[Content], object]

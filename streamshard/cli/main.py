@@ -43,7 +43,7 @@ from streamshard.errors import (
     memory_errors,
     worded,
 )
-from streamshard.io.throttle import yield_to_others
+from streamshard.io.throttle import lower_priority
 from streamshard.operations import apply
 from streamshard.operations.compact import compact
 from streamshard.operations.compact.many_runs import runs_like
@@ -55,7 +55,7 @@ from streamshard.operations.inspect.inspect_report import (
     IncompleteCheckpoint,
     Inspection,
 )
-from streamshard.operations.transfer.estimate import Outlook
+from streamshard.operations.transfer.estimate import Estimate
 from streamshard.operations.transfer.plan import TransferPlan
 from streamshard.operations.transfer.report import Progress, Report
 from streamshard.operations.verify import verify
@@ -189,10 +189,10 @@ def _inspect(arguments: argparse.Namespace) -> None:
     try:
         found = inspect.inspect(arguments.source, **options)
     except SourceError as error:
-        own = _keywords(remains.look_around, arguments)
+        own = _keywords(remains.find_remains, arguments)
         more = (value for name, value in options.items() if name not in own)
         is_brief = not all(value is None or value is False or value == [] for value in more)
-        found = None if is_brief else remains.look_around(error, arguments.source, **own)
+        found = None if is_brief else remains.find_remains(error, arguments.source, **own)
         if found is None:
             raise
         _show_inspection(found, arguments)
@@ -260,7 +260,7 @@ def _compact(arguments: argparse.Namespace) -> None:
         return
     if arguments.notify is not None:
         require_command(arguments.notify)
-    yield_to_others()
+    lower_priority()
     nights: list[Night] = []
     try:
         if runs is None:
@@ -381,27 +381,27 @@ _VERBS: Final[Mapping[str, Callable[[argparse.Namespace], None]]] = {
 
 def _carry_out(
     plan: TransferPlan, arguments: argparse.Namespace, progress: Progress
-) -> tuple[Report, Outlook | None]:
+) -> tuple[Report, Estimate | None]:
     """Run a plan, or for `--dry-run` only estimate it."""
     if arguments.dry_run:
         if arguments.if_needed and (found := plan.found(progress)) is not None:
             return found, None
         if arguments.plan_out is not None:
             plan.save(arguments.plan_out)
-        return plan.report, plan.outlook()
+        return plan.report, plan.estimate()
     return plan.run(progress), None
 
 
-def _show(report: Report, outlook: Outlook | None, arguments: argparse.Namespace) -> None:
+def _show(report: Report, estimate: Estimate | None, arguments: argparse.Namespace) -> None:
     if arguments.json:
-        more = {} if outlook is None else {"outlook": asdict(outlook)}
+        more = {} if estimate is None else {"estimate": asdict(estimate)}
         _print(json.dumps({**asdict(report), **more}, indent=2))
     elif arguments.print_path:
         _print(report.path)
     elif arguments.quiet:
         return
-    elif outlook is not None:
-        _print(printable(plan_text(report, outlook, verbose=arguments.verbose)))
+    elif estimate is not None:
+        _print(printable(plan_text(report, estimate, verbose=arguments.verbose)))
         if arguments.plan_out is not None:
             _print(printable(f"\nTo do this: {command('apply', arguments.plan_out)}"))
     else:

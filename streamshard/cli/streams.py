@@ -25,7 +25,7 @@ def open_what_was_closed() -> None:
     sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
 
 
-def forgive_standard_error() -> None:
+def ignore_broken_stderr() -> None:
     """Ignore write errors on standard error: the message is lost, but the exit code stays."""
     sys.stderr = io.TextIOWrapper(
         io.BufferedWriter(_Log(_STDERR, "wb", closefd=False)),

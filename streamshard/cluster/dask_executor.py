@@ -27,13 +27,13 @@ from streamshard.cluster.calls import (
     is_cancelled,
     lost,
 )
-from streamshard.cluster.membership import Membership, explained, most_threads
+from streamshard.cluster.membership import Membership, most_threads, readable_error
 from streamshard.cluster.worker_rate import WorkerRate
 from streamshard.cluster.worker_run import Outcome, RunSpec, UnknownRunError, perform
 from streamshard.engine.jobs.executor import Job, R, T, Toolkit, rate_limit
 from streamshard.errors import ClusterError
 from streamshard.io.retry import StoppedError
-from streamshard.io.throttle import waited_elsewhere
+from streamshard.io.throttle import without_throttle
 
 _MOST_LOSSES: Final = 3
 """How often a job is tried again after Dask has given it up, because its workers died."""
@@ -118,7 +118,7 @@ class DaskExecutor:
         run = _ClusterRun(self._client, toolkit, spec, self._worker_rate, self.rates)
         try:
             for number, outcome in run.outcomes(jobs, is_ordered=is_ordered):
-                with waited_elsewhere():
+                with without_throttle():
                     progress(outcome.nbytes)
                 yield number, outcome.result
         finally:
@@ -232,7 +232,7 @@ class _ClusterRun:
         if isinstance(error, UnknownRunError):
             self._members.begin_anew()
         elif not is_cancelled(error):
-            raise explained(error)
+            raise readable_error(error)
         elif self._calls.client.status != "running":
             raise lost("the connection to the cluster's scheduler is lost") from error
 

@@ -146,7 +146,7 @@ class Membership:
             self.accept(found)
             self._proved.add(address)
         elif not (isinstance(found, KilledWorker) or is_cancelled(found)):
-            raise explained(found, f"worker {address}")
+            raise readable_error(found, f"worker {address}")
         elif not self._proved and (deaths := next(self._deaths)) > _MOST_DEATHS:
             message = f"{deaths} workers died before they had proved that they may take part"
             raise ClusterError(f"{message} ({found})")
@@ -192,7 +192,7 @@ def most_threads(client: DaskClient) -> int:
     return int(max(found.values()))
 
 
-def explained(error: BaseException, worker: str = "a worker") -> BaseException:
+def readable_error(error: BaseException, worker: str = "a worker") -> BaseException:
     """Return the error to raise for one that a worker or the scheduler met."""
     if isinstance(error, (ImportError, AttributeError)) and "streamshard" in str(error):
         return UsageError(f"{worker}: has no streamshard, or another version of it ({error})")

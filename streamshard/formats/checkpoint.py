@@ -132,7 +132,7 @@ class OtherFile:
 
 @dataclass(frozen=True, slots=True)
 class LayerFile:
-    """A file of a pipeline's layer whose tensors are logical tensors, of the families' modules."""
+    """A file of a pipeline layer, whose tensors are logical tensors of the modules."""
 
     name: str
     """Of the file, in the tag directory."""
@@ -142,15 +142,15 @@ class LayerFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ModelPart:
     """A part of the model that one data-parallel group of ranks trains.
 
-    Tensor and pipeline parallelism create several families, numbered by `mp_rank`; without them
+    Tensor and pipeline parallelism create several model parts, numbered by `mp_rank`; without them
     there is one.
     """
 
     name: str
-    """Empty if there is one family, else unique, such as `mp_rank_01`."""
+    """Empty if there is one model part, else unique, such as `mp_rank_01`."""
     groups: tuple[ParamGroup, ...]
     """In the optimizer's order, the expert ranks of one group next to each other. Empty at stage 0,
     whose files do not record which parameter a state belongs to."""
@@ -229,7 +229,7 @@ class Checkpoint:
     layout: ZeroLayout
     """How the source was partitioned: its provenance, and the default for a target."""
     tensors: tuple[LogicalTensor, ...]
-    families: tuple[Family, ...]
+    model_parts: tuple[ModelPart, ...]
     module_dtype: str
     files: tuple[OtherFile, ...]
     notes: tuple[Note, ...] = ()
@@ -243,7 +243,7 @@ class Checkpoint:
     foreign: str = ""
     """What it is, if it is not of DeepSpeed: then it holds no training state of an engine."""
     saved_parts: int | None = None
-    """Count of the families that its files have, where the model was cut anew; else None."""
+    """Count of the model parts that its files have, where the model was cut anew; else None."""
     layers: tuple[LayerFile, ...] = ()
     """Files of a pipeline's layers. Empty without a pipeline, and where these are among `files`."""
     unrecorded: tuple[str, ...] = ()
@@ -261,8 +261,12 @@ class Checkpoint:
     def warnings(self) -> tuple[str, ...]:
         """Return a warning if the training state has names that run something when loaded."""
         kept = [
-            (family.model_state, family.optimizer_file, [group.states for group in family.groups])
-            for family in self.families
+            (
+                model_part.model_state,
+                model_part.optimizer_file,
+                [group.states for group in model_part.groups],
+            )
+            for model_part in self.model_parts
         ]
         found = sorted(map(str, dangerous_in([kept, [layer.state for layer in self.layers]])))
         if not found:
@@ -273,12 +277,14 @@ class Checkpoint:
     @property
     def is_dumps(self) -> bool:
         """Whether this is the optimizer alone, read from raw per-rank dumps."""
-        return not self.families[0].model_state
+        return not self.model_parts[0].model_state
 
     @property
     def expert_parallel(self) -> int:
         """Smallest count of data-parallel ranks that hold all experts; 1 without experts."""
-        return math.lcm(*(g.expert_parallel for family in self.families for g in family.groups))
+        return math.lcm(
+            *(g.expert_parallel for model_part in self.model_parts for g in model_part.groups)
+        )
 
     @property
     def replicas(self) -> int:
@@ -288,20 +294,20 @@ class Checkpoint:
     @property
     def ranks(self) -> int:
         """Count of ranks that trained the checkpoint."""
-        parts = len(self.families) if self.saved_parts is None else self.saved_parts
+        parts = len(self.model_parts) if self.saved_parts is None else self.saved_parts
         return self.layout.world_size * parts * self.replicas
 
     @property
     def config(self) -> Mapping[str, Any]:
         """The DeepSpeed config in the files; empty if they have none."""
-        first = self.families[0]
+        first = self.model_parts[0]
         config = (first.optimizer_file or first.model_state).get(names.DS_CONFIG)
         return config if isinstance(config, dict) else {}
 
     @property
     def ds_version(self) -> Version | None:
         """The version of DeepSpeed that saved it; None if the files do not say."""
-        first = self.families[0]
+        first = self.model_parts[0]
         state = first.optimizer_file.get(names.OPTIMIZER)
         holders = (first.optimizer_file, first.model_state, state)
         return next(
@@ -315,19 +321,21 @@ class Checkpoint:
         )
 
     def tensor_index(self) -> dict[tuple[str, str, str], int]:
-        """Return (family, state, name) → index in `tensors`."""
-        return {(t.family, t.state, t.name): i for i, t in enumerate(self.tensors)}
+        """Return (model part, state, name) → index in `tensors`."""
+        return {(t.model_part, t.state, t.name): i for i, t in enumerate(self.tensors)}
 
-    def group_shapes(self, family: Family) -> list[dict[str, tuple[int, ...]]]:
-        """Return the parameter shapes of each group of a family, in the group's order."""
+    def group_shapes(self, model_part: ModelPart) -> list[dict[str, tuple[int, ...]]]:
+        """Return the parameter shapes of each group of a model part, in the group's order."""
         shapes = {
-            t.name: t.shape for t in self.tensors if t.state == MASTER and t.family == family.name
+            t.name: t.shape
+            for t in self.tensors
+            if t.state == MASTER and t.model_part == model_part.name
         }
-        return [{name: shapes[name] for name in group.params} for group in family.groups]
+        return [{name: shapes[name] for name in group.params} for group in model_part.groups]
 
-    def master_numels(self, family: Family) -> dict[str, int]:
-        """Return the element count of a family's trained parameters, by name."""
-        mine = (t for t in self.tensors if t.state == MASTER and t.family == family.name)
+    def master_numels(self, model_part: ModelPart) -> dict[str, int]:
+        """Return the element count of a model part's trained parameters, by name."""
+        mine = (t for t in self.tensors if t.state == MASTER and t.model_part == model_part.name)
         return {t.name: t.numel for t in mine}
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from streamshard.errors import CorruptFileError, DisagreementError, IncompleteError
 from streamshard.formats import pretrained, safetensors_file, strict_json
-from streamshard.formats.checkpoint import Checkpoint, Family, ModuleEntry, Reading
+from streamshard.formats.checkpoint import Checkpoint, ModelPart, ModuleEntry, Reading
 from streamshard.formats.deepspeed import names
 from streamshard.formats.links import require_regular
 from streamshard.formats.pickle.inert import show
@@ -72,12 +72,12 @@ def read(directory: Path, form: str = pretrained.SAFETENSORS) -> Reading:
     for number, (tensor, slot) in enumerate(zip(tensors, slots, strict=True)):
         builder.place(number, builder.slot(slot), piece_numel=tensor.numel)
     entries = tuple(ModuleEntry(t.name, "weight", t.dtype, t.shape) for t in tensors)
-    family = Family("", (), entries, {names.MODULE_STATE: OrderedDict()}, {}, {})
+    model_part = ModelPart("", (), entries, {names.MODULE_STATE: OrderedDict()}, {}, {})
     checkpoint = Checkpoint(
         tag=directory.name,
         layout=ZeroLayout(stage=0, world_size=1),
         tensors=tuple(tensors),
-        families=(family,),
+        model_parts=(model_part,),
         module_dtype=next((entry.dtype for entry in entries), "float32"),
         files=(),
         foreign=_WHAT,

@@ -23,7 +23,7 @@ _HAS_WAITED: ContextVar[bool] = ContextVar("has waited", default=False)
 
 
 @contextmanager
-def waited_elsewhere() -> Iterator[None]:
+def without_throttle() -> Iterator[None]:
     """Count bytes without sleeping: whoever processed them kept to the rate."""
     before = _HAS_WAITED.set(True)
     try:
@@ -59,7 +59,7 @@ class Throttle:
         self._advance(nbytes)
 
 
-def yield_to_others() -> None:
+def lower_priority() -> None:
     """Set the lowest CPU and disk priority; where the system refuses, nothing happens."""
     with ignored(FROM_OUTSIDE):
         os.nice(_NICENESS)

@@ -22,8 +22,8 @@ class Axis:
     step: int
     """Always positive: for a negative step, elements are read in ascending order, then reversed."""
     count: int
-    is_turned: bool = False
-    is_dropped: bool = False
+    is_reversed: bool = False
+    is_scalar: bool = False
     """Whether the selection is a single index, so that the result lacks this dimension."""
 
 
@@ -51,7 +51,7 @@ def _axis(part: Any, numel: int, dimension: int) -> Axis:  # noqa: ANN401
         count = len(range(start, stop, step))
         if step > 0:
             return Axis(start, step, count)
-        return Axis(start + max(0, count - 1) * step, -step, count, is_turned=True)
+        return Axis(start + max(0, count - 1) * step, -step, count, is_reversed=True)
     try:
         number = index(part)
     except TypeError as error:
@@ -60,7 +60,7 @@ def _axis(part: Any, numel: int, dimension: int) -> Axis:  # noqa: ANN401
         raise TypeError(_NO_INDEX.format("bool"))
     if not -numel <= number < numel:
         raise IndexError(f"index {number} is out of range for dimension {dimension} of {numel}")
-    return Axis(number % numel, 1, 1, is_dropped=True)
+    return Axis(number % numel, 1, 1, is_scalar=True)
 
 
 def rows_whole(axes: tuple[Axis, ...], shape: tuple[int, ...]) -> int:

@@ -11,7 +11,7 @@ from deepspeed import comm
 from torch import distributed
 
 from streamshard.errors import DisagreementError, UnsupportedError, UsageError
-from streamshard.formats.checkpoint import Checkpoint, Family, ParamGroup
+from streamshard.formats.checkpoint import Checkpoint, ModelPart, ParamGroup
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.model import MASTER, LogicalTensor
 
@@ -94,7 +94,7 @@ class LiveOptimizer:
                 for group in self.groups
                 for name, shape in group
             ),
-            families=(Family("", groups, (), {}, {names.OPTIMIZER: state}, {}),),
+            model_parts=(ModelPart("", groups, (), {}, {names.OPTIMIZER: state}, {}),),
             module_dtype=ds_config.module_dtype(self.config),
             files=(),
         )

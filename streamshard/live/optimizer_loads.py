@@ -190,7 +190,7 @@ class _OptimizerLoad:
 def _require_same_sizes(resharding: Resharding, held: LiveOptimizer) -> None:
     """Refuse dumps of a parameter that has another size than the live one."""
     checkpoint, live = resharding.source.checkpoint, held.numels
-    for name, numel in checkpoint.master_numels(checkpoint.families[0]).items():
+    for name, numel in checkpoint.master_numels(checkpoint.model_parts[0]).items():
         if live.get(name, numel) != numel:
             message = f"{resharding.source.path}: '{name}' has {numel:,} elements, in this job's"
             raise DisagreementError(f"{message} optimizer it has {live[name]:,}")

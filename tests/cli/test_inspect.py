@@ -37,11 +37,11 @@ KEYS = {
     "codec problems notes weights_only details rank weights pictures checkpoints",
     "checkpoints": "path kind step zero_stage world_size nbytes changed is_whole is_newest "
     "is_latest problem",
-    "groups": "family expert_rank parameters numel master_dtype states hyper_parameters",
+    "groups": "model_part expert_rank parameters numel master_dtype states hyper_parameters",
     "parameters": "name shape numel group pieces first_rank last_rank",
     "file_groups": "pattern files nbytes smallest largest",
     "file_list": "path nbytes",
-    "details": "name family kind alias_of shape numel group states pieces",
+    "details": "name model_part kind alias_of shape numel group states pieces",
     "details.pieces": "state rank file start stop offset",
     "rank": "rank files partitions",
     "rank.files": "path nbytes",
@@ -133,7 +133,7 @@ def read(run: Path, detail: ParameterDetail, state: str) -> torch.Tensor:
 
 def wanted(job: Job, detail: ParameterDetail, state: str) -> torch.Tensor:
     """Say what a state of a parameter holds."""
-    part = int(detail.family.removeprefix("mp_rank_") or 0)
+    part = int(detail.model_part.removeprefix("mp_rank_") or 0)
     mine = replace(job, part=part)
     for expert_rank in range(job.expert_parallel):
         for name in job.shapes:
@@ -146,7 +146,7 @@ def wanted(job: Job, detail: ParameterDetail, state: str) -> torch.Tensor:
 @pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
 def test_ranks_hold_what_is_said_of_the_parameters(tmp_path: Path, job: Job) -> None:
     run = write(job, tmp_path / "run")
-    details = {(d.family, d.name): d for d in streamshard.inspect(run, params=["*"]).details}
+    details = {(d.model_part, d.name): d for d in streamshard.inspect(run, params=["*"]).details}
     from_ranks, from_details = set(), set()
     for rank in range(job.world_size):
         found = streamshard.inspect(run, rank=rank)
@@ -154,14 +154,14 @@ def test_ranks_hold_what_is_said_of_the_parameters(tmp_path: Path, job: Job) -> 
         for part in found.rank.partitions:
             held = sum(h.stop - h.start for h in part.ranges)
             assert held + part.padding == part.numel
-            family = found.groups[part.group].family
+            model_part = found.groups[part.group].model_part
             for one in part.ranges:
                 offset = part.offsets["fp32"] + 4 * one.at
-                from_ranks.add((family, one.name, rank, one.start, one.stop, part.file, offset))
-    for (family, name), detail in details.items():
+                from_ranks.add((model_part, one.name, rank, one.start, one.stop, part.file, offset))
+    for (model_part, name), detail in details.items():
         for p in detail.pieces:
             if p.state == "fp32" and p.stop > p.start:
-                from_details.add((family, name, p.rank, p.start, p.stop, p.file, p.offset))
+                from_details.add((model_part, name, p.rank, p.start, p.stop, p.file, p.offset))
     assert from_ranks == from_details
     for summary in streamshard.inspect(run).parameters:
         ranks = [r for _, name, r, *_ in from_details if name == summary.name and r is not None]

@@ -19,9 +19,9 @@ def test_a_dry_run_is_a_plan_and_json_only_gains_a_key(run: Path, tmp_path: Path
     planned = json.loads(streamshard(*command, "-n", "--json").out)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     done = json.loads(streamshard(*command, "--json").out)
-    assert planned.keys() - done.keys() == {"outlook"}
-    assert planned["outlook"]["written_bytes"] == done["bytes_written"]
-    assert planned["outlook"]["time"]["problem"] is None
+    assert planned.keys() - done.keys() == {"estimate"}
+    assert planned["estimate"]["written_bytes"] == done["bytes_written"]
+    assert planned["estimate"]["time"]["problem"] is None
 
 
 def test_a_plan_is_saved_cut_off_and_gone_on_with(run: Path, tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_if_needed_and_plans(run: Path, bucket: Bucket, tmp_path: Path) -> None:
     source, target = bucket.put(run, "runs/7b"), f"{bucket.url}/out"
     plan = api.plan_repartition(source, target, world_size=3)
     plan.save(tmp_path / "plan.json")
-    requests = plan.outlook().requests
+    requests = plan.estimate().requests
     assert requests is not None
     assert (requests.up, requests.up_bytes) == (plan.report.files, plan.report.bytes_written)
     assert bucket.keys("out") == set()

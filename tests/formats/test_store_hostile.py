@@ -49,8 +49,8 @@ def other_tensors(change: Callable[[LogicalTensor], LogicalTensor]) -> Any:  # n
     return lambda c: replace(c, tensors=tuple(map(change, c.tensors)))
 
 
-def other_family(**changes: Any) -> Callable[[Checkpoint], Checkpoint]:  # noqa: ANN401
-    return lambda c: replace(c, families=(replace(c.families[0], **changes),))
+def other_model_part(**changes: Any) -> Callable[[Checkpoint], Checkpoint]:  # noqa: ANN401
+    return lambda c: replace(c, model_parts=(replace(c.model_parts[0], **changes),))
 
 
 def huge(checkpoint: Checkpoint) -> Checkpoint:
@@ -59,13 +59,13 @@ def huge(checkpoint: Checkpoint) -> Checkpoint:
     def of(shape: tuple[int, ...]) -> tuple[int, ...]:
         return (1 << 20, 1 << 20) if len(shape) == 2 else shape
 
-    module = [replace(entry, shape=of(entry.shape)) for entry in checkpoint.families[0].module]
-    changed = other_family(module=tuple(module))(checkpoint)
+    module = [replace(entry, shape=of(entry.shape)) for entry in checkpoint.model_parts[0].module]
+    changed = other_model_part(module=tuple(module))(checkpoint)
     return other_tensors(lambda t: replace(t, shape=of(t.shape)))(changed)  # type: ignore[no-any-return]
 
 
 def other_entries(entry: ModuleEntry) -> Callable[[Checkpoint], Checkpoint]:
-    return lambda c: other_family(module=(*c.families[0].module, entry))(c)
+    return lambda c: other_model_part(module=(*c.model_parts[0].module, entry))(c)
 
 
 LIES: dict[str, Callable[[Checkpoint], Checkpoint]] = {
@@ -78,37 +78,37 @@ LIES: dict[str, Callable[[Checkpoint], Checkpoint]] = {
     "an absolute file": renamed("/tmp/evil"),
     "a file of no name": renamed("a//b"),
     "a file with an end in it": renamed("evil\0.txt"),
-    "a family above": lambda c: other_tensors(lambda t: replace(t, family=".."))(
-        replace(c, families=tuple(replace(f, name="..") for f in c.families))
+    "a family above": lambda c: other_tensors(lambda t: replace(t, model_part=".."))(
+        replace(c, model_parts=tuple(replace(f, name="..") for f in c.model_parts))
     ),
-    "a family deeper": other_tensors(lambda t: replace(t, family="a/../../b")),
+    "a family deeper": other_tensors(lambda t: replace(t, model_part="a/../../b")),
     "two tensors of one name": lambda c: replace(c, tensors=(*c.tensors, c.tensors[0])),
     "no tensors": lambda c: replace(c, tensors=()),
     "a dtype of no size": other_tensors(lambda t: replace(t, dtype="float3")),
     "a tensor of any size": other_tensors(lambda t: replace(t, shape=(1 << 40, 1 << 40))),
     "a tensor of no size": other_tensors(lambda t: replace(t, shape=(-1,))),
-    "no families": lambda c: replace(c, families=()),
-    "a family of no groups": other_family(groups=()),
-    "an empty optimizer": other_family(optimizer_file={}),
-    "an empty model file": other_family(model_state={"x": 1}),
+    "no families": lambda c: replace(c, model_parts=()),
+    "a family of no groups": other_model_part(groups=()),
+    "an empty optimizer": other_model_part(optimizer_file={}),
+    "an empty model file": other_model_part(model_state={"x": 1}),
     "a weight that is not there": other_entries(ModuleEntry("x", "param", "float32", (1,))),
     "a state that is not there": other_entries(ModuleEntry("x", "extra", "", ())),
     "tied to nothing": other_entries(ModuleEntry("x", "alias", "float32", (1,), "y")),
     "notes that are no text": lambda c: replace(c, notes=(Note([]),)),  # type: ignore[arg-type]
     "notes of no known kind": lambda c: replace(c, notes=(Note("", "x"),)),  # type: ignore[arg-type]
-    "a weight that is larger than its tensor": lambda c: other_family(
-        module=tuple(replace(e, shape=(*e.shape, 2)) for e in c.families[0].module)
+    "a weight that is larger than its tensor": lambda c: other_model_part(
+        module=tuple(replace(e, shape=(*e.shape, 2)) for e in c.model_parts[0].module)
     )(c),
-    "a weight without a dtype": lambda c: other_family(
-        module=tuple(replace(e, dtype="") for e in c.families[0].module)
+    "a weight without a dtype": lambda c: other_model_part(
+        module=tuple(replace(e, dtype="") for e in c.model_parts[0].module)
     )(c),
-    "a scalar of half an element": lambda c: other_family(
+    "a scalar of half an element": lambda c: other_model_part(
         groups=tuple(
             replace(g, states={**(g.states or {}), "x": ScalarState("float32", (), b"ab")})
-            for g in c.families[0].groups
+            for g in c.model_parts[0].groups
         )
     )(c),
-    "ids that are no numbers": other_family(param_ids={"a": []}),
+    "ids that are no numbers": other_model_part(param_ids={"a": []}),
     "a stage that is none": lambda c: replace(c, layout=replace(c.layout, stage=7)),
     "no ranks": lambda c: replace(c, layout=replace(c.layout, world_size=0)),
 }

@@ -23,7 +23,7 @@ from streamshard.operations.compare import matched_runs
 from tests.fabricated import load, save, write
 from tests.job import TAG, Job, ds_config
 from tests.samples import sampled
-from tests.test_families import JOBS, unit
+from tests.test_model_parts import JOBS, unit
 from tests.verify.conftest import SMALL, write_dumps
 
 STATES = ("fp32", "exp_avg", "exp_avg_sq")

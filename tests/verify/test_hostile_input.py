@@ -28,7 +28,7 @@ from tests.cli.hostile import (
 )
 from tests.fabricated import edit, load, save, write
 from tests.forked import Finished
-from tests.formats.test_store_hostile import other_family, put, restate
+from tests.formats.test_store_hostile import other_model_part, put, restate
 from tests.job import TAG, Job
 
 
@@ -294,7 +294,7 @@ def test_a_codec_that_nobody_knows_hides_nothing_else(store: Path, codec: str) -
 
 
 def test_a_state_that_is_nested_without_end_hides_nothing_else(store: Path) -> None:
-    restate(store, other_family(param_ids=laughs(60)))
+    restate(store, other_model_part(param_ids=laughs(60)))
     (chunk, *_) = sorted(store.glob("state/exp_avg/embed.weight/c/*/*"))
     chunk.unlink()
     require_told(streamshard("verify", store), "share their parts without end", f"{chunk}: missing")
@@ -348,7 +348,7 @@ def test_weights_of_a_store_that_are_larger_than_their_tensors(run: Path, tmp_pa
     store = tmp_path / "x.zarr"
     package.convert(run, store)
     checkpoint, _ = store_state.load((store / "meta/state/c/0").read_bytes()[:-4])
-    module = tuple(replace(e, shape=(*e.shape, 2)) for e in checkpoint.families[0].module)
-    restate(store, other_family(module=module))
+    module = tuple(replace(e, shape=(*e.shape, 2)) for e in checkpoint.model_parts[0].module)
+    restate(store, other_model_part(module=module))
     require_told(streamshard("verify", store, "--against", run), "elements, its", code=6)
     require_told(streamshard("verify", run, "--against", store), "elements, its", code=3)

@@ -14,7 +14,7 @@ from streamshard.io.page_cache import drop_cached
 from streamshard.operations.transfer import read_back
 from tests.fabricated import load, save, write
 from tests.job import TAG
-from tests.test_families import JOBS, unit
+from tests.test_model_parts import JOBS, unit
 from tests.verify.conftest import DUMPS, SMALL, files_of, write_dumps
 
 Damage = Callable[[Path], None]

@@ -9,9 +9,9 @@ from typing import Final
 
 from streamshard.cli.text.tables import paragraph, table, target_text
 from streamshard.operations.transfer.estimate import (
+    Estimate,
     FileBytes,
     MemoryParts,
-    Outlook,
     Part,
     Requests,
     Space,
@@ -27,18 +27,18 @@ _SCHEME: Final = re.compile(r"^(\w+):/(?!/)")
 _LEAST_WIDTH: Final = 30
 
 
-def plan_text(report: Report, outlook: Outlook, *, verbose: bool) -> str:
+def plan_text(report: Report, estimate: Estimate, *, verbose: bool) -> str:
     """Format what a run would do."""
-    reads = _files("reads", outlook.reads, verbose=verbose)
-    writes = _files("writes", outlook.writes, verbose=verbose)
-    subjects = [(change.subject, change.text) for change in outlook.changes]
+    reads = _files("reads", estimate.reads, verbose=verbose)
+    writes = _files("writes", estimate.writes, verbose=verbose)
+    subjects = [(change.subject, change.text) for change in estimate.changes]
     listed = {
-        line for change in outlook.changes for line in (change.text, *change.text.split("\n"))
+        line for change in estimate.changes for line in (change.text, *change.text.split("\n"))
     }
-    blocks = [_aligned(list(_summary(report, outlook))), reads, writes]
-    if outlook.changes:
+    blocks = [_aligned(list(_summary(report, estimate))), reads, writes]
+    if estimate.changes:
         blocks.append("For the job that resumes:\n" + _aligned(subjects))
-    for head, parts in (("left out", outlook.left_out), ("made", outlook.made)):
+    for head, parts in (("left out", estimate.left_out), ("made", estimate.made)):
         if parts:
             blocks.append(_parts(head, parts))
     said = " ".join(text for _, text in subjects)
@@ -46,7 +46,7 @@ def plan_text(report: Report, outlook: Outlook, *, verbose: bool) -> str:
     return "\n\n".join(blocks)
 
 
-def _summary(report: Report, outlook: Outlook) -> Iterator[tuple[str, str]]:
+def _summary(report: Report, estimate: Estimate) -> Iterator[tuple[str, str]]:
     yield "would write", target_text(report)
     yield "from", f"{report.source}, tag {report.tag}"
     if report.tensors is not None:
@@ -55,21 +55,21 @@ def _summary(report: Report, outlook: Outlook) -> Iterator[tuple[str, str]]:
         now = "any" if report.world_size is None else str(report.world_size)
         stage = "" if report.world_size is None else f", ZeRO stage {report.zero_stage}"
         yield "world size", f"{report.source_world_size} -> {now}{stage}"
-    used = sum(bool(file.nbytes) for file in outlook.reads)
-    yield "reads", f"{show_bytes(outlook.read_bytes)} of content, from {_files_of(used)}"
-    most = "at most " if outlook.is_upper_bound else ""
+    used = sum(bool(file.nbytes) for file in estimate.reads)
+    yield "reads", f"{show_bytes(estimate.read_bytes)} of content, from {_files_of(used)}"
+    most = "at most " if estimate.is_upper_bound else ""
     yield (
         "writes",
-        f"{most}{show_bytes(outlook.written_bytes)}, into {_files_of(len(outlook.writes))}",
+        f"{most}{show_bytes(estimate.written_bytes)}, into {_files_of(len(estimate.writes))}",
     )
     if report.is_verified:
-        yield "verifies", f"and reads {show_bytes(outlook.reread_bytes)} more for that"
-    yield "memory", _memory(outlook.memory)
-    if outlook.requests is not None:
-        yield "requests", _requests(outlook.requests)
-    yield "time", _time(outlook)
-    if outlook.space is not None:
-        yield "space", _space(outlook.space)
+        yield "verifies", f"and reads {show_bytes(estimate.reread_bytes)} more for that"
+    yield "memory", _memory(estimate.memory)
+    if estimate.requests is not None:
+        yield "requests", _requests(estimate.requests)
+    yield "time", _time(estimate)
+    if estimate.space is not None:
+        yield "space", _space(estimate.space)
 
 
 def _files_of(count: int) -> str:
@@ -91,8 +91,8 @@ def _memory(memory: MemoryParts) -> str:
     )
 
 
-def _time(outlook: Outlook) -> str:
-    time = outlook.time
+def _time(estimate: Estimate) -> str:
+    time = estimate.time
     if time is None:
         return "not estimated"
     if time.seconds is None:

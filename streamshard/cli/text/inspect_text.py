@@ -242,7 +242,7 @@ def _group_table(found: Inspection, *, all_of_them: bool) -> tuple[Columns, list
     groups = found.groups
     held = dict.fromkeys(key for group in groups for key in group.hyper_parameters)
     shown = [key for key in held if all_of_them or key in _MAIN_HYPER_PARAMETERS]
-    parts = any(group.family or group.expert_rank is not None for group in groups)
+    parts = any(group.model_part or group.expert_rank is not None for group in groups)
     head = ["group", *(["part"] if parts else []), "parameters", "elements", "states", *shown]
     rows: list[list[Cell]] = []
     for number, group in enumerate(groups):
@@ -258,7 +258,7 @@ def _group_table(found: Inspection, *, all_of_them: bool) -> tuple[Columns, list
 
 def _part(group: GroupSummary) -> str:
     experts = "" if group.expert_rank is None else f"expert rank {group.expert_rank}"
-    return ", ".join(filter(None, (group.family, experts))) or "-"
+    return ", ".join(filter(None, (group.model_part, experts))) or "-"
 
 
 def _file_row(group: FileGroup) -> tuple[Cell, ...]:
@@ -273,8 +273,8 @@ def _detail_table(
 ) -> tuple[str, Columns, list[list[Cell]], str]:
     """Make the table of a parameter; states with the same elements in the same file share a row."""
     title = f"{detail.name}: shape {_cell_text(detail.shape)}, {_elements(detail.numel)}"
-    if detail.family:
-        title += f", {detail.family}"
+    if detail.model_part:
+        title += f", {detail.model_part}"
     title += f", param group {detail.group}" if detail.group is not None else f", {detail.kind}"
     if detail.alias_of:
         return f"{title} of {detail.alias_of}, which has the values", (), [], ""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from streamshard.errors import Option, UnsupportedError
-from streamshard.formats.checkpoint import Checkpoint, Family
+from streamshard.formats.checkpoint import Checkpoint, ModelPart
 from streamshard.formats.dcp.torch_optimizers import OF_TORCH
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.write.optimizer_writer import unscaled
@@ -53,15 +53,15 @@ def with_config(
         Count of the ranks of that job.
     """
     stage = zero_stage or ds_config.zero_stage(config) or 0
-    missing = [*checkpoint.unrecorded, *_missing(checkpoint.families[0], config)]
+    missing = [*checkpoint.unrecorded, *_missing(checkpoint.model_parts[0], config)]
     if stage not in (1, 2, 3):
         missing.append("the ZeRO stage: the config sets none")
     if missing:
         message = f"with {Option('ds_config_file')} these are still missing"
         raise UnsupportedError(f"{message}: {'; '.join(missing)}")
-    (read,) = checkpoint.families
+    (read,) = checkpoint.model_parts
     dtype = ds_config.module_dtype(config)
-    family = replace(
+    model_part = replace(
         read,
         module=tuple(replace(entry, dtype=dtype) for entry in read.module),
         model_state=_model_state(config),
@@ -76,7 +76,7 @@ def with_config(
         layout=ds_config.zero_layout(
             config, stage=stage, world_size=world_size, bf16_optimizer=False
         ),
-        families=(family,),
+        model_parts=(model_part,),
         module_dtype=dtype,
         is_bf16=dtype == "bfloat16",
         notes=(*checkpoint.notes, *map(Note, _notes())),
@@ -84,7 +84,7 @@ def with_config(
     )
 
 
-def _missing(family: Family, config: ds_config.Config) -> Iterator[str]:
+def _missing(model_part: ModelPart, config: ds_config.Config) -> Iterator[str]:
     """Name what an engine with this config would save besides, and the config does not decide."""
     autos = list(_autos(config))
     if autos:
@@ -97,10 +97,10 @@ def _missing(family: Family, config: ds_config.Config) -> Iterator[str]:
     sections += [f"bf16.{key}" for key in sorted(_section(config, "bf16").keys() - _STATELESS_BF16)]
     if sections:
         yield f"what an engine keeps for {show_few(sections)} of the config"
-    yield from _missing_of_optimizer(family, config)
+    yield from _missing_of_optimizer(model_part, config)
 
 
-def _missing_of_optimizer(family: Family, config: ds_config.Config) -> Iterator[str]:
+def _missing_of_optimizer(model_part: ModelPart, config: ds_config.Config) -> Iterator[str]:
     """Say if it is open whether the engine's optimizer keeps states as the saved one does."""
     section = _section(config, "optimizer")
     params = _section(section, "params")
@@ -109,7 +109,7 @@ def _missing_of_optimizer(family: Family, config: ds_config.Config) -> Iterator[
             "the kind of the optimizer: the config does not name torch's Adam or AdamW "
             '("optimizer": {"type": "AdamW", "params": {"torch_adam": true, …}})'
         )
-    held = family.wrapped_optimizer["param_groups"] if family.groups else []
+    held = model_part.wrapped_optimizer["param_groups"] if model_part.groups else []
     if any("betas" not in group or OF_TORCH not in group for group in held):
         yield "the hyper-parameters of torch's Adam, in each param group"
 

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from streamshard.errors import CorruptFileError, IncompleteError, UnsupportedError
-from streamshard.formats.checkpoint import Checkpoint, Family, ModuleEntry, ParamGroup, Reading
+from streamshard.formats.checkpoint import Checkpoint, ModelPart, ModuleEntry, ParamGroup, Reading
 from streamshard.formats.dcp import dcp_names
 from streamshard.formats.dcp.item_reader import ItemFiles, TensorPlaces
 from streamshard.formats.dcp.metadata_reader import (
@@ -27,7 +27,7 @@ from streamshard.formats.dcp.metadata_reader import (
 from streamshard.formats.dcp.optimizer_state import SavedGroup, SavedOptimizer
 from streamshard.formats.dcp.state_names import StateKeys, sort_keys
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.read.family import optimizer_tensors
+from streamshard.formats.deepspeed.read.model_part import optimizer_tensors
 from streamshard.formats.links import require_inside
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import of_file
@@ -155,7 +155,7 @@ def read(root: Path) -> Reading:
     shapes = {name: found.weight(name).shape for name in found.keys.weights}
     tensors = [*optimizer_tensors(groups, shapes, ""), *_module_tensors(entries)]
     state: dict[str, Node] = {names.OPTIMIZER: {names.BASE_OPTIMIZER: wrapped}}
-    family = Family(
+    model_part = ModelPart(
         name="",
         groups=tuple(groups),
         module=entries,
@@ -167,7 +167,7 @@ def read(root: Path) -> Reading:
         tag=root.name,
         layout=ZeroLayout(stage=0, world_size=found.world_size),
         tensors=tuple(tensors),
-        families=(family,),
+        model_parts=(model_part,),
         module_dtype=next((entry.dtype for entry in entries), "float32"),
         files=(),
         notes=tuple(map(Note, found.left_out)),
@@ -257,7 +257,7 @@ def read_keys(parts: Sequence[Path], as_bytes: Set[str] = frozenset()) -> Readin
         tag=parts[0].name,
         layout=ZeroLayout(stage=0, world_size=len(files.files)),
         tensors=tuple(LogicalTensor(MODULE, key, t.dtype, t.shape) for key, t in saved.items()),
-        families=(),
+        model_parts=(),
         module_dtype="float32",
         files=(),
     )

@@ -17,8 +17,8 @@ from streamshard.errors import DisagreementError, UnsupportedError
 from streamshard.formats.checkpoint import (
     LIKE,
     Checkpoint,
-    Family,
     FlatState,
+    ModelPart,
     ModuleEntry,
     ParamGroup,
     Reading,
@@ -28,7 +28,7 @@ from streamshard.formats.dcp.dcp_reader import Distributed, cut, open_distribute
 from streamshard.formats.dcp.optimizer_state import SavedGroup, number_in
 from streamshard.formats.dcp.torch_optimizers import OF_TORCH
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.read.family import optimizer_tensors
+from streamshard.formats.deepspeed.read.model_part import optimizer_tensors
 from streamshard.formats.pickle.inert import Node, show
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.torch.torch_tensor import Storage
@@ -46,31 +46,31 @@ _KINDS: Final = ("betas", "momentum", "alpha", "lr_decay")
 def read_like(root: Path, like: Reading) -> Reading:
     """Open a distributed checkpoint, and complete it by a reference checkpoint."""
     reference = like.checkpoint
-    family = _only_family(root, reference)
-    known = {name for group in family.groups for name in group.params}
+    model_part = _only_model_part(root, reference)
+    known = {name for group in model_part.groups for name in group.params}
     found = open_distributed(root, known)
     with of_file(root):
-        merging = _Merging(found, reference, family)
+        merging = _Merging(found, reference, model_part)
         merging.require_same_names()
         groups, options = merging.groups()
         entries = merging.entries()
         shapes = {name: found.weight(name).shape for name in known}
         tensors = [*optimizer_tensors(groups, shapes, ""), *merging.module_tensors(entries)]
     blobs = _Blobs(reference, first=len(tensors))
-    model, optimizer = blobs.adopt((family.model_state, family.optimizer_file))
-    completed = Family(
+    model, optimizer = blobs.adopt((model_part.model_state, model_part.optimizer_file))
+    completed = ModelPart(
         name="",
         groups=tuple(groups),
         module=entries,
         model_state=model,
         optimizer_file=_with_options(optimizer, options),
-        param_ids=family.param_ids,
+        param_ids=model_part.param_ids,
     )
     checkpoint = replace(
         reference,
         tag=root.name,
         tensors=tuple(tensors),
-        families=(completed,),
+        model_parts=(completed,),
         files=(),
         notes=tuple(map(Note, (*found.left_out, *merging.notes()))),
         accelerate_step=None,
@@ -79,44 +79,44 @@ def read_like(root: Path, like: Reading) -> Reading:
     return cut(checkpoint, found).append(blobs.tensors, *like.places_of(blobs.rows))
 
 
-def _only_family(root: Path, reference: Checkpoint) -> Family:
-    """Return the reference's only family, which holds a whole model and its optimizer."""
-    family = reference.families[0]
+def _only_model_part(root: Path, reference: Checkpoint) -> ModelPart:
+    """Return the reference's only model part, which holds a whole model and its optimizer."""
+    model_part = reference.model_parts[0]
     what = None
     if reference.is_dumps or reference.foreign:
         what = "holds no training state of an engine"
-    elif len(reference.families) > 1 or family.model_state.get(names.MODULE_STATE) is None:
+    elif len(reference.model_parts) > 1 or model_part.model_state.get(names.MODULE_STATE) is None:
         what = "is cut by tensor or pipeline parallelism, which a distributed checkpoint is not"
-    elif reference.expert_parallel > 1 or family.model_state.get(names.EXPERT_COUNTS):
+    elif reference.expert_parallel > 1 or model_part.model_state.get(names.EXPERT_COUNTS):
         what = "has experts in files of their own"
     elif reference.dropped is not None:
         what = "holds weights only"
-    elif any(entry.kind == "excluded" for entry in family.module) or (
-        reference.layout.stage > 1 and family.model_state.get(names.FROZEN_SHAPES, {}) is None
+    elif any(entry.kind == "excluded" for entry in model_part.module) or (
+        reference.layout.stage > 1 and model_part.model_state.get(names.FROZEN_SHAPES, {}) is None
     ):
         what = "was saved without frozen weights (exclude_frozen_parameters)"
     if what is not None:
         message = f"{LIKE} {what}; give a whole ZeRO checkpoint of the job that is to resume, such"
         raise UnsupportedError(f"{message} as one that it saves before its first step", path=root)
-    return family
+    return model_part
 
 
 class _Merging:
-    """A distributed checkpoint beside a family of the reference."""
+    """A distributed checkpoint beside a model part of the reference."""
 
-    def __init__(self, found: Distributed, reference: Checkpoint, family: Family) -> None:
+    def __init__(self, found: Distributed, reference: Checkpoint, model_part: ModelPart) -> None:
         self._found = found
         self._reference = reference
-        self._family = family
+        self._model_part = model_part
         self._cast: list[str] = []
         self._unlike: set[str] = set()
 
     def require_same_names(self) -> None:
         """Refuse tensors that only one side has, and other shapes."""
         mine = {name: self._found.weight(name).shape for name in self._found.keys.weights}
-        entries = {e.name: e for e in self._family.module if e.kind != "extra"}
+        entries = {e.name: e for e in self._model_part.module if e.kind != "extra"}
         theirs = {name: entry.shape for name, entry in entries.items()}
-        for shapes in self._reference.group_shapes(self._family):
+        for shapes in self._reference.group_shapes(self._model_part):
             theirs |= shapes
         # What is tied may be listed under one name only.
         optional = {name for name, entry in entries.items() if entry.kind == "alias"}
@@ -136,7 +136,7 @@ class _Merging:
             entry = entries[untied[0]]
             message = f"'{entry.name}' was trained by itself, in {LIKE} it is tied to"
             raise DisagreementError(f"{message} '{entry.alias_of}'")
-        trained = {name for group in self._family.groups for name in group.params}
+        trained = {name for group in self._model_part.groups for name in group.params}
         for name in sorted(self._found.keys.states.keys() - trained):
             raise DisagreementError(f"'{name}' was trained, in {LIKE} no param group has it")
 
@@ -144,9 +144,9 @@ class _Merging:
         """Build the param groups in the reference's order, and their hyper-parameters."""
         saved = self._found.optimizer.groups()
         owner = {name: number for number, group in enumerate(saved) for name in group.params}
-        held = self._family.wrapped_optimizer["param_groups"]
+        held = self._model_part.wrapped_optimizer["param_groups"]
         groups, options = [], []
-        for group in self._family.groups:
+        for group in self._model_part.groups:
             mine = self._group_of(group, saved, owner)
             groups.append(self._merged(group, mine, held[group.number]))
             options.append(self._options(group, mine, held[group.number]))
@@ -241,7 +241,7 @@ class _Merging:
 
     def entries(self) -> tuple[ModuleEntry, ...]:
         """List the reference's entries."""
-        return self._family.module
+        return self._model_part.module
 
     def module_tensors(self, entries: Sequence[ModuleEntry]) -> Iterator[LogicalTensor]:
         """Yield the tensors that are not trained, in the dtype in which they were saved."""
@@ -258,7 +258,7 @@ class _Merging:
 
     def notes(self) -> Iterator[str]:
         """Say what is the reference's."""
-        steps = self._family.model_state.get("global_steps")
+        steps = self._model_part.model_state.get("global_steps")
         yield (
             f"Of the reference checkpoint (at {self._reference.tag}) are: the order of the "
             "parameters, the config, what is frozen, a buffer or tied, the loss scaler, the "
@@ -328,5 +328,5 @@ class _Blobs:
             return Storage(storage.dtype, storage.numel, content)
         tensor, number = self._like.tensors[content.tensor], len(self.tensors)
         self.rows.append(content.tensor)
-        self.tensors.append(replace(tensor, name=str(number), family=""))
+        self.tensors.append(replace(tensor, name=str(number), model_part=""))
         return Storage(storage.dtype, storage.numel, Whole(self._first + number))

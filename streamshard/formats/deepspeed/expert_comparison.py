@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from streamshard.formats.checkpoint import Family, FlatState, ParamGroup, ScalarState
+from streamshard.formats.checkpoint import FlatState, ModelPart, ParamGroup, ScalarState
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.expert_groups import (
     GROUP_NAME,
@@ -27,19 +27,20 @@ _ANY_RANKS: Final = "ep_size_*"
 """Stands for the name that the count of ranks gives a group."""
 
 
-def have_other_degrees(one: Family, other: Family) -> bool:
-    """Tell whether two families have experts, and spread them over different counts of ranks."""
+def have_other_degrees(one: ModelPart, other: ModelPart) -> bool:
+    """Tell whether two model parts have experts, and spread them over different counts of ranks."""
     degrees = [{group.expert_parallel for group in _expert_groups(side)} for side in (one, other)]
     return all(degrees) and degrees[0] != degrees[1]
 
 
-def compare_experts(one: Family, other: Family, prefix: str) -> Iterator[Found]:
+def compare_experts(one: ModelPart, other: ModelPart, prefix: str) -> Iterator[Found]:
     """Compare states and hyper-parameters of the groups that have the same parameters of experts.
 
     Parameters that one side lacks are differences between tensors, and are left out here.
     """
     mine, theirs = (
-        {name: group for group in family.groups for name in group.params} for family in (one, other)
+        {name: group for group in model_part.groups for name in group.params}
+        for model_part in (one, other)
     )
     found = [name for side in (one, other) for g in _expert_groups(side) for name in g.params]
     done: set[tuple[int, ...]] = set()
@@ -57,25 +58,25 @@ def compare_experts(one: Family, other: Family, prefix: str) -> Iterator[Found]:
         done |= {numbers, ranks}
 
 
-def without_experts(family: Family) -> Family:
-    """Return a family without its param groups of experts, and without their learning rates."""
-    entries = _entries(family)
+def without_experts(model_part: ModelPart) -> ModelPart:
+    """Return a model part without its param groups of experts, and without their learning rates."""
+    entries = _entries(model_part)
     kept = [number for number, entry in enumerate(entries) if not is_of_experts(entry)]
-    state = family.optimizer_file[names.OPTIMIZER]
+    state = model_part.optimizer_file[names.OPTIMIZER]
     key = names.BASE_OPTIMIZER if state.get(names.BASE_OPTIMIZER) else names.OPTIMIZER
     wrapped = {**state[key], "param_groups": [entries[number] for number in kept]}
-    rates = {key: [held[number] for number in kept] for key, held in _rates(family).items()}
-    model_state = dict(family.model_state)
+    rates = {key: [held[number] for number in kept] for key, held in _rates(model_part).items()}
+    model_state = dict(model_part.model_state)
     if rates:
         model_state[SCHEDULER] = {**model_state[SCHEDULER], **rates}
     return replace(
-        family,
+        model_part,
         groups=tuple(
             replace(group, number=kept.index(group.number))
-            for group in family.groups
+            for group in model_part.groups
             if group.number in kept
         ),
-        optimizer_file={**family.optimizer_file, names.OPTIMIZER: {**state, key: wrapped}},
+        optimizer_file={**model_part.optimizer_file, names.OPTIMIZER: {**state, key: wrapped}},
         model_state=model_state,
     )
 
@@ -98,32 +99,32 @@ def _show_scalar(value: ScalarState) -> str:
     return f"{shown} {value.dtype}{list(value.shape)} {value.data.hex()}"
 
 
-def _entries(family: Family) -> Sequence[Mapping[str, Node]]:
+def _entries(model_part: ModelPart) -> Sequence[Mapping[str, Node]]:
     found: Sequence[Mapping[str, Node]] = (
-        family.wrapped_optimizer["param_groups"] if family.groups else []
+        model_part.wrapped_optimizer["param_groups"] if model_part.groups else []
     )
     return found
 
 
-def _expert_groups(family: Family) -> list[ParamGroup]:
-    entries = _entries(family)
-    return [group for group in family.groups if is_of_experts(entries[group.number])]
+def _expert_groups(model_part: ModelPart) -> list[ParamGroup]:
+    entries = _entries(model_part)
+    return [group for group in model_part.groups if is_of_experts(entries[group.number])]
 
 
-def _options(family: Family, group: ParamGroup) -> dict[str, Node]:
+def _options(model_part: ModelPart, group: ParamGroup) -> dict[str, Node]:
     """Return a group's hyper-parameters and learning rates, without the count of its ranks."""
-    options = dict(_entries(family)[group.number])
+    options = dict(_entries(model_part)[group.number])
     if options.get(GROUP_NAME) == ranks_name(group.expert_parallel):
         options[GROUP_NAME] = _ANY_RANKS
-    rates = {f"{SCHEDULER}.{key}": held[group.number] for key, held in _rates(family).items()}
+    rates = {f"{SCHEDULER}.{key}": held[group.number] for key, held in _rates(model_part).items()}
     return {**options, **rates}
 
 
-def _rates(family: Family) -> dict[str, list[Node]]:
+def _rates(model_part: ModelPart) -> dict[str, list[Node]]:
     """Return the lists of the scheduler that have an element for each param group."""
-    scheduler = family.model_state.get(SCHEDULER)
+    scheduler = model_part.model_state.get(SCHEDULER)
     held = scheduler if isinstance(scheduler, dict) else {}
-    count = len(_entries(family))
+    count = len(_entries(model_part))
     return {
         key: held[key]
         for key in RATES_PER_GROUP

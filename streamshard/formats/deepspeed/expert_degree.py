@@ -4,13 +4,13 @@ Every expert's tensors have names of their own, whichever rank holds them. So te
 places stay as they are, and only the param groups are made anew: for each expert rank of the
 target, the parameters of its experts, in the order in which an engine of the job lists them.
 
-Each family is spread by the rules of a job without tensor parallelism. Beside tensor parallelism
+Each model part is spread by the rules of a job without tensor parallelism. With tensor parallelism
 every tensor-parallel rank has its own part of each expert, and the ranks that share its files, one
-family, spread these parts among themselves: with `enable_expert_tensor_parallelism`,
+model part, spread these parts among themselves: with `enable_expert_tensor_parallelism`,
 `MoE._create_process_groups` has `_create_expert_data_and_model_parallel` divide each data-parallel
-group by itself, and `DeepSpeedEngine._get_expert_ckpt_name` puts the family's number into the names
-of experts' files (0.19.8). Without it the groups of `_create_expert_and_data_parallel` go through
-the families; `unsupported` refuses that.
+group by itself, and `DeepSpeedEngine._get_expert_ckpt_name` puts the model part's number into the
+names of experts' files (0.19.8). Without it the groups of `_create_expert_and_data_parallel` go
+through the model parts; `unsupported` refuses that.
 """
 
 import re
@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Final
 
 from streamshard.errors import DisagreementError, Option, UnsupportedError, UsageError
-from streamshard.formats.checkpoint import LIKE, Checkpoint, Family, ParamGroup
+from streamshard.formats.checkpoint import LIKE, Checkpoint, ModelPart, ParamGroup
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.expert_groups import (
     AS_SAVED,
@@ -57,10 +57,10 @@ def is_own_degree(checkpoint: Checkpoint, degree: int) -> bool:
 def _has_experts(checkpoint: Checkpoint) -> bool:
     """Tell whether there are experts, be they trained or frozen."""
     return any(
-        family.trains_experts
-        or family.model_state.get(names.EXPERT_COUNTS)
-        or any(names.expert_of(entry.name) for entry in family.module)
-        for family in checkpoint.families
+        model_part.trains_experts
+        or model_part.model_state.get(names.EXPERT_COUNTS)
+        or any(names.expert_of(entry.name) for entry in model_part.module)
+        for model_part in checkpoint.model_parts
     )
 
 
@@ -72,8 +72,8 @@ def expert_degree(checkpoint: Checkpoint) -> int:
     if objection:
         message = f"its experts cannot be spread over another count of ranks: {objection}"
         raise UnsupportedError(f"{message}. {AS_SAVED}")
-    _require_families_alike(checkpoint)
-    first = checkpoint.families[0]
+    _require_model_parts_alike(checkpoint)
+    first = checkpoint.model_parts[0]
     with _naming(first):
         groups = undivided_groups(first)
     degrees = {group.template.expert_parallel for group in groups if group.has_experts}
@@ -102,34 +102,38 @@ def with_expert_degree(
     """
     own = expert_degree(checkpoint)
     if like is not None:
-        _require_degree(like, degree, len(checkpoint.families))
+        _require_degree(like, degree, len(checkpoint.model_parts))
     changed = []
-    for number, family in enumerate(checkpoint.families):
-        with _naming(family):
+    for number, model_part in enumerate(checkpoint.model_parts):
+        with _naming(model_part):
             changed.append(_spread(checkpoint, number, own, degree, like))
-    return replace(checkpoint, families=tuple(changed))
+    return replace(checkpoint, model_parts=tuple(changed))
 
 
 @contextmanager
-def _naming(family: Family) -> Iterator[None]:
-    """Name a family in an error about its files, if it is one of several."""
+def _naming(model_part: ModelPart) -> Iterator[None]:
+    """Name a model part in an error about its files, if it is one of several."""
     try:
         yield
     except (UnsupportedError, DisagreementError) as error:
-        raise type(error)(f"{family.name}: {error}" if family.name else str(error)) from error
+        raise type(error)(
+            f"{model_part.name}: {error}" if model_part.name else str(error)
+        ) from error
 
 
 def _spread(
     checkpoint: Checkpoint, number: int, own: int, degree: int, like: Checkpoint | None
-) -> Family:
-    """Return a family whose experts are spread over another count of its ranks."""
-    family = checkpoint.families[number]
-    groups = undivided_groups(family)
+) -> ModelPart:
+    """Return a model part whose experts are spread over another count of its ranks."""
+    model_part = checkpoint.model_parts[number]
+    groups = undivided_groups(model_part)
     layers = [layer for group in groups if group.has_experts for layer in group.layers()]
-    _require_all_trained(family, layers)
+    _require_all_trained(model_part, layers)
     _require_even(layers, degree)
     if like is None:
-        made = order_of_module(family, checkpoint.master_numels(family), groups, own, degree)
+        made = order_of_module(
+            model_part, checkpoint.master_numels(model_part), groups, own, degree
+        )
     else:
         made = order_of_reference(checkpoint, number, groups, like)
     regrouped = tuple(
@@ -144,17 +148,17 @@ def _spread(
         for rank, params in enumerate(content.params)
     )
     return replace(
-        family,
+        model_part,
         groups=regrouped,
-        optimizer_file=_with_groups(family, groups, made, own, degree),
-        model_state=_with_rates(family.model_state, groups, made),
+        optimizer_file=_with_groups(model_part, groups, made, own, degree),
+        model_state=_with_rates(model_part.model_state, groups, made),
     )
 
 
-def _require_all_trained(family: Family, layers: Iterable[ExpertLayer]) -> None:
+def _require_all_trained(model_part: ModelPart, layers: Iterable[ExpertLayer]) -> None:
     """Refuse experts that the param groups lack, and counts that the model file does not tell."""
     counts = {layer.name: layer.count for layer in layers}
-    listed = family.model_state.get(names.EXPERT_COUNTS)
+    listed = model_part.model_state.get(names.EXPERT_COUNTS)
     told = listed if isinstance(listed, list) else []
     if Counter(counts.values()) != Counter(told):
         message = f"its param groups train {sorted(counts.values())} experts of a layer"
@@ -177,8 +181,10 @@ def _require_even(layers: Iterable[ExpertLayer], degree: int) -> None:
 
 def _require_degree(like: Checkpoint, degree: int, parts: int) -> None:
     """Refuse a reference with another count of expert ranks, or of parts of the model."""
-    if len(like.families) != parts:
-        message = f"{LIKE} is of a model in {counted(len(like.families), 'part')}, and this one in"
+    if len(like.model_parts) != parts:
+        message = (
+            f"{LIKE} is of a model in {counted(len(like.model_parts), 'part')}, and this one in"
+        )
         raise UsageError(f"{message} {parts}, which stay as they are: {supply()}")
     try:
         theirs = expert_degree(like)
@@ -190,7 +196,7 @@ def _require_degree(like: Checkpoint, degree: int, parts: int) -> None:
 
 
 def _with_groups(
-    family: Family,
+    model_part: ModelPart,
     groups: Sequence[UndividedGroup],
     made: Sequence[GroupContent],
     own: int,
@@ -200,7 +206,7 @@ def _with_groups(
 
     Groups of experts have the name of the ranks that share these, as an engine looks for it.
     """
-    held = family.wrapped_optimizer["param_groups"]
+    held = model_part.wrapped_optimizer["param_groups"]
     entries: list[Mapping[str, Node]] = []
     for content in made:
         group = groups[content.source]
@@ -212,10 +218,10 @@ def _with_groups(
                 raise UnsupportedError(f"{message}. {AS_SAVED}")
             entry = {**entry, GROUP_NAME: ranks_name(degree)}
         entries.append(dict(entry))
-    state = family.optimizer_file[names.OPTIMIZER]
+    state = model_part.optimizer_file[names.OPTIMIZER]
     wrapped = {**state[names.BASE_OPTIMIZER], "param_groups": entries}
     state = {**state, names.BASE_OPTIMIZER: wrapped}
-    return {**family.optimizer_file, names.OPTIMIZER: state}
+    return {**model_part.optimizer_file, names.OPTIMIZER: state}
 
 
 def _with_rates(
@@ -262,12 +268,18 @@ def _objection_to_spreading(checkpoint: Checkpoint) -> str | None:
     of_ranks = f"{checkpoint.tag}/{names.WHOLE_EXPERT_OPTIMIZER}"
     if any(file.path.startswith(of_ranks) for file in checkpoint.files):
         return f"an older DeepSpeed saved it, with a file {of_ranks}* for each expert rank"
-    if any(family.is_muon(group) for family in checkpoint.families for group in family.groups):
+    if any(
+        model_part.is_muon(group)
+        for model_part in checkpoint.model_parts
+        for group in model_part.groups
+    ):
         return "it was trained with Muon"
-    listed = [e.name for f in checkpoint.families for e in f.module if names.expert_of(e.name)]
+    listed = [e.name for f in checkpoint.model_parts for e in f.module if names.expert_of(e.name)]
     if listed:
         return f"the model file has a weight of an expert, '{listed[0]}', as of a frozen one"
-    told = (family.model_state.get(names.UNIVERSAL_INFO) for family in checkpoint.families)
+    told = (
+        model_part.model_state.get(names.UNIVERSAL_INFO) for model_part in checkpoint.model_parts
+    )
     if any(_LOCAL_EXPERT.search(text) for info in told for text in _strings(info)):
         message = f"its '{names.UNIVERSAL_INFO}' names experts as one rank numbers them"
         return f"{message}, as what AutoTP saves does"
@@ -287,18 +299,18 @@ def _strings(node: Node) -> Iterator[str]:
 
 
 def _has_stages(checkpoint: Checkpoint) -> bool:
-    """Tell whether families are stages of a pipeline.
+    """Tell whether model parts are stages of a pipeline.
 
     `_save_moe_checkpoint` saves these with the weights in the model file, so that the degrees that
     DeepSpeed notes since 0.19.5 may be the only sign.
     """
-    noted = checkpoint.families[0].model_state.get(names.PARALLEL_DEGREES)
+    noted = checkpoint.model_parts[0].model_state.get(names.PARALLEL_DEGREES)
     return is_pipeline(checkpoint) or (isinstance(noted, dict) and noted.get("pp_degree", 1) != 1)
 
 
-def _require_families_alike(checkpoint: Checkpoint) -> None:
-    """Refuse families that do not have parts of the same experts in the same order."""
-    first, *others = checkpoint.families
+def _require_model_parts_alike(checkpoint: Checkpoint) -> None:
+    """Refuse model parts that do not have parts of the same experts in the same order."""
+    first, *others = checkpoint.model_parts
     for other in others:
         for what, one, another in (
             ("experts", *(f.model_state.get(names.EXPERT_COUNTS) for f in (first, other))),

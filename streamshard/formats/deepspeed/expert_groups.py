@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from streamshard.errors import DisagreementError, UnsupportedError
-from streamshard.formats.checkpoint import Family, ParamGroup
+from streamshard.formats.checkpoint import ModelPart, ParamGroup
 from streamshard.formats.deepspeed import names
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch.tree_comparison import Disparity, compare_nodes
@@ -70,11 +70,11 @@ def ranks_name(degree: int) -> str:
     return f"ep_size_{degree}"
 
 
-def undivided_groups(family: Family) -> list[UndividedGroup]:
-    """List a family's param groups, those of experts that may be parts of one as one."""
-    entries = family.wrapped_optimizer["param_groups"] if family.groups else []
+def undivided_groups(model_part: ModelPart) -> list[UndividedGroup]:
+    """List a model part's param groups, those of experts that may be parts of one as one."""
+    entries = model_part.wrapped_optimizer["param_groups"] if model_part.groups else []
     by_number: dict[int, list[ParamGroup]] = {}
-    for group in family.groups:
+    for group in model_part.groups:
         by_number.setdefault(group.number, []).append(group)
     runs: list[list[int]] = []
     for number in by_number:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamshard.errors import DisagreementError, Option, UnsupportedError
-from streamshard.formats.checkpoint import LIKE, Checkpoint, Family
+from streamshard.formats.checkpoint import LIKE, Checkpoint, ModelPart
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.expert_groups import (
     GROUP_NAME,
@@ -45,7 +45,7 @@ class GroupContent:
 
 
 def order_of_module(
-    family: Family,
+    model_part: ModelPart,
     numels: Mapping[str, int],
     groups: Sequence[UndividedGroup],
     own: int,
@@ -56,9 +56,9 @@ def order_of_module(
     Parameters
     ----------
     numels
-        Element count of each trained parameter of the family.
+        Element count of each trained parameter of the model part.
     """
-    rule = _Rule(family, numels, groups, own, degree)
+    rule = _Rule(model_part, numels, groups, own, degree)
     doubt = rule.doubt()
     if doubt:
         message = "in which order, and in which param groups, a job with"
@@ -71,7 +71,7 @@ def order_of_module(
 class _Rule:
     """The rule that an optimizer lists parameters in the module's order, and what speaks for it."""
 
-    family: Family
+    model_part: ModelPart
     numels: Mapping[str, int]
     groups: Sequence[UndividedGroup]
     own: int
@@ -93,7 +93,7 @@ class _Rule:
 
     def doubt(self) -> str | None:
         """Say what is not sure, if anything is."""
-        place = {entry.name: number for number, entry in enumerate(self.family.module)}
+        place = {entry.name: number for number, entry in enumerate(self.model_part.module)}
         for group in self.groups:
             found = (
                 self._doubt_of_experts(group)
@@ -126,7 +126,7 @@ class _Rule:
         if len(group.numbers) == 1 < len(targets[0]):
             return f"{what} has more than {GROUP_NUMEL:,} elements on a rank of that job"
         aside = (GROUP_NAME, names.IS_EXPERTS)
-        entries = self.family.wrapped_optimizer["param_groups"]
+        entries = self.model_part.wrapped_optimizer["param_groups"]
         alike = [
             other.numbers[0]
             for other in self.groups
@@ -171,7 +171,7 @@ def order_of_reference(
     Parameters
     ----------
     number
-        Of the family, which both checkpoints have.
+        Of the model part, which both checkpoints have.
     """
     owner = {
         name: source
@@ -179,23 +179,27 @@ def order_of_reference(
         for params in group.params
         for name in params
     }
-    family = like.families[number]
+    model_part = like.model_parts[number]
     found: list[GroupContent] = []
-    for group in family.groups:
+    for group in model_part.groups:
         if group.expert_rank == 0:
             sources = {
                 owner.get(name, -1)
-                for g in family.groups
+                for g in model_part.groups
                 if g.number == group.number
                 for name in g.params
             }
-            ranks = [g.params for g in family.groups if g.number == group.number]
+            ranks = [g.params for g in model_part.groups if g.number == group.number]
             if len(sources) != 1 or -1 in sources:
                 message = f"param group {group.number} of {LIKE} has not the parameters of one"
                 raise DisagreementError(f"{message} here: it is not of the same job")
             found.append(GroupContent(sources.pop(), ranks))
     shapes = [
-        {n: shape for each in one.group_shapes(one.families[number]) for n, shape in each.items()}
+        {
+            n: shape
+            for each in one.group_shapes(one.model_parts[number])
+            for n, shape in each.items()
+        }
         for one in (checkpoint, like)
     ]
     _require_same(groups, found, is_same=shapes[0] == shapes[1])

@@ -263,8 +263,8 @@ def is_inside(path: str) -> bool:
     return "\0" not in path and not {"", ".", ".."} & {*path.split("/")}
 
 
-def family(mp_rank: int) -> str:
-    """Return a family's name as it occurs in its file names."""
+def model_part(mp_rank: int) -> str:
+    """Return a model part's name as it occurs in its file names."""
     return f"mp_rank_{mp_rank:02d}"
 
 

@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from streamshard.formats.checkpoint import Checkpoint, Family, FlatState, ParamGroup, ScalarState
+from streamshard.formats.checkpoint import Checkpoint, FlatState, ModelPart, ParamGroup, ScalarState
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.expert_comparison import (
     compare_experts,
@@ -37,14 +37,14 @@ _KEPT_AT_3: Final = _KEPT_AT_12 - {names.CLIP_GRAD}
 
 
 def compare(left: Checkpoint, right: Checkpoint) -> Iterator[Found]:
-    """Compare the training state of two checkpoints that have the same families."""
+    """Compare the training state of two checkpoints that have the same model parts."""
     whole = not (left.is_dumps or right.is_dumps)
-    for families in zip(left.families, right.families, strict=True):
-        one, other = families
+    for model_parts in zip(left.model_parts, right.model_parts, strict=True):
+        one, other = model_parts
         prefix = f"{one.name}/" if one.name else ""
         if have_other_degrees(one, other):
             yield from compare_experts(one, other, prefix)
-            one, other = map(without_experts, families)
+            one, other = map(without_experts, model_parts)
         yield from _compare_optimizers(one, other, left.layout, right.layout, prefix)
         yield from _compare_scalars(one, other, prefix)
         if whole:
@@ -64,7 +64,7 @@ def compare(left: Checkpoint, right: Checkpoint) -> Iterator[Found]:
         yield Disparity("Accelerate's step", message)
 
 
-def compare_shared(one: Family, other: Family) -> Iterator[Disparity]:
+def compare_shared(one: ModelPart, other: ModelPart) -> Iterator[Disparity]:
     """Compare the steps and the hyper-parameters that both sides have, group by group.
 
     For checkpoints of which one is not DeepSpeed's. Its groups may be cut otherwise.
@@ -84,9 +84,9 @@ def compare_shared(one: Family, other: Family) -> Iterator[Disparity]:
                     yield Disparity(f"optimizer/group of {show_key(name)}/{key}", message)
 
 
-def _told(family: Family, group: ParamGroup) -> dict[str, str]:
+def _told(model_part: ModelPart, group: ParamGroup) -> dict[str, str]:
     """Return the plain hyper-parameters and scalar states of a group, as text."""
-    options = family.wrapped_optimizer["param_groups"][group.number]
+    options = model_part.wrapped_optimizer["param_groups"][group.number]
     states = {
         key: _number(value) if isinstance(value, ScalarState) else value
         for key, value in (group.states or {}).items()
@@ -124,7 +124,7 @@ def _plain_text(value: Node) -> str:
 
 def provenance(checkpoint: Checkpoint) -> Mapping[str, Node]:
     """Return the entries that describe the job that saved, by key."""
-    first = checkpoint.families[0]
+    first = checkpoint.model_parts[0]
     held = {**first.model_state, **first.optimizer_file}
     return {key: held[key] for key in sorted(_PROVENANCE) if held.get(key) is not None}
 
@@ -139,12 +139,12 @@ def _kept(held: Mapping[str, Node], aside: frozenset[str] | set[str]) -> dict[st
 
 
 def _compare_optimizers(
-    one: Family, other: Family, left: ZeroLayout, right: ZeroLayout, prefix: str
+    one: ModelPart, other: ModelPart, left: ZeroLayout, right: ZeroLayout, prefix: str
 ) -> Iterator[Found]:
     if not one.optimizer_file or not other.optimizer_file:
         return  # at stage 0 the model file holds the optimizer's state, and is compared elsewhere
     aside = _CUT_IN_OPTIMIZER | _PROVENANCE
-    held = [_kept(family.optimizer_file[names.OPTIMIZER], aside) for family in (one, other)]
+    held = [_kept(model_part.optimizer_file[names.OPTIMIZER], aside) for model_part in (one, other)]
     for mine, layout in ((held[0], right), (held[1], left)):
         theirs = held[1] if mine is held[0] else held[0]
         for key in (_KEPT_AT_12 - _kept_by(layout)) & mine.keys() - theirs.keys():
@@ -162,16 +162,16 @@ def _kept_by(layout: ZeroLayout) -> frozenset[str]:
     return _KEPT_AT_3 if layout.stage == 3 else _KEPT_AT_12
 
 
-def _compare_scalars(one: Family, other: Family, prefix: str) -> Iterator[Found]:
+def _compare_scalars(one: ModelPart, other: ModelPart, prefix: str) -> Iterator[Found]:
     """Compare the unpartitioned states of each group, such as step counters."""
     held = [
         {
             f"group {group.number}"
             + (f", expert rank {group.expert_rank}" if experts else ""): shown_scalars(group)
-            for group in family.groups
+            for group in model_part.groups
             for experts in (group.expert_parallel > 1,)
         }
-        for family in (one, other)
+        for model_part in (one, other)
     ]
     yield from compare_nodes(held[0], held[1], f"{prefix}optimizer/state")
 

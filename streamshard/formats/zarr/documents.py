@@ -43,7 +43,7 @@ def array_path(tensor: LogicalTensor) -> str:
     """Return the path of a logical tensor's array in the hierarchy."""
     top = tensor.state if tensor.state in (MODULE, BLOB, FILE) else f"state/{_escape(tensor.state)}"
     path = f"{top}/{_escape(tensor.name)}"
-    return f"{tensor.family}/{path}" if tensor.family else path
+    return f"{tensor.model_part}/{path}" if tensor.model_part else path
 
 
 def _escape(name: str) -> str:
@@ -125,7 +125,7 @@ def _attributes(checkpoint: Checkpoint) -> dict[str, Any]:
         **dropped,
         "saved_by": {
             **provenance,
-            "model_parallel": len(checkpoint.families),
+            "model_parallel": len(checkpoint.model_parts),
             "expert_parallel": checkpoint.expert_parallel,
             "module_dtype": checkpoint.module_dtype,
         },

@@ -14,9 +14,9 @@ from streamshard.errors import CorruptFileError, UnsupportedError
 from streamshard.formats.checkpoint import (
     Checkpoint,
     Dropped,
-    Family,
     FlatState,
     LayerFile,
+    ModelPart,
     ModuleEntry,
     OtherFile,
     ParamGroup,
@@ -83,7 +83,9 @@ def dump(
             "layout": _values(checkpoint.layout),
             "tensors": [_values(tensor) for tensor in checkpoint.tensors],
             "chunk_shapes": list(chunk_shapes),
-            "families": [_serialize_family(family) for family in checkpoint.families],
+            "families": [
+                _serialize_model_part(model_part) for model_part in checkpoint.model_parts
+            ],
             "module_dtype": checkpoint.module_dtype,
             "files": [_values(file) for file in checkpoint.files],
             "notes": [(note.text, str(note.kind)) for note in checkpoint.notes],
@@ -116,7 +118,7 @@ def load(data: bytes) -> tuple[Checkpoint, ChunkShapes]:
             tag=_tag(root["tag"]),
             layout=_layout(*root["layout"]),
             tensors=tuple(_tensor(*values) for values in root["tensors"]),
-            families=tuple(_read_family(family) for family in root["families"]),
+            model_parts=tuple(_read_model_part(model_part) for model_part in root["families"]),
             module_dtype=_dtype(root["module_dtype"]),
             files=tuple(_file(*values) for values in root["files"]),
             notes=tuple(map(_note, root["notes"])),
@@ -172,8 +174,8 @@ def without(checkpoint: Checkpoint, left_out: Collection[int]) -> Checkpoint:
 def _looked_into(root: Node) -> list[Node]:
     """List the interpreted values: all but copied ones. Of DeepSpeed's files: `LOOKED_INTO`."""
     found = [value for key, value in root.items() if key != "families"]
-    for family in root["families"]:
-        for key, value in family.items():
+    for model_part in root["families"]:
+        for key, value in model_part.items():
             carried = value if key in ("model_state", "optimizer_file") else {}
             found += [carried[known] for known in names.LOOKED_INTO if known in carried]
             found += [] if carried else [value]
@@ -184,9 +186,9 @@ def _values(noun: object) -> tuple[Any, ...]:
     return tuple(getattr(noun, field.name) for field in fields(noun))  # type: ignore[arg-type]
 
 
-def _serialize_family(family: Family) -> dict[str, Node]:
+def _serialize_model_part(model_part: ModelPart) -> dict[str, Node]:
     return {
-        "name": family.name,
+        "name": model_part.name,
         "groups": [
             {
                 "params": group.params,
@@ -196,20 +198,20 @@ def _serialize_family(family: Family) -> dict[str, Node]:
                 "expert_parallel": group.expert_parallel,
                 "expert_rank": group.expert_rank,
             }
-            for group in family.groups
+            for group in model_part.groups
         ],
-        "module": [_values(entry) for entry in family.module],
-        "model_state": family.model_state,
-        "optimizer_file": family.optimizer_file,
-        "param_ids": family.param_ids,
+        "module": [_values(entry) for entry in model_part.module],
+        "model_state": model_part.model_state,
+        "optimizer_file": model_part.optimizer_file,
+        "param_ids": model_part.param_ids,
     }
 
 
-def _read_family(serialized: Node) -> Family:
+def _read_model_part(serialized: Node) -> ModelPart:
     module = tuple(_entry(*values) for values in serialized["module"])
     require_tied_to_weights(module)
-    return Family(
-        name=_family_name(serialized["name"]),
+    return ModelPart(
+        name=_model_part_name(serialized["name"]),
         groups=tuple(
             ParamGroup(
                 params=tuple(map(name_of, group["params"])),
@@ -267,16 +269,16 @@ def _layout(stage: Node, world_size: Node, *others: Node) -> ZeroLayout:
     return ZeroLayout(int(stage), _count(world_size, least=1), *others)
 
 
-def _tensor(state: Node, name: Node, dtype: Node, shape: Node, family: Node) -> LogicalTensor:
+def _tensor(state: Node, name: Node, dtype: Node, shape: Node, model_part: Node) -> LogicalTensor:
     if state == FILE and not names.is_inside(_text(name)):
         raise CorruptFileError(f"file {show(name)} leads out of the checkpoint")
     return LogicalTensor(
-        name_of(state), name_of(name), _dtype(dtype), shape_of(shape), _family_name(family)
+        name_of(state), name_of(name), _dtype(dtype), shape_of(shape), _model_part_name(model_part)
     )
 
 
-def _family_name(value: Node) -> str:
-    """Read a family's name: the group around its arrays, the only unescaped part of their paths."""
+def _model_part_name(value: Node) -> str:
+    """Read a model part's name: the group around its arrays, unescaped in their paths."""
     if value != "" and not names.is_name(_text(value)):
         raise CorruptFileError(f"{show(value)} is not a name of a part of the model")
     return name_of(value)
@@ -348,55 +350,55 @@ def _require_consistent(checkpoint: Checkpoint) -> None:
     index = checkpoint.tensor_index()
     if len(index) != len(checkpoint.tensors):
         raise CorruptFileError("two tensors have one name")
-    if not checkpoint.families:
+    if not checkpoint.model_parts:
         raise CorruptFileError("holds no part of a model")
     if checkpoint.dropped is not None:
         _require_no_states(checkpoint)
-    for family in checkpoint.families:
+    for model_part in checkpoint.model_parts:
         if checkpoint.layout.stage:
-            _require_whole_optimizer(family)
+            _require_whole_optimizer(model_part)
         else:
-            _require_uncut(family)
-        _require_tensors(family, index)
-        _require_shapes(family, checkpoint)
+            _require_uncut(model_part)
+        _require_tensors(model_part, index)
+        _require_shapes(model_part, checkpoint)
 
 
 def _require_no_states(checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint that is marked as weights only and has optimizer states."""
     left = {tensor.state for tensor in checkpoint.tensors} - {MASTER, MODULE, BLOB, FILE}
-    for family in checkpoint.families:
-        for group in family.groups:
+    for model_part in checkpoint.model_parts:
+        for group in model_part.groups:
             left |= {*(group.states or ())}
     if left:
         raise CorruptFileError(f"is said to hold weights only, and holds {show(min(left))}")
 
 
-def _require_tensors(family: Family, index: Mapping[tuple[str, str, str], int]) -> None:
+def _require_tensors(model_part: ModelPart, index: Mapping[tuple[str, str, str], int]) -> None:
     """Require the tensors to which the param groups and the module refer."""
-    for group in family.groups:
+    for group in model_part.groups:
         for state in (MASTER, *group.flat_states()):
             for param in group.params:
-                if (family.name, state, param) not in index:
+                if (model_part.name, state, param) not in index:
                     raise CorruptFileError(f"{state} of {show(param)} is not there")
-    held = family.model_state.get(names.MODULE_STATE)
+    held = model_part.model_state.get(names.MODULE_STATE)
     extra = held.keys() if isinstance(held, dict) else ()
-    for entry in family.module:
-        own = {(family.name, state, entry.name) for state in (MODULE, MASTER)}
+    for entry in model_part.module:
+        own = {(model_part.name, state, entry.name) for state in (MODULE, MASTER)}
         found = entry.name in extra if entry.kind == "extra" else bool(own & index.keys())
         if entry.kind not in ("alias", "excluded") and not found:
             raise CorruptFileError(f"module's {show(entry.name)} is not there")
 
 
-def _require_shapes(family: Family, checkpoint: Checkpoint) -> None:
+def _require_shapes(model_part: ModelPart, checkpoint: Checkpoint) -> None:
     """Require that the module's weights have as many elements as the tensors that hold them."""
     index = checkpoint.tensor_index()
-    for entry in family.module:
+    for entry in model_part.module:
         if entry.kind == "extra":
             continue
         name = entry.held_as
         numel = math.prod(entry.shape)
         for state in (MODULE, MASTER):
-            tensor = index.get((family.name, state, name))
+            tensor = index.get((model_part.name, state, name))
             if tensor is not None and checkpoint.tensors[tensor].numel != numel:
                 message = f"module's {show(entry.name)} has {numel:,} elements, its {state} weights"
                 raise CorruptFileError(f"{message} {checkpoint.tensors[tensor].numel:,}")
@@ -404,30 +406,32 @@ def _require_shapes(family: Family, checkpoint: Checkpoint) -> None:
             raise CorruptFileError(f"module's {show(entry.name)} has no dtype")
 
 
-def _require_uncut(family: Family) -> None:
+def _require_uncut(model_part: ModelPart) -> None:
     """Require the entries of a model file at stage 0, where nothing is partitioned."""
-    if family.groups or family.optimizer_file:
+    if model_part.groups or model_part.optimizer_file:
         raise CorruptFileError("is said to be of stage 0, and holds what a ZeRO stage has cut")
-    if not {names.MODULE_STATE, names.WHOLE_OPTIMIZER} <= {*family.model_state}:
+    if not {names.MODULE_STATE, names.WHOLE_OPTIMIZER} <= {*model_part.model_state}:
         raise CorruptFileError("holds no whole model file")
 
 
-def _require_whole_optimizer(family: Family) -> None:
+def _require_whole_optimizer(model_part: ModelPart) -> None:
     """Require the entries that every optimizer and every model file has."""
-    state = family.optimizer_file.get(names.OPTIMIZER)
-    wrapped = family.wrapped_optimizer if isinstance(state, dict) else None
+    state = model_part.optimizer_file.get(names.OPTIMIZER)
+    wrapped = model_part.wrapped_optimizer if isinstance(state, dict) else None
     groups = wrapped.get("param_groups") if isinstance(wrapped, dict) else None
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise CorruptFileError("holds no param groups of an optimizer")
-    if {group.number for group in family.groups} != {*range(len(groups))}:
+    if {group.number for group in model_part.groups} != {*range(len(groups))}:
         raise CorruptFileError(f"{len(groups)} param groups are not those of the optimizer")
     expert_ranks: dict[int, list[int]] = {}
-    for group in family.groups:
+    for group in model_part.groups:
         expert_ranks.setdefault(group.number, []).append(group.expert_rank)
-    for group in family.groups:
+    for group in model_part.groups:
         if expert_ranks[group.number] != [*range(group.expert_parallel)]:
             raise CorruptFileError(f"param group {group.number} lacks an expert rank")
-    if family.model_state and not {names.MODULE_STATE, names.PARAM_SHAPES} <= {*family.model_state}:
+    if model_part.model_state and not {names.MODULE_STATE, names.PARAM_SHAPES} <= {
+        *model_part.model_state
+    }:
         raise CorruptFileError("holds no whole model file")
-    if not isinstance(family.model_state.get(names.SHARED_PARAMS) or {}, dict):
+    if not isinstance(model_part.model_state.get(names.SHARED_PARAMS) or {}, dict):
         raise CorruptFileError(f"its '{names.SHARED_PARAMS}' is not a list of tied parameters")

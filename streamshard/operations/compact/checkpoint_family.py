@@ -112,8 +112,8 @@ def called_best(opened: Source) -> tuple[str, ...]:
     Without a metric to monitor, each save calls itself the best, which says nothing.
     """
     found = []
-    for family in opened.checkpoint.families[:1]:
-        callbacks = family.model_state.get("callbacks")
+    for model_part in opened.checkpoint.model_parts[:1]:
+        callbacks = model_part.model_state.get("callbacks")
         for state in callbacks.values() if isinstance(callbacks, dict) else ():
             path = state.get("best_model_path") if isinstance(state, dict) else None
             if isinstance(path, str) and path and state.get("monitor", "") is not None:

@@ -10,7 +10,7 @@ from typing import Final
 from streamshard.engine.numeric.cast import cast_between
 from streamshard.errors import UnsupportedError
 from streamshard.formats import frameworks
-from streamshard.formats.checkpoint import Checkpoint, Family
+from streamshard.formats.checkpoint import Checkpoint, ModelPart
 from streamshard.formats.deepspeed import training_state
 from streamshard.formats.torch.tree_comparison import SamePlace, show_few
 from streamshard.model import BLOB, FILE, MASTER, MODULE, LogicalTensor
@@ -44,8 +44,10 @@ def pair_up(
     """
     found = Pairing(by_value=by_value)
     one, other = left.checkpoint, right.checkpoint
-    if len(one.families) != len(other.families):
-        message = f"{len(one.families)} and {len(other.families)} tensor or pipeline parallel parts"
+    if len(one.model_parts) != len(other.model_parts):
+        message = (
+            f"{len(one.model_parts)} and {len(other.model_parts)} tensor or pipeline parallel parts"
+        )
         found.differ("value", "the model", message)
         return found
     if one.foreign or other.foreign:
@@ -62,10 +64,10 @@ def pair_up(
 def _pair_training(one: Checkpoint, other: Checkpoint, found: Pairing, *, converted: bool) -> None:
     """Match two checkpoints of DeepSpeed."""
     _pair_states(one, other, found)
-    for family, counterpart in zip(one.families, other.families, strict=True):
+    for model_part, counterpart in zip(one.model_parts, other.model_parts, strict=True):
         if one.is_dumps or other.is_dumps:
             break
-        _ModulePairing(one, other, family, counterpart, found, converted).run()
+        _ModulePairing(one, other, model_part, counterpart, found, converted).run()
     found.blob_budget = _blob_budget(one)
     for place in training_state.compare(one, other):
         if isinstance(place, SamePlace):
@@ -81,10 +83,10 @@ def _pair_training(one: Checkpoint, other: Checkpoint, found: Pairing, *, conver
 def _pair_foreign(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
     """Match two checkpoints of which one is not of DeepSpeed: what both of them hold."""
     what = one.foreign or other.foreign
-    (family,), (counterpart,) = one.families, other.families
-    if family.groups and counterpart.groups:
+    (model_part,), (counterpart,) = one.model_parts, other.model_parts
+    if model_part.groups and counterpart.groups:
         _pair_states(one, other, found)
-        for place in training_state.compare_shared(family, counterpart):
+        for place in training_state.compare_shared(model_part, counterpart):
             found.differ("value", place.name, place.message)
         found.notes.append(
             f"One side is {what}: compared are tensors, and of the optimizer the steps and the "
@@ -95,7 +97,7 @@ def _pair_foreign(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
             f"One side is {what}, without an optimizer: only weights and buffers were compared."
         )
     if not (one.is_dumps or other.is_dumps):
-        _ModulePairing(one, other, family, counterpart, found, converted=False).run()
+        _ModulePairing(one, other, model_part, counterpart, found, converted=False).run()
 
 
 def _pair_states(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
@@ -126,10 +128,10 @@ def _pair_states(one: Checkpoint, other: Checkpoint, found: Pairing) -> None:
 def _own_states(
     checkpoint: Checkpoint,
 ) -> Iterator[tuple[tuple[int, str, str], tuple[int, LogicalTensor]]]:
-    numbers = {family.name: number for number, family in enumerate(checkpoint.families)}
+    numbers = {model_part.name: number for number, model_part in enumerate(checkpoint.model_parts)}
     for index, tensor in enumerate(checkpoint.tensors):
         if tensor.state not in _OWN_STATES:
-            yield (numbers[tensor.family], tensor.state, tensor.name), (index, tensor)
+            yield (numbers[tensor.model_part], tensor.state, tensor.name), (index, tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,21 +148,21 @@ class _Weight:
 
 
 class _ModulePairing:
-    """Matches the entries of the modules of one family."""
+    """Matches the entries of the modules of one model part."""
 
     def __init__(
         self,
         one: Checkpoint,
         other: Checkpoint,
-        family: Family,
-        counterpart: Family,
+        model_part: ModelPart,
+        counterpart: ModelPart,
         found: Pairing,
         converted: bool,
     ) -> None:
-        self._excluded = _without_values(one, family) | _without_values(other, counterpart)
-        self._mine = dict(_weights(one, family))
+        self._excluded = _without_values(one, model_part) | _without_values(other, counterpart)
+        self._mine = dict(_weights(one, model_part))
         self._theirs = dict(_weights(other, counterpart))
-        self._family = family.name
+        self._model_part = model_part.name
         self._found = found
         self._converted = converted
         self._is_foreign = bool(one.foreign or other.foreign)
@@ -171,7 +173,7 @@ class _ModulePairing:
             weight = mine or theirs
             if weight is None:
                 continue
-            tensor = LogicalTensor(MODULE, name, weight.dtype, weight.shape, self._family)
+            tensor = LogicalTensor(MODULE, name, weight.dtype, weight.shape, self._model_part)
             if (mine is None or theirs is None) and name in self._excluded:
                 self._found.notes.append(
                     f"'{name}' was compared with nothing: stage 3 keeps no values of a frozen "
@@ -219,27 +221,27 @@ class _ModulePairing:
         self._found.add(tensor, mine.half, right, dtype)
 
 
-def _weights(checkpoint: Checkpoint, family: Family) -> Iterator[tuple[str, _Weight]]:
+def _weights(checkpoint: Checkpoint, model_part: ModelPart) -> Iterator[tuple[str, _Weight]]:
     """Yield the entries of a module's state dict, tied weights under each of their names."""
     index = checkpoint.tensor_index()
-    for entry in family.module:
+    for entry in model_part.module:
         name = entry.held_as
         kept, master = (
             SideElements(tensor, checkpoint.tensors[tensor].dtype) if tensor is not None else None
-            for tensor in (index.get((family.name, state, name)) for state in (MODULE, MASTER))
+            for tensor in (index.get((model_part.name, state, name)) for state in (MODULE, MASTER))
         )
         half = kept or master
         if half is not None and entry.kind != "extra":
             yield entry.name, _Weight(half, entry.dtype, entry.shape, master, kept is None)
 
 
-def _without_values(checkpoint: Checkpoint, family: Family) -> set[str]:
+def _without_values(checkpoint: Checkpoint, model_part: ModelPart) -> set[str]:
     """List the excluded weights for which stage 3 saved only a placeholder."""
     index = checkpoint.tensor_index()
     return {
         entry.name
-        for entry in family.module
-        if entry.kind == "excluded" and (family.name, MODULE, entry.name) not in index
+        for entry in model_part.module
+        if entry.kind == "excluded" and (model_part.name, MODULE, entry.name) not in index
     }
 
 

@@ -98,7 +98,7 @@ def _prepare(options: ConvertOptions, opened: Source) -> Output:
 
 def _kept_apart(opened: Source) -> Iterator[str]:
     """Say that a store keeps parts of tensors, where it might hold whole ones."""
-    parts = len(opened.checkpoint.families)
+    parts = len(opened.checkpoint.model_parts)
     with suppress(SourceError):  # parts are stored whatever files tell of their cut
         if parts > 1 and not is_pipeline(opened.checkpoint) and tells_cut(opened):
             yield (

@@ -166,18 +166,18 @@ class _Names:
     def __init__(self, *sources: Source) -> None:
         self._tied: dict[tuple[str, str], dict[str, None]] = {}
         for source in sources:
-            for family in source.checkpoint.families:
-                for entry in family.module:
+            for model_part in source.checkpoint.model_parts:
+                for entry in model_part.module:
                     if entry.kind == "alias":
-                        key = family.name, entry.alias_of
+                        key = model_part.name, entry.alias_of
                         self._tied.setdefault(key, {})[entry.name] = None
 
     def of(self, tensor: LogicalTensor) -> list[str]:
         """Return a tensor's name and tied names, each also with its model-parallel part."""
         if tensor.state in _BITS_ONLY:
             return []
-        plain = [tensor.name, *self._tied.get((tensor.family, tensor.name), ())]
-        return [*plain, *(f"{tensor.family}/{name}" for name in plain if tensor.family)]
+        plain = [tensor.name, *self._tied.get((tensor.model_part, tensor.name), ())]
+        return [*plain, *(f"{tensor.model_part}/{name}" for name in plain if tensor.model_part)]
 
 
 class _Measuring:

@@ -6,13 +6,13 @@ from typing import Final
 
 from streamshard.defaults import ACCELERATE, TITAN
 from streamshard.errors import UnsupportedError
-from streamshard.formats.checkpoint import Checkpoint, Family, FlatState, ParamGroup, ScalarState
+from streamshard.formats.checkpoint import Checkpoint, FlatState, ModelPart, ParamGroup, ScalarState
 from streamshard.formats.dcp import dcp_items, dcp_names, torch_optimizers
 from streamshard.formats.dcp.dcp_metadata_writer import StatePath
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch.torch_tensor import Tensor, storages_in, tensor_of
 from streamshard.model import MASTER, Whole
-from streamshard.operations.export.weights import Weights, only_family
+from streamshard.operations.export.weights import Weights, only_model_part
 
 _NAMELESS: Final = (
     "saved without ZeRO (stage 0), whose optimizer does not name the parameters, and a distributed "
@@ -86,7 +86,7 @@ def choose_contents(checkpoint: Checkpoint, chosen: Weights, layout: str) -> Dcp
     """
     if not checkpoint.layout.stage:
         raise UnsupportedError(_NAMELESS)
-    family = only_family(checkpoint)
+    model_part = only_model_part(checkpoint)
     keys = _Keys(layout)
     model: list[DcpEntry] = [
         TensorEntry(
@@ -97,19 +97,19 @@ def choose_contents(checkpoint: Checkpoint, chosen: Weights, layout: str) -> Dcp
         )
         for weight in chosen.weights
     ]
-    optimizer = _OptimizerEntries(checkpoint, family, chosen, keys)
+    optimizer = _OptimizerEntries(checkpoint, model_part, chosen, keys)
     entries = list(optimizer.all())
     folders: dict[str, Sequence[DcpEntry]] = {"": [*model, *entries]}
     if layout == TITAN:
-        folders = {dcp_names.titan_folder(_steps(family)): folders[""]}
+        folders = {dcp_names.titan_folder(_steps(model_part)): folders[""]}
     elif layout == ACCELERATE:
         folders = {dcp_names.ACCELERATE_MODEL: model, dcp_names.ACCELERATE_OPTIMIZER: entries}
     return DcpContents(folders, (_LOADS[layout], _LEFT_OUT, *optimizer.notes()))
 
 
-def _steps(family: Family) -> int:
+def _steps(model_part: ModelPart) -> int:
     """Return the count of steps, which torchtitan names a checkpoint by."""
-    steps = family.model_state.get("global_steps")
+    steps = model_part.model_state.get("global_steps")
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
         message = "global_steps is not in the checkpoint, and torchtitan names checkpoints by it"
         raise UnsupportedError(message)
@@ -150,7 +150,7 @@ class _OptimizerEntries:
     """Makes the entries of the optimizer, and remembers what a note has to say."""
 
     checkpoint: Checkpoint
-    family: Family
+    model_part: ModelPart
     weights: Weights
     keys: _Keys
     added: dict[str, None] = field(default_factory=dict)
@@ -158,11 +158,11 @@ class _OptimizerEntries:
 
     def all(self) -> Iterator[DcpEntry]:
         """Yield state after state, each in the order of the parameters, then param groups."""
-        groups, index = self.family.groups, self.checkpoint.tensor_index()
+        groups, index = self.model_part.groups, self.checkpoint.tensor_index()
         # A parameter may be stored under another name: a prefix may be stripped.
         first = {weight.tensor: weight.names[0] for weight in self.weights.weights}
         names = [
-            [first[index[self.family.name, MASTER, name]] for name in group.params]
+            [first[index[self.model_part.name, MASTER, name]] for name in group.params]
             for group in groups
         ]
         states = dict.fromkeys(state for group in groups for state in group.flat_states())
@@ -170,7 +170,7 @@ class _OptimizerEntries:
             for group, stored in zip(groups, names, strict=True):
                 if state in group.flat_states():
                     for name, param in zip(stored, group.params, strict=True):
-                        number = index[self.family.name, state, param]
+                        number = index[self.model_part.name, state, param]
                         tensor = self.checkpoint.tensors[number]
                         path = self.keys.state(name, state)
                         yield TensorEntry((path,), tensor.dtype, tensor.shape, Whole(number))
@@ -193,7 +193,7 @@ class _OptimizerEntries:
 
     def _group(self, number: int, group: ParamGroup, stored: Sequence[str]) -> Iterator[DcpEntry]:
         """Yield the hyper-parameters of a group."""
-        saved = self.family.wrapped_optimizer["param_groups"][group.number]
+        saved = self.model_part.wrapped_optimizer["param_groups"][group.number]
         missing = torch_optimizers.missing_keys(saved)
         self.added |= dict.fromkeys(missing)
         values = {**saved, **missing, dcp_names.PARAMS: list(stored)}
@@ -218,7 +218,7 @@ class _OptimizerEntries:
                 "Keys that torch's optimizer has in its param groups and the checkpoint has not, "
                 f"with torch's defaults: {', '.join(self.added)}."
             )
-        if any(group.states is None for group in self.family.groups):
+        if any(group.states is None for group in self.model_part.groups):
             yield _NO_STATES
 
 

@@ -289,7 +289,7 @@ def _require_same_model(
     A model that lists a tied weight under one of its names alone has the weight. Where options
     choose some of the weights, the model may have more.
     """
-    shapes = {entry.name: entry.shape for entry in model.families[0].module}
+    shapes = {entry.name: entry.shape for entry in model.model_parts[0].module}
     unknown = [weight.names[0] for weight in weights if not shapes.keys() & {*weight.names}]
     if unknown:
         message = (
@@ -314,14 +314,16 @@ def _require_same_model(
 def _require_trained_experts(source: Source) -> None:
     """Refuse experts with tensors besides master weights, which only their own files hold."""
     checkpoint = source.checkpoint
-    family = checkpoint.families[0]
-    counts = family.model_state.get(names.EXPERT_COUNTS)
+    model_part = checkpoint.model_parts[0]
+    counts = model_part.model_state.get(names.EXPERT_COUNTS)
     if not counts:
         return
     if source.kind != "native" or not isinstance(counts, list):
         message = "the model has experts in files of their own, which are in a store unread: write"
         raise UnsupportedError(f"{message} its files with 'streamshard repartition', export these")
-    trained = {t.name for t in checkpoint.tensors if t.state == MASTER and t.family == family.name}
+    trained = {
+        t.name for t in checkpoint.tensors if t.state == MASTER and t.model_part == model_part.name
+    }
     present = {file.path for file in checkpoint.files}
     for layer, count in enumerate(counts):
         for expert in range(count):

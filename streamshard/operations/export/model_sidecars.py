@@ -18,7 +18,7 @@ from streamshard.operations.transfer.byte_accounting import ByteCounts
 
 
 @dataclass(frozen=True, slots=True)
-class Companion:
+class Sidecar:
     """A file that is copied as it is."""
 
     path: str
@@ -35,7 +35,7 @@ class ModelSidecars:
 
     source: Source
     """The given source, with the files beside it added as if they were in it."""
-    found: tuple[Companion, ...]
+    found: tuple[Sidecar, ...]
     notes: tuple[str, ...]
 
     def targets(self) -> Iterator[TargetFile]:
@@ -75,7 +75,7 @@ def find_model_sidecars(source: Source) -> ModelSidecars:
     paths = {**inside, **{name: str(path) for name, path in beside.items()}}
     tensors = {t.name: i for i, t in enumerate(source.checkpoint.tensors) if t.state == FILE}
     modes = {file.path: file.mode for file in source.checkpoint.files}
-    found = [Companion(name, tensors[path], modes[path]) for name, path in sorted(paths.items())]
+    found = [Sidecar(name, tensors[path], modes[path]) for name, path in sorted(paths.items())]
     notes += _notes(paths, beside, around, left)
     return ModelSidecars(source, tuple(found), tuple(notes))
 

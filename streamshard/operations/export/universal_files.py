@@ -6,11 +6,11 @@ from typing import Final
 from streamshard.engine.run.work import Fixed, Span, TargetFile
 from streamshard.errors import UnsupportedError
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.cut.family_cut import cut_family
+from streamshard.formats.deepspeed.cut.part_cut import cut_model_part
 from streamshard.formats.deepspeed.write.universal_writer import UniversalImages
 from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
 from streamshard.model import LogicalTensor, Whole
-from streamshard.operations.export.weights import only_family
+from streamshard.operations.export.weights import only_model_part
 from streamshard.operations.native.native_byte_counts import NativeByteCounter
 from streamshard.operations.native.storage_regions import NativeFiles
 from streamshard.operations.source.source import Source
@@ -52,12 +52,12 @@ class UniversalFiles:
         self._tensors = checkpoint.tensors
         self._piece_numels = source.cutting.piece_numel
         self._layout = checkpoint.layout
-        self._family = only_family(checkpoint)
-        cut = cut_family(checkpoint, self._family, self._layout, checkpoint.module_dtype)
+        self._model_part = only_model_part(checkpoint)
+        cut = cut_model_part(checkpoint, self._model_part, self._layout, checkpoint.module_dtype)
         self.images = UniversalImages(
             ZeroTarget(
                 checkpoint=checkpoint,
-                family=self._family,
+                model_part=self._model_part,
                 mp_rank=0,
                 layout=self._layout,
                 config=checkpoint.config,
@@ -67,7 +67,7 @@ class UniversalFiles:
                 index=checkpoint.tensor_index(),
             )
         )
-        self._units = max(len(cut.sub_groups), len(self._family.groups))
+        self._units = max(len(cut.sub_groups), len(self._model_part.groups))
         self.native = NativeFiles(source)
         self._latest = {names.LATEST_UNIVERSAL: checkpoint.tag.encode()}
 
@@ -90,7 +90,7 @@ class UniversalFiles:
 
     def tensors(self) -> int:
         """Count the states that get a file each."""
-        groups = self._family.groups
+        groups = self._model_part.groups
         return sum(len(group.params) * (1 + len(group.flat_states())) for group in groups)
 
     def tensor(self, number: int) -> LogicalTensor:

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from streamshard.defaults import DTYPES
 from streamshard.engine.numeric.cast import cast_between
 from streamshard.errors import Option, UnsupportedError, UsageError
-from streamshard.formats.checkpoint import Checkpoint, Family, ModuleEntry
+from streamshard.formats.checkpoint import Checkpoint, ModelPart, ModuleEntry
 from streamshard.formats.deepspeed import names
 from streamshard.formats.torch.torch_tensor import tensor_of
 from streamshard.formats.torch.tree_comparison import show_few
@@ -68,8 +68,8 @@ def choose_weights(
     takes_experts
         Whether experts are exported, of which only master weights are known here.
     """
-    family = only_family(checkpoint, takes_experts=takes_experts)
-    found = list(_candidates(checkpoint, family))
+    model_part = only_model_part(checkpoint, takes_experts=takes_experts)
+    found = list(_candidates(checkpoint, model_part))
     if not checkpoint.layout.stage:
         _require_told(found, checkpoint, options)
     _require_sense([name for one in found for name in one.names], options)
@@ -92,7 +92,7 @@ def choose_weights(
         given = f"{Option('include')}, {Option('exclude')} and {Option('frozen', False)}"
         raise UsageError(f"{given} leave nothing of the model")
     _require_different([name for weight in chosen for name in weight.names])
-    return Weights(tuple(chosen), tuple(_notes(family, checkpoint)))
+    return Weights(tuple(chosen), tuple(_notes(model_part, checkpoint)))
 
 
 def _require_told(
@@ -117,57 +117,57 @@ def _require_told(
             raise UsageError(f"{message} {Option('dtype', wide)}")
 
 
-def only_family(checkpoint: Checkpoint, *, takes_experts: bool = False) -> Family:
-    """Return the only family, which holds the whole model, but for experts' own files.
+def only_model_part(checkpoint: Checkpoint, *, takes_experts: bool = False) -> ModelPart:
+    """Return the only model part, which holds the whole model, but for experts' own files.
 
     Parameters
     ----------
     takes_experts
         Whether the model may have experts.
     """
-    family = checkpoint.families[0]
+    model_part = checkpoint.model_parts[0]
     if checkpoint.is_dumps:
         message = "raw dumps are the optimizer alone, without buffers, frozen and tied weights"
         raise UnsupportedError(f"{message}: export a whole checkpoint of the job")
-    if len(checkpoint.families) > 1:
-        message = f"the model is in {len(checkpoint.families)} tensor or pipeline parallel parts"
+    if len(checkpoint.model_parts) > 1:
+        message = f"the model is in {len(checkpoint.model_parts)} tensor or pipeline parallel parts"
         message = f"{message}, and its files do not tell how to put them together. Tell it with"
         rules = Option("cut_rules_file")
         raise UnsupportedError(f"{message} {rules}; streamshard.open reads them one by one")
-    if family.model_state.get(names.EXPERT_COUNTS) and not takes_experts:
+    if model_part.model_state.get(names.EXPERT_COUNTS) and not takes_experts:
         message = "the model has experts in files of their own: exported as safetensors or with"
         raise UnsupportedError(f"{message} {Option('format', 'torch')}, not yet in this format")
-    return family
+    return model_part
 
 
-def _candidates(checkpoint: Checkpoint, family: Family) -> Iterator[_Candidate]:
+def _candidates(checkpoint: Checkpoint, model_part: ModelPart) -> Iterator[_Candidate]:
     """Yield every tensor of the module once, in the order of its state dict."""
     index = checkpoint.tensor_index()
     aliases: dict[str, list[str]] = {}
-    for entry in family.module:
+    for entry in model_part.module:
         if entry.kind == "alias":
             aliases.setdefault(entry.alias_of, []).append(entry.name)
-    listed = {entry.name for entry in family.module}
-    for entry in family.module:
-        master = index.get((family.name, MASTER, entry.name))
-        kept = index.get((family.name, MODULE, entry.name))
+    listed = {entry.name for entry in model_part.module}
+    for entry in model_part.module:
+        master = index.get((model_part.name, MASTER, entry.name))
+        kept = index.get((model_part.name, MODULE, entry.name))
         tensor = master if master is not None else kept
         if entry.kind != "alias" and tensor is not None:
             all_names = (entry.name, *aliases.get(entry.name, ()))
             yield _Candidate(all_names, entry.kind, tensor, entry.shape)
         elif entry.kind == "extra":
-            _require_no_tensor(family, entry)
+            _require_no_tensor(model_part, entry)
     # A module may keep a parameter out of its state dict, but the optimizer still has it.
-    for group in family.groups:
+    for group in model_part.groups:
         for name in group.params:
             if name not in listed:
-                tensor = index[family.name, MASTER, name]
+                tensor = index[model_part.name, MASTER, name]
                 yield _Candidate((name,), "param", tensor, checkpoint.tensors[tensor].shape)
 
 
-def _require_no_tensor(family: Family, entry: ModuleEntry) -> None:
+def _require_no_tensor(model_part: ModelPart, entry: ModuleEntry) -> None:
     """Refuse to leave out a tensor because its storage is not contiguous."""
-    tensor = tensor_of(family.model_state[names.MODULE_STATE][entry.name])
+    tensor = tensor_of(model_part.model_state[names.MODULE_STATE][entry.name])
     if tensor is not None and not entry.name.endswith("_extra_state"):
         message = f"'{entry.name}' is not stored as its elements in a row: {tensor.shape}, stride"
         raise UnsupportedError(f"{message} {tensor.stride}. Make it contiguous before saving")
@@ -233,11 +233,11 @@ def _require_different(found: Sequence[str]) -> None:
         seen.add(name)
 
 
-def _notes(family: Family, checkpoint: Checkpoint) -> Iterator[str]:
-    extra = [entry.name for entry in family.module if entry.kind == "extra"]
+def _notes(model_part: ModelPart, checkpoint: Checkpoint) -> Iterator[str]:
+    extra = [entry.name for entry in model_part.module if entry.kind == "extra"]
     if extra:
         yield f"Not exported, as they are not weights: {show_few(extra)}."
-    frozen = family.model_state.get(names.FROZEN_SHAPES, {})
+    frozen = model_part.model_state.get(names.FROZEN_SHAPES, {})
     if frozen is None and checkpoint.layout.stage > 1:
         yield (
             "Saved with exclude_frozen_parameters: frozen weights are not in the checkpoint, nor "

@@ -96,7 +96,7 @@ def _unnamed(root: Path, name: str) -> str | None:
 
 def _recorded(source: Source) -> Recorded:
     checkpoint = source.checkpoint
-    steps = checkpoint.families[0].model_state.get("global_steps")
+    steps = checkpoint.model_parts[0].model_state.get("global_steps")
     return Recorded(
         zero_stage=checkpoint.layout.stage,
         world_size=checkpoint.ranks,

@@ -12,9 +12,9 @@ import numpy as np
 
 from streamshard.drawing.picture import Half, Panel, Picture, PictureRow, Strip
 from streamshard.errors import UsageError
-from streamshard.formats.checkpoint import Checkpoint, Family, ParamGroup
+from streamshard.formats.checkpoint import Checkpoint, ModelPart, ParamGroup
 from streamshard.formats.deepspeed.cut import muon_order
-from streamshard.formats.deepspeed.cut.family_cut import cut_family, flat_groups
+from streamshard.formats.deepspeed.cut.part_cut import cut_model_part, flat_groups
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import known_degrees
 from streamshard.io.entries import resolve
 from streamshard.layout.bands import Band, Cut, flat_cut, shard_cut, tape_cut
@@ -132,8 +132,8 @@ def picture_of(
         raise UsageError("saved without ZeRO (stage 0), of which nothing is cut: nothing to draw")
     places = [
         (number, place)
-        for number, family in enumerate(source.checkpoint.families)
-        for place, group in enumerate(family.groups)
+        for number, model_part in enumerate(source.checkpoint.model_parts)
+        for place, group in enumerate(model_part.groups)
         if group.params
     ]
     panels = [_panel(ways, *where) for where in places[:_MOST_PANELS]]
@@ -155,7 +155,7 @@ def _facts(source: Source) -> str:
         f"{len(masters):,} parameters, {numel:,} elements, {show_bytes(nbytes)} of master weights"
     )
     checkpoint, degrees = source.checkpoint, known_degrees(source.checkpoint)
-    parts, data = len(checkpoint.families), checkpoint.layout.world_size
+    parts, data = len(checkpoint.model_parts), checkpoint.layout.world_size
     shared_as = degrees_text(parts, data, degrees, checkpoint.expert_parallel)
     return f"{text}; saved by {checkpoint.ranks} ranks: {shared_as}" if shared_as else text
 
@@ -192,25 +192,25 @@ def _resized(source: Source, world_size: int | None, zero_stage: int | None) -> 
 
 
 def _ranks(checkpoint: Checkpoint, layout: ZeroLayout) -> str:
-    kind = "data-parallel rank" if len(checkpoint.families) > 1 else "rank"
+    kind = "data-parallel rank" if len(checkpoint.model_parts) > 1 else "rank"
     return counted(layout.world_size, kind)
 
 
 def _panel(ways: Sequence[_Way], number: int, place: int) -> Panel:
     """Draw one param group in every way; a colour means the same parameters in all of them."""
     checkpoint = ways[0].checkpoint
-    family = checkpoint.families[number]
-    group = family.groups[place]
+    model_part = checkpoint.model_parts[number]
+    group = model_part.groups[place]
     named = Named.of(group.params)
-    drawings = (_Drawing(way, way.checkpoint.families[number], place, named) for way in ways)
+    drawings = (_Drawing(way, way.checkpoint.model_parts[number], place, named) for way in ways)
     title = f"Param group {group.number}"
     if group.expert_parallel > 1:
         title += f", expert rank {group.expert_rank} of {group.expert_parallel}"
-    if family.name:
+    if model_part.name:
         degrees = known_degrees(checkpoint)
         part = f" ({degrees.place(number)})" if degrees is not None else ""
-        title = f"{family.name}{part}, {title[0].lower()}{title[1:]}"
-    numels = checkpoint.master_numels(family)
+        title = f"{model_part.name}{part}, {title[0].lower()}{title[1:]}"
+    numels = checkpoint.master_numels(model_part)
     counts = len(group.params), sum(numels[name] for name in group.params)
     title += ": " + ", ".join(map(_plural, ("parameter", "element"), counts))
     itemsize = ITEMSIZE[group.master_dtype]
@@ -225,13 +225,13 @@ def _plural(noun: str, count: float) -> str:
 class _Drawing:
     """Draws one param group in one way."""
 
-    def __init__(self, way: _Way, family: Family, place: int, named: Named) -> None:
+    def __init__(self, way: _Way, model_part: ModelPart, place: int, named: Named) -> None:
         self._way = way
-        self._family = family
+        self._model_part = model_part
         self._place = place
-        self._group: ParamGroup = family.groups[place]
+        self._group: ParamGroup = model_part.groups[place]
         self._named = named
-        self._numels = way.checkpoint.master_numels(family)
+        self._numels = way.checkpoint.master_numels(model_part)
         self._ranks = sharing_ranks(self._group, way.layout)
         self._units: list[int] = []
         """The unit of every drawn run of parameters."""
@@ -269,7 +269,7 @@ class _Drawing:
     def _cut(self) -> Cut:
         way, params = self._way, self._group.params
         if way.layout.stage < 3:
-            groups = flat_groups(way.checkpoint, self._family, way.layout, way.module_dtype)
+            groups = flat_groups(way.checkpoint, self._model_part, way.layout, way.module_dtype)
             flat = groups[self._place]
             stored = [params[index] for index in flat.order]
             return flat_cut(flat, self._runs(stored), _MOST_ROWS)
@@ -286,13 +286,13 @@ class _Drawing:
         """List the parameters before which a sub-group ends."""
         way = self._way
         if way.source is None:
-            units = cut_family(
-                way.checkpoint, self._family, way.layout, way.module_dtype
+            units = cut_model_part(
+                way.checkpoint, self._model_part, way.layout, way.module_dtype
             ).sub_groups
             return [unit.first for unit in units if unit.group == self._place and unit.first]
         index = way.checkpoint.tensor_index()
         slots = [
-            int(way.source.cutting.first_piece[index[self._family.name, MASTER, name]])
+            int(way.source.cutting.first_piece[index[self._model_part.name, MASTER, name]])
             for name in self._group.params
         ]
         return [i for i, (one, other) in enumerate(pairwise(slots), 1) if one != other]
@@ -304,7 +304,7 @@ class _Drawing:
         for name in self._group.params:
             numel = self._numels[name]
             if source is not None:
-                tensor = index[self._family.name, MASTER, name]
+                tensor = index[self._model_part.name, MASTER, name]
                 piece = int(source.cutting.piece_numel[tensor])
                 ends.append(begin + np.arange(piece, numel, piece, dtype=np.int64))
             begin += numel

@@ -116,9 +116,9 @@ def inspect(
 def summarize(source: Source) -> Inspection:
     """Summarize an opened checkpoint."""
     checkpoint, files = source.checkpoint, list_files(source)
-    first = checkpoint.families[0]
+    first = checkpoint.model_parts[0]
     model, optimizer = first.model_state, first.optimizer_file or first.model_state
-    entries = [entry for family in checkpoint.families for entry in family.module]
+    entries = [entry for model_part in checkpoint.model_parts for entry in model_part.module]
     kinds = [entry.kind for entry in entries]
     sizes: dict[str, int] = {}
     for tensor in checkpoint.tensors:
@@ -131,7 +131,7 @@ def summarize(source: Source) -> Inspection:
         zero_stage=checkpoint.layout.stage,
         world_size=checkpoint.ranks,
         data_parallel=checkpoint.layout.world_size,
-        model_parallel=len(checkpoint.families),
+        model_parallel=len(checkpoint.model_parts),
         tensor_parallel=None if degrees is None else degrees.tensor,
         pipeline_parallel=None if degrees is None else degrees.pipeline,
         expert_parallel=checkpoint.expert_parallel,
@@ -162,14 +162,14 @@ def summarize(source: Source) -> Inspection:
 
 def _groups(checkpoint: Checkpoint) -> tuple[GroupSummary, ...]:
     found = []
-    for family in checkpoint.families:
-        if not family.groups:
+    for model_part in checkpoint.model_parts:
+        if not model_part.groups:
             continue
-        numels = checkpoint.master_numels(family)
-        hyper = family.wrapped_optimizer["param_groups"]
+        numels = checkpoint.master_numels(model_part)
+        hyper = model_part.wrapped_optimizer["param_groups"]
         found += [
             GroupSummary(
-                family=family.name,
+                model_part=model_part.name,
                 expert_rank=group.expert_rank if group.expert_parallel > 1 else None,
                 parameters=len(group.params),
                 numel=sum(numels[name] for name in group.params),
@@ -179,7 +179,7 @@ def _groups(checkpoint: Checkpoint) -> tuple[GroupSummary, ...]:
                     k: _plain(v) for k, v in hyper[group.number].items() if k != "params"
                 },
             )
-            for group in family.groups
+            for group in model_part.groups
         ]
     return tuple(found)
 
@@ -187,9 +187,11 @@ def _groups(checkpoint: Checkpoint) -> tuple[GroupSummary, ...]:
 def _parameters(source: Source) -> Iterator[ParameterSummary]:
     checkpoint, index = source.checkpoint, source.checkpoint.tensor_index()
     number = 0
-    for family in checkpoint.families:
-        for group in family.groups:
-            rows = np.array([index[family.name, MASTER, n] for n in group.params], dtype=np.int64)
+    for model_part in checkpoint.model_parts:
+        for group in model_part.groups:
+            rows = np.array(
+                [index[model_part.name, MASTER, n] for n in group.params], dtype=np.int64
+            )
             ranks = sharing_ranks(group, checkpoint.layout)
             columns = (column.tolist() for column in (rows, *cut_of(source, rows)))
             for row, first, last in zip(*columns, strict=True):

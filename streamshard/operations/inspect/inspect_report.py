@@ -23,7 +23,7 @@ KINDS: Final = {
 class GroupSummary:
     """One param group, or the part of it that one expert rank has."""
 
-    family: str
+    model_part: str
     """Tensor or pipeline parallel part that it belongs to; empty if there is only one."""
     expert_rank: int | None
     """None if the group holds no experts."""
@@ -99,7 +99,7 @@ class ParameterDetail:
     """Everything about one tensor of the model that `params` names."""
 
     name: str
-    family: str
+    model_part: str
     kind: str
     """`param` (trained), `frozen`, `buffer`, or `alias` (another name of a tied parameter)."""
     alias_of: str | None

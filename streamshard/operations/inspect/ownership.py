@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamshard.errors import Option, UsageError
-from streamshard.formats.checkpoint import Checkpoint, Family, ModuleEntry, ParamGroup
+from streamshard.formats.checkpoint import Checkpoint, ModelPart, ModuleEntry, ParamGroup
 from streamshard.formats.deepspeed import names
 from streamshard.layout.cutting import whole_segment
 from streamshard.model import ITEMSIZE, MASTER, MODULE, ZeroLayout
@@ -56,10 +56,12 @@ def ranks_of(source: Source) -> dict[int, tuple[int, tuple[int, ...] | None]]:
     The ranks are data-parallel ranks; they are None for a source that ZeRO did not cut.
     """
     checkpoint, index = source.checkpoint, source.checkpoint.tensor_index()
-    groups = [(family, group) for family in checkpoint.families for group in family.groups]
+    groups = [
+        (model_part, group) for model_part in checkpoint.model_parts for group in model_part.groups
+    ]
     found: dict[int, tuple[int, tuple[int, ...] | None]] = {}
-    for number, (family, group) in enumerate(groups):
-        rows = np.array([index[family.name, MASTER, n] for n in group.params], dtype=np.int64)
+    for number, (model_part, group) in enumerate(groups):
+        rows = np.array([index[model_part.name, MASTER, n] for n in group.params], dtype=np.int64)
         ranks = sharing_ranks(group, checkpoint.layout)
         columns = (column.tolist() for column in (rows, *cut_of(source, rows)))
         for row, first, last in zip(*columns, strict=True):
@@ -88,7 +90,7 @@ def parameter_details(source: Source, patterns: Sequence[str]) -> tuple[Paramete
 class _Named:
     """A tensor of the model."""
 
-    family: Family
+    model_part: ModelPart
     name: str
     entry: ModuleEntry | None
     """None for a parameter that the module does not list."""
@@ -99,14 +101,14 @@ class _Named:
 def _named(checkpoint: Checkpoint) -> Iterator[_Named]:
     """Yield the trained parameters group by group, then the other tensors of the module."""
     number = 0
-    for family in checkpoint.families:
-        entries = {entry.name: entry for entry in family.module if entry.kind != "extra"}
-        for group in family.groups:
+    for model_part in checkpoint.model_parts:
+        entries = {entry.name: entry for entry in model_part.module if entry.kind != "extra"}
+        for group in model_part.groups:
             for name in group.params:
-                yield _Named(family, name, entries.pop(name, None), number, group)
+                yield _Named(model_part, name, entries.pop(name, None), number, group)
             number += 1
         for name, entry in entries.items():
-            yield _Named(family, name, entry, None, None)
+            yield _Named(model_part, name, entry, None, None)
 
 
 def _no_such_name(pattern: str, known: Sequence[str]) -> str:
@@ -127,15 +129,15 @@ def _detail(
     tensors = source.checkpoint.tensors
     kept = {MASTER: "", **one.held.flat_states(), MODULE: ""} if one.held else {MODULE: ""}
     found = {
-        state: index[one.family.name, state, one.name]
+        state: index[one.model_part.name, state, one.name]
         for state in kept
-        if (one.family.name, state, one.name) in index
+        if (one.model_part.name, state, one.name) in index
     }
     entry = one.entry
     shape = tensors[next(iter(found.values()))].shape if found else entry.shape if entry else ()
     return ParameterDetail(
         name=one.name,
-        family=one.family.name,
+        model_part=one.model_part.name,
         kind=entry.kind if entry and not one.held else "param",
         alias_of=entry.alias_of if entry and entry.kind == "alias" else None,
         shape=shape,
@@ -193,18 +195,18 @@ def rank_detail(source: Source, rank: int) -> RankDetail:
 def _partitions(source: Source, rank: int) -> Iterator[OwnedPartition]:
     layout, index = source.checkpoint.layout, source.checkpoint.tensor_index()
     first = 0
-    for family in source.checkpoint.families:
-        for place, sharer in family.held_by(rank, layout):
-            group = family.groups[place]
-            whole = family.whole_states(group, layout)
+    for model_part in source.checkpoint.model_parts:
+        for place, sharer in model_part.held_by(rank, layout):
+            group = model_part.groups[place]
+            whole = model_part.whole_states(group, layout)
             states = [state for state in (MASTER, *group.flat_states()) if state not in whole]
             rows = {
-                state: np.array([index[family.name, state, n] for n in group.params], np.int64)
+                state: np.array([index[model_part.name, state, n] for n in group.params], np.int64)
                 for state in states
             }
             if group.params:
                 yield from _parts_of_group(source, group, first + place, sharer, rows)
-        first += len(family.groups)
+        first += len(model_part.groups)
 
 
 def _parts_of_group(

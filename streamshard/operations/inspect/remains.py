@@ -35,7 +35,7 @@ from streamshard.operations.source.unfinished import is_unfinished
 Path_ = str | os.PathLike[str]
 
 
-def look_around(
+def find_remains(
     error: SourceError,
     source: Path_,
     *,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from streamshard.engine.numeric.cast import cast_between, wider
 from streamshard.errors import DisagreementError, Option, UnsupportedError, UsageError
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import AS_SAVED
-from streamshard.formats.deepspeed.model_parallel.parts import ModelParts
+from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts
 from streamshard.model import BLOB, FILE, ITEMSIZE, MASTER, MODULE, Computed, Note
 from streamshard.operations.source.source import Source
 from streamshard.operations.source.source_access import SourceAccess
@@ -37,7 +37,7 @@ Bits = NDArray[Any]
 """Elements as unsigned integers."""
 
 
-def with_means(source: Source, parts: ModelParts) -> Source:
+def with_means(source: Source, parts: ModelInParts) -> Source:
     """Return a checkpoint in which all ranks hold the mean of each parameter to be averaged.
 
     An element that is the same on all ranks stays as it is. Weights in 16 bits are cast from the
@@ -62,7 +62,7 @@ def require_averaged(averaged: Sequence[str]) -> None:
 class _Means:
     """The means of parameters and of their states, one after the other."""
 
-    def __init__(self, source: Source, parts: ModelParts) -> None:
+    def __init__(self, source: Source, parts: ModelInParts) -> None:
         self._source = source
         self._parts = parts
         self._index = source.checkpoint.tensor_index()
@@ -108,10 +108,10 @@ class _Means:
 
     def _rows(self, state: str, name: str, rank: int) -> Iterator[int]:
         """Yield the tensors of a tensor-parallel rank, one for each stage that has it."""
-        families = self._source.checkpoint.families
+        model_parts = self._source.checkpoint.model_parts
         for number in self._parts.tensors[name].shapes:
             if number % len(self._ranks) == rank:
-                row = self._index.get((families[number].name, state, name))
+                row = self._index.get((model_parts[number].name, state, name))
                 yield from () if row is None else (row,)
 
     def _mean(
@@ -143,8 +143,8 @@ class _Means:
 
     def _add_module(self, name: str, master: int, content: Bits) -> None:
         """Cast the mean of the master weights for the module."""
-        tensors, families = self._source.checkpoint.tensors, self._source.checkpoint.families
-        keys = ((family.name, MODULE, name) for family in families)
+        tensors, model_parts = self._source.checkpoint.tensors, self._source.checkpoint.model_parts
+        keys = ((model_part.name, MODULE, name) for model_part in model_parts)
         rows = [self._index[key] for key in keys if key in self._index]
         if rows:
             self._hold(rows, _cast(content, tensors[master].dtype, tensors[rows[0]].dtype))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streamshard.engine.run.work import Region
-from streamshard.formats.deepspeed.cut.family_cut import FamilyCut
+from streamshard.formats.deepspeed.cut.part_cut import PartCut
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
 from streamshard.formats.deepspeed.write.zero_writer import (
@@ -75,8 +75,8 @@ class FilesOnDemand:
         targets, self._files = targets_of(resharding.source, settings)
         images = (_images_of(resharding, target) for target in targets)
         self._images = {path: image for each in images for path, image in each.by_path().items()}
-        self.cuts: Sequence[FamilyCut] = [target.cut for target in targets]
-        """How the target cuts each family."""
+        self.cuts: Sequence[PartCut] = [target.cut for target in targets]
+        """How the target cuts each model part."""
 
     @property
     def paths(self) -> list[str]:
@@ -112,11 +112,11 @@ class FilesOnDemand:
         optimizer states.
         """
         checkpoint = self._resharding.source.checkpoint
-        index, family = checkpoint.tensor_index(), checkpoint.families[0]
+        index, model_part = checkpoint.tensor_index(), checkpoint.model_parts[0]
         made: dict[str, Storage] = {}
         state: OrderedDict[str, Node] = OrderedDict()
-        for entry in family.module:
-            keys = ((family.name, kind, entry.held_as) for kind in (MASTER, MODULE))
+        for entry in model_part.module:
+            keys = ((model_part.name, kind, entry.held_as) for kind in (MASTER, MODULE))
             number = next((index[key] for key in keys if key in index), None)
             if number is not None:
                 tensor = checkpoint.tensors[number]
@@ -165,23 +165,23 @@ class HeldGroup:
 
 
 def held_groups(
-    resharding: Resharding, cuts: Sequence[FamilyCut], mp_rank: int, dp_rank: int
+    resharding: Resharding, cuts: Sequence[PartCut], mp_rank: int, dp_rank: int
 ) -> Iterator[HeldGroup]:
     """Yield what a rank of the target holds of each flat group or sub-group.
 
     Parameters
     ----------
     mp_rank, dp_rank
-        Number of the rank's family, and the rank's place in the data-parallel group.
+        Number of the rank's model part, and the rank's place in the data-parallel group.
     """
     layout = resharding.settings.layout
-    family, cut = resharding.source.checkpoint.families[mp_rank], cuts[mp_rank]
+    model_part, cut = resharding.source.checkpoint.model_parts[mp_rank], cuts[mp_rank]
     if layout.stage == 3:
         for unit in cut.sub_groups:
-            params = family.groups[unit.group].params
+            params = model_part.groups[unit.group].params
             yield HeldGroup(params[unit.first : unit.stop], (), unit.numel, dp_rank)
         return
-    for group, sharer in family.held_by(dp_rank, layout):
-        flat, names = cut.flat_groups[group], family.serialized(family.groups[group])
+    for group, sharer in model_part.held_by(dp_rank, layout):
+        flat, names = cut.flat_groups[group], model_part.serialized(model_part.groups[group])
         params = tuple(names[index] for index in flat.order)
         yield HeldGroup(params, flat.alignments, flat.partition_numel, sharer)

@@ -18,7 +18,7 @@ from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
     degrees_of,
     is_pipeline,
 )
-from streamshard.formats.deepspeed.model_parallel.parts import ModelParts
+from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts
 from streamshard.formats.deepspeed.model_parallel.recomputed_widths import (
     WidthRule,
     at_degree,
@@ -35,7 +35,7 @@ from streamshard.formats.pickle.node_checks import of_file
 from streamshard.formats.pretrained import CONFIG
 from streamshard.model import FILE
 from streamshard.operations.native.recut_source import (
-    OtherDegrees,
+    RecutSource,
     parts_of,
     recut_source,
     require_unused,
@@ -63,7 +63,7 @@ def at_degrees(
     stages: Sequence[int] | None = None,
     expert_parallel: int | None = None,
     if_needed: bool = False,
-) -> OtherDegrees | None:
+) -> RecutSource | None:
     """Cut a checkpoint anew, if a job is to resume at other degrees than those that saved it.
 
     Parameters
@@ -171,7 +171,7 @@ def _require_use_of_stages(
         raise UsageError(f"{message}. {_instead(stages)}")
 
 
-def _parts_of_stages(opened: Source, parts: ModelParts, stages: Sequence[int]) -> ModelParts:
+def _parts_of_stages(opened: Source, parts: ModelInParts, stages: Sequence[int]) -> ModelInParts:
     try:
         with of_file(opened.path):
             return with_stages(parts, stages)
@@ -192,8 +192,8 @@ def _supply() -> str:
 
 
 def _target_parts(
-    opened: Source, parts: ModelParts, wanted: Degrees, rules: CutRules | None
-) -> ModelParts:
+    opened: Source, parts: ModelInParts, wanted: Degrees, rules: CutRules | None
+) -> ModelInParts:
     """Find out how a job with the wanted degrees cuts the model."""
     if opened.like is None:
         if wanted.parts == 1 and not is_pipeline(opened.checkpoint):
@@ -221,7 +221,7 @@ def _target_parts(
         known = opened.reference
         if opened.checkpoint.layers and known is not None and is_pipeline(known.checkpoint):
             checkpoint = layered(known).source.checkpoint
-        like = ModelParts(checkpoint, rules, keeps_shards=parts.keeps_shards)
+        like = ModelInParts(checkpoint, rules, keeps_shards=parts.keeps_shards)
     except StreamshardError as error:
         raise type(error)(f"{LIKE}: {error}") from error
     if like.degrees != wanted:

@@ -21,7 +21,7 @@ from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
     Degrees,
     is_pipeline,
 )
-from streamshard.formats.deepspeed.model_parallel.parts import ModelParts
+from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts
 from streamshard.formats.deepspeed.model_parallel.pipeline_layers import LayerCopy
 from streamshard.formats.deepspeed.model_parallel.recut_checkpoint import recut_checkpoint
 from streamshard.formats.deepspeed.model_parallel.stage_starts import STAGES, listed
@@ -33,13 +33,13 @@ from streamshard.model import ITEMSIZE
 from streamshard.operations.compare.comparison import compare
 from streamshard.operations.compare.pairing import Pair, SideElements, pair_of_copy
 from streamshard.operations.native.averaged_parameters import AVERAGE, require_averaged, with_means
-from streamshard.operations.source.layered import Layered, layered
+from streamshard.operations.source.layered import WithLayerTensors, layered
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.report import Progress
 
 
 @dataclass(frozen=True, slots=True)
-class OtherDegrees:
+class RecutSource:
     """A checkpoint that was cut anew for other degrees."""
 
     source: Source
@@ -130,32 +130,32 @@ def _file_and_module(path: Path, pair: Pair) -> str:
 
 def parts_of(
     opened: Source, rules: CutRules | None, *, keeps_shards: bool, average: bool
-) -> tuple[Layered, ModelParts]:
+) -> tuple[WithLayerTensors, ModelInParts]:
     """Return a source with all that is needed of its parts, and these."""
-    laid = Layered(opened)
+    laid = WithLayerTensors(opened)
     if is_pipeline(opened.checkpoint) and not (keeps_shards and not opened.checkpoint.layers):
         laid = layered(opened)
-    parts = ModelParts(laid.source.checkpoint, rules, keeps_shards=keeps_shards)
+    parts = ModelInParts(laid.source.checkpoint, rules, keeps_shards=keeps_shards)
     if not average:
         return laid, parts
     # Files of layers hold the copies that the means are made of.
     averaged = set(parts.averaged())
     copies = [copy for copy in laid.copies if copy.name not in averaged]
-    return Layered(with_means(laid.source, parts), copies), parts
+    return WithLayerTensors(with_means(laid.source, parts), copies), parts
 
 
-def recut_source(laid: Layered, parts: ModelParts, like: ModelParts) -> OtherDegrees:
+def recut_source(laid: WithLayerTensors, parts: ModelInParts, like: ModelInParts) -> RecutSource:
     opened = laid.source
     with of_file(opened.path):
         source = recut_checkpoint(opened, parts, like)
         copies = copies_in_parts(opened, parts)
     averaged = parts.averaged()
-    return OtherDegrees(source, opened, like.degrees, copies, laid.copies, averaged=averaged)
+    return RecutSource(source, opened, like.degrees, copies, laid.copies, averaged=averaged)
 
 
 def universal_info(opened: Source) -> Node:
     """Return what the first model file tells of how parameters are cut."""
-    return opened.checkpoint.families[0].model_state.get(names.UNIVERSAL_INFO)
+    return opened.checkpoint.model_parts[0].model_state.get(names.UNIVERSAL_INFO)
 
 
 def tells_cut(opened: Source) -> bool:

@@ -17,7 +17,7 @@ from streamshard.formats.deepspeed.expert_groups import AS_SAVED
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.layout.batch import BatchPlan
 from streamshard.model import Note, ZeroLayout
-from streamshard.operations.native.recut_source import OtherDegrees
+from streamshard.operations.native.recut_source import RecutSource
 from streamshard.operations.native.target_settings import (
     TargetSettings,
     require_allowed,
@@ -42,7 +42,7 @@ class Resharding:
     """Whether the parameters' order, or their cut, is the reference checkpoint's."""
     spreads_experts: bool = False
     """Whether another count of ranks than in the source shares the experts."""
-    degrees: OtherDegrees | None = None
+    degrees: RecutSource | None = None
     """How the model was cut anew for other degrees; None if it was not."""
 
     def explain(self, job: BatchPlan | None = None) -> resizing.Resizing:
@@ -88,7 +88,7 @@ def resharding_of(
     wanted: ds_config.Config | None = None,
     ds_version: Version | None = None,
     expert_parallel: int | None = None,
-    degrees: OtherDegrees | None = None,
+    degrees: RecutSource | None = None,
 ) -> Resharding:
     """Decide how a checkpoint is cut for a world size.
 
@@ -129,8 +129,10 @@ def resharding_of(
 
 def _shaping(source: Source, layout: ZeroLayout) -> ZeroLayout:
     """Return a layout without the settings that do not shape files at its stage."""
-    families = source.checkpoint.families
-    has_muon = any(family.is_muon(group) for family in families for group in family.groups)
+    model_parts = source.checkpoint.model_parts
+    has_muon = any(
+        model_part.is_muon(group) for model_part in model_parts for group in model_part.groups
+    )
     has_experts = source.checkpoint.expert_parallel > 1
     return replace(
         layout,
@@ -161,7 +163,7 @@ def _at_expert_degree(opened: Source, degree: int | None, world_size: int) -> So
         if opened.is_elastic:
             message = "its experts cannot be spread over another count of ranks: it was saved with"
             raise UnsupportedError(f"{message} elastic_checkpoint. {AS_SAVED}")
-        parts = len(opened.checkpoint.families)
+        parts = len(opened.checkpoint.model_parts)
         if degree > 0 and world_size % (degree * parts):
             asked, spread = Option("world_size", world_size), Option("expert_parallel")
             message = f"{asked}: the experts are to be spread over {degree} ranks"

@@ -5,7 +5,7 @@ from contextlib import closing
 import numpy as np
 
 from streamshard.errors import Option, UnsupportedError
-from streamshard.formats.deepspeed.model_parallel.parts import ModelParts
+from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts
 from streamshard.model import ITEMSIZE, MASTER, MODULE
 from streamshard.operations.source.source import Source
 from streamshard.operations.source.source_access import SourceAccess
@@ -13,18 +13,18 @@ from streamshard.operations.source.source_access import SourceAccess
 _PIECE_BYTES = 1 << 16
 
 
-def require_different_shards(source: Source, parts: ModelParts) -> None:
+def require_different_shards(source: Source, parts: ModelInParts) -> None:
     """Refuse a tensor that is cut only because no list has it, if all ranks hold the same of it.
 
     It may be one that each rank holds whole: put together, it would be several times as long. Only
     the beginnings of other tensors are read.
     """
-    index, families = parts.checkpoint.tensor_index(), parts.checkpoint.families
+    index, model_parts = parts.checkpoint.tensor_index(), parts.checkpoint.model_parts
     with closing(SourceAccess(source)) as access:
         for name in parts.cut_by_default():
             held = parts.tensors[name]
             state = MODULE if held.group is None else MASTER
-            first, *others = [index[families[m].name, state, name] for m in held.shapes]
+            first, *others = [index[model_parts[m].name, state, name] for m in held.shapes]
             if all(_are_equal(source, access, first, other) for other in others):
                 raise UnsupportedError(
                     f"'{name}' is the same on all ranks, and no list says whether each has all of "

@@ -8,7 +8,7 @@ from typing import Final, Self
 
 from streamshard.engine.run.work import TargetFile
 from streamshard.formats import frameworks
-from streamshard.formats.deepspeed.cut.family_cut import cut_family
+from streamshard.formats.deepspeed.cut.part_cut import cut_model_part
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.deepspeed.write.zero_target import ZeroTarget
 from streamshard.formats.deepspeed.write.zero_writer import (
@@ -85,13 +85,15 @@ class NativeWriter:
         """
         checkpoint = self.source.checkpoint
         spread = checkpoint.layout.world_size // self.settings.layout.world_size + 2
-        families = [family.groups for family in checkpoint.families]
-        params = max(sum(len(group.params) for group in groups) for groups in families)
-        states = 1 + max((len(g.flat_states()) for groups in families for g in groups), default=0)
+        model_parts = [model_part.groups for model_part in checkpoint.model_parts]
+        params = max(sum(len(group.params) for group in groups) for groups in model_parts)
+        states = 1 + max(
+            (len(g.flat_states()) for groups in model_parts for g in groups), default=0
+        )
         counts = self.source.cutting.runs([t.numel for t in checkpoint.tensors])
         runs: Counter[str] = Counter()
         for tensor, count in zip(checkpoint.tensors, counts.tolist(), strict=True):
-            runs[tensor.family] += count
+            runs[tensor.model_part] += count
         runs_of_rank = -(-max(runs.values(), default=0) // self.settings.layout.world_size)
         return params * spread * (states * _COPY_BYTES + _LOCATE_BYTES) + runs_of_rank * _COPY_BYTES
 
@@ -117,14 +119,17 @@ class NativeWriter:
 
 
 def targets_of(source: Source, settings: TargetSettings) -> tuple[list[ZeroTarget], NativeFiles]:
-    """Cut each family of a checkpoint according to the settings."""
+    """Cut each model part of a checkpoint according to the settings."""
     checkpoint, layout = source.checkpoint, settings.layout
     dtype, index = settings.module_dtype, checkpoint.tensor_index()
-    cuts = [cut_family(checkpoint, family, layout, dtype) for family in checkpoint.families]
+    cuts = [
+        cut_model_part(checkpoint, model_part, layout, dtype)
+        for model_part in checkpoint.model_parts
+    ]
     targets = [
         ZeroTarget(
             checkpoint=checkpoint,
-            family=family,
+            model_part=model_part,
             mp_rank=mp_rank,
             layout=layout,
             config=settings.config,
@@ -133,6 +138,6 @@ def targets_of(source: Source, settings: TargetSettings) -> tuple[list[ZeroTarge
             cut=cut,
             index=index,
         )
-        for mp_rank, (family, cut) in enumerate(zip(checkpoint.families, cuts, strict=True))
+        for mp_rank, (model_part, cut) in enumerate(zip(checkpoint.model_parts, cuts, strict=True))
     ]
     return targets, NativeFiles(source)

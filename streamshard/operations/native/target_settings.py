@@ -104,9 +104,9 @@ def left_out(checkpoint: Checkpoint, stage: int) -> Iterator[str]:
     if stage < 3:
         return
     index = checkpoint.tensor_index()
-    for family in checkpoint.families:
-        for entry in family.module:
-            if entry.kind == "excluded" and (family.name, MODULE, entry.name) in index:
+    for model_part in checkpoint.model_parts:
+        for entry in model_part.module:
+            if entry.kind == "excluded" and (model_part.name, MODULE, entry.name) in index:
                 yield (
                     f"'{entry.name}' is tied to '{entry.alias_of}', a frozen weight that "
                     "exclude_frozen_parameters left out: stage 3 saves neither, so the job takes "
@@ -148,7 +148,7 @@ def _require_resumable(
     given: bool,
 ) -> None:
     """Refuse a config with which DeepSpeed would not load the target's files."""
-    entries = [entry for family in checkpoint.families for entry in family.module]
+    entries = [entry for model_part in checkpoint.model_parts for entry in model_part.module]
     job = resume_settings.Resuming(
         config=config,
         kept=checkpoint.config,
@@ -210,7 +210,9 @@ def _saved_stage(checkpoint: Checkpoint) -> int:
 
 def _is_pipeline(checkpoint: Checkpoint) -> bool:
     """Tell whether the weights of each module layer are in a separate file."""
-    modules = [family.model_state.get(names.MODULE_STATE) for family in checkpoint.families]
+    modules = [
+        model_part.model_state.get(names.MODULE_STATE) for model_part in checkpoint.model_parts
+    ]
     return not checkpoint.is_dumps and None in modules
 
 
@@ -221,7 +223,9 @@ def _require_carried_parts(checkpoint: Checkpoint, stage: int, dtype: str) -> No
     at stage 3.
     """
     pipeline = _is_pipeline(checkpoint)
-    experts = any(family.model_state.get(names.EXPERT_COUNTS) for family in checkpoint.families)
+    experts = any(
+        model_part.model_state.get(names.EXPERT_COUNTS) for model_part in checkpoint.model_parts
+    )
     if not pipeline and not experts and checkpoint.expert_parallel == 1:
         return
     kind = "pipeline" if pipeline else "expert"
@@ -235,7 +239,7 @@ def _require_carried_parts(checkpoint: Checkpoint, stage: int, dtype: str) -> No
 
 def require_allowed(checkpoint: Checkpoint, world_size: int) -> int:
     """Return the data-parallel size for a count of all ranks."""
-    parts, experts = len(checkpoint.families), checkpoint.expert_parallel
+    parts, experts = len(checkpoint.model_parts), checkpoint.expert_parallel
     replicas = checkpoint.replicas
     unit, asked = parts * experts * replicas, Option("world_size", world_size)
     if world_size > _MOST_RANKS:
@@ -290,7 +294,7 @@ def _require_same_scaling(checkpoint: Checkpoint, target: str) -> None:
     source = checkpoint.module_dtype
     if checkpoint.is_dumps and not checkpoint.config:
         # Only the loss scale in dumps shows fp16.
-        state = checkpoint.families[0].optimizer_file[names.OPTIMIZER]
+        state = checkpoint.model_parts[0].optimizer_file[names.OPTIMIZER]
         dynamic = state.get("dynamic_loss_scale") is True
         source = "float16" if dynamic else target
     if source != target and "float16" in (source, target):
@@ -315,7 +319,11 @@ def _settings_note(
             f"round_robin_gradients {_switch(layout.round_robin)}, "
             f"parameter_alignment {_switch(layout.parameter_alignment)}"
         )
-        if any(family.is_muon(g) for family in checkpoint.families for g in family.groups):
+        if any(
+            model_part.is_muon(g)
+            for model_part in checkpoint.model_parts
+            for g in model_part.groups
+        ):
             shape += f", offload_optimizer {_switch(layout.offload)}"
     return f"ZeRO stage {layout.stage}, {dtype}, {shape}: from {where}."
 

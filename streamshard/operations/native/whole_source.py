@@ -6,13 +6,13 @@ from streamshard.errors import UnsupportedError
 from streamshard.formats.checkpoint import Checkpoint
 from streamshard.formats.deepspeed.model_parallel.cut_rules import CutRules
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import degrees_of, is_pipeline
-from streamshard.formats.deepspeed.model_parallel.parts import ModelParts
+from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts
 from streamshard.formats.deepspeed.model_parallel.pipeline_layers import as_one_module
 from streamshard.formats.deepspeed.model_parallel.whole_model import whole_model
 from streamshard.formats.pickle.node_checks import of_file
 from streamshard.model import MASTER
 from streamshard.operations.native.recut_source import (
-    OtherDegrees,
+    RecutSource,
     parts_of,
     recut_source,
     require_unused,
@@ -20,13 +20,13 @@ from streamshard.operations.native.recut_source import (
 )
 from streamshard.operations.native.shard_values import require_different_shards
 from streamshard.operations.source.blob_checksums import note_checksums
-from streamshard.operations.source.layered import Layered
+from streamshard.operations.source.layered import WithLayerTensors
 from streamshard.operations.source.source import Source
 
 
 def whole(
     opened: Source, rules: CutRules | None = None, *, average: bool = False
-) -> OtherDegrees | None:
+) -> RecutSource | None:
     """Put the tensors of a pipeline or of AutoTP together; None if the checkpoint is of neither.
 
     Parameters
@@ -36,11 +36,11 @@ def whole(
     average
         Whether to take the mean of the copies of parameters that are to be averaged.
     """
-    families = opened.checkpoint.families
+    model_parts = opened.checkpoint.model_parts
     is_pipe = is_pipeline(opened.checkpoint)
-    if len(families) == 1 or (is_pipe and degrees_of(opened.checkpoint).tensor == 1):
+    if len(model_parts) == 1 or (is_pipe and degrees_of(opened.checkpoint).tensor == 1):
         require_unused(rules, average=average)
-    if not is_pipe and (len(families) == 1 or not (rules or tells_cut(opened))):
+    if not is_pipe and (len(model_parts) == 1 or not (rules or tells_cut(opened))):
         require_unused(None, average=average)
         return None
     try:
@@ -54,7 +54,7 @@ def whole(
         raise UnsupportedError(f"{error}. {hint}") from error
 
 
-def _whole_of_parts(laid: Layered, parts: ModelParts) -> OtherDegrees:
+def _whole_of_parts(laid: WithLayerTensors, parts: ModelInParts) -> RecutSource:
     note_checksums(laid.source)
     require_different_shards(laid.source, parts)
     made = recut_source(laid, parts, whole_model(parts))
@@ -65,7 +65,7 @@ def _whole_of_parts(laid: Layered, parts: ModelParts) -> OtherDegrees:
     )
 
 
-def in_equal_parts(one: Source, other: Source) -> tuple[Source, Source, list[OtherDegrees]]:
+def in_equal_parts(one: Source, other: Source) -> tuple[Source, Source, list[RecutSource]]:
     """Return two sources, both with whole tensors if their models are in unequal parts.
 
     Returns
@@ -84,7 +84,7 @@ def in_equal_parts(one: Source, other: Source) -> tuple[Source, Source, list[Oth
 
 
 def _have_equal_parts(one: Checkpoint, other: Checkpoint) -> bool:
-    if len(one.families) != len(other.families):
+    if len(one.model_parts) != len(other.model_parts):
         return False
     are_pipelines = [is_pipeline(side) for side in (one, other)]
     if bool(one.layers) != bool(other.layers):
@@ -92,6 +92,6 @@ def _have_equal_parts(one: Checkpoint, other: Checkpoint) -> bool:
     if one.is_dumps or other.is_dumps or not any(are_pipelines):
         return True
     held = [
-        {(t.family, t.name) for t in side.tensors if t.state == MASTER} for side in (one, other)
+        {(t.model_part, t.name) for t in side.tensors if t.state == MASTER} for side in (one, other)
     ]
     return all(are_pipelines) and held[0] == held[1]

@@ -9,7 +9,7 @@ from types import MappingProxyType, TracebackType
 from typing import Final, Self, TypedDict
 
 from streamshard.errors import DisagreementError, UnsupportedError
-from streamshard.formats.checkpoint import Checkpoint, Family
+from streamshard.formats.checkpoint import Checkpoint, ModelPart
 from streamshard.model import BLOB, FILE, MASTER, MODULE
 from streamshard.operations.inspect import notebook
 from streamshard.operations.inspect.inspect import summarize
@@ -244,7 +244,7 @@ class OpenCheckpoint(Mapping[str, Parameter]):
 
     def _tensor(self, number: int) -> LazyTensor:
         tensor = self._source.checkpoint.tensors[number]
-        name = f"{tensor.family}/{tensor.name}" if tensor.family else tensor.name
+        name = f"{tensor.model_part}/{tensor.name}" if tensor.model_part else tensor.name
         return LazyTensor(name, tensor.state, tensor.dtype, tensor.shape, number, self._reading)
 
 
@@ -312,22 +312,22 @@ exp_avg_sq float32>
 
 def _everything(checkpoint: Checkpoint) -> Iterator[tuple[str, _Held]]:
     """Yield all that is kept, by name: what the modules list first, in their order."""
-    for family in checkpoint.families:
+    for model_part in checkpoint.model_parts:
         numbers: dict[str, dict[str, int]] = {}
         for number, tensor in enumerate(checkpoint.tensors):
-            if tensor.family == family.name and tensor.state not in (BLOB, FILE):
+            if tensor.model_part == model_part.name and tensor.state not in (BLOB, FILE):
                 numbers.setdefault(tensor.name, {})[tensor.state] = number
-        prefix = f"{family.name}/" if family.name else ""
-        for name, held in _of_family(family, numbers, prefix):
+        prefix = f"{model_part.name}/" if model_part.name else ""
+        for name, held in _of_model_part(model_part, numbers, prefix):
             yield prefix + name, held
 
 
-def _of_family(
-    family: Family, numbers: Mapping[str, dict[str, int]], prefix: str
+def _of_model_part(
+    model_part: ModelPart, numbers: Mapping[str, dict[str, int]], prefix: str
 ) -> Iterator[tuple[str, _Held]]:
-    kinds = {entry.name: entry.kind for entry in family.module}
+    kinds = {entry.name: entry.kind for entry in model_part.module}
     listed = set()
-    for entry in family.module:
+    for entry in model_part.module:
         own = entry.held_as
         listed.add(own)
         if own in numbers and entry.kind != "extra":

@@ -101,7 +101,7 @@ def global_batch(
 
 
 def _where(checkpoint: Checkpoint, world_size: int, cut: int) -> str:
-    parallel = len(checkpoint.families) > _ranks_counted_per_rank(checkpoint)
+    parallel = len(checkpoint.model_parts) > _ranks_counted_per_rank(checkpoint)
     parallel = parallel or checkpoint.replicas > 1
     text = counted(world_size, "data-parallel rank" if parallel else "rank")
     return f"{text}, {cut} for each sequence" if cut > 1 else text
@@ -113,7 +113,7 @@ def _ranks_counted_per_rank(checkpoint: Checkpoint) -> int:
     With AutoTP there is no model-parallel unit, so all ranks count (`DeepSpeedConfig.__init__`).
     """
     is_auto = ds_config.features(checkpoint.config).tensor_parallel > 1
-    return len(checkpoint.families) if is_auto else 1
+    return len(checkpoint.model_parts) if is_auto else 1
 
 
 def _ranks_per_sample(checkpoint: Checkpoint, saved_ranks: int) -> int | None:
@@ -131,9 +131,9 @@ def _ranks_per_sample(checkpoint: Checkpoint, saved_ranks: int) -> int | None:
     if configured is not None:
         return configured
     # DeepSpeed's own unit for sequence parallelism calls itself tensor parallel.
-    degrees = checkpoint.families[0].model_state.get(names.PARALLEL_DEGREES)
+    degrees = checkpoint.model_parts[0].model_state.get(names.PARALLEL_DEGREES)
     recorded = degrees.values() if isinstance(degrees, dict) else ()
-    beyond = prod(n for n in recorded if isinstance(n, int)) // len(checkpoint.families)
+    beyond = prod(n for n in recorded if isinstance(n, int)) // len(checkpoint.model_parts)
     return beyond if beyond > 1 else None
 
 

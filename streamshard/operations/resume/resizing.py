@@ -90,7 +90,7 @@ def _framework(checkpoint: Checkpoint, resized: frameworks.Resized) -> str | Non
     """Return the framework; Fabric is Lightning without keys of its own in the model state."""
     is_fabric = (
         resized.framework == frameworks.LIGHTNING
-        and frameworks.LIGHTNING_VERSION not in checkpoint.families[0].model_state
+        and frameworks.LIGHTNING_VERSION not in checkpoint.model_parts[0].model_state
     )
     return frameworks.FABRIC if is_fabric else resized.framework
 
@@ -107,7 +107,7 @@ def _generators(checkpoint: Checkpoint, resized: frameworks.Resized) -> str:
 
 def _position(checkpoint: Checkpoint) -> Iterator[str]:
     """Say from which step the engine continues, as `load_checkpoint` of DeepSpeed 0.19.8 does."""
-    state = checkpoint.families[0].model_state
+    state = checkpoint.model_parts[0].model_state
     steps, samples = state.get("global_steps"), state.get("global_samples")
     if not isinstance(steps, int):
         yield f"{'Raw dumps do' if checkpoint.is_dumps else 'The source does'} not contain it."
@@ -123,7 +123,7 @@ def _position(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _schedule(checkpoint: Checkpoint) -> Iterator[str]:
-    scheduler = checkpoint.families[0].model_state.get(_SCHEDULER)
+    scheduler = checkpoint.model_parts[0].model_state.get(_SCHEDULER)
     if isinstance(scheduler, dict):
         counters = (
             f" ({k} {scheduler[k]:,})" for k in _COUNTERS if isinstance(scheduler.get(k), int)

@@ -18,8 +18,8 @@ def note_checksums(source: Source) -> None:
 
     Parts of a model are compared by it, so that no two tensors are in memory.
     """
-    families = source.checkpoint.families
-    roots = [root for one in families for root in (one.model_state, one.optimizer_file)]
+    model_parts = source.checkpoint.model_parts
+    roots = [root for one in model_parts for root in (one.model_state, one.optimizer_file)]
     with closing(SourceAccess(source)) as access:
         for storage in storages_in(roots):
             if storage.crc32 is None and isinstance(storage.content, Whole):

@@ -28,7 +28,7 @@ from streamshard.operations.source.stored_file import StoredFile
 
 
 @dataclass(frozen=True, slots=True)
-class Layered:
+class WithLayerTensors:
     """A source; that of a pipeline may have the tensors of its layers."""
 
     source: Source
@@ -36,14 +36,16 @@ class Layered:
     """What the layers' files must have in common with other places."""
 
 
-def layered(opened: Source) -> Layered:
+def layered(opened: Source) -> WithLayerTensors:
     """Add the tensors of a pipeline's layers to its checkpoint."""
     if opened.checkpoint.layers:
-        return Layered(opened)
+        return WithLayerTensors(opened)
     with closing(_KeptFiles(opened)) as kept:
         added = with_layers(opened.checkpoint, kept)
     cutting = _with_parts(opened, added.parts)
-    return Layered(replace(opened, checkpoint=added.checkpoint, cutting=cutting), added.copies)
+    return WithLayerTensors(
+        replace(opened, checkpoint=added.checkpoint, cutting=cutting), added.copies
+    )
 
 
 def _with_parts(source: Source, parts: Sequence[TensorInFile]) -> Cutting:

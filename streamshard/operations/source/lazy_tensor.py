@@ -282,7 +282,7 @@ def _require_torch() -> None:
 
 def _shown(axis: Axis) -> int | slice:
     """Say what of a dimension of what was read is returned: a view, whatever it is."""
-    return 0 if axis.is_dropped else slice(None, None, -1 if axis.is_turned else None)
+    return 0 if axis.is_scalar else slice(None, None, -1 if axis.is_reversed else None)
 
 
 class _Reader:

@@ -161,7 +161,7 @@ class Source(Reading):
         """
         if self.like is not None and not (self.needs_like or needed):
             message = f"needs no reference checkpoint; leave {Option('like')} out"
-            if len(self.like.families) == len(self.checkpoint.families):
+            if len(self.like.model_parts) == len(self.checkpoint.model_parts):
                 if if_needed:
                     return
             else:

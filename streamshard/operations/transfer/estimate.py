@@ -1,6 +1,6 @@
 """Estimates a run before it starts: files, memory, time, disk space, parts left out or made.
 
-A dry run shows the estimate; its JSON document has it under the key `outlook`.
+A dry run shows the estimate; its JSON document has it under the key `estimate`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -120,7 +120,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class Estimate:
     """The estimate of a run."""
 
     reads: tuple[FileBytes, ...]
@@ -158,7 +158,7 @@ def estimate_run(
     new_files: int = 0,
     encode: Encode | None = None,
     measures_disk: bool = True,
-) -> Outlook:
+) -> Estimate:
     """Estimate a run; files written to measure the disk are removed again.
 
     Parameters
@@ -173,7 +173,7 @@ def estimate_run(
     reread = 2 * written + read_sum if report.is_verified else 0
     space = _space(target, written)
     used = [file for file, nbytes in zip(source.files, read, strict=True) if nbytes]
-    return Outlook(
+    return Estimate(
         reads=tuple(_by_path(source.files, read.tolist())),
         read_bytes=read_sum,
         writes=tuple(FileBytes(path, nbytes) for path, nbytes in byte_counts.sizes.items()),
@@ -307,15 +307,15 @@ def _left_out(source: Source, byte_counts: ByteCounts, report: Report) -> Iterat
     """Yield the parts of the source that are not read, state by state."""
     checkpoint = source.checkpoint
     weights = {
-        (family.name, entry.name)
-        for family in checkpoint.families
-        for entry in family.module
+        (model_part.name, entry.name)
+        for model_part in checkpoint.model_parts
+        for entry in model_part.module
         if entry.kind == "param"
     }
     found: dict[tuple[str, str], list[int]] = {}
     for number in np.flatnonzero(byte_counts.times == 0).tolist():
         tensor = checkpoint.tensors[number]
-        if tensor.state == MODULE and (tensor.family, tensor.name) in weights:
+        if tensor.state == MODULE and (tensor.model_part, tensor.name) in weights:
             key = "module weights", _WHY_NOT.get(report.verb, "")
         elif tensor.state == FILE and report.verb == "repartition":
             key = tensor.name, "of a rank that the target does not have"

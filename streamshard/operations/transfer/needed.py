@@ -32,7 +32,7 @@ from streamshard.operations.transfer.target_writer import Pass
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ExistingTarget:
     """The result that a run would have, and its place."""
 
     report: Report

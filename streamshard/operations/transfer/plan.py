@@ -15,7 +15,7 @@ from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.operations.compare.comparison import EXTRA_BYTES
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.transfer import execution, needed, plan_file, read_back
-from streamshard.operations.transfer.estimate import Outlook, estimate_run
+from streamshard.operations.transfer.estimate import Estimate, estimate_run
 from streamshard.operations.transfer.plan_file import Command
 from streamshard.operations.transfer.report import Progress, Report, Silent
 from streamshard.operations.transfer.run_identity import RunIdentity
@@ -55,7 +55,7 @@ class TransferPlan:
             is_native = self.source.kind == "native"
             place = str(self.source.path) if is_native else self.report.source
             return needed.nothing_done(self.report, "source", place)
-        return needed.Wanted(
+        return needed.ExistingTarget(
             self.report,
             self.target,
             self.source,
@@ -111,7 +111,7 @@ class TransferPlan:
         """Save the plan to a file, for `load_plan` or `streamshard apply`."""
         plan_file.write(as_path(path), self.command, self.identity, self.sizes())
 
-    def outlook(self, *, measures_disk: bool = True) -> Outlook:
+    def estimate(self, *, measures_disk: bool = True) -> Estimate:
         """Estimate in detail what the run will do, and how long it may take."""
         return estimate_run(
             self.source,

@@ -14,7 +14,7 @@ from streamshard.operations.checks.structure import Request, look_at
 from streamshard.operations.compare.comparison import compare
 from streamshard.operations.compare.matching import pair_up
 from streamshard.operations.compare.pairing import pair_of_copy
-from streamshard.operations.source.layered import Layered, layered
+from streamshard.operations.source.layered import WithLayerTensors, layered
 from streamshard.operations.source.source import Source
 from streamshard.operations.transfer.report import Progress
 
@@ -56,7 +56,7 @@ def differences(
     looked.read(memory, progress.advance)
     if findings.problems:
         return [problem.message for problem in findings.problems]
-    again = Layered(written.open())
+    again = WithLayerTensors(written.open())
     if source.checkpoint.layers:
         again = layered(again.source)
     opened = again.source

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from streamshard.errors import DisagreementError, Option, UnsupportedError
-from streamshard.formats.checkpoint import LIKE, Checkpoint, Family
+from streamshard.formats.checkpoint import LIKE, Checkpoint, ModelPart
 from streamshard.layout.zero import muon_order
 
 
@@ -15,9 +15,11 @@ def needs_order(checkpoint: Checkpoint, stage: int) -> bool:
     then they stay in the order in which the training script passed them, which sorting has lost.
     """
     return stage == 3 > checkpoint.layout.stage and any(
-        family.is_muon(group) and len({*shapes.values()}) > 1
-        for family in checkpoint.families
-        for group, shapes in zip(family.groups, checkpoint.group_shapes(family), strict=True)
+        model_part.is_muon(group) and len({*shapes.values()}) > 1
+        for model_part in checkpoint.model_parts
+        for group, shapes in zip(
+            model_part.groups, checkpoint.group_shapes(model_part), strict=True
+        )
     )
 
 
@@ -39,39 +41,43 @@ def in_order_of(checkpoint: Checkpoint, stage: int, like: Checkpoint | None) -> 
                 "3 (before its first step will do), or stay at stages 1 and 2"
             )
             raise UnsupportedError(message)
-        orders = [_order_of(family, like, n) for n, family in enumerate(checkpoint.families)]
+        orders = [
+            _order_of(model_part, like, n) for n, model_part in enumerate(checkpoint.model_parts)
+        ]
     elif stage < 3 == checkpoint.layout.stage:
-        orders = [_sorted(checkpoint, family) for family in checkpoint.families]
+        orders = [_sorted(checkpoint, model_part) for model_part in checkpoint.model_parts]
     else:
         return checkpoint
-    both = zip(checkpoint.families, orders, strict=True)
-    return replace(checkpoint, families=tuple(_reordered(family, order) for family, order in both))
+    both = zip(checkpoint.model_parts, orders, strict=True)
+    return replace(
+        checkpoint, model_parts=tuple(_reordered(model_part, order) for model_part, order in both)
+    )
 
 
-def _reordered(family: Family, order: Mapping[int, tuple[str, ...]]) -> Family:
-    groups = enumerate(family.groups)
+def _reordered(model_part: ModelPart, order: Mapping[int, tuple[str, ...]]) -> ModelPart:
+    groups = enumerate(model_part.groups)
     reordered = (replace(g, params=order.get(place, g.params)) for place, g in groups)
-    return replace(family, groups=tuple(reordered))
+    return replace(model_part, groups=tuple(reordered))
 
 
-def _sorted(checkpoint: Checkpoint, family: Family) -> dict[int, tuple[str, ...]]:
+def _sorted(checkpoint: Checkpoint, model_part: ModelPart) -> dict[int, tuple[str, ...]]:
     """Sort as Muon does; parameters that a stage-3 job sorted already stay as they are."""
     found = {}
-    for place, shapes in enumerate(checkpoint.group_shapes(family)):
-        if family.is_muon(family.groups[place]):
+    for place, shapes in enumerate(checkpoint.group_shapes(model_part)):
+        if model_part.is_muon(model_part.groups[place]):
             params = list(shapes)
             found[place] = tuple(params[index] for index in muon_order(list(shapes.values())))
     return found
 
 
-def _order_of(family: Family, like: Checkpoint, number: int) -> dict[int, tuple[str, ...]]:
+def _order_of(model_part: ModelPart, like: Checkpoint, number: int) -> dict[int, tuple[str, ...]]:
     found = {}
-    theirs = like.families[number].groups if number < len(like.families) else ()
-    for place, group in enumerate(family.groups):
+    theirs = like.model_parts[number].groups if number < len(like.model_parts) else ()
+    for place, group in enumerate(model_part.groups):
         params = theirs[place].params if place < len(theirs) else ()
         if {*params} != {*group.params}:
             message = f"param group {group.number} of {LIKE} has other"
             raise DisagreementError(f"{message} parameters: it is not of the same job")
-        if family.is_muon(group):
+        if model_part.is_muon(group):
             found[place] = params
     return found

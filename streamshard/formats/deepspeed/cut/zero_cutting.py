@@ -8,8 +8,8 @@ import numpy as np
 
 from streamshard.errors import CorruptFileError, DisagreementError
 from streamshard.formats.checkpoint import Checkpoint, Reading
-from streamshard.formats.deepspeed.cut.family_cut import flat_groups
 from streamshard.formats.deepspeed.cut.muon_momentum import WholeMomentum
+from streamshard.formats.deepspeed.cut.part_cut import flat_groups
 from streamshard.formats.deepspeed.cut.recorded_cut import RecordedCut
 from streamshard.layout.cutting import CuttingBuilder
 from streamshard.layout.zero import FlatGroup, shard_numel
@@ -22,8 +22,8 @@ _LAYOUT_KEYS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class FamilyMap:
-    """Where the shards of one family store its cut tensors."""
+class ModelPartMap:
+    """Where the shards of one model part store its cut tensors."""
 
     partitions: Mapping[tuple[int, str], Slot] = field(default_factory=dict)
     """(param group, state) → each rank's partition (stages 1 and 2)."""
@@ -42,8 +42,8 @@ class SourceMap:
     """Where a source stores its logical tensors, by the source's own layout."""
 
     files: tuple[SourceFile, ...]
-    families: tuple[FamilyMap, ...] = ()
-    """One per family of the checkpoint."""
+    model_parts: tuple[ModelPartMap, ...] = ()
+    """One per model part of the checkpoint."""
     whole: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     """Tensor → (file, byte offset), for tensors that lie in one piece."""
     shards: Mapping[int, Slot] = field(default_factory=dict)
@@ -55,7 +55,7 @@ def cut_source(checkpoint: Checkpoint, source_map: SourceMap) -> Reading:
     tensors = checkpoint.tensors
     builder = CuttingBuilder([ITEMSIZE[tensor.dtype] for tensor in tensors])
     index = checkpoint.tensor_index()
-    for number in range(len(source_map.families)):
+    for number in range(len(source_map.model_parts)):
         placing = _Placing(checkpoint, source_map, builder, index, number)
         if checkpoint.layout.stage == 3:
             placing.sub_groups()
@@ -73,12 +73,12 @@ def cut_source(checkpoint: Checkpoint, source_map: SourceMap) -> Reading:
     for tensor in builder.missing():
         if tensors[tensor].numel:
             raise CorruptFileError(f"{tensors[tensor].state} of {tensors[tensor].name} is nowhere")
-    is_elastic = any(family.stripped for family in source_map.families)
+    is_elastic = any(model_part.stripped for model_part in source_map.model_parts)
     return Reading(checkpoint, builder.build(), source_map.files, is_elastic)
 
 
 class _Placing:
-    """Places the elements of one family's optimizer states."""
+    """Places the elements of one model part's optimizer states."""
 
     def __init__(
         self,
@@ -93,18 +93,18 @@ class _Placing:
         self._files = source_map.files
         self._builder = builder
         self._index = index
-        self._family = checkpoint.families[number]
-        self._map = source_map.families[number]
+        self._model_part = checkpoint.model_parts[number]
+        self._map = source_map.model_parts[number]
 
     def partitions(self) -> None:
         """Place the partitions of flat groups (stages 1 and 2)."""
         dtype = self._checkpoint.module_dtype
-        groups = flat_groups(self._checkpoint, self._family, self._layout, dtype)
+        groups = flat_groups(self._checkpoint, self._model_part, self._layout, dtype)
         for (group, state), slot in self._map.partitions.items():
-            flat, held = groups[group], self._family.groups[group]
+            flat, held = groups[group], self._model_part.groups[group]
             what = f"{state} of param group {group}"
-            tensors = np.array([self._index[self._family.name, state, n] for n in held.params])
-            if state in self._family.whole_states(held, self._layout):
+            tensors = np.array([self._index[self._model_part.name, state, n] for n in held.params])
+            if state in self._model_part.whole_states(held, self._layout):
                 itemsize = ITEMSIZE[held.flat_states()[state]]
                 whole = WholeMomentum(flat, slot, itemsize, self._files)
                 if self._map.stripped:
@@ -129,9 +129,9 @@ class _Placing:
 
         The lengths alone do not show it: in another order, parameters take as much room.
         """
-        held = self._family.held_by(rank, self._layout)
+        held = self._model_part.held_by(rank, self._layout)
         cuts = [groups[group].cut(sharer) for group, sharer in held]
-        names = [self._family.serialized(self._family.groups[group]) for group, _ in held]
+        names = [self._model_part.serialized(self._model_part.groups[group]) for group, _ in held]
         slices = tuple(
             tuple((params[index], start, numel) for index, start, numel in cut.recorded)
             for params, cut in zip(names, cuts, strict=True)
@@ -158,7 +158,7 @@ class _Placing:
         tensors, world_size = self._checkpoint.tensors, self._layout.world_size
         for (unit, state), slot in self._map.sub_groups.items():
             params = [
-                self._index[self._family.name, state, name]
+                self._index[self._model_part.name, state, name]
                 for name in self._map.sub_group_params[unit]
             ]
             shares = [shard_numel(tensors[tensor].numel, world_size) for tensor in params]

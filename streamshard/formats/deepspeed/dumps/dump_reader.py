@@ -10,22 +10,22 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from streamshard.errors import DisagreementError, Option, UnsupportedError
-from streamshard.formats.checkpoint import LIKE, Checkpoint, Family, Reading
+from streamshard.formats.checkpoint import LIKE, Checkpoint, ModelPart, Reading
 from streamshard.formats.deepspeed import ds_config, names
 from streamshard.formats.deepspeed.cut.zero_cutting import SourceMap, cut_source
 from streamshard.formats.deepspeed.ds_versions import recorded_version
 from streamshard.formats.deepspeed.dumps.dump_names import Template
 from streamshard.formats.deepspeed.read import elastic_reader
 from streamshard.formats.deepspeed.read.agreement import check_agreement, rank_counts, stage_of
-from streamshard.formats.deepspeed.read.family import (
+from streamshard.formats.deepspeed.read.fingerprints import fingerprints
+from streamshard.formats.deepspeed.read.model_part import (
     Shapes,
     adopt_blobs,
-    family_map,
     optimizer_tensors,
+    part_map,
     recorded_units,
     strip_optimizer,
 )
-from streamshard.formats.deepspeed.read.fingerprints import fingerprints
 from streamshard.formats.deepspeed.read.optimizer_reader import OptimizerReader
 from streamshard.formats.deepspeed.read.rank_files import SourceFiles
 from streamshard.formats.deepspeed.read.rank_headers import read_optimizers
@@ -88,7 +88,9 @@ def _read_ranks(
     refuse(Saved(stage, config or {}, states, paths))
     elastic = elastic_reader.is_elastic(states)
     if elastic:
-        elastic_reader.make_rigid(states, paths, like.families[0] if like is not None else None)
+        elastic_reader.expand_elastic_state(
+            states, paths, like.model_parts[0] if like is not None else None
+        )
     _check_world_size(states, paths)
     check_agreement(states, paths)
     layout = ds_config.zero_layout(
@@ -104,13 +106,13 @@ def _read_ranks(
     else:
         units = recorded_units(optimizer, paths)
     if elastic and like is not None:
-        elastic_reader.require_same_groups([list(u) for u in units], like.families[0], paths[0])
+        elastic_reader.require_same_groups([list(u) for u in units], like.model_parts[0], paths[0])
     groups = optimizer.groups([list(unit) for unit in units])
     tensors = optimizer_tensors(groups, {n: s for unit in units for n, s in unit.items()}, "")
     strip_optimizer(states[0], stage)
     whole: dict[int, tuple[int, int]] = {}
-    adopt_blobs([states[0]], tensors, whole, first=0, family="")
-    family = Family(
+    adopt_blobs([states[0]], tensors, whole, first=0, model_part="")
+    model_part = ModelPart(
         name="",
         groups=groups,
         module=(),
@@ -118,19 +120,19 @@ def _read_ranks(
         optimizer_file={names.OPTIMIZER: states[0], names.DS_CONFIG: config},
         param_ids={},
     )
-    _require_known_momentum(family, layout, config, paths[0])
+    _require_known_momentum(model_part, layout, config, paths[0])
     checkpoint = Checkpoint(
         tag=name,
         layout=layout,
         tensors=tuple(tensors),
-        families=(family,),
+        model_parts=(model_part,),
         module_dtype=ds_config.module_dtype(config) if config else "bfloat16",
         files=(),
         notes=(*sources.notes, *_notes(layout, config)),
     )
     source_map = SourceMap(
         files=tuple(sources.files),
-        families=(family_map(optimizer, layout, units),),
+        model_parts=(part_map(optimizer, layout, units),),
         whole=whole,
     )
     # The recorded slices name the parameters in the group's own order already.
@@ -138,10 +140,12 @@ def _read_ranks(
 
 
 def _require_known_momentum(
-    family: Family, layout: ZeroLayout, config: ds_config.Config | None, path: Path
+    model_part: ModelPart, layout: ZeroLayout, config: ds_config.Config | None, path: Path
 ) -> None:
     """Refuse Muon without a config: how to store its momentum for resuming is then unknown."""
-    if config is None and any(family.whole_states(group, layout) for group in family.groups):
+    if config is None and any(
+        model_part.whole_states(group, layout) for group in model_part.groups
+    ):
         message = (
             f"trained with Muon, whose '{names.MOMENTUM}' is kept in one way with "
             "offload_optimizer and in another without, and dumps do not tell which of them was "
@@ -180,12 +184,12 @@ def _units_like(
     units: list[Shapes] = []
     lengths = optimizer.lengths()
     members = optimizer.members(len(lengths))
-    family = like.families[0]
-    if len(members) != len(family.groups):
+    model_part = like.model_parts[0]
+    if len(members) != len(model_part.groups):
         message = f"{len(members)} param groups, {LIKE} has"
-        raise DisagreementError(f"{message} {len(family.groups)}", path=path)
+        raise DisagreementError(f"{message} {len(model_part.groups)}", path=path)
     _require_known_order(like, path)
-    for group, (own, shapes) in enumerate(zip(members, like.group_shapes(family), strict=True)):
+    for group, (own, shapes) in enumerate(zip(members, like.group_shapes(model_part), strict=True)):
         params = list(shapes.items())
         for unit in own:
             held: dict[str, tuple[int, ...]] = {}
@@ -207,9 +211,9 @@ def _units_like(
 
 def _require_known_order(like: Checkpoint, path: Path) -> None:
     """Refuse the order of Muon's parameters from another stage, which may order them otherwise."""
-    family = like.families[0]
-    for group, shapes in zip(family.groups, like.group_shapes(family), strict=True):
-        if like.layout.stage < 3 and family.is_muon(group) and len({*shapes.values()}) > 1:
+    model_part = like.model_parts[0]
+    for group, shapes in zip(model_part.groups, like.group_shapes(model_part), strict=True):
+        if like.layout.stage < 3 and model_part.is_muon(group) and len({*shapes.values()}) > 1:
             message = "trained with Muon, whose parameters stages 1 and 2 order by size"
             raise UnsupportedError(
                 f"{message}: give a checkpoint of stage 3 with {Option('like')}", path=path

@@ -83,7 +83,7 @@ class Categories:
         if reason is not None:
             raise UnsupportedError(f"'{name}' cannot be cut anew: {show(reason)}")
         told = f"'{names.UNIVERSAL_INFO}'"
-        return cut_as_told(name, shards, ranks, told, partial(self._cut, name))
+        return cut_by_rule(name, shards, ranks, told, partial(self._cut, name))
 
     def is_default(self, name: str) -> bool:
         """Tell whether a parameter is in no list, but perhaps that of rows."""
@@ -148,7 +148,7 @@ def _sizes(node: Node) -> Sequence[int]:
     return node  # type: ignore[no-any-return]
 
 
-def cut_as_told(
+def cut_by_rule(
     name: str,
     shards: Mapping[int, Shape],
     ranks: int,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from streamshard.formats.checkpoint import Reading
-from streamshard.formats.deepspeed.model_parallel.parts import ModelParts
+from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts
 from streamshard.formats.deepspeed.model_parallel.recut_checkpoint import MadeTensor, cutting_of
 from streamshard.layout.cutting import Cutting
 from streamshard.layout.model_cut import recut, whole_cut
@@ -33,10 +33,10 @@ class CopiesInParts:
         """Name the parts of the model that a holder's copy of a tensor is in."""
         tensors = self.source.checkpoint.tensors
         rows = self.made[number][min(holder, self.holders[number] - 1)].rows
-        return sorted({tensors[row].family for row in rows})
+        return sorted({tensors[row].model_part for row in rows})
 
 
-def copies_in_parts(source: Reading, parts: ModelParts) -> CopiesInParts:
+def copies_in_parts(source: Reading, parts: ModelInParts) -> CopiesInParts:
     """Find all tensors that several parts of the model hold, with all their states."""
     checkpoint, index = source.checkpoint, source.checkpoint.tensor_index()
     states = sorted({t.state for t in checkpoint.tensors if t.state not in (BLOB, FILE)})
@@ -50,7 +50,7 @@ def copies_in_parts(source: Reading, parts: ModelParts) -> CopiesInParts:
         recuts = [recut(one, 0, cut, holder=holder) for holder in range(count)]
         for state in states:
             keys = [
-                [(checkpoint.families[m].name, state, name) for m in each.ranks.tolist()]
+                [(checkpoint.model_parts[m].name, state, name) for m in each.ranks.tolist()]
                 for each in recuts
                 if each is not None
             ]

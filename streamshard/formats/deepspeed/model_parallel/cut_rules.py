@@ -18,7 +18,7 @@ from typing import Final
 
 from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedError, UsageError
 from streamshard.formats.deepspeed.model_parallel.categories import (
-    cut_as_told,
+    cut_by_rule,
     even_widths,
     joined,
     replicated,
@@ -86,7 +86,7 @@ class CutRules:
             patterns = " and ".join(f"'{pattern}'" for pattern, _ in found[:2])
             raise UsageError(f"{self._named}: two rules match '{name}': {patterns}; leave one")
         (_, rule), *_ = found
-        return cut_as_told(name, shards, ranks, self._named, partial(_OneRule.cut, rule))
+        return cut_by_rule(name, shards, ranks, self._named, partial(_OneRule.cut, rule))
 
 
 def _read(text: str, named: str) -> Iterator[tuple[str, _OneRule]]:

@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import Final
 
 from streamshard.errors import IncompleteError
-from streamshard.formats.checkpoint import Family
+from streamshard.formats.checkpoint import ModelPart
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import LAYER_FILE
 
@@ -30,10 +30,10 @@ class Listed:
     buffers: Collection[str]
 
 
-def listed_in(family: Family) -> Listed:
+def listed_in(model_part: ModelPart) -> Listed:
     """Return what the file of a part of the model lists."""
-    trained = [name for group in family.groups for name in group.params]
-    return Listed(trained, family.model_state.get(names.BUFFER_NAMES) or [])
+    trained = [name for group in model_part.groups for name in group.params]
+    return Listed(trained, model_part.model_state.get(names.BUFFER_NAMES) or [])
 
 
 def missing_layers(

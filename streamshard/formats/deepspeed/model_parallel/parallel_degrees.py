@@ -55,7 +55,7 @@ class Degrees:
 
 def is_pipeline(checkpoint: Checkpoint) -> bool:
     """Tell whether the weights of each layer are in a separate file."""
-    state = checkpoint.families[0].model_state
+    state = checkpoint.model_parts[0].model_state
     return names.MODULE_STATE in state and state[names.MODULE_STATE] is None
 
 
@@ -83,12 +83,12 @@ def degrees_of(checkpoint: Checkpoint) -> Degrees:
 
     DeepSpeed saves them since 0.19.5; before, only the files show them.
     """
-    parts, tensor = len(checkpoint.families), len(checkpoint.families)
+    parts, tensor = len(checkpoint.model_parts), len(checkpoint.model_parts)
     if is_pipeline(checkpoint):
         matches = filter(None, map(LAYER_FILE.fullmatch, _layer_files(checkpoint)))
         tensor = max((int(match[2] or 0) + 1 for match in matches), default=1)
     found = Degrees(tensor, parts // tensor)
-    said = checkpoint.families[0].model_state.get(names.PARALLEL_DEGREES)
+    said = checkpoint.model_parts[0].model_state.get(names.PARALLEL_DEGREES)
     if isinstance(said, dict):
         saved = said.get("tp_degree"), said.get("pp_degree")
         if saved != (found.tensor, found.pipeline) or found.parts != parts:

@@ -1,11 +1,11 @@
-"""The parts of the model that a checkpoint's families are, tensor by tensor: a cut of each."""
+"""The parts of the model that a checkpoint's model parts are, tensor by tensor: a cut of each."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from streamshard.errors import DisagreementError, Option, UnsupportedError
-from streamshard.formats.checkpoint import Checkpoint, Family, ModuleEntry
+from streamshard.formats.checkpoint import Checkpoint, ModelPart, ModuleEntry
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.affine_maps import AffineMaps, has_maps
 from streamshard.formats.deepspeed.model_parallel.categories import Categories, has_categories
@@ -26,17 +26,17 @@ _HELD = (_TRAINED, "frozen", "buffer", "loose")
 
 @dataclass(frozen=True, slots=True)
 class HeldTensor:
-    """A parameter or buffer, with its shape in each family that has it."""
+    """A parameter or buffer, with its shape in each model part that has it."""
 
     kind: str
     shapes: Mapping[int, Shape]
-    """Family's number → shape there."""
+    """Model part's number → shape there."""
     group: int | None
     """Number of the param group that trains it."""
 
 
-class ModelParts:
-    """The families of a checkpoint as parts of one model."""
+class ModelInParts:
+    """The model parts of a checkpoint as parts of one model."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class ModelParts:
         *,
         keeps_shards: bool = False,
     ) -> None:
-        """Check that the families can be taken for that.
+        """Check that the model parts can be taken for that.
 
         Parameters
         ----------
@@ -64,7 +64,9 @@ class ModelParts:
         self._known: dict[str, ModelCut] = {}
 
     def _told_cuts(self, rules: CutRules | None) -> AffineMaps | Categories | CutRules | None:
-        told, *others = (f.model_state.get(names.UNIVERSAL_INFO) for f in self.checkpoint.families)
+        told, *others = (
+            f.model_state.get(names.UNIVERSAL_INFO) for f in self.checkpoint.model_parts
+        )
         if self.degrees.tensor == 1 or self.keeps_shards:
             return None
         if rules is not None:
@@ -85,37 +87,37 @@ class ModelParts:
     def _held(self) -> Iterator[tuple[str, HeldTensor]]:
         found: dict[str, dict[int, Shape]] = {}
         kinds: dict[str, tuple[str, int | None]] = {}
-        for number, family in enumerate(self.checkpoint.families):
-            for name, kind, shape, group in self._of_family(family):
+        for number, model_part in enumerate(self.checkpoint.model_parts):
+            for name, kind, shape, group in self._of_model_part(model_part):
                 found.setdefault(name, {})[number] = shape
                 known = kinds.setdefault(name, (kind, group))
                 if known != (kind, group):
                     _require_elements(name, number, shape)
                     _require_elements(name, *next(iter(found[name].items())))
                     places = _place(*known), _place(kind, group)
-                    message = f"'{name}' is {places[0]}, in {family.name} {places[1]}"
+                    message = f"'{name}' is {places[0]}, in {model_part.name} {places[1]}"
                     raise DisagreementError(message)
         for name, shapes in found.items():
             yield name, HeldTensor(kinds[name][0], shapes, kinds[name][1])
 
-    def _of_family(self, family: Family) -> Iterator[tuple[str, str, Shape, int | None]]:
-        shapes = self.checkpoint.group_shapes(family)
-        for group, members in zip(family.groups, shapes, strict=True):
+    def _of_model_part(self, model_part: ModelPart) -> Iterator[tuple[str, str, Shape, int | None]]:
+        shapes = self.checkpoint.group_shapes(model_part)
+        for group, members in zip(model_part.groups, shapes, strict=True):
             for name, shape in members.items():
                 yield name, _TRAINED, shape, group.number
-        for entry in family.module:
+        for entry in model_part.module:
             if entry.kind in _HELD and entry.kind != _TRAINED:
                 yield entry.name, entry.kind, entry.shape, None
 
     def cut(self, name: str) -> ModelCut:
-        """Return how a tensor is cut among the families."""
+        """Return how a tensor is cut among the model parts."""
         if name not in self._known:
             self._known[name] = self._cut_of(name)
         return self._known[name]
 
     def _cut_of(self, name: str) -> ModelCut:
         held = self.tensors[name]
-        count = len(self.checkpoint.families)
+        count = len(self.checkpoint.model_parts)
         first = next(iter(held.shapes.values()))
         if self.keeps_shards:
             return self._cut_of_shards(name, held)
@@ -181,7 +183,7 @@ class ModelParts:
 
     def _cut_of_shards(self, name: str, held: HeldTensor) -> ModelCut:
         """Return the cut of the elements of all shards, one rank's after the other's."""
-        shards, count = self.shards(name), len(self.checkpoint.families)
+        shards, count = self.shards(name), len(self.checkpoint.model_parts)
         ranks = range(self.degrees.tensor)
         if len(shards) < len(ranks):
             message = f"'{name}' is on {len(shards)} of the {len(ranks)} tensor-parallel ranks"
@@ -194,7 +196,7 @@ class ModelParts:
         )
 
 
-def telling(optimizer_file: Mapping[str, Node], info: Node) -> Mapping[str, Node]:
+def with_cut_info(optimizer_file: Mapping[str, Node], info: Node) -> Mapping[str, Node]:
     """Return an optimizer's file with what it is to hold of how parameters are cut.
 
     DeepSpeed saves there what a parameter has in an attribute of that name, as model files hold it
@@ -231,19 +233,21 @@ def _require_shard(name: str, number: int, mapped: Shape | None, held: Shape | N
 
 def _require_plain(checkpoint: Checkpoint) -> None:
     """Refuse what cannot be cut anew."""
-    families = checkpoint.families
+    model_parts = checkpoint.model_parts
     what = None
     if checkpoint.is_dumps or checkpoint.foreign:
         what = "is no whole checkpoint of DeepSpeed"
     elif not checkpoint.layout.stage:
         what = "was saved without ZeRO (stage 0), whose optimizer does not name its parameters"
-    elif any(f.model_state.get(names.EXPERT_COUNTS) for f in families) or any(
-        group.expert_parallel > 1 for family in families for group in family.groups
+    elif any(f.model_state.get(names.EXPERT_COUNTS) for f in model_parts) or any(
+        group.expert_parallel > 1 for model_part in model_parts for group in model_part.groups
     ):
         what = "has experts"
     elif checkpoint.replicas > 1:
         what = "was trained on sequences cut among ranks"
-    elif any(family.is_muon(group) for family in families for group in family.groups):
+    elif any(
+        model_part.is_muon(group) for model_part in model_parts for group in model_part.groups
+    ):
         what = "was trained with Muon, whose momentum is orthogonal for each rank's own matrix"
     elif any(entry.kind in ("extra", "excluded") for entry in _entries(checkpoint)):
         what = "was saved without frozen weights, or with entries of the module that are no tensors"
@@ -253,5 +257,5 @@ def _require_plain(checkpoint: Checkpoint) -> None:
 
 
 def _entries(checkpoint: Checkpoint) -> Iterator[ModuleEntry]:
-    for family in checkpoint.families:
-        yield from family.module
+    for model_part in checkpoint.model_parts:
+        yield from model_part.module

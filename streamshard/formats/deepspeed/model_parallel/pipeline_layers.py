@@ -97,7 +97,7 @@ def with_layers(checkpoint: Checkpoint, kept: KeptFiles) -> WithLayers:
     raise_first(
         missing_layers(
             PurePosixPath(checkpoint.tag),
-            [listed_in(family) for family in checkpoint.families],
+            [listed_in(model_part) for model_part in checkpoint.model_parts],
             [file.path.name for file in files],
         )
     )
@@ -123,9 +123,9 @@ def with_layers(checkpoint: Checkpoint, kept: KeptFiles) -> WithLayers:
     held = replace(
         checkpoint,
         tensors=tuple(tensors),
-        families=tuple(
-            replace(family, module=tuple(entries[number]))
-            for number, family in enumerate(checkpoint.families)
+        model_parts=tuple(
+            replace(model_part, module=tuple(entries[number]))
+            for number, model_part in enumerate(checkpoint.model_parts)
         ),
         layers=tuple(layers),
         files=tuple(file for file in checkpoint.files if not _layer_in(file.path)),
@@ -143,17 +143,17 @@ def _files(checkpoint: Checkpoint, kept: KeptFiles) -> Iterator["_File"]:
 
 def as_one_module(checkpoint: Checkpoint) -> Checkpoint:
     """Return a pipeline's only stage as if its module were in the model file, not in layers."""
-    family = checkpoint.families[0]
-    buffers = [entry.name for entry in family.module if entry.kind == "buffer"]
+    model_part = checkpoint.model_parts[0]
+    buffers = [entry.name for entry in model_part.module if entry.kind == "buffer"]
     own: dict[str, Node] = {
         names.MODULE_STATE: {},
         names.BUFFER_NAMES: buffers,
         names.SHARED_PARAMS: {},
     }
-    state = {key: own.get(key, node) for key, node in family.model_state.items()}
+    state = {key: own.get(key, node) for key, node in model_part.model_state.items()}
     return replace(
         checkpoint,
-        families=(replace(family, model_state=state),),
+        model_parts=(replace(model_part, model_state=state),),
         layers=(),
     )
 
@@ -211,7 +211,7 @@ class _OneRank:
     def __init__(self, checkpoint: Checkpoint, rank: int, degree: int) -> None:
         self.number = rank
         self._checkpoint = checkpoint
-        states = [family.model_state for family in checkpoint.families]
+        states = [model_part.model_state for model_part in checkpoint.model_parts]
         self._shared: dict[str, str] = {
             k: v for one in states for k, v in (one.get(names.SHARED_PARAMS) or {}).items()
         }
@@ -219,13 +219,15 @@ class _OneRank:
         self._shapes: dict[str, tuple[int, ...]] = {}
         """Of trained parameters."""
         self._known: dict[str, dict[str, int]] = defaultdict(dict)
-        """Beginning of names → the names that stages list, each with the first stage's family."""
+        """Beginning of names → the names that stages list, each with its first model part."""
         self._buffers: dict[str, None] = {}
-        for number in range(rank, len(checkpoint.families), degree):
-            family = checkpoint.families[number]
-            trained = {k: v for held in checkpoint.group_shapes(family) for k, v in held.items()}
+        for number in range(rank, len(checkpoint.model_parts), degree):
+            model_part = checkpoint.model_parts[number]
+            trained = {
+                k: v for held in checkpoint.group_shapes(model_part) for k, v in held.items()
+            }
             self._shapes |= trained
-            listed = family.model_state.get(names.BUFFER_NAMES) or []
+            listed = model_part.model_state.get(names.BUFFER_NAMES) or []
             self._buffers |= dict.fromkeys(listed)
             for name in (*trained, *listed):
                 if beginning := beginning_of(name):
@@ -286,21 +288,21 @@ class _OneRank:
         tensors: list[LogicalTensor],
         parts: list[TensorInFile],
     ) -> Iterator[LayerFile]:
-        """Add the module's tensors to the families' entries and to the tensors.
+        """Add the module's tensors to the model parts' entries and to the tensors.
 
         Yields
         ------
         LayerFile
             Each file, with the tensors in it.
         """
-        first, families = len(tensors), self._checkpoint.families
+        first, model_parts = len(tensors), self._checkpoint.model_parts
         reader = self._reader()
         own = reader.entries(self._shapes)
-        placed = reader.place(own, first=0, family="").whole
+        placed = reader.place(own, first=0, model_part="").whole
         for number, tensor in enumerate(reader.tensors):
             self._rows[tensor.name] = first + number
             parts.append(TensorInFile(*placed[number], tensor.numel, tensor.dtype))
-            tensors.append(replace(tensor, family=families[self._owner(tensor.name)].name))
+            tensors.append(replace(tensor, model_part=model_parts[self._owner(tensor.name)].name))
         for entry in own:
             entries[self._owner(entry.name)].append(entry)
         by_name = {entry.name: entry for entry in own}
@@ -335,7 +337,7 @@ class _OneRank:
         return state
 
     def _owner(self, name: str) -> int:
-        """Return the family of the first stage that lists a tensor of the same layer."""
+        """Return the model part of the first stage that lists a tensor of the same layer."""
         return min(self._known.get(beginning_of(name) or "", {"": self.number}).values())
 
     def copies(
@@ -350,14 +352,14 @@ class _OneRank:
         tensors
             These and the module's.
         """
-        families = self._checkpoint.families
+        model_parts = self._checkpoint.model_parts
         for file, prefix, held in self._taken:
             if prefix is None or not prefix.startswith(_TIED):
                 continue
             for name, tensor in ((f"{prefix}{name}", tensor_of(held[name])) for name in held):
                 if tensor is None or name not in self._rows:
                     continue
-                like = index.get((families[self._owner(name)].name, MASTER, name))
+                like = index.get((model_parts[self._owner(name)].name, MASTER, name))
                 like = self._rows[name] if like is None else like
                 found = tensor.require_contiguous(f"{file.path}: '{name}'")
                 dtype = tensors[like].dtype

@@ -16,7 +16,7 @@ from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.affine_maps import MAPS, map_of
 from streamshard.formats.deepspeed.model_parallel.categories import WIDTHS, by_pattern
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import TENSOR_PARALLEL
-from streamshard.formats.deepspeed.model_parallel.parts import ModelParts
+from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts
 from streamshard.formats.deepspeed.model_parallel.whole_model import made_parts, own_shape
 from streamshard.formats.pickle.inert import Node
 from streamshard.layout.boxes import NotTiledError
@@ -79,7 +79,7 @@ def _even(count: int, ranks: int) -> list[int]:
     return [count // ranks + (rank < count % ranks) for rank in range(ranks)]
 
 
-def at_degree(parts: ModelParts, rule: WidthRule) -> ModelParts | None:
+def at_degree(parts: ModelInParts, rule: WidthRule) -> ModelInParts | None:
     """Return the parts of the same job at another tensor parallel degree, above 1.
 
     Parameters
@@ -109,7 +109,7 @@ def at_degree(parts: ModelParts, rule: WidthRule) -> ModelParts | None:
         for name in cuts
         for held in [next(iter(parts.tensors[name].shapes.values()))]
     }
-    first = parts.checkpoint.families[0]
+    first = parts.checkpoint.model_parts[0]
     info = _info(first.model_state[names.UNIVERSAL_INFO], cuts, widths)
     return None if info is None else made_parts(parts.checkpoint, first, shards, info)
 

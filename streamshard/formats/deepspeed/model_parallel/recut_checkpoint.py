@@ -16,9 +16,9 @@ from streamshard.errors import CorruptFileError, DisagreementError, UnsupportedE
 from streamshard.formats.checkpoint import (
     LIKE,
     Checkpoint,
-    Family,
     FlatState,
     LayerFile,
+    ModelPart,
     ModuleEntry,
     ParamGroup,
     Reading,
@@ -30,9 +30,9 @@ from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
     is_pipeline,
     layer_numbers,
 )
-from streamshard.formats.deepspeed.model_parallel.parts import ModelParts, telling
-from streamshard.formats.deepspeed.read.family import optimizer_tensors
+from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts, with_cut_info
 from streamshard.formats.deepspeed.read.fingerprints import fingerprint
+from streamshard.formats.deepspeed.read.model_part import optimizer_tensors
 from streamshard.formats.deepspeed.read.module_reader import CUT_KEYS
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch.torch_tensor import Storage
@@ -59,7 +59,7 @@ _MUST_AGREE: Final = ("lr_scheduler", "data_sampler", names.RANDOM_LTD, names.DS
 R = TypeVar("R", bound=Reading)
 
 
-def recut_checkpoint(source: R, parts: ModelParts, like: ModelParts) -> R:
+def recut_checkpoint(source: R, parts: ModelInParts, like: ModelInParts) -> R:
     """Cut a checkpoint into the parts of a reference checkpoint, or of `whole_model`.
 
     Parameters
@@ -77,7 +77,7 @@ def recut_checkpoint(source: R, parts: ModelParts, like: ModelParts) -> R:
 class _MergedParts:
     """What the source's parts have in common, beside the reference's."""
 
-    def __init__(self, parts: ModelParts, like: ModelParts) -> None:
+    def __init__(self, parts: ModelInParts, like: ModelInParts) -> None:
         self._parts = parts
         self._like = like
         self._source = parts.checkpoint
@@ -101,7 +101,7 @@ class _MergedParts:
                 )
                 raise DisagreementError(f"'{name}' is {one}, in {LIKE} {two}")
         aliases = [
-            {e.name: e.alias_of for f in c.families for e in f.module if e.kind == "alias"}
+            {e.name: e.alias_of for f in c.model_parts for e in f.module if e.kind == "alias"}
             for c in (self._source, self._like.checkpoint)
         ]
         if aliases[0] != aliases[1]:
@@ -127,21 +127,23 @@ class _MergedParts:
 
     def groups(self) -> list[ParamGroup]:
         """Return a group for each number, with what all parts say of it."""
-        first, *others = self._source.families
-        counts = {len(f.groups) for c in (self._source, self._like.checkpoint) for f in c.families}
+        first, *others = self._source.model_parts
+        counts = {
+            len(f.groups) for c in (self._source, self._like.checkpoint) for f in c.model_parts
+        }
         if len(counts) > 1:
             raise DisagreementError(f"not all parts of it and of {LIKE} have as many param groups")
-        for family in others:
-            if fingerprint(family.optimizer_file) != fingerprint(first.optimizer_file):
+        for model_part in others:
+            if fingerprint(model_part.optimizer_file) != fingerprint(first.optimizer_file):
                 message = "hyper-parameters, the loss scaler or other entries of the optimizer"
-                raise DisagreementError(f"{family.name} and {first.name} differ in {message}")
+                raise DisagreementError(f"{model_part.name} and {first.name} differ in {message}")
         return [self._group(number) for number in range(counts.pop())]
 
     def _group(self, number: int) -> ParamGroup:
-        held = [family.groups[number] for family in self._source.families]
-        for family in self._like.checkpoint.families:
-            if not family.groups[number].params or not any(group.params for group in held):
-                message = f"param group {number} has no parameters in {family.name or 'it'}"
+        held = [model_part.groups[number] for model_part in self._source.model_parts]
+        for model_part in self._like.checkpoint.model_parts:
+            if not model_part.groups[number].params or not any(group.params for group in held):
+                message = f"param group {number} has no parameters in {model_part.name or 'it'}"
                 raise UnsupportedError(f"{message}: a part without some group is not supported")
         filled = [group for group in held if group.params]
         facts = [(group.master_dtype, _facts(group)) for group in filled]
@@ -152,7 +154,7 @@ class _MergedParts:
 
     def model_state(self) -> Mapping[str, Node]:
         """Return the first part's entries, once the others' are known to be alike."""
-        first, *others = (family.model_state for family in self._source.families)
+        first, *others = (model_part.model_state for model_part in self._source.model_parts)
         aside = {*_OF_DEGREES, *CUT_KEYS}
         for other in others:
             for key in {**first, **other}:
@@ -199,10 +201,10 @@ class MadeTensor:
 
 
 class _Building:
-    """Makes the target's families and their tensors."""
+    """Makes the target's model parts and their tensors."""
 
     def __init__(
-        self, source: Reading, parts: ModelParts, like: ModelParts, merging: _MergedParts
+        self, source: Reading, parts: ModelInParts, like: ModelInParts, merging: _MergedParts
     ) -> None:
         self._source = source
         self._checkpoint = source.checkpoint
@@ -212,24 +214,24 @@ class _Building:
         self._index = source.checkpoint.tensor_index()
         self._made: list[MadeTensor] = []
         self._dtypes = {
-            entry.name: entry.dtype for f in self._checkpoint.families for entry in f.module
+            entry.name: entry.dtype for f in self._checkpoint.model_parts for entry in f.module
         }
 
     def made(self) -> tuple[Checkpoint, Cutting]:
         """Make the checkpoint, and find the place of every element of it."""
         groups, state = self._merging.groups(), self._merging.model_state()
-        optimizer = self._checkpoint.families[0].optimizer_file
+        optimizer = self._checkpoint.model_parts[0].optimizer_file
         shapes = {
             name: (self._parts.cut(name), self._like.cut(name)) for name in self._like.tensors
         }
-        families = []
-        for number, family in enumerate(self._like.checkpoint.families):
-            made = self._family(family, groups)
+        model_parts = []
+        for number, model_part in enumerate(self._like.checkpoint.model_parts):
+            made = self._model_part(model_part, groups)
             recuts = {name: self._recut(name, number, *both) for name, both in shapes.items()}
-            for tensor in self._tensors(made, family):
+            for tensor in self._tensors(made, model_part):
                 self._add(tensor, recuts[tensor.name])
-            model, optimizer_file = self._training_state(family, state, optimizer)
-            families.append(replace(made, model_state=model, optimizer_file=optimizer_file))
+            model, optimizer_file = self._training_state(model_part, state, optimizer)
+            model_parts.append(replace(made, model_state=model, optimizer_file=optimizer_file))
         layers = self._layers()
         for number, tensor in enumerate(self._checkpoint.tensors):
             if tensor.state == FILE:
@@ -238,9 +240,9 @@ class _Building:
         checkpoint = replace(
             self._checkpoint,
             tensors=tuple(tensors),
-            families=tuple(families),
+            model_parts=tuple(model_parts),
             layers=layers,
-            saved_parts=len(self._checkpoint.families),
+            saved_parts=len(self._checkpoint.model_parts),
             notes=(*self._checkpoint.notes, *map(Note, self._merging.notes())),
         )
         return checkpoint, cutting_of(self._made, self._source.cutting)
@@ -249,7 +251,7 @@ class _Building:
         """Return the reference's files of layers, with the target's tensors in them."""
         like = self._like.checkpoint
         rows = {
-            (one.tensor.family, one.tensor.name): number
+            (one.tensor.model_part, one.tensor.name): number
             for number, one in enumerate(self._made)
             if one.tensor.state == MODULE
         }
@@ -258,7 +260,7 @@ class _Building:
             if not isinstance(held.content, Whole):
                 return held
             tensor = like.tensors[held.content.tensor]
-            row = rows[tensor.family, tensor.name]
+            row = rows[tensor.model_part, tensor.name]
             return Storage(self._made[row].tensor.dtype, held.numel, Whole(row))
 
         for layer in like.layers:
@@ -270,18 +272,18 @@ class _Building:
             replace(layer, state=state) for layer, state in zip(like.layers, states, strict=True)
         )
 
-    def _family(self, family: Family, groups: Sequence[ParamGroup]) -> Family:
-        """Return a family of the target, without its training state."""
+    def _model_part(self, model_part: ModelPart, groups: Sequence[ParamGroup]) -> ModelPart:
+        """Return a model part of the target, without its training state."""
         entries = tuple(
             replace(entry, dtype=self._dtypes[entry.alias_of or entry.name])
-            for entry in family.module
+            for entry in model_part.module
         )
         merged = tuple(
-            replace(groups[group.number], params=group.params) for group in family.groups
+            replace(groups[group.number], params=group.params) for group in model_part.groups
         )
-        return replace(family, groups=merged, module=entries, param_ids={})
+        return replace(model_part, groups=merged, module=entries, param_ids={})
 
-    def _tensors(self, made: Family, like: Family) -> Iterator[LogicalTensor]:
+    def _tensors(self, made: ModelPart, like: ModelPart) -> Iterator[LogicalTensor]:
         shapes = self._like.checkpoint.group_shapes(like)
         by_name = {name: shape for group in shapes for name, shape in group.items()}
         yield from optimizer_tensors(made.groups, by_name, made.name)
@@ -291,7 +293,7 @@ class _Building:
 
     def _has_module_tensor(self, entry: ModuleEntry) -> bool:
         holder = next(iter(self._parts.tensors[entry.name].shapes))
-        return (self._checkpoint.families[holder].name, MODULE, entry.name) in self._index
+        return (self._checkpoint.model_parts[holder].name, MODULE, entry.name) in self._index
 
     def _recut(self, name: str, number: int, mine: ModelCut, theirs: ModelCut) -> Recut | None:
         try:
@@ -315,8 +317,8 @@ class _Building:
     def _add(self, tensor: LogicalTensor, one: Recut | None) -> None:
         rows = []
         if one is not None:
-            families = self._checkpoint.families
-            keys = [(families[m].name, tensor.state, tensor.name) for m in one.ranks.tolist()]
+            model_parts = self._checkpoint.model_parts
+            keys = [(model_parts[m].name, tensor.state, tensor.name) for m in one.ranks.tolist()]
             rows = [self._index[key] for key in keys]
             for row in rows:
                 if self._checkpoint.tensors[row].dtype != tensor.dtype:
@@ -325,7 +327,7 @@ class _Building:
         self._made.append(MadeTensor(tensor, one, rows))
 
     def _training_state(
-        self, like: Family, state: Mapping[str, Node], optimizer: Mapping[str, Node]
+        self, like: ModelPart, state: Mapping[str, Node], optimizer: Mapping[str, Node]
     ) -> tuple[Mapping[str, Node], Mapping[str, Node]]:
         """Return both files' dicts, with the entries that depend on the degrees."""
         merged = {key: node for key, node in state.items() if key not in _OF_DEGREES}
@@ -334,7 +336,7 @@ class _Building:
         order = [*(key for key in like.model_state if key in merged or key in own), *merged]
         model = {key: own.get(key, merged.get(key)) for key in dict.fromkeys(order)}
         told = like.optimizer_file[names.OPTIMIZER].get(names.UNIVERSAL_INFO)
-        roots = model, telling(optimizer, told)
+        roots = model, with_cut_info(optimizer, told)
         held = [{**root, **self._config(root)} for root in roots]
         made = copied((held[0], held[1]), lambda storage: self._blob(storage, like.name))
         return made[0], made[1]
@@ -350,14 +352,14 @@ class _Building:
             config[TENSOR_PARALLEL] = theirs[TENSOR_PARALLEL]
         return {names.DS_CONFIG: config}
 
-    def _blob(self, storage: Storage, family: str) -> Storage:
-        """Return a storage of a target's family that is one of the source's first family."""
+    def _blob(self, storage: Storage, model_part: str) -> Storage:
+        """Return a storage of the target for one of the source's first model part."""
         content = storage.content
         if not isinstance(content, Whole):
             return Storage(storage.dtype, storage.numel, content)
         number = len(self._made)
         tensor = self._checkpoint.tensors[content.tensor]
-        named = replace(tensor, name=str(number), family=family)
+        named = replace(tensor, name=str(number), model_part=model_part)
         self._made.append(MadeTensor(named, None, [content.tensor]))
         return Storage(storage.dtype, storage.numel, Whole(number))
 

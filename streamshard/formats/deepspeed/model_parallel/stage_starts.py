@@ -15,10 +15,10 @@ from itertools import pairwise
 from typing import Final, TypeAlias
 
 from streamshard.errors import DisagreementError, Option, UnsupportedError, UsageError
-from streamshard.formats.checkpoint import Checkpoint, Family, ModuleEntry, ParamGroup
+from streamshard.formats.checkpoint import Checkpoint, ModelPart, ModuleEntry, ParamGroup
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import layer_numbers
-from streamshard.formats.deepspeed.model_parallel.parts import ModelParts
+from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts
 from streamshard.formats.deepspeed.model_parallel.pipeline_layers import beginning_of, order_of
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch.tree_comparison import show_few
@@ -62,10 +62,10 @@ def count_stages(starts: Sequence[int], degree: int | None) -> int:
 
 def have_equal_stages(one: Checkpoint, other: Checkpoint) -> bool:
     """Tell whether the stages of two checkpoints have the same parameters, in the same order."""
-    return [*map(_params, one.families)] == [*map(_params, other.families)]
+    return [*map(_params, one.model_parts)] == [*map(_params, other.model_parts)]
 
 
-def with_stages(parts: ModelParts, starts: Sequence[int]) -> ModelParts:
+def with_stages(parts: ModelInParts, starts: Sequence[int]) -> ModelInParts:
     """Return the parts of a job whose stages begin at other layers, and that is alike otherwise.
 
     Parameters
@@ -76,53 +76,53 @@ def with_stages(parts: ModelParts, starts: Sequence[int]) -> ModelParts:
         First layer of each stage, ascending from 0.
     """
     checkpoint, degree = parts.checkpoint, parts.degrees.tensor
-    ranks = [_Stages(checkpoint, checkpoint.families[rank::degree]) for rank in range(degree)]
+    ranks = [_Stages(checkpoint, checkpoint.model_parts[rank::degree]) for rank in range(degree)]
     split = zip(*(rank.split(starts) for rank in ranks), strict=True)
-    families = [family for of_stage in split for family in of_stage]
+    model_parts = [model_part for of_stage in split for model_part in of_stage]
     own: dict[str, Node] = {
-        names.MP_WORLD_SIZE: len(families),
+        names.MP_WORLD_SIZE: len(model_parts),
         names.PARALLEL_DEGREES: {"pp_degree": len(starts), "tp_degree": degree},
     }
     named = tuple(
         replace(
-            family,
-            name=names.family(number) if len(families) > 1 else "",
-            model_state={key: own.get(key, node) for key, node in family.model_state.items()},
+            model_part,
+            name=names.model_part(number) if len(model_parts) > 1 else "",
+            model_state={key: own.get(key, node) for key, node in model_part.model_state.items()},
         )
-        for number, family in enumerate(families)
+        for number, model_part in enumerate(model_parts)
     )
-    made = replace(checkpoint, families=named)
-    return ModelParts(_with_tensors(made, checkpoint, degree), keeps_shards=parts.keeps_shards)
+    made = replace(checkpoint, model_parts=named)
+    return ModelInParts(_with_tensors(made, checkpoint, degree), keeps_shards=parts.keeps_shards)
 
 
-def _params(family: Family) -> list[tuple[str, ...]]:
-    return [group.params for group in family.groups]
+def _params(model_part: ModelPart) -> list[tuple[str, ...]]:
+    return [group.params for group in model_part.groups]
 
 
 def _with_tensors(made: Checkpoint, of: Checkpoint, degree: int) -> Checkpoint:
-    """Add the tensors of a checkpoint to its new families.
+    """Add the tensors of a checkpoint to its new model parts.
 
     Parameters
     ----------
     degree
         Count of the tensor-parallel ranks of each stage.
     """
-    rank_of = {family.name: number % degree for number, family in enumerate(of.families)}
-    masters = {(rank_of[t.family], t.name): t for t in of.tensors if t.state == MASTER}
+    rank_of = {model_part.name: number % degree for number, model_part in enumerate(of.model_parts)}
+    masters = {(rank_of[t.model_part], t.name): t for t in of.tensors if t.state == MASTER}
     home = {
-        (number % degree, entry.name): family.name
-        for number, family in enumerate(made.families)
-        for entry in family.module
+        (number % degree, entry.name): model_part.name
+        for number, model_part in enumerate(made.model_parts)
+        for entry in model_part.module
     }
     # `layers` refer to tensors by number.
     tensors = [
-        replace(t, family=home[rank_of[t.family], t.name]) if t.state == MODULE else t
+        replace(t, model_part=home[rank_of[t.model_part], t.name]) if t.state == MODULE else t
         for t in of.tensors
     ]
     tensors += [
-        replace(masters[number % degree, name], family=family.name)
-        for number, family in enumerate(made.families)
-        for params in _params(family)
+        replace(masters[number % degree, name], model_part=model_part.name)
+        for number, model_part in enumerate(made.model_parts)
+        for params in _params(model_part)
         for name in params
     ]
     return replace(made, tensors=tuple(tensors))
@@ -131,9 +131,9 @@ def _with_tensors(made: Checkpoint, of: Checkpoint, degree: int) -> Checkpoint:
 class _Stages:
     """The stages of the source, as one tensor-parallel rank has them."""
 
-    def __init__(self, checkpoint: Checkpoint, families: Sequence[Family]) -> None:
-        self._families = families
-        self._places = [_places(family) for family in families]
+    def __init__(self, checkpoint: Checkpoint, model_parts: Sequence[ModelPart]) -> None:
+        self._model_parts = model_parts
+        self._places = [_places(model_part) for model_part in model_parts]
         self._layers = [{p for p in places if isinstance(p, int)} for places in self._places]
         self._last = max(layer_numbers(checkpoint).union(*self._layers), default=0)
         """Number of the last layer that is known."""
@@ -146,7 +146,7 @@ class _Stages:
         held = [layers for layers in self._layers if layers]
         if any(max(one) >= min(other) for one, other in pairwise(held)):
             raise DisagreementError("its stages do not have one layer after the other")
-        groups = [group for family in self._families for group in family.groups]
+        groups = [group for model_part in self._model_parts for group in model_part.groups]
         if any(list(group.params) != sorted(group.params, key=order_of) for group in groups):
             message = "its optimizer does not have its parameters layer by layer"
             raise UnsupportedError(f"{message}, so their order on other stages is not known")
@@ -154,7 +154,7 @@ class _Stages:
             message = "no stage trains several layers, so in which order one would have them"
             raise UnsupportedError(f"{message} is not known")
 
-    def split(self, starts: Sequence[int]) -> Iterator[Family]:
+    def split(self, starts: Sequence[int]) -> Iterator[ModelPart]:
         """Yield each stage that begins at one of the layers, without name and degrees."""
         if starts[-1] > self._last:
             message = f"{Option(STAGES, starts)}: the last layer that is known is {self._last}"
@@ -166,19 +166,21 @@ class _Stages:
                 message = f"{Option(STAGES, starts)}: stage {stage}, from layer {start} on"
                 raise UsageError(f"{message}, would have no parameters {lacked}; list other layers")
             found.append(made)
-        tells = [_places(family) for family in found]
+        tells = [_places(model_part) for model_part in found]
         homes: list[list[ModuleEntry]] = [[] for _ in found]
-        for entry in (entry for family in self._families for entry in family.module):
+        for entry in (entry for model_part in self._model_parts for entry in model_part.module):
             place = _place(entry.name)
             homes[next((s for s, places in enumerate(tells) if place in places), 0)].append(entry)
-        for family, entries in zip(found, homes, strict=True):
-            yield replace(family, module=tuple(entries))
+        for model_part, entries in zip(found, homes, strict=True):
+            yield replace(model_part, module=tuple(entries))
 
-    def _lacked_by(self, made: Family) -> str | None:
+    def _lacked_by(self, made: ModelPart) -> str | None:
         """Say which parameters a stage must have and lacks: some of each group that is trained."""
         if not any(_params(made)):
             return "to train"
-        trained = {g.number for family in self._families for g in family.groups if g.params}
+        trained = {
+            g.number for model_part in self._model_parts for g in model_part.groups if g.params
+        }
         lacked = (g.number for g in made.groups if g.number in trained and not g.params)
         return next((f"of param group {number}" for number in lacked), None)
 
@@ -187,7 +189,7 @@ class _Stages:
         """End of the layers. The one before stands for all that may follow the last known one."""
         return self._last + 2
 
-    def _stage(self, layers: range) -> Family:
+    def _stage(self, layers: range) -> ModelPart:
         shared = {place for places in self._places for place in places if isinstance(place, str)}
         held = {place for place in sorted(shared) if self._has(place, layers)}
         if len(held) > 1 and layers.start:
@@ -198,9 +200,9 @@ class _Stages:
             place = _place(name)
             return place in held if isinstance(place, str) else place in layers
 
-        first = self._families[0]
+        first = self._model_parts[0]
         groups = tuple(self._group(group, is_held) for group in first.groups)
-        states = [family.model_state for family in self._families]
+        states = [model_part.model_state for model_part in self._model_parts]
         buffers = _chosen((state.get(names.BUFFER_NAMES) or [] for state in states), is_held)
         state = {**first.model_state, names.BUFFER_NAMES: list(buffers)}
         # Only the first stage's file lists tied names. Those of layers that come to it are not
@@ -212,8 +214,8 @@ class _Stages:
     def _group(self, group: ParamGroup, is_held: Callable[[str], bool]) -> ParamGroup:
         held = (
             one.params
-            for family in self._families
-            for one in family.groups
+            for model_part in self._model_parts
+            for one in model_part.groups
             if one.number == group.number
         )
         return replace(group, params=_chosen(held, is_held))
@@ -246,9 +248,9 @@ class _Stages:
         return found
 
 
-def _places(family: Family) -> set[Place]:
+def _places(model_part: ModelPart) -> set[Place]:
     """Return the layers, and the modules that layers share, of which a stage lists tensors."""
-    lists = [*_params(family), family.model_state.get(names.BUFFER_NAMES) or []]
+    lists = [*_params(model_part), model_part.model_state.get(names.BUFFER_NAMES) or []]
     return {_place(name) for one in lists for name in one}
 
 

@@ -10,33 +10,37 @@ from dataclasses import replace
 from functools import partial
 
 from streamshard.errors import UnsupportedError
-from streamshard.formats.checkpoint import Checkpoint, Family, ParamGroup
+from streamshard.formats.checkpoint import Checkpoint, ModelPart, ParamGroup
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.model_parallel.parallel_degrees import (
     TENSOR_PARALLEL,
     is_pipeline,
 )
-from streamshard.formats.deepspeed.model_parallel.parts import ModelParts, telling
+from streamshard.formats.deepspeed.model_parallel.parts import ModelInParts, with_cut_info
 from streamshard.formats.deepspeed.model_parallel.pipeline_layers import in_order, order_of
 from streamshard.formats.pickle.inert import Node
 from streamshard.layout.model_cut import Shape
 from streamshard.model import MASTER, LogicalTensor
 
 
-def whole_model(parts: ModelParts) -> ModelParts:
+def whole_model(parts: ModelInParts) -> ModelInParts:
     """Return the parts, one, of a job that does not cut the model.
 
     Of a pipeline it is a stage that has all layers. What its optimizer's order would be is not
     known, so no job can resume from it.
     """
     checkpoint = parts.checkpoint
-    first = checkpoint.families[0]
+    first = checkpoint.model_parts[0]
     shards = {
         name: [own_shape(name, parts.cut(name).shape, next(iter(held.shapes.values())))]
         for name, held in parts.tensors.items()
     }
     if is_pipeline(checkpoint):
-        held = {entry.name: entry for family in checkpoint.families for entry in family.module}
+        held = {
+            entry.name: entry
+            for model_part in checkpoint.model_parts
+            for entry in model_part.module
+        }
         groups = tuple(map(partial(_with_all_params, checkpoint), first.groups))
         first = replace(first, groups=groups, module=in_order(tuple(held.values())))
     return made_parts(checkpoint, first, shards, None)
@@ -44,10 +48,10 @@ def whole_model(parts: ModelParts) -> ModelParts:
 
 def made_parts(
     checkpoint: Checkpoint,
-    like: Family,
+    like: ModelPart,
     shards: Mapping[str, Sequence[Shape]],
     info: Mapping[str, Node] | None,
-) -> ModelParts:
+) -> ModelInParts:
     """Return the parts of a job that has all that one part has, in other shapes.
 
     Parameters
@@ -70,15 +74,15 @@ def made_parts(
     }
     config = _config(checkpoint.config, count)
     has_told = names.UNIVERSAL_INFO in like.optimizer_file[names.OPTIMIZER]
-    optimizer = telling(like.optimizer_file, info if has_told else None)
-    families, tensors = [], []
+    optimizer = with_cut_info(like.optimizer_file, info if has_told else None)
+    model_parts, tensors = [], []
     for rank in range(count):
-        name = names.family(rank) if count > 1 else ""
+        name = names.model_part(rank) if count > 1 else ""
         entries = (
             replace(entry, shape=shards[entry.alias_of or entry.name][rank])
             for entry in like.module
         )
-        families.append(
+        model_parts.append(
             replace(
                 like,
                 name=name,
@@ -92,13 +96,13 @@ def made_parts(
             for group in like.groups
             for param in group.params
         ]
-    made = replace(checkpoint, families=tuple(families), tensors=tuple(tensors), layers=())
-    return ModelParts(made)
+    made = replace(checkpoint, model_parts=tuple(model_parts), tensors=tuple(tensors), layers=())
+    return ModelInParts(made)
 
 
 def _with_all_params(checkpoint: Checkpoint, group: ParamGroup) -> ParamGroup:
     """Return a param group with the parameters that it has on all stages, layer by layer."""
-    held = [g.params for family in checkpoint.families for g in family.groups
+    held = [g.params for model_part in checkpoint.model_parts for g in model_part.groups
             if g.number == group.number]  # fmt: skip
     found = dict.fromkeys(name for params in held for name in params)
     return replace(group, params=tuple(sorted(found, key=order_of)))

@@ -7,7 +7,7 @@ from typing import Final
 from streamshard.errors import DisagreementError, UnsupportedError, raise_first
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read.fingerprints import Known, fingerprint, fingerprints
-from streamshard.formats.deepspeed.read.rank_files import FamilyFiles, require
+from streamshard.formats.deepspeed.read.rank_files import ModelPartFiles, require
 from streamshard.formats.pickle.inert import GETATTR, Call, Node, show
 from streamshard.formats.torch.tree_comparison import show_few
 
@@ -34,7 +34,7 @@ Facts = Mapping[Node, bytes]
 """Fingerprints of values, by key."""
 
 
-def family_stage(states: Sequence[Mapping[str, Node]], files: FamilyFiles) -> int:
+def model_part_stage(states: Sequence[Mapping[str, Node]], files: ModelPartFiles) -> int:
     """Return the ZeRO stage. Refuse model files that do not fit this stage."""
     stage = stage_of(states, files.optimizer_files)
     if (stage == 3) != (len(files.model_files) > 1 or "zero_pp" in files.model_files[0].name):
@@ -71,7 +71,9 @@ def _enum_value(node: Node) -> Node:
 
 
 def check_world_size(
-    states: Sequence[Mapping[str, Node]], models: Sequence[Mapping[str, Node]], files: FamilyFiles
+    states: Sequence[Mapping[str, Node]],
+    models: Sequence[Mapping[str, Node]],
+    files: ModelPartFiles,
 ) -> None:
     """Refuse a set of files if a file records another count of ranks than there are files."""
     found = len(states)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from streamshard.errors import DisagreementError, Option, UnsupportedError
-from streamshard.formats.checkpoint import LIKE, Family
+from streamshard.formats.checkpoint import LIKE, ModelPart
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.read.rank_files import require
 from streamshard.formats.pickle.inert import Node
@@ -21,8 +21,8 @@ def is_elastic(states: Sequence[Mapping[str, Node]]) -> bool:
     return any(isinstance(state.get(names.BASE_OPTIMIZER), list) for state in states)
 
 
-def make_rigid(
-    states: Sequence[dict[str, Node]], paths: Sequence[Path], like: Family | None
+def expand_elastic_state(
+    states: Sequence[dict[str, Node]], paths: Sequence[Path], like: ModelPart | None
 ) -> None:
     """Replace the list that `elastic_checkpoint` saved by the wrapped optimizer's state dict.
 
@@ -45,10 +45,10 @@ def make_rigid(
         message = "saved with elastic_checkpoint, and the hyper-parameters of"
         raise UnsupportedError(f"{message} {LIKE} are tensors; not supported", path=paths[0])
     for state, path in zip(states, paths, strict=True):
-        state[names.BASE_OPTIMIZER] = _rigid(state, path, groups)
+        state[names.BASE_OPTIMIZER] = _expanded(state, path, groups)
 
 
-def _rigid(state: dict[str, Node], path: Path, groups: Sequence[Mapping[str, Any]]) -> Node:
+def _expanded(state: dict[str, Node], path: Path, groups: Sequence[Mapping[str, Any]]) -> Node:
     held = require(state, names.BASE_OPTIMIZER, path)
     if not isinstance(held, list) or len(held) != len(groups):
         count = f"{len(held)} groups" if isinstance(held, list) else "no elastic_checkpoint"
@@ -66,7 +66,7 @@ def _rigid(state: dict[str, Node], path: Path, groups: Sequence[Mapping[str, Any
     return {"state": {k: v for k, v in enumerate(held) if v}, "param_groups": serialized}
 
 
-def require_same_groups(params: Sequence[Sequence[str]], like: Family, path: Path) -> None:
+def require_same_groups(params: Sequence[Sequence[str]], like: ModelPart, path: Path) -> None:
     """Refuse a reference checkpoint whose param groups hold other parameters.
 
     Parameters

@@ -1,4 +1,4 @@
-"""Opens and compares the model files of a family: one per rank in stage 3, else one."""
+"""Opens and compares the model files of a model part: one per rank in stage 3, else one."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -94,7 +94,7 @@ def _cache_of(like: ParsedModel) -> ParseCache | None:
 
 
 def read_models(sources: SourceFiles, paths: Sequence[Path]) -> list[ModelFile]:
-    """Open a family's model files. Files with the same object are parsed only once."""
+    """Open a model part's model files. Files with the same object are parsed only once."""
     numbers = [sources.add(path) for path in paths]
     sizes = [sources.files[number].nbytes for number in numbers]
     cache = ParseCache()

@@ -43,7 +43,7 @@ class ModuleMap:
 
 
 class ModuleReader:
-    """Reads the model files of one family."""
+    """Reads the model files of one model part."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class ModuleReader:
         """Return the dtype of the trained weights in the module; None if there are none."""
         return next((entry.dtype for entry in entries if entry.kind == "param"), None)
 
-    def place(self, entries: Sequence[ModuleEntry], *, first: int, family: str) -> ModuleMap:
+    def place(self, entries: Sequence[ModuleEntry], *, first: int, model_part: str) -> ModuleMap:
         """Number the module's own tensors from `first` on, and return their places.
 
         Stage 3 saves no module weights of trained parameters: they are casts of the masters.
@@ -185,7 +185,7 @@ class ModuleReader:
             if entry.kind in ("alias", "extra") or is_elsewhere:
                 continue
             index = first + len(self.tensors)
-            tensor = LogicalTensor(MODULE, entry.name, entry.dtype, entry.shape, family)
+            tensor = LogicalTensor(MODULE, entry.name, entry.dtype, entry.shape, model_part)
             self.tensors.append(tensor)
             if self._stage == 3 and entry.kind != "buffer":
                 found.shards[index] = self._frozen_slot(entry, tensor)

@@ -30,7 +30,7 @@ _LEGACY = (
 
 
 @dataclass(frozen=True, slots=True)
-class FamilyFiles:
+class ModelPartFiles:
     """The shards that one data-parallel group of ranks saved."""
 
     mp_rank: int
@@ -45,10 +45,10 @@ class ShardSet:
     """The files of one tag directory that belong together."""
 
     tag_dir: Path
-    families: tuple[FamilyFiles, ...]
+    model_parts: tuple[ModelPartFiles, ...]
     """In order of `mp_rank`."""
     prefix: str
-    model_parts: tuple[Path, ...]
+    module_files: tuple[Path, ...]
     """Weights of pipeline layers and of experts, which do not depend on the data-parallel size."""
     others: tuple[Path, ...]
     """Files of the tag directory that are not DeepSpeed's."""
@@ -77,7 +77,7 @@ class TagFiles:
 
     def __init__(self, tag_dir: Path, paths: Iterable[Path]) -> None:
         self.tag_dir = tag_dir
-        self.families: dict[int, _RankFiles] = {}
+        self.model_parts: dict[int, _RankFiles] = {}
         self.prefixes: dict[str, Path] = {}
         """Prefix of optimizer files → one of these files."""
         self.parts: list[Path] = []
@@ -97,21 +97,21 @@ class TagFiles:
                 self._sort(path, parsed)
 
     def _sort(self, path: Path, parsed: names.RankFile) -> None:
-        family = self.families.setdefault(parsed.mp_rank, _RankFiles())
+        model_part = self.model_parts.setdefault(parsed.mp_rank, _RankFiles())
         if parsed.kind == "model":
-            family.model[parsed.dp_rank] = path
+            model_part.model[parsed.dp_rank] = path
             return
         self.prefixes[parsed.prefix] = path
         if parsed.dp_rank is None:
             return
-        first = family.optimizer.setdefault(parsed.dp_rank, path)
+        first = model_part.optimizer.setdefault(parsed.dp_rank, path)
         if first != path:
             message = f"claims to be of one rank with {first}; move away the set that is older"
             self._doubles.append(IncompleteError(message, path=path))
 
-    def family(self, mp_rank: int) -> _RankFiles:
+    def model_part(self, mp_rank: int) -> _RankFiles:
         """Return the files of one part of the model."""
-        return self.families.get(mp_rank, _RankFiles())
+        return self.model_parts.get(mp_rank, _RankFiles())
 
     def mixed(self) -> Iterator[IncompleteError]:
         """Find files of two runs."""
@@ -138,7 +138,7 @@ class TagFiles:
         is_bf16
             Whether the job trained in bf16, which counts where there is no optimizer file at all.
         """
-        found = self.family(mp_rank)
+        found = self.model_part(mp_rank)
         bf16 = "bf16_" in self.prefixes if self.prefixes else is_bf16
 
         def optimizer_of(rank: int) -> Path:
@@ -202,22 +202,26 @@ def find(tag_dir: Path) -> ShardSet:
     raise_first(found.mixed())
     refuse_files(tag_dir, found.others)
     if not found.prefixes:
-        models = [path for family in found.families.values() for path in family.model.values()]
+        models = [
+            path for model_part in found.model_parts.values() for path in model_part.model.values()
+        ]
         if not models or not is_stage_0(models[0]):
             raise without_shards(tag_dir, models, found.parts)
-    ranks = max(max(family.optimizer, default=-1) for family in found.families.values()) + 1
-    families = []
-    for mp_rank in range(max(found.families) + 1):
+    ranks = (
+        max(max(model_part.optimizer, default=-1) for model_part in found.model_parts.values()) + 1
+    )
+    model_parts = []
+    for mp_rank in range(max(found.model_parts) + 1):
         raise_first(found.incomplete(mp_rank, ranks, f" of at least {ranks}"))
-        own = found.family(mp_rank)
+        own = found.model_part(mp_rank)
         models = [own.model[rank] for rank in ([None] if None in own.model else range(ranks))]
         optimizers = tuple(own.optimizer[rank] for rank in range(ranks))
-        families.append(FamilyFiles(mp_rank, tuple(models), optimizers))
+        model_parts.append(ModelPartFiles(mp_rank, tuple(models), optimizers))
     return ShardSet(
         tag_dir=tag_dir,
-        families=tuple(families),
+        model_parts=tuple(model_parts),
         prefix=next(iter(found.prefixes), ""),
-        model_parts=tuple(found.parts),
+        module_files=tuple(found.parts),
         others=tuple(found.others),
     )
 

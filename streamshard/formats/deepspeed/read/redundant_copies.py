@@ -1,4 +1,4 @@
-"""Compares values that a family's files hold more than once: on each rank, or in two places."""
+"""Compares values that a model part's files hold more than once: on each rank, or in two places."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

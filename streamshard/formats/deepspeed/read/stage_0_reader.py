@@ -13,29 +13,29 @@ All data-parallel ranks hold the same state, and the first one saves it. `load_c
 from collections.abc import Mapping
 
 from streamshard.errors import CorruptFileError, DisagreementError
-from streamshard.formats.checkpoint import Family
+from streamshard.formats.checkpoint import ModelPart
 from streamshard.formats.deepspeed import ds_config, names
-from streamshard.formats.deepspeed.cut.zero_cutting import FamilyMap
-from streamshard.formats.deepspeed.read.family import FamilyReading, adopt_blobs
+from streamshard.formats.deepspeed.cut.zero_cutting import ModelPartMap
 from streamshard.formats.deepspeed.read.model_files import ModelFile, read_models
+from streamshard.formats.deepspeed.read.model_part import ModelPartReading, adopt_blobs
 from streamshard.formats.deepspeed.read.module_reader import ModuleReader
-from streamshard.formats.deepspeed.read.rank_files import FamilyFiles, SourceFiles, require
+from streamshard.formats.deepspeed.read.rank_files import ModelPartFiles, SourceFiles, require
 from streamshard.formats.deepspeed.unsupported import Saved, refuse_uncut
 from streamshard.formats.detect import is_stage_0
 from streamshard.formats.pickle.inert import Node, show
 
 
-def read_family(
-    files: FamilyFiles, sources: SourceFiles, *, name: str, first: int
-) -> FamilyReading:
-    """Open the model file of one family.
+def read_model_part(
+    files: ModelPartFiles, sources: SourceFiles, *, name: str, first: int
+) -> ModelPartReading:
+    """Open the model file of one model part.
 
     Parameters
     ----------
     name
-        Name of the family if the checkpoint has several, else empty.
+        Name of the model part if the checkpoint has several, else empty.
     first
-        Number of the family's first logical tensor in the checkpoint.
+        Number of the model part's first logical tensor in the checkpoint.
     """
     (file,) = read_models(sources, files.model_files)
     model = file.root
@@ -48,13 +48,13 @@ def read_family(
     layout = ds_config.zero_layout(config, stage=0, world_size=_world_size(file))
     module = ModuleReader([file], 0, {})
     entries = module.entries({})
-    where = module.place(entries, first=first, family=name)
+    where = module.place(entries, first=first, model_part=name)
     module.strip_module(entries)
     tensors, whole = list(module.tensors), dict(where.whole)
-    adopt_blobs([model], tensors, whole, first=first, family=name)
-    return FamilyReading(
-        family=Family(name, (), entries, model, {}, {}),
-        family_map=FamilyMap(),
+    adopt_blobs([model], tensors, whole, first=first, model_part=name)
+    return ModelPartReading(
+        model_part=ModelPart(name, (), entries, model, {}, {}),
+        part_map=ModelPartMap(),
         layout=layout,
         tensors=tensors,
         whole=whole,

@@ -76,10 +76,10 @@ def validate(tag_dir: Path, aside: Set[Path]) -> SetErrors:
     found = SetErrors([], errors)
     roots = dict(_readable(files.shards - aside, found.own))
     ranks, models = {}, {}
-    for mp_rank, family in files.families.items():
-        held = {path: roots[path] for path in family.optimizer.values() if path in roots}
+    for mp_rank, model_part in files.model_parts.items():
+        held = {path: roots[path] for path in model_part.optimizer.values() if path in roots}
         ranks[mp_rank] = {p: _state(root) for p, root in held.items() if names.OPTIMIZER in root}
-        models[mp_rank] = {path: roots[path] for path in family.model.values() if path in roots}
+        models[mp_rank] = {path: roots[path] for path in model_part.model.values() if path in roots}
     errors += files.mixed()
     errors += _contradictions(ranks, _facts_of_rank, {PARAM_GROUPS})
     errors += _contradictions(models, _facts_of_model, {names.PARAM_SHAPES})
@@ -92,8 +92,8 @@ def validate(tag_dir: Path, aside: Set[Path]) -> SetErrors:
     ):
         world_size = 0  # stage 0 has no optimizer files
     is_bf16 = any(_trains_in_bf16(root) for own in models.values() for root in own.values())
-    for mp_rank, family in sorted(files.families.items()):
-        known = [rank for rank in (*family.optimizer, *family.model) if rank is not None]
+    for mp_rank, model_part in sorted(files.model_parts.items()):
+        known = [rank for rank in (*model_part.optimizer, *model_part.model) if rank is not None]
         expected = max([world_size, *(rank + 1 for rank in known)])
         errors += files.incomplete(mp_rank, expected, is_bf16=is_bf16)
     errors += _missing_layers(files, models)

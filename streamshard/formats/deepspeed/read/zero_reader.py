@@ -13,14 +13,14 @@ from streamshard.errors import (
     raise_first,
 )
 from streamshard.formats import frameworks
-from streamshard.formats.checkpoint import LIKE, Checkpoint, Family, OtherFile, Reading
+from streamshard.formats.checkpoint import LIKE, Checkpoint, ModelPart, OtherFile, Reading
 from streamshard.formats.deepspeed import names
-from streamshard.formats.deepspeed.cut.family_cut import undo_round_robin
+from streamshard.formats.deepspeed.cut.part_cut import undo_round_robin
 from streamshard.formats.deepspeed.cut.zero_cutting import SourceMap, cut_source
 from streamshard.formats.deepspeed.model_parallel.missing_layers import listed_in, missing_layers
 from streamshard.formats.deepspeed.read import stage_0_reader
 from streamshard.formats.deepspeed.read.agreement import SAME_IN_ALL, disagreements, model_facts
-from streamshard.formats.deepspeed.read.family import FamilyReading, read_family
+from streamshard.formats.deepspeed.read.model_part import ModelPartReading, read_model_part
 from streamshard.formats.deepspeed.read.rank_files import ShardSet, SourceFiles, find
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.pickle.node_checks import of_file
@@ -53,7 +53,7 @@ def read(
             shards = find(tag_dir)
             inside = [
                 (path, f"{tag}/{path.relative_to(tag_dir).as_posix()}")
-                for path in (*shards.model_parts, *shards.others)
+                for path in (*shards.module_files, *shards.others)
             ]
             return _read_shards(tag, shards, [*run_files, *inside], like)
         except UsageError as error:  # in the config that the checkpoint keeps
@@ -77,31 +77,33 @@ def _read_shards(
     tag: str, shards: ShardSet, others: Sequence[tuple[Path, str]], like: Checkpoint | None
 ) -> Reading:
     sources = SourceFiles()
-    readings: list[FamilyReading] = []
+    readings: list[ModelPartReading] = []
     tensors: list[LogicalTensor] = []
-    for number, files in enumerate(shards.families):
-        name = names.family(files.mp_rank) if len(shards.families) > 1 else ""
+    for number, files in enumerate(shards.model_parts):
+        name = names.model_part(files.mp_rank) if len(shards.model_parts) > 1 else ""
         tied = readings[0].tied if readings else {}
         known = partial(_part_of, like, number, shards)
         first = len(tensors)
         if files.optimizer_files:
-            reading = read_family(files, sources, name=name, first=first, tied=tied, like=known)
+            reading = read_model_part(files, sources, name=name, first=first, tied=tied, like=known)
         else:
-            reading = stage_0_reader.read_family(files, sources, name=name, first=first)
+            reading = stage_0_reader.read_model_part(files, sources, name=name, first=first)
         readings.append(reading)
         tensors += readings[-1].tensors
     layout = readings[0].layout
-    _check_families(readings, shards)
-    families = [reading.family for reading in readings]
+    _check_model_parts(readings, shards)
+    model_parts = [reading.model_part for reading in readings]
     if layout.round_robin:
-        families = [undo_round_robin(family, layout.world_size) for family in families]
+        model_parts = [
+            undo_round_robin(model_part, layout.world_size) for model_part in model_parts
+        ]
     whole = {k: v for reading in readings for k, v in reading.whole.items()}
     files_ = _adopt_files(others, sources, tensors, whole)
     checkpoint = Checkpoint(
         tag=tag,
         layout=layout,
         tensors=tuple(tensors),
-        families=tuple(families),
+        model_parts=tuple(model_parts),
         module_dtype=readings[0].module_dtype,
         files=files_,
         notes=(*sources.notes, *dict.fromkeys(note for r in readings for note in r.notes)),
@@ -110,25 +112,25 @@ def _read_shards(
     )
     source_map = SourceMap(
         files=tuple(sources.files),
-        families=tuple(reading.family_map for reading in readings),
+        model_parts=tuple(reading.part_map for reading in readings),
         whole=whole,
         shards={k: v for reading in readings for k, v in reading.shards.items()},
     )
     return cut_source(checkpoint, source_map)
 
 
-def _part_of(like: Checkpoint | None, number: int, shards: ShardSet) -> Family | None:
+def _part_of(like: Checkpoint | None, number: int, shards: ShardSet) -> ModelPart | None:
     """Return a part of the model in a reference checkpoint that has the same parts."""
-    if like is not None and len(like.families) != len(shards.families):
-        message = f"{len(shards.families)} parts of the model, {LIKE}"
-        raise DisagreementError(f"{message} has {len(like.families)}", path=shards.tag_dir)
-    return like.families[number] if like is not None else None
+    if like is not None and len(like.model_parts) != len(shards.model_parts):
+        message = f"{len(shards.model_parts)} parts of the model, {LIKE}"
+        raise DisagreementError(f"{message} has {len(like.model_parts)}", path=shards.tag_dir)
+    return like.model_parts[number] if like is not None else None
 
 
-def _check_families(readings: Sequence[FamilyReading], shards: ShardSet) -> None:
-    """Refuse families that were not saved together, and missing parts of the model."""
-    models = [reading.family.model_state for reading in readings]
-    paths = [files.model_files[0] for files in shards.families]
+def _check_model_parts(readings: Sequence[ModelPartReading], shards: ShardSet) -> None:
+    """Refuse model parts that were not saved together, and missing parts of the model."""
+    models = [reading.model_part.model_state for reading in readings]
+    paths = [files.model_files[0] for files in shards.model_parts]
     keys = (*SAME_IN_ALL, names.DP_WORLD_SIZE)
     facts = {path: model_facts(model, keys) for model, path in zip(models, paths, strict=True)}
     raise_first(disagreements(facts, paths[0]))
@@ -143,27 +145,27 @@ def _check_families(readings: Sequence[FamilyReading], shards: ShardSet) -> None
     if saved != len(models):
         message = f"one of {show(saved)} tensor or pipeline parallel parts of the model"
         raise IncompleteError(f"{message}, but there are files of {len(models)}", path=paths[0])
-    _check_parts(shards, [reading.family for reading in readings])
+    _check_parts(shards, [reading.model_part for reading in readings])
 
 
-def _check_parts(shards: ShardSet, families: Sequence[Family]) -> None:
+def _check_parts(shards: ShardSet, model_parts: Sequence[ModelPart]) -> None:
     """Refuse layer and expert files that cannot be opened, and missing layers and experts."""
-    model = families[0].model_state
-    for path in shards.model_parts:
+    model = model_parts[0].model_state
+    for path in shards.module_files:
         torch_file.read(path, -1)
-    present = {path.name for path in shards.model_parts}
+    present = {path.name for path in shards.module_files}
     if model[names.MODULE_STATE] is None and not present:
         message = "no layer_*-model_states.pt file, in which a pipeline keeps the weights: copy"
         raise IncompleteError(f"{message} them from the nodes that saved them", path=shards.tag_dir)
     if model[names.MODULE_STATE] is None:
-        listed = [listed_in(family) for family in families]
+        listed = [listed_in(model_part) for model_part in model_parts]
         raise_first(missing_layers(shards.tag_dir, listed, present))
     # A training script may keep an entry of this name: then there are neither groups nor files.
-    has_experts = bool(present) or families[0].trains_experts
+    has_experts = bool(present) or model_parts[0].trains_experts
     counts = model.get(names.EXPERT_COUNTS)
     for layer, count in enumerate(counts if isinstance(counts, list) else []):
         for expert in range(count if has_experts and isinstance(count, int) else 0):
-            for files in shards.families:
+            for files in shards.model_parts:
                 wanted = names.expert_file(layer, expert, files.mp_rank)
                 if wanted not in present:
                     message = f"missing; layer {layer} has {count} experts: copy it from the node"

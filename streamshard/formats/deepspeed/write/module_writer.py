@@ -22,7 +22,7 @@ class ModuleWriter:
 
     def __init__(self, target: ZeroTarget) -> None:
         self._source = target.checkpoint
-        self._family = target.family
+        self._model_part = target.model_part
         self._mp_rank = target.mp_rank
         self._layout = target.layout
         self._config = target.config
@@ -31,18 +31,18 @@ class ModuleWriter:
         self._sub_groups = target.cut.sub_groups
         self._index = target.index
         # DeepSpeed clones a model with experts to save it: shapes become tuples, nothing is shared.
-        self._is_cloned = bool(self._family.model_state.get(names.EXPERT_COUNTS))
+        self._is_cloned = bool(self._model_part.model_state.get(names.EXPERT_COUNTS))
         self._shape: Callable[[tuple[int, ...]], Node] = tuple if self._is_cloned else make_size
-        self._entries = {entry.name: entry for entry in self._family.module}
+        self._entries = {entry.name: entry for entry in self._model_part.module}
         self._shapes = {
             t.name: t.shape
             for t in self._source.tensors
-            if t.state == MASTER and t.family == self._family.name
+            if t.state == MASTER and t.model_part == self._model_part.name
         }
 
     def file(self, rank: int | None) -> dict[str, Node]:
         """Build a rank's model file; without a rank, the file that all ranks share."""
-        source = self._family.model_state
+        source = self._model_part.model_state
         module = self._module(source[names.MODULE_STATE])
         if self._layout.stage == 0:
             return self._uncut(module)
@@ -64,7 +64,7 @@ class ModuleWriter:
 
     def _uncut(self, module: Mapping[str, Node]) -> dict[str, Node]:
         """Build the model file of stage 0, which also holds the optimizer's state."""
-        source = self._family.model_state
+        source = self._model_part.model_state
         state: dict[str, Node] = {**source, names.DP_WORLD_SIZE: self._layout.world_size}
         if source[names.MODULE_STATE] is not None:  # it is None with pipeline parallelism
             state[names.MODULE_STATE] = module
@@ -77,7 +77,7 @@ class ModuleWriter:
 
         Client state given to `save_checkpoint` replaces DeepSpeed's own entries.
         """
-        model, optimizer = self._family.model_state, self._family.optimizer_file
+        model, optimizer = self._model_part.model_state, self._model_part.optimizer_file
         if names.DS_CONFIG not in model or names.DS_CONFIG not in optimizer:
             return names.DS_CONFIG in model
         both = model[names.DS_CONFIG], optimizer[names.DS_CONFIG]
@@ -88,7 +88,7 @@ class ModuleWriter:
         # Not `OrderedDict[…]()`: this sets an attribute on the object, which would be saved too.
         module: OrderedDict[str, Node] = OrderedDict()
         vars(module).update(getattr(held, "__dict__", {}))
-        entries = [entry for entry in self._family.module if self._is_held(entry)]
+        entries = [entry for entry in self._model_part.module if self._is_held(entry)]
         kept = {e.name: self._module_entry(e, {}) for e in entries if e.kind != "alias"}
         for entry in entries:
             own = kept.get(entry.name)
@@ -101,7 +101,7 @@ class ModuleWriter:
         Stage 3 saved only the name of an excluded entry, without values. Other stages cannot load
         a weight without values, so the entry is left out, like the excluded weight itself.
         """
-        key = self._family.name, MODULE, entry.name
+        key = self._model_part.name, MODULE, entry.name
         return entry.kind != "excluded" or self._layout.stage == 3 or key in self._index
 
     def shared_params(self, rank: int | None) -> dict[str, str] | None:
@@ -110,13 +110,13 @@ class ModuleWriter:
             return None
         if rank or self._mp_rank:
             return {}
-        buffers = {entry.name for entry in self._family.module if entry.kind == "buffer"}
+        buffers = {entry.name for entry in self._model_part.module if entry.kind == "buffer"}
         tied = {
             entry.name: entry.alias_of
-            for entry in self._family.module
+            for entry in self._model_part.module
             if entry.alias_of and entry.alias_of not in buffers
         }
-        listed = self._family.model_state.get(names.SHARED_PARAMS) or {}
+        listed = self._model_part.model_state.get(names.SHARED_PARAMS) or {}
         if self._layout.stage == 3:
             # There the list alone makes a tie: what only begins at one address must not be in it.
             listed = {name: kept for name, kept in listed.items() if name not in self._entries}
@@ -124,7 +124,7 @@ class ModuleWriter:
 
     def _module_entry(self, entry: ModuleEntry, made: Mapping[str, Node]) -> Node:
         if entry.kind == "extra":
-            return self._family.model_state[names.MODULE_STATE][entry.name]
+            return self._model_part.model_state[names.MODULE_STATE][entry.name]
         if entry.kind != "buffer" and self._layout.stage == 3:
             if entry.kind == "loose" and 0 not in entry.shape:
                 message = (
@@ -151,25 +151,25 @@ class ModuleWriter:
 
     def _entry_content(self, entry: ModuleEntry) -> Whole:
         """Use the module's own bits if the checkpoint has them, else a cast of the masters."""
-        kept = self._index.get((self._family.name, MODULE, entry.name))
+        kept = self._index.get((self._model_part.name, MODULE, entry.name))
         if kept is None or (entry.kind == "param" and entry.dtype != self._module_dtype):
-            kept = self._index[self._family.name, MASTER, entry.name]
+            kept = self._index[self._model_part.name, MASTER, entry.name]
         return Whole(kept)
 
     def _is_stageless(self) -> bool:
         """Tell whether the target trains without a ZeRO stage, as `BF16_Optimizer` can."""
-        held = self._family.model_state[names.PARAM_SHAPES]
+        held = self._model_part.model_state[names.PARAM_SHAPES]
         return held is None and self._layout.bf16_optimizer
 
     def _param_shapes(self) -> list[Node]:
         if self._layout.stage == 3:
             units = [
-                self._family.groups[s.group].params[s.first : s.stop] for s in self._sub_groups
+                self._model_part.groups[s.group].params[s.first : s.stop] for s in self._sub_groups
             ]
         else:
             units = [
                 tuple(group.params[index] for index in flat.order)
-                for group, flat in zip(self._family.groups, self._flat_groups, strict=True)
+                for group, flat in zip(self._model_part.groups, self._flat_groups, strict=True)
                 if group.expert_rank == 0
             ]
         return [OrderedDict((n, self._shape(self._shapes[n])) for n in unit) for unit in units]
@@ -180,7 +180,7 @@ class ModuleWriter:
             return None, None
         shapes: OrderedDict[str, Node] = OrderedDict()
         fragments: OrderedDict[str, Node] = OrderedDict()
-        for entry in self._family.module:
+        for entry in self._model_part.module:
             if entry.kind == "frozen":
                 shapes[entry.name] = self._shape(entry.shape)
                 fragments[entry.name] = self._frozen_fragment(entry, module, rank)
@@ -195,8 +195,8 @@ class ModuleWriter:
         correct as well.
         """
         if self._source.layout.stage > 1:
-            return self._family.model_state.get(names.FROZEN_SHAPES, {}) is None
-        entries = self._family.module
+            return self._model_part.model_state.get(names.FROZEN_SHAPES, {}) is None
+        entries = self._model_part.module
         return not any(entry.kind == "frozen" and 0 not in entry.shape for entry in entries)
 
     def _frozen_fragment(
@@ -207,7 +207,7 @@ class ModuleWriter:
                 return self._module_entry(entry, {})
             return make_tensor(module[entry.name].args[0], entry.shape)
         number, world_size = (
-            self._index[self._family.name, MODULE, entry.name],
+            self._index[self._model_part.name, MODULE, entry.name],
             self._layout.world_size,
         )
         tensor = self._source.tensors[number]

@@ -69,7 +69,7 @@ class OptimizerWriter:
     """Serializes each rank's optimizer file."""
 
     def __init__(self, target: ZeroTarget) -> None:
-        self._family = target.family
+        self._model_part = target.model_part
         self._index = target.index
         self._tensors = target.checkpoint.tensors
         self._members: dict[tuple[int, str], tuple[Ints, Ints]] = {}
@@ -81,7 +81,7 @@ class OptimizerWriter:
 
     def dump(self, rank: int) -> dict[str, Node]:
         """Build a rank's optimizer state alone, as in raw dumps."""
-        source = self._family.optimizer_file
+        source = self._model_part.optimizer_file
         state = self._stage_3(rank) if self._layout.stage == 3 else self._stage_12(rank)
         held = source[names.OPTIMIZER]
         if _keys_of(self._layout) != _keys_of(self._source_layout):
@@ -90,7 +90,7 @@ class OptimizerWriter:
 
     def file(self, rank: int) -> dict[str, Node]:
         """Build a rank's whole optimizer file."""
-        source = self._family.optimizer_file
+        source = self._model_part.optimizer_file
         given = {names.DS_CONFIG: self._config} if names.DS_CONFIG in source else {}
         return {**source, names.OPTIMIZER: self.dump(rank), **given}
 
@@ -128,15 +128,15 @@ class OptimizerWriter:
 
     def _stage_enum(self) -> Node:
         stage = self._layout.stage
-        held = self._family.optimizer_file[names.OPTIMIZER].get(names.ZERO_STAGE)
+        held = self._model_part.optimizer_file[names.OPTIMIZER].get(names.ZERO_STAGE)
         # DeepSpeed before 0.7.0 saved a plain int.
         return stage if isinstance(held, int) else Call(names.STAGE_ENUM, (stage,))
 
     def _stage_12(self, rank: int) -> dict[str, Node]:
         masters, mappings, cuts = [], [], []
         states: dict[int, Node] = {}
-        for group, sharer in self._family.held_by(rank, self._layout):
-            held, flat = self._family.groups[group], self._flat_groups[group]
+        for group, sharer in self._model_part.held_by(rank, self._layout):
+            held, flat = self._model_part.groups[group], self._flat_groups[group]
             cuts.append((flat, sharer))
             own = flat.cut(sharer)
             padding = 0 if self._layout.bf16_optimizer else own.padding
@@ -163,7 +163,7 @@ class OptimizerWriter:
         self, group: int, held: ParamGroup, own: RankPartition, sharer: int
     ) -> dict[str, Node] | None:
         """Build a rank's states of a param group; None if the rank has no entry for the group."""
-        whole = self._family.whole_states(held, self._layout)
+        whole = self._model_part.whole_states(held, self._layout)
         states: dict[str, Node] = {}
         for key, value in (held.states or {}).items():
             if key not in whole:
@@ -186,16 +186,16 @@ class OptimizerWriter:
         return flat.padding(rank)
 
     def _slice_mapping(self, group: ParamGroup, own: RankPartition) -> OrderedDict[str, Node]:
-        params = self._family.serialized(group)
+        params = self._model_part.serialized(group)
         return OrderedDict(
             (params[index], _fragment_address(start, numel)) for index, start, numel in own.recorded
         )
 
     def _stage_3(self, rank: int) -> dict[str, Node]:
         masters, states = [], {}
-        members: list[list[int]] = [[] for _ in self._family.groups]
+        members: list[list[int]] = [[] for _ in self._model_part.groups]
         for unit, sub_group in enumerate(self._sub_groups):
-            held = self._family.groups[sub_group.group]
+            held = self._model_part.groups[sub_group.group]
             members[sub_group.group].append(unit)
             share = self._shards(sub_group, rank, MASTER, held.master_dtype)
             storage = Storage(held.master_dtype, sub_group.numel, share)
@@ -226,7 +226,7 @@ class OptimizerWriter:
 
         Loading does not need it. It is left out if the source's files do not record the ids.
         """
-        ids = self._family.param_ids
+        ids = self._model_part.param_ids
         ends = group.params[sub_group.first], group.params[sub_group.stop - 1]
         if not all(name in ids for name in ends):
             return {}
@@ -235,8 +235,8 @@ class OptimizerWriter:
     def _members_of(self, group: int, state: str) -> tuple[Ints, Ints]:
         """Return the logical tensors of a group's parameters, in its order, and their lengths."""
         if (group, state) not in self._members:
-            params = self._family.groups[group].params
-            tensors = [self._index[self._family.name, state, name] for name in params]
+            params = self._model_part.groups[group].params
+            tensors = [self._index[self._model_part.name, state, name] for name in params]
             numels = [self._tensors[tensor].numel for tensor in tensors]
             found = np.array(tensors, dtype=np.int64), np.array(numels, dtype=np.int64)
             self._members[group, state] = found
@@ -273,7 +273,7 @@ class OptimizerWriter:
         return value
 
     def _inner(self, states: Mapping[int, Node], members: Sequence[list[int]]) -> dict[str, Node]:
-        held = self._family.wrapped_optimizer
+        held = self._model_part.wrapped_optimizer
         groups = [
             {**group, "params": list(params)}
             for group, params in zip(held["param_groups"], members, strict=True)

@@ -34,10 +34,10 @@ class UniversalImages:
 
     def __init__(self, target: ZeroTarget) -> None:
         self._target = target
-        self._family = target.family
+        self._model_part = target.model_part
         self._is_stage_3 = target.layout.stage == 3
         self._index = target.index
-        for group in self._family.groups:
+        for group in self._model_part.groups:
             self._require_loadable(group)
             for name in group.params:
                 _require_directory(name)
@@ -47,14 +47,14 @@ class UniversalImages:
         yield from NativeImages(self._target).models()
         place = f"{self._target.checkpoint.tag}/zero"
         yield FileImage(f"{place}/{_GLOBAL}", serialize(self._global_state()))
-        for group in self._family.groups:
+        for group in self._model_part.groups:
             for name in group.params:
                 for key, node in self._states(group, name):
                     yield FileImage(f"{place}/{name}/{key}.pt", serialize(node))
 
     def _states(self, group: ParamGroup, name: str) -> Iterator[tuple[str, Node]]:
         for key, dtype in {MASTER: group.master_dtype, **group.flat_states()}.items():
-            number = self._index[self._family.name, key, name]
+            number = self._index[self._model_part.name, key, name]
             tensor = self._target.checkpoint.tensors[number]
             storage = Storage(dtype, tensor.numel, Whole(number))
             shape = (tensor.numel,) if self._is_stage_3 else tensor.shape
@@ -85,12 +85,12 @@ class UniversalImages:
         }
 
     def _without_shards(self, entry: Mapping[str, Node]) -> dict[str, Node]:
-        flat = {key for group in self._family.groups for key in group.flat_states()}
+        flat = {key for group in self._model_part.groups for key in group.flat_states()}
         return {key: value for key, value in entry.items() if key not in flat}
 
     def _require_loadable(self, group: ParamGroup) -> None:
         """Refuse states on which the loader would fail, or which it would lose."""
-        if self._family.is_muon(group):
+        if self._model_part.is_muon(group):
             message = "Muon's momentum is in no form that DeepSpeed's universal loader knows"
             raise UnsupportedError(message)
         states = group.states or {}

@@ -34,7 +34,7 @@ class FileImage:
 
 
 class WholeImages:
-    """Serializes the only file of a family that was trained without ZeRO (stage 0)."""
+    """Serializes the only file of a model part that was trained without ZeRO (stage 0)."""
 
     def __init__(self, target: ZeroTarget) -> None:
         self._target = target
@@ -56,7 +56,7 @@ class WholeImages:
 
 
 class NativeImages:
-    """Serializes the files of a family one by one: model files, then optimizer files."""
+    """Serializes the files of a model part one by one: model files, then optimizer files."""
 
     def __init__(self, target: ZeroTarget) -> None:
         self._target = target

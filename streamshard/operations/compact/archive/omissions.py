@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from streamshard.engine.numeric.cast import cast_between
 from streamshard.errors import UnsupportedError
-from streamshard.formats.checkpoint import Checkpoint, Family
+from streamshard.formats.checkpoint import Checkpoint, ModelPart
 from streamshard.formats.zarr import store_state
 from streamshard.formats.zarr.documents import array_path
 from streamshard.model import FILE, ITEMSIZE, MASTER, MODULE
@@ -29,21 +29,22 @@ def may_follow(checkpoint: Checkpoint) -> list[Candidate]:
     index = checkpoint.tensor_index()
     return [
         found
-        for family in checkpoint.families
-        for entry in family.module
+        for model_part in checkpoint.model_parts
+        for entry in model_part.module
         if entry.kind == "param"
-        and (found := _candidate(checkpoint, family, entry.name, entry.dtype, index)) is not None
+        and (found := _candidate(checkpoint, model_part, entry.name, entry.dtype, index))
+        is not None
     ]
 
 
 def _candidate(
     checkpoint: Checkpoint,
-    family: Family,
+    model_part: ModelPart,
     name: str,
     dtype: str,
     index: dict[tuple[str, str, str], int],
 ) -> Candidate | None:
-    numbers = [index.get((family.name, state, name)) for state in (MASTER, MODULE)]
+    numbers = [index.get((model_part.name, state, name)) for state in (MASTER, MODULE)]
     if numbers[0] is None or numbers[1] is None:
         return None
     master, weight = (checkpoint.tensors[number] for number in numbers if number is not None)

@@ -52,13 +52,13 @@ def without_states(source: Source, *, at: str, why: str) -> Source:
     Hyper-parameters stay, and so does all training state that is not the optimizer's.
     """
     checkpoint = source.checkpoint
-    groups = [group for family in checkpoint.families for group in family.groups]
+    groups = [group for model_part in checkpoint.model_parts for group in model_part.groups]
     named = [*states_of(checkpoint), *(key for group in groups for key in group.states or ())]
     emptied = replace(
         checkpoint,
-        families=tuple(
-            replace(family, groups=tuple(replace(g, states=None) for g in family.groups))
-            for family in checkpoint.families
+        model_parts=tuple(
+            replace(model_part, groups=tuple(replace(g, states=None) for g in model_part.groups))
+            for model_part in checkpoint.model_parts
         ),
         dropped=Dropped(at, why, tuple(dict.fromkeys(named))),
     )

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from streamshard.engine.run.source_reader import SourceReader
 from streamshard.errors import Option, UnsupportedError
-from streamshard.formats.checkpoint import Family
-from streamshard.formats.deepspeed.cut.family_cut import flat_groups
+from streamshard.formats.checkpoint import ModelPart
+from streamshard.formats.deepspeed.cut.part_cut import flat_groups
 from streamshard.layout.cutting import Segments
 from streamshard.layout.zero import FlatGroup
 from streamshard.model import ITEMSIZE, MASTER, Copies
@@ -39,8 +39,8 @@ def padding_alike(source: Source) -> str:
     index, nbytes = checkpoint.tensor_index(), 0
     reader = SourceReader(source.files)
     try:
-        for family in checkpoint.families:
-            for padding in _paddings(source, family, index):
+        for model_part in checkpoint.model_parts:
+            for padding in _paddings(source, model_part, index):
                 _require_alike(padding, source, reader)
                 nbytes += int(padding.runs.nbytes.sum())
     finally:
@@ -49,18 +49,18 @@ def padding_alike(source: Source) -> str:
 
 
 def _paddings(
-    source: Source, family: Family, index: Mapping[tuple[str, str, str], int]
+    source: Source, model_part: ModelPart, index: Mapping[tuple[str, str, str], int]
 ) -> Iterator[_Padding]:
     layout = source.checkpoint.layout
-    groups = flat_groups(source.checkpoint, family, layout, source.checkpoint.module_dtype)
-    for flat, held in zip(groups, family.groups, strict=True):
+    groups = flat_groups(source.checkpoint, model_part, layout, source.checkpoint.module_dtype)
+    for flat, held in zip(groups, model_part.groups, strict=True):
         states = {MASTER: held.master_dtype} | held.flat_states()
-        whole = family.whole_states(held, layout)
+        whole = model_part.whole_states(held, layout)
         for state, dtype in states.items():
             if state in whole:
                 continue
             is_lean = source.is_elastic or (state == MASTER and not layout.bf16_optimizer)
-            found = [index[family.name, state, name] for name in held.params]
+            found = [index[model_part.name, state, name] for name in held.params]
             behind = _behind(flat, np.array(found, dtype=np.int64), is_lean=is_lean)
             runs = source.cutting.locate(behind, target_itemsize=ITEMSIZE[dtype])
             yield _Padding(f"{state} of param group {held.number}", ITEMSIZE[dtype], runs)

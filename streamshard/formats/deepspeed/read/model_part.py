@@ -1,4 +1,4 @@
-"""Reads one family of a native ZeRO checkpoint: its optimizer and model files."""
+"""Reads one model part of a native ZeRO checkpoint: its optimizer and model files."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from streamshard.errors import CorruptFileError, UnsupportedError
-from streamshard.formats.checkpoint import Family, ParamGroup
+from streamshard.formats.checkpoint import ModelPart, ParamGroup
 from streamshard.formats.deepspeed import ds_config, names
-from streamshard.formats.deepspeed.cut.family_cut import in_own_order
-from streamshard.formats.deepspeed.cut.zero_cutting import FamilyMap
+from streamshard.formats.deepspeed.cut.part_cut import in_own_order
+from streamshard.formats.deepspeed.cut.zero_cutting import ModelPartMap
 from streamshard.formats.deepspeed.ds_versions import Version, recorded_version
 from streamshard.formats.deepspeed.read import elastic_reader
 from streamshard.formats.deepspeed.read.agreement import (
@@ -17,14 +17,14 @@ from streamshard.formats.deepspeed.read.agreement import (
     check_agreement,
     check_world_size,
     disagreement,
-    family_stage,
+    model_part_stage,
 )
 from streamshard.formats.deepspeed.read.model_files import ModelFile, differences, read_models
 from streamshard.formats.deepspeed.read.module_reader import ModuleReader
 from streamshard.formats.deepspeed.read.optimizer_reader import OptimizerReader
 from streamshard.formats.deepspeed.read.rank_files import (
     SAVE_AGAIN,
-    FamilyFiles,
+    ModelPartFiles,
     SourceFiles,
     require,
 )
@@ -44,11 +44,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class FamilyReading:
-    """A family that was read, with its logical tensors and their places in the files."""
+class ModelPartReading:
+    """A model part that was read, with its logical tensors and their places in the files."""
 
-    family: Family
-    family_map: FamilyMap
+    model_part: ModelPart
+    part_map: ModelPartMap
     layout: ZeroLayout
     tensors: Sequence[LogicalTensor]
     """Their numbers in the checkpoint begin with `first`."""
@@ -60,25 +60,25 @@ class FamilyReading:
     notes: Sequence[Note]
 
 
-def read_family(
-    files: FamilyFiles,
+def read_model_part(
+    files: ModelPartFiles,
     sources: SourceFiles,
     *,
     name: str,
     first: int,
     tied: Mapping[str, str],
-    like: Callable[[], Family | None],
-) -> FamilyReading:
-    """Open the shards of one family.
+    like: Callable[[], ModelPart | None],
+) -> ModelPartReading:
+    """Open the shards of one model part.
 
     Parameters
     ----------
     name
-        Name of the family if the checkpoint has several, else empty.
+        Name of the model part if the checkpoint has several, else empty.
     first
-        Number of the family's first logical tensor in the checkpoint.
+        Number of the model part's first logical tensor in the checkpoint.
     tied
-        Tied parameters that the first family's files list: only the first of all ranks saves them.
+        Tied parameters that the first model part's files list: only the first rank saves them.
     like
         Returns the same part of the model in a reference checkpoint of the job; called only if
         these files lack hyper-parameters.
@@ -88,13 +88,13 @@ def read_family(
     models = [file.root for file in model_files]
     both = zip(optimizers, files.optimizer_files, strict=True)
     states = [require(optimizer, names.OPTIMIZER, path) for optimizer, path in both]
-    stage = family_stage(states, files)
+    stage = model_part_stage(states, files)
     config = _config(optimizers[0], models[0])
     refuse(Saved(stage, config, states, files.optimizer_files, models, files.model_files))
     elastic = elastic_reader.is_elastic(states)
     known = like() if elastic else None
     if elastic:
-        elastic_reader.make_rigid(states, files.optimizer_files, known)
+        elastic_reader.expand_elastic_state(states, files.optimizer_files, known)
     check_world_size(states, models, files)
     check_agreement(states, files.optimizer_files)
 
@@ -126,18 +126,18 @@ def read_family(
         *steps_apart(groups, models[0]),
     ]
     require_alike(model_files, entries, stage)
-    module_map = module.place(entries, first=first + len(tensors), family=name)
+    module_map = module.place(entries, first=first + len(tensors), model_part=name)
     tensors += module.tensors
 
     param_ids = optimizer.param_ids([list(unit) for unit in shapes], entries)
-    where = family_map(optimizer, layout, shapes)  # before the next lines strip what it reads
+    where = part_map(optimizer, layout, shapes)  # before the next lines strip what it reads
     strip_optimizer(states[0], stage)
     module.strip(entries)
     whole = dict(module_map.whole)
-    adopt_blobs([models[0], optimizers[0]], tensors, whole, first=first, family=name)
-    return FamilyReading(
-        family=Family(name, groups, entries, models[0], optimizers[0], param_ids),
-        family_map=where,
+    adopt_blobs([models[0], optimizers[0]], tensors, whole, first=first, model_part=name)
+    return ModelPartReading(
+        model_part=ModelPart(name, groups, entries, models[0], optimizers[0], param_ids),
+        part_map=where,
         layout=layout,
         tensors=tensors,
         whole=whole,
@@ -148,21 +148,21 @@ def read_family(
     )
 
 
-def family_map(
+def part_map(
     optimizer: OptimizerReader, layout: ZeroLayout, units: Sequence[Mapping[str, object]]
-) -> FamilyMap:
-    """Return where a family's optimizer keeps its states. Its groups must have been read."""
+) -> ModelPartMap:
+    """Return where a model part's optimizer keeps its states. Its groups must have been read."""
     if layout.stage == 3:
-        return FamilyMap(
+        return ModelPartMap(
             sub_groups=optimizer.slots, sub_group_params=tuple(tuple(unit) for unit in units)
         )
-    return FamilyMap(
+    return ModelPartMap(
         partitions=optimizer.slots, recorded=optimizer.recorded(), stripped=optimizer.strips_states
     )
 
 
 def _param_shapes(
-    models: Sequence[ModelFile], files: FamilyFiles, optimizer: OptimizerReader
+    models: Sequence[ModelFile], files: ModelPartFiles, optimizer: OptimizerReader
 ) -> list[Shapes]:
     """Read names and shapes of the trained parameters, per param group or sub-group."""
     first = models[0].root
@@ -222,7 +222,7 @@ def _with_shapes(units: Sequence[Shapes], module: Node) -> list[Shapes]:
 def _is_round_robin(
     optimizer: OptimizerReader, layout: ZeroLayout, stored: Sequence[Shapes]
 ) -> bool:
-    """Tell whether a family is stored in round-robin order: from its files, if they prove it.
+    """Tell whether a model part is stored in round-robin order: from its files, if they prove it.
 
     At stage 1 the rule is that of the version that the files were made for, which they need not
     record. Elsewhere a known version is not doubted: files that contradict it are refused later.
@@ -256,7 +256,7 @@ def _config(optimizer: Mapping[str, Node], model: Mapping[str, Node]) -> ds_conf
 
 
 def optimizer_tensors(
-    groups: Sequence[ParamGroup], shapes: Mapping[str, tuple[int, ...]], family: str
+    groups: Sequence[ParamGroup], shapes: Mapping[str, tuple[int, ...]], model_part: str
 ) -> list[LogicalTensor]:
     """List the logical tensors of all optimizer states, group by group and state by state.
 
@@ -267,7 +267,7 @@ def optimizer_tensors(
     """
     serialized = {group.number: group.params for group in groups if group.expert_rank == 0}
     tensors = [
-        LogicalTensor(state, name, dtype, shapes[own], family)
+        LogicalTensor(state, name, dtype, shapes[own], model_part)
         for group in groups
         for state, dtype in {MASTER: group.master_dtype, **group.flat_states()}.items()
         for name, own in zip(group.params, serialized[group.number], strict=True)
@@ -296,7 +296,7 @@ def adopt_blobs(
     whole: dict[int, tuple[int, int]],
     *,
     first: int,
-    family: str,
+    model_part: str,
 ) -> None:
     """Turn each storage that is left in the training state into a logical tensor of raw bytes.
 
@@ -311,5 +311,7 @@ def adopt_blobs(
             index = first + len(tensors)
             whole[index] = (storage.file, storage.offset)
             storage.content = Whole(index)
-            tensors.append(LogicalTensor(BLOB, str(adopted), "uint8", (storage.nbytes,), family))
+            tensors.append(
+                LogicalTensor(BLOB, str(adopted), "uint8", (storage.nbytes,), model_part)
+            )
             adopted += 1

@@ -1,9 +1,9 @@
-"""Cuts the parameters of one family as an engine with a given layout does."""
+"""Cuts the parameters of one model part as an engine with a given layout does."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from streamshard.formats.checkpoint import Checkpoint, Family
+from streamshard.formats.checkpoint import Checkpoint, ModelPart
 from streamshard.layout.zero import (
     FlatGroup,
     alignment_unit,
@@ -15,8 +15,8 @@ from streamshard.model import ITEMSIZE, SubGroup, ZeroLayout
 
 
 @dataclass(frozen=True, slots=True)
-class FamilyCut:
-    """How a family is cut."""
+class PartCut:
+    """How a model part is cut."""
 
     flat_groups: Sequence[FlatGroup]
     """One per param group (stages 1 and 2)."""
@@ -24,26 +24,26 @@ class FamilyCut:
     """Across all param groups (stage 3)."""
 
 
-def cut_family(
-    checkpoint: Checkpoint, family: Family, layout: ZeroLayout, module_dtype: str
-) -> FamilyCut:
-    """Cut one family as an engine with this layout does."""
+def cut_model_part(
+    checkpoint: Checkpoint, model_part: ModelPart, layout: ZeroLayout, module_dtype: str
+) -> PartCut:
+    """Cut one model part as an engine with this layout does."""
     if layout.stage < 3:
-        return FamilyCut(flat_groups(checkpoint, family, layout, module_dtype), ())
-    numels = checkpoint.master_numels(family)
+        return PartCut(flat_groups(checkpoint, model_part, layout, module_dtype), ())
+    numels = checkpoint.master_numels(model_part)
     units = sub_groups(
-        [[numels[name] for name in group.params] for group in family.groups],
+        [[numels[name] for name in group.params] for group in model_part.groups],
         world_size=layout.world_size,
         sub_group_size=layout.sub_group_size,
     )
-    return FamilyCut((), units)
+    return PartCut((), units)
 
 
 def flat_groups(
-    checkpoint: Checkpoint, family: Family, layout: ZeroLayout, dtype: str
+    checkpoint: Checkpoint, model_part: ModelPart, layout: ZeroLayout, dtype: str
 ) -> list[FlatGroup]:
-    """Lay out a family's param groups for stages 1 and 2; `dtype` is the module's dtype."""
-    numels = checkpoint.master_numels(family)
+    """Lay out a model part's param groups for stages 1 and 2; `dtype` is the module's dtype."""
+    numels = checkpoint.master_numels(model_part)
     unit = alignment_unit(ITEMSIZE[dtype]) if layout.parameter_alignment else 1
     return [
         flat_group(
@@ -52,17 +52,17 @@ def flat_groups(
             round_robin=layout.round_robin,
             alignment=unit,
         )
-        for group in family.groups
+        for group in model_part.groups
     ]
 
 
-def undo_round_robin(family: Family, world_size: int) -> Family:
+def undo_round_robin(model_part: ModelPart, world_size: int) -> ModelPart:
     """Bring the parameters of every group from the stored order into the group's own order."""
     groups = []
-    for group in family.groups:
+    for group in model_part.groups:
         params = in_own_order(group.params, world_size // group.expert_parallel)
         groups.append(replace(group, params=tuple(params)))
-    return replace(family, groups=tuple(groups))
+    return replace(model_part, groups=tuple(groups))
 
 
 def in_own_order(stored: Sequence[str], world_size: int) -> list[str]:

@@ -10,14 +10,14 @@ import pytest
 import streamshard
 from streamshard.engine.run.work import Region
 from streamshard.operations.transfer import estimate
-from streamshard.operations.transfer.estimate import Outlook, estimate_run
+from streamshard.operations.transfer.estimate import Estimate, estimate_run
 from streamshard.operations.transfer.plan import TransferPlan
 from tests.fabricated import write
 from tests.job import Job
 from tests.test_momentum import MUON
 
 KEYS = {
-    "Outlook": "reads read_bytes writes written_bytes is_upper_bound reread_bytes memory "
+    "Estimate": "reads read_bytes writes written_bytes is_upper_bound reread_bytes memory "
     "time space changes left_out made requests",
     "FileBytes": "path nbytes",
     "MemoryParts": "projected_bytes floor_bytes metadata_bytes workers window_bytes scratch_bytes "
@@ -90,7 +90,7 @@ CASES: dict[str, Callable[[Path], TransferPlan]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_bytes_are_those_that_the_engine_reads_and_writes(case: str, tmp_path: Path) -> None:
     plan = CASES[case](tmp_path)
-    told = plan.outlook(measures_disk=False)
+    told = plan.estimate(measures_disk=False)
     source, files = plan.source, plan.output.writer.passes()[0]()
     read, zeros = np.zeros(len(source.files), dtype=np.int64), 0
     for file in files:
@@ -128,21 +128,21 @@ def test_bytes_are_those_that_the_engine_reads_and_writes(case: str, tmp_path: P
 def test_of_what_is_compressed_whole_files_are_read(tmp_path: Path) -> None:
     store = converted("zstd")(tmp_path)
     plan = streamshard.plan_repartition(store, tmp_path / "out", world_size=5)
-    for file in plan.outlook(measures_disk=False).reads:
+    for file in plan.estimate(measures_disk=False).reads:
         assert file.nbytes == Path(file.path).stat().st_size
 
 
-def parts(told: Outlook, *, made: bool = False) -> dict[str, tuple[int, int]]:
+def parts(told: Estimate, *, made: bool = False) -> dict[str, tuple[int, int]]:
     """Return what is left out, or made, with counts and bytes."""
     return {part.what: (part.count, part.nbytes) for part in (told.made if made else told.left_out)}
 
 
 def test_module_weights_come_and_go_with_the_stage(tmp_path: Path) -> None:
     numel = sum(np.prod(shape) for group in Job().groups for _, shape in group)
-    to_3 = resize(2, 3)(tmp_path / "a").outlook(measures_disk=False)
+    to_3 = resize(2, 3)(tmp_path / "a").estimate(measures_disk=False)
     assert parts(to_3)["module weights"] == (6, 2 * numel)
     assert "module weights" not in parts(to_3, made=True)
-    to_2 = resize(3, 2)(tmp_path / "b").outlook(measures_disk=False)
+    to_2 = resize(3, 2)(tmp_path / "b").estimate(measures_disk=False)
     assert parts(to_2, made=True)["module weights"] == (0, 2 * numel)
     assert "module weights" not in parts(to_2)
 
@@ -153,7 +153,7 @@ def test_files_of_ranks_that_are_gone_are_named(tmp_path: Path) -> None:
     for rank in range(4):
         (run / f"rng_state_{rank}.pth").write_bytes(bytes(rank + 1))
     plan = streamshard.plan_repartition(run, tmp_path / "out", world_size=3)
-    told = plan.outlook(measures_disk=False)
+    told = plan.estimate(measures_disk=False)
     assert parts(told)["rng_state_3.pth"] == (1, 4)
     subjects = {change.subject: change.text for change in told.changes}
     assert "the new job has no rank 3" in subjects["random generators"]
@@ -164,12 +164,14 @@ def test_files_of_ranks_that_are_gone_are_named(tmp_path: Path) -> None:
         subjects[key] for key in ("random generators", "global batch", "data position")
     }
     same = streamshard.plan_repartition(run, tmp_path / "out", world_size=4)
-    assert same.outlook(measures_disk=False).changes == ()
+    assert same.estimate(measures_disk=False).changes == ()
 
 
 def test_an_export_names_what_it_leaves_out(tmp_path: Path) -> None:
     run = write(Job(stage=2), tmp_path / "run")
-    told = streamshard.plan_export(run, tmp_path / "out", frozen=False).outlook(measures_disk=False)
+    told = streamshard.plan_export(run, tmp_path / "out", frozen=False).estimate(
+        measures_disk=False
+    )
     assert {"optimizer state exp_avg", "buffers and frozen weights", "module weights"} <= {
         *parts(told)
     }
@@ -178,13 +180,13 @@ def test_an_export_names_what_it_leaves_out(tmp_path: Path) -> None:
 def test_the_space_after_is_what_there_is_after(tmp_path: Path) -> None:
     run = write(Job(stage=2), tmp_path / "run")
     plan = streamshard.plan_repartition(run, tmp_path / "out", world_size=3)
-    space = plan.outlook(measures_disk=False).space
+    space = plan.estimate(measures_disk=False).space
     assert space is not None
     assert (space.directory, space.begun_bytes) == (str(tmp_path), 0)
     assert space.free_bytes - space.free_after_bytes == plan.report.bytes_written
     plan.run()
     again = streamshard.plan_repartition(run, tmp_path / "out", world_size=3, overwrite=True)
-    after = again.outlook(measures_disk=False).space
+    after = again.estimate(measures_disk=False).space
     assert after is not None
     replaced = sum(512 * path.lstat().st_blocks for path in (tmp_path / "out").rglob("*"))
     assert after.free_after_bytes - after.free_bytes == replaced - plan.report.bytes_written
@@ -194,7 +196,7 @@ def test_the_disk_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
     run = write(Job(stage=2), tmp_path / "run")
     before = sorted(path for path in tmp_path.rglob("*"))
     plan = streamshard.plan_repartition(run, tmp_path / "deep" / "out", world_size=3, verify=True)
-    told = plan.outlook()
+    told = plan.estimate()
     assert told.time is not None
     assert told.time.seconds is not None
     assert told.time.problem is None
@@ -205,11 +207,11 @@ def test_the_disk_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
 
 def test_compressing_takes_its_time(tmp_path: Path) -> None:
     run = write(Job(stage=2), tmp_path / "run")
-    told = streamshard.plan_convert(run, tmp_path / "out", codec="zstd", workers=2).outlook().time
+    told = streamshard.plan_convert(run, tmp_path / "out", codec="zstd", workers=2).estimate().time
     assert told is not None
     assert told.encode_sample_bytes > 1000
     assert told.encode_bytes_per_second > 0
-    plain = streamshard.plan_convert(run, tmp_path / "out").outlook().time
+    plain = streamshard.plan_convert(run, tmp_path / "out").estimate().time
     assert plain is not None
     assert plain.encode_sample_bytes == 0
 

@@ -1,4 +1,4 @@
-"""Tensor parallel parts and experts: each is a data-parallel family or group of its own."""
+"""Tensor parallel parts and experts: each is a data-parallel model part or group of its own."""
 
 import json
 import shutil
