@@ -70,7 +70,7 @@ def read(directory: Path, form: str = pretrained.SAFETENSORS) -> Reading:
     _require_complete(directory / main, tensors, where)
     builder = CuttingBuilder([ITEMSIZE[tensor.dtype] for tensor in tensors])
     for number, (tensor, slot) in enumerate(zip(tensors, slots, strict=True)):
-        builder.place(number, builder.slot(slot), piece_numel=tensor.numel)
+        builder.assign(number, builder.slot(slot), piece_numel=tensor.numel)
     entries = tuple(ModuleEntry(t.name, "weight", t.dtype, t.shape) for t in tensors)
     model_part = ModelPart("", (), entries, {names.MODULE_STATE: OrderedDict()}, {}, {})
     checkpoint = Checkpoint(

@@ -283,7 +283,7 @@ class CuttingBuilder:
         self._pieces += len(slot.files)
         return first
 
-    def place(
+    def assign(
         self, tensor: int, slot: int, *, piece_numel: int, origin: int = 0, lead: int = 0
     ) -> None:
         """Record that a tensor is cut into the pieces of a slot."""
@@ -295,7 +295,7 @@ class CuttingBuilder:
     def place_boxes(self, tensor: int, slot: int, grid: BoxGrid) -> None:
         """Record that a tensor is cut into boxes, which are the pieces of a slot."""
         numel = math.prod(grid.shape)
-        self.place(tensor, slot, piece_numel=numel // grid.runs)
+        self.assign(tensor, slot, piece_numel=numel // grid.runs)
         if not grid.is_one_holder:
             self._grids[tensor] = grid
 

@@ -100,7 +100,7 @@ def _expert_parallel_of(engine: Engine) -> int | None:
     return int(sizes.pop()) if len(sizes) == 1 else None
 
 
-def place_of(engine: Engine) -> tuple[int, int]:
+def rank_and_world_size(engine: Engine) -> tuple[int, int]:
     """Return a rank's number among the model-parallel parts, and among the data-parallel ranks."""
     mpu = engine.mpu
     mp_rank = 0 if mpu is None else mpu.get_model_parallel_rank()

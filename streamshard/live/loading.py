@@ -254,7 +254,7 @@ class Loading:
         """Compare with the live optimizer, unless it is not loaded."""
         engine, loads_states = self._engine, self._options.loads_states
         if loads_states and engine.zero_optimization() and resharding.settings.layout.stage:
-            place = live_engine.place_of(engine)
+            place = live_engine.rank_and_world_size(engine)
             require_same_optimizer(engine.param_names, engine.optimizer, resharding, files, place)
 
 

@@ -16,7 +16,7 @@ from streamshard.formats.pickle import inert, inert_dump
 from streamshard.formats.pickle.inert import Node
 from streamshard.formats.torch import torch_file
 from streamshard.formats.torch.torch_tensor import Storage, storages_in
-from streamshard.formats.torch.tree_comparison import Disparity, SamePlace, compare_nodes
+from streamshard.formats.torch.tree_comparison import BlobPair, Disparity, compare_nodes
 from streamshard.model import Whole
 from tests.formats.graphs import Bag, Colour, Outer, Point, Record, graphs, pickled
 from tests.formats.test_inert import dump, load
@@ -140,10 +140,10 @@ def test_tensors_at_one_place_are_named_for_the_reading(tmp_path: Path) -> None:
         tmp_path / "b", {"x": table[2:5].clone(), "y": [table], "t": table.reshape(2, 5).t()}
     )
     assert list(compare_nodes(one, other, "top")) == [
-        SamePlace("top.x", (0, 4), (0, 0), 6, 2),
-        SamePlace("top.y[0]", (0, 0), (1, 0), 20, 2),
+        BlobPair("top.x", (0, 4), (0, 0), 6, 2),
+        BlobPair("top.y[0]", (0, 0), (1, 0), 20, 2),
         # Not in the order of its elements: the storage is compared as a whole.
-        SamePlace("top.t", (0, 0), (1, 0), 20, 2),
+        BlobPair("top.t", (0, 0), (1, 0), 20, 2),
     ]
 
 
@@ -166,7 +166,7 @@ def test_tensors_that_differ_by_what_is_said_of_them(
 def test_a_storage_without_a_tensor_is_bytes() -> None:
     storages = [Storage("float32", 3, Whole(number)) for number in (4, 5)]
     node, twin = ({"raw": storage} for storage in storages)
-    assert list(compare_nodes(node, twin, "")) == [SamePlace(".raw", (4, 0), (5, 0), 12, 4)]
+    assert list(compare_nodes(node, twin, "")) == [BlobPair(".raw", (4, 0), (5, 0), 12, 4)]
     assert inert_dump.dump(1, lambda _: None)
 
 
@@ -253,6 +253,6 @@ def test_tensors_in_sets_are_known_by_what_they_are() -> None:
         return inert.Call(inert.SET, (order,))
 
     assert list(compare_nodes(held([5, 6]), held([0, 1]), "")) == [
-        SamePlace("[0]", (5, 0), (0, 0), 8, 4),
-        SamePlace("[1]", (6, 0), (1, 0), 12, 4),
+        BlobPair("[0]", (5, 0), (0, 0), 8, 4),
+        BlobPair("[1]", (6, 0), (1, 0), 12, 4),
     ]

@@ -54,7 +54,7 @@ class Flat:
             flat = self._flat(numels)
             first = builder.slot(_slot(number * self.world_size, self.world_size))
             for param, start in zip(ids, flat.starts.tolist(), strict=True):
-                builder.place(param, first, piece_numel=flat.partition_numel, origin=start)
+                builder.assign(param, first, piece_numel=flat.partition_numel, origin=start)
         return builder.build()
 
     def segments(self, groups: Groups, itemsize: int) -> Iterator[Segments]:
@@ -98,7 +98,7 @@ class Shards:
             lead = 0
             for param, numel in zip(ids, numels, strict=True):
                 share = -(-numel // self.world_size)
-                builder.place(param, first, piece_numel=share, lead=lead)
+                builder.assign(param, first, piece_numel=share, lead=lead)
                 lead += share * itemsize
         return builder.build()
 
@@ -142,7 +142,7 @@ class Chunks:
         files = 0
         for param, numel in enumerate(n for numels in groups for n in numels):
             count = -(-numel // self.numel)
-            builder.place(param, builder.slot(_slot(files, count)), piece_numel=self.numel)
+            builder.assign(param, builder.slot(_slot(files, count)), piece_numel=self.numel)
             files += count
         return builder.build()
 

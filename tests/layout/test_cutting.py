@@ -192,7 +192,7 @@ def test_parameters_that_a_rank_owns_a_part_of_come_whole() -> None:
 def test_whole_tensors_and_missing_ones(numel: int) -> None:
     builder = CuttingBuilder([4, 4])
     one = np.array([2], np.int64)
-    builder.place(1, builder.slot(Slot(one, one * 10, one)), piece_numel=numel)
+    builder.assign(1, builder.slot(Slot(one, one * 10, one)), piece_numel=numel)
     assert builder.missing().tolist() == [0]
     copies = builder.build().locate(whole_segment(1, numel), target_itemsize=4)
     assert _rows(copies) == ([(2, 20, 0, 12)] if numel else [])
@@ -244,7 +244,7 @@ def test_parts_of_tensors_of_bytes_lie_where_their_bytes_do(
     builder = CuttingBuilder([1])
     files = np.arange(len(disk), dtype=np.int64)
     slot = builder.slot(Slot(files, np.zeros_like(files), np.full_like(files, piece)))
-    builder.place(0, slot, piece_numel=piece)
+    builder.assign(0, slot, piece_numel=piece)
     numel = data.draw(st.integers(0, len(content) // itemsize))
     start = data.draw(st.integers(0, len(content) - numel * itemsize))
     part = [np.array([number]) for number in (0, start, numel, itemsize)]

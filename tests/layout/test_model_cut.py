@@ -95,7 +95,7 @@ def moved(source: Parts, target: ModelCut, world_size: int, holder: int = 0) -> 
         files = np.arange(first, first + world_size)
         offsets = np.full(world_size, HEADER)
         slot = inner.slot(Slot(files, offsets, np.zeros(world_size, np.int64)))
-        inner.place(rank, slot, piece_numel=share)
+        inner.assign(rank, slot, piece_numel=share)
     outer, found = CuttingBuilder([8] * len(target.shards)), dict[int, Recut]()
     for rank in range(len(target.shards)):
         one = recut(target, rank, source.cut, holder=holder)

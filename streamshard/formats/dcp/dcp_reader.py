@@ -278,7 +278,7 @@ def _cutting(root: Path, held: Sequence[tuple[str, SavedTensor, TensorPlaces]]) 
     for number, (key, saved, places) in enumerate(held):
         if not math.prod(saved.shape):
             nothing = np.zeros(1, dtype=np.int64)
-            builder.place(number, builder.slot(Slot(nothing, nothing, nothing)), piece_numel=1)
+            builder.assign(number, builder.slot(Slot(nothing, nothing, nothing)), piece_numel=1)
             continue
         try:
             grid = grid_of(saved.shape, saved.offsets, saved.sizes)

@@ -131,7 +131,7 @@ class Tensor:
         return self.storage.offset + self.start * ITEMSIZE[self.dtype]
 
     @property
-    def place(self) -> tuple[int, int]:
+    def location(self) -> tuple[int, int]:
         """(file, byte offset): equal for two tensors that began at one address in memory."""
         return self.storage.file, self.offset
 

@@ -22,7 +22,7 @@ class Disparity:
 
 
 @dataclass(frozen=True, slots=True)
-class SamePlace:
+class BlobPair:
     """Bytes of two blobs at the same place in two values. They still have to be compared."""
 
     name: str
@@ -33,7 +33,7 @@ class SamePlace:
     itemsize: int
 
 
-Found = Disparity | SamePlace
+Found = Disparity | BlobPair
 
 _ABSENT: Final = Global("streamshard", "ABSENT")
 """Stands for an element that one of two containers lacks."""
@@ -49,7 +49,7 @@ _LIMIT_AGAIN: Final = 16
 _FREE_BYTES: Final = 1 << 22
 _PAIR_BYTES: Final = 16
 """Bytes that the visit of a pair counts as."""
-_LIMIT_PLACE: Final = 400
+_LIMIT_PATH: Final = 400
 """Most letters of a place in a message."""
 _LIMIT_KEY: Final = 80
 _MOST_KEYS: Final = 8
@@ -57,14 +57,14 @@ _MOST_KEYS: Final = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Place:
+class _KeyPath:
     """The place of a part in a value. Its text is made only for a message, as it may be long."""
 
-    above: "_Place | None"
+    above: "_KeyPath | None"
     step: str
 
-    def below(self, step: str) -> "_Place":
-        return _Place(self, step)
+    def below(self, step: str) -> "_KeyPath":
+        return _KeyPath(self, step)
 
     def __str__(self) -> str:
         steps, place = [], self
@@ -72,11 +72,11 @@ class _Place:
             steps.append(place.step)
             place = place.above
         text = place.step + "".join(reversed(steps))
-        half = _LIMIT_PLACE // 2
-        return text if len(text) <= _LIMIT_PLACE else f"{text[:half]}...{text[-half:]}"
+        half = _LIMIT_PATH // 2
+        return text if len(text) <= _LIMIT_PATH else f"{text[:half]}...{text[-half:]}"
 
 
-Pair = tuple[Node, Node, _Place]
+Pair = tuple[Node, Node, _KeyPath]
 
 
 class _Effort:
@@ -101,7 +101,7 @@ def compare_nodes(left: Node, right: Node, name: str) -> Iterator[Found]:
     try:
         for found in _compare(left, right, name):
             listed += isinstance(found, Disparity)
-            if listed <= _MOST_LISTED or isinstance(found, SamePlace):
+            if listed <= _MOST_LISTED or isinstance(found, BlobPair):
                 yield found
     except SourceError as error:
         listed = min(listed, _MOST_LISTED)
@@ -114,7 +114,7 @@ def _compare(left: Node, right: Node, name: str) -> Iterator[Found]:
     # Both values stay in memory to the end, because `seen` knows their parts by identity.
     (one, size), (other, other_size) = _normal(left), _normal(right)
     effort = _Effort(size + other_size)
-    stack: list[Pair] = [(one, other, _Place(None, name))]
+    stack: list[Pair] = [(one, other, _KeyPath(None, name))]
     seen: set[tuple[int, int]] = set()
     while stack:
         mine, theirs, at = stack.pop()
@@ -176,7 +176,7 @@ def _compare_tensors(left: Tensor, right: Tensor, at: str) -> Found:
             return Disparity(at, "tensors that are laid out in different ways")
         starts, nbytes = (0, 0), left.storage.nbytes
     places = [(_blob(t.storage), start) for t, start in zip((left, right), starts, strict=True)]
-    return SamePlace(at, places[0], places[1], nbytes, itemsize)
+    return BlobPair(at, places[0], places[1], nbytes, itemsize)
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -193,7 +193,7 @@ def _blob(storage: Storage) -> int:
     return storage.content.tensor
 
 
-def _below(one: Node, other: Node, at: _Place, effort: _Effort) -> list[Pair] | None:
+def _below(one: Node, other: Node, at: _KeyPath, effort: _Effort) -> list[Pair] | None:
     """Pair the nodes directly below two nodes; None if the two nodes themselves differ."""
     if type(one) is not type(other):
         return None
@@ -211,7 +211,7 @@ def _below(one: Node, other: Node, at: _Place, effort: _Effort) -> list[Pair] | 
     return [] if _is_same(one, other) else None
 
 
-def _below_calls(one: Call, other: Call, at: _Place, effort: _Effort) -> list[Pair] | None:
+def _below_calls(one: Call, other: Call, at: _KeyPath, effort: _Effort) -> list[Pair] | None:
     sets = _members(one, effort), _members(other, effort)
     if sets[0] is not None and sets[1] is not None and one.function.name == other.function.name:
         return [(sets[0], sets[1], at)]
@@ -247,7 +247,7 @@ def _show_storage(node: Node) -> Node | None:
 
 
 def _below_dicts(
-    one: dict[Node, Node], other: dict[Node, Node], at: _Place, effort: _Effort
+    one: dict[Node, Node], other: dict[Node, Node], at: _KeyPath, effort: _Effort
 ) -> list[Pair]:
     extra = [vars(d) if isinstance(d, OrderedDict) else {} for d in (one, other)]
     found: list[Pair] = [(extra[0], extra[1], at)] if any(extra) else []

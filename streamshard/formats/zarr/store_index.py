@@ -25,7 +25,7 @@ from streamshard.errors import (
 )
 from streamshard.formats import strict_json
 from streamshard.formats.checkpoint import Checkpoint
-from streamshard.formats.links import place_of
+from streamshard.formats.links import resolved_link
 from streamshard.formats.pickle.inert import show
 from streamshard.formats.zarr import store_manifest, store_state
 from streamshard.formats.zarr.chunks import CHECKSUM_BYTES, LIMIT_BYTES, BloscChunk, EncodedChunk
@@ -141,7 +141,7 @@ class StoreIndex:
         self.rewritten: dict[str, RewrittenArray] = {}
         self.not_ours: set[str] = set()
         """Paths of all arrays that another tool rewrote, also of those that cannot be read."""
-        self._place = place_of(root)
+        self._resolved = resolved_link(root)
         self._directories: set[str] = set()
         """Directories that are known to lie in the store, with symbolic links resolved."""
 
@@ -234,7 +234,7 @@ class StoreIndex:
                 offsets=np.zeros(count, dtype=np.int64),
                 numels=np.full(count, numel, dtype=np.int64),
             )
-            builder.place(index, builder.slot(slot), piece_numel=numel)
+            builder.assign(index, builder.slot(slot), piece_numel=numel)
         return builder.build()
 
     def look_at(
@@ -245,7 +245,7 @@ class StoreIndex:
         directory = os.path.dirname(path)  # noqa: PTH120
         try:
             if directory not in self._directories:
-                if not place_of(full.parent).is_relative_to(self._place):
+                if not resolved_link(full.parent).is_relative_to(self._resolved):
                     require_inside(full.parent, self.root)
                 self._directories.add(directory)
             status = examine(full, follows=False)

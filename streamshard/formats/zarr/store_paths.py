@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Final
 
 from streamshard.errors import CorruptFileError, IncompleteError, SourceError
-from streamshard.formats.links import is_inside, place_of
+from streamshard.formats.links import is_inside, resolved_link
 from streamshard.formats.zarr.chunks import require_checksum
 from streamshard.io.entries import examine, read_all
 
@@ -15,7 +15,7 @@ LIMIT_BYTES: Final = 1 << 30
 def require_inside(path: Path, root: Path) -> None:
     """Refuse a path in which a symbolic link leads out of the store."""
     if not is_inside(path, root):
-        message = f"a symbolic link leads out of the store here, to {place_of(path)}"
+        message = f"a symbolic link leads out of the store here, to {resolved_link(path)}"
         raise SourceError(f"{message}; copy the store with 'cp -rL'", path=path)
 
 

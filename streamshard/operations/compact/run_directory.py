@@ -10,7 +10,7 @@ from pathlib import Path
 from streamshard.errors import SourceNotFoundError, StreamshardError, TargetError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.names import step_of
-from streamshard.formats.links import place_of
+from streamshard.formats.links import resolved_link
 from streamshard.io.entries import (
     entries_below,
     examine,
@@ -86,7 +86,7 @@ def look_at(run_dir: Path, before: Run | None = None, pattern: str | None = None
                 named.append(None)
                 problems.append(f"{run_dir / name}: {getattr(error, 'strerror', None) or error}")
         list_ahead(run_dir)
-        links = [place_of(link) for link in _links(run_dir)]
+        links = [resolved_link(link) for link in _links(run_dir)]
         known = {tag.looks: tag for tag in (before.tags if before else ()) if tag.looks}
         hidden = {run_dir / tag for tag in trash_of(run_dir).hidden()}
         entries = sorted(path for path in _candidates(run_dir, named[0]) if path not in hidden)
@@ -131,7 +131,7 @@ def _look_at_units(
 
 def _unit(directory: Path, links: Sequence[Path], known: Mapping[str, Tag]) -> Tag:
     """Describe a whole checkpoint of a framework."""
-    name, here = directory.name, place_of(directory)
+    name, here = directory.name, resolved_link(directory)
     try:
         changed_ns, nbytes, looks = looks_of(directory)
     except OSError as error:
@@ -159,7 +159,7 @@ def _trashed(run_dir: Path, links: Sequence[Path]) -> tuple[Tag, ...]:
     with suppress(TargetError):  # emptying the trash reports this error
         held = trash.tags()
     for name in held:
-        places = [place_of(trash.place_of(name)), place_of(run_dir / name)]
+        places = [resolved_link(trash.place_of(name)), resolved_link(run_dir / name)]
         is_linked = any(place in (link, *link.parents) for link in links for place in places)
         found.append(Tag(name, changed_ns=0, is_linked=is_linked))
     return tuple(found)
@@ -238,7 +238,7 @@ def _tag(entry: Path, run_dir: Path, links: Sequence[Path], known: Mapping[str, 
         if step_of(name) is None:
             return None
         return Tag(name, examine(entry, follows=False).modified_ns, f"{entry}: {error.strerror}")
-    here = place_of(entry)
+    here = resolved_link(entry)
     is_linked = any(link == here or here in link.parents for link in links)
     problem = known[looks].problem if looks in known else _problem(run_dir, name)
     return Tag(name, changed_ns, problem, is_linked, nbytes, looks)

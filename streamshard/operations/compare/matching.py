@@ -12,7 +12,7 @@ from streamshard.errors import UnsupportedError
 from streamshard.formats import frameworks
 from streamshard.formats.checkpoint import Checkpoint, ModelPart
 from streamshard.formats.deepspeed import training_state
-from streamshard.formats.torch.tree_comparison import SamePlace, show_few
+from streamshard.formats.torch.tree_comparison import BlobPair, show_few
 from streamshard.model import BLOB, FILE, MASTER, MODULE, LogicalTensor
 from streamshard.operations.compare.pairing import Pair, Pairing, SideElements
 from streamshard.operations.source.source import Source
@@ -70,7 +70,7 @@ def _pair_training(one: Checkpoint, other: Checkpoint, found: Pairing, *, conver
         _ModulePairing(one, other, model_part, counterpart, found, converted).run()
     found.blob_budget = _blob_budget(one)
     for place in training_state.compare(one, other):
-        if isinstance(place, SamePlace):
+        if isinstance(place, BlobPair):
             _pair_blobs(place, found)
         else:
             found.differ("value", place.name, place.message)
@@ -251,7 +251,7 @@ def _blob_budget(checkpoint: Checkpoint) -> int:
     return _LIMIT_AGAIN * held + _FREE_BYTES
 
 
-def _pair_blobs(place: SamePlace, found: Pairing) -> None:
+def _pair_blobs(place: BlobPair, found: Pairing) -> None:
     """Match one place of the training state; elements that several places share only once."""
     halves = [SideElements(tensor, "uint8", start) for tensor, start in (place.left, place.right)]
     pair = Pair(place.name, halves[0], halves[1], place.nbytes, "uint8", place.itemsize)

@@ -208,7 +208,7 @@ def _panel(ways: Sequence[_Way], number: int, place: int) -> Panel:
         title += f", expert rank {group.expert_rank} of {group.expert_parallel}"
     if model_part.name:
         degrees = known_degrees(checkpoint)
-        part = f" ({degrees.place(number)})" if degrees is not None else ""
+        part = f" ({degrees.position(number)})" if degrees is not None else ""
         title = f"{model_part.name}{part}, {title[0].lower()}{title[1:]}"
     numels = checkpoint.master_numels(model_part)
     counts = len(group.params), sum(numels[name] for name in group.params)

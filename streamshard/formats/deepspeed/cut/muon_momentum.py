@@ -64,7 +64,7 @@ class WholeMomentum:
                 )
                 raise UnsupportedError(message, path=path)
 
-    def place(self, tensors: NDArray[np.int64], builder: CuttingBuilder) -> None:
+    def assign(self, tensors: NDArray[np.int64], builder: CuttingBuilder) -> None:
         """Place the momentum of every parameter.
 
         Parameters
@@ -83,7 +83,7 @@ class WholeMomentum:
                 else:
                     found[param] = (file, offset)
                     piece = Slot(np.array([number]), np.array([offset]), np.array([numel]))
-                    builder.place(int(tensors[param]), builder.slot(piece), piece_numel=numel)
+                    builder.assign(int(tensors[param]), builder.slot(piece), piece_numel=numel)
                 offset += numel * self._itemsize
 
 

@@ -64,12 +64,12 @@ def cut_source(checkpoint: Checkpoint, source_map: SourceMap) -> Reading:
     for tensor, (file, offset) in source_map.whole.items():
         numel = tensors[tensor].numel
         slot = Slot(np.array([file]), np.array([offset]), np.array([numel]))
-        builder.place(tensor, builder.slot(slot), piece_numel=numel)
+        builder.assign(tensor, builder.slot(slot), piece_numel=numel)
     for tensor, slot in source_map.shards.items():
         share = shard_numel(tensors[tensor].numel, checkpoint.layout.world_size)
         name = tensors[tensor].name
         _require_lengths(slot, [share] * len(slot.numels), source_map.files, f"the shard of {name}")
-        builder.place(tensor, builder.slot(slot), piece_numel=share)
+        builder.assign(tensor, builder.slot(slot), piece_numel=share)
     for tensor in builder.missing():
         if tensors[tensor].numel:
             raise CorruptFileError(f"{tensors[tensor].state} of {tensors[tensor].name} is nowhere")
@@ -110,7 +110,7 @@ class _Placing:
                 if self._map.stripped:
                     whole.require_nothing_lost()
                 _require_lengths(slot, whole.lengths(), self._files, what)
-                whole.place(tensors, self._builder)
+                whole.assign(tensors, self._builder)
                 continue
             lengths = [flat.partition_numel] * flat.world_size
             if (self._map.stripped or state == MASTER) and not self._layout.bf16_optimizer:
@@ -118,7 +118,7 @@ class _Placing:
             _require_lengths(slot, lengths, self._files, what)
             first = self._builder.slot(slot)
             for tensor, start in zip(tensors.tolist(), flat.starts.tolist(), strict=True):
-                self._builder.place(tensor, first, piece_numel=flat.partition_numel, origin=start)
+                self._builder.assign(tensor, first, piece_numel=flat.partition_numel, origin=start)
         for rank, recorded in enumerate(self._map.recorded):
             self._require_recorded(recorded, rank, groups)
 
@@ -167,7 +167,7 @@ class _Placing:
             first, held = self._builder.slot(slot), 0
             for tensor, share in zip(params, shares, strict=True):
                 lead = held * ITEMSIZE[tensors[tensor].dtype]
-                self._builder.place(tensor, first, piece_numel=share, lead=lead)
+                self._builder.assign(tensor, first, piece_numel=share, lead=lead)
                 held += share
 
 

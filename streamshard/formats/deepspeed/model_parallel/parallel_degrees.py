@@ -37,10 +37,10 @@ class Degrees:
         """The options that ask for these degrees."""
         return {"tensor_parallel": f"{self.tensor}", "pipeline_parallel": f"{self.pipeline}"}
 
-    def place(self, part: int) -> str:
+    def position(self, part: int) -> str:
         """Name the place of a part of the model; empty if it is the only one.
 
-        >>> Degrees(2, 3).place(5), Degrees(2, 1).place(1)
+        >>> Degrees(2, 3).position(5), Degrees(2, 1).place(1)
         ('stage 2 of 3, tensor rank 1 of 2', 'tensor rank 1 of 2')
         """
         stage, rank = divmod(part, self.tensor)

@@ -113,7 +113,7 @@ def with_layers(checkpoint: Checkpoint, kept: KeptFiles) -> WithLayers:
     entries: dict[int, list[ModuleEntry]] = defaultdict(list)
     for rank in ranks:
         rank.take([file for file in files if file.tensor_rank == rank.number], kept)
-        layers += rank.place(entries, tensors, parts)
+        layers += rank.assign(entries, tensors, parts)
     index, copies = checkpoint.tensor_index(), list[LayerCopy]()
     for copy, part in (found for rank in ranks for found in rank.copies(index, tensors)):
         # Copies lie behind the tensors, and are none of the checkpoint's.
@@ -282,7 +282,7 @@ class _OneRank:
                 return False
         return True
 
-    def place(
+    def assign(
         self,
         entries: Mapping[int, list[ModuleEntry]],
         tensors: list[LogicalTensor],
@@ -298,7 +298,7 @@ class _OneRank:
         first, model_parts = len(tensors), self._checkpoint.model_parts
         reader = self._reader()
         own = reader.entries(self._shapes)
-        placed = reader.place(own, first=0, model_part="").whole
+        placed = reader.assign(own, first=0, model_part="").whole
         for number, tensor in enumerate(reader.tensors):
             self._rows[tensor.name] = first + number
             parts.append(TensorInFile(*placed[number], tensor.numel, tensor.dtype))
@@ -364,7 +364,7 @@ class _OneRank:
                 found = tensor.require_contiguous(f"{file.path}: '{name}'")
                 dtype = tensors[like].dtype
                 copy = LayerCopy(file.path, name, found.dtype, found.numel, -1, like, dtype)
-                yield copy, TensorInFile(*found.place, found.numel, found.dtype)
+                yield copy, TensorInFile(*found.location, found.numel, found.dtype)
 
     def notes(self) -> Iterator[str]:
         """Say what no file holds."""

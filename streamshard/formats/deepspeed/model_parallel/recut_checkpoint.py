@@ -373,7 +373,7 @@ def cutting_of(made: Sequence[MadeTensor], of: Cutting) -> Cutting:
         if one.recut is not None:
             builder.place_boxes(number, slot, one.recut.grid)
         elif len(rows) or not one.tensor.numel:
-            builder.place(number, slot, piece_numel=one.tensor.numel)
+            builder.assign(number, slot, piece_numel=one.tensor.numel)
     for number in builder.missing().tolist():
         tensor = made[number].tensor
         raise CorruptFileError(f"{tensor.state} of '{tensor.name}' is nowhere")

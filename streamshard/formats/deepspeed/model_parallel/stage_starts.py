@@ -29,7 +29,7 @@ STAGES: Final = "stages"
 """The option that tells with which layers stages begin."""
 _MOST_LAYERS: Final = 1_000_000
 """More layers than any model has."""
-Place: TypeAlias = int | str
+LayerKey: TypeAlias = int | str
 """A layer's number, or what the names of a module begin with that layers share."""
 
 
@@ -133,8 +133,8 @@ class _Stages:
 
     def __init__(self, checkpoint: Checkpoint, model_parts: Sequence[ModelPart]) -> None:
         self._model_parts = model_parts
-        self._places = [_places(model_part) for model_part in model_parts]
-        self._layers = [{p for p in places if isinstance(p, int)} for places in self._places]
+        self._layer_keys = [_layer_keys(model_part) for model_part in model_parts]
+        self._layers = [{p for p in keys if isinstance(p, int)} for keys in self._layer_keys]
         self._last = max(layer_numbers(checkpoint).union(*self._layers), default=0)
         """Number of the last layer that is known."""
         if self._last >= _MOST_LAYERS:
@@ -150,7 +150,7 @@ class _Stages:
         if any(list(group.params) != sorted(group.params, key=order_of) for group in groups):
             message = "its optimizer does not have its parameters layer by layer"
             raise UnsupportedError(f"{message}, so their order on other stages is not known")
-        if all(len(set(map(_place, group.params))) < 2 for group in groups):
+        if all(len(set(map(_layer_key, group.params))) < 2 for group in groups):
             message = "no stage trains several layers, so in which order one would have them"
             raise UnsupportedError(f"{message} is not known")
 
@@ -166,11 +166,11 @@ class _Stages:
                 message = f"{Option(STAGES, starts)}: stage {stage}, from layer {start} on"
                 raise UsageError(f"{message}, would have no parameters {lacked}; list other layers")
             found.append(made)
-        tells = [_places(model_part) for model_part in found]
+        tells = [_layer_keys(model_part) for model_part in found]
         homes: list[list[ModuleEntry]] = [[] for _ in found]
         for entry in (entry for model_part in self._model_parts for entry in model_part.module):
-            place = _place(entry.name)
-            homes[next((s for s, places in enumerate(tells) if place in places), 0)].append(entry)
+            key = _layer_key(entry.name)
+            homes[next((s for s, keys in enumerate(tells) if key in keys), 0)].append(entry)
         for model_part, entries in zip(found, homes, strict=True):
             yield replace(model_part, module=tuple(entries))
 
@@ -190,15 +190,15 @@ class _Stages:
         return self._last + 2
 
     def _stage(self, layers: range) -> ModelPart:
-        shared = {place for places in self._places for place in places if isinstance(place, str)}
-        held = {place for place in sorted(shared) if self._has(place, layers)}
+        shared = {key for keys in self._layer_keys for key in keys if isinstance(key, str)}
+        held = {key for key in sorted(shared) if self._has(key, layers)}
         if len(held) > 1 and layers.start:
             message = f"the stage from layer {layers.start} on has {show_few(sorted(held))}, which"
             raise UnsupportedError(f"{message} several layers share: not known which it uses first")
 
         def is_held(name: str) -> bool:
-            place = _place(name)
-            return place in held if isinstance(place, str) else place in layers
+            key = _layer_key(name)
+            return key in held if isinstance(key, str) else key in layers
 
         first = self._model_parts[0]
         groups = tuple(self._group(group, is_held) for group in first.groups)
@@ -224,7 +224,7 @@ class _Stages:
         """Tell whether some of the layers use a module that several layers share."""
         within = set(layers)
         users = [
-            self._may_use(stage) for stage, places in enumerate(self._places) if shared in places
+            self._may_use(stage) for stage, keys in enumerate(self._layer_keys) if shared in keys
         ]
         if any(one <= within for one in users):
             return True
@@ -248,16 +248,16 @@ class _Stages:
         return found
 
 
-def _places(model_part: ModelPart) -> set[Place]:
+def _layer_keys(model_part: ModelPart) -> set[LayerKey]:
     """Return the layers, and the modules that layers share, of which a stage lists tensors."""
     lists = [*_params(model_part), model_part.model_state.get(names.BUFFER_NAMES) or []]
-    return {_place(name) for one in lists for name in one}
+    return {_layer_key(name) for one in lists for name in one}
 
 
-def _place(name: str) -> Place:
+def _layer_key(name: str) -> LayerKey:
     """Return where a name belongs.
 
-    >>> _place("12.up.weight"), _place("tied_modules.embed.weight")
+    >>> _layer_key("12.up.weight"), _layer_key("tied_modules.embed.weight")
     (12, 'tied_modules.embed.')
     """
     beginning = beginning_of(name) or ""
@@ -279,7 +279,7 @@ def _chosen(lists: Iterable[Iterable[str]], is_held: Callable[[str], bool]) -> t
 def _ties(tied: Mapping[str, str], is_held: Callable[[str], bool]) -> OrderedDict[str, Node]:
     """Return the names of tied parameters of a stage, with those that they are tied to."""
     for name, other in tied.items():
-        if _place(name) != _place(other):
+        if _layer_key(name) != _layer_key(other):
             message = f"'{name}' of one layer is tied to '{other}' of another without a"
             raise UnsupportedError(f"{message} TiedLayerSpec: on other stages it may not be")
     return OrderedDict(pair for pair in tied.items() if is_held(pair[0]))

@@ -98,25 +98,25 @@ def read_models(sources: SourceFiles, paths: Sequence[Path]) -> list[ModelFile]:
     numbers = [sources.add(path) for path in paths]
     sizes = [sources.files[number].nbytes for number in numbers]
     cache = ParseCache()
-    first = {size: place for place, size in reversed([*enumerate(sizes)])}
-    opened = {place: _open(paths[place], numbers[place], cache) for place in first.values()}
+    first = {size: index for index, size in reversed([*enumerate(sizes)])}
+    opened = {index: _open(paths[index], numbers[index], cache) for index in first.values()}
     skeletons = {size: cache.skeleton(size) for size in first}
-    others = [place for place in range(len(paths)) if place not in opened]
+    others = [index for index in range(len(paths)) if index not in opened]
     like = {
         size: ParsedModel(paths[first[size]], skeleton.digest())
         for size, skeleton in skeletons.items()
         if skeleton is not None and others
     }
-    found = map_batches(partial(match_models, like), [paths[place] for place in others])
+    found = map_batches(partial(match_models, like), [paths[index] for index in others])
     _cache_of.cache_clear()  # a worker keeps it for its next batch; here there is none
     matches = dict(zip(others, found, strict=True))
     files: list[ModelFile] = []
-    for place, (path, number) in enumerate(zip(paths, numbers, strict=True)):
-        crc32s, skeleton = matches.get(place), skeletons[sizes[place]]
+    for index, (path, number) in enumerate(zip(paths, numbers, strict=True)):
+        crc32s, skeleton = matches.get(index), skeletons[sizes[index]]
         if crc32s is not None and skeleton is not None:
             own: _Opened = skeleton.cached(crc32s)
         else:
-            own = opened[place] if place in opened else _open(path, number, cache)
+            own = opened[index] if index in opened else _open(path, number, cache)
         if isinstance(own, Exception):
             raise own
         if isinstance(own, CachedParse):

@@ -126,7 +126,7 @@ def read_model_part(
         *steps_apart(groups, models[0]),
     ]
     require_alike(model_files, entries, stage)
-    module_map = module.place(entries, first=first + len(tensors), model_part=name)
+    module_map = module.assign(entries, first=first + len(tensors), model_part=name)
     tensors += module.tensors
 
     param_ids = optimizer.param_ids([list(unit) for unit in shapes], entries)

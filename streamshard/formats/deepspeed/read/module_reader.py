@@ -138,7 +138,7 @@ class ModuleReader:
             return tied if tied in self._module and name not in listed else ""
         if tensor.numel == 0:
             return ""
-        first = seen.setdefault((tensor.place, tensor.shape, tensor.dtype), name)
+        first = seen.setdefault((tensor.location, tensor.shape, tensor.dtype), name)
         if name in listed:
             return ""
         other = tensor_of(self._module.get(tied))
@@ -174,7 +174,7 @@ class ModuleReader:
         """Return the dtype of the trained weights in the module; None if there are none."""
         return next((entry.dtype for entry in entries if entry.kind == "param"), None)
 
-    def place(self, entries: Sequence[ModuleEntry], *, first: int, model_part: str) -> ModuleMap:
+    def assign(self, entries: Sequence[ModuleEntry], *, first: int, model_part: str) -> ModuleMap:
         """Number the module's own tensors from `first` on, and return their places.
 
         Stage 3 saves no module weights of trained parameters: they are casts of the masters.
@@ -193,7 +193,7 @@ class ModuleReader:
                 node = tensor_of(self._module[entry.name])
                 if node is not None:
                     what = f"{self._path}: module.{entry.name}"
-                    found.whole[index] = node.require_contiguous(what).place
+                    found.whole[index] = node.require_contiguous(what).location
         if self._stage == 3:
             self._compare_ranks(entries)
         return found

@@ -47,7 +47,7 @@ class RankHeader:
 
     own: bytes
     """Pickle, to be read inertly, of part number → part; empty if all parts are the same."""
-    places: NDArray[np.int64]
+    storages: NDArray[np.int64]
     """Byte offset of each storage, its CRC-32 or -1, and its bytes in `scalars` or 0; in the order
     of the file's pickle."""
     scalars: bytes
@@ -87,9 +87,9 @@ class _Parts:
             if held_bytes > _LIMIT_BYTES:
                 raise UnsupportedError("holds parts that are too large to be compared")
 
-    def _places(self) -> list[list[tuple[type, Node]]]:
+    def _key_paths(self) -> list[list[tuple[type, Node]]]:
         """List the keys that lead to each part; 1 and True are equal, but not the same key."""
-        return [[(type(key), key) for key in place] for place in self.nodes]
+        return [[(type(key), key) for key in key_path] for key_path in self.nodes]
 
     def _serialize(self, node: Node) -> bytes:
         return inert_dump.dump(node, self._storage_id)
@@ -106,7 +106,7 @@ class _Parts:
 
     def differing_from(self, first: "_Parts") -> bytes | None:
         """Serialize the parts that differ from the first rank's; None if they are other parts."""
-        if self._places() != first._places():
+        if self._key_paths() != first._key_paths():
             return None
         both = zip(self.nodes.values(), self.serialized, first.serialized, strict=True)
         own = {number: node for number, (node, one, other) in enumerate(both) if one != other}
@@ -117,11 +117,11 @@ class _Parts:
 def _parts_of(root: dict[Node, Node], around: Place = ()) -> Iterator[tuple[Place, Node]]:
     """Yield the parts of an object, each with the keys that lead to it."""
     for key, node in root.items():
-        place = (*around, key)
-        if key in _OPENED and type(node) is dict and node and len(place) < _DEPTH:
-            yield from _parts_of(node, place)
+        key_path = (*around, key)
+        if key in _OPENED and type(node) is dict and node and len(key_path) < _DEPTH:
+            yield from _parts_of(node, key_path)
         else:
-            yield place, node
+            yield key_path, node
 
 
 def read_headers(
@@ -166,9 +166,11 @@ class _HeaderReader:
             return None
         if own is None:
             return None
-        places = np.array([_place(held) for held in found.storages.values()], dtype=np.int64)
+        storages = np.array(
+            [_storage_row(held) for held in found.storages.values()], dtype=np.int64
+        )
         header = _with_scalars(
-            path, RankHeader(own, places.reshape(-1, 3), b"", found.is_legacy, found.unknown)
+            path, RankHeader(own, storages.reshape(-1, 3), b"", found.is_legacy, found.unknown)
         )
         if not own:
             # Files like this one differ in checksums and scalars alone, if at all.
@@ -178,22 +180,22 @@ class _HeaderReader:
 
     def _of_cached(self, path: Path, cached: CachedParse) -> RankHeader:
         header = self._headers[id(cached.root)]
-        places = header.places.copy()
-        rows = {int(offset): row for row, offset in enumerate(places[:, 0])}
+        storages = header.storages.copy()
+        rows = {int(offset): row for row, offset in enumerate(storages[:, 0])}
         for offset, crc32 in zip(cached.places.tolist(), cached.crc32s.tolist(), strict=True):
             if offset in rows:
-                places[rows[offset], 1] = crc32 or -1
-        return _with_scalars(path, replace(header, places=places))
+                storages[rows[offset], 1] = crc32 or -1
+        return _with_scalars(path, replace(header, storages=storages))
 
 
-def _place(storage: Storage) -> tuple[int, int, int]:
+def _storage_row(storage: Storage) -> tuple[int, int, int]:
     crc32 = -1 if storage.crc32 is None else storage.crc32
     return storage.offset, crc32, storage.nbytes if storage.numel == 1 else 0
 
 
 def _with_scalars(path: Path, header: RankHeader) -> RankHeader:
     """Read the storages of one element."""
-    wanted = [(int(at), int(count)) for at, _, count in header.places if count]
+    wanted = [(int(at), int(count)) for at, _, count in header.storages if count]
     with open_readable(path) as file:
         file.prepare([(at, at + count) for at, count in wanted])
         scalars = b"".join(file.read_at(at, count) for at, count in wanted)
@@ -223,8 +225,8 @@ class _HeaderRestorer:
         def persistent_load(identifier: Node) -> Storage:
             dtype, numel, number = identifier
             if number not in storages:
-                offset, crc32, count = header.places[number].tolist()
-                start = int(header.places[:number, 2].sum())
+                offset, crc32, count = header.storages[number].tolist()
+                start = int(header.storages[:number, 2].sum())
                 storages[number] = Storage(
                     dtype, numel, None, file, offset, path,
                     crc32=None if crc32 < 0 else crc32,
@@ -234,7 +236,7 @@ class _HeaderRestorer:
 
         own = inert_load.load(header.own, persistent_load) if header.own else {}
         root: dict[str, Any] = {}
-        for number, place in enumerate(self._keys):
+        for number, key_path in enumerate(self._keys):
             if number in own:
                 node = own[number]
             elif number in self._with_storages:
@@ -242,9 +244,9 @@ class _HeaderRestorer:
             else:
                 node = self._nodes[number]
             inside = root
-            for key in place[:-1]:
+            for key in key_path[:-1]:
                 inside = inside.setdefault(key, {})
-            inside[place[-1]] = node
+            inside[key_path[-1]] = node
         return root
 
 

@@ -132,7 +132,7 @@ def alike(one: Tensor | None, other: Tensor | None) -> bool:
         return False
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    if one.place == other.place:
+    if one.location == other.location:
         return True
     storages = one.storage, other.storage
     return (

@@ -48,7 +48,7 @@ def read_model_part(
     layout = ds_config.zero_layout(config, stage=0, world_size=_world_size(file))
     module = ModuleReader([file], 0, {})
     entries = module.entries({})
-    where = module.place(entries, first=first, model_part=name)
+    where = module.assign(entries, first=first, model_part=name)
     module.strip_module(entries)
     tensors, whole = list(module.tensors), dict(where.whole)
     adopt_blobs([model], tensors, whole, first=first, model_part=name)
