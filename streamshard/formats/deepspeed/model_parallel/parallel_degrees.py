@@ -40,7 +40,7 @@ class Degrees:
     def position(self, part: int) -> str:
         """Name the place of a part of the model; empty if it is the only one.
 
-        >>> Degrees(2, 3).position(5), Degrees(2, 1).place(1)
+        >>> Degrees(2, 3).position(5), Degrees(2, 1).position(1)
         ('stage 2 of 3, tensor rank 1 of 2', 'tensor rank 1 of 2')
         """
         stage, rank = divmod(part, self.tensor)
