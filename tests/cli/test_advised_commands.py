@@ -210,7 +210,7 @@ def test_what_an_optimizer_without_zero_is_loaded_by(tmp_path: Path) -> None:
 # The catalogue is whole ---------------------------------------------------------------------------
 
 ELSEWHERE = {
-    "operations.source.source_access", "formats.checkpoint", "operations.compact.removal.trash"
+    "operations.source.source_access", "formats.checkpoint", "operations.compact.trash"
 }  # fmt: skip
 """Modules whose commands are followed in tests of their own, above."""
 OTHERS = {

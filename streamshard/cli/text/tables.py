@@ -205,7 +205,7 @@ def compaction_text(found: Compaction, *, verbose: bool) -> str:
 def _row(tag: CompactedTag) -> Sequence[object]:
     sizes = map(_size, (tag.source_bytes, tag.archive_bytes, tag.shared_bytes))
     # An error is long, and standard error shows it anyway.
-    why = "listed on standard error" if tag.needs_somebody else tag.reason
+    why = "listed on standard error" if tag.needs_attention else tag.reason
     return tag.tag, _action(tag), *sizes, why
 
 

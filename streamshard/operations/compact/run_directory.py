@@ -26,11 +26,16 @@ from streamshard.io.entries import (
 from streamshard.io.files import source_errors
 from streamshard.io.object_path import is_object
 from streamshard.io.readable import Entry
-from streamshard.operations.compact import checkpoint_family
-from streamshard.operations.compact.archive.receipts import etag_of
-from streamshard.operations.compact.checkpoint_family import open_unit
-from streamshard.operations.compact.removal.trash import trash_of
+from streamshard.operations.compact.framework_checkpoints import (
+    best_of,
+    called_best,
+    checkpoints_in,
+    is_checkpoint,
+    open_tag,
+)
+from streamshard.operations.compact.receipts import etag_of
 from streamshard.operations.compact.tag_choice import Run, Tag, is_like
+from streamshard.operations.compact.trash import trash_of
 from streamshard.operations.source.sidecars import has_shards
 
 
@@ -65,16 +70,12 @@ class Identity:
         return (self.device, self.inode) == (device, inode) and self.url in ("", run_dir)
 
 
-def look_at(run_dir: Path, before: Run | None = None, pattern: str | None = None) -> Run:
+def scan_run_directory(run_dir: Path, before: Run | None = None, pattern: str | None = None) -> Run:
     """Describe a run directory as it is now.
 
-    Parameters
-    ----------
-    before
-        An earlier description: tags that look unchanged since then are not opened again.
-    pattern
-        Pattern of the tags that are considered. Of a framework's checkpoints, the one of these that
-        was saved last counts as `latest`.
+    Tags that look as in an earlier description, `before`, are not opened again. Of a framework's
+    checkpoints, the one saved last of those that the pattern of considered tags matches counts as
+    `latest`.
     """
     Identity.of(run_dir)
     with listings_kept(anew=True), source_errors(run_dir):
@@ -93,15 +94,16 @@ def look_at(run_dir: Path, before: Run | None = None, pattern: str | None = None
         tags = [tag for entry in entries if (tag := _tag(entry, run_dir, links, known))]
         trashed = _trashed(run_dir, links)
         is_named = named[0] is not None or problems
-        if not is_named and (units := checkpoint_family.units_in(run_dir, hidden, pattern)):
-            return _look_at_units(run_dir, units, pattern, links, known, trashed)
+        found = [] if is_named else checkpoints_in(run_dir, hidden, pattern)
+        if found:
+            return _scan_framework(run_dir, found, pattern, links, known, trashed)
     problem = problems[0] if problems else None
     return Run(tuple(tags), named[0], named[1], problem, trashed)
 
 
-def _look_at_units(
+def _scan_framework(
     run_dir: Path,
-    units: Sequence[Path],
+    checkpoints: Sequence[Path],
     pattern: str | None,
     links: Sequence[Path],
     known: Mapping[str, Tag],
@@ -113,7 +115,7 @@ def _look_at_units(
     checkpoint saves lower numbers than one that it has left behind. Nor does the last change: what
     a framework's rotation removes a file of has just changed.
     """
-    tags = tuple(_unit(unit, links, known) for unit in units)
+    tags = tuple(_checkpoint(path, links, known) for path in checkpoints)
     considered = [tag for tag in tags if pattern is None or is_like(tag.name, pattern)]
     whole = [tag for tag in considered if tag.problem is None]
     if not whole:
@@ -123,17 +125,17 @@ def _look_at_units(
     # One without a step, such as Lightning's `last.ckpt`, is kept in any case.
     numbered = [tag for tag in whole if step_of(tag.name) is not None]
     last = max(numbered or whole, key=lambda tag: (tag.saved_ns, step_of(tag.name) or 0))
-    held = [*units, *(trash_of(run_dir).place_of(tag.name) for tag in trashed)]
+    there = [*checkpoints, *(trash_of(run_dir).path_of(tag.name) for tag in trashed)]
     best = {name: tag.name for tag in tags for name in tag.best}
-    best |= checkpoint_family.best_of(run_dir, held)
+    best |= best_of(run_dir, there)
     return Run(tags, last.name, trashed=trashed, is_family=True, best=best)
 
 
-def _unit(directory: Path, links: Sequence[Path], known: Mapping[str, Tag]) -> Tag:
+def _checkpoint(directory: Path, links: Sequence[Path], known: Mapping[str, Tag]) -> Tag:
     """Describe a whole checkpoint of a framework."""
     name, here = directory.name, resolved_link(directory)
     try:
-        changed_ns, nbytes, looks = looks_of(directory)
+        changed_ns, nbytes, looks = change_digest(directory)
     except OSError as error:
         changed_ns = examine(directory, follows=False).modified_ns
         return Tag(name, changed_ns, f"{directory}: {error.strerror}")
@@ -141,16 +143,16 @@ def _unit(directory: Path, links: Sequence[Path], known: Mapping[str, Tag]) -> T
     if looks in known:
         return replace(known[looks], is_linked=is_linked)
     found = Tag(name, changed_ns, None, is_linked, nbytes, looks)
-    if not checkpoint_family.is_unit(directory):
+    if not is_checkpoint(directory):
         problem = f"{directory}: has no 'latest', so its save was not completed"
         return replace(found, problem=problem)
     try:
-        opened = open_unit(directory.parent, name)
+        opened = open_tag(directory.parent, name)
         with source_errors(directory):
             saved_ns = examine(directory / names.LATEST).modified_ns
     except StreamshardError as error:
         return replace(found, problem=str(error))
-    return replace(found, saved_ns=saved_ns, best=checkpoint_family.called_best(opened))
+    return replace(found, saved_ns=saved_ns, best=called_best(opened))
 
 
 def _trashed(run_dir: Path, links: Sequence[Path]) -> tuple[Tag, ...]:
@@ -159,7 +161,7 @@ def _trashed(run_dir: Path, links: Sequence[Path]) -> tuple[Tag, ...]:
     with suppress(TargetError):  # emptying the trash reports this error
         held = trash.tags()
     for name in held:
-        places = [resolved_link(trash.place_of(name)), resolved_link(run_dir / name)]
+        places = [resolved_link(trash.path_of(name)), resolved_link(run_dir / name)]
         is_linked = any(place in (link, *link.parents) for link in links for place in places)
         found.append(Tag(name, changed_ns=0, is_linked=is_linked))
     return tuple(found)
@@ -233,7 +235,7 @@ def _tag(entry: Path, run_dir: Path, links: Sequence[Path], known: Mapping[str, 
         if not names.is_tag(name):
             reason = f"{str(entry)!r}: holds shards, and its name is not text; rename it"
             return Tag(name, examine(entry, follows=False).modified_ns, reason)
-        changed_ns, nbytes, looks = looks_of(entry)
+        changed_ns, nbytes, looks = change_digest(entry)
     except OSError as error:
         if step_of(name) is None:
             return None
@@ -244,7 +246,7 @@ def _tag(entry: Path, run_dir: Path, links: Sequence[Path], known: Mapping[str, 
     return Tag(name, changed_ns, problem, is_linked, nbytes, looks)
 
 
-def looks_of(directory: Path) -> tuple[int, int, str]:
+def change_digest(directory: Path) -> tuple[int, int, str]:
     """Return the newest time of change in a directory, its size, and a digest of its entries."""
     changed, nbytes, digest = 0, 0, sha256()
     found = {directory: examine(directory, follows=False)}
@@ -260,7 +262,7 @@ def looks_of(directory: Path) -> tuple[int, int, str]:
 def _problem(run_dir: Path, tag: str) -> str | None:
     """Say why a tag cannot be opened; None if it can."""
     try:
-        open_unit(run_dir, tag)
+        open_tag(run_dir, tag)
     except StreamshardError as error:
         return str(error)
     return None

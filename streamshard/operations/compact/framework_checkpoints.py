@@ -4,7 +4,7 @@ They hold directories of one whole checkpoint each.
 
 Such a directory has a `latest` of its own, and holds besides the engine's tag all that the
 framework resumes from: random states, scheduler, tokenizer, `trainer_state.json`. `compact` takes
-it as one unit, as it takes a tag of a run directory that has a `latest` beside its tags.
+it as one, as it takes a tag of a run directory that has a `latest` beside its tags.
 """
 
 import json
@@ -35,22 +35,19 @@ _NAME: Final = re.compile(r"(checkpoint-|checkpoint_|step_|epoch_)\d+|.+(\.ckpt)
 """HF Trainer's names of its checkpoints; those of Accelerate and its examples; Lightning's."""
 
 
-def is_unit(directory: Path) -> bool:
+def is_checkpoint(directory: Path) -> bool:
     """Tell whether a directory is a whole checkpoint of a framework, with a `latest` of its own."""
     return _kind(directory.name) is not None and lexists(directory / names.LATEST)
 
 
-def units_in(output_dir: Path, hidden: Container[Path], pattern: str | None = None) -> list[Path]:
+def checkpoints_in(
+    output_dir: Path, hidden: Container[Path], pattern: str | None = None
+) -> list[Path]:
     """List the checkpoints of a framework's output directory; none for any other directory.
 
     A checkpoint that has no `latest` yet, or not any more, is listed too if another one has it.
-
-    Parameters
-    ----------
-    hidden
-        What is in the trash of a bucket, and is not listed.
-    pattern
-        Pattern of the checkpoints that are considered; all are listed.
+    What is `hidden` is in the trash of a bucket, and is not listed. All others are, also those that
+    the pattern of the checkpoints to consider does not match.
     """
     named = [path for path in paths_in(output_dir) if _kind(path.name) is not None]
     found = sorted(path for path in named if path not in hidden and is_real_directory(path))
@@ -75,20 +72,17 @@ def _kind(name: str) -> str | None:
     return f"*{names.LIGHTNING_SUFFIX}" if match[2] else f"{match[1]}N"
 
 
-def open_unit(run_dir: Path, name: str) -> Source:
+def open_tag(run_dir: Path, name: str) -> Source:
     """Open a tag of a run directory, or a whole checkpoint of a framework's output directory.
 
     Of the latter, `latest` is one of the source's files, so that all that goes is recorded.
     """
     directory = run_dir / name
-    if not is_unit(directory):
+    if not is_checkpoint(directory):
         return open_source(run_dir, name)
     with source_errors(directory):
-        named = (
-            read_document(directory / names.LATEST, names.LATEST_BYTES)
-            .decode(errors="replace")
-            .strip()
-        )
+        data = read_document(directory / names.LATEST, names.LATEST_BYTES)
+        named = data.decode(errors="replace").strip()
         latest = identify(directory / names.LATEST)
     opened = open_source(directory)
     if opened.path != directory or opened.checkpoint.tag != named:
@@ -96,10 +90,10 @@ def open_unit(run_dir: Path, name: str) -> Source:
     return replace(opened, files=(*opened.files, latest))
 
 
-def best_of(output_dir: Path, units: Sequence[Path]) -> Mapping[str, str]:
+def best_of(output_dir: Path, checkpoints: Sequence[Path]) -> Mapping[str, str]:
     """Return the name of each checkpoint that HF Trainer calls the best → the file that says so."""
     found: dict[str, str] = {}
-    for directory in (output_dir, *units):
+    for directory in (output_dir, *checkpoints):
         path = directory / TRAINER_STATE
         for name in _best(path):
             found[name] = path.relative_to(output_dir).as_posix()

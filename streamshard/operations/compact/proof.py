@@ -1,47 +1,39 @@
-"""Proves that an archive is complete and equals its source, and records each check."""
+"""Proves that an archive is complete, equals its source, and gives it back when it is rebuilt."""
 
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
-from hashlib import sha256
 from pathlib import Path
 from typing import Final
 
 from streamshard.engine.run import resident_memory
-from streamshard.errors import CorruptFileError, IntegrityError, Option, StreamshardError
+from streamshard.errors import CorruptFileError, IntegrityError, NoSpaceError, Option
 from streamshard.formats.checkpoint import Checkpoint
+from streamshard.formats.deepspeed import names
 from streamshard.formats.zarr import store_state
-from streamshard.io.changes import sync_path, sync_tree
-from streamshard.io.entries import (
-    ahead_of,
-    identify,
-    list_ahead,
-    listings_kept,
-    open_readable,
-    request_bytes,
-)
+from streamshard.io.changes import remove, sync_path, sync_tree
 from streamshard.io.files import source_errors, target_errors
-from streamshard.io.object_path import is_object
-from streamshard.io.page_cache import drop_cached, drop_file
+from streamshard.io.object_path import ObjectPath, is_object
+from streamshard.io.objects.stray_uploads import abort_strays
+from streamshard.io.page_cache import drop_cached
 from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.sample import EVERYTHING
 from streamshard.model import SourceFile
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.scan import scan
 from streamshard.operations.checks.structure import Request, look_at
-from streamshard.operations.compact.archive import omissions
-from streamshard.operations.compact.archive.receipts import ArchivedTag, Check, Receipt, show_moment
-from streamshard.operations.compact.run_directory import looks_of
-from streamshard.operations.compare.comparison import EXTRA_BYTES, compare
+from streamshard.operations.compact import omissions
+from streamshard.operations.compact.receipts import ArchivedTag, Check, CheckLog, Receipt
+from streamshard.operations.compact.run_context import ProofContext
+from streamshard.operations.compact.run_directory import change_digest
+from streamshard.operations.compare.comparison import compare
 from streamshard.operations.compare.matching import pair_up
+from streamshard.operations.repartition.repartition import plan_repartition
 from streamshard.operations.source.source import Source, open_source
-from streamshard.operations.transfer import execution
-from streamshard.operations.transfer.execution import Limits
 from streamshard.operations.transfer.report import Progress
 
-_READ_BYTES: Final = 1 << 20
-
+_REBUILT: Final = f"{names.OWN_PREFIX}.rebuilt"
+_RUN: Final = "run"
 _UNDELETE: Final = Option("undelete")
 
 
@@ -63,118 +55,63 @@ class ArchiveReading:
         """
         resident_memory.restart_peak()
         drop_cached(self.store)
-        looked = look_at(Request(self.store), self.findings, EVERYTHING)
+        found = look_at(Request(self.store), self.findings, EVERYTHING)
         whole: dict[Path, str] = {}
 
         def note(file: int, sha256: str) -> None:
-            whole[looked.files[file].path] = sha256
+            whole[found.files[file].path] = sha256
 
-        self.progress.start(looked.nbytes)
+        self.progress.start(found.nbytes)
         try:
-            plan = self.memory(looked.codec_bytes, looked.files)
-            units, advance = looked.units(), self.progress.advance
-            scan(units, looked.files, plan, advance, note)
+            plan = self.memory(found.codec_bytes, found.files)
+            scan(found.units(), found.files, plan, self.progress.advance, note)
         finally:
             self.progress.stop()
         return whole
 
 
-class Checks:
-    """The checks so far."""
-
-    def __init__(self, before: Iterable[Check] = ()) -> None:
-        self.done = [*before]
-
-    def hold(self, name: str, look: Callable[[], str]) -> None:
-        """Do one check and record its result; an error is recorded and raised again."""
-        at = show_moment(datetime.now(UTC))
-        try:
-            result = look()
-        except StreamshardError as error:
-            self.done.append(Check(name, False, at, str(error)))
-            raise
-        self.done.append(Check(name, True, at, result))
-
-
 @dataclass(frozen=True, slots=True)
-class Proved:
+class Proof:
     """All that is proved of an archive before its tag is removed, as proved earlier in this run."""
 
-    looks: tuple[int, int, str]
-    """Looks of the archive before the proof read it."""
+    digest: tuple[int, int, str]
+    """Digest of the archive's entries before the proof read it."""
     checks: tuple[Check, ...]
 
-    def still(self, place: ArchivedTag) -> str:
+    def require_unchanged(self, place: ArchivedTag) -> str:
         """Require that the archive looks as it did before it was read."""
         with source_errors(place.store):
-            is_same = self.looks == looks_of(place.store)
+            is_same = self.digest == change_digest(place.store)
         if not is_same:
             raise IntegrityError(f"{place.store}: changed since it was compared with {place.tag}")
         return ""
 
 
-@dataclass(frozen=True, slots=True)
-class Means:
-    """The limits and the progress of proving."""
-
-    limits: Limits
-    progress: Progress
-
-    def memory(self, codec_bytes: int = 0, files: Sequence[SourceFile] = ()) -> MemoryPlan:
-        """Fit a comparison of files into the memory limit."""
-        return self.limits.fit(codec_bytes + EXTRA_BYTES, files)
-
-    def _workers(self, files: Sequence[SourceFile]) -> int:
-        """Count the threads that read whole files; for objects each needs memory."""
-        if request_bytes(file.path for file in files):
-            return self.limits.fit(0, files).workers
-        return self.limits.workers or execution.default_workers()
-
-    def hash_all(self, paths: Sequence[Path], below: Path | None = None) -> list[str]:
-        """Compute the SHA-256 of files as they are now, bypassing the page cache.
-
-        Parameters
-        ----------
-        below
-            Directory of which the paths are most of the content; objects are listed there.
-        """
-        with listings_kept(anew=True):
-            if below is not None:
-                list_ahead(below)
-            files = [identify(path) for path in paths]
-        self.progress.start(sum(file.nbytes for file in files))
-        try:
-            return sha256_of(files, self.progress.advance, workers=self._workers(files))
-        finally:
-            self.progress.stop()
-
-
 def prove(
-    source: Source, place: ArchivedTag, means: Means, checks: Checks, *, tag_only: bool = False
+    source: Source,
+    place: ArchivedTag,
+    proofs: ProofContext,
+    log: CheckLog,
+    *,
+    tag_only: bool = False,
 ) -> Source:
     """Compare an archive with its records, and all but tensor data with its source.
 
     Returns the opened archive. Whether its tensors are those of its source is left to prove: by
-    `content_equal`, or by files that are rebuilt from it.
-
-    Parameters
-    ----------
-    source
-        The source without derived weights.
-    tag_only
-        Whether to ignore sidecars beside the tag, which may have changed since.
+    `content_equal`, or by files that are rebuilt from it. `tag_only` ignores sidecars beside the
+    tag, which may have changed since.
     """
-    checks.hold("archive_synced", lambda: _synced(place))
-    reading = ArchiveReading(place.store, means.memory, means.progress)
-    checks.hold("archive_bytes", lambda: intact(place, means, reading))
-    checks.hold("archive_verified", lambda: _verified(reading))
+    log.run("archive_synced", lambda: _synced(place))
+    reading = ArchiveReading(place.store, proofs.memory, proofs.progress)
+    log.run("archive_bytes", lambda: intact(place, proofs, reading))
+    log.run("archive_verified", lambda: _verified(reading))
     resident_memory.restart_peak()
     with source_errors(place.store):
         archive = open_source(place.store)
     archive.require_as_written()
     if tag_only:
         archive, source = omissions.tag_only(archive), omissions.tag_only(source)
-    checks.hold("state_equal", lambda: state_equal(archive, source))
+    log.run("state_equal", lambda: state_equal(archive, source))
     return archive
 
 
@@ -185,13 +122,10 @@ def _synced(place: ArchivedTag) -> str:
     return ""
 
 
-def intact(place: ArchivedTag, means: Means, reading: ArchiveReading | None = None) -> str:
+def intact(place: ArchivedTag, proofs: ProofContext, reading: ArchiveReading | None = None) -> str:
     """Require that every file of an archive has its SHA-256, read bypassing the page cache.
 
-    Parameters
-    ----------
-    reading
-        Reads the files for other checks too; files that it does not read are read here.
+    A `reading` reads files for other checks too; files that it does not read are read here.
     """
     sums, found = place.read_sums(), place.files()
     if sums.keys() != {*found}:
@@ -202,7 +136,7 @@ def intact(place: ArchivedTag, means: Means, reading: ArchiveReading | None = No
     with source_errors(place.store):
         digests = reading.run() if reading else {}
         rest = [path for path in paths if path not in digests]
-        digests |= zip(rest, means.hash_all(rest, place.store), strict=True)
+        digests |= zip(rest, proofs.hash_all(rest, place.store), strict=True)
     for path in paths:
         if digests[path] != sums[path.relative_to(place.store).as_posix()]:
             raise IntegrityError(f"{path}: damaged: its SHA-256 differs")
@@ -256,10 +190,10 @@ def _serialized(checkpoint: Checkpoint) -> bytes:
     return store_state.dump(store_state.without(replace(checkpoint, notes=()), ()), ())
 
 
-def content_equal(archive: Source, source: Source, means: Means) -> str:
+def content_equal(archive: Source, source: Source, proofs: ProofContext) -> str:
     """Require that both sides are equal in every bit of every tensor, and in everything else."""
     pairing = pair_up(archive, source)
-    found = compare(archive, source, pairing.pairs, means.limits, means.progress)
+    found = compare(archive, source, pairing.pairs, proofs.limits, proofs.progress)
     wrong = [problem.message for problem in found.findings.problems]
     wrong += [one.message for one in (*pairing.differences, *found.differences)]
     if wrong:
@@ -267,26 +201,56 @@ def content_equal(archive: Source, source: Source, means: Means) -> str:
     return f"{len(pairing.pairs):,} tensors, {found.nbytes:,} bytes"
 
 
-def sha256_of(
-    files: Sequence[SourceFile], progress: Callable[[int], None], *, workers: int
-) -> list[str]:
-    """Compute the SHA-256 of each file from the disk, not from the page cache.
+def rebuilt_equal(
+    source: Source, place: ArchivedTag, proofs: ProofContext, *, tag_only: bool = False
+) -> str:
+    """Write native files from an archive, compare them with the tag, and remove them.
 
-    Of an object it is that of the version which is given.
+    Meanwhile they take as much space beside the archive as the tag itself, in a bucket too.
     """
+    rebuilt_dir = place.directory / _REBUILT / _RUN
+    remove_rebuilt(place.directory)
+    with ExitStack() as stack:
+        stack.callback(remove_rebuilt, place.directory)
+        _rebuild(place, rebuilt_dir, proofs)
+        resident_memory.restart_peak()
+        with source_errors(rebuilt_dir):
+            rebuilt = open_source(rebuilt_dir)
+        if tag_only:
+            rebuilt, source = omissions.tag_only(rebuilt), omissions.tag_only(source)
+        if is_object(rebuilt_dir):  # which has no modes; the archive's were compared with the tag's
+            rebuilt, source = _without_modes(rebuilt), _without_modes(source)
+        try:
+            state_equal(rebuilt, source)
+            return content_equal(rebuilt, source, proofs)
+        except IntegrityError as error:
+            raise IntegrityError(f"{place.store}: does not give back its tag: {error}") from error
 
-    def take(known: SourceFile) -> str:
-        drop_file(known.path)
-        digest, view, offset = sha256(), memoryview(bytearray(_READ_BYTES)), 0
-        ahead = ahead_of([known.path]).ahead if is_object(known.path) else 0
-        with open_readable(known.path, known) as file:
-            while count := file.read_into(view, offset):
-                offset += count
-                if ahead:
-                    file.will_need(offset, ahead)
-                digest.update(view[:count])
-                progress(count)
-        return digest.hexdigest()
 
-    with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(take, files))
+def _without_modes(source: Source) -> Source:
+    files = tuple(replace(file, mode=0) for file in source.checkpoint.files)
+    return replace(source, checkpoint=replace(source.checkpoint, files=files))
+
+
+def remove_rebuilt(directory: Path) -> None:
+    """Remove rebuilt files from a directory of archives; no other run may be active."""
+    rebuilt = directory / _REBUILT
+    with target_errors(rebuilt):
+        remove(rebuilt)
+        if isinstance(rebuilt, ObjectPath):
+            abort_strays(rebuilt)
+
+
+def _rebuild(place: ArchivedTag, rebuilt_dir: Path, proofs: ProofContext) -> None:
+    limits = proofs.limits
+    try:
+        plan = plan_repartition(
+            place.store, rebuilt_dir, memory_limit=limits.memory_limit, workers=limits.workers
+        )
+        plan.run(proofs.progress)
+    except NoSpaceError as error:
+        message = "is archived, and stays until there is room to rebuild it from that once"
+        raise NoSpaceError(f"{message}: {error}") from error
+    except BaseException as error:
+        error.__notes__ = []  # they say that files are kept to continue with, which is not so here
+        raise

@@ -1,0 +1,130 @@
+"""Decides what may go, and decides again right before it goes; moves and removes nothing itself."""
+
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Final
+
+from streamshard.errors import CorruptFileError, IncompleteError, Option, SourceNotFoundError
+from streamshard.operations.compact import tag_choice
+from streamshard.operations.compact.receipts import DROPPING, PURGED, WEIGHTS_ONLY, age_at
+from streamshard.operations.compact.run_context import RunContext
+from streamshard.operations.compact.run_directory import scan_run_directory
+from streamshard.operations.compact.tag_choice import Choice, Rules, Run, choose, refusal
+from streamshard.operations.transfer.target import is_there
+from streamshard.sizes import show_duration
+
+_MOST_NAMED: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The rules of a run, and the run directory as it was when the run began."""
+
+    context: RunContext
+    rules: Rules
+    before: Run
+
+    @classmethod
+    def of(cls, context: RunContext, rules: Rules) -> "Policy":
+        """Scan a run directory, and refuse it if nothing in it may be removed."""
+        run = scan_run_directory(context.run_dir, None, rules.tags)
+        known = [tag.name for tag in (*run.tags, *run.trashed)]
+        if known and not any(map(rules.considers, known)):
+            more = ", …" if len(known) > _MOST_NAMED else ""
+            message = f"{context.run_dir}: {Option('tags', rules.tags)} matches no tag; there are"
+            raise SourceNotFoundError(f"{message} {', '.join(known[:_MOST_NAMED])}{more}")
+        reason = refusal(run)
+        if reason is not None:
+            raise IncompleteError(f"{context.run_dir}: {reason}. Nothing was done")
+        return cls(context, rules, run)
+
+    def choices(self) -> list[Choice]:
+        """Decide about the considered tags, in the order of their steps."""
+        return choose(self.before, self.rules, self.context.now_ns)
+
+    def require_removable(self, choice: Choice) -> str:
+        """Repeat the choice for a tag that is about to be moved."""
+        run = self._scan_again()
+        reason = refusal(run)
+        if reason is None:
+            now_ns = max(self.context.now_ns, time.time_ns())
+            choices = {c.tag.name: c for c in choose(run, self.rules, now_ns)}
+            now = choices.get(choice.tag.name)
+            if now is None or now.tag.looks != choice.tag.looks:
+                reason = "changed while it was watched"
+            elif now.verdict != tag_choice.CANDIDATE:
+                reason = now.reason
+        if reason is not None:
+            path = self.context.run_dir / choice.tag.name
+            raise CorruptFileError(f"{path}: may not be removed any more: {reason}")
+        return choice.reason
+
+    def require_unprotected(self, tag: str) -> str:
+        """Require that no rule would protect a tag in the trash if it were brought back."""
+        reason = self.protection_in_trash(tag)
+        if reason is not None:
+            message = f"{self.context.run_dir}: {tag} in its trash may not be removed any more:"
+            raise CorruptFileError(f"{message} {reason}")
+        return "no rule would keep it"
+
+    def protection_in_trash(self, tag: str) -> str | None:
+        """Say what would protect a tag in the trash if it were brought back, if anything."""
+        run = self._scan_again()
+        reason = refusal(run) or self._not_read(run)
+        trashed = next((one for one in run.trashed if one.name == tag), None)
+        if reason is not None or trashed is None:
+            reason = reason or "its trash cannot be read"
+            raise CorruptFileError(f"{self.context.run_dir}: {reason}; {tag} stays in the trash")
+        return tag_choice.protection_in_trash(trashed, run, self.rules)
+
+    def protection_of_archive(self, tag: str) -> str | None:
+        """Say what protects the optimizer states in the archive of a removed tag, if anything."""
+        return tag_choice.protection(tag, self.before, self.rules)
+
+    def _scan_again(self) -> Run:
+        return scan_run_directory(self.context.run_dir, self.before, self.rules.tags)
+
+    def _not_read(self, run: Run) -> str | None:
+        """Return the problem of a tag that could be opened when the run began, and now cannot.
+
+        Without that tag, the rules would keep other tags in its place.
+        """
+        whole = {tag.name for tag in self.before.tags if tag.problem is None}
+        return next((tag.problem for tag in run.tags if tag.problem and tag.name in whole), None)
+
+
+def grace_left(context: RunContext, tag: str, grace: timedelta) -> str:
+    """Say since when a tag has been in the trash; empty if its grace time is over."""
+    place = context.place(tag)
+    receipt = place.require_receipt()
+    try:
+        if age_at(context.now, receipt.trashed) > grace:
+            return ""
+        since = datetime.fromisoformat(receipt.trashed).astimezone(UTC)
+    except (ValueError, OverflowError) as error:
+        message = f"{place.receipt}: does not say since when {tag} is in the trash"
+        raise CorruptFileError(message) from error
+    return f"since {since:%Y-%m-%d %H:%M} UTC, {Option('grace')} is {show_duration(grace)}"
+
+
+def may_drop_states(context: RunContext, tag: str, least_age: timedelta) -> bool:
+    """Tell whether to drop the states of an archive, or to remove the rest of a full archive.
+
+    States are never dropped while the original exists anywhere, or unless the receipt says that it
+    was removed.
+    """
+    place = context.place(tag)
+    receipt = place.read_receipt()
+    if receipt is None or receipt.state not in (PURGED, DROPPING, WEIGHTS_ONLY):
+        return False
+    if receipt.tag != tag:
+        raise CorruptFileError(f"{place.receipt}: is the receipt of {receipt.tag}")
+    if receipt.state == WEIGHTS_ONLY:
+        return any(map(is_there, place.leftovers))
+    try:
+        is_old = age_at(context.now, receipt.purged) > least_age
+    except ValueError as error:
+        message = f"{place.receipt}: does not say since when {tag} is gone"
+        raise CorruptFileError(message) from error
+    return is_old and not any(context.originals(tag))
