@@ -11,9 +11,10 @@ import pytest
 
 import streamshard as api
 from benchmarks.compact_reads import times_read
+from streamshard.operations.checks.problems import Findings
 from streamshard.operations.compact import omissions, removal
 from streamshard.operations.compact.originals import unchanged
-from streamshard.operations.compact.proof import ArchiveReading
+from streamshard.operations.compact.proof import read_archive
 from streamshard.operations.compact.receipts import Receipt
 from streamshard.operations.compact.run_context import ProofContext
 from streamshard.operations.source.source import Source
@@ -55,18 +56,18 @@ def test_one_reading_gives_the_sha256_of_what_is_whole(tmp_path: Path, codec: st
     api.convert(make_run(tmp_path / "run"), store, codec=codec)
     known = {store / path: sha256(data).hexdigest() for path, data in bits(store).items()}
     proofs = ProofContext(Limits(0, 1 << 40, None), Silent())
-    reading = ArchiveReading(store, proofs.memory, Silent())
-    found = reading.run()
+    findings = Findings()
+    found = read_archive(store, proofs, findings)
     assert found.items() <= known.items()
     assert {path.name for path in known.keys() - found.keys()} <= {"zarr.json", "0"}
-    assert reading.findings.problems == []
+    assert findings.problems == []
     damaged = bytearray((store / CHUNK).read_bytes())
     damaged[len(damaged) // 2] ^= 1
     (store / CHUNK).write_bytes(damaged)
-    reading = ArchiveReading(store, proofs.memory, Silent())
-    found = reading.run()
+    findings = Findings()
+    found = read_archive(store, proofs, findings)
     assert found.get(store / CHUNK) in (None, sha256(damaged).hexdigest())
-    assert [problem.file for problem in reading.findings.problems] == [str(store / CHUNK)]
+    assert [problem.file for problem in findings.problems] == [str(store / CHUNK)]
 
 
 def test_an_archive_of_other_values_is_noticed(run: Path, archive: Path, tmp_path: Path) -> None:

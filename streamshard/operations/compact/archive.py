@@ -16,7 +16,6 @@ from streamshard.io.files import source_errors, target_errors
 from streamshard.io.object_path import is_object
 from streamshard.io.place import place_of
 from streamshard.operations.compact import omissions
-from streamshard.operations.compact.framework_checkpoints import open_tag
 from streamshard.operations.compact.originals import accounted_for, records_of
 from streamshard.operations.compact.proof import Proof, content_equal, prove, rebuilt_equal
 from streamshard.operations.compact.receipts import (
@@ -29,7 +28,7 @@ from streamshard.operations.compact.receipts import (
     show_moment,
 )
 from streamshard.operations.compact.run_context import ProofContext, RunContext
-from streamshard.operations.compact.run_directory import Identity, change_digest
+from streamshard.operations.compact.run_directory import Identity, change_digest, open_tag
 from streamshard.operations.convert.convert import store_output
 from streamshard.operations.source.source import Source
 from streamshard.operations.source.unfinished import has_journal, is_unfinished

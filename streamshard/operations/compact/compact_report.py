@@ -9,7 +9,7 @@ from typing import Final
 from streamshard.errors import SourceError, StreamshardError
 from streamshard.formats.deepspeed import names
 from streamshard.formats.deepspeed.names import step_of
-from streamshard.operations.compact.receipts import JsonRecord, require_moments
+from streamshard.operations.compact.receipts import JsonRecord, Receipt, parse_moment
 
 KEPT: Final = "kept"
 ARCHIVED: Final = "archived"
@@ -57,6 +57,15 @@ class CompactedTag:
         """
         action = AMBIGUOUS if isinstance(error, SourceError) else _FAILED
         return cls(tag, step_of(tag), action, str(error), exit_code=error.exit_code)
+
+    def with_sizes(self, receipt: Receipt) -> "CompactedTag":
+        """Return the result with the sizes of the tag and of its archive."""
+        return replace(
+            self,
+            source_bytes=receipt.source_bytes,
+            archive_bytes=receipt.archive_bytes,
+            shared_bytes=receipt.shared_bytes,
+        )
 
     @property
     def needs_attention(self) -> bool:
@@ -117,7 +126,8 @@ class RunRecord(JsonRecord):
 
     def require_sound(self) -> None:
         """Refuse times without a time zone."""
-        require_moments(self.began, self.ended)
+        for moment in filter(None, (self.began, self.ended)):
+            parse_moment(moment)
 
     @classmethod
     def last(cls, archive_dir: Path) -> "RunRecord | None":

@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from streamshard.engine.run.phases import READING
 from streamshard.errors import (
@@ -25,12 +26,12 @@ from streamshard.io.entries import paths_like
 from streamshard.io.files import target_errors
 from streamshard.io.place import place_of
 from streamshard.io.throttle import Throttle
-from streamshard.operations.compact import acknowledgement, compact_report, tag_choice
+from streamshard.operations.compact import compact_report, tag_choice
 from streamshard.operations.compact.archive import archive_tag
 from streamshard.operations.compact.compact_report import LAST_RUN, CompactedTag, RunRecord
 from streamshard.operations.compact.originals import unchanged
 from streamshard.operations.compact.policy import Policy, grace_left, may_drop_states
-from streamshard.operations.compact.proof import Proof, remove_rebuilt
+from streamshard.operations.compact.proof import remove_rebuilt
 from streamshard.operations.compact.receipts import (
     BEGUN,
     ArchivedTag,
@@ -55,6 +56,7 @@ from streamshard.operations.transfer.target import is_there
 from streamshard.operations.verb_options import ConvertOptions
 
 _LOCK: Final = f"{names.OWN_PREFIX}.lock"
+_Result = TypeVar("_Result", CompactedTag, CompactedTag | None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,7 @@ class CompactRun:
         proofs = ProofContext(settings.limits, progress)
         self._context = RunContext(run_dir, archive_dir, Identity.of(run_dir), now, proofs)
         self._deleted: set[str] = set()
+        self._dropped = 0
 
     def results(self) -> Iterator[CompactedTag]:
         """Carry out the run, and yield the result for each tag."""
@@ -205,16 +208,33 @@ class CompactRun:
         """Do what the user asks for with the tags that the user names."""
         settings, context = self._settings, self._context
         if settings.acknowledge:
-            yield from self._acknowledge()
+            # A tag of any age is there, and has been looked at.
+            policy = Policy.of(context, replace(settings.rules, min_age_ns=0))
+            for tag in settings.acknowledge:
+                yield self._tried(tag, partial(policy.acknowledge, is_dry_run=settings.dry_run))
         for tag in settings.undelete:
-            action, what = compact_report.BROUGHT_BACK, "its archive stays where it is"
-            yield self._attempt(tag, action, what, lambda tag: bring_back(context, tag))
+            yield self._tried(tag, self._undelete)
         for tag in settings.purge:
-            action, require = compact_report.PURGED, self._require_over
-            yield self._attempt(tag, action, "asked for", lambda tag: purge(context, tag), require)
+            yield self._tried(tag, self._purge_if_over)
 
-    def _require_over(self, tag: str) -> None:
-        """Refuse to remove a tag for good before its grace time in the trash is over."""
+    def _tried(self, tag: str, do: Callable[[str], _Result]) -> CompactedTag | _Result:
+        """Do something with a tag, and return the result; an error is one too."""
+        self._progress.tag = tag
+        try:
+            return do(tag)
+        except StreamshardError as error:
+            return CompactedTag.failed(tag, error)
+
+    def _undelete(self, tag: str) -> CompactedTag:
+        if self._settings.dry_run:
+            self._context.trash.require(tag)
+        else:
+            bring_back(self._context, tag)
+        reason = "its archive stays where it is"
+        return CompactedTag(tag, step_of(tag), compact_report.BROUGHT_BACK, reason)
+
+    def _purge_if_over(self, tag: str) -> CompactedTag:
+        """Remove a tag for good, but not before its grace time in the trash is over."""
         trash = self._context.trash
         if tag not in trash.being_removed():
             trash.require(tag)
@@ -222,97 +242,82 @@ class CompactRun:
             if waits:
                 now = Option("grace", timedelta())
                 raise UsageError(f"in the trash {waits}; give {now} too to remove it for good now")
+        return self._purge(tag, "asked for")
 
-    def _attempt(
-        self,
-        tag: str,
-        action: str,
-        reason: str,
-        do: Callable[[str], None],
-        require: Callable[[str], None] = lambda _: None,
+    def _purge(
+        self, tag: str, reason: str, require_unprotected: Callable[[], str] | None = None
     ) -> CompactedTag:
-        """Do something with a tag in the trash unless this is a dry run; return the result."""
         trash = self._context.trash
-        self._progress.tag = tag
-        try:
-            require(tag)
-            if not self._settings.dry_run:
-                do(tag)
-            elif action == compact_report.BROUGHT_BACK or tag not in trash.being_removed():
-                trash.require(tag)
-        except StreamshardError as error:
-            return CompactedTag.failed(tag, error)
-        return CompactedTag(tag, step_of(tag), action, reason)
-
-    def _acknowledge(self) -> Iterator[CompactedTag]:
-        # A tag of any age is there, and has been looked at.
-        policy = Policy.of(self._context, replace(self._settings.rules, min_age_ns=0))
-        choices = {choice.tag.name: choice for choice in policy.choices()}
-        for tag in self._settings.acknowledge:
-            try:
-                if tag not in choices:
-                    message = f"{self._settings.run_dir}: no tag {tag} with shards; there are"
-                    raise UsageError(f"{message} {', '.join(choices) or 'none'}")
-                is_dry_run = self._settings.dry_run
-                yield acknowledgement.acknowledge(
-                    self._context, choices[tag], is_dry_run=is_dry_run
-                )
-            except StreamshardError as error:
-                yield CompactedTag.failed(tag, error)
+        if not self._settings.dry_run:
+            purge(self._context, tag, require_unprotected)
+        elif tag not in trash.being_removed():
+            trash.require(tag)
+        return CompactedTag(tag, step_of(tag), compact_report.PURGED, reason)
 
     def _by_rules(self) -> Iterator[CompactedTag]:
         """Archive and remove what the rules do not keep."""
-        policy = Policy.of(self._context, self._settings.rules)
+        policy, trash = Policy.of(self._context, self._settings.rules), self._context.trash
         for choice in policy.choices():
-            if choice.verdict == tag_choice.CANDIDATE:
-                yield self._compact(choice, policy)
-            else:
-                yield replace(self._kept(choice), source_bytes=choice.tag.nbytes)
-        yield from self._empty_trash(policy)
-        if self._settings.weights_only_older_than is not None:
-            yield from self._drop_states(policy, self._settings.weights_only_older_than)
-
-    def _kept(self, choice: Choice) -> CompactedTag:
-        if choice.verdict == tag_choice.KEPT:
-            return CompactedTag(choice.tag.name, choice.step, compact_report.KEPT, choice.reason)
-        try:
-            return acknowledgement.judge(self._context, choice)
-        except SourceError as error:
-            return CompactedTag.failed(choice.tag.name, error)
-
-    def _compact(self, choice: Choice, policy: Policy) -> CompactedTag:
-        """Archive a tag, and with `delete` move it to the trash."""
-        context, tag, is_dry_run = self._context, choice.tag.name, self._settings.dry_run
-        self._progress.tag = tag
-        result = CompactedTag(
-            tag, choice.step, compact_report.READY, choice.reason, source_bytes=choice.tag.nbytes
+            result = self._tried(choice.tag.name, partial(self._carry_out, choice, policy))
+            yield replace(result, source_bytes=result.source_bytes or choice.tag.nbytes)
+        yield from self._each(
+            "the trash",
+            lambda: {*trash.tags(), *trash.being_removed()} - self._deleted,
+            partial(self._empty_trash, policy),
         )
+        if self._settings.weights_only_older_than is not None:
+            places = partial(ArchivedTag.all_in, self._context.archive_dir)
+            yield from self._each(
+                "the archives",
+                lambda: [place.tag for place in places()],
+                partial(self._drop_states, policy, self._settings.weights_only_older_than),
+            )
+
+    def _each(
+        self,
+        what: str,
+        tags: Callable[[], Iterable[str]],
+        do: Callable[[str], CompactedTag | None],
+    ) -> Iterator[CompactedTag]:
+        """Do something with the considered ones of some tags, in the order of their steps."""
         try:
-            receipt, proof = self._archived(tag), None
-            if receipt is None:
-                result = replace(result, action=compact_report.ARCHIVED)
-                if not is_dry_run:
-                    receipt, proof = archive_tag(
-                        context,
-                        tag,
-                        self._settings.storing,
-                        # Sidecars that changed later than this are left out.
-                        stable_since_ns=context.now_ns - self._settings.rules.min_age_ns,
-                        rebuilds=self._may_delete,
-                    )
-            elif is_back(context, receipt) and not is_dry_run:
-                receipt = record_back(context, receipt)  # an earlier run was interrupted here
-            if receipt is not None:
-                result = replace(
-                    result,
-                    source_bytes=receipt.source_bytes,
-                    archive_bytes=receipt.archive_bytes,
-                    shared_bytes=receipt.shared_bytes,
-                )
-            return self._delete(choice, result, policy, proof)
+            considered = [tag for tag in tags() if self._settings.rules.considers(tag)]
         except StreamshardError as error:
-            failed = CompactedTag.failed(tag, error)
-            return replace(failed, source_bytes=result.source_bytes)
+            yield CompactedTag.failed(what, error)
+            return
+        for tag in sorted(considered, key=lambda tag: (step_of(tag) or -1, tag)):
+            result = self._tried(tag, do)
+            if result is not None:
+                yield result
+
+    def _carry_out(self, choice: Choice, policy: Policy, tag: str) -> CompactedTag:
+        """Archive a tag, and with `delete` move it to the trash, unless it is kept."""
+        if choice.verdict != tag_choice.CANDIDATE:
+            return policy.kept(choice)
+        context, is_dry_run = self._context, self._settings.dry_run
+        receipt, proof, action = self._archived(tag), None, compact_report.READY
+        if receipt is None:
+            action = compact_report.ARCHIVED
+            if not is_dry_run:
+                receipt, proof = archive_tag(
+                    context,
+                    tag,
+                    self._settings.storing,
+                    stable_since_ns=context.now_ns - self._settings.rules.min_age_ns,
+                    rebuilds=self._may_delete,
+                )
+        elif is_back(context, receipt) and not is_dry_run:
+            receipt = record_back(context, receipt)  # an earlier run was interrupted here
+        reason = choice.reason
+        if self._may_delete:
+            if not is_dry_run:
+                move_to_trash(context, tag, partial(policy.require_removable, choice), proof)
+            self._deleted.add(tag)
+            action = compact_report.DELETED
+        elif self._settings.delete:
+            reason = f"{Option('max_delete', self._settings.max_delete)} is reached"
+        result = CompactedTag(tag, choice.step, action, reason)
+        return result if receipt is None else result.with_sizes(receipt)
 
     def _archived(self, tag: str) -> Receipt | None:
         """Return the receipt of a tag that is archived; None if it is not archived yet."""
@@ -337,46 +342,15 @@ class CompactRun:
         most = self._settings.max_delete
         return self._settings.delete and (most is None or len(self._deleted) < most)
 
-    def _delete(
-        self, choice: Choice, result: CompactedTag, policy: Policy, proof: Proof | None
-    ) -> CompactedTag:
-        tag, settings = choice.tag.name, self._settings
-        if not settings.delete:
-            return result
-        if not self._may_delete:
-            most = Option("max_delete", settings.max_delete)
-            return replace(result, reason=f"{most} is reached")
-        if not settings.dry_run:
-            move_to_trash(self._context, tag, lambda: policy.require_removable(choice), proof)
-        self._deleted.add(tag)
-        return replace(result, action=compact_report.DELETED)
+    def _empty_trash(self, policy: Policy, tag: str) -> CompactedTag:
+        """Remove a tag for good whose grace time in the trash is over."""
+        stays = self._stays_in_trash(policy, tag)
+        if stays:
+            return CompactedTag(tag, step_of(tag), compact_report.IN_TRASH, stays)
+        over = f"in the trash for longer than {Option('grace', self._settings.grace)}"
+        return self._purge(tag, over, partial(policy.require_unprotected, tag))
 
-    def _empty_trash(self, policy: Policy) -> Iterator[CompactedTag]:
-        """Remove the tags for good whose grace time in the trash is over."""
-        trash = self._context.trash
-        try:
-            trashed = {*trash.tags(), *trash.being_removed()} - self._deleted
-        except StreamshardError as error:
-            yield CompactedTag.failed("the trash", error)
-            return
-        for tag in self._considered(trashed):
-            try:
-                stays = self._stays_in_trash(tag, policy)
-            except StreamshardError as error:
-                yield CompactedTag.failed(tag, error)
-                continue
-            if stays:
-                yield CompactedTag(tag, step_of(tag), compact_report.IN_TRASH, stays)
-                continue
-            over = f"in the trash for longer than {Option('grace', self._settings.grace)}"
-            yield self._attempt(
-                tag, compact_report.PURGED, over, lambda tag: self._purge(tag, policy)
-            )
-
-    def _purge(self, tag: str, policy: Policy) -> None:
-        purge(self._context, tag, lambda: policy.require_unprotected(tag))
-
-    def _stays_in_trash(self, tag: str, policy: Policy) -> str:
+    def _stays_in_trash(self, policy: Policy, tag: str) -> str:
         """Say why a tag stays in the trash; empty if it is removed for good."""
         if not self._settings.delete:
             return f"no {Option('delete', True)}"
@@ -388,32 +362,16 @@ class CompactRun:
         protection = policy.protection_in_trash(tag)
         return f"{protection}; {Option('undelete')} brings it back" if protection else ""
 
-    def _drop_states(self, policy: Policy, least_age: timedelta) -> Iterator[CompactedTag]:
-        """Drop the optimizer states of archives whose originals were removed long enough ago."""
-        most, count = self._settings.max_delete, len(self._deleted)
-        try:
-            archived = [place.tag for place in ArchivedTag.all_in(self._context.archive_dir)]
-        except StreamshardError as error:
-            yield CompactedTag.failed("the archives", error)
-            return
-        for tag in self._considered(archived):
-            try:
-                if not may_drop_states(self._context, tag, least_age):
-                    continue
-                reason = policy.protection_of_archive(tag)
-                if reason is None and most is not None and count >= most:
-                    reason = f"{Option('max_delete', most)} is reached"
-                if reason is not None:
-                    yield CompactedTag(tag, step_of(tag), compact_report.KEPT, reason)
-                    continue
-                self._progress.tag = tag
-                done = drop_states(self._context, tag, is_dry_run=self._settings.dry_run)
-                count += done.action == compact_report.WEIGHTS_ONLY
-                yield done
-            except StreamshardError as error:
-                yield CompactedTag.failed(tag, error)
-
-    def _considered(self, tags: Iterable[str]) -> list[str]:
-        """Return the considered ones of some tags, in the order of their steps."""
-        considered = filter(self._settings.rules.considers, tags)
-        return sorted(considered, key=lambda tag: (step_of(tag) or -1, tag))
+    def _drop_states(self, policy: Policy, least_age: timedelta, tag: str) -> CompactedTag | None:
+        """Drop the optimizer states of an archive whose original was removed long enough ago."""
+        if not may_drop_states(self._context, tag, least_age):
+            return None
+        most = self._settings.max_delete
+        reason = policy.protection_of_archive(tag)
+        if reason is None and most is not None and len(self._deleted) + self._dropped >= most:
+            reason = f"{Option('max_delete', most)} is reached"
+        if reason is not None:
+            return CompactedTag(tag, step_of(tag), compact_report.KEPT, reason)
+        done = drop_states(self._context, tag, is_dry_run=self._settings.dry_run)
+        self._dropped += done.action == compact_report.WEIGHTS_ONLY
+        return done

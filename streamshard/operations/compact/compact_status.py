@@ -19,7 +19,8 @@ from streamshard.operations.compact.receipts import (
     WEIGHTS_ONLY,
     ArchivedTag,
     Receipt,
-    moment_after,
+    parse_moment,
+    show_moment,
 )
 from streamshard.operations.compact.run_directory import Identity
 from streamshard.operations.compact.trash import Trash, trash_of
@@ -130,7 +131,9 @@ def _tags(run_dir: Path, archive_dir: Path, grace: timedelta) -> Iterator[TagSta
             if receipt is None:
                 continue  # removed meanwhile
             state = _state(receipt, trash, in_trash, going)
-            until = moment_after(receipt.trashed, grace) if state == _IN_TRASH else ""
+            until = ""
+            if state == _IN_TRASH:
+                until = show_moment(parse_moment(receipt.trashed) + grace)
         except SourceError as error:
             yield TagStatus(place.tag, step, _UNREADABLE, problem=str(error))
             continue

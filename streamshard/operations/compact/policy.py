@@ -1,20 +1,59 @@
-"""Decides what may go, and decides again right before it goes; moves and removes nothing itself."""
+"""Decides what may go, and again right before it goes; moves and removes nothing itself.
+
+It also knows the ambiguous tags that the user acknowledged: they are not reported again.
+"""
 
 import time
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from dataclasses import dataclass, replace
+from datetime import UTC, timedelta
+from pathlib import Path
 from typing import Final
 
-from streamshard.errors import CorruptFileError, IncompleteError, Option, SourceNotFoundError
-from streamshard.operations.compact import tag_choice
-from streamshard.operations.compact.receipts import DROPPING, PURGED, WEIGHTS_ONLY, age_at
+from streamshard.commands import command
+from streamshard.errors import (
+    CorruptFileError,
+    IncompleteError,
+    Option,
+    SourceError,
+    SourceNotFoundError,
+    UsageError,
+)
+from streamshard.formats.deepspeed import names
+from streamshard.operations.compact import compact_report, tag_choice
+from streamshard.operations.compact.compact_report import CompactedTag
+from streamshard.operations.compact.receipts import (
+    DROPPING,
+    PURGED,
+    WEIGHTS_ONLY,
+    JsonRecord,
+    parse_moment,
+    show_moment,
+)
 from streamshard.operations.compact.run_context import RunContext
 from streamshard.operations.compact.run_directory import scan_run_directory
-from streamshard.operations.compact.tag_choice import Choice, Rules, Run, choose, refusal
+from streamshard.operations.compact.tag_choice import Choice, Rules, Run, Tag, choose, refusal
 from streamshard.operations.transfer.target import is_there
 from streamshard.sizes import show_duration
 
+_ACKNOWLEDGED: Final = ".acknowledged.json"
 _MOST_NAMED: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Acknowledgement(JsonRecord):
+    """The state of a tag when the user acknowledged it."""
+
+    tag: str
+    looks: str
+    """Digest of the path, mode, size, inode and time of change of everything in it."""
+    changed_ns: int
+    problem: str
+    """Why it could not be opened; empty if it could."""
+    at: str
+
+    @classmethod
+    def of(cls, tag: Tag, at: str) -> "_Acknowledgement":
+        return cls(tag.name, tag.looks, tag.changed_ns, tag.problem or "", at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +81,46 @@ class Policy:
     def choices(self) -> list[Choice]:
         """Decide about the considered tags, in the order of their steps."""
         return choose(self.before, self.rules, self.context.now_ns)
+
+    def kept(self, choice: Choice) -> CompactedTag:
+        """Report a tag that is kept; one that is ambiguous only until the user acknowledges it."""
+        tag, reason = choice.tag, choice.reason
+        if choice.verdict == tag_choice.KEPT:
+            return CompactedTag(tag.name, choice.step, compact_report.KEPT, reason)
+        known = _Acknowledgement.read(self._acknowledgement_of(tag))
+        if known is not None and known == _Acknowledgement.of(tag, known.at):
+            reason = f"{reason}; acknowledged {known.at[:10]}"
+            return CompactedTag(tag.name, choice.step, compact_report.KEPT, reason)
+        dirs = self.context.run_dir, self.context.archive_dir
+        advice = f"To leave it as it is: {command('compact', *dirs, acknowledge=tag.name)}"
+        if known is not None:
+            since = f"It is not as it was when it was acknowledged on {known.at[:10]}"
+            advice = f"{since}. {advice}"
+        ambiguous = CompactedTag.failed(tag.name, SourceError(f"{reason}. {advice}"))
+        return replace(ambiguous, step=choice.step)
+
+    def acknowledge(self, tag: str, *, is_dry_run: bool) -> CompactedTag:
+        """Record that a tag stays as it is, and is not reported again until it changes."""
+        choices = {choice.tag.name: choice for choice in self.choices()}
+        if tag not in choices:
+            message = f"{self.context.run_dir}: no tag {tag} with shards; there are"
+            raise UsageError(f"{message} {', '.join(choices) or 'none'}")
+        choice = choices[tag]
+        if choice.verdict == tag_choice.KEPT:
+            raise UsageError(f"kept anyway ({choice.reason}), so there is nothing to acknowledge")
+        if choice.verdict == tag_choice.CANDIDATE:
+            message = "it can be opened, and no rule keeps it"
+            raise UsageError(
+                f"{message}; {Option('keep_tags', [tag])} in every run leaves it alone"
+            )
+        if not is_dry_run:
+            at = show_moment(self.context.now)
+            _Acknowledgement.of(choice.tag, at).write(self._acknowledgement_of(choice.tag))
+        reason = "kept, and reported again when a file in it changes or another problem appears"
+        return CompactedTag(tag, choice.step, compact_report.ACKNOWLEDGED, reason)
+
+    def _acknowledgement_of(self, tag: Tag) -> Path:
+        return self.context.archive_dir / f"{names.flat(tag.name)}{_ACKNOWLEDGED}"
 
     def require_removable(self, choice: Choice) -> str:
         """Repeat the choice for a tag that is about to be moved."""
@@ -99,12 +178,12 @@ def grace_left(context: RunContext, tag: str, grace: timedelta) -> str:
     place = context.place(tag)
     receipt = place.require_receipt()
     try:
-        if age_at(context.now, receipt.trashed) > grace:
-            return ""
-        since = datetime.fromisoformat(receipt.trashed).astimezone(UTC)
+        since = parse_moment(receipt.trashed).astimezone(UTC)
     except (ValueError, OverflowError) as error:
         message = f"{place.receipt}: does not say since when {tag} is in the trash"
         raise CorruptFileError(message) from error
+    if context.now - since > grace:
+        return ""
     return f"since {since:%Y-%m-%d %H:%M} UTC, {Option('grace')} is {show_duration(grace)}"
 
 
@@ -123,8 +202,8 @@ def may_drop_states(context: RunContext, tag: str, least_age: timedelta) -> bool
     if receipt.state == WEIGHTS_ONLY:
         return any(map(is_there, place.leftovers))
     try:
-        is_old = age_at(context.now, receipt.purged) > least_age
-    except ValueError as error:
+        is_old = context.now - parse_moment(receipt.purged) > least_age
+    except (ValueError, OverflowError) as error:
         message = f"{place.receipt}: does not say since when {tag} is gone"
         raise CorruptFileError(message) from error
     return is_old and not any(context.originals(tag))

@@ -1,8 +1,7 @@
 """Proves that an archive is complete, equals its source, and gives it back when it is rebuilt."""
 
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -16,9 +15,7 @@ from streamshard.io.files import source_errors, target_errors
 from streamshard.io.object_path import ObjectPath, is_object
 from streamshard.io.objects.stray_uploads import abort_strays
 from streamshard.io.page_cache import drop_cached
-from streamshard.layout.memory_plan import MemoryPlan
 from streamshard.layout.sample import EVERYTHING
-from streamshard.model import SourceFile
 from streamshard.operations.checks.problems import Findings
 from streamshard.operations.checks.scan import scan
 from streamshard.operations.checks.structure import Request, look_at
@@ -30,44 +27,10 @@ from streamshard.operations.compare.comparison import compare
 from streamshard.operations.compare.matching import pair_up
 from streamshard.operations.repartition.repartition import plan_repartition
 from streamshard.operations.source.source import Source, open_source
-from streamshard.operations.transfer.report import Progress
 
 _REBUILT: Final = f"{names.OWN_PREFIX}.rebuilt"
 _RUN: Final = "run"
 _UNDELETE: Final = Option("undelete")
-
-
-@dataclass(slots=True)
-class ArchiveReading:
-    """One reading of an archive: its checksums, the digests of its tensors, and its SHA-256s."""
-
-    store: Path
-    memory: Callable[[int, Sequence[SourceFile]], MemoryPlan]
-    """Fits the reading into the memory limit, with the bytes that decoding takes."""
-    progress: Progress
-    findings: Findings = field(default_factory=Findings)
-
-    def run(self) -> dict[Path, str]:
-        """Read the archive, bypassing the page cache; the findings say what is wrong with it.
-
-        Returns the SHA-256 of each file that was read from its first byte to its last. Files that
-        are damaged may be missing, and so may large files that several workers read.
-        """
-        resident_memory.restart_peak()
-        drop_cached(self.store)
-        found = look_at(Request(self.store), self.findings, EVERYTHING)
-        whole: dict[Path, str] = {}
-
-        def note(file: int, sha256: str) -> None:
-            whole[found.files[file].path] = sha256
-
-        self.progress.start(found.nbytes)
-        try:
-            plan = self.memory(found.codec_bytes, found.files)
-            scan(found.units(), found.files, plan, self.progress.advance, note)
-        finally:
-            self.progress.stop()
-        return whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +65,9 @@ def prove(
     tag, which may have changed since.
     """
     log.run("archive_synced", lambda: _synced(place))
-    reading = ArchiveReading(place.store, proofs.memory, proofs.progress)
-    log.run("archive_bytes", lambda: intact(place, proofs, reading))
-    log.run("archive_verified", lambda: _verified(reading))
+    findings = Findings()
+    log.run("archive_bytes", lambda: intact(place, proofs, findings))
+    log.run("archive_verified", lambda: _verified(findings))
     resident_memory.restart_peak()
     with source_errors(place.store):
         archive = open_source(place.store)
@@ -122,10 +85,10 @@ def _synced(place: ArchivedTag) -> str:
     return ""
 
 
-def intact(place: ArchivedTag, proofs: ProofContext, reading: ArchiveReading | None = None) -> str:
+def intact(place: ArchivedTag, proofs: ProofContext, findings: Findings | None = None) -> str:
     """Require that every file of an archive has its SHA-256, read bypassing the page cache.
 
-    A `reading` reads files for other checks too; files that it does not read are read here.
+    If there are `findings` to fill, the same reading looks for other damage too.
     """
     sums, found = place.read_sums(), place.files()
     if sums.keys() != {*found}:
@@ -134,13 +97,36 @@ def intact(place: ArchivedTag, proofs: ProofContext, reading: ArchiveReading | N
         raise IntegrityError(f"{place.store / wrong}: {message}")
     paths = [place.store / path for path in found]
     with source_errors(place.store):
-        digests = reading.run() if reading else {}
+        digests = {} if findings is None else read_archive(place.store, proofs, findings)
         rest = [path for path in paths if path not in digests]
         digests |= zip(rest, proofs.hash_all(rest, place.store), strict=True)
     for path in paths:
         if digests[path] != sums[path.relative_to(place.store).as_posix()]:
             raise IntegrityError(f"{path}: damaged: its SHA-256 differs")
     return f"{len(found):,} files"
+
+
+def read_archive(store: Path, proofs: ProofContext, findings: Findings) -> dict[Path, str]:
+    """Read an archive, bypassing the page cache; the findings say what is wrong with it.
+
+    Returns the SHA-256 of each file that was read from its first byte to its last. Files that are
+    damaged may be missing, and so may large files that several workers read.
+    """
+    resident_memory.restart_peak()
+    drop_cached(store)
+    found = look_at(Request(store), findings, EVERYTHING)
+    whole: dict[Path, str] = {}
+
+    def note(file: int, sha256: str) -> None:
+        whole[found.files[file].path] = sha256
+
+    proofs.progress.start(found.nbytes)
+    try:
+        plan = proofs.memory(found.codec_bytes, found.files)
+        scan(found.units(), found.files, plan, proofs.progress.advance, note)
+    finally:
+        proofs.progress.stop()
+    return whole
 
 
 def same_archive(receipt: Receipt, place: ArchivedTag) -> str:
@@ -168,11 +154,10 @@ def same_objects(receipt: Receipt, place: ArchivedTag) -> str:
     return f"{len(now):,} objects"
 
 
-def _verified(reading: ArchiveReading) -> str:
-    found = reading.findings
-    if found.problems:
-        raise IntegrityError(found.problems[0].message)
-    return f"{found.checked:,} checksums, {found.tensors:,} tensors"
+def _verified(findings: Findings) -> str:
+    if findings.problems:
+        raise IntegrityError(findings.problems[0].message)
+    return f"{findings.checked:,} checksums, {findings.tensors:,} tensors"
 
 
 def state_equal(archive: Source, source: Source) -> str:

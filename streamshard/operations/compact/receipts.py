@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from enum import StrEnum
 from hashlib import sha256
 from pathlib import Path
@@ -60,22 +60,16 @@ class TagEvent(StrEnum):
     DROPPED = "without its full archive"
 
 
-_AFTER: Final[Mapping[tuple[str, TagEvent], str]] = {
-    (BEGUN, TagEvent.PROVE): ARCHIVED,
-    (ARCHIVED, TagEvent.TRASH): TRASHED,
-    (TRASHED, TagEvent.TRASH): TRASHED,
-    (ARCHIVED, TagEvent.KEEP): ARCHIVED,
-    (TRASHED, TagEvent.KEEP): ARCHIVED,
-    (PURGED, TagEvent.KEEP): ARCHIVED,
-    (ARCHIVED, TagEvent.PURGE): PURGED,
-    (TRASHED, TagEvent.PURGE): PURGED,
-    (PURGED, TagEvent.PURGE): PURGED,
-    (PURGED, TagEvent.DROP): DROPPING,
-    (DROPPING, TagEvent.DROP): DROPPING,
-    (DROPPING, TagEvent.DROPPED): WEIGHTS_ONLY,
+_TABLE: Final[Mapping[TagEvent, tuple[tuple[str, ...], str]]] = {
+    TagEvent.PROVE: ((BEGUN,), ARCHIVED),
+    TagEvent.TRASH: ((ARCHIVED, TRASHED), TRASHED),
+    TagEvent.KEEP: ((ARCHIVED, TRASHED, PURGED), ARCHIVED),
+    TagEvent.PURGE: ((ARCHIVED, TRASHED, PURGED), PURGED),
+    TagEvent.DROP: ((PURGED, DROPPING), DROPPING),
+    TagEvent.DROPPED: ((DROPPING,), WEIGHTS_ONLY),
 }
-"""State of a receipt, event → its next state. Anything else is refused. The receipt is written
-before files are moved or removed, and again by the next run if that was interrupted."""
+"""Event → the states of a receipt that it can follow, and the next state; all else is refused. A
+receipt is written before files are moved or removed, and again by a run that continues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,14 +237,15 @@ class Receipt(JsonRecord):
 
     def require_sound(self) -> None:
         """Refuse times without a time zone, and sizes that nothing has."""
-        require_moments(self.archived, self.trashed, self.purged, self.dropped)
+        for moment in filter(None, (self.archived, self.trashed, self.purged, self.dropped)):
+            parse_moment(moment)
         sizes = self.source_bytes, self.archive_bytes, self.shared_bytes, self.full_bytes
         if not all(0 <= nbytes < _MOST_BYTES for nbytes in sizes):
             raise ValueError("holds a size that nothing has")
 
     def allows(self, event: TagEvent) -> bool:
         """Tell whether an event can follow the state."""
-        return (self.state, event) in _AFTER
+        return self.state in _TABLE[event][0]
 
     def below_tag(self) -> dict[str, SourceRecord]:
         """Return the files of the tag directory by their path in it."""
@@ -337,7 +332,7 @@ class ArchivedTag:
     def record(self, receipt: Receipt, event: TagEvent, **facts: Any) -> Receipt:  # noqa: ANN401
         """Write the receipt as it is after an event, durably."""
         self.require_possible(receipt, event)
-        after = replace(receipt, state=_AFTER[receipt.state, event], **facts)
+        after = replace(receipt, state=_TABLE[event][1], **facts)
         after.write(self.receipt)
         return after
 
@@ -420,23 +415,16 @@ def _parse(line: str) -> tuple[str, str]:
     return path, digest
 
 
-def age_at(now: datetime, since: str) -> timedelta:
-    """Return how long ago a time in a receipt was.
+def parse_moment(text: str) -> datetime:
+    """Parse a time in a receipt.
 
-    >>> str(age_at(datetime(2026, 11, 21, tzinfo=UTC), "2026-11-20T22:00:00+00:00"))
-    '2:00:00'
+    >>> str(parse_moment("2026-11-20T22:00:00+00:00"))
+    '2026-11-20 22:00:00+00:00'
     """
-    then = datetime.fromisoformat(since)
-    if then.tzinfo is None:
-        raise ValueError("without a time zone")
-    return now.astimezone(UTC) - then
-
-
-def require_moments(*moments: str) -> None:
-    """Refuse texts that are neither empty nor times with a time zone."""
-    for moment in filter(None, moments):
-        if datetime.fromisoformat(moment).tzinfo is None:
-            raise ValueError(f"{moment!r} is without a time zone")
+    moment = datetime.fromisoformat(text)
+    if moment.tzinfo is None:
+        raise ValueError(f"{text!r} is without a time zone")
+    return moment
 
 
 def show_moment(at: datetime) -> str:
@@ -446,12 +434,3 @@ def show_moment(at: datetime) -> str:
     '2026-11-21T04:05:00+00:00'
     """
     return at.astimezone(UTC).isoformat()
-
-
-def moment_after(since: str, time: timedelta) -> str:
-    """Serialize the time so long after a time in a receipt.
-
-    >>> moment_after("2026-11-21T04:05:00+00:00", timedelta(days=7))
-    '2026-11-28T04:05:00+00:00'
-    """
-    return show_moment(datetime.fromisoformat(since) + time)

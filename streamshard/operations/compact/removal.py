@@ -7,7 +7,6 @@ from streamshard.engine.run import resident_memory
 from streamshard.errors import CorruptFileError, SourceError, StreamshardError
 from streamshard.formats.deepspeed import names
 from streamshard.operations.compact import omissions
-from streamshard.operations.compact.framework_checkpoints import open_tag
 from streamshard.operations.compact.originals import (
     accounted_for,
     padding_alike,
@@ -31,15 +30,13 @@ from streamshard.operations.compact.receipts import (
     show_moment,
 )
 from streamshard.operations.compact.run_context import RunContext
+from streamshard.operations.compact.run_directory import open_tag
 from streamshard.operations.source.source import Source, open_source
 from streamshard.operations.transfer.target import is_there
 
 
 def move_to_trash(
-    context: RunContext,
-    tag: str,
-    require_removable: Callable[[], str],
-    proof: Proof | None = None,
+    context: RunContext, tag: str, require_removable: Callable[[], str], proof: Proof | None = None
 ) -> None:
     """Move a tag into the trash if its archive holds all of it.
 
