@@ -34,7 +34,6 @@ from streamshard.sizes import counted, show_bytes
 
 Path_ = str | os.PathLike[str]
 
-_LEAST_KEPT: Final = 2
 _WILD: Final = re.compile(r"[*?[]")
 
 _DELETE: Final = Option("delete", True)
@@ -130,18 +129,15 @@ def compact(
     _require_times(
         now, min_age=min_age, grace=grace, weights_only_older_than=weights_only_older_than
     )
-    if keep_last < _LEAST_KEPT:
-        asked = Option("keep_last", keep_last)
-        raise UsageError(f"{asked}: at least {_LEAST_KEPT}, as one may be damaged")
-    if keep_every is not None and keep_every < 1:
-        raise UsageError(f"{Option('keep_every', keep_every)}: at least 1")
-    if max_delete is not None and max_delete < 0:
-        raise UsageError(f"{Option('max_delete', max_delete)}: at least 0")
-    if bytes_per_second is not None and bytes_per_second < 1:
-        asked = Option("bytes_per_second", bytes_per_second)
-        raise UsageError(f"{asked}: at least one byte a second")
-    if workers is not None and workers < 1:
-        raise UsageError(f"{Option('workers', workers)}: at least one is needed")
+    for name, value, least, why in (
+        ("keep_last", keep_last, 2, ", as one may be damaged"),
+        ("keep_every", keep_every, 1, ""),
+        ("max_delete", max_delete, 0, ""),
+        ("bytes_per_second", bytes_per_second, 1, ""),
+        ("workers", workers, 1, ""),
+    ):
+        if value is not None and value < least:
+            raise UsageError(f"{Option(name, value)}: at least {least}{why}")
     floor_bytes = resident_memory.resident_bytes()
     min_age_ns = int(min_age.total_seconds() * 10**9)
     settings = Settings(

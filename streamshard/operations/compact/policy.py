@@ -31,7 +31,14 @@ from streamshard.operations.compact.receipts import (
 )
 from streamshard.operations.compact.run_context import RunContext
 from streamshard.operations.compact.run_directory import scan_run_directory
-from streamshard.operations.compact.tag_choice import Choice, Rules, Run, Tag, choose, refusal
+from streamshard.operations.compact.tag_choice import (
+    Choice,
+    Rules,
+    RunDirectory,
+    Tag,
+    choose,
+    refusal,
+)
 from streamshard.operations.transfer.target import is_there
 from streamshard.sizes import show_duration
 
@@ -62,7 +69,7 @@ class Policy:
 
     context: RunContext
     rules: Rules
-    before: Run
+    before: RunDirectory
 
     @classmethod
     def of(cls, context: RunContext, rules: Rules) -> "Policy":
@@ -161,10 +168,10 @@ class Policy:
         """Say what protects the optimizer states in the archive of a removed tag, if anything."""
         return tag_choice.protection(tag, self.before, self.rules)
 
-    def _scan_again(self) -> Run:
+    def _scan_again(self) -> RunDirectory:
         return scan_run_directory(self.context.run_dir, self.before, self.rules.tags)
 
-    def _not_read(self, run: Run) -> str | None:
+    def _not_read(self, run: RunDirectory) -> str | None:
         """Return the problem of a tag that could be opened when the run began, and now cannot.
 
         Without that tag, the rules would keep other tags in its place.

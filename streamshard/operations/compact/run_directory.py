@@ -47,7 +47,7 @@ from streamshard.io.files import source_errors
 from streamshard.io.object_path import is_object
 from streamshard.io.readable import Entry
 from streamshard.operations.compact.receipts import etag_of
-from streamshard.operations.compact.tag_choice import Run, Tag, is_like
+from streamshard.operations.compact.tag_choice import RunDirectory, Tag, is_like
 from streamshard.operations.compact.trash import trash_of
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Source, open_source
@@ -160,7 +160,9 @@ class _Scan:
         )
 
 
-def scan_run_directory(run_dir: Path, before: Run | None = None, pattern: str | None = None) -> Run:
+def scan_run_directory(
+    run_dir: Path, before: RunDirectory | None = None, pattern: str | None = None
+) -> RunDirectory:
     """Describe a run directory as it is now.
 
     Tags that look as in an earlier description, `before`, are not opened again. Of a framework's
@@ -186,10 +188,10 @@ def scan_run_directory(run_dir: Path, before: Run | None = None, pattern: str | 
                 return _framework_run(scan, found, pattern)
         entries = sorted(path for path in _candidates(run_dir, named[0]) if path not in hidden)
         tags = tuple(tag for entry in entries if (tag := scan.tag(entry)))
-    return Run(tags, named[0], named[1], problems[0] if problems else None, scan.trashed())
+    return RunDirectory(tags, named[0], named[1], problems[0] if problems else None, scan.trashed())
 
 
-def _framework_run(scan: _Scan, checkpoints: Sequence[Path], pattern: str | None) -> Run:
+def _framework_run(scan: _Scan, checkpoints: Sequence[Path], pattern: str | None) -> RunDirectory:
     """Describe the output directory of a framework; the checkpoint saved last counts as `latest`.
 
     The highest number does not tell which one that is: a job that was resumed from an earlier
@@ -202,14 +204,14 @@ def _framework_run(scan: _Scan, checkpoints: Sequence[Path], pattern: str | None
     if not whole:
         reason = ((considered or tags)[-1].problem or "").rstrip(".")
         problem = f"no checkpoint of it can be opened: {reason}"
-        return Run(tags, None, problem=problem, trashed=trashed)
+        return RunDirectory(tags, None, problem=problem, trashed=trashed)
     # One without a step, such as Lightning's `last.ckpt`, is kept in any case.
     numbered = [tag for tag in whole if step_of(tag.name) is not None]
     last = max(numbered or whole, key=lambda tag: (tag.saved_ns, step_of(tag.name) or 0))
     there = [*checkpoints, *(trash_of(scan.run_dir).path_of(tag.name) for tag in trashed)]
     best = {name: tag.name for tag in tags for name in tag.best}
     best |= _best_of(scan.run_dir, there)
-    return Run(tags, last.name, trashed=trashed, is_family=True, best=best)
+    return RunDirectory(tags, last.name, trashed=trashed, is_framework=True, best=best)
 
 
 def _named(path: Path) -> str | None:
