@@ -49,6 +49,7 @@ from streamshard.io.readable import Entry
 from streamshard.operations.compact.receipts import etag_of
 from streamshard.operations.compact.tag_choice import RunDirectory, Tag, is_like
 from streamshard.operations.compact.trash import trash_of
+from streamshard.operations.inspect.checkpoint_list import require_named
 from streamshard.operations.source.sidecars import has_shards
 from streamshard.operations.source.source import Source, open_source
 
@@ -137,9 +138,8 @@ class _Scan:
             return replace(self.known[looks], is_linked=is_linked)
         found = Tag(name, changed_ns, None, is_linked, nbytes, looks)
         try:
-            if is_framework and not _is_checkpoint(directory):
-                message = "has no 'latest', so its save was not completed"
-                raise IncompleteError(f"{directory}: {message}")
+            if is_framework:
+                require_named(directory)
             opened = open_tag(self.run_dir, name)
             if is_framework:
                 with source_errors(directory):
