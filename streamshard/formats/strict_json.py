@@ -38,8 +38,7 @@ def _made(kind: Any, value: Any, at: str) -> Any:  # noqa: ANN401
             **{n: _made(types[n], one, f"{at}.{n}") for n, one in given.items()}
         )
     if isinstance(kind, UnionType):
-        inner = get_args(kind)[0]
-        return None if value is None else _made(inner, value, at)
+        return None if value is None else _made(get_args(kind)[0], value, at)
     if get_origin(kind) is tuple:
         items, inner = _of_type(list, value, at), get_args(kind)[0]
         return tuple(_made(inner, one, f"{at}[{n}]") for n, one in enumerate(items))

@@ -40,7 +40,7 @@ from streamshard.operations.compact.tag_choice import (
     refusal,
 )
 from streamshard.operations.transfer.target import is_there
-from streamshard.sizes import show_duration
+from streamshard.sizes import show_duration, some_of
 
 _ACKNOWLEDGED: Final = ".acknowledged.json"
 _MOST_NAMED: Final = 4
@@ -77,9 +77,8 @@ class Policy:
         run = scan_run_directory(context.run_dir, None, rules.tags)
         known = [tag.name for tag in (*run.tags, *run.trashed)]
         if known and not any(map(rules.considers, known)):
-            more = ", …" if len(known) > _MOST_NAMED else ""
             message = f"{context.run_dir}: {Option('tags', rules.tags)} matches no tag; there are"
-            raise SourceNotFoundError(f"{message} {', '.join(known[:_MOST_NAMED])}{more}")
+            raise SourceNotFoundError(f"{message} {some_of(known, _MOST_NAMED)}")
         reason = refusal(run)
         if reason is not None:
             raise IncompleteError(f"{context.run_dir}: {reason}. Nothing was done")
