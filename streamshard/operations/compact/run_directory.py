@@ -40,7 +40,6 @@ from streamshard.io.entries import (
     listed_below,
     listings_kept,
     paths_in,
-    read_all,
     read_document,
 )
 from streamshard.io.files import source_errors
@@ -222,7 +221,7 @@ def _named(path: Path) -> str | None:
         return None
     if not stat.is_file:
         raise ValueError("not a regular file")
-    name = read_all(path, names.LATEST_BYTES).decode(errors="replace").strip()
+    name = names.read_latest(path)
     if not names.is_tag(name):
         raise ValueError("empty, or names what is not a directory here")
     return name
@@ -329,8 +328,7 @@ def open_tag(run_dir: Path, name: str) -> Source:
     if not _is_checkpoint(directory):
         return open_source(run_dir, name)
     with source_errors(directory):
-        data = read_document(directory / names.LATEST, names.LATEST_BYTES)
-        named = data.decode(errors="replace").strip()
+        named = names.read_latest(directory / names.LATEST)
         latest = identify(directory / names.LATEST)
     opened = open_source(directory)
     if opened.path != directory or opened.checkpoint.tag != named:
