@@ -17,7 +17,7 @@ from streamshard.io.object_path import is_object
 from streamshard.io.place import place_of
 from streamshard.operations.compact import omissions
 from streamshard.operations.compact.originals import accounted_for, records_of
-from streamshard.operations.compact.proof import Proof, content_equal, prove, rebuilt_equal
+from streamshard.operations.compact.proof import Proof, content_equal, prove, rebuilt_equal, sums_of
 from streamshard.operations.compact.receipts import (
     BEGUN,
     ArchivedTag,
@@ -140,9 +140,7 @@ def _proved(
     source = tuple(replace(record, sha256=digest) for record, digest in both)
     with target_errors(place.store):
         _remove_own_links(place.store)
-        found = place.files()
-        digests = proofs.hash_all([place.store / path for path in found], place.store)
-        sums = dict(zip(found, digests, strict=True))
+        sums = sums_of(place, proofs)
         shared = _share(place, sums, proofs)
         sync_tree(place.store)
         # Before anything is read: what is written from here on is not what was compared.

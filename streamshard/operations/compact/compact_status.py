@@ -19,7 +19,6 @@ from streamshard.operations.compact.receipts import (
     WEIGHTS_ONLY,
     ArchivedTag,
     Receipt,
-    parse_moment,
     show_moment,
 )
 from streamshard.operations.compact.run_directory import Identity
@@ -125,21 +124,16 @@ def _tags(run_dir: Path, archive_dir: Path, grace: timedelta) -> Iterator[TagSta
     trash = trash_of(run_dir)
     in_trash, going = {*trash.tags()}, {*trash.being_removed()}
     for place in ArchivedTag.all_in(archive_dir):
-        step = step_of(place.tag)
+        step, until = step_of(place.tag), ""
         try:
             receipt = place.read_receipt()
             if receipt is None:
                 continue  # removed meanwhile
             state = _state(receipt, trash, in_trash, going)
-            until = ""
             if state == _IN_TRASH:
-                until = show_moment(parse_moment(receipt.trashed) + grace)
-        except SourceError as error:
+                until = show_moment(place.since(receipt.trashed, "in the trash") + grace)
+        except (SourceError, OverflowError) as error:
             yield TagStatus(place.tag, step, _UNREADABLE, problem=str(error))
-            continue
-        except (ValueError, OverflowError) as error:
-            problem = f"{place.receipt}: does not say since when it is in the trash ({error})"
-            yield TagStatus(place.tag, step, _UNREADABLE, problem=problem)
             continue
         yield TagStatus(
             place.tag,

@@ -5,7 +5,7 @@ It also knows the ambiguous tags that the user acknowledged: they are not report
 
 import time
 from dataclasses import dataclass, replace
-from datetime import UTC, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
@@ -26,7 +26,6 @@ from streamshard.operations.compact.receipts import (
     PURGED,
     WEIGHTS_ONLY,
     JsonRecord,
-    parse_moment,
     show_moment,
 )
 from streamshard.operations.compact.run_context import RunContext
@@ -183,11 +182,7 @@ def grace_left(context: RunContext, tag: str, grace: timedelta) -> str:
     """Say since when a tag has been in the trash; empty if its grace time is over."""
     place = context.place(tag)
     receipt = place.require_receipt()
-    try:
-        since = parse_moment(receipt.trashed).astimezone(UTC)
-    except (ValueError, OverflowError) as error:
-        message = f"{place.receipt}: does not say since when {tag} is in the trash"
-        raise CorruptFileError(message) from error
+    since = place.since(receipt.trashed, "in the trash")
     if context.now - since > grace:
         return ""
     return f"since {since:%Y-%m-%d %H:%M} UTC, {Option('grace')} is {show_duration(grace)}"
@@ -207,9 +202,5 @@ def may_drop_states(context: RunContext, tag: str, least_age: timedelta) -> bool
         raise CorruptFileError(f"{place.receipt}: is the receipt of {receipt.tag}")
     if receipt.state == WEIGHTS_ONLY:
         return any(map(is_there, place.leftovers))
-    try:
-        is_old = context.now - parse_moment(receipt.purged) > least_age
-    except (ValueError, OverflowError) as error:
-        message = f"{place.receipt}: does not say since when {tag} is gone"
-        raise CorruptFileError(message) from error
+    is_old = context.now - place.since(receipt.purged, "gone") > least_age
     return is_old and not any(context.originals(tag))

@@ -106,6 +106,13 @@ def intact(place: ArchivedTag, proofs: ProofContext, findings: Findings | None =
     return f"{len(found):,} files"
 
 
+def sums_of(place: ArchivedTag, proofs: ProofContext) -> dict[str, str]:
+    """Compute the SHA-256 of each file of an archive, by its path in the store."""
+    found = place.files()
+    digests = proofs.hash_all([place.store / path for path in found], place.store)
+    return dict(zip(found, digests, strict=True))
+
+
 def read_archive(store: Path, proofs: ProofContext, findings: Findings) -> dict[Path, str]:
     """Read an archive, bypassing the page cache; the findings say what is wrong with it.
 

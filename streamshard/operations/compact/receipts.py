@@ -323,6 +323,14 @@ class ArchivedTag:
             raise CorruptFileError(f"{self.receipt}: is the receipt of {receipt.tag}")
         return receipt
 
+    def since(self, moment: str, where: str) -> datetime:
+        """Parse the time since when the tag is where its receipt says it is."""
+        try:
+            return parse_moment(moment).astimezone(UTC)
+        except (ValueError, OverflowError) as error:
+            message = f"{self.receipt}: does not say since when {self.tag} is {where} ({error})"
+            raise CorruptFileError(message) from error
+
     def require_possible(self, receipt: Receipt, event: TagEvent) -> None:
         """Require that an event can follow the state of the receipt."""
         if not receipt.allows(event):

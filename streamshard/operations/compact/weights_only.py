@@ -48,7 +48,7 @@ from streamshard.io.objects.object_changes import for_each
 from streamshard.model import BLOB, FILE, MASTER, MODULE
 from streamshard.operations.compact import compact_report, omissions
 from streamshard.operations.compact.compact_report import CompactedTag
-from streamshard.operations.compact.proof import content_equal, intact, prove, same_archive
+from streamshard.operations.compact.proof import content_equal, intact, prove, same_archive, sums_of
 from streamshard.operations.compact.receipts import (
     DROPPING,
     WEIGHTS_ONLY,
@@ -263,8 +263,7 @@ def _proved(
     weights = replace(full, of_weights=True)
     statuses = weights.statuses()
     with source_errors(weights.store):
-        digests = proofs.hash_all([weights.store / path for path in statuses], weights.store)
-    sums = dict(sorted(zip(statuses, digests, strict=True)))
+        sums = sums_of(weights, proofs)
     log.run("kept_files_same", lambda: _require_same_files(full, weights, sums, store))
     weights.write_sums(sums)
     etags = weights.etags()
